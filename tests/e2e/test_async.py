@@ -157,7 +157,13 @@ def test_whoever_dies_the_weights_are_the_same(tmp_path: Path, code: Path, peace
     """SIGKILL of each process while one iteration is learnt and the next is drawn."""
     run_dir = tmp_path / "run"
     faults = disturbances(signal.SIGKILL)
-    check_disturbed(code, run_dir, peaceful(1), 1, faults)
+    evaluation = {"everyIterations": 1, "temperature": 0, "keepBest": True}
+    # The other run answers prompts before and after PPO only.
+    check_disturbed(code, run_dir, peaceful(1), 1, faults, evaluation=evaluation)
+    curve = history(run_dir, "evaluation")
+    assert sorted(curve) == list(range(ITERATIONS + 1))
+    best = max(curve, key=lambda version: (curve[version]["reward"], -version))
+    assert json.loads((run_dir / "models/actor-best/dovetail.json").read_text())["step"] == best
 
 
 @pytest.mark.nightly

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 def job(iterations: int = 4, **spec: Any) -> RLHFJob:
     """Its learning rates are constant, so that a step does not depend on how many there are."""
+    spec.setdefault("evaluation", {"everyIterations": 2, "keepBest": True, "samplesPerPrompt": 2})
     constant = {"learningRate": 1e-4, "schedule": "Constant", "warmupFraction": 0.0}
     ppo = {"iterations": iterations, "actorOptimizer": constant, "criticOptimizer": constant}
     return tiny_job(ppo=ppo, **spec)
@@ -49,6 +50,13 @@ def test_all_three_stages_leave_their_numbers(peaceful: Path) -> None:
     assert facts["evaluation"]["prompts"] == 20
     for when in ("before_ppo", "after_ppo"):
         assert 0.0 <= facts["evaluation"]["quality"][when]["mean"] <= 1.0
+    curve = history(peaceful, "evaluation")
+    assert sorted(curve) == [0, 2, 4]
+    assert {row["samples"] for row in curve.values()} == {40}
+    assert curve[4]["reward"] == facts["evaluation"]["reward"]["after_ppo"]["mean"]
+    best = max(curve, key=lambda version: (curve[version]["reward"], -version))
+    assert facts["evaluation"]["best"]["iteration"] == best
+    assert json.loads((peaceful / "models/actor-best/dovetail.json").read_text())["step"] == best
     assert set(facts["phases"]) >= {"generation", "inference", "training", "weights"}
     assert facts["samples_per_second"] > 0
     assert sorted(history(peaceful, "ppo")) == [1, 2, 3, 4]
@@ -62,7 +70,7 @@ def test_every_response_can_be_read_and_makes_up_the_curve(peaceful: Path) -> No
         assert statistics.fmean(row["tokens"] for row in rows) == pytest.approx(metrics["response_length"], abs=1e-3)
         assert {row["weight_version"] for row in rows} == {iteration - 1}
     assert {e["iteration"] for e in events(peaceful, "sample.shown")} == {1}
-    assert "Answer after PPO" in write_report(peaceful).read_text()
+    assert "Answer after iteration 4" in write_report(peaceful).read_text()
 
 
 def test_tensorboard_reads_the_same_curve(peaceful: Path) -> None:
@@ -96,6 +104,10 @@ def test_the_trained_actor_loads_in_transformers(peaceful: Path) -> None:
     assert model.config.vocab_size >= len(tokenizer)
 
 
+def without_times(row: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in row.items() if name != "seconds"}
+
+
 def in_stage(stage: str, step: int) -> Any:
     return lambda s: s["stage"] == stage and s["step"] >= step
 
@@ -118,6 +130,7 @@ def test_killing_every_process_costs_nothing_but_time(tmp_path: Path, peaceful: 
         Fault("rollouts-1-scorer", in_phase("generation", 2)),
         Fault("coordinator", in_phase("generation", 2)),
         Fault("trainer-1", in_phase("training", 2)),
+        Fault("coordinator", in_phase("evaluation", 2)),
         Fault("trainer-0", in_iteration(2)),
         Fault("rollouts-1", in_phase("generation", 3), child=True),
     ]
@@ -135,6 +148,8 @@ def test_killing_every_process_costs_nothing_but_time(tmp_path: Path, peaceful: 
         summary(peaceful)["ppo"]["reward_last"]["mean"], abs=1e-3
     )
     assert summary(tmp_path)["evaluation"] == summary(peaceful)["evaluation"]
+    ours, theirs = ({v: without_times(r) for v, r in history(d, "evaluation").items()} for d in (tmp_path, peaceful))
+    assert ours == theirs
 
 
 def test_what_freezes_for_good_is_replaced(tmp_path: Path, peaceful: Path) -> None:

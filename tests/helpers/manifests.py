@@ -85,6 +85,10 @@ FIELDS = [
     ({"ppo.whitenAdvantages": "yes"}, 'spec.ppo.whitenAdvantages must be true or false; it is "yes".'),
     ({"ppo.advantageFunction": "os.system"}, "spec.ppo.advantageFunction must be a Python function as module:callable"),
     ({"ppo.loss": "pgo"}, "spec.ppo.loss must be ppo, gspo, cispo or a Python function as module:callable"),
+    (
+        {"evaluation": {"metrics": ["bleu"]}},
+        "spec.evaluation.metrics[0] must be reward, exactMatch or a Python function as module:callable",
+    ),
     ({"stages": ["sft", "rm"]}, 'spec.stages[1] must be one of sft, reward, ppo; it is "rm".'),
     ({"plan.parallelism": "Some"}, "spec.plan.parallelism must be Auto or a mapping"),
     ({"plan.parallelism": {"critic": {}}}, "spec.plan.parallelism.actor is required"),
@@ -101,6 +105,19 @@ FIELDS = [
     ),
 ]
 RULES = [
+    *(
+        ({f"evaluation.{field}": value}, f"spec.evaluation.{field} has no effect without evaluations during PPO")
+        for field, value in {"keepBest": True, "stopAfterNoGain": 2}.items()
+    ),
+    *(
+        (
+            {"evaluation": {"everyIterations": 2, **none}, **more},
+            "everyIterations is given, but no prompts are kept",
+        )
+        for none, more in (({"heldOut": 0}, {}), ({}, {"data.heldOut": 0}))
+    ),
+    ({"evaluation": {"metrics": ["a:f", "b:f"]}}, "spec.evaluation.metrics has two of the same name"),
+    ({"evaluation": {"prompts": [{}]}}, "spec.evaluation.prompts[0] names nothing; give exactly one of"),
     ({"stages": ["ppo", "sft"]}, "spec.stages must be in the order sft, reward, ppo; write [sft, ppo]."),
     ({"stages": ["sft", "sft"]}, "spec.stages names a stage twice"),
     ({"models.actor": {}}, "spec.models.actor.source is required"),

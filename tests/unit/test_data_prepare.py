@@ -108,7 +108,17 @@ def test_prompts(prepared: tuple[Prepared, Path]) -> None:
     prompts = job.prompts(1)
     assert [p.index for p in prompts] == list(range(8))
     assert all(job.tokenizer.decode(p.token_ids) == p.text for p in prompts)
-    assert len(job.held_out_prompts()) == 6
+    assert len(job.evaluation_prompts()) == 6
+
+
+def test_an_evaluation_may_have_prompts_of_its_own(tmp_path: Path) -> None:
+    """They are read as other prompts are, and the trained ones keep their held-out part."""
+    (tmp_path / "exam.jsonl").write_text('{"prompt": "2 + 2 =", "answer": 4}\n{"prompt": "2 + 3 =", "answer": 5}\n')
+    job = prepare(spec(evaluation={"prompts": [{"path": "exam.jsonl"}]}), tmp_path / "run", tmp_path)
+    assert [(p.index, p.text, p.fields) for p in job.evaluation_prompts()] == [
+        (0, "2 + 2 =", {"answer": 4}),
+        (1, "2 + 3 =", {"answer": 5}),
+    ]
 
 
 def test_model_refs(prepared: tuple[Prepared, Path]) -> None:

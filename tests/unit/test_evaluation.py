@@ -1,18 +1,25 @@
-"""Held-out prompts answered before and after PPO: what is measured, when, and that it is done once."""
+"""Evaluations: what is answered and measured, when, what it decides, and that it is done once."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
+from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.prepare import PromptRecord
-from dovetail.coordinator.loop.evaluation import AFTER, BEFORE, PROMPTS, Evaluation, measures, slot
-from dovetail.coordinator.store.results import Results
+from dovetail.coordinator.loop.evaluation import Evaluation, described
+from dovetail.coordinator.loop.evaluation_metrics import Answer, EvaluationMetrics, is_match
+from dovetail.coordinator.loop.kept_weights import KeptWeights
+from dovetail.coordinator.loop.run_records import RunRecords
+from dovetail.coordinator.rewards.calls import RewardError, evaluation_slot
 from dovetail.coordinator.store.samples import NewSample, State
 from dovetail.coordinator.store.store import Store
+from dovetail.local.report.report import read_history
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from helpers.manifests import changed
 
@@ -21,68 +28,199 @@ GOOD = " Of course! The cat is small. It has fur. I hope this helps."
 
 
 class Policy:
-    """Answers badly with the first weights, well with any later ones."""
+    """Its rewards by version; its answers are bad before PPO, and good afterwards."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, list[int]]] = []
+    def __init__(self, *rewards: float) -> None:
+        self.rewards = rewards or (0.0, 1.0)
+        self.calls: list[tuple[int, list[list[int]], float | None]] = []
 
-    async def __call__(self, slot: int, records: Sequence[PromptRecord], seeds: Sequence[int]) -> list[str]:
-        self.calls.append((slot, list(seeds)))
-        return [" The cat can run." if slot == -1 else GOOD for _ in records]
-
-
-def spec(**prompts: object) -> RLHFJobSpec:
-    return RLHFJob.model_validate(changed(**({"data.prompts": [prompts]} if prompts else {}))).spec
-
-
-def evaluate(path: Path, policy: Policy, *moments: tuple[str, int], held: int = 100) -> dict[str, object]:
-    records = [PromptRecord(i, ASK, [1, 2], {}) for i in range(held)]
-    evaluation = Evaluation(measures(spec()), lambda: records, 0, policy)
-    store = Store(path)
-    results = Results(store, path, 0, lambda: 0.0)
-    try:
-        for when, iteration in moments:
-            asyncio.run(evaluation.run(when, iteration, store, results))
-        return dict(results.write("succeeded").get("evaluation", {}))
-    finally:
-        store.close()
+    async def __call__(
+        self,
+        version: int,
+        records: Sequence[PromptRecord],
+        seeds: Sequence[Sequence[int]],
+        temperature: float | None,
+        rewarded: bool,
+    ) -> list[Answer]:
+        self.calls.append((version, [list(of_prompt) for of_prompt in seeds], temperature))
+        text = " The cat can run." if version == 0 else GOOD
+        reward = self.rewards[min(version, len(self.rewards) - 1)]
+        return [
+            Answer(record, number, text, 8, "stop", reward)
+            for record, of_prompt in zip(records, seeds, strict=True)
+            for number in range(len(of_prompt))
+        ]
 
 
-def test_the_languages_quality_is_reported_before_and_after_ppo(tmp_path: Path) -> None:
+def spec_of(**evaluation: object) -> RLHFJobSpec:
+    return RLHFJob.model_validate(changed(evaluation=evaluation)).spec
+
+
+def prompts_of(count: int, **fields: object) -> list[PromptRecord]:
+    return [PromptRecord(i, ASK, [1, 2], fields) for i in range(count)]
+
+
+class Run:
+    """A run directory with its records, and an evaluation."""
+
+    def __init__(self, path: Path, policy: Policy, prompts: int = 64, **evaluation: object) -> None:
+        self.spec = spec_of(**evaluation)
+        self.registry = CollectorRegistry()
+        self.path, self.told = path, []  # type: ignore[var-annotated]
+        self.records = RunRecords.of(
+            path, Store(path), self.spec, self.registry, lambda event, **fields: self.told.append((event, fields))
+        )
+        metrics = EvaluationMetrics(self.spec, path, self.records.log)
+        self.evaluation = Evaluation(self.spec, lambda: prompts_of(prompts), metrics, policy, self.records)
+
+    def __call__(self, *versions: int) -> Evaluation:
+        async def each() -> None:
+            for version in versions:
+                await self.evaluation.run(version)
+
+        asyncio.run(each())
+        return self.evaluation
+
+    def close(self) -> dict[str, Any]:
+        facts = self.records.results.write("succeeded")
+        self.records.close()
+        return dict(facts.get("evaluation", {}))
+
+
+def test_the_languages_quality_and_the_reward_are_reported_before_and_after_ppo(tmp_path: Path) -> None:
+    policy = Policy(-1.0, 2.0)
+    run = Run(tmp_path, policy, samplesPerPrompt=2, temperature=0.0)
+    run(0, 12).note_end(12)
+    assert 'dovetail_evaluation_mean{metric="reward"} 2.0' in generate_latest(run.registry).decode()
+    found = run.close()
+    assert found["prompts"] == 64
+    assert found["reward"]["before_ppo"]["mean"] == -1.0
+    assert found["quality"]["after_ppo"] == {"mean": pytest.approx(1.0), "ci95": pytest.approx(0.0)}
+    assert found["quality"]["before_ppo"]["mean"] < 0.7
+    (_, first, temperature), (_, second, _) = policy.calls
+    assert first == second, "all versions draw alike"
+    assert len({seed for of_prompt in first for seed in of_prompt}) == 128
+    assert temperature == 0.0
+    curve = read_history(tmp_path)["evaluation"]
+    assert {version: row["reward"] for version, row in curve.items()} == {0: -1.0, 12: 2.0}
+
+
+def test_it_is_done_once_for_the_same_weights_and_settings(tmp_path: Path) -> None:
     policy = Policy()
-    found = evaluate(tmp_path, policy, (BEFORE, 0), (AFTER, 12))
-    assert found["prompts"] == PROMPTS
-    quality = found["quality"]
-    assert isinstance(quality, dict)
-    assert quality["after_ppo"] == {"mean": pytest.approx(1.0), "ci95": pytest.approx(0.0)}
-    assert quality["before_ppo"]["mean"] < 0.7
-    (_, first), (_, second) = policy.calls
-    assert first == second, "both moments draw alike"
-    assert len(set(first)) == PROMPTS
+    Run(tmp_path, policy)(0, 0, 12)
+    Run(tmp_path, policy)(12)
+    assert [version for version, *_ in policy.calls] == [0, 12]
+    # A run that was extended is measured again, and so is one with other prompts; these are not compared.
+    Run(tmp_path, policy)(20)
+    assert not Run(tmp_path, policy, heldOut=32).evaluation.found()
+    Run(tmp_path, policy, heldOut=32, everyIterations=5)(20)
+    assert [version for version, *_ in policy.calls] == [0, 12, 20, 20]
 
 
-def test_it_is_done_once_for_the_same_weights(tmp_path: Path) -> None:
+def test_without_prompts_nothing_is_asked(tmp_path: Path) -> None:
     policy = Policy()
-    evaluate(tmp_path, policy, (BEFORE, 0), (BEFORE, 0), (AFTER, 12))
-    evaluate(tmp_path, policy, (AFTER, 12))
-    assert [at for at, _ in policy.calls] == [slot(0), slot(12)]
-    # A run that was extended is measured again.
-    evaluate(tmp_path, policy, (AFTER, 20))
-    assert policy.calls[-1][0] == slot(20)
-
-
-def test_nothing_is_asked_where_nothing_can_be_measured(tmp_path: Path) -> None:
-    assert measures(spec(path="prompts.jsonl")) == {}
-    policy = Policy()
-    assert evaluate(tmp_path, policy, (BEFORE, 0), held=0) == {}
+    run = Run(tmp_path, policy, prompts=0, everyIterations=1)
+    assert not run(0).due(1)
+    assert run.close() == {}
     assert policy.calls == []
 
 
+def test_the_best_is_the_earliest_with_the_highest_mean_and_ppo_ends_without_gain(tmp_path: Path) -> None:
+    run = Run(tmp_path, Policy(0, 1, 3, 3, 2, 1), everyIterations=1, keepBest=True, stopAfterNoGain=2)
+    assert [run.evaluation.due(version) for version in (0, 1, 2)] == [True, True, True]
+    evaluation = run(0, 1, 2, 3)
+    best = evaluation.best()
+    assert best is not None
+    assert (best.version, described(best)) == (2, "reward 3 ± 0, quality 1 ± 0")
+    assert evaluation.reason_to_stop(3) is None
+    run(4)
+    # With a lag later evaluations may be there already: they do not count yet.
+    assert evaluation.reason_to_stop(3) is None
+    reason = evaluation.reason_to_stop(4)
+    assert reason is not None
+    assert reason.startswith("the last 2 evaluations have not raised reward above 3, which it had after iteration 2")
+    assert run.close()["best"] == {"iteration": 2, "metric": "reward", "mean": 3.0, "ci95": 0.0}
+
+
+class Session:
+    """Exports the step that it is at."""
+
+    step = 0
+
+    async def export(self, model: str, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "step").write_text(str(self.step))
+
+
+def test_with_a_lag_weights_are_set_aside_until_they_are_evaluated(tmp_path: Path) -> None:
+    """The trainers are one step ahead. A killed coordinator goes on with what was set aside."""
+    run = Run(tmp_path, Policy(0, 5, 3, 6), everyIterations=1, keepBest=True)
+    session = Session()
+
+    def kept() -> KeptWeights:
+        return KeptWeights(run.spec, tmp_path, run.records.store, session, run.evaluation)  # type: ignore[arg-type]
+
+    best = tmp_path / "models/actor-best/step"
+    for version, expected in ((0, "0"), (1, "1"), (2, "1"), (3, "3")):
+        session.step = version
+        asyncio.run(kept().set_aside(version))
+        session.step = version + 1
+        run(version)
+        kept().choose(version)
+        assert best.read_text() == expected
+    assert not list((tmp_path / "set-aside").glob("*"))
+    run.close()
+
+
+def test_a_right_answer_matches_apart_from_white_space() -> None:
+    assert is_match(" 42\n", 42)
+    assert is_match("b", ["a", "b"])
+    assert not is_match("42.", "42")
+
+
+def test_exact_match_needs_the_right_answers_before_training(tmp_path: Path) -> None:
+    metrics = EvaluationMetrics(spec_of(metrics=["exactMatch"], answerField="right"), tmp_path, lambda *_, **__: None)
+    prompts = prompts_of(2, right="42")
+    asyncio.run(metrics.check(prompts))
+    answers = [Answer(prompts[0], 0, " 42", 2, "stop"), Answer(prompts[1], 0, "41", 2, "stop")]
+    assert asyncio.run(metrics.measure(3, answers))["exactMatch"] == [1.0, 0.0]
+    with pytest.raises(DataError, match="evaluated prompt 0 has no field 'right' with the right answer"):
+        asyncio.run(metrics.check(prompts_of(1)))
+
+
+CODE = """
+def length(prompts, responses, right, **fields):
+    assert right == ["x"] * len(responses)
+    return [float(len(text)) for text in responses]
+def broken(prompts, responses, **fields):
+    raise KeyError("no")
+"""
+
+
+def test_functions_of_the_users_measure_all_answers_to_a_prompt_at_once(tmp_path: Path) -> None:
+    (tmp_path / "own_metrics.py").write_text(CODE)
+
+    async def run(*functions: str) -> dict[str, list[float]]:
+        spec = spec_of(metrics=[f"own_metrics:{name}" for name in functions], samplesPerPrompt=2)
+        metrics = EvaluationMetrics(spec, tmp_path, lambda *_, **__: None)
+        try:
+            prompts = prompts_of(2, right="x")
+            await metrics.check(prompts)
+            answers = [Answer(p, s, "ab" * (s + 1), 2, "stop") for p in prompts for s in range(2)]
+            return await metrics.measure(3, answers)
+        finally:
+            await metrics.close()
+
+    assert asyncio.run(run("length"))["length"] == [2.0, 4.0, 2.0, 4.0]
+    with pytest.raises(RewardError, match=r"metric broken \(.*own_metrics.py:5\) raised KeyError.*on prompt 0"):
+        asyncio.run(run("length", "broken"))
+
+
 def test_answers_stay_apart_from_the_samples_of_training(tmp_path: Path) -> None:
-    """A checkpoint lets go of the iterations before it while held-out prompts may still be answered."""
-    store = Store(tmp_path)
-    for iteration in (slot(0), slot(12), 11, 12):
+    """A checkpoint lets go of the iterations before it while an evaluation may go on."""
+    store, slots = Store(tmp_path), (evaluation_slot(0), evaluation_slot(12))
+    for iteration in (*slots, 11, 12):
         store.samples.begin_iteration(iteration, [NewSample(0, 0, [1, 2], 7)])
     store.samples.forget_before(12)
-    assert [len(store.samples.samples(i, State.PENDING)) for i in (slot(0), slot(12), 11, 12)] == [1, 1, 0, 1]
+    assert [len(store.samples.samples(i, State.PENDING)) for i in (*slots, 11, 12)] == [1, 1, 0, 1]
     store.close()

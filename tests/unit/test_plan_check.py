@@ -31,10 +31,10 @@ def stage(prediction: Prediction | None) -> tuple[PPOStage, Any]:
     plan = make_plan(spec).model_copy(update={"prediction": prediction})
     logged: list[tuple[str, Any]] = []
     records: Any = SimpleNamespace(
-        progress=Status(), log=lambda event, **told: logged.append((event, told)), logged=logged
+        store=None, progress=Status(), log=lambda event, **told: logged.append((event, told)), logged=logged
     )
     unused: Any = None
-    return PPOStage(spec, plan, Path(), records, unused, unused, unused, unused, unused, unused), records
+    return PPOStage(spec, plan, Path(), records, *[unused] * 7), records
 
 
 def test_iterations_that_are_off_reach_the_jobs_status() -> None:

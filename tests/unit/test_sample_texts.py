@@ -137,9 +137,9 @@ def test_a_row_says_what_made_up_the_reward_and_holds_only_json(tmp_path: Path) 
 
 
 def test_the_report_shows_held_out_answers_and_the_extremes_as_text_only(run_dir: Path) -> None:
-    kept = SampleFiles(run_dir, 10**6)
-    kept.write_held_out("before_ppo", [{"prompt": "Why?", "response": "<script>1</script>", "measures": {"q": 0.25}}])
-    kept.write_held_out("after_ppo", [{"prompt": "Why?", "response": "Because.", "measures": {"q": 1.0}}])
+    kept, why = SampleFiles(run_dir, 10**6), {"prompt_index": 0, "sample_index": 0, "prompt": "Why?"}
+    kept.write_evaluation(0, [{**why, "version": 0, "response": "<script>1</script>", "measures": {"q": 0.25}}])
+    kept.write_evaluation(2, [{**why, "version": 2, "response": "Because.", "measures": {"q": 1.0}}])
     page = samples_section(read_samples(run_dir))
     assert "<script>" not in page
     assert page.index("&lt;script&gt;1") < page.index("Because.")
@@ -148,6 +148,8 @@ def test_the_report_shows_held_out_answers_and_the_extremes_as_text_only(run_dir
         assert shown in page
     assert "Answer 2.0" not in page
     assert samples_section(SampleTexts()) == ""
+    done = CliRunner().invoke(cli, ["samples", str(run_dir), "--evaluation", "-i", "0"])
+    assert done.output.startswith("evaluation after iteration 0, prompt 0, sample 0: q 0.25\n  prompt:   Why?")
 
 
 def test_a_run_shows_samples_as_it_goes_on() -> None:

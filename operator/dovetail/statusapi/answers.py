@@ -72,7 +72,7 @@ class JobDetail(Job):
 
 
 class Iteration(Answer):
-    """A finished PPO iteration, or step of SFT or reward training."""
+    """A finished PPO iteration, a step of SFT or reward training, or an evaluation."""
 
     stage: str
     step: int

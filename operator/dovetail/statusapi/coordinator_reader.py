@@ -16,7 +16,7 @@ import aiohttp
 
 from dovetail.kube import coordinator_http, names
 from dovetail.kube.connection import KubeError
-from dovetail.manifest.types import Stage
+from dovetail.protocol.history import ROW_STAGES
 from dovetail.statusapi import view
 from dovetail.statusapi.answers import Iteration, Live
 from dovetail.statusapi.kube import Kube, Object, core_path, get
@@ -169,9 +169,9 @@ def _row(item: Any) -> Iteration | None:
             if len(key) <= METRIC_CHARACTERS and value is not None
         }
         time = datetime.fromtimestamp(item["time"], UTC)
-        stage, step = Stage(item["stage"]), int(item["step"])
+        stage, step = str(item["stage"]), int(item["step"])
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError, OSError):
         return None
-    if len(metrics) > ROW_METRICS or not 0 <= step < 2**53:
+    if stage not in ROW_STAGES or len(metrics) > ROW_METRICS or not 0 <= step < 2**53:
         return None
-    return Iteration(stage=stage.value, step=step, time=time, metrics=metrics)
+    return Iteration(stage=stage, step=step, time=time, metrics=metrics)

@@ -17,7 +17,7 @@ from dovetail.cli.job_arguments import run_dir_argument
 @run_dir_argument
 @click.option(
     "--model",
-    type=click.Choice(["actor", "sft", "actor-ema"]),
+    type=click.Choice(["actor", "sft", "actor-best", "actor-ema"]),
     default="actor",
     show_default=True,
     help="The model to talk with.",

@@ -19,9 +19,14 @@ from dovetail.supervision.errors import UsageError
     "-i",
     "--iteration",
     "iterations",
-    type=click.IntRange(1),
+    type=click.IntRange(0),
     multiple=True,
     help="The samples of this PPO iteration. May be given more than once.  [default: the last one]",
+)
+@click.option(
+    "--evaluation",
+    is_flag=True,
+    help="The answers of evaluations. -i is the iteration after which the weights were evaluated; 0: before PPO.",
 )
 @click.option("--sort", "order", type=click.Choice(ORDERS), help="Highest first.  [default: by prompt]")
 @click.option("--ascending", is_flag=True, help="With --sort: lowest first.")
@@ -32,6 +37,7 @@ from dovetail.supervision.errors import UsageError
 def samples(
     run_dir: Path,
     iterations: tuple[int, ...],
+    evaluation: bool,
     order: str | None,
     ascending: bool,
     grep: str | None,
@@ -41,7 +47,8 @@ def samples(
 ) -> None:
     """Show prompts with the model's responses and rewards.
 
-    It can be called while the run goes on. The files are RUN_DIR/samples/iteration-*.jsonl.
+    It can be called while the run goes on. The files are RUN_DIR/samples/iteration-*.jsonl and
+    evaluation-*.jsonl.
 
     \b
     The five worst responses of the last iteration:
@@ -53,7 +60,7 @@ def samples(
         pattern = None if grep is None else re.compile(grep)
     except re.error as error:
         raise UsageError(f"--grep is not a regular expression: {error}") from error
-    found = choose(read(run_dir, iterations), order, ascending, pattern)
+    found = choose(read(run_dir, iterations, evaluation=evaluation), order, ascending, pattern)
     shown = found if everything else found[:limit]
     for row in shown:
         click.echo(json.dumps(row, ensure_ascii=False) if as_json else "\n".join(described(row)) + "\n")

@@ -62,7 +62,7 @@ class ChatModel:
         if not (folder / "config.json").is_file():
             models = run_dir / "models"
             found = sorted(p.parent.name for p in models.glob("*/*.safetensors")) if models.is_dir() else []
-            there = [n for n in dict.fromkeys(found) if n in ("actor", "sft", "actor-ema")]
+            there = [n for n in dict.fromkeys(found) if n in ("actor", "sft", "actor-best", "actor-ema")]
             hint = f"it has: {', '.join(there)} (choose with --model)" if there else "has the run finished?"
             raise RunError(f"{run_dir} has no trained model {name!r}; {hint}")
         import transformers

@@ -7,33 +7,37 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dovetail.coordinator.store.sample_files import FOLDER, Row, files, read_rows
+from dovetail.coordinator.store.sample_files import FOLDER, Row, evaluation_files, files, read_rows
 from dovetail.supervision.errors import RunError, UsageError
 
 # The figures of a row that samples can be sorted by.
 ORDERS = ("reward", "kl", "tokens")
 
 
-def _or_least(value: Any) -> float:
+def _figure(row: Mapping[str, Any], name: str) -> float:
+    value = row.get(name, (row.get("measures") or {}).get(name))
     return float(value) if isinstance(value, int | float) else float("-inf")
 
 
-def read(run_dir: Path, iterations: Sequence[int] = ()) -> list[Row]:
-    """The samples of some iterations, or of the last one that is kept.
+def read(run_dir: Path, iterations: Sequence[int] = (), *, evaluation: bool = False) -> list[Row]:
+    """The samples of some iterations, or of the last one that is kept. `evaluation`: the answers of evaluations.
 
     Raises UsageError if the run kept no samples of an iteration, and RunError if a file cannot be read."""
-    found = files(run_dir)
+    found = evaluation_files(run_dir) if evaluation else files(run_dir)
     if not found:
+        what = (
+            ("answers of an evaluation", "an evaluation") if evaluation else ("samples", "a PPO iteration's generation")
+        )
         raise UsageError(
-            f"{run_dir / FOLDER} holds no samples: the run has not finished a PPO iteration's generation, or "
+            f"{run_dir / FOLDER} holds no {what[0]}: the run has not finished {what[1]}, or "
             "spec.samples.keepMegabytes is 0"
         )
     wanted = list(iterations) or [max(found)]
     missing = [i for i in wanted if i not in found]
     if missing:
         raise UsageError(
-            f"the samples of iteration {missing[0]} are not kept; there are those of {_ranges(sorted(found))}. A "
-            "higher spec.samples.keepMegabytes keeps more"
+            f"the {'answers after' if evaluation else 'samples of'} iteration {missing[0]} are not kept; there are "
+            f"those of {_ranges(sorted(found))}. A higher spec.samples.keepMegabytes keeps more"
         )
     try:
         return [row for iteration in wanted for row in read_rows(found[iteration])]
@@ -57,7 +61,7 @@ def choose(
 ) -> list[Row]:
     """The rows whose prompt or response contains `pattern`, highest first by `order` of ORDERS, or as they are."""
     kept = [row for row in rows if pattern is None or any(pattern.search(str(row[key])) for key in _TEXTS)]
-    return kept if order is None else sorted(kept, key=lambda row: _or_least(row.get(order)), reverse=not ascending)
+    return kept if order is None else sorted(kept, key=lambda row: _figure(row, order), reverse=not ascending)
 
 
 _TEXTS = ("prompt", "response")
@@ -74,6 +78,8 @@ def facts_of(row: Mapping[str, Any]) -> str:
     if isinstance(row.get("reward"), int | float):
         made_of = ", ".join(f"{printable(name)} {value:.4g}" for name, value in (row.get("rewards") or {}).items())
         parts.append(f"reward {row['reward']:.4g}" + (f" ({made_of})" if made_of else ""))
+    for name, value in (row.get("measures") or {}).items():
+        parts.append(f"{printable(name)} {value:.4g}")
     if isinstance(row.get("kl"), int | float):
         parts.append(f"KL {row['kl']:.3g}")
     if isinstance(row.get("tokens"), int):
@@ -94,5 +100,6 @@ def texts_of(row: Mapping[str, Any]) -> list[str]:
 
 def described(row: Mapping[str, Any]) -> list[str]:
     """A row of a file as lines."""
-    place = f"iteration {row['iteration']}, prompt {row['prompt_index']}, sample {row['sample_index']}"
+    where = f"iteration {row['iteration']}" if "iteration" in row else f"evaluation after iteration {row['version']}"
+    place = f"{where}, prompt {row['prompt_index']}, sample {row['sample_index']}"
     return [f"{place}: {facts_of(row)}", *texts_of(row)]

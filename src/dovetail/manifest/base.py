@@ -16,11 +16,16 @@ CALLABLE_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 LOSSES = ("ppo", "gspo", "cispo")
 LOSS_PATTERN = rf"^({'|'.join(LOSSES)}|{CALLABLE_PATTERN[1:-1]})$"
 
+# What an evaluation measures (`dovetail.coordinator.loop.evaluation_metrics`).
+METRICS = ("reward", "exactMatch")
+METRIC_PATTERN = rf"^({'|'.join(METRICS)}|{CALLABLE_PATTERN[1:-1]})$"
+
 Name = Annotated[str, Field(min_length=1, max_length=63, pattern=NAME_PATTERN)]
 ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=OBJECT_NAME_PATTERN)]
 Folder = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][-A-Za-z0-9._]*$")]
 Callable_ = Annotated[str, Field(max_length=256, pattern=CALLABLE_PATTERN)]
 LossName = Annotated[str, Field(max_length=256, pattern=LOSS_PATTERN)]
+EvaluationMetric = Annotated[str, Field(max_length=256, pattern=METRIC_PATTERN)]
 Text = Annotated[str, Field(min_length=1, max_length=1024)]
 Path_ = Annotated[str, Field(min_length=1, max_length=4096)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]

@@ -69,6 +69,7 @@ def absolute_paths(job: RLHFJob, base_dir: Path) -> RLHFJob:
     spec = data["spec"]
     sources = [model.get("source") for model in spec["models"].values()]
     sources += [source for name in ("demonstrations", "preferences", "prompts") for source in spec["data"][name]]
+    sources += spec["evaluation"]["prompts"]
     for source in sources:
         if source and source.get("path"):
             source["path"] = str((base_dir / source["path"]).resolve())
@@ -76,7 +77,7 @@ def absolute_paths(job: RLHFJob, base_dir: Path) -> RLHFJob:
     if tokenizer["path"] and (base_dir / tokenizer["path"]).is_dir():
         tokenizer["path"] = str((base_dir / tokenizer["path"]).resolve())
     reward = spec["models"]["reward"]
-    if reward["function"] or reward["functions"]:
+    if reward["function"] or reward["functions"] or job.spec.evaluation.functions:
         reward["importPath"] = str((base_dir / (reward["importPath"] or "")).resolve())
     if job.spec.ppo.names_functions:
         spec["ppo"]["importPath"] = str((base_dir / (spec["ppo"]["importPath"] or "")).resolve())

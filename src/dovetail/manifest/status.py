@@ -73,6 +73,18 @@ class CheckpointStatus(Observed):
     time: datetime | None = Field(default=None, description="When it was complete.")
 
 
+class EvaluationStatus(Observed):
+    """The last evaluation of the policy, and the best one."""
+
+    iteration: int = Field(ge=0, description="Iteration after which the weights were evaluated; 0: before PPO.")
+    metric: str = Field(max_length=256, description="The first metric of spec.evaluation.metrics.")
+    value: float = Field(description="Its mean over the prompts.")
+    best_iteration: int | None = Field(
+        default=None, ge=0, description="Iteration after which it was the highest, with evaluations during PPO."
+    )
+    best_value: float | None = Field(default=None, description="Its mean there.")
+
+
 class ModelStatus(Observed):
     """A model that was fetched from a hub."""
 
@@ -84,7 +96,7 @@ class ModelStatus(Observed):
 class ArtifactStatus(Observed):
     """A trained model, as a Hugging Face folder."""
 
-    name: str = Field(max_length=63, description="sft, reward, actor, actor-ema or critic.")
+    name: str = Field(max_length=63, description="sft, reward, actor, actor-best, actor-ema or critic.")
     claim: str = Field(max_length=253, description="The claim with the job's files.")
     path: str = Field(max_length=4096, description="The model's folder on this claim.")
     copy_: str | None = Field(
@@ -125,6 +137,7 @@ class RLHFJobStatus(Observed):
     weight_version: int | None = Field(
         default=None, ge=0, description="Version of the newest weights that were published."
     )
+    evaluation: EvaluationStatus | None = Field(default=None, description="Newest and best evaluation.")
     groups: list[GroupStatus] = Field(
         default_factory=list,
         max_length=32,

@@ -11,12 +11,13 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dovetail.manifest.base import CALLABLE_PATTERN, LOSS_PATTERN, LOSSES, NAME_PATTERN
+from dovetail.manifest.base import CALLABLE_PATTERN, LOSS_PATTERN, LOSSES, METRIC_PATTERN, METRICS, NAME_PATTERN
 
 _PATTERNS = {
     NAME_PATTERN: "lower-case letters, digits and dashes, starting and ending with a letter or digit",
     CALLABLE_PATTERN: "a Python function as module:callable",
     LOSS_PATTERN: f"{', '.join(LOSSES)} or a Python function as module:callable",
+    METRIC_PATTERN: f"{', '.join(METRICS)} or a Python function as module:callable",
 }
 
 

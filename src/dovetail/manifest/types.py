@@ -10,6 +10,7 @@ from pydantic import Field
 
 from dovetail.manifest.base import (
     Callable_,
+    EvaluationMetric,
     Folder,
     Fraction,
     Model,
@@ -36,6 +37,7 @@ __all__ = [
     "Data",
     "DataSource",
     "Dtype",
+    "Evaluation",
     "FailurePolicy",
     "Fraction",
     "Generation",
@@ -334,6 +336,66 @@ class Data(Model):
     held_out: Fraction = Field(default=0.1, description="Share of each stage's data kept for evaluation.")
 
 
+class Evaluation(Model):
+    """Prompts that are never trained on, answered before PPO, during it and after it. Training reads nothing of it."""
+
+    every_iterations: PositiveInt | None = Field(
+        default=None,
+        description="How often the prompts are answered during PPO. They are always answered before the first "
+        "iteration and after the last one. null: only then.",
+    )
+    held_out: int = Field(
+        default=64,
+        ge=0,
+        le=4096,
+        description="How many of the prompts that data.heldOut keeps are answered, if there are no `prompts`. 0: none, "
+        "so nothing is evaluated.",
+    )
+    prompts: list[DataSource] = Field(
+        default_factory=list, max_length=16, description="Prompts for evaluation alone; at most 4,096 are answered."
+    )
+    samples_per_prompt: int = Field(default=1, ge=1, le=1024, description="Answers to each prompt.")
+    temperature: Annotated[float, Field(ge=0)] | None = Field(
+        default=None,
+        description="Sampling temperature of the answers. 0: greedy, always the most likely token. null: "
+        "generation.temperature.",
+    )
+    metrics: list[EvaluationMetric] = Field(
+        default_factory=lambda: ["reward"],
+        min_length=1,
+        max_length=16,
+        description="What is measured; more is better. reward: the job's reward model or functions, before rewardClip. "
+        "exactMatch: 1 if the answer is the text of answerField, else 0. module:callable: a function like a reward "
+        "function, imported from models.reward.importPath or code. With synthetic prompts quality is added.",
+    )
+    answer_field: Text = Field(
+        default="answer", description="exactMatch: the field of a prompt's record with the right answer."
+    )
+    keep_best: bool = Field(
+        default=False,
+        description="Export the evaluated weights with the highest mean of the first metric as well, as actor-best.",
+    )
+    stop_after_no_gain: PositiveInt | None = Field(
+        default=None,
+        description="End PPO when so many evaluations in a row have not raised the highest mean of the first metric. "
+        "null: never.",
+    )
+
+    def due(self, version: int) -> bool:
+        """Whether the weights after iteration `version` are evaluated during PPO; 0: before the first iteration."""
+        return version == 0 or (self.every_iterations is not None and version % self.every_iterations == 0)
+
+    @property
+    def functions(self) -> list[str]:
+        """The user's own metrics, module:callable."""
+        return [metric for metric in self.metrics if ":" in metric]
+
+
+def metric_name(metric: str) -> str:
+    """A metric's name in figures: the callable's of module:callable."""
+    return metric.rpartition(":")[2]
+
+
 # ---------------------------------------------------------------- placement
 
 
@@ -557,12 +619,12 @@ class ObjectStorage(Model):
 
 
 # All that a job may have trained, in the order in which it is made.
-TRAINED_MODELS = ("sft", "reward", "actor", "actor-ema", "critic")
+TRAINED_MODELS = ("sft", "reward", "actor", "actor-best", "actor-ema", "critic")
 
 
 class Output(Model):
     """Where the trained models are copied when the job is done: exactly one of path, pvc and s3. Each model gets a
-    folder of its own: sft, reward, actor, actor-ema or critic."""
+    folder of its own: sft, reward, actor, actor-best, actor-ema or critic."""
 
     path: Path_ | None = Field(default=None, description="A folder. A model that is there already is replaced.")
     pvc: Path_ | None = Field(
@@ -654,6 +716,9 @@ class RLHFJobSpec(Model):
     reward: Supervised = Field(default_factory=Supervised, description="Reward-model training.")
     ppo: PPO = Field(default_factory=PPO, description="Reinforcement learning.")
     generation: Generation = Field(default_factory=Generation, description="How rollouts generate responses.")
+    evaluation: Evaluation = Field(
+        default_factory=Evaluation, description="How the policy is measured on prompts that it does not train on."
+    )
     groups: list[Group] = Field(
         min_length=1,
         max_length=32,

@@ -39,10 +39,11 @@ def served_temperature(spec: RLHFJobSpec) -> float:
     return spec.generation.temperature if spec.ppo.lag > 0 else 1.0
 
 
-def asked_of_servers(spec: RLHFJobSpec) -> Generation:
-    """`spec.generation` as requests to servers say it: the temperature is relative to the one that they serve."""
-    generation = spec.generation
-    return generation.model_copy(update={"temperature": generation.temperature / served_temperature(spec)})
+def asked_of_servers(spec: RLHFJobSpec, temperature: float | None = None) -> Generation:
+    """`spec.generation` as requests to servers say it: the temperature is relative to the one that they serve.
+    `temperature`: another one than the job's."""
+    wanted = spec.generation.temperature if temperature is None else temperature
+    return spec.generation.model_copy(update={"temperature": wanted / served_temperature(spec)})
 
 
 def sampling_params(
@@ -52,7 +53,8 @@ def sampling_params(
 
     `max_tokens`: tokens this request may still generate. `generated`: tokens that the sample already has from an
     earlier server (they count towards `generation.min_tokens`). Log-probabilities are vLLM's raw ones: of the
-    model's distribution as it is served, before top-k and top-p. Raises ValueError if `max_tokens` < 1."""
+    model's distribution as it is served, before top-k and top-p. The temperature 0 takes the most likely token each
+    time. Raises ValueError if `max_tokens` < 1."""
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}: a request must be allowed at least one token")
     params: dict[str, Any] = {
@@ -68,7 +70,9 @@ def sampling_params(
         params["stop"] = list(generation.stop)
         # Sent back in full: the tokens of the stop string are part of what the policy chose.
         params["include_stop_str_in_output"] = True
-    if sampler == "counter":
+    if generation.temperature == 0.0:
+        params["temperature"] = 0.0
+    elif sampler == "counter":
         # To vLLM the request is greedy; the processor's noise makes its argmax an exact sample.
         params["temperature"] = 0.0
         params["extra_args"] = {

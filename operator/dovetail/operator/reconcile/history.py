@@ -11,6 +11,7 @@ from dovetail.kube import names
 from dovetail.kube.resources import CONFIG_MAP
 from dovetail.manifest.types import Stage
 from dovetail.operator.render.context import Object, RenderContext
+from dovetail.protocol.history import EVALUATION, ROW_STAGES
 
 # At 200 to 400 bytes a row: some 30 KB of a ConfigMap, which may hold a MiB.
 MOST_ROWS = 100
@@ -19,7 +20,6 @@ MOST_CHARACTERS = 64  # of a metric's name
 # What the curves and the timeline show. `seconds_*`: where an iteration's time went.
 KEPT = {"loss", "accuracy", "reward", "reward_ci95", "kl", "kl_ci95", "response_length"}
 KEPT |= {"samples_per_second", "iteration_seconds"}
-_STAGES = {stage.value for stage in Stage}
 
 
 class JobHistory:
@@ -58,13 +58,14 @@ def _row(item: Any) -> dict[str, Any] | None:
         metrics = {
             name: float(f"{value:.6g}")
             for name, value in item["metrics"].items()
-            if (name in KEPT or (name.startswith("seconds_") and len(name) <= MOST_CHARACTERS))
+            if (stage == EVALUATION or name in KEPT or name.startswith("seconds_"))
+            and len(name) <= MOST_CHARACTERS
             and isinstance(value, int | float)
             and math.isfinite(value)
         }
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
         return None
-    if stage not in _STAGES or not math.isfinite(time) or not 0 <= step < 2**53:
+    if stage not in ROW_STAGES or not math.isfinite(time) or not 0 <= step < 2**53:
         return None
     return {"stage": stage, "step": step, "time": time, "metrics": dict(list(metrics.items())[:MOST_METRICS])}
 

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dovetail.kube import names
-from dovetail.manifest.status import ArtifactStatus, RLHFJobStatus
+from dovetail.manifest.status import ArtifactStatus, EvaluationStatus, RLHFJobStatus
 from dovetail.manifest.types import TRAINED_MODELS, Stage
 from dovetail.operator.reconcile import reasons
 from dovetail.operator.reconcile.children import Children, Object, label
@@ -62,6 +62,8 @@ def judged(document: Mapping[str, Any]) -> dict[str, Any]:
         found["artifacts"] = [name for name in TRAINED_MODELS if name in trained]  # whatever else is named is ignored
     if (doing := document.get("message")) and isinstance(doing, str) and doing.startswith(_DOWNLOADING):
         found["message"] = doing[:_PROBLEM_CHARACTERS]
+    if document.get("evaluation"):
+        found["evaluation"] = _judged_evaluation(document["evaluation"])
     if document.get("health"):
         found["health"] = _judged_health(document["health"])
     try:
@@ -79,6 +81,25 @@ def _judged_models(told: object) -> dict[str, dict[str, str]]:
             raise ValueError("models are no repositories and commits")
         kept[name] = {"repository": repository, "commit": commit}
     return kept
+
+
+def _judged_evaluation(told: object) -> dict[str, Any]:
+    """`EvaluationStatus`, six digits of each figure."""
+    try:
+        assert isinstance(told, dict)
+        metric = str(told["metric"])
+        kept = {"iteration": told["iteration"], "metric": metric, "value": _short(told["metrics"][metric]["mean"])}
+        if best := told.get("best"):
+            kept |= {"best_iteration": best["iteration"], "best_value": _short(best["mean"])}
+        return EvaluationStatus.model_validate(kept).model_dump(mode="json")
+    except (AssertionError, KeyError, TypeError, ValueError) as error:
+        raise ValueError("evaluation is no evaluation") from error
+
+
+def _short(value: Any) -> float:
+    if not math.isfinite(value):
+        raise ValueError("a figure is not finite")
+    return float(f"{value:.6g}")
 
 
 def _judged_health(told: object) -> dict[str, Any]:
@@ -121,6 +142,8 @@ def fields(document: Mapping[str, Any]) -> dict[str, Any]:
     version = document.get("weight_version")
     if isinstance(version, int):
         found["weight_version"] = version
+    if document.get("evaluation"):
+        found["evaluation"] = document["evaluation"]
     checkpoint = document.get("checkpoint")
     if isinstance(checkpoint, dict) and checkpoint.get("path"):
         found["last_checkpoint"] = {key: checkpoint.get(key) for key in ("stage", "step", "path")}

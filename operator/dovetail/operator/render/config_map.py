@@ -75,6 +75,7 @@ def in_pods(job: RLHFJob) -> Object:
     models, data = spec["models"], spec.get("data", {})
     sources = [model.get("source") for name, model in models.items() if name != "tokenizer"]
     sources += [models.get("tokenizer"), *(source for name in _DATA for source in data.get(name, ()))]
+    sources += spec.get("evaluation", {}).get("prompts", [])
     for source in sources:
         if source and source.get("pvc"):
             source["path"] = f"{names.CLAIMS_MOUNT}/{source.pop('pvc').strip('/')}"

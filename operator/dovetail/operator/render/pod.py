@@ -6,7 +6,7 @@ from typing import Any
 
 from dovetail.kube import names
 from dovetail.manifest.merge import merge
-from dovetail.manifest.types import Group, RLHFJobSpec, Role
+from dovetail.manifest.types import DataSource, Group, RLHFJobSpec, Role
 from dovetail.operator.render import spot
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.memory_request import memory_request
@@ -126,8 +126,13 @@ def claims(spec: RLHFJobSpec) -> list[str]:
 def coordinator_claims(spec: RLHFJobSpec) -> list[str]:
     """Further claims, which the coordinator alone reads: data, tokenizer and reward functions."""
     paths = [spec.models.tokenizer.pvc, spec.models.reward.code.pvc if spec.models.reward.code else None]
-    paths += [source.pvc for source in (*spec.data.demonstrations, *spec.data.preferences, *spec.data.prompts)]
+    paths += [source.pvc for source in _data_sources(spec)]
     return sorted({_claim(path) for path in paths if path} - set(claims(spec)))
+
+
+def _data_sources(spec: RLHFJobSpec) -> list[DataSource]:
+    data = spec.data
+    return [*data.demonstrations, *data.preferences, *data.prompts, *spec.evaluation.prompts]
 
 
 def _claim(path: str) -> str:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 from dovetail.coordinator.data.blend import Blend, Indices, hold_out, split
 from dovetail.coordinator.data.chat_template import ChatFormat
@@ -68,12 +69,22 @@ class StageData(Generic[R]):
 
 @dataclass(frozen=True)
 class Collection:
-    """The lists of a job; a list that no stage needs is None. `fingerprints`: of each source, by manifest field."""
+    """The lists of a job; a list that no stage needs is None. `fingerprints`: of each source, by manifest field.
+    `evaluated`: the records of spec.evaluation.prompts, by source."""
 
     demonstrations: StageData[Demonstration] | None
     preferences: StageData[Preference] | None
     prompts: StageData[Prompt] | None
     fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
+    evaluated: list[Records[Prompt]] = field(default_factory=list)
+
+    def evaluation_prompts(self, held_out: int) -> list[Prompt]:
+        """The prompts that an evaluation answers: the first 4,096 of those that the manifest names for it, or else
+        `held_out` of those that are held out."""
+        if self.evaluated:
+            every = (source[i] for source in self.evaluated for i in range(len(source)))
+            return list(islice(every, HELD_OUT_LIMIT))
+        return self.prompts.held_out()[:held_out] if self.prompts is not None else []
 
     def texts(self) -> Iterator[str]:
         """All text to train on, for training a tokenizer. Held-out records are left out."""
@@ -151,7 +162,26 @@ def collect(
             parts.append(SourcePart(records, train, held, source.weight))
         return StageData(parts, spec.seed, kind)
 
-    collected = Collection(stage_data("demonstrations"), stage_data("preferences"), stage_data("prompts"), prints)
+    evaluated = [
+        load(
+            source,
+            "prompts",
+            field=f"spec.evaluation.prompts[{i}]",
+            base_dir=base_dir,
+            cache_dir=cache_dir,
+            seed=spec.seed,
+            chat=chat,
+        )
+        for i, source in enumerate(spec.evaluation.prompts)
+        if "prompts" in kinds
+    ]
+    collected = Collection(
+        stage_data("demonstrations"),
+        stage_data("preferences"),
+        stage_data("prompts"),
+        prints,
+        cast(list[Records[Prompt]], evaluated),
+    )
     compare(spec, base_dir, known or {}, prints)
     return collected
 

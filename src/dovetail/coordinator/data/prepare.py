@@ -131,9 +131,11 @@ class Prepared:
         records = _have(self.data.prompts, "prompts").batch(iteration, self._prompts_per_iteration)
         return self._prompt_records([(r.prompt, r.fields) for r in records])
 
-    def held_out_prompts(self) -> list[PromptRecord]:
-        """The prompts that PPO never trains on."""
-        return self._prompt_records([(r.prompt, r.fields) for r in _have(self.data.prompts, "prompts").held_out()])
+    def evaluation_prompts(self) -> list[PromptRecord]:
+        """The prompts that evaluations answer. PPO never trains on them, unless the manifest names them twice."""
+        return self._prompt_records(
+            [(r.prompt, r.fields) for r in self.data.evaluation_prompts(self.spec.evaluation.held_out)]
+        )
 
     def ptx_batch(self, iteration: int) -> Arrays:
         """As many demonstrations as the iteration has samples: `ptx_tokens`, `ptx_lengths`, `ptx_loss_mask`."""

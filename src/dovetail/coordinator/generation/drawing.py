@@ -73,10 +73,12 @@ class Drawing:
         on_finished: Callable[[Sample], None] | None = None,
         progress: Callable[[int, int, int], None] | None = None,
         tail: Tail | None = None,
+        generation: Generation | None = None,
     ) -> None:
         self._shared = shared
         self._store, self._fleet, self._log, self._clock = shared.store, shared.fleet, shared.log, shared.clock
-        self._generation, self._settings, self._requests = shared.generation, shared.settings, shared.requests
+        self._settings, self._requests = shared.settings, shared.requests
+        self._generation = generation or shared.generation
         self._kv = shared.kv
         self._iteration = iteration
         self._on_finished, self._progress, self._tail = on_finished, progress, tail

@@ -77,19 +77,23 @@ class Generator:
         on_finished: Callable[[Sample], None] | None = None,
         progress: Callable[[int, int, int], None] | None = None,
         tail: Tail | None = None,
+        generation: Generation | None = None,
     ) -> Generated:
         """Returns when every given sample (default: all pending ones of the iteration) is generated and stored.
 
         `on_finished` gets each sample when it is stored as generated. It does not get samples that were generated
         before this call, or that are stored while the call is cancelled or fails; ask the store for these.
         `progress(done, total, tokens)` is called after each flush. When `tail` names instances, all remaining samples
-        migrate to these, as long as one of them lives. When the call is cancelled, the requests end and the tokens
-        stay. Raises GenerationError or StoreError."""
+        migrate to these, as long as one of them lives. `generation`: how these samples are drawn, if it is not as the
+        job's others; its limit of tokens and its stop strings must be the job's. When the call is cancelled, the
+        requests end and the tokens stay. Raises GenerationError or StoreError."""
         if self._drawings:
             raise RuntimeError("generate is already running")
         chosen = self._shared.store.samples.samples(iteration, State.PENDING) if samples is None else samples
         chosen = [s for s in chosen if s.state is State.PENDING]
-        self._drawings[iteration] = drawing = Drawing(self._shared, iteration, chosen, on_finished, progress, tail)
+        self._drawings[iteration] = drawing = Drawing(
+            self._shared, iteration, chosen, on_finished, progress, tail, generation
+        )
         try:
             return await drawing.run()
         finally:

@@ -20,7 +20,7 @@ async def run_job(engines: Engines) -> dict[str, Any]:
         await engines.run_reward()
     if Stage.PPO in stages:
         await engines.begin_ppo()
-        while engines.iteration < engines.spec.ppo.iterations:
+        while not engines.over:
             experience = await engines.generate_experience()
             await engines.train(experience)
     return await engines.finish()

@@ -4,7 +4,7 @@
         await engines.run_sft()
         await engines.run_reward()
         await engines.begin_ppo()
-        while engines.iteration < spec.ppo.iterations:
+        while not engines.over:
             experience = await engines.generate_experience()
             await engines.train(experience)
         await engines.finish()
@@ -30,7 +30,8 @@ from prometheus_client import CollectorRegistry
 from dovetail.coordinator.data.hub import Hub
 from dovetail.coordinator.data.prepare import Prepared, prepare
 from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
-from dovetail.coordinator.loop.evaluation import AFTER, BEFORE, Evaluation, measures
+from dovetail.coordinator.loop.evaluation import Evaluation
+from dovetail.coordinator.loop.evaluation_metrics import EvaluationMetrics
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker
 from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.ppo_stage import PPOStage
@@ -106,6 +107,7 @@ class Engines:
         self._hub = Hub(spec.hub, settings.run_dir, pods=settings.pods, shared=shared, note=self._note)
         self._batches = Batches(None, self.records.batches, store)
         self._rewards = self._reward_calls()
+        self._metrics = EvaluationMetrics(spec, settings.base_dir, log)
         self._tasks: list[asyncio.Task[None]] = []
         self._runner: web.AppRunner | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -179,7 +181,9 @@ class Engines:
             published=lambda: sync.version is not None,
             start_seconds=self.start_seconds,
         )
-        self._evaluation = Evaluation(measures(spec), prepared.held_out_prompts, spec.seed, maker.answer)
+        self._evaluation = evaluation = Evaluation(
+            spec, prepared.evaluation_prompts, self._metrics, maker.answer, records
+        )
         self._sync = sync = WeightSync(
             self.fleet,
             self._publisher,
@@ -205,7 +209,17 @@ class Engines:
             prepared.total_steps,
         )
         self._ppo = PPOStage(
-            spec, self.plan, settings.run_dir, records, prepared, sources, settled, self.session, sync, maker
+            spec,
+            self.plan,
+            settings.run_dir,
+            records,
+            prepared,
+            sources,
+            settled,
+            self.session,
+            sync,
+            maker,
+            evaluation,
         )
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._hold())]
         self.log("coordinator.ready", host=settings.host, port=settings.port)
@@ -222,6 +236,7 @@ class Engines:
             await self._maker.close()
         if self._rewards is not None:
             await self._rewards.close()
+        await self._metrics.close()
         if self._session is not None:
             await self._session.close()
         if self._runner is not None:
@@ -336,12 +351,14 @@ class Engines:
         return Calls(caller, self.spec.failure_policy.reward_retries, self.log)
 
     async def check_rewards(self) -> None:
-        """Call the reward functions on two of the job's prompts, once in a run, before anything is trained. Raises
-        RewardError."""
-        if self._rewards is None or Stage.PPO not in self.spec.stages or self.records.store.get("rewards/checked"):
+        """Call the functions of rewards and evaluations on two of the job's prompts, once in a run, before anything is
+        trained. Raises RewardError and DataError."""
+        if Stage.PPO not in self.spec.stages or self.records.store.get("rewards/checked"):
             return
-        self.records.progress.update(message="trying the reward functions")
-        await rehearse(self._rewards, self.prepared)
+        if self._rewards is not None:
+            self.records.progress.update(message="trying the reward functions")
+            await rehearse(self._rewards, self.prepared)
+        await self._evaluation.check()
         self.records.store.put("rewards/checked", True)
 
     # ------------------------------------------------------------ SFT and reward model
@@ -362,11 +379,14 @@ class Engines:
         """Last finished PPO iteration."""
         return self.session.step
 
+    @property
+    def over(self) -> bool:
+        """Whether PPO is done: all iterations are, or spec.evaluation.stopAfterNoGain ends it."""
+        return self._ppo.over
+
     async def begin_ppo(self) -> None:
         """Load actor and critic, and send their weights to the rollouts and scorers."""
         await self._ppo.begin()
-        if self.iteration == 0:
-            await self._evaluate(BEFORE)
 
     async def generate_experience(self, prompts: Sequence[str] | None = None) -> Experience:
         """Generate and score responses to the next iteration's prompts: to `prompts` if they are given, else to the
@@ -380,13 +400,6 @@ class Engines:
         """Train one iteration on `experience`, and send the new weights to all. Returns the iteration's metrics."""
         return await self._ppo.train(experience)
 
-    async def _evaluate(self, when: str) -> None:
-        self.records.progress.update(phase="generation", message="answering held-out prompts")
-        records = self.records
-        await self._evaluation.run(when, self.iteration, records.store, records.results, records.texts)
-        self.records.progress.update(phase=None, message="")
-        self.records.timeline.begin()
-
     # ------------------------------------------------------------ end
 
     async def check_output(self) -> None:
@@ -397,7 +410,6 @@ class Engines:
         """Export the trained models, copy them to spec.output, and write summary.json; returns its content."""
         if Stage.PPO in self.spec.stages:
             await self._ppo.close_iterations()
-            await self._evaluate(AFTER)
             await self._ppo.finish()
         models = self.settings.run_dir / "models"
         self._trained = await asyncio.to_thread(deliver, self.spec.output, models)

@@ -1,88 +1,253 @@
-"""Evaluates the policy's answers to held-out prompts before and after PPO, with measures that training does not use.
+"""Evaluates versions of the weights: answers to prompts that are never trained on, measured, compared and kept.
 
-The learnt reward says how much the reward model likes the policy. A measure says whether the answers are good. The
-built-in language has such a measure: its quality."""
+Everything here is a function of the manifest and the weights. Seeds depend on the prompt and on the sample's number
+alone, so all versions are drawn with the same noise, on whatever servers. Training reads nothing of it, so a run with
+evaluations ends with the same weights as one without."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
-from dovetail.coordinator.data import synthetic
 from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.data.seeds import derived_seed
-from dovetail.coordinator.store.results import Results
-from dovetail.coordinator.store.sample_files import SampleFiles
-from dovetail.coordinator.store.store import Store
+from dovetail.coordinator.loop.evaluation_metrics import Answer
+from dovetail.coordinator.loop.run_records import RunRecords
+from dovetail.coordinator.rewards.calls import evaluation_slot
 from dovetail.coordinator.telemetry.summary import mean_ci95
+from dovetail.manifest.types import Evaluation as EvaluationSpec
 from dovetail.manifest.types import RLHFJobSpec
+from dovetail.protocol.history import EVALUATION
 
-# The prompts that are answered each time: a fraction of an iteration's.
-PROMPTS = 64
 BEFORE, AFTER = "before_ppo", "after_ppo"
+# In the store: by version of the weights, what was found.
+FOUND = "evaluation/at"
+# What changes neither answers nor measures: results from before and after a change can be compared.
+_WHEN = ("everyIterations", "keepBest", "stopAfterNoGain")
 
-# measure(prompts, responses): one number for each response.
-Measure = Callable[[Sequence[str], Sequence[str]], Sequence[float]]
-# answer(slot, records, seeds): a response to each prompt, which the store keeps under `slot`.
-Answer = Callable[[int, Sequence[PromptRecord], Sequence[int]], Awaitable[list[str]]]
+# answer(version, prompts, seeds of each prompt's samples, temperature, rewarded)
+Answering = Callable[
+    [int, Sequence[PromptRecord], Sequence[Sequence[int]], float | None, bool], Awaitable[list[Answer]]
+]
 
 
-def measures(spec: RLHFJobSpec) -> dict[str, Measure]:
-    """The measures of a job's answers by name: the language's quality if all prompts are of the built-in language, else
-    none."""
-    if spec.data.prompts and all(source.synthetic is not None for source in spec.data.prompts):
-        return {"quality": synthetic.qualities}
-    return {}
+class Measures(Protocol):
+    """See `EvaluationMetrics`."""
+
+    names: list[str]
+
+    @property
+    def rewarded(self) -> bool: ...
+    async def check(self, prompts: Sequence[PromptRecord]) -> None: ...
+    async def measure(self, version: int, answers: Sequence[Answer]) -> dict[str, list[float]]: ...
+
+
+@dataclass(frozen=True)
+class Found:
+    """`metrics`: {mean, ci95} of each metric after iteration `version`. The interval is over prompts."""
+
+    version: int
+    metrics: Mapping[str, Mapping[str, float]]
+
+    def mean(self, metric: str) -> float:
+        return self.metrics[metric]["mean"]
+
+
+def best_of(found: Sequence[Found], metric: str) -> Found | None:
+    """The one with the highest mean, of equal ones the earliest."""
+    return max(found, key=lambda one: (one.mean(metric), -one.version), default=None)
+
+
+def without_gain(found: Sequence[Found], metric: str) -> int:
+    """How many of the last evaluations, in order of versions, have not raised the highest mean."""
+    best = best_of(found, metric)
+    return 0 if best is None else sum(one.version > best.version for one in found)
 
 
 class Evaluation:
-    """Facts: evaluation.prompts, evaluation.<measure>.before_ppo and .after_ppo, each {mean, ci95}.
-
-    Seeds depend on the prompt alone, so answers before and after PPO are drawn with the same noise. Training reads
-    nothing of it."""
+    """Facts: evaluation.prompts, evaluation.<metric>.before_ppo and .after_ppo, each {mean, ci95}; with evaluations
+    during PPO also evaluation.best {iteration, metric, mean, ci95}."""
 
     def __init__(
-        self, measures: Mapping[str, Measure], held_out: Callable[[], list[PromptRecord]], seed: int, answer: Answer
+        self,
+        spec: RLHFJobSpec,
+        prompts: Callable[[], list[PromptRecord]],
+        metrics: Measures,
+        answer: Answering,
+        records: RunRecords,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._measures = measures
-        self._held_out = held_out
-        self._seed = seed
-        self._answer = answer
+        self._spec, self._seed = spec.evaluation, spec.seed
+        self._make_prompts, self._metrics, self._answer, self._records = prompts, metrics, answer, records
+        self._clock = clock
+        self._made: list[PromptRecord] | None = None
+        self._settings = _settings(spec.evaluation)
 
-    async def run(
-        self, when: str, iteration: int, store: Store, results: Results, texts: SampleFiles | None = None
-    ) -> None:
-        """Answer with the weights of `iteration`, and measure. Does nothing if that is done already, or if there is no
-        measure.
+    @property
+    def metric(self) -> str:
+        """The metric that decides which weights are the best."""
+        return self._metrics.names[0]
 
-        `when`: BEFORE or AFTER, the fact's name. `texts` keeps the answers as text."""
-        if not self._measures or store.get(f"evaluation/{when}") == iteration:
+    def due(self, version: int) -> bool:
+        """Whether the weights after iteration `version` are to be evaluated during PPO, and are not yet."""
+        return self._spec.due(version) and self.wanted(version)
+
+    def wanted(self, version: int) -> bool:
+        """Whether there is something to answer, and these weights are not evaluated yet."""
+        return bool(self._prompts()) and self._get(version) is None
+
+    async def check(self) -> None:
+        """Try what can be tried before anything is trained. Raises DataError and RewardError."""
+        if self._prompts():
+            await self._metrics.check(self._prompts())
+
+    async def run(self, version: int) -> Found | None:
+        """Evaluate the weights after iteration `version`, which rollouts and scorers hold, unless that is done. None if
+        there is nothing to answer.
+
+        What a killed coordinator had stored of it is not done again."""
+        prompts, store = self._prompts(), self._records.store
+        if not prompts:
+            return None
+        if (known := self._get(version)) is not None:
+            return known
+        begun, slot = self._clock(), evaluation_slot(version)
+        if store.get("evaluation/open") != (mark := [version, self._settings]):
+            store.samples.forget(slot)  # answers of other settings
+            store.put("evaluation/open", mark)
+        answers = await self._answer(
+            version, prompts, self._seeds(prompts), self._spec.temperature, self._metrics.rewarded
+        )
+        measured = await self._metrics.measure(version, answers)
+        found = Found(version, {name: _mean(answers, values) for name, values in measured.items()})
+        self._write(found, answers, measured)
+        store.put(f"{FOUND}/{version:09d}", {"metrics": found.metrics, "settings": self._settings})
+        self._show(found, answers, self._clock() - begun)
+        store.samples.forget(slot)
+        return found
+
+    def found(self, through: int | None = None) -> list[Found]:
+        """What was found with the present settings, of versions up to `through`, in order."""
+        stored = self._records.store.items(FOUND)
+        every = [
+            Found(int(key.rpartition("/")[2]), one["metrics"]) for key, one in stored.items() if self._is_mine(one)
+        ]
+        return [one for one in every if through is None or one.version <= through]
+
+    def best(self, through: int | None = None) -> Found | None:
+        """The evaluated weights with the highest mean of the first metric."""
+        return best_of(self.found(through), self.metric)
+
+    def reason_to_stop(self, through: int) -> str | None:
+        """A sentence if evaluations up to version `through` have not gained for long enough, else None."""
+        patience, found = self._spec.stop_after_no_gain, self.found(through)
+        best = best_of(found, self.metric)
+        if patience is None or best is None or (count := without_gain(found, self.metric)) < patience:
+            return None
+        return (
+            f"the last {count} evaluations have not raised {self.metric} above {best.mean(self.metric):.4g}, which it "
+            f"had after iteration {best.version} (spec.evaluation.stopAfterNoGain is {patience})"
+        )
+
+    # ------------------------------------------------------------ inner parts
+
+    def _prompts(self) -> list[PromptRecord]:
+        if self._made is None:
+            self._made = self._make_prompts()
+        return self._made
+
+    def _seeds(self, prompts: Sequence[PromptRecord]) -> list[list[int]]:
+        return [
+            [
+                # The first sample's seed is that of releases with one sample.
+                derived_seed("evaluation", self._seed, prompt.index, *([number] if number else []))
+                for number in range(self._spec.samples_per_prompt)
+            ]
+            for prompt in prompts
+        ]
+
+    def _get(self, version: int) -> Found | None:
+        stored = self._records.store.get(f"{FOUND}/{version:09d}")
+        return Found(version, stored["metrics"]) if stored is not None and self._is_mine(stored) else None
+
+    def _is_mine(self, stored: Mapping[str, Any]) -> bool:
+        return bool(stored["settings"] == self._settings)
+
+    def _write(self, found: Found, answers: Sequence[Answer], measured: Mapping[str, Sequence[float]]) -> None:
+        """The answers as text. A full disk does not stop the run."""
+        if self._records.texts is None:
             return
-        records = self._held_out()[:PROMPTS]
-        if not records:
-            return
-        seeds = [derived_seed("evaluation", self._seed, record.index) for record in records]
-        responses = await self._answer(slot(iteration), records, seeds)
-        measured: dict[str, list[float]] = {}
-        for name, measure in self._measures.items():
-            measured[name] = values = [float(v) for v in measure([r.text for r in records], responses)]
-            results.fact(f"evaluation.{name}.{when}", mean_ci95(values))
-        if texts is not None:
-            answers = zip(records, responses, zip(*measured.values(), strict=True), strict=True)
-            with contextlib.suppress(OSError):
-                texts.write_held_out(
-                    when,
-                    [
-                        {"prompt": r.text, "response": text, "measures": dict(zip(measured, values, strict=True))}
-                        for r, text, values in answers
-                    ],
-                )
-        results.fact("evaluation.prompts", len(records))
-        store.put(f"evaluation/{when}", iteration)
-        store.samples.forget(slot(iteration))
+        rows = [
+            {
+                "version": found.version,
+                "prompt_index": answer.prompt.index,
+                "sample_index": answer.sample,
+                "prompt": answer.prompt.text,
+                "response": answer.text,
+                "tokens": answer.tokens,
+                "finish_reason": answer.finish_reason,
+                "measures": {name: values[number] for name, values in measured.items()},
+                "fields": answer.prompt.fields,
+            }
+            for number, answer in enumerate(answers)
+        ]
+        with contextlib.suppress(OSError):
+            self._records.texts.write_evaluation(found.version, rows)
+
+    def _show(self, found: Found, answers: Sequence[Answer], seconds: float) -> None:
+        records, version = self._records, found.version
+        facts = {name: dict(value) for name, value in found.metrics.items()}
+        for name, value in facts.items():
+            if version == 0:
+                records.results.fact(f"evaluation.{name}.{BEFORE}", value)
+            records.metrics.evaluation.labels(name).set(value["mean"])
+        records.metrics.evaluation_iteration.set(version)
+        records.results.fact("evaluation.prompts", len(self._prompts()))
+        row = {name: value["mean"] for name, value in facts.items()}
+        row |= {f"{name}_ci95": value["ci95"] for name, value in facts.items()}
+        row |= {
+            "samples": float(len(answers)),
+            "response_length": sum(a.tokens for a in answers) / len(answers),
+            "finished_fraction": sum(a.finish_reason == "stop" for a in answers) / len(answers),
+            "seconds": seconds,
+        }
+        records.history.add(EVALUATION, version, row)
+        status = {"iteration": version, "metric": self.metric, "metrics": facts}
+        best = self.best()
+        if best is not None and self._spec.every_iterations is not None:
+            summary = {"iteration": best.version, "metric": self.metric, **best.metrics[self.metric]}
+            records.results.fact("evaluation.best", summary)
+            status["best"] = {"iteration": best.version, **best.metrics[self.metric]}
+        records.progress.update(evaluation=status)
+        records.log("evaluation.finished", iteration=version, seconds=round(seconds, 3), **facts)
+
+    def note_end(self, version: int) -> None:
+        """Record that the run ends with these weights."""
+        found = self._get(version)
+        for name, value in (found.metrics if found is not None else {}).items():
+            self._records.results.fact(f"evaluation.{name}.{AFTER}", dict(value))
 
 
-def slot(iteration: int) -> int:
-    """The iteration number under which the table of samples keeps these answers until they are measured. It is
-    negative, so training never reads them."""
-    return -1 - iteration
+def described(found: Found) -> str:
+    """'reward 1.204 ± 0.031, quality 0.911 ± 0.020'."""
+    return ", ".join(f"{name} {value['mean']:.4g} ± {value['ci95']:.2g}" for name, value in found.metrics.items())
+
+
+def _mean(answers: Sequence[Answer], values: Sequence[float]) -> dict[str, float]:
+    """The mean over prompts of the mean over each prompt's answers, and its interval."""
+    by_prompt: dict[int, list[float]] = {}
+    for answer, value in zip(answers, values, strict=True):
+        by_prompt.setdefault(answer.prompt.index, []).append(value)
+    return mean_ci95([sum(group) / len(group) for group in by_prompt.values()])
+
+
+def _settings(spec: EvaluationSpec) -> str:
+    """A hash of what decides answers and measures."""
+    document = spec.model_dump(mode="json", by_alias=True)
+    kept = {name: value for name, value in document.items() if name not in _WHEN}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]

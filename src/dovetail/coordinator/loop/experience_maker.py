@@ -22,16 +22,17 @@ from dovetail.coordinator.fusion.sleep import Sleepers
 from dovetail.coordinator.generation.drawing import KIND as ROLLOUT
 from dovetail.coordinator.generation.generator import Generator
 from dovetail.coordinator.generation.in_flight import GenerationSettings
+from dovetail.coordinator.loop.evaluation_metrics import Answer
 from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.record import record
 from dovetail.coordinator.loop.run_records import RunRecords
-from dovetail.coordinator.rewards.calls import Calls
+from dovetail.coordinator.rewards.calls import Calls, evaluation_slot
 from dovetail.coordinator.rewards.reward_stage import Joined, Rewards, WithRewards
 from dovetail.coordinator.scoring.scorer_models import ScorerModels
-from dovetail.coordinator.scoring.scoring import Inference, Scorer, Scores
+from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Scores
 from dovetail.coordinator.scoring.scoring_lanes import Lane, ScorerLanes
 from dovetail.coordinator.store.experience_files import experience_arrays
-from dovetail.coordinator.store.samples import NewSample, ScoreRow, State
+from dovetail.coordinator.store.samples import Key, NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import StoreError
 from dovetail.coordinator.weights.publishing import Target
 from dovetail.manifest.critic import has_critic
@@ -46,6 +47,7 @@ from dovetail.protocol.sampling import asked_of_servers
 INFERENCE_SECONDS = 900.0
 # Of the timeline, where generation runs beside training.
 SAMPLES_LANE = "samples"
+REWARD_MODEL = "reward"
 
 
 class ExperienceMaker:
@@ -77,7 +79,7 @@ class ExperienceMaker:
         self._colocated = {g.name for g in spec.groups if {Role.TRAINER, Role.ROLLOUT} <= set(g.roles)}
         wanted = {"reference": sources.reference}
         if calls is None:
-            wanted["reward"] = sources.reward_for_ppo
+            wanted[REWARD_MODEL] = sources.reward_for_ppo
         if has_critic(spec):
             wanted["critic"] = sources.critic
         self._models = ScorerModels(wanted, {r.name: r.scores for r in plan.rollouts}, fleet, session)
@@ -225,17 +227,92 @@ class ExperienceMaker:
         self._fusion.end([len(s.tokens) for s in self._samples.samples(iteration)])
         return self._experience(iteration, prompts)
 
-    async def answer(self, slot: int, records: Sequence[PromptRecord], seeds: Sequence[int]) -> list[str]:
-        """Generate one response to each prompt. They are neither scored nor trained on. `slot`, a negative number, is
-        the iteration under which they are stored.
+    async def answer(
+        self,
+        version: int,
+        records: Sequence[PromptRecord],
+        seeds: Sequence[Sequence[int]],
+        temperature: float | None,
+        rewarded: bool,
+    ) -> list[Answer]:
+        """Answers to prompts with the weights `version`, which rollouts and scorers hold; nothing trains on them.
+        `seeds`: of each prompt, those of its samples. They are in order of prompt and sample.
 
-        What the store already holds of them is not generated again."""
-        pairs = zip(records, seeds, strict=True)
+        What the store already holds of them is not done again."""
+        slot = evaluation_slot(version)
         self._samples.begin_iteration(
-            slot, [NewSample(r.index, 0, np.asarray(r.token_ids, np.int32), seed) for r, seed in pairs]
+            slot,
+            [
+                NewSample(r.index, number, np.asarray(r.token_ids, np.int32), seed, r.fields)
+                for r, of_prompt in zip(records, seeds, strict=True)
+                for number, seed in enumerate(of_prompt)
+            ],
         )
-        await self._generator.generate(slot)
-        return [self._text(s.tokens) for s in self._samples.samples(slot)]
+        await self._generator.generate(slot, generation=asked_of_servers(self._spec, temperature))
+        if rewarded:
+            await self._reward(slot, records, len(seeds[0]))
+        found = self._samples.samples(slot)
+        for held in (v for s in found for v in (s.first_version, s.weight_version)):
+            if held != version:
+                raise StoreError(f"answers of weight version {version} were drawn with version {held}")
+        by_index = {record.index: record for record in records}
+        return [
+            Answer(by_index[s.key.prompt], s.key.sample, self._text(s.tokens), len(s.tokens), s.finish_reason, s.reward)
+            for s in found
+        ]
+
+    async def _reward(self, slot: int, records: Sequence[PromptRecord], samples_per_prompt: int) -> None:
+        """Store the rewards of generated samples: those of the job's reward functions or of its reward model."""
+        finished = [Finished(s.key, s.prompt_tokens, s.tokens) for s in self._samples.samples(slot, State.GENERATED)]
+
+        def keep(key: Key, reward: float | None) -> None:
+            self._samples.score([ScoreRow(key, None, None, reward)])
+
+        if self._calls is not None:
+            await self._calls.open()
+            async with Rewards(
+                slot,
+                self._calls,
+                self._samples,
+                records,
+                samples_per_prompt,
+                lambda sample: self._text(sample.response),
+                keep,
+            ) as rewards:
+                rewards.add(finished)
+                await rewards.finish()
+            return
+        lane = next(lane for lane in self._models.lanes if REWARD_MODEL in lane)
+
+        def collect(scores: list[Scores]) -> None:
+            for one in scores:
+                keep(one.key, one.score)
+
+        async with self._asked((REWARD_MODEL,), lane, lambda _: True, collect, lambda _: None) as inference:
+            inference.add(finished)
+            await inference.finish(INFERENCE_SECONDS)
+
+    def _asked(
+        self,
+        want: Sequence[str],
+        lane: Lane,
+        allowed: Callable[[Scorer], bool],
+        collect: Callable[[list[Scores]], None],
+        on_span: Callable[[Span], None],
+    ) -> Inference:
+        """Inference of the models `want` on the scorers that hold the lane's models and are `allowed`."""
+        fleet = self._fleet
+        return Inference(
+            self._session,
+            want,
+            lambda: [s for s in self._models.scorers(lane) if allowed(s)],
+            collect,
+            lambda scorer, reason: fleet.failed(scorer.name, reason),
+            lambda scorer: fleet.succeeded(scorer.name),
+            on_span,
+            everyone=lambda: sum(self._models.serves(i.name, lane) for i in fleet.instances("scorer")),
+            gone=lambda scorer: fleet.gone(scorer.name, scorer.incarnation),
+        )
 
     def _new_samples(self, iteration: int, prompts: Sequence[PromptRecord]) -> list[NewSample]:
         return [
@@ -258,28 +335,23 @@ class ExperienceMaker:
         on_span: Callable[[Span], None],
     ) -> ScorerLanes | WithRewards:
         """Scores finished samples and stores their scores; with reward functions, once these have answered too."""
-        fleet, records = self._fleet, self._records
+        records = self._records
         version = self._spec.ppo.weight_version(iteration)
         joined = Joined(self._samples, version)
 
         def keep(scores: list[Scores]) -> None:
             self._samples.score(ScoreRow(s.key, s.ref_logprobs, s.values, s.score, version) for s in scores)
 
+        def allowed(scorer: Scorer) -> bool:
+            return fusion.may_score(scorer.name, self._generator.idle) and self._out_of_the_way(scorer, fusion)
+
         def lane_inference(lane: Lane, collect: Callable[[list[Scores]], None]) -> Inference:
-            return Inference(
-                self._session,
+            return self._asked(
                 lane,
-                lambda: [
-                    s
-                    for s in self._models.scorers(lane)
-                    if fusion.may_score(s.name, self._generator.idle) and self._out_of_the_way(s, fusion)
-                ],
+                lane,
+                allowed,
                 collect,
-                lambda scorer, reason: fleet.failed(scorer.name, reason),
-                lambda scorer: fleet.succeeded(scorer.name),
                 lambda span: on_span(span.model_copy(update={"iteration": iteration})),
-                everyone=lambda: sum(self._models.serves(i.name, lane) for i in fleet.instances("scorer")),
-                gone=lambda scorer: fleet.gone(scorer.name, scorer.incarnation),
             )
 
         if self._calls is None:

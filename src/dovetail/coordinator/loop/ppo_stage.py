@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 from dovetail.coordinator.data.prepare import Prepared, PromptRecord
 from dovetail.coordinator.health.health import UnhealthyError, Verdict
 from dovetail.coordinator.health.health_watch import HealthWatch
+from dovetail.coordinator.loop.evaluation import Evaluation, described
 from dovetail.coordinator.loop.experience_maker import SAMPLES_LANE, ExperienceMaker
 from dovetail.coordinator.loop.iteration_metrics import iteration_metrics, mean_kl, other_seconds
+from dovetail.coordinator.loop.kept_weights import KeptWeights
 from dovetail.coordinator.loop.kl_controller import KLController
 from dovetail.coordinator.loop.model_sources import ModelSources, StepFacts, optimizer_steps, ppo_step
 from dovetail.coordinator.loop.open_iterations import OpenIterations
@@ -66,8 +68,11 @@ class PPOStage:
         session: TrainerSession,
         sync: WeightSync,
         maker: ExperienceMaker,
+        evaluation: Evaluation,
     ) -> None:
         self._spec, self._plan, self._run_dir = spec, plan, run_dir
+        self._kept = KeptWeights(spec, run_dir, records.store, session, evaluation)
+        self._evaluation = evaluation
         self._records, self._prepared, self._sources, self._settled = records, prepared, sources, settled
         self._session, self._sync, self._maker = session, sync, maker
         self._saving: asyncio.Task[None] | None = None
@@ -130,6 +135,7 @@ class PPOStage:
         self._record_interrupted(self._session.step)
         if self._open is None or self._session.step == 0:
             await self._sync.publish(self._session.step)
+            await self._evaluate(self._session.step)
         self._records.timeline.begin()
 
     async def generate_experience(self, prompts: Sequence[str] | None = None) -> Experience:
@@ -161,28 +167,75 @@ class PPOStage:
     async def _draw(self, iteration: int) -> Experience:
         """Make an iteration's experience with the weights that belong to it, while the trainers may train."""
         version = self._spec.ppo.weight_version(iteration)
-        if not self._maker.is_scored(iteration):
+        due = self._evaluation.due(version)
+        if due or not self._maker.is_scored(iteration):
             with self._records.timeline.phase("weights", iteration, SAMPLES_LANE):
                 await self._sync.publish(version)
             self._records.metrics.weight_version.set(version)
+        if due:
+            with self._records.timeline.phase("evaluation", iteration, SAMPLES_LANE):
+                await self._evaluation.run(version)
+            self._kept.choose(version)
         made = await self._maker.make(iteration, self._prepared.prompts(iteration))
         if iteration == self._spec.ppo.iterations:
             self._session.need(None)
         return made
 
     async def close_iterations(self) -> None:
-        """End iterations that are still open, and send the newest weights to all, if they lack them."""
+        """End iterations that are still open, and send the newest weights to all, if they lack them. Versions that are
+        still to be evaluated go first; the trainers keep them."""
         if self._open is not None:
             await self._open.close()
             self._records.progress.update(open_iterations=[])
+            for version in range(max(0, self._session.step - self._spec.ppo.lag), self._session.step):
+                if self._evaluation.due(version):
+                    await self._sync.publish(version)
+                    await self._answer(version)
+                    self._kept.choose(version)
             if self._sync.version != self._session.step:
                 await self._sync.publish(self._session.step)
+
+    async def _evaluate(self, version: int) -> None:
+        """Evaluate the newest weights, if that is due, and keep them if they are the best so far. The trainers hold
+        these weights, and train nothing meanwhile."""
+        if self._evaluation.due(version):
+            await self._answer(version)
+        if self._kept.wants(version):
+            await self._saved()
+            await self._kept.export(version)
+
+    async def _answer(self, version: int) -> None:
+        progress = self._records.progress
+        progress.update(phase="evaluation", message="answering prompts that are kept for evaluation")
+        found = await self._evaluation.run(version)
+        told = "" if found is None else f"evaluation after iteration {version}: {described(found)}"
+        progress.update(phase=None, message=told)
+
+    @property
+    def over(self) -> bool:
+        """Whether no further iteration is to be run: all are done, or evaluations have not gained for long enough.
+
+        With `ppo.lag` the evaluations that count are those of versions that samples were drawn with for sure, so the
+        answer depends on the iteration alone."""
+        if self._session.step >= self._spec.ppo.iterations:
+            return True
+        through = self._session.step - (0 if self._open is None else 1 + self._spec.ppo.lag)
+        reason = self._evaluation.reason_to_stop(through)
+        if reason is None:
+            return False
+        self._records.log("ppo.stopped", iteration=self._session.step, reason=reason)
+        self._records.results.fact("evaluation.stopped", {"iteration": self._session.step, "reason": reason})
+        self._records.progress.update(total_iterations=self._session.step, message=f"PPO ends here: {reason}")
+        return True
 
     async def train(self, experience: Experience) -> dict[str, float]:
         """Train one iteration on `experience`, and send the new weights to all. Returns the iteration's metrics."""
         iteration = experience.iteration
         if iteration != self._session.step + 1:
             raise ValueError(f"experience of iteration {iteration} given, {self._session.step + 1} expected")
+        if self._open is not None:
+            await self._saved()
+            await self._kept.set_aside(self._session.step)
         if self._records.store.get(f"ppo/{iteration}/facts") is None:
             warm = iteration > self._spec.ppo.critic_warmup_iterations or not has_critic(self._spec)
             schedule = await self._scheduling.current() if warm and self._scheduling is not None else None
@@ -217,6 +270,9 @@ class PPOStage:
         except UnhealthyError:
             await self._saved()  # for --resume
             raise
+        if self._open is None:
+            await self._evaluate(iteration)
+            self._records.timeline.begin()
         return metrics
 
     def _of(self, iteration: int) -> int | None:
@@ -339,8 +395,15 @@ class PPOStage:
         return stored_step(self._spec, self._plan, store, self._settled, self._layouts(), iteration)
 
     async def finish(self) -> None:
-        """Export the trained models."""
+        """Evaluate the last weights, which rollouts and scorers hold, and export the trained models."""
+        version = self._session.step
+        if self._evaluation.wanted(version):
+            await self._answer(version)
+        self._evaluation.note_end(version)
         await self._saved()
+        if self._kept.wants(version):
+            await self._kept.export(version)
+        self._kept.close()
         if self._scheduling is not None:
             await self._scheduling.close()
         self._records.progress.update(phase="export", message="exporting models")

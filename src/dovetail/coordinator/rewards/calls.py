@@ -28,19 +28,20 @@ class CallFailed(Exception):
 
 @dataclass(frozen=True)
 class Function:
-    """A reward function. `where`: its file and line. `needs`: what one call gets."""
+    """A reward function. `where`: its file and line. `needs`: what one call gets. `what`: how messages call it."""
 
     title: str
     weight: float
     where: str
     needs: Literal["Sample", "Group"]
+    what: str = "reward function"
 
 
 @dataclass(frozen=True)
 class Call:
     """The arguments of one call: responses to one prompt, as lists of equal length of prompts, responses and the
     record's other fields. `prompt` counts from 0 in the iteration. `sample` is the sample's number if there is only
-    one."""
+    one. `iteration` is below 0 in an evaluation (`evaluation_slot`)."""
 
     iteration: int
     prompt: int
@@ -57,6 +58,12 @@ class RewardAnswer:
     rewards: list[float]
     started: float
     ended: float
+
+
+def evaluation_slot(version: int) -> int:
+    """The iteration number that stands for the evaluation of a version of the weights, in the table of samples and in
+    calls. It is negative, so training never reads what is stored there."""
+    return -1 - version
 
 
 class Caller(Protocol):
@@ -114,11 +121,14 @@ class Calls:
 
 def sentence(function: Function, call: Call, error: CallFailed, tries: int, rehearsal: bool = False) -> str:
     """One sentence: what failed, where, on which prompt, and the traceback's last frames."""
+    place = f"iteration {call.iteration}"
+    if call.iteration < 0:
+        place = f"the evaluation after iteration {-1 - call.iteration}"
     sample = "" if call.sample is None else f", sample {call.sample}"
     when = " (a rehearsal, before training)" if rehearsal else ""
     often = "" if tries == 1 else f", {tries} times in a row"
     frames = f"; last frames: {', '.join(error.frames)}" if error.frames else ""
     return (
-        f"reward function {function.title} ({function.where}) {error.what}{often}, on prompt {call.prompt}{sample} of "
-        f"iteration {call.iteration}{when}{frames}"
+        f"{function.what} {function.title} ({function.where}) {error.what}{often}, on prompt {call.prompt}{sample} of "
+        f"{place}{when}{frames}"
     )

@@ -150,17 +150,21 @@ class _Worker:
 
 class Workers:
     """Up to `reward.workers` processes. Each is started when it is first needed, and one that fails is replaced.
-    Functions are looked for in `reward.import_path`, or else in `folder`, before PYTHONPATH."""
+    Functions are looked for in `reward.import_path`, or else in `folder`, before PYTHONPATH. `fields`: where the
+    manifest names each function, for messages; default: in spec.models.reward."""
 
-    def __init__(self, reward: RewardModel, folder: Path) -> None:
+    def __init__(self, reward: RewardModel, folder: Path, fields: Sequence[str] = ()) -> None:
         self._reward = reward
         single = reward.functions is None
         field = "spec.models.reward.function"
-        self._field = field if single else f"{field}s"
+        self._field = ", ".join(fields) or (field if single else f"{field}s")
         self._order = {
             "folder": reward.import_path or str(folder),
             "functions": [
-                {"name": f.function, "field": field if single else f"{field}s[{i}].function"}
+                {
+                    "name": f.function,
+                    "field": fields[i] if fields else field if single else f"{field}s[{i}].function",
+                }
                 for i, f in enumerate(reward.calls)
             ],
         }

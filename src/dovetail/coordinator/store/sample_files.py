@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from dovetail.protocol.experience import Experience
 
 FOLDER = "samples"
-_NAME = re.compile(r"iteration-(\d+)\.jsonl")
+_NAME = re.compile(r"(iteration|evaluation)-(\d+)\.jsonl")
 # Texts in logs are cut to so many characters.
 SHOWN = 400
 
@@ -90,15 +90,28 @@ class SampleFiles:
     def write(self, iteration: int, rows: Iterable[Row]) -> None:
         """Write an iteration's file whole, in place of an older one, and delete what is too much. Raises OSError."""
         self._write(f"iteration-{iteration:06d}.jsonl", rows)
-        left = self._keep
-        for number, older in sorted(files(self._dir.parent).items(), reverse=True):
-            left -= older.stat().st_size
-            if left < 0 and number != iteration:
-                older.unlink(missing_ok=True)
+        self._tidy(iteration)
 
-    def write_held_out(self, when: str, rows: Iterable[Row]) -> None:
-        """Write the answers to held-out prompts at one moment of the run. Raises OSError."""
-        self._write(held_out_file(self._dir.parent, when).name, rows)
+    def write_evaluation(self, version: int, rows: Iterable[Row]) -> None:
+        """Write the answers of an evaluation: of the weights after iteration `version`. Raises OSError."""
+        self._write(f"evaluation-{version:06d}.jsonl", rows)
+        self._tidy(None)
+
+    def _tidy(self, newest: int | None) -> None:
+        """Delete the oldest files beyond the limit; never the iteration `newest`, nor the first and last evaluation.
+        Evaluations are kept longer than iterations."""
+        evaluations, iterations = evaluation_files(self._dir.parent), files(self._dir.parent)
+        left = self._keep
+        ends = {min(evaluations, default=0), max(evaluations, default=0)}
+        order = sorted(evaluations, key=lambda version: (version not in ends, -version))
+        for version in order:
+            left -= evaluations[version].stat().st_size
+            if left < 0 and version not in ends:
+                evaluations[version].unlink(missing_ok=True)
+        for number, older in sorted(iterations.items(), reverse=True):
+            left -= older.stat().st_size
+            if left < 0 and number != newest and number != max(iterations):
+                older.unlink(missing_ok=True)
 
     def _write(self, name: str, rows: Iterable[Row]) -> None:
         self._dir.mkdir(exist_ok=True)
@@ -107,17 +120,22 @@ class SampleFiles:
 
 
 def files(run_dir: Path) -> dict[int, Path]:
-    """The files of a run by iteration; {} if it has none."""
+    """The files of a run's iterations by their number; {} if it has none."""
+    return _found(run_dir, "iteration")
+
+
+def evaluation_files(run_dir: Path) -> dict[int, Path]:
+    """The files of a run's evaluations by the iteration after which the weights were evaluated."""
+    return _found(run_dir, "evaluation")
+
+
+def _found(run_dir: Path, kind: str) -> dict[int, Path]:
     try:
         names = os.listdir(run_dir / FOLDER)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    return {int(found[1]): run_dir / FOLDER / name for name in names if (found := _NAME.fullmatch(name))}
-
-
-def held_out_file(run_dir: Path, when: str) -> Path:
-    """The file with the answers to held-out prompts at one moment: `before_ppo` or `after_ppo`."""
-    return run_dir / FOLDER / f"held_out-{when}.jsonl"
+    matches = ((name, _NAME.fullmatch(name)) for name in names)
+    return {int(found[2]): run_dir / FOLDER / name for name, found in matches if found and found[1] == kind}
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -10,8 +10,6 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from dovetail.manifest.types import Stage
-
 
 class CoordinatorMetrics:
     """Prometheus metrics in base units. Labels are bounded by the plan: stage, phase and instance names."""
@@ -91,6 +89,15 @@ class CoordinatorMetrics:
             ["reason"],
             registry=registry,
         )
+        self.evaluation = Gauge(
+            "dovetail_evaluation_mean",
+            "Mean of each metric over the prompts of the last evaluation.",
+            ["metric"],
+            registry=registry,
+        )
+        self.evaluation_iteration = Gauge(
+            "dovetail_evaluation_iteration", "Iteration after which weights were last evaluated.", registry=registry
+        )
         self.weight_version = Gauge("dovetail_weight_version", "Version of the published weights.", registry=registry)
 
 
@@ -113,11 +120,12 @@ class MetricsHistory:
         self._file = self._path.open("a", buffering=1, encoding="utf-8")
         self._board = Writer(str(run_dir / "tensorboard"))
 
-    def add(self, stage: Stage, step: int, metrics: dict[str, float]) -> None:
-        line = {"stage": stage.value, "step": step, "time": round(time.time(), 3), "metrics": metrics}
+    def add(self, stage: str, step: int, metrics: dict[str, float]) -> None:
+        """`stage`: one of ROW_STAGES."""
+        line = {"stage": str(stage), "step": step, "time": round(time.time(), 3), "metrics": metrics}
         self._file.write(json.dumps(line) + "\n")
         for name, value in metrics.items():
-            self._board.add_scalar(f"{stage.value}/{name}", value, step)
+            self._board.add_scalar(f"{stage}/{name}", value, step)
 
     def since(self, offset: int) -> dict[str, Any]:
         """The rows of history.jsonl from byte `offset` on, at most 1 MiB, and the offset after them."""
@@ -157,6 +165,7 @@ class Status:
             "message": "",
             "plan": {},
             "health": {},
+            "evaluation": {},
         }
 
     def update(self, **fields: Any) -> None:

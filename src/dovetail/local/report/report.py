@@ -27,6 +27,7 @@ from dovetail.local.report.run_summary import (
     rows,
     stage_seconds,
 )
+from dovetail.protocol.history import EVALUATION
 from dovetail.supervision.errors import RunError
 
 STYLE = """
@@ -214,6 +215,23 @@ def render_report(
             for title, axis, lines in _CHARTS[stage]
         ]
         sections.append(_section(heading, figures))
+    evaluations = history.get(EVALUATION, {})
+    last = evaluations[max(evaluations)] if evaluations else {}
+    measured = [name for name in last if f"{name}_ci95" in last]
+    sections.append(
+        _section(
+            "Evaluation",
+            [
+                charts.line_chart(
+                    f"Evaluation: {name}, 95% interval",
+                    "iteration",
+                    [series(evaluations, name, name, f"{name}_ci95")],
+                )
+                for name in measured
+                if len(evaluations) > 1
+            ],
+        )
+    )
     phases: Sequence[tuple[str, float]] = sorted(
         ((k, float(v)) for k, v in (get(summary, "phases") or {}).items()),
         key=lambda item: PHASES.index(item[0]) if item[0] in PHASES else len(PHASES),

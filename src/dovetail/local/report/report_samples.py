@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -12,25 +12,24 @@ from typing import Any
 from dovetail.coordinator.store.sample_files import (
     Row,
     best_and_worst,
+    evaluation_files,
     files,
-    held_out_file,
     read_rows,
     shortened,
 )
 from dovetail.local.sample_texts import facts_of
 
-# Held-out prompts in the report.
+# Prompts for evaluation in the report.
 PROMPTS = 4
 
 
 @dataclass(frozen=True)
 class SampleTexts:
-    """`iterations`: the samples of the first and the last iteration that are kept. `before`, `after`: the answers to
-    held-out prompts before and after PPO, each in the order of the prompts."""
+    """`iterations`: the samples of the first and the last iteration that are kept. `evaluations`: by moment of the run,
+    the answers to prompts that are kept for evaluation, in the order of the prompts."""
 
     iterations: dict[int, list[Row]] = field(default_factory=dict)
-    before: list[Row] = field(default_factory=list)
-    after: list[Row] = field(default_factory=list)
+    evaluations: dict[str, list[Row]] = field(default_factory=dict)
 
 
 def read_samples(run_dir: Path) -> SampleTexts:
@@ -41,30 +40,39 @@ def read_samples(run_dir: Path) -> SampleTexts:
             return read_rows(path)
         return []
 
-    found = files(run_dir)
-    ends = sorted({min(found), max(found)}) if found else []
+    found, evaluated = files(run_dir), evaluation_files(run_dir)
     return SampleTexts(
-        {iteration: rows(found[iteration]) for iteration in ends},
-        rows(held_out_file(run_dir, "before_ppo")),
-        rows(held_out_file(run_dir, "after_ppo")),
+        {iteration: rows(found[iteration]) for iteration in _ends(found)},
+        {_moment(version): rows(evaluated[version]) for version in _ends(evaluated)},
     )
+
+
+def _ends(found: Iterable[int]) -> list[int]:
+    numbers = sorted(found)
+    return sorted({numbers[0], numbers[-1]}) if numbers else []
+
+
+def _moment(version: int) -> str:
+    return "before PPO" if version == 0 else f"after iteration {version}"
 
 
 def samples_section(texts: SampleTexts) -> str:
     """The section as HTML, or nothing if the run kept no text. Pure."""
-    parts = [_held_out(texts.before, texts.after), _extremes(texts.iterations)]
+    parts = [_held_out(texts.evaluations), _extremes(texts.iterations)]
     body = "".join(part for part in parts if part)
     return f"<h2>What the model says</h2>{body}" if body else ""
 
 
-def _held_out(before: Sequence[Row], after: Sequence[Row]) -> str:
-    later = {row.get("prompt"): row for row in after}
+def _held_out(moments: Mapping[str, Sequence[Row]]) -> str:
+    """A line for each prompt that was answered at every moment."""
+    answers = [{row.get("prompt"): row for row in reversed(rows)} for rows in moments.values()]
+    prompts = list(dict.fromkeys(r.get("prompt") for r in next(iter(moments.values()), [])))
     lines = [
-        _line(_text(row.get("prompt")), _answer(row), _answer(later[row["prompt"]]))
-        for row in before
-        if row.get("prompt") in later
+        _line(_text(prompt), *(_answer(found[prompt]) for found in answers))
+        for prompt in prompts
+        if all(prompt in found for found in answers)
     ][:PROMPTS]
-    return _table(("Held-out prompt", "Answer before PPO", "Answer after PPO"), lines)
+    return _table(("Prompt for evaluation", *(f"Answer {moment}" for moment in moments)), lines)
 
 
 def _answer(row: Row) -> str:

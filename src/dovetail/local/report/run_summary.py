@@ -94,7 +94,13 @@ def evaluation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         before, after = interval(get(value, "before_ppo")), interval(get(value, "after_ppo"))
         if before or after:
             prompts = get(summary, "evaluation.prompts")
-            found.append((f"{name.capitalize()} of {prompts} held-out answers", before or "", after or ""))
+            found.append((f"{name[0].upper()}{name[1:]} of {prompts} held-out answers", before or "", after or ""))
+    best = get(summary, "evaluation.best")
+    if best is not None:
+        found.append((f"  highest {best['metric']}", f"iteration {best['iteration']}", interval(best) or ""))
+    stopped = get(summary, "evaluation.stopped")
+    if stopped is not None:
+        found.append(("  PPO was ended by stopAfterNoGain", "", f"iteration {stopped['iteration']}"))
     return found
 
 

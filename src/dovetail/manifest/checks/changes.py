@@ -27,6 +27,7 @@ CHANGEABLE = (
     "storage",
     "output",
     "samples",
+    "evaluation",
     "coordinator",
     "hub",
     "models.reward.importPath",

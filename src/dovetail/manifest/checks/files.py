@@ -72,6 +72,9 @@ def _data(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
         for index, source in enumerate(getattr(spec.data, name)):
             if wanted and source.path is not None:
                 yield from _data_path(f"spec.data.{name}[{index}].path", base / source.path)
+    for index, source in enumerate(spec.evaluation.prompts):
+        if Stage.PPO in spec.stages and source.path is not None:
+            yield from _data_path(f"spec.evaluation.prompts[{index}].path", base / source.path)
 
 
 def _data_path(field: str, path: Path) -> Iterator[str]:
@@ -105,7 +108,11 @@ def _models(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
         if source is not None and source.path is not None:
             yield from _model_folder(f"spec.models.{name}.source.path", base / source.path)
     for field, code, used in (
-        ("spec.models.reward.importPath", spec.models.reward.import_path, bool(spec.models.reward.calls)),
+        (
+            "spec.models.reward.importPath",
+            spec.models.reward.import_path,
+            bool(spec.models.reward.calls) or bool(spec.evaluation.functions),
+        ),
         ("spec.ppo.importPath", spec.ppo.import_path, spec.ppo.names_functions),
     ):
         if code is not None and used and not (base / code).is_dir():

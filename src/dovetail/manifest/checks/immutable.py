@@ -11,7 +11,7 @@ from __future__ import annotations
 from dovetail.manifest.checks.cel import CelRule
 
 # Every field of spec is in one of the two; tests/unit/test_crd_rules.py sees to it.
-FIXED = ("seed", "stages", "models", "data", "sft", "reward", "ppo", "generation", "plan", "trainer")
+FIXED = ("seed", "stages", "models", "data", "sft", "reward", "ppo", "generation", "evaluation", "plan", "trainer")
 CHANGEABLE = (
     "suspend",
     "retry",

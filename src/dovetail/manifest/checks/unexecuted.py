@@ -42,6 +42,9 @@ def _other_claims(spec: RLHFJobSpec) -> Iterator[str]:
         for index, source in enumerate(getattr(spec.data, name)):
             if source.pvc is not None:
                 yield f"spec.data.{name}[{index}].pvc"
+    for index, source in enumerate(spec.evaluation.prompts):
+        if source.pvc is not None:
+            yield f"spec.evaluation.prompts[{index}].pvc"
     if spec.models.tokenizer.pvc is not None:
         yield "spec.models.tokenizer.pvc"
 

@@ -31,6 +31,7 @@ _COLUMNS = (
     ("Reward", "number", ".status.reward", "Mean score of the last iteration", 0),
     ("KL", "number", ".status.kl", "Mean KL from the reference, nats per sample", 1),
     ("Samples/s", "number", ".status.samplesPerSecond", "Throughput of the last iteration", 0),
+    ("Evaluation", "number", ".status.evaluation.value", "Mean of the first metric of the last evaluation", 1),
     ("Running", "string", '.status.conditions[?(@.type=="Running")].status', "Whether all processes work", 1),
     ("Completed", "string", '.status.conditions[?(@.type=="Completed")].status', "Whether all stages are done", 1),
     ("Reason", "string", '.status.conditions[?(@.type=="Failed")].reason', "Why the job failed", 1),

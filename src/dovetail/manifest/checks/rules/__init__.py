@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dovetail.manifest.checks.cel import CelRule
 from dovetail.manifest.checks.rules.data_rules import DATA_RULES
+from dovetail.manifest.checks.rules.evaluation_rules import EVALUATION_RULES
 from dovetail.manifest.checks.rules.group_rules import GROUP_RULES
 from dovetail.manifest.checks.rules.layout_rules import CONFIGURATION_RULES, LAYOUT_RULES
 from dovetail.manifest.checks.rules.model_rules import (
@@ -34,6 +35,7 @@ RULES: tuple[Rule, ...] = (
     *BATCH_RULES,
     *PPO_RULES,
     *SHARED_BODY_RULES,
+    *EVALUATION_RULES,
     *GROUP_RULES,
     *POD_RULES,
     *LAYOUT_RULES,

@@ -10,7 +10,10 @@ from dovetail.manifest.types import DataSource, ModelSource, RLHFJobSpec, Stage
 
 # ---------------------------------------------------------------- data
 
-_DATA_SOURCES = tuple(f"spec.data.{name}[]" for name in ("demonstrations", "preferences", "prompts"))
+_DATA_SOURCES = (
+    *(f"spec.data.{name}[]" for name in ("demonstrations", "preferences", "prompts")),
+    "spec.evaluation.prompts[]",
+)
 
 
 def _revision_of_hub(source: ModelSource | DataSource) -> bool:

@@ -217,11 +217,13 @@ REWARD_RULES = (
         "{path} has both function and functions; move the one into the list of the others.",
     ),
     *(_not_beside_functions(name) for name in ("source", "lora")),
-    Rule(
-        ("spec.models.reward",),
-        lambda reward: reward.code is None or bool(reward.calls),
-        "!has(self.code) || has(self.__function__) || has(self.functions)",
-        "{path}.code has no effect without a function; remove it, or name a function of it in {path}.function.",
+    spec_rule(
+        lambda spec: (
+            spec.models.reward.code is None or bool(spec.models.reward.calls) or bool(spec.evaluation.functions)
+        ),
+        f"!has(self.models.reward.code) || {CALLS} || self.evaluation.metrics.exists(m, m.contains(':'))",
+        "spec.models.reward.code has no effect without a function; remove it, or name a function of it in "
+        "spec.models.reward.function.",
     ),
     Rule(
         ("spec.models.reward",),

@@ -1,0 +1,9 @@
+"""Names in the rows of history.jsonl: each has the stage of its step, and evaluations have rows of their own."""
+
+from __future__ import annotations
+
+from dovetail.manifest.types import Stage
+
+EVALUATION = "evaluation"
+# What a row's `stage` may be. The step of an evaluation is the iteration after which the weights were evaluated.
+ROW_STAGES = (*(stage.value for stage in Stage), EVALUATION)
