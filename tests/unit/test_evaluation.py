@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.prepare import PromptRecord
-from dovetail.coordinator.loop.evaluation import Evaluation, described
+from dovetail.coordinator.loop.best_weights import BestWeights
+from dovetail.coordinator.loop.evaluation import Evaluator, described
 from dovetail.coordinator.loop.evaluation_metrics import Answer, EvaluationMetrics, is_match
-from dovetail.coordinator.loop.kept_weights import KeptWeights
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.rewards.calls import RewardError, evaluation_slot
 from dovetail.coordinator.store.samples import NewSample, State
@@ -71,9 +71,9 @@ class Run:
             path, Store(path), self.spec, self.registry, lambda event, **fields: self.told.append((event, fields))
         )
         metrics = EvaluationMetrics(self.spec, path, self.records.log)
-        self.evaluation = Evaluation(self.spec, lambda: prompts_of(prompts), metrics, policy, self.records)
+        self.evaluation = Evaluator(self.spec, lambda: prompts_of(prompts), metrics, policy, self.records)
 
-    def __call__(self, *versions: int) -> Evaluation:
+    def __call__(self, *versions: int) -> Evaluator:
         async def each() -> None:
             for version in versions:
                 await self.evaluation.run(version)
@@ -157,8 +157,8 @@ def test_with_a_lag_weights_are_set_aside_until_they_are_evaluated(tmp_path: Pat
     run = Run(tmp_path, Policy(0, 5, 3, 6), everyIterations=1, keepBest=True)
     session = Session()
 
-    def kept() -> KeptWeights:
-        return KeptWeights(run.spec, tmp_path, run.records.store, session, run.evaluation)  # type: ignore[arg-type]
+    def kept() -> BestWeights:
+        return BestWeights(run.spec, tmp_path, run.records.store, session, run.evaluation)  # type: ignore[arg-type]
 
     best = tmp_path / "models/actor-best/step"
     for version, expected in ((0, "0"), (1, "1"), (2, "1"), (3, "3")):

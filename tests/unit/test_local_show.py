@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from local_fixtures import SUMMARY, finished_run
 from rich.console import Console
 
+from dovetail.coordinator.telemetry.pace import Pace, position
 from dovetail.local.chat import hh_prompt, until_stop
-from dovetail.local.progress_bars import Bars, Lines, describe_metrics, position
+from dovetail.local.progress_bars import Bars, Lines, describe_metrics, time_left
 from dovetail.local.report import charts
 from dovetail.local.report.report import read_history, render_report, write_report
 from dovetail.local.report.run_summary import binomial_p, duration, read_summary, show, summary_table
@@ -111,16 +112,43 @@ def test_the_report_is_one_well_formed_page_with_every_chart(tmp_path):
     for caption in (
         "SFT: loss",
         "Reward model: loss",
-        "PPO: reward per sample, 95% interval",
+        "Reward per sample, 95% interval",
         "Timeline of iteration 29",
     ):
         assert caption in page.captions
-    assert any(c.startswith("PPO: KL") for c in page.captions)
-    assert "Where the time of all PPO iterations went" in page.captions
+    assert any(c.startswith("KL to") for c in page.captions)
+    assert "Where the time of all iterations went" in page.captions
     assert "<h1>quick-run</h1>" in text
     assert "trainer-1" in text
     assert "<td>Quality of 64 held-out answers</td><td>0.475 ± 0.060</td><td>0.931 ± 0.020</td>" in text
     assert "small-0-scorer" in text
+
+
+def test_the_report_names_the_method_the_manifest_and_the_learning_rates(tmp_path):
+    run = finished_run(tmp_path / "run")
+    manifest = {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "sums"}}
+    critic = {"learningRate": 3e-6}
+    settings = {"advantage": "grpo", "samplesPerPrompt": 8, "actorOptimizer": {"learningRate": 2e-6}}
+    job = spec(**settings, criticOptimizer=critic).model_dump(mode="json", by_alias=True)
+    (run / "job.json").write_text(json.dumps(manifest | {"spec": job}))
+    told = json.loads((run / "summary.json").read_text())
+    fusion = {"setting": "Auto", "threshold": None, "samples_migrated": 22}
+    told |= {"method": "GRPO", "versions": {"dovetail": "1.2.3", "torch": "9.9"}, "fusion": fusion}
+    (run / "summary.json").write_text(json.dumps(told))
+    text = write_report(run).read_text()
+    for shown in (
+        "<h2>GRPO</h2>",
+        '<td>Manifest</td><td class="text">sums (RLHFJob dovetail.dev/v1alpha1)</td>',
+        "SFT 1e-05 (Cosine), reward model 1e-05 (Cosine), actor 2e-06 (Cosine)</td>",
+        "dovetail 1.2.3, torch 9.9",
+        "learningRate: 2.0e-06",
+    ):
+        assert shown in text, shown
+    assert "PPO" not in re.sub(r"<pre>.*?</pre>", "", text, flags=re.DOTALL)
+    assert "3e-06" not in re.sub(r"<pre>.*?</pre>", "", text, flags=re.DOTALL), "grpo has no critic"
+    # 22 samples migrated, whatever the last iteration did.
+    assert "nobody" not in text
+    assert "<td>Fusion: samples migrated, all iterations</td><td></td><td>22</td>" in text
 
 
 def test_a_failed_run_has_a_report_with_its_reason(tmp_path):
@@ -202,33 +230,42 @@ def test_metrics_in_words():
     assert describe_metrics(Stage.SFT, {"loss": None}) == ""
 
 
+def spec(**ppo):
+    return RLHFJobSpec.model_validate({"groups": [{"name": "a", "roles": ["trainer", "rollout"]}], "ppo": ppo})
+
+
 def test_lines_without_a_terminal():
     out, now = StringIO(), [0.0]
-    lines = Lines(Console(file=out, width=200), every_seconds=5.0, clock=lambda: now[0])
+    lines = Lines(spec(advantage="grpo"), Console(file=out, width=200), every_seconds=5.0, clock=lambda: now[0])
     with lines:
         for step in range(1, 11):
             now[0] += 1.0
             lines.update({"stage": "sft", "step": step, "total_steps": 10, "metrics": {"loss": 2.0}, "message": "m"})
-        lines.update(status(iteration=1, phase=None, metrics={"reward": 0.5}))
-        lines.update(status(iteration=1, phase=None, metrics={"reward": 0.5}))
+        for _ in range(2):
+            lines.update(status(iteration=1, phase=None, metrics={"reward": 0.5}, seconds_left=127.0))
+        lines.finish({"progress": {"stage": "ppo", "done": 8}})
     assert out.getvalue().splitlines()[1:] == [
         "m",
         "SFT: step 1 of 10: loss 2.000",
         "SFT: step 6 of 10: loss 2.000",
         "SFT: step 10 of 10: loss 2.000",
-        "PPO: iteration 1 of 8: reward 0.500",
+        "GRPO: iteration 1 of 8: reward 0.500; about 2 min left",
+        "GRPO: iteration 8 of 8",
     ]
 
 
 def test_bars_on_a_terminal():
-    spec = RLHFJobSpec.model_validate({"groups": [{"name": "a", "roles": ["trainer", "rollout"]}]})
     out = StringIO()
-    with Bars(spec, Console(file=out, width=160, force_terminal=True, legacy_windows=False)) as bars:
+    with Bars(
+        spec(advantage="rloo", iterations=20), Console(file=out, width=160, force_terminal=True, legacy_windows=False)
+    ) as bars:
         bars.update({"state": "starting", "stage": None})
         bars.update({"state": "running", "stage": "sft", "step": 4, "total_steps": 10, "metrics": {"loss": 1.25}})
         bars.update(status(samples_done=5, samples_total=64, message="something [odd]"))
         bars.tell("gen-0 died")
-        bars.update(status(state="succeeded", iteration=8, phase=None, metrics={"reward": 1.0}))
+        bars.update(status(iteration=7, phase="training", metrics={"reward": 1.0}, stage_seconds_left=41.0))
+        # The job ended early, and the last status came before that.
+        bars.finish({"progress": {"stage": "ppo", "done": 8}})
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
     assert "something [odd]" in text
     assert "gen-0 died" in text
@@ -236,6 +273,42 @@ def test_bars_on_a_terminal():
     assert "10/10" in last
     assert "8/8" in last
     assert "reward 1.000" in last
+    assert "RLOO" in last
+    assert "left" not in last
+
+
+def test_the_time_left_in_words():
+    assert time_left(status(seconds_left=None, stage_seconds_left=41.0)) == "about 40 s left in this stage"
+    assert time_left(status(seconds_left=8000.0, stage_seconds_left=41.0)) == "about 2 h 13 min left"
+    assert time_left(status(seconds_left=None)) == ""
+
+
+def test_the_time_that_is_left_is_that_of_the_last_steps():
+    pace = Pace()
+    assert pace.left(0.0) is None
+    for done, now in enumerate((0.0, 30.0, 40.0, 50.0)):  # the first step compiles
+        pace.see(Stage.PPO, done, 10, now)
+    assert pace.left(50.0) == pytest.approx(70.0)
+    assert pace.left(54.0) == pytest.approx(66.0)
+    pace.see(Stage.PPO, 3, 3, 55.0)
+    assert pace.left(56.0) == 0.0, "the job ends early"
+    pace.see(Stage.REWARD, 0, 5, 60.0)
+    assert pace.left(61.0) is None
+
+
+@pytest.mark.parametrize(
+    ("ppo", "name"),
+    [
+        ({}, "PPO"),
+        ({"advantage": "grpo", "samplesPerPrompt": 8}, "GRPO"),
+        ({"advantage": "grpo", "normalizeStd": False, "lossAggregation": "Constant"}, "Dr. GRPO"),
+        ({"advantage": "grpo", "loss": "gspo"}, "GSPO"),
+        ({"advantage": "reinforce++-baseline"}, "REINFORCE++ with a baseline"),
+        ({"loss": "mine:loss", "advantageFunction": "mine:adv"}, "PPO with mine:loss and mine:adv"),
+    ],
+)
+def test_methods_have_the_names_that_people_use(ppo, name):
+    assert spec(**ppo).ppo.method == name
 
 
 # ---------------------------------------------------------------- chat
@@ -265,7 +338,7 @@ VERDICT = {"reason": "RewardsEqual", "message": "all rewards are 1, so no respon
 
 def test_a_warning_is_told_once_and_when_it_is_over():
     console = Console(file=StringIO(), width=200)
-    with Lines(console) as lines:
+    with Lines(spec(), console) as lines:
         for iteration, verdicts in ((1, []), (2, [VERDICT]), (2, [VERDICT]), (3, [VERDICT]), (4, []), (5, [])):
             health = {"iteration": iteration, "verdicts": verdicts}
             lines.update({"stage": "ppo", "iteration": iteration, "total_iterations": 9, "health": health})

@@ -136,7 +136,7 @@ def test_a_launcher_holds_no_more_after_300_iterations(tmp_path: Path, monkeypat
         tell=lambda _: void(next(restarts)),
     )
     with run, open(os.devnull, "w") as nowhere:
-        display = Lines(Console(file=nowhere))
+        display = Lines(a_job(CPU).spec, Console(file=nowhere))
         run.start()
 
         def step(index: int) -> None:

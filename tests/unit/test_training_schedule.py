@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from dovetail.coordinator.loop.model_sources import StepFacts, ppo_step
 from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.coordinator.loop.stored_schedule import StoredSchedule, applies, encode, scheduled
-from dovetail.local.report.report_schedule import read_schedule, schedule_section
+from dovetail.local.report.report_schedule import families_section, read_schedule, schedule_section
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.pipelines import SearchEffort
@@ -193,6 +194,10 @@ def test_auto_beats_serial_on_two_ranks_and_the_report_shows_it(tmp_path: Path) 
     assert found["speedup"] > 1.15
     assert found["families"]["serial"]["makespan"] == pytest.approx(found["after"]["makespan"] * found["speedup"])
     page = schedule_section(found)
+    before, after = page.split("<figure")[1:]
+    ticks = [re.findall(r'<text [^>]*text-anchor="middle" class="tick">([^<]*)<', chart) for chart in (before, after)]
+    assert ticks[0] == ticks[1], "both timelines have one scale"
+    assert "serial" in families_section(found)
     for words in (
         chosen.family,
         "Before: serial 1F1B",

@@ -106,6 +106,8 @@ def run_job(
                 display.tell(f"coordinator: {launcher.url}, logs: {launcher.run_dir / 'logs'}")
             with StatusPoller(launcher.url, launcher.token, display.update):
                 outcome = launcher.run(on_step)
+            if outcome.succeeded:
+                display.finish(read_summary(launcher.run_dir))
     if outcome.interrupted:
         console.print("Stopped; every process has ended. Continue with:", highlight=False)
         console.print(f"  {hint}", highlight=False, markup=False, soft_wrap=True)

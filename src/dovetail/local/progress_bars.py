@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -11,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from dovetail.coordinator.telemetry.pace import position
 from dovetail.manifest.types import RLHFJobSpec, Stage
 
-_LABELS = {Stage.SFT: "SFT", Stage.REWARD: "Reward model", Stage.PPO: "PPO"}
 _SHOWN = {
     Stage.SFT: (("loss", "loss", "{:.3f}"),),
     Stage.REWARD: (("loss", "loss", "{:.3f}"), ("accuracy", "accuracy", "{:.1%}")),
@@ -35,19 +36,25 @@ def describe_metrics(stage: Stage, metrics: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def position(status: Mapping[str, Any]) -> tuple[Stage, int, int] | None:
-    """The stage, its finished steps (PPO: iterations) and their total. None before the first stage and for unknown
-    stages."""
-    try:
-        stage = Stage(status.get("stage") or "")
-    except ValueError:
-        return None
-    if stage is not Stage.PPO:
-        return stage, int(status.get("step") or 0), int(status.get("total_steps") or 0)
-    iteration, total = int(status.get("iteration") or 0), int(status.get("total_iterations") or 0)
-    # The current iteration counts from its first phase on. After its training `phase` is null.
-    done = iteration if status.get("phase") in (None, "export", "checkpoint") else max(0, iteration - 1)
-    return stage, done, total
+def labels(spec: RLHFJobSpec) -> dict[Stage, str]:
+    """What people call the stages: PPO by the name of its method."""
+    return {Stage.SFT: "SFT", Stage.REWARD: "Reward model", Stage.PPO: spec.ppo.method}
+
+
+def time_left(status: Mapping[str, Any]) -> str:
+    """'about 3 min left', or 'about 40 s left in this stage' if nothing is known of later ones; '' if nothing is."""
+    whole, stage = status.get("seconds_left"), status.get("stage_seconds_left")
+    if isinstance(whole, int | float):
+        return f"about {roughly(whole)} left"
+    return f"about {roughly(stage)} left in this stage" if isinstance(stage, int | float) else ""
+
+
+def roughly(seconds: float) -> str:
+    """'40 s', '3 min', '2 h 10 min'."""
+    if seconds < 90:
+        return f"{max(1, round(seconds / 5) * 5 if seconds > 10 else round(seconds))} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 class HealthNews:
@@ -75,10 +82,11 @@ class HealthNews:
 
 
 class Display(Protocol):
-    """Shows a run. `update` takes status documents, `tell` takes one-line events. Both may be called from any
-    thread."""
+    """Shows a run. `update` takes status documents, `tell` takes one-line events. Both may be called from any thread.
+    `finish` is called when the job has succeeded, with its summary: the last status may be older than its end."""
 
     def update(self, status: Mapping[str, Any]) -> None: ...
+    def finish(self, summary: Mapping[str, Any]) -> None: ...
     def tell(self, line: str) -> None: ...
     def __enter__(self) -> Display: ...
     def __exit__(
@@ -88,7 +96,7 @@ class Display(Protocol):
 
 def make_display(spec: RLHFJobSpec, console: Console) -> Display:
     """Bars if `console` is a terminal, lines if not."""
-    return Bars(spec, console) if console.is_terminal else Lines(console)
+    return Bars(spec, console) if console.is_terminal else Lines(spec, console)
 
 
 class Bars:
@@ -100,17 +108,21 @@ class Bars:
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
             TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
             TextColumn("{task.fields[metrics]}", style="cyan"),
             console=console,
         )
         self._bars: dict[Stage, TaskID] = {}
+        names = labels(spec)
         for stage in spec.stages:
             total = {Stage.SFT: spec.sft.steps, Stage.REWARD: spec.reward.steps, Stage.PPO: spec.ppo.iterations}[stage]
-            self._bars[stage] = self._progress.add_task(_LABELS[stage], total=total, start=False, metrics="")
+            self._bars[stage] = self._progress.add_task(names[stage], total=total, start=False, metrics="", left="")
         self._samples: TaskID | None = None
         if Stage.PPO in spec.stages:
-            self._samples = self._progress.add_task("  samples", total=None, start=False, visible=False, metrics="")
-        self._message = self._progress.add_task("starting", total=None, metrics="", start=False, visible=False)
+            self._samples = self._progress.add_task(
+                "  samples", total=None, start=False, visible=False, metrics="", left=""
+            )
+        self._message = self._progress.add_task("starting", total=None, metrics="", left="", start=False, visible=False)
         self._current: Stage | None = None
         self._last_line = ""
         self._health = HealthNews()
@@ -146,13 +158,19 @@ class Bars:
         bar = self._bars[stage]
         if total:
             self._progress.update(bar, total=total)
-        self._progress.update(bar, completed=done)
+        self._progress.update(bar, completed=done, left=time_left(status))
         text = describe_metrics(stage, status.get("metrics") or {})
         if text:
             self._progress.update(bar, metrics=text)
         if stage is Stage.PPO and self._samples is not None:
             self._show_samples(status)
-        if status.get("state") == "succeeded":
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Every stage is complete. One that ended early was as long as it was."""
+        progress = summary.get("progress") or {}
+        for stage, bar in self._bars.items():
+            if progress.get("stage") == stage.value and progress.get("done"):
+                self._progress.update(bar, total=int(progress["done"]))
             self._complete(bar)
 
     def _enter(self, stage: Stage) -> None:
@@ -167,7 +185,8 @@ class Bars:
     def _complete(self, bar: TaskID) -> None:
         task = next(t for t in self._progress.tasks if t.id == bar)
         self._progress.start_task(bar)
-        self._progress.update(bar, completed=task.total or task.completed, total=task.total or task.completed)
+        whole = task.total or task.completed
+        self._progress.update(bar, completed=whole, total=whole, left="")
         self._progress.stop_task(bar)
 
     def _show_samples(self, status: Mapping[str, Any]) -> None:
@@ -187,8 +206,13 @@ class Lines:
     """Prints one line when something changes, for steps at most every few seconds."""
 
     def __init__(
-        self, console: Console, every_seconds: float = 5.0, clock: Callable[[], float] = time.monotonic
+        self,
+        spec: RLHFJobSpec,
+        console: Console,
+        every_seconds: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._labels = labels(spec)
         self._console = console
         self._every = every_seconds
         self._clock = clock
@@ -227,5 +251,18 @@ class Lines:
             return
         self._shown, self._shown_at = place, self._clock()
         metrics = describe_metrics(stage, status.get("metrics") or {}) if done else ""
+        parts = [part for part in (metrics, time_left(status) if done < total else "") if part]
+        self._show(stage, done, total, parts)
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Say the last step if no status came after it."""
+        progress = summary.get("progress") or {}
+        with contextlib.suppress(ValueError):
+            stage, done = Stage(progress.get("stage") or ""), int(progress.get("done") or 0)
+            if done and (self._shown is None or self._shown[:2] != (stage, done)):
+                self._show(stage, done, done, [])
+
+    def _show(self, stage: Stage, done: int, total: int, parts: Sequence[str]) -> None:
         unit = "iteration" if stage is Stage.PPO else "step"
-        self.tell(f"{_LABELS[stage]}: {unit} {done} of {total or '?'}" + (f": {metrics}" if metrics else ""))
+        told = f": {'; '.join(parts)}" if parts else ""
+        self.tell(f"{self._labels[stage]}: {unit} {done} of {total or '?'}{told}")

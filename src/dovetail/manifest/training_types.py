@@ -241,6 +241,20 @@ class PPO(Model):
         return iteration - 1 - self.weight_version(iteration)
 
     @property
+    def method(self) -> str:
+        """What people call it: PPO, GRPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++, or one of these with functions of
+        the user's."""
+        name = {"gae": "PPO", "reinforce++-baseline": "REINFORCE++ with a baseline"}.get(
+            self.advantage, self.advantage.upper()
+        )
+        if self.loss in ("gspo", "cispo"):
+            name = self.loss.upper()
+        elif name == "GRPO" and not self.normalize_std and self.loss_aggregation == "Constant":
+            name = "Dr. GRPO"
+        own = [place for place in (self.loss if ":" in self.loss else None, self.advantage_function) if place]
+        return " and ".join([name, *own]).replace(" and ", " with ", 1) if own else name
+
+    @property
     def names_functions(self) -> bool:
         """Whether the manifest names functions of the user's, which `importPath` is for."""
         return self.advantage_function is not None or ":" in self.loss

@@ -30,7 +30,7 @@ from prometheus_client import CollectorRegistry
 from dovetail.coordinator.data.hub import Hub
 from dovetail.coordinator.data.prepare import Prepared, prepare
 from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
-from dovetail.coordinator.loop.evaluation import Evaluation
+from dovetail.coordinator.loop.evaluation import Evaluator
 from dovetail.coordinator.loop.evaluation_metrics import EvaluationMetrics
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker
 from dovetail.coordinator.loop.model_sources import ModelSources
@@ -47,6 +47,7 @@ from dovetail.coordinator.store.delivery import check, deliver
 from dovetail.coordinator.store.identity import check_complete, identify
 from dovetail.coordinator.store.manifest_changes import Settled, adopt
 from dovetail.coordinator.store.store import Store, StoreError
+from dovetail.coordinator.telemetry.versions import installed_versions
 from dovetail.coordinator.trainers.trainer_group import TrainerGroup
 from dovetail.coordinator.trainers.trainer_session import TrainerSession
 from dovetail.coordinator.weights.publishing import Publisher
@@ -102,7 +103,12 @@ class Engines:
         except BaseException:
             store.close()
             raise
-        self.records = RunRecords.of(settings.run_dir, store, spec, self.registry, log)
+        predicted = None if plan.prediction is None else plan.prediction.iteration_seconds
+        self.records = RunRecords.of(settings.run_dir, store, spec, self.registry, log, predicted)
+        self.records.results.fact("versions", installed_versions())
+        if Stage.PPO in spec.stages:
+            self.records.results.fact("method", spec.ppo.method)
+            self.records.progress.update(method=spec.ppo.method)
         shared = Path(HUB_CACHE) if settings.pods and spec.hub.cache_claim else None
         self._hub = Hub(spec.hub, settings.run_dir, pods=settings.pods, shared=shared, note=self._note)
         self._batches = Batches(None, self.records.batches, store)
@@ -181,7 +187,7 @@ class Engines:
             published=lambda: sync.version is not None,
             start_seconds=self.start_seconds,
         )
-        self._evaluation = evaluation = Evaluation(
+        self._evaluation = evaluation = Evaluator(
             spec, prepared.evaluation_prompts, self._metrics, maker.answer, records
         )
         self._sync = sync = WeightSync(
@@ -222,7 +228,8 @@ class Engines:
             evaluation,
         )
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._hold())]
-        self.log("coordinator.ready", host=settings.host, port=settings.port)
+        method = {"method": spec.ppo.method} if Stage.PPO in spec.stages else {}
+        self.log("coordinator.ready", host=settings.host, port=settings.port, **method)
         return self
 
     async def __aexit__(

@@ -20,9 +20,8 @@ from dovetail.coordinator.loop.evaluation_metrics import Answer
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.rewards.calls import evaluation_slot
 from dovetail.coordinator.telemetry.summary import mean_ci95
-from dovetail.manifest.types import Evaluation as EvaluationSpec
-from dovetail.manifest.types import RLHFJobSpec
-from dovetail.protocol.history import EVALUATION
+from dovetail.manifest.types import Evaluation, RLHFJobSpec
+from dovetail.protocol.row_stages import EVALUATION
 
 BEFORE, AFTER = "before_ppo", "after_ppo"
 # In the store: by version of the weights, what was found.
@@ -48,7 +47,7 @@ class Measures(Protocol):
 
 
 @dataclass(frozen=True)
-class Found:
+class EvaluationResult:
     """`metrics`: {mean, ci95} of each metric after iteration `version`. The interval is over prompts."""
 
     version: int
@@ -58,18 +57,18 @@ class Found:
         return self.metrics[metric]["mean"]
 
 
-def best_of(found: Sequence[Found], metric: str) -> Found | None:
+def best_of(found: Sequence[EvaluationResult], metric: str) -> EvaluationResult | None:
     """The one with the highest mean, of equal ones the earliest."""
     return max(found, key=lambda one: (one.mean(metric), -one.version), default=None)
 
 
-def without_gain(found: Sequence[Found], metric: str) -> int:
+def without_gain(found: Sequence[EvaluationResult], metric: str) -> int:
     """How many of the last evaluations, in order of versions, have not raised the highest mean."""
     best = best_of(found, metric)
     return 0 if best is None else sum(one.version > best.version for one in found)
 
 
-class Evaluation:
+class Evaluator:
     """Facts: evaluation.prompts, evaluation.<metric>.before_ppo and .after_ppo, each {mean, ci95}; with evaluations
     during PPO also evaluation.best {iteration, metric, mean, ci95}."""
 
@@ -106,7 +105,7 @@ class Evaluation:
         if self._prompts():
             await self._metrics.check(self._prompts())
 
-    async def run(self, version: int) -> Found | None:
+    async def run(self, version: int) -> EvaluationResult | None:
         """Evaluate the weights after iteration `version`, which rollouts and scorers hold, unless that is done. None if
         there is nothing to answer.
 
@@ -124,22 +123,24 @@ class Evaluation:
             version, prompts, self._seeds(prompts), self._spec.temperature, self._metrics.rewarded
         )
         measured = await self._metrics.measure(version, answers)
-        found = Found(version, {name: _mean(answers, values) for name, values in measured.items()})
+        found = EvaluationResult(version, {name: _mean(answers, values) for name, values in measured.items()})
         self._write(found, answers, measured)
         store.put(f"{FOUND}/{version:09d}", {"metrics": found.metrics, "settings": self._settings})
         self._show(found, answers, self._clock() - begun)
         store.samples.forget(slot)
         return found
 
-    def found(self, through: int | None = None) -> list[Found]:
+    def found(self, through: int | None = None) -> list[EvaluationResult]:
         """What was found with the present settings, of versions up to `through`, in order."""
         stored = self._records.store.items(FOUND)
         every = [
-            Found(int(key.rpartition("/")[2]), one["metrics"]) for key, one in stored.items() if self._is_mine(one)
+            EvaluationResult(int(key.rpartition("/")[2]), one["metrics"])
+            for key, one in stored.items()
+            if self._is_mine(one)
         ]
         return [one for one in every if through is None or one.version <= through]
 
-    def best(self, through: int | None = None) -> Found | None:
+    def best(self, through: int | None = None) -> EvaluationResult | None:
         """The evaluated weights with the highest mean of the first metric."""
         return best_of(self.found(through), self.metric)
 
@@ -171,14 +172,16 @@ class Evaluation:
             for prompt in prompts
         ]
 
-    def _get(self, version: int) -> Found | None:
+    def _get(self, version: int) -> EvaluationResult | None:
         stored = self._records.store.get(f"{FOUND}/{version:09d}")
-        return Found(version, stored["metrics"]) if stored is not None and self._is_mine(stored) else None
+        return EvaluationResult(version, stored["metrics"]) if stored is not None and self._is_mine(stored) else None
 
     def _is_mine(self, stored: Mapping[str, Any]) -> bool:
         return bool(stored["settings"] == self._settings)
 
-    def _write(self, found: Found, answers: Sequence[Answer], measured: Mapping[str, Sequence[float]]) -> None:
+    def _write(
+        self, found: EvaluationResult, answers: Sequence[Answer], measured: Mapping[str, Sequence[float]]
+    ) -> None:
         """The answers as text. A full disk does not stop the run."""
         if self._records.texts is None:
             return
@@ -199,7 +202,7 @@ class Evaluation:
         with contextlib.suppress(OSError):
             self._records.texts.write_evaluation(found.version, rows)
 
-    def _show(self, found: Found, answers: Sequence[Answer], seconds: float) -> None:
+    def _show(self, found: EvaluationResult, answers: Sequence[Answer], seconds: float) -> None:
         records, version = self._records, found.version
         facts = {name: dict(value) for name, value in found.metrics.items()}
         for name, value in facts.items():
@@ -233,7 +236,7 @@ class Evaluation:
             self._records.results.fact(f"evaluation.{name}.{AFTER}", dict(value))
 
 
-def described(found: Found) -> str:
+def described(found: EvaluationResult) -> str:
     """'reward 1.204 ± 0.031, quality 0.911 ± 0.020'."""
     return ", ".join(f"{name} {value['mean']:.4g} ± {value['ci95']:.2g}" for name, value in found.metrics.items())
 
@@ -246,7 +249,7 @@ def _mean(answers: Sequence[Answer], values: Sequence[float]) -> dict[str, float
     return mean_ci95([sum(group) / len(group) for group in by_prompt.values()])
 
 
-def _settings(spec: EvaluationSpec) -> str:
+def _settings(spec: Evaluation) -> str:
     """A hash of what decides answers and measures."""
     document = spec.model_dump(mode="json", by_alias=True)
     kept = {name: value for name, value in document.items() if name not in _WHEN}

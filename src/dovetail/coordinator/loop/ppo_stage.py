@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 from dovetail.coordinator.data.prepare import Prepared, PromptRecord
 from dovetail.coordinator.health.health import UnhealthyError, Verdict
 from dovetail.coordinator.health.health_watch import HealthWatch
-from dovetail.coordinator.loop.evaluation import Evaluation, described
+from dovetail.coordinator.loop.best_weights import BestWeights
+from dovetail.coordinator.loop.evaluation import Evaluator, described
 from dovetail.coordinator.loop.experience_maker import SAMPLES_LANE, ExperienceMaker
 from dovetail.coordinator.loop.iteration_metrics import iteration_metrics, mean_kl, other_seconds
-from dovetail.coordinator.loop.kept_weights import KeptWeights
 from dovetail.coordinator.loop.kl_controller import KLController
 from dovetail.coordinator.loop.model_sources import ModelSources, StepFacts, optimizer_steps, ppo_step
 from dovetail.coordinator.loop.open_iterations import OpenIterations
@@ -68,10 +68,10 @@ class PPOStage:
         session: TrainerSession,
         sync: WeightSync,
         maker: ExperienceMaker,
-        evaluation: Evaluation,
+        evaluation: Evaluator,
     ) -> None:
         self._spec, self._plan, self._run_dir = spec, plan, run_dir
-        self._kept = KeptWeights(spec, run_dir, records.store, session, evaluation)
+        self._kept = BestWeights(spec, run_dir, records.store, session, evaluation)
         self._evaluation = evaluation
         self._records, self._prepared, self._sources, self._settled = records, prepared, sources, settled
         self._session, self._sync, self._maker = session, sync, maker

@@ -35,9 +35,14 @@ class RunRecords:
 
     @staticmethod
     def of(
-        run_dir: Path, store: Store, spec: RLHFJobSpec, registry: CollectorRegistry, log: Callable[..., None]
+        run_dir: Path,
+        store: Store,
+        spec: RLHFJobSpec,
+        registry: CollectorRegistry,
+        log: Callable[..., None],
+        predicted: float | None = None,
     ) -> RunRecords:
-        """The records of the run in `run_dir`. Its metrics are in `registry`."""
+        """The records of the run in `run_dir`. Its metrics are in `registry`. `predicted`: seconds of an iteration."""
         megabytes = spec.samples.keep_megabytes
         return RunRecords(
             store,
@@ -46,7 +51,7 @@ class RunRecords:
             Timeline(run_dir),
             ExperienceFiles(run_dir),
             CoordinatorMetrics(registry),
-            Status(),
+            Status(spec.stages, spec.ppo.iterations, predicted),
             log,
             SampleFiles(run_dir, megabytes * 10**6) if megabytes else None,
         )

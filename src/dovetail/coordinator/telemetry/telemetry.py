@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from dovetail.coordinator.telemetry.pace import Pace, position
+from dovetail.manifest.types import Stage
 
 
 class CoordinatorMetrics:
@@ -147,9 +151,18 @@ class MetricsHistory:
 
 
 class Status:
-    """The document of GET /v1/status."""
+    """The document of GET /v1/status. `stages`: those of the job. `iterations`: how many PPO has. `predicted`: the
+    seconds that one is predicted to take, if known."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        stages: Sequence[Stage] = (),
+        iterations: int = 0,
+        predicted: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stages, self._iterations, self._predicted, self._clock = list(stages), iterations, predicted, clock
+        self._pace = Pace()
         self._fields: dict[str, Any] = {
             "state": "starting",
             "stage": None,
@@ -166,6 +179,7 @@ class Status:
             "plan": {},
             "health": {},
             "evaluation": {},
+            "method": None,
         }
 
     def update(self, **fields: Any) -> None:
@@ -174,6 +188,22 @@ class Status:
         if unknown:
             raise KeyError(f"no status field {sorted(unknown)}")
         self._fields.update(fields)
+        place = position(self._fields)
+        if place is not None:
+            self._pace.see(*place, self._clock())
 
     def document(self, instances: dict[str, Any]) -> dict[str, Any]:
-        return {**self._fields, "instances": instances}
+        return {**self._fields, **self._left(), "instances": instances}
+
+    def _left(self) -> dict[str, float | None]:
+        """How long the stage and the job are expected to take from now on, in seconds; None: unknown."""
+        place = position(self._fields)
+        if place is None or self._fields["state"] != "running":
+            return {"stage_seconds_left": None, "seconds_left": None}
+        left = self._pace.left(self._clock())
+        later = self._stages[self._stages.index(place[0]) + 1 :] if place[0] in self._stages else []
+        whole = left
+        if later:
+            known = later == [Stage.PPO] and self._predicted is not None and left is not None
+            whole = (left or 0.0) + self._iterations * (self._predicted or 0.0) if known else None
+        return {"stage_seconds_left": left, "seconds_left": whole}

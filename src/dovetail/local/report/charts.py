@@ -172,8 +172,16 @@ class ChartBar:
     detail: str = ""
 
 
-def gantt(title: str, bars: Sequence[ChartBar], kinds: Sequence[str], width: int = 940) -> str:
+def gantt(
+    title: str,
+    bars: Sequence[ChartBar],
+    kinds: Sequence[str],
+    width: int = 940,
+    end: float | None = None,
+    axis: str = "seconds",
+) -> str:
     """Bars by track, tracks in order of first appearance, coloured by name (`kinds` come first, in fixed colours).
+    `end`: where the scale ends, if not with the last bar.
 
     Short bars are kept visible, and at most 4000 bars drawn, the longest."""
     if not bars:
@@ -183,7 +191,7 @@ def gantt(title: str, bars: Sequence[ChartBar], kinds: Sequence[str], width: int
     found = dict.fromkeys(_kind(b.name) for b in kept)
     names = [k for k in kinds if k in found] + [n for n in found if n not in kinds]
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
-    end = max(b.end for b in kept) or 1.0
+    end = end or max(b.end for b in kept) or 1.0
     left, top = 170, 6
     # Hundreds of running samples are hundreds of tracks. They are thin then, and named only where a process begins.
     row = 22.0 if len(tracks) <= 40 else max(2.5, 880 / len(tracks))
@@ -202,7 +210,7 @@ def gantt(title: str, bars: Sequence[ChartBar], kinds: Sequence[str], width: int
         x = left + tick * scale
         parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}" class="grid"/>')
         parts.append(_text(x, bottom + 16, number(tick)))
-    parts.append(_text((left + width) / 2, height - 2, "seconds", cls="axis"))
+    parts.append(_text((left + width) / 2, height - 2, axis, cls="axis"))
     for bar in sorted(kept, key=lambda b: b.end - b.start, reverse=True):
         gap = 3.0 if row >= 12 else 0.25
         y = top + tracks[bar.track] * row + gap

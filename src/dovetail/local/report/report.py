@@ -13,8 +13,9 @@ from typing import Any
 
 from dovetail.local.report import charts
 from dovetail.local.report.charts import ChartBar, Series
+from dovetail.local.report.report_run import read_job, run_section
 from dovetail.local.report.report_samples import read_samples, samples_section
-from dovetail.local.report.report_schedule import read_schedule, schedule_section
+from dovetail.local.report.report_schedule import families_section, read_schedule, schedule_section
 from dovetail.local.report.run_summary import (
     PHASES,
     duration,
@@ -23,11 +24,12 @@ from dovetail.local.report.run_summary import (
     health_rows,
     health_sentences,
     how_it_ended,
+    method,
     read_summary,
     rows,
     stage_seconds,
 )
-from dovetail.protocol.history import EVALUATION
+from dovetail.protocol.row_stages import EVALUATION
 from dovetail.supervision.errors import RunError
 
 STYLE = """
@@ -41,8 +43,11 @@ table{border-collapse:collapse;background:var(--card);border-radius:8px;width:10
 th,td{padding:6px 12px;text-align:right;border-bottom:1px solid var(--line);font-variant-numeric:tabular-nums}
 th:first-child,td:first-child{text-align:left}th{color:var(--mute);font-weight:500}tr:last-child td{border-bottom:0}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(420px,100%),1fr));gap:14px}
-figure{margin:0;background:var(--card);border-radius:8px;padding:10px 12px}figure.wide{margin-bottom:14px}
-figcaption{font-weight:600;margin-bottom:4px}svg{width:100%;height:auto;display:block}
+figure{margin:0;background:var(--card);border-radius:8px;padding:10px 12px}
+figure.wide{margin-bottom:14px;overflow-x:auto}
+figcaption{font-weight:600;margin-bottom:4px}svg{width:100%;max-width:480px;height:auto;display:block}
+figure.wide svg{max-width:none;min-width:760px}details{margin-top:10px}summary{cursor:pointer}
+pre{background:var(--card);border-radius:8px;padding:10px 12px;overflow-x:auto;font-size:13px}
 .grid{stroke:var(--line);stroke-width:1}.stripe{fill:#8881}.tick{font-size:11px;fill:var(--mute)}
 .axis{font-size:12px;fill:var(--mute)}.inbar{font-size:12px;fill:#fff;font-weight:600}
 .legend{display:flex;flex-wrap:wrap;gap:4px 16px;font-size:12.5px;color:var(--mute);margin-top:6px}
@@ -59,18 +64,18 @@ _CHARTS: dict[str, tuple[_Chart, ...]] = {
         ("Reward model: accuracy on training pairs", "step", (("accuracy", "accuracy", None),)),
     ),
     "ppo": (
-        ("PPO: reward per sample, 95% interval", "iteration", (("reward", "reward", "reward_ci95"),)),
-        ("PPO: KL to the reference, nats per sample", "iteration", (("KL", "kl", "kl_ci95"),)),
+        ("Reward per sample, 95% interval", "iteration", (("reward", "reward", "reward_ci95"),)),
+        ("KL to the reference, nats per sample", "iteration", (("KL", "kl", "kl_ci95"),)),
         (
-            "PPO: response length, tokens",
+            "Response length, tokens",
             "iteration",
             (("mean", "response_length", None), ("longest", "response_length_max", None)),
         ),
-        ("PPO: entropy, nats per token", "iteration", (("entropy", "entropy", None),)),
-        ("PPO: value loss", "iteration", (("value loss", "value_loss", None),)),
-        ("PPO: policy loss", "iteration", (("policy loss", "policy_loss", None),)),
+        ("Entropy, nats per token", "iteration", (("entropy", "entropy", None),)),
+        ("Value loss", "iteration", (("value loss", "value_loss", None),)),
+        ("Policy loss", "iteration", (("policy loss", "policy_loss", None),)),
         (
-            "PPO: clipped share of tokens",
+            "Clipped share of tokens",
             "iteration",
             (("policy", "clip_fraction", None), ("value", "value_clip_fraction", None)),
         ),
@@ -84,10 +89,10 @@ _CHARTS: dict[str, tuple[_Chart, ...]] = {
             "iteration",
             (("measured", "fusion_saved_seconds", None), ("predicted", "fusion_predicted_saved_seconds", None)),
         ),
-        ("PPO: samples per second", "iteration", (("samples/s", "samples_per_second", None),)),
+        ("Samples per second", "iteration", (("samples/s", "samples_per_second", None),)),
     ),
 }
-_STAGES = {"sft": "Supervised fine-tuning", "reward": "Reward model", "ppo": "PPO"}
+_STAGES = {"sft": "Supervised fine-tuning", "reward": "Reward model"}
 
 
 def read_history(run_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
@@ -195,8 +200,9 @@ def render_report(
     trace: tuple[str, Mapping[str, Any]] | None,
     schedule: Mapping[str, Any] | None = None,
     samples: str = "",
+    run: str = "",
 ) -> str:
-    """The page. `samples` is its section on responses. Pure."""
+    """The page. `samples` is its section on responses, `run` that on the manifest. Pure."""
     facts: list[str] = []
     if summary.get("wall_seconds") is not None:
         facts.append(duration(float(summary["wall_seconds"])))
@@ -208,7 +214,7 @@ def render_report(
     subtitle += escape(", ".join(([state] if state and not ended else []) + facts))
     subtitle += "".join(f'<br><span class="warn">{escape(line)}</span>' for line in health_sentences(summary))
     sections = []
-    for stage, heading in _STAGES.items():
+    for stage, heading in {**_STAGES, "ppo": method(summary)}.items():
         steps = history.get(stage, {})
         figures = [
             charts.line_chart(title, axis, [series(steps, *line) for line in lines])
@@ -236,20 +242,21 @@ def render_report(
         ((k, float(v)) for k, v in (get(summary, "phases") or {}).items()),
         key=lambda item: PHASES.index(item[0]) if item[0] in PHASES else len(PHASES),
     )
-    time_bar = charts.share_bar("Where the time of all PPO iterations went", phases)
+    time_bar = charts.share_bar("Where the time of all iterations went", phases)
     timeline = ""
     if trace is not None:
         number = int(trace[0].rpartition("-")[2])
         timeline = charts.gantt(f"Timeline of iteration {number}", trace_bars(trace[1]), PHASES)
         left = trace_curve(trace[1], "samples left")
-        timeline += charts.line_chart(f"Samples still to generate, iteration {number}", "second", [left])
+        curve = charts.line_chart(f"Samples still to generate, iteration {number}", "second", [left])
+        timeline += f'<div class="charts">{curve}</div>' if curve else ""
     when = f"<h2>Time</h2>{time_bar}{timeline}" if time_bar or timeline else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(name)}: Dovetail report</title><style>{STYLE}</style></head><body><main>"
         f'<h1>{escape(name)}</h1><p class="sub">{subtitle}</p>{_table(summary)}{samples}{"".join(sections)}{when}'
-        f"{schedule_section(schedule)}{changes_section(summary)}"
+        f"{schedule_section(schedule)}{run}{changes_section(summary)}{families_section(schedule)}"
         "</main></body></html>\n"
     )
 
@@ -260,13 +267,15 @@ def write_report(run_dir: Path) -> Path:
         name = str(json.loads((run_dir / "job.json").read_text(encoding="utf-8"))["metadata"]["name"])
     except (OSError, ValueError, KeyError, TypeError):
         name = run_dir.name
+    summary = read_summary(run_dir)
     page = render_report(
         name,
-        read_summary(run_dir),
+        summary,
         read_history(run_dir),
         last_trace(run_dir),
         read_schedule(run_dir),
-        samples_section(read_samples(run_dir)),
+        samples_section(read_samples(run_dir, method(summary))),
+        run_section(read_job(run_dir), summary),
     )
     path = run_dir / "report.html"
     temporary = path.with_suffix(".html.tmp")

@@ -32,8 +32,8 @@ class SampleTexts:
     evaluations: dict[str, list[Row]] = field(default_factory=dict)
 
 
-def read_samples(run_dir: Path) -> SampleTexts:
-    """What the run kept. A file that is missing or damaged counts as empty."""
+def read_samples(run_dir: Path, method: str = "PPO") -> SampleTexts:
+    """What the run kept. `method`: what people call the stage ppo. A file that is missing or damaged is empty."""
 
     def rows(path: Path) -> list[Row]:
         with contextlib.suppress(OSError, ValueError):
@@ -43,7 +43,7 @@ def read_samples(run_dir: Path) -> SampleTexts:
     found, evaluated = files(run_dir), evaluation_files(run_dir)
     return SampleTexts(
         {iteration: rows(found[iteration]) for iteration in _ends(found)},
-        {_moment(version): rows(evaluated[version]) for version in _ends(evaluated)},
+        {_moment(version, method): rows(evaluated[version]) for version in _ends(evaluated)},
     )
 
 
@@ -52,8 +52,8 @@ def _ends(found: Iterable[int]) -> list[int]:
     return sorted({numbers[0], numbers[-1]}) if numbers else []
 
 
-def _moment(version: int) -> str:
-    return "before PPO" if version == 0 else f"after iteration {version}"
+def _moment(version: int, method: str) -> str:
+    return f"before {method}" if version == 0 else f"after iteration {version}"
 
 
 def samples_section(texts: SampleTexts) -> str:
@@ -91,7 +91,7 @@ def _extremes(iterations: dict[int, list[Row]]) -> str:
 
 def _text(text: Any, remark: str = "") -> str:
     note = f'<div class="sub">{escape(remark)}</div>' if remark else ""
-    return f'<td class="text">{escape(shortened(str(text)))}{note}</td>'
+    return f'<td class="text">{escape(shortened(str(text).strip()))}{note}</td>'
 
 
 def _line(*cells: str) -> str:

@@ -42,11 +42,20 @@ def schedule_section(found: Mapping[str, Any] | None) -> str:
     source = "default times (nothing was measured)"
     if _in_seconds(found):
         source = "times measured in this run" if found["measured"] else "the times of profile.json"
+    before, after = schedule_bars(found["before"]), schedule_bars(found["after"])
+    # Both on one scale: the shorter one is seen to be shorter.
+    end = max((bar.end for bar in (*before, *after)), default=0.0)
+    axis = "seconds" if _in_seconds(found) else "units of time"
     return (
-        f"<h2>Training schedule: {escape(str(found['chosen']))}</h2>{_facts(found)}{_families(found)}"
-        + gantt(f"Before: serial 1F1B, {what}, simulated with {source}", schedule_bars(found["before"]), _names())
-        + gantt(f"After: {found['chosen']}, {what}, simulated alike", schedule_bars(found["after"]), _names())
+        f"<h2>Training schedule: {escape(str(found['chosen']))}</h2>{_facts(found)}"
+        + gantt(f"Before: serial 1F1B, {what}, simulated with {source}", before, _names(), end=end, axis=axis)
+        + gantt(f"After: {found['chosen']}, {what}, simulated alike", after, _names(), end=end, axis=axis)
     )
+
+
+def families_section(found: Mapping[str, Any] | None) -> str:
+    """The report's table of all families of schedules, or '' without a schedule. Pure."""
+    return "" if found is None else f"<h2>All families of schedules</h2>{_families(found)}"
 
 
 def _names() -> list[str]:

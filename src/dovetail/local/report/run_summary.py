@@ -39,6 +39,11 @@ def get(document: Mapping[str, Any], path: str) -> Any:
     return value
 
 
+def method(summary: Mapping[str, Any]) -> str:
+    """What people call the method of the stage ppo."""
+    return str(get(summary, "method") or "PPO")
+
+
 def duration(seconds: float) -> str:
     """'4 min 07 s', '12.3 s', '2 h 05 min'."""
     if seconds < 60:
@@ -100,7 +105,7 @@ def evaluation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         found.append((f"  highest {best['metric']}", f"iteration {best['iteration']}", interval(best) or ""))
     stopped = get(summary, "evaluation.stopped")
     if stopped is not None:
-        found.append(("  PPO was ended by stopAfterNoGain", "", f"iteration {stopped['iteration']}"))
+        found.append((f"  {method(summary)} was ended by stopAfterNoGain", "", f"iteration {stopped['iteration']}"))
     return found
 
 
@@ -113,7 +118,8 @@ def how_it_ended(summary: Mapping[str, Any]) -> list[str]:
     lines = [f"{state}: {reason}" if reason else state]
     stage, done = get(summary, "progress.stage"), get(summary, "progress.done")
     if stage is not None:
-        lines.append(f"last finished: {'PPO iteration' if stage == 'ppo' else f'step of stage {stage},'} {done}")
+        unit = f"{method(summary)} iteration" if stage == "ppo" else f"step of stage {stage},"
+        lines.append(f"last finished: {unit} {done}")
     return lines
 
 
@@ -144,8 +150,12 @@ def fusion_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         return []
     threshold = fusion.get("threshold")
     found = [
-        ("Fusion: samples left when the rest migrated", "", str(threshold) if threshold else "nobody migrates"),
-        ("Fusion: samples migrated", "", f"{fusion.get('samples_migrated', 0):.0f}"),
+        ("Fusion: samples migrated, all iterations", "", f"{fusion.get('samples_migrated', 0):.0f}"),
+        (
+            "Fusion: in the last iteration the tail migrated",
+            "",
+            f"when {threshold} samples were left" if threshold else "not, as that was not faster",
+        ),
     ]
     saved, predicted = fusion.get("seconds_saved"), fusion.get("predicted_seconds_saved")
     if isinstance(saved, int | float):
@@ -182,7 +192,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     total = sum(phases.values())
     if total > 0:
         table.add_section()
-        table.add_row("PPO iterations, all together", "", duration(total))
+        table.add_row(f"{method(summary)} iterations, all together", "", duration(total))
         for name in sorted(phases, key=lambda n: PHASES.index(n) if n in PHASES else len(PHASES)):
             table.add_row(f"  {name}", f"{phases[name] / total:.1%}", duration(phases[name]))
     if get(summary, "seed") is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from dovetail.coordinator.loop.evaluation import Evaluation
+from dovetail.coordinator.loop.evaluation import Evaluator
 from dovetail.coordinator.store.store import KeyValues
 from dovetail.coordinator.trainers.trainer_session import TrainerSession
 from dovetail.manifest.types import RLHFJobSpec
@@ -15,12 +15,12 @@ BEST = "actor-best"
 KEPT = "evaluation/kept"
 
 
-class KeptWeights:
+class BestWeights:
     """The trainers export what they hold. Without a lag that is the version that was evaluated. With a lag they are
     ahead of it, so each version that will be evaluated is set aside before the trainers leave it."""
 
     def __init__(
-        self, spec: RLHFJobSpec, run_dir: Path, store: KeyValues, session: TrainerSession, evaluation: Evaluation
+        self, spec: RLHFJobSpec, run_dir: Path, store: KeyValues, session: TrainerSession, evaluation: Evaluator
     ) -> None:
         self._spec, self._store, self._session, self._evaluation = spec, store, session, evaluation
         self._best = run_dir / "models" / BEST

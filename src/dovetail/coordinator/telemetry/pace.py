@@ -1,0 +1,56 @@
+"""How far a job is, and how long the rest will take at the pace of its last steps. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+from dovetail.manifest.types import Stage
+
+# The last steps, whose mean time counts.
+STEPS = 20
+# Phases between two iterations.
+_BETWEEN = (None, "export", "checkpoint", "evaluation")
+
+
+def position(status: Mapping[str, Any]) -> tuple[Stage, int, int] | None:
+    """The stage of a status document, its finished steps (PPO: iterations) and their total. None before the first stage
+    and for unknown stages."""
+    try:
+        stage = Stage(status.get("stage") or "")
+    except ValueError:
+        return None
+    if stage is not Stage.PPO:
+        return stage, int(status.get("step") or 0), int(status.get("total_steps") or 0)
+    iteration, total = int(status.get("iteration") or 0), int(status.get("total_iterations") or 0)
+    # The current iteration counts from its first phase on. After its training `phase` is null.
+    done = iteration if status.get("phase") in _BETWEEN else max(0, iteration - 1)
+    return stage, done, total
+
+
+class Pace:
+    """Sees finished steps, and tells how long the rest of the stage will take."""
+
+    def __init__(self) -> None:
+        self._stage: Stage | None = None
+        self._total = 0
+        self._seen: deque[tuple[int, float]] = deque(maxlen=STEPS + 1)
+
+    def see(self, stage: Stage, done: int, total: int, now: float) -> None:
+        """`done` steps of `total` are finished at `now`, in seconds."""
+        if stage is not self._stage or (self._seen and done < self._seen[-1][0]):
+            self._stage = stage
+            self._seen.clear()
+        self._total = total
+        if not self._seen or done > self._seen[-1][0]:
+            self._seen.append((done, now))
+
+    def left(self, now: float) -> float | None:
+        """Seconds until the stage's last step is finished; None before two steps were seen to end."""
+        if len(self._seen) < 2:
+            return None
+        # The time until the first step ends holds what is done only once.
+        (first, begun), (last, ended) = self._seen[1 if len(self._seen) > 2 else 0], self._seen[-1]
+        each = (ended - begun) / (last - first)
+        return max(0.0, (self._total - last) * each - max(0.0, now - ended))
