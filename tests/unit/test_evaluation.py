@@ -14,7 +14,7 @@ from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.loop.best_weights import BestWeights
 from dovetail.coordinator.loop.evaluation import Evaluator, described
-from dovetail.coordinator.loop.evaluation_metrics import Answer, EvaluationMetrics, is_match
+from dovetail.coordinator.loop.evaluation_metrics import EvaluationMetrics, HeldOutAnswer, is_match
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.rewards.calls import RewardError, evaluation_slot
 from dovetail.coordinator.store.samples import NewSample, State
@@ -41,12 +41,12 @@ class Policy:
         seeds: Sequence[Sequence[int]],
         temperature: float | None,
         rewarded: bool,
-    ) -> list[Answer]:
+    ) -> list[HeldOutAnswer]:
         self.calls.append((version, [list(of_prompt) for of_prompt in seeds], temperature))
         text = " The cat can run." if version == 0 else GOOD
         reward = self.rewards[min(version, len(self.rewards) - 1)]
         return [
-            Answer(record, number, text, 8, "stop", reward)
+            HeldOutAnswer(record, number, text, 8, "stop", reward)
             for record, of_prompt in zip(records, seeds, strict=True)
             for number in range(len(of_prompt))
         ]
@@ -182,7 +182,7 @@ def test_exact_match_needs_the_right_answers_before_training(tmp_path: Path) -> 
     metrics = EvaluationMetrics(spec_of(metrics=["exactMatch"], answerField="right"), tmp_path, lambda *_, **__: None)
     prompts = prompts_of(2, right="42")
     asyncio.run(metrics.check(prompts))
-    answers = [Answer(prompts[0], 0, " 42", 2, "stop"), Answer(prompts[1], 0, "41", 2, "stop")]
+    answers = [HeldOutAnswer(prompts[0], 0, " 42", 2, "stop"), HeldOutAnswer(prompts[1], 0, "41", 2, "stop")]
     assert asyncio.run(metrics.measure(3, answers))["exactMatch"] == [1.0, 0.0]
     with pytest.raises(DataError, match="evaluated prompt 0 has no field 'right' with the right answer"):
         asyncio.run(metrics.check(prompts_of(1)))
@@ -206,7 +206,7 @@ def test_functions_of_the_users_measure_all_answers_to_a_prompt_at_once(tmp_path
         try:
             prompts = prompts_of(2, right="x")
             await metrics.check(prompts)
-            answers = [Answer(p, s, "ab" * (s + 1), 2, "stop") for p in prompts for s in range(2)]
+            answers = [HeldOutAnswer(p, s, "ab" * (s + 1), 2, "stop") for p in prompts for s in range(2)]
             return await metrics.measure(3, answers)
         finally:
             await metrics.close()

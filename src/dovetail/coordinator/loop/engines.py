@@ -47,7 +47,7 @@ from dovetail.coordinator.store.delivery import check, deliver
 from dovetail.coordinator.store.identity import check_complete, identify
 from dovetail.coordinator.store.manifest_changes import Settled, adopt
 from dovetail.coordinator.store.store import Store, StoreError
-from dovetail.coordinator.telemetry.versions import installed_versions
+from dovetail.coordinator.telemetry.installed_versions import installed_versions
 from dovetail.coordinator.trainers.trainer_group import TrainerGroup
 from dovetail.coordinator.trainers.trainer_session import TrainerSession
 from dovetail.coordinator.weights.publishing import Publisher

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.data.seeds import derived_seed
-from dovetail.coordinator.loop.evaluation_metrics import Answer
+from dovetail.coordinator.loop.evaluation_metrics import HeldOutAnswer
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.rewards.calls import evaluation_slot
 from dovetail.coordinator.telemetry.summary import mean_ci95
@@ -31,7 +31,7 @@ _WHEN = ("everyIterations", "keepBest", "stopAfterNoGain")
 
 # answer(version, prompts, seeds of each prompt's samples, temperature, rewarded)
 Answering = Callable[
-    [int, Sequence[PromptRecord], Sequence[Sequence[int]], float | None, bool], Awaitable[list[Answer]]
+    [int, Sequence[PromptRecord], Sequence[Sequence[int]], float | None, bool], Awaitable[list[HeldOutAnswer]]
 ]
 
 
@@ -43,7 +43,7 @@ class Measures(Protocol):
     @property
     def rewarded(self) -> bool: ...
     async def check(self, prompts: Sequence[PromptRecord]) -> None: ...
-    async def measure(self, version: int, answers: Sequence[Answer]) -> dict[str, list[float]]: ...
+    async def measure(self, version: int, answers: Sequence[HeldOutAnswer]) -> dict[str, list[float]]: ...
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class Evaluator:
         return bool(stored["settings"] == self._settings)
 
     def _write(
-        self, found: EvaluationResult, answers: Sequence[Answer], measured: Mapping[str, Sequence[float]]
+        self, found: EvaluationResult, answers: Sequence[HeldOutAnswer], measured: Mapping[str, Sequence[float]]
     ) -> None:
         """The answers as text. A full disk does not stop the run."""
         if self._records.texts is None:
@@ -202,7 +202,7 @@ class Evaluator:
         with contextlib.suppress(OSError):
             self._records.texts.write_evaluation(found.version, rows)
 
-    def _show(self, found: EvaluationResult, answers: Sequence[Answer], seconds: float) -> None:
+    def _show(self, found: EvaluationResult, answers: Sequence[HeldOutAnswer], seconds: float) -> None:
         records, version = self._records, found.version
         facts = {name: dict(value) for name, value in found.metrics.items()}
         for name, value in facts.items():
@@ -241,7 +241,7 @@ def described(found: EvaluationResult) -> str:
     return ", ".join(f"{name} {value['mean']:.4g} ± {value['ci95']:.2g}" for name, value in found.metrics.items())
 
 
-def _mean(answers: Sequence[Answer], values: Sequence[float]) -> dict[str, float]:
+def _mean(answers: Sequence[HeldOutAnswer], values: Sequence[float]) -> dict[str, float]:
     """The mean over prompts of the mean over each prompt's answers, and its interval."""
     by_prompt: dict[int, list[float]] = {}
     for answer, value in zip(answers, values, strict=True):

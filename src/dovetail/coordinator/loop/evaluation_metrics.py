@@ -22,7 +22,7 @@ REHEARSED_PROMPTS = 2
 
 
 @dataclass(frozen=True)
-class Answer:
+class HeldOutAnswer:
     """One answer to a prompt. `reward` is None if no rewards were asked for."""
 
     prompt: PromptRecord
@@ -73,7 +73,7 @@ class EvaluationMetrics:
                     texts = [REHEARSED] * self._spec.samples_per_prompt
                     await self._calls.rewards(number, _call(0, prompt, texts, prompts), rehearsal=True)
 
-    async def measure(self, version: int, answers: Sequence[Answer]) -> dict[str, list[float]]:
+    async def measure(self, version: int, answers: Sequence[HeldOutAnswer]) -> dict[str, list[float]]:
         """Each metric's value for each answer. The answers to a prompt follow each other. Raises RewardError."""
         found: dict[str, list[float]] = {}
         if self.rewarded:
@@ -86,7 +86,7 @@ class EvaluationMetrics:
             qualities = synthetic.qualities([a.prompt.text for a in answers], [a.text for a in answers])
             found[QUALITY] = [float(value) for value in qualities]
         if self._calls is not None:
-            groups: dict[int, list[Answer]] = {}
+            groups: dict[int, list[HeldOutAnswer]] = {}
             for answer in answers:
                 groups.setdefault(answer.prompt.index, []).append(answer)
             prompts = [group[0].prompt for group in groups.values()]

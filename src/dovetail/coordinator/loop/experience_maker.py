@@ -22,7 +22,7 @@ from dovetail.coordinator.fusion.sleep import Sleepers
 from dovetail.coordinator.generation.drawing import KIND as ROLLOUT
 from dovetail.coordinator.generation.generator import Generator
 from dovetail.coordinator.generation.in_flight import GenerationSettings
-from dovetail.coordinator.loop.evaluation_metrics import Answer
+from dovetail.coordinator.loop.evaluation_metrics import HeldOutAnswer
 from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.record import record
 from dovetail.coordinator.loop.run_records import RunRecords
@@ -234,7 +234,7 @@ class ExperienceMaker:
         seeds: Sequence[Sequence[int]],
         temperature: float | None,
         rewarded: bool,
-    ) -> list[Answer]:
+    ) -> list[HeldOutAnswer]:
         """Answers to prompts with the weights `version`, which rollouts and scorers hold; nothing trains on them.
         `seeds`: of each prompt, those of its samples. They are in order of prompt and sample.
 
@@ -257,7 +257,9 @@ class ExperienceMaker:
                 raise StoreError(f"answers of weight version {version} were drawn with version {held}")
         by_index = {record.index: record for record in records}
         return [
-            Answer(by_index[s.key.prompt], s.key.sample, self._text(s.tokens), len(s.tokens), s.finish_reason, s.reward)
+            HeldOutAnswer(
+                by_index[s.key.prompt], s.key.sample, self._text(s.tokens), len(s.tokens), s.finish_reason, s.reward
+            )
             for s in found
         ]
 
