@@ -125,7 +125,8 @@ def check_probe(probe: Probe | None, folder: Path) -> None:
 
 @pytest.mark.parametrize(("pp", "dp", "aggregation"), [(1, 2, "Sequence"), (2, 1, "Constant")])
 def test_groups_and_aggregations_are_alike_in_all_layouts(tmp_path: Path, pp: int, dp: int, aggregation: str) -> None:
-    """GRPO with its penalty in the loss: two ranks give what one gives with other micro-batches."""
+    """GRPO with its penalty in the loss: two ranks give what one gives with other micro-batches, cut by rows or by
+    tokens."""
     ppo = {"advantage": "grpo", "samplesPerPrompt": 2, "lossAggregation": aggregation, "entropyCoef": 0.01}
     generation = {"maxTokens": 10}
     batch = ppo_batch(1)
@@ -138,10 +139,14 @@ def test_groups_and_aggregations_are_alike_in_all_layouts(tmp_path: Path, pp: in
     with TrainerRanks(tmp_path, job(ppo=ppo, generation=generation), layout) as ranks:
         ranks.coordinator.execute(load)
         ranks.coordinator.batches["ppo/1"] = batch
-        found = ranks.coordinator.execute(ranks.step(Stage.PPO, 1, "ppo/1", kl_coef=0.3)).metrics
+        by_rows = ranks.coordinator.execute(ranks.step(Stage.PPO, 1, "ppo/1", kl_coef=0.3)).metrics
+        ranks.coordinator.execute(load.model_copy(update={"id": "load/again"}))
+        step = ranks.step(Stage.PPO, 1, "ppo/1", kl_coef=0.3, micro_batch_tokens=40)
+        by_tokens = ranks.coordinator.execute(step.model_copy(update={"id": "ppo/1/by-tokens"})).metrics
     assert expected["kl_loss"] > 0
-    for name in ("policy_loss", "kl_loss", "entropy", "actor_grad_norm"):
-        assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
+    for found in (by_rows, by_tokens):
+        for name in ("policy_loss", "kl_loss", "entropy", "actor_grad_norm"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
 
 
 @pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 1)])

@@ -256,6 +256,37 @@ RULES = [
         },
         "on 4 data-parallel ranks of the critic; make it a multiple of 128.",
     ),
+    *(
+        (
+            {
+                f"{stage}.microBatchTokens": 10**5,
+                f"{stage}.{'miniBatchSize' if stage == 'ppo' else 'batchSize'}": 2,
+                "groups.0.replicas": 4,
+                "plan.parallelism": {
+                    "actor": {"dp": actor, "pp": 4 // actor},
+                    "critic": {"dp": critic, "pp": 4 // critic},
+                },
+            },
+            f"is 2, which 4 data-parallel ranks of the {model} cannot share; make it a multiple of 4.",
+        )
+        for stage, model, actor, critic in (
+            ("ppo", "actor", 4, 2),
+            ("ppo", "critic", 2, 4),
+            ("sft", "actor", 4, 2),
+            ("reward", "reward", 2, 4),
+        )
+    ),
+    (
+        {"ppo.microBatchTokens": 1023},
+        "spec.ppo.microBatchTokens is 1023, but a prompt and its response may have 1024 tokens (data.maxPromptTokens "
+        "and generation.maxTokens); make it at least 1024.",
+    ),
+    ({"sft.microBatchTokens": 100}, "spec.sft.microBatchTokens is 100, but a sequence may have 1024 tokens"),
+    ({"reward.microBatchTokens": 2047}, "spec.reward.microBatchTokens is 2047, but a pair of sequences may have 2048"),
+    (
+        {"ppo.microBatchTokens": "Auto", "plan.intraStageFusion": "Fused"},
+        "spec.plan.intraStageFusion is Fused, but spec.ppo.microBatchTokens makes as many micro-batches as",
+    ),
     ({"ppo.advantage": "grpo"}, "spec.ppo.samplesPerPrompt is 1, but grpo compares samples of the same prompt"),
     (
         {"ppo.advantage": "rloo", "ppo.samplesPerPrompt": 4, "ppo.criticWarmupIterations": 1},

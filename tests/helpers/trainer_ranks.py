@@ -173,6 +173,7 @@ class TrainerRanks:
             part = spec.sft if stage is Stage.SFT else spec.reward
             size, micro = part.batch_size, part.micro_batch_size
             names = ["actor" if stage is Stage.SFT else "reward"]
+        micro = micro if fields.get("micro_batch_tokens") is None else 1
         actions: list[list[Action]] = [[] for _ in range(self.world_size)]
         for name in names:
             layout = self.layouts[name]

@@ -13,6 +13,12 @@ SHARED_VALUE_COEF = 0.1
 # As DeepSpeed-Chat has it, for scores whose mean is 0.
 REWARD_CLIP = 5.0
 
+MICRO_BATCH_TOKENS = (
+    "Cuts micro-batches by tokens in place of microBatchSize: each forward pass of one rank takes {what} of at most so "
+    "many tokens together, and every pass about as many. Shorter {what} then make fewer passes. Auto: {auto}"
+)
+_AS_MANY = "as many tokens as microBatchSize of the longest {what} have."
+
 
 class Optimizer(Model):
     """AdamW and its learning-rate schedule."""
@@ -46,6 +52,10 @@ class Supervised(Model):
         description="Sequences (or pairs) per optimizer step, all ranks together. A multiple of microBatchSize * dp.",
     )
     micro_batch_size: PositiveInt = Field(default=8, description="Sequences (or pairs) per forward pass of one rank.")
+    micro_batch_tokens: Literal["Auto"] | PositiveInt | None = Field(
+        default=None,
+        description=MICRO_BATCH_TOKENS.format(what="sequences", auto=_AS_MANY.format(what="sequences")),
+    )
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and learning rate.")
 
 
@@ -113,6 +123,13 @@ class PPO(Model):
     )
     mini_batch_size: PositiveInt = Field(default=64, description="Samples per optimizer step, all ranks together.")
     micro_batch_size: PositiveInt = Field(default=8, description="Samples per forward pass of one rank.")
+    micro_batch_tokens: Literal["Auto"] | PositiveInt | None = Field(
+        default=None,
+        description=MICRO_BATCH_TOKENS.format(
+            what="samples",
+            auto="the planner chooses, where it knows the GPUs' memory; else " + _AS_MANY.format(what="samples"),
+        ),
+    )
     epochs: PositiveInt = Field(default=1, description="Passes over an iteration's samples.")
     lag: int = Field(
         default=0,

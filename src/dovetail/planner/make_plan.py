@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
-from dovetail.manifest.checks.batching import BatchRule, batch_rules
+from dovetail.manifest.checks.batching import BatchRule, batch_rules, longest_sample
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.sizes import pod_count, trained_models, trainer_ranks, trainer_world, world_size
 from dovetail.manifest.types import Group, Parallelism, RLHFJobSpec, Role, Stage
@@ -76,7 +76,9 @@ def _planned(
         world_size=trainer_world(spec),
         parallelism=dict(layouts),
         batching=[
-            _batching(rule, (layouts_ppo if rule.stage is Stage.PPO else layouts)[rule.model], checkpointed)
+            _batching(
+                spec, rule, (layouts_ppo if rule.stage is Stage.PPO else layouts)[rule.model], checkpointed, placed
+            )
             for rule in batch_rules(spec)
         ],
         tasks=_tasks(spec),
@@ -147,13 +149,27 @@ def _activations(
     return sizes if _pipelined(spec, layouts) else {}
 
 
-def _batching(rule: BatchRule, layout: Parallelism, checkpointed: Collection[tuple[Stage, str]]) -> Batching:
+def _batching(
+    spec: RLHFJobSpec,
+    rule: BatchRule,
+    layout: Parallelism,
+    checkpointed: Collection[tuple[Stage, str]],
+    placed: Placed,
+) -> Batching:
+    rows, tokens = rule.batch // layout.dp, rule.tokens
+    count = rows // rule.micro
+    if tokens is not None:
+        if spec.ppo.micro_batch_tokens == "Auto" and rule.stage is Stage.PPO and placed.chosen is not None:
+            candidate = placed.chosen.candidate
+            tokens = candidate.actor_training[0].micro_batch * longest_sample(spec, rule.stage)
+        count = min(rows, math.ceil(rows * longest_sample(spec, rule.stage) / tokens))
     return Batching(
         stage=rule.stage,
         model=rule.model,
         mini_batch_size=rule.batch,
         micro_batch_size=rule.micro,
-        micro_batches=rule.batch // (layout.dp * rule.micro),
+        micro_batch_tokens=tokens,
+        micro_batches=count,
         recompute=(rule.stage, rule.model) in checkpointed,
     )
 
@@ -248,6 +264,8 @@ def _schedule(
             "be divided between actor and critic; give the trainer groups at least 2 ranks, or make "
             "spec.ppo.miniBatchSize a multiple of spec.ppo.microBatchSize times more ranks"
         )
+    if spec.ppo.micro_batch_tokens is not None:
+        return "Serial"
     return pin if pin != "Dedicated" and _pipelined(spec, parallelism) else "Serial"
 
 

@@ -66,7 +66,8 @@ class Workload:
 
     `actor_lora`, `critic_lora`: adapters in place of all weights. `ema`: averaged weights of the actor are kept, in
     host memory. `kept_versions`: so many versions of actor and critic are kept there, to be sent while training goes
-    on."""
+    on. `micro_batch_tokens`: training cuts micro-batches by tokens, and a share's `micro_batch` counts so many of them;
+    None: it counts samples."""
 
     actor: ModelShape
     reference: ModelShape
@@ -84,6 +85,35 @@ class Workload:
     value_head: bool = False
     per_prompt: int = 1
     kept_versions: int = 0
+    micro_batch_tokens: int | None = None
+
+    def longest_micro_batch(self, dp: int, micro: int) -> int:
+        """Most tokens of a micro-batch of a share in training."""
+        if self.micro_batch_tokens is None:
+            return min(micro, self._rows(dp)) * self.longest
+        return min(micro * self.micro_batch_tokens, self._rows(dp) * self.longest)
+
+    def micro_batches(self, dp: int, micro: int, longest: bool = False) -> int:
+        """Micro-batches of a data-parallel rank in an optimizer step; with `longest` if all samples are the longest."""
+        if self.micro_batch_tokens is None:
+            return -(-self._rows(dp) // micro)
+        tokens = self.longest if longest else self.tokens
+        return max(1, min(self._rows(dp), math.ceil(self._rows(dp) * tokens / (micro * self.micro_batch_tokens))))
+
+    def samples_together(self, dp: int, micro: int) -> float:
+        """Samples of a micro-batch on average."""
+        return float(micro) if self.micro_batch_tokens is None else self._rows(dp) / self.micro_batches(dp, micro)
+
+    def divides(self, dp: int, micro: int) -> bool:
+        """Whether data-parallel ranks get micro-batches of one kind."""
+        if self.micro_batch_tokens is None:
+            return self.mini_batch % (dp * micro) == 0
+        # A micro-batch that has room for more than a rank's samples is the same as a smaller one.
+        whole = self.longest_micro_batch(dp, micro // 2) == self._rows(dp) * self.longest if micro > 1 else False
+        return self.mini_batch % dp == 0 and not whole
+
+    def _rows(self, dp: int) -> int:
+        return -(-min(self.mini_batch, self.batch) // dp)
 
     @property
     def steps(self) -> int:

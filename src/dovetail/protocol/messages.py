@@ -121,6 +121,12 @@ class Step(Message):
     mini_batches: int = Field(
         default=1, ge=1, description="PPO: optimizer steps of each model in one run of the actions."
     )
+    micro_batch_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Set: a micro-batch has at most so many tokens, and every data-parallel rank makes as few as that "
+        "allows, all as many. The actions are then of one row each, and those beyond are left out.",
+    )
     kl_coef: float = 0.0
     train_actor: bool = True
     learning_rates: dict[str, float] = Field(

@@ -4,9 +4,9 @@ The rank convention lives here and nowhere else: see `coordinates`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NamedTuple, Self, get_args
+from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Model, Parallelism, Stage
@@ -122,9 +122,22 @@ class Batching(Model):
     stage: Stage
     model: str
     mini_batch_size: int = Field(description="Sequences per optimizer step, all data-parallel ranks together.")
-    micro_batch_size: int = Field(description="Sequences per forward pass of one rank.")
-    micro_batches: int = Field(description="Micro-batches of one data-parallel rank in an optimizer step.")
+    micro_batch_size: int = Field(description="Sequences per forward pass of one rank; 1 with micro_batch_tokens.")
+    micro_batch_tokens: int | None = Field(
+        default=None, description="Most tokens of a forward pass of one rank, where micro-batches are cut by tokens."
+    )
+    micro_batches: int = Field(
+        description="Micro-batches of one data-parallel rank in an optimizer step; cut by tokens: if all sequences are "
+        "as long as they may be."
+    )
     recompute: bool = Field(default=False, description="Activation checkpointing: layers run again in backwards.")
+
+    @model_serializer(mode="wrap")
+    def _without_unset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Plans of jobs that do not use it stay readable for releases that do not know the field."""
+        written: dict[str, Any] = write(self)
+        unset = () if self.micro_batch_tokens is not None else ("micro_batch_tokens", "microBatchTokens")
+        return {name: value for name, value in written.items() if name not in unset}
 
 
 class Plan(Model):

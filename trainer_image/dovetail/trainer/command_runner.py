@@ -334,11 +334,13 @@ class CommandRunner:
         remedy = ""
         if is_out_of_memory(problem):
             stage = command.stage.value if isinstance(command, Step | Load | Evaluate) else "ppo"
-            size = getattr(self._spec, stage).micro_batch_size
+            settings = getattr(self._spec, stage)
+            field = "microBatchSize" if settings.micro_batch_tokens is None else "microBatchTokens"
+            size = settings.micro_batch_size if settings.micro_batch_tokens is None else settings.micro_batch_tokens
             kept = isinstance(command, Step) and self._spec.plan.recompute != "Always"
             also = "set plan.recompute to Always, " if kept else ""
             remedy = (
-                f" while running {command.id}: lower {stage}.microBatchSize (now {size}), {also}or spread the model "
+                f" while running {command.id}: lower {stage}.{field} (now {size}), {also}or spread the model "
                 "over more ranks"
             )
         text = sentence(problem, remedy)

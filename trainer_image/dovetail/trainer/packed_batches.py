@@ -5,7 +5,7 @@ Everything here is a pure function of the batch, so every rank comes to the same
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -125,6 +125,48 @@ def split(lengths: Sequence[int], dp: int, micro: int) -> list[list[list[int]]]:
     return result
 
 
+def split_tokens(lengths: Sequence[int], dp: int, most: int, count: int | None = None) -> list[list[list[int]]]:
+    """Rows of each micro-batch of each data-parallel rank, cut by tokens: none has more than `most` of them, all have
+    nearly as many, and every rank has as few micro-batches as that allows, the same number as every other, or `count`
+    if that is more.
+
+    `result[d][i]` for all d are of neighbouring sizes, the largest first, because ranks wait for each other at each.
+    Raises BadCommand for a row of more than `most` tokens, and for rows that are no multiple of the ranks."""
+    if not lengths or len(lengths) % dp:
+        raise BadCommand(f"{len(lengths)} sequences cannot be shared evenly by {dp} data-parallel ranks")
+    if (longest := max(lengths)) > most:
+        raise BadCommand(
+            f"a sequence of {longest} tokens does not fit into a micro-batch of {most}; see microBatchTokens"
+        )
+    count = max(count or 1, -(-sum(lengths) // (dp * most)))
+    while (parts := _parts(lengths, dp * count, most)) is None:
+        count += 1
+    parts.sort(key=lambda part: (-sum(lengths[row] for row in part), part))
+    found: list[list[list[int]]] = [[] for _ in range(dp)]
+    for start in range(0, len(parts), dp):
+        # There and back, so that no rank always gets the larger ones.
+        turn = 1 if start // dp % 2 == 0 else -1
+        for rank, part in zip(range(dp)[::turn], parts[start : start + dp], strict=True):
+            found[rank].append(part)
+    return found
+
+
+def micro_batch_count(batches: Iterable[Sequence[int]], dp: int, most: int) -> int:
+    """Micro-batches of a rank that suffice for each of these mini-batches, given as the lengths of their rows."""
+    return max(len(split_tokens(lengths, dp, most)[0]) for lengths in batches)
+
+
+def _parts(lengths: Sequence[int], count: int, most: int) -> list[list[int]] | None:
+    """All rows in `count` parts of nearly as many tokens, none of them empty; None if one had more than `most`."""
+    if count == len(lengths):
+        return [[row] for row in range(len(lengths))]
+    for equal_counts in (False, True):
+        parts = partition(lengths, count, equal_counts)
+        if all(parts) and max(sum(lengths[row] for row in part) for part in parts) <= most:
+            return parts
+    return None
+
+
 @dataclass(frozen=True)
 class Padded:
     """Rows of a micro-batch whose number was made up with repeats: `weights` (rows,) is 0 for those, else 1."""
@@ -147,6 +189,19 @@ def split_padded(count: int, dp: int, micro: int, at_least: int = 1) -> list[lis
         parts = [slice(i, i + micro) for i in range(0, each * micro, micro)]
         result.append([Padded(real[part], weights[part]) for part in parts])
     return result
+
+
+def padded_tokens(lengths: Sequence[int], dp: int, most: int) -> list[list[Padded]]:
+    """`split_tokens` for any number of rows, made up to a multiple of the ranks with repeats of row 0 that count
+    nothing."""
+    real = len(lengths)
+    every = [*lengths, *[lengths[0]] * (-real % dp)]
+
+    def part(rows: list[int]) -> Padded:
+        weights = torch.tensor([float(row < real) for row in rows])
+        return Padded([row if row < real else 0 for row in rows], weights)
+
+    return [[part(rows) for rows in rank] for rank in split_tokens(every, dp, most)]
 
 
 def generator(*key: int | str) -> torch.Generator:

@@ -54,9 +54,11 @@ def plan_tables(plan: Plan) -> Group:
     if recomputing:
         batches.add_column("activations")
     for row in plan.batching:
-        sizes = (row.mini_batch_size, row.micro_batch_size, row.micro_batches)
+        micro, count = str(row.micro_batch_size), str(row.micro_batches)
+        if row.micro_batch_tokens is not None:
+            micro, count = f"{row.micro_batch_tokens:,} tokens", f"at most about {count}"
         kept = ["recomputed" if row.recompute else "kept"] if recomputing else []
-        batches.add_row(row.stage.value, row.model, *map(str, sizes), *kept)
+        batches.add_row(row.stage.value, row.model, str(row.mini_batch_size), micro, count, *kept)
 
     tasks = Table(title="Tasks", title_justify="left", show_edge=False)
     tasks.add_column("task")

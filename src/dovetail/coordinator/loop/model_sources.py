@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.loop.serial_schedule import serial_1f1b
+from dovetail.manifest.checks.batching import batch_rules
 from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
-from dovetail.protocol.messages import Action, ModelRef, Step
+from dovetail.protocol.messages import ModelRef, Step
 from dovetail.protocol.plan import Plan
 
 
@@ -21,17 +22,22 @@ def optimizer_steps(spec: RLHFJobSpec) -> int:
 
 
 def schedule(
+    spec: RLHFJobSpec,
     plan: Plan,
+    stage: Stage,
     models: Sequence[str],
-    sequences: int,
-    micro_batch_size: int,
     placed: Mapping[str, Parallelism] | None = None,
-) -> list[list[Action]]:
-    """Each rank's actions for a mini-batch of `sequences` sequences: 1F1B of one model after another. `placed`: layouts
-    that replace the plan's."""
+) -> dict[str, Any]:
+    """The fields of a step that say how a mini-batch is cut, and each rank's actions for it: 1F1B of one model after
+    another. `placed`: layouts that replace the plan's."""
+    rules = {rule.model: rule for rule in batch_rules(spec) if rule.stage is stage}
     layouts = {name: (placed or {}).get(name) or plan.parallelism[name] for name in models}
-    counts = {name: sequences // (layout.dp * micro_batch_size) for name, layout in layouts.items()}
-    return serial_1f1b(layouts, counts, list(models), plan.world_size)
+    counts = {name: rules[name].batch // (layout.dp * rules[name].micro) for name, layout in layouts.items()}
+    fields: dict[str, Any] = {"actions": serial_1f1b(layouts, counts, list(models), plan.world_size)}
+    if (tokens := rules[models[0]].tokens) is not None:
+        chosen = [row.micro_batch_tokens for row in plan.batching if row.stage is stage and row.model in models]
+        fields["micro_batch_tokens"] = min((each for each in chosen if each is not None), default=tokens)
+    return fields
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,7 @@ def ppo_step(
         stage=Stage.PPO,
         step=iteration,
         batch=f"ppo/{iteration}",
-        actions=schedule(plan, models, spec.ppo.mini_batch_size, spec.ppo.micro_batch_size, placed),
+        **schedule(spec, plan, Stage.PPO, models, placed),
         kl_coef=facts.kl_coef,
         train_actor=facts.train_actor,
     )
@@ -70,14 +76,13 @@ def ppo_step(
 
 def supervised_step(spec: RLHFJobSpec, plan: Plan, stage: Stage, step: int) -> Step:
     """The command of one SFT or reward step."""
-    settings = spec.sft if stage is Stage.SFT else spec.reward
     model = "actor" if stage is Stage.SFT else "reward"
     return Step(
         id=f"{stage.value}/{step}/step",
         stage=stage,
         step=step,
         batch=f"{stage.value}/{step}",
-        actions=schedule(plan, [model], settings.batch_size, settings.micro_batch_size),
+        **schedule(spec, plan, stage, [model]),
     )
 
 

@@ -18,9 +18,9 @@ LETTERS: dict[str, tuple[str, Kind]] = {
 
 
 def applies(spec: RLHFJobSpec, plan: Plan) -> bool:
-    """Whether there is a schedule to choose: there are two models, and at least one has pipeline stages or ranks of its
-    own."""
-    if Stage.PPO not in spec.stages or not has_critic(spec):
+    """Whether there is a schedule to choose: there are two models, at least one has pipeline stages or ranks of its
+    own, and it is known how many micro-batches there are."""
+    if Stage.PPO not in spec.stages or not has_critic(spec) or spec.ppo.micro_batch_tokens is not None:
         return False
     layouts = plan.parallelism
     return max(layouts["actor"].pp, layouts["critic"].pp) > 1 or plan.schedule == "Dedicated"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from dovetail.manifest.critic import has_critic
+from dovetail.manifest.training_types import PPO, Supervised
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 
 
 class BatchRule(NamedTuple):
-    """One model's batch in one stage; sizes in sequences (reward training: pairs), fields as paths below the root."""
+    """One model's batch in one stage; sizes in sequences (reward training: pairs), fields as paths below the root.
+    `tokens`: the most of a micro-batch, where micro-batches are cut by tokens; `micro` is then 1."""
 
     stage: Stage
     model: str
@@ -17,12 +19,15 @@ class BatchRule(NamedTuple):
     batch_field: str
     micro: int
     micro_field: str
+    tokens: int | None = None
 
     def problem(self, dp: int) -> str | None:
         """Why `dp` data-parallel ranks cannot share the batch evenly, without a full stop; None if they can."""
         if self.batch % (dp * self.micro) == 0:
             return None
         ranks = f"{dp} data-parallel ranks of the {self.model}" if dp > 1 else f"the {self.model}"
+        if self.tokens is not None:
+            return f"{self.batch_field} is {self.batch}, which {ranks} cannot share; make it a multiple of {dp}"
         return cannot_cut(self.batch_field, self.batch, self.micro_field, self.micro, ranks, dp * self.micro)
 
 
@@ -43,25 +48,36 @@ def batch_rules(spec: RLHFJobSpec) -> list[BatchRule]:
         rules.append(_supervised(spec, Stage.REWARD, "reward"))
     if Stage.PPO in spec.stages:
         for model in ("actor", "critic") if has_critic(spec) else ("actor",):
-            rules.append(
-                BatchRule(
-                    Stage.PPO,
-                    model,
-                    spec.ppo.mini_batch_size,
-                    "spec.ppo.miniBatchSize",
-                    spec.ppo.micro_batch_size,
-                    "spec.ppo.microBatchSize",
-                )
-            )
+            rules.append(_rule(spec, Stage.PPO, model, spec.ppo, spec.ppo.mini_batch_size, "miniBatchSize"))
     return rules
 
 
 def _supervised(spec: RLHFJobSpec, stage: Stage, model: str) -> BatchRule:
     config = spec.sft if stage is Stage.SFT else spec.reward
-    field = f"spec.{stage.value}"
-    return BatchRule(
-        stage, model, config.batch_size, f"{field}.batchSize", config.micro_batch_size, f"{field}.microBatchSize"
-    )
+    return _rule(spec, stage, model, config, config.batch_size, "batchSize")
+
+
+def _rule(spec: RLHFJobSpec, stage: Stage, model: str, config: PPO | Supervised, batch: int, name: str) -> BatchRule:
+    field, tokens = f"spec.{stage.value}", micro_batch_tokens(spec, stage)
+    micro = config.micro_batch_size if tokens is None else 1
+    return BatchRule(stage, model, batch, f"{field}.{name}", micro, f"{field}.microBatchSize", tokens)
+
+
+def longest_sample(spec: RLHFJobSpec, stage: Stage) -> int:
+    """The most tokens of what stays together in a micro-batch: a sequence, in reward training a pair of them."""
+    if stage is Stage.PPO:
+        return spec.data.max_prompt_tokens + spec.generation.max_tokens
+    return spec.data.max_tokens * (2 if stage is Stage.REWARD else 1)
+
+
+def micro_batch_tokens(spec: RLHFJobSpec, stage: Stage) -> int | None:
+    """The most tokens of a stage's micro-batch, or None if rows are counted. Auto: what `microBatchSize` of the longest
+    samples have. The planner may choose another number for PPO (`Batching.micro_batch_tokens`)."""
+    config = getattr(spec, stage.value)
+    if config.micro_batch_tokens == "Auto":
+        return int(config.micro_batch_size) * longest_sample(spec, stage)
+    given: int | None = config.micro_batch_tokens
+    return given
 
 
 def pinned_layouts(spec: RLHFJobSpec) -> dict[str, tuple[str, Parallelism]] | None:

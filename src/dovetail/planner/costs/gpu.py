@@ -5,6 +5,7 @@ test compares the two."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -172,8 +173,10 @@ class GPUCosts:
         shape, head = work.needed(task)
         prompt, response = work.prompt.mean, work.response.mean
         tokens = response + prompt * (shared_prompt(work, share.pp) if task in INFERENCE else 1.0)
-        stage, gather, hop = pass_seconds(shape, head, share, pool, tokens, (prompt + response) / 2)
-        count = -(-work.batch // (share.dp * share.micro_batch))
+        samples = work.samples_together(share.dp, share.micro_batch) if task in TRAINING else float(share.micro_batch)
+        of_one = tokens * samples / share.micro_batch
+        stage, gather, hop = pass_seconds(shape, head, share, pool, of_one, (prompt + response) / 2)
+        count = math.ceil(work.batch / (share.dp * samples) - 1e-9)
         return (count + share.pp - 1) * max(stage, gather) + (share.pp - 1) * hop
 
     # ------------------------------------------------------------ training
@@ -211,12 +214,13 @@ class GPUCosts:
         lora = work.actor_lora if task == "actor_training" else work.critic_lora
         trained = 1.0 if lora is None else _trained(shape, head, lora.rank, tuple(lora.target_modules))
         tokens = work.prompt.mean + work.response.mean
-        mini = min(work.mini_batch, work.batch)
-        stage, gather, hop = pass_seconds(shape, head, share, pool, tokens, tokens / 2)
+        samples = work.samples_together(share.dp, share.micro_batch)
+        stage, gather, hop = pass_seconds(shape, head, share, pool, tokens * samples / share.micro_batch, tokens / 2)
         stage *= self.straggling(share.dp)
         pp, dp, tp = share.pp, share.dp, share.tp
         size, ring = shape.parameters(head) / (pp * tp), pool.ring(dp, tp)
         reduced = all_gather(self.gradient_bytes * trained * size, dp, ring)
+        count = work.micro_batches(dp, share.micro_batch)
         backwards, fixed = (3 if share.recompute else 2) * stage, 0.0
         if share.fsdp == 3:
             backwards = max(backwards, gather + reduced)
@@ -226,8 +230,11 @@ class GPUCosts:
         fixed += self.optimizer(trained * size / (dp if share.fsdp else 1), share)
         # Of ranks with equal work the one with the longest sample of all ends last.
         longest = expected_longest(work.response, self.longest_of(share.dp)) + work.prompt.mean
-        skew = 1 + max(0.0, longest / tokens - 1) / share.micro_batch
-        return StepTimes(pp, -(-mini // (dp * share.micro_batch)), max(stage, gather), backwards, hop, fixed, skew)
+        # Micro-batches that are cut by tokens are as long as each other, but for one with the longest sample alone.
+        skew = 1 + max(0.0, longest / tokens - 1) / samples
+        if work.micro_batch_tokens is not None:
+            skew = max(1.0, longest / (tokens * samples))
+        return StepTimes(pp, count, max(stage, gather), backwards, hop, fixed, skew, samples)
 
     def straggling(self, dp: int) -> float:
         """Tokens of the data-parallel rank with most of a mini-batch, over those of the mean rank."""

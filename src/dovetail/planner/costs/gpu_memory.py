@@ -279,14 +279,17 @@ class GPUMemoryModel:
     def training_job(self, task: Task, share: Share, stage: int) -> Training:
         """The job of a training share as its pipeline stage `stage` runs it under 1F1B."""
         shape, head = self.work.needed(task)
-        sequences = -(-min(self.work.mini_batch, self.work.batch) // share.dp)
-        count = -(-sequences // share.micro_batch)
+        tokens = self.work.longest_micro_batch(share.dp, share.micro_batch)
+        count = self.work.micro_batches(share.dp, share.micro_batch, longest=True)
+        # Of rows the responses are known; what is cut by tokens may be responses for the most part.
+        by_rows = self.work.micro_batch_tokens is None
+        outputs = tokens // self.work.longest * self.work.response.longest if by_rows else tokens
         return Training(
             shape,
             head,
             _layout(share.pp, share.tp, share.dp),
             self.inventory[share.pool].gpu.training.dtype,
-            tokens=min(share.micro_batch, sequences) * self.work.longest,
+            tokens=tokens,
             micro_batches=count,
             in_flight=min(share.pp - stage, count),
             lora=self.work.actor_lora if task == "actor_training" else self.work.critic_lora,
@@ -295,7 +298,7 @@ class GPUMemoryModel:
             ema="device" if self.work.ema and task == "actor_training" else None,
             fsdp=share.fsdp,
             kept=self.work.kept_versions,
-            outputs=min(share.micro_batch, sequences) * self.work.response.longest,
+            outputs=outputs,
         )
 
     def stage_load(self, job: Training, stage: int) -> TaskMemory:

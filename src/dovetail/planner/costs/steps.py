@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class StepTimes:
     """One optimizer step of a model in a share. `forward`, `backward`: seconds of a micro-batch in the slowest stage;
     `hop`: from stage to stage; `fixed`: collectives, optimizer and its swap. `skew`: the longest micro-batch over the
-    mean one: a pipeline fills and drains at the pace of the longest."""
+    mean one: a pipeline fills and drains at the pace of the longest. `samples`: of a micro-batch, on average."""
 
     stages: int
     micro_batches: int
@@ -19,6 +19,7 @@ class StepTimes:
     hop: float
     fixed: float
     skew: float = 1.0
+    samples: float = 1.0
 
     @property
     def both(self) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dovetail.manifest.checks.batching import batch_rules
+from dovetail.manifest.checks.batching import batch_rules, micro_batch_tokens
 from dovetail.manifest.types import Dtype, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.costs.memory import GIB, training_memory
 from dovetail.planner.placement.configs import shapes, training_job
@@ -51,10 +51,12 @@ def check_limit(spec: RLHFJobSpec, sizes: Mapping[str, list[int]]) -> None:
     if limit * GIB < least:
         tokens = spec.data.max_prompt_tokens + spec.generation.max_tokens
         never = "set spec.plan.recompute to Auto, " if spec.plan.recompute == "Never" else ""
+        what, field = f"{spec.ppo.micro_batch_size} sequences of {tokens} tokens hold", "microBatchSize"
+        if (most := micro_batch_tokens(spec, Stage.PPO)) is not None:
+            what, field = f"a micro-batch of {most} tokens holds", "microBatchTokens"
         raise LimitError(
-            f"spec.plan.activationMemory is {limit:g} GiB, but {spec.ppo.micro_batch_size} sequences of {tokens} "
-            f"tokens hold {_up(least / GIB)} GiB on stage {stage} of the {model}, the least that any schedule needs; "
-            f"{never}raise it, or lower spec.ppo.microBatchSize"
+            f"spec.plan.activationMemory is {limit:g} GiB, but {what} {_up(least / GIB)} GiB on stage {stage} of the "
+            f"{model}, the least that any schedule needs; {never}raise it, or lower spec.ppo.{field}"
         )
 
 

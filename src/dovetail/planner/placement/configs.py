@@ -3,10 +3,11 @@ training."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from dovetail.manifest.checks.batching import BatchRule
+from dovetail.manifest.checks.batching import BatchRule, longest_sample
 from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.types import Dtype, ModelSource, Parallelism, RLHFJobSpec, Stage
@@ -73,8 +74,7 @@ def _scratch(spec: RLHFJobSpec, source: ModelSource) -> dict[str, Any] | None:
 
 def sequence_tokens(spec: RLHFJobSpec, stage: Stage) -> int:
     """Tokens of the longest sequence in a stage."""
-    ppo = stage is Stage.PPO
-    return spec.data.max_prompt_tokens + spec.generation.max_tokens if ppo else spec.data.max_tokens
+    return longest_sample(spec, stage) // (2 if stage is Stage.REWARD else 1)
 
 
 def rows(rule: BatchRule) -> int:
@@ -104,14 +104,21 @@ def training_job(
     `dtype`: where the manifest says Auto. `gpu`: whether trainers have GPUs."""
     given = getattr(spec.models, rule.model)
     ppo = rule.stage is Stage.PPO
+    tokens, outputs = (
+        rule.micro * rows(rule) * sequence_tokens(spec, rule.stage),
+        rule.micro * spec.generation.max_tokens,
+    )
     count = max(1, rule.batch // (layout.dp * rule.micro))
+    if rule.tokens is not None:
+        tokens = outputs = min(rule.tokens, count * tokens)
+        count = math.ceil(count * rows(rule) * sequence_tokens(spec, rule.stage) / tokens)
     averaged = ppo and rule.model == "actor" and spec.ppo.ema is not None
     return Training(
         shape,
         training_head(spec, rule.model),
         layout,
         dtype if given.dtype is Dtype.AUTO else given.dtype,
-        tokens=rule.micro * rows(rule) * sequence_tokens(spec, rule.stage),
+        tokens=tokens,
         micro_batches=count,
         in_flight=max(1, min(layout.pp - stage, count)),
         lora=given.lora,
@@ -120,7 +127,7 @@ def training_job(
         ema="device" if averaged else None,
         gpu=gpu,
         kept=spec.ppo.kept_versions if ppo else 0,
-        outputs=rule.micro * spec.generation.max_tokens if ppo else None,
+        outputs=outputs if ppo else None,
     )
 
 

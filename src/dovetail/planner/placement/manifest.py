@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dovetail.manifest.accelerators import sleeps
-from dovetail.manifest.checks.batching import pinned_layouts
+from dovetail.manifest.checks.batching import longest_sample, pinned_layouts
 from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.sizes import pod_count, trained_models
-from dovetail.manifest.types import Group, RLHFJobSpec, Role
+from dovetail.manifest.types import Group, RLHFJobSpec, Role, Stage
 from dovetail.planner.candidate import Placement, Schedule
 from dovetail.planner.hardware import GPU, UnknownProduct, gpu
 from dovetail.planner.inventory import NETWORK_GBPS, Inventory, Pool
@@ -51,7 +51,23 @@ def workload(spec: RLHFJobSpec, shapes: Mapping[str, ModelShape]) -> Workload:
         kept_versions=spec.ppo.kept_versions,
         value_head=shares_body(spec),
         per_prompt=spec.ppo.samples_per_prompt,
+        micro_batch_tokens=_unit(spec),
     )
+
+
+def _unit(spec: RLHFJobSpec) -> int | None:
+    """Tokens that a share's `micro_batch` counts: all that the manifest allows, or, if the planner may choose, those of
+    the longest sample."""
+    if spec.ppo.micro_batch_tokens == "Auto":
+        return longest_sample(spec, Stage.PPO)
+    return spec.ppo.micro_batch_tokens
+
+
+def _micro_batch(spec: RLHFJobSpec) -> int | None:
+    """`Limits.micro_batch`: what a share's `micro_batch` must be; None: open."""
+    if spec.ppo.micro_batch_tokens is None:
+        return spec.ppo.micro_batch_size
+    return None if spec.ppo.micro_batch_tokens == "Auto" else 1
 
 
 def product_errors(spec: RLHFJobSpec, measured: Mapping[str, GPU] | None = None) -> list[str]:
@@ -133,7 +149,7 @@ def groups_limits(spec: RLHFJobSpec, inventory: Inventory, shapes: Mapping[str, 
         trainers=(trainers.name,),
         rollouts=tuple(rollouts),
         whole=True,
-        micro_batch=spec.ppo.micro_batch_size,
+        micro_batch=_micro_batch(spec),
         servers=servers,
         asleep=tuple(trainers.name if g in both else g.name for g in spec.groups if sleeps(g)),
         offload={TRAINING_TASKS[m]: (optimizers[m].offload,) for m in trained},
@@ -160,6 +176,8 @@ def with_parts(spec: RLHFJobSpec, limits: Limits, inventory: Inventory, shapes: 
 def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
     """`limits` without what spec.plan rules out."""
     placement, fusion, together = spec.plan.placement, spec.plan.inter_stage_fusion, spec.plan.intra_stage_fusion
+    if spec.ppo.micro_batch_tokens is not None:
+        together = "Serial"  # only then may the number of micro-batches differ from step to step
     # Pinned layouts, and layouts of a placement pinned to Flattening, use all ranks.
     divided = pinned_layouts(spec) is None and placement != "Flattening"
     apart = (together == "Dedicated",) if together != "Auto" else (False, True) if divided else (False,)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dovetail.manifest.checks.batching import longest_sample, micro_batch_tokens
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.sizes import pod_count, trained_models, trainer_world
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
@@ -174,7 +175,7 @@ def work_of(
         scores=tuple(tuple(s) for s in scorer_models(spec, rollouts)),
         models=tuple(models),
         mini_batch=spec.ppo.mini_batch_size,
-        micro_batch=spec.ppo.micro_batch_size,
+        micro_batch=_micro_batch(spec, layout.dp),
         epochs=spec.ppo.epochs,
         pp=layout.pp,
         dp=layout.dp,
@@ -185,8 +186,16 @@ def work_of(
     )
 
 
+def _micro_batch(spec: RLHFJobSpec, dp: int) -> int:
+    """Samples of a micro-batch; cut by tokens, as many of the longest ones as there is room for."""
+    tokens = micro_batch_tokens(spec, Stage.PPO)
+    if tokens is None:
+        return spec.ppo.micro_batch_size
+    return min(spec.ppo.mini_batch_size // dp, max(1, tokens // longest_sample(spec, Stage.PPO)))
+
+
 def _schedule(spec: RLHFJobSpec, models: Sequence[str], layout: Parallelism) -> str:
-    pin = spec.plan.intra_stage_fusion
+    pin = spec.plan.intra_stage_fusion if spec.ppo.micro_batch_tokens is None else "Serial"
     if len(models) < 2 or (layout.pp == 1 and (pin != "Dedicated" or layout.dp == 1)):
         return "Serial"
     return "Fused" if pin == "Auto" else pin

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.manifest.checks.batching import BatchRule, batch_rules
+from dovetail.manifest.checks.batching import BatchRule, batch_rules, longest_sample
 from dovetail.manifest.sizes import trained_models, world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.candidate import TRAINING, Candidate, Placement, Share, Task
@@ -219,7 +219,7 @@ def _remedies(spec: RLHFJobSpec, work: Workload, limits: Limits) -> Iterator[tup
     offload = f"set {' and '.join(fields)} to true"
     offloaded = replace(limits, offload=dict.fromkeys(TRAINING, (True,)))
     yield offload, offloaded
-    if spec.ppo.micro_batch_size > 1:
+    if spec.ppo.micro_batch_tokens is None and spec.ppo.micro_batch_size > 1:
         yield "set spec.ppo.microBatchSize to 1", replace(limits, micro_batch=1)
         yield f"{offload} and spec.ppo.microBatchSize to 1", replace(offloaded, micro_batch=1)
 
@@ -244,6 +244,9 @@ def _fitting(
     dtype = pool.gpu.training.dtype
     seconds, checkpointed = 0.0, set()
     for rule in (rule for rule in batch_rules(spec) if rule.model == model):
+        if rule.stage is Stage.PPO and spec.ppo.micro_batch_tokens == "Auto":
+            # The search finds how many fit. One sample must.
+            rule = rule._replace(tokens=longest_sample(spec, rule.stage))
         job = training_job(spec, rule, shape, layout, dtype)
         ways = [replace(job, recompute=way) for way in RECOMPUTE[spec.plan.recompute]]
         fits = next((way for way in ways if worst(way).device_bytes <= pool.gpu.memory), None)
@@ -269,9 +272,11 @@ def _step_seconds(rule: BatchRule, job: Training, pool: Pool, tokens: int) -> fl
         prompt=lengths,
         response=Lengths.fixed(tokens - 1),
         value_head=job.head == "lm+value",
+        micro_batch_tokens=rule.tokens,
     )
     layout = job.layout
-    share = Share(pool.name, 0, layout.pp, layout.tp, layout.dp, rule.micro * rows(rule), 2, job.recompute)
+    micro = 1 if rule.tokens is not None else rule.micro * rows(rule)
+    share = Share(pool.name, 0, layout.pp, layout.tp, layout.dp, micro, 2, job.recompute)
     step = GPUCosts(work, Inventory((pool,))).step(task, share)
     # All messages are hidden but for those that fill and drain the pipeline.
     return step.work + step.bubble + 2 * (step.stages - 1) * step.hop + step.fixed

@@ -72,7 +72,7 @@ def _flat(lengths: Lengths) -> Lengths:
     return Lengths.fixed(max(1, round(lengths.mean)))
 
 
-def deal(relative: Floats, share: Share) -> list[Floats]:
+def deal(relative: Floats, share: Share, step: StepTimes) -> list[Floats]:
     """Of each data-parallel rank: the lengths of its micro-batches, one being a micro-batch of mean length."""
     ranks: list[list[float]] = [[] for _ in range(share.dp)]
     room = -(-len(relative) // share.dp)
@@ -81,8 +81,8 @@ def deal(relative: Floats, share: Share) -> list[Floats]:
         r = min((r for r in range(share.dp) if len(ranks[r]) < room), key=lambda r: (sums[r], r))
         ranks[r].append(float(length))
         sums[r] += float(length)
-    count = max(1, -(-max(map(len, ranks)) // share.micro_batch))
-    return [np.array([sum(rank[m::count]) / share.micro_batch for m in range(count)]) for rank in ranks]
+    count = max(1, math.ceil(max(map(len, ranks)) / step.samples - 1e-9))
+    return [np.array([sum(rank[m::count]) / step.samples for m in range(count)]) for rank in ranks]
 
 
 def _shared(candidate: Candidate, actor: StepTimes, critic: StepTimes) -> bool:
@@ -102,7 +102,7 @@ def _both(
     shares = candidate.actor_training[0], candidate.critic_training[0]
     positions = max(share.pp for share in shares)
     copies = shares[0].dp // (positions // shares[0].pp)
-    dealt = [deal(relative, share) for share in shares]
+    dealt = [deal(relative, share, step) for share, step in zip(shares, (actor, critic), strict=True)]
     longest, bars = 0.0, []
     for copy in range(copies):
         lengths = []
@@ -174,7 +174,7 @@ def _apart(
 
 def _alone(model: str, share: Share, step: StepTimes, relative: Floats, now: float) -> tuple[float, list[Bar]]:
     longest, bars = 0.0, []
-    for rank, lengths in enumerate(deal(relative, share)):
+    for rank, lengths in enumerate(deal(relative, share, step)):
         times = np.multiply.outer([step.forward, step.backward], np.tile(lengths, (step.stages, 1)))
         ends = simulate_1f1b(times[0], times[1], step.hop)
         longest = max(longest, float(ends.max()))

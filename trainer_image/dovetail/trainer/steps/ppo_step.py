@@ -28,10 +28,10 @@ from dovetail.trainer.engine.executor import MicroBatch
 from dovetail.trainer.packed_batches import (
     Packed,
     Sequences,
+    micro_batch_count,
     mini_batches,
     moved_together,
     read,
-    split,
     split_padded,
     unpacked,
 )
@@ -44,7 +44,7 @@ from dovetail.trainer.steps.experience_batch import (
     targets,
 )
 from dovetail.trainer.steps.sft_step import predictions
-from dovetail.trainer.steps.step_context import Context, Metrics, Run, balance, digest, mean
+from dovetail.trainer.steps.step_context import Context, Metrics, Run, balance, cut, digest, mean
 
 Stats = dict[str, Tensor]
 
@@ -106,7 +106,7 @@ def prepare_step(context: Context, step: Step) -> Run:
             f"a schedule of {step.mini_batches} mini-batches cannot be repeated for {len(minis)} optimizer steps"
             + (" with ptxCoef above 0" if ptx is not None else "")
         )
-    actions = context.actions(step.actions, {name: len(minis[0].work[name]) for name in here}, step.mini_batches)
+    actions = context.actions(step, {name: len(minis[0].work[name]) for name in here})
     schedule = RankSchedule(actions, step.mini_batches, digest(step.actions))
     recompute = recomputes_old_logprobs(context.spec, context.groups.device.type)
     if "critic" in models and samples.values is None and config.value_clip is not None:
@@ -120,7 +120,7 @@ def prepare_step(context: Context, step: Step) -> Run:
     def run() -> Metrics:
         if recompute or shared:
             with context.timeline.phase("old log-probabilities"):
-                old, values, compared = _before_step(context, samples)
+                old, values, compared = _before_step(context, samples, step.micro_batch_tokens)
             with_values = replace(samples, values=values) if shared else samples
             recomputed = old if recompute else None
             function, number = context.advantages, step.step
@@ -183,12 +183,18 @@ def _mini_batches(
     counted = counted_samples(samples, config)
     steps = len(samples) // config.mini_batch_size
     minis = []
-    order = mini_batches(len(samples), config.mini_batch_size, config.epochs, context.spec.seed, step.step)
+    seed, most = context.spec.seed, step.micro_batch_tokens
+    order = [*mini_batches(len(samples), config.mini_batch_size, config.epochs, seed, step.step)]
+    of_each = [lengths[rows].tolist() for _, rows in order]
+    # One schedule runs all mini-batches, so they have as many micro-batches.
+    counts = {
+        name: None if most is None else micro_batch_count(of_each, context.model(name).dp_size, most) for name in models
+    }
     for index, (_, rows) in enumerate(order):
         work = {}
         for name in models:
-            model = context.model(name)
-            parts = split(lengths[rows].tolist(), model.dp_size, config.micro_batch_size)[model.dp_rank]
+            model, micro = context.model(name), config.micro_batch_size
+            parts = cut(of_each[index], model.dp_size, micro, most, counts[name])[model.dp_rank]
             work[name] = [[rows[i] for i in part] for part in parts]
         share = []
         if ptx is not None:
@@ -436,10 +442,13 @@ def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action])
     return context.engine.run(schedule, {"actor": work})["actor"]
 
 
-def _before_step(context: Context, samples: PPOSamples) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def _before_step(
+    context: Context, samples: PPOSamples, tokens: int | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The actor's log-probabilities of the response tokens, (N, R), at its present weights, the values of its value
     head, if it has one, before each of them, and where it samples at another temperature than servers report, the
-    log-probabilities at temperature 1. One forward pass for all; a collective call."""
+    log-probabilities at temperature 1. One forward pass for all, in micro-batches of at most `tokens` where these are
+    cut by tokens; a collective call."""
     width = samples.mask.shape[1]
     temperature = context.spec.generation.temperature
     warm = temperature != served_temperature(context.spec)
@@ -460,6 +469,6 @@ def _before_step(context: Context, samples: PPOSamples) -> tuple[Tensor, Tensor 
     wanted = response_positions(samples.prompt_lengths, samples.response_lengths, time)
     valued = context.require("actor").head != "lm"
     columns = width * (1 + valued + warm)
-    table = context.per_sequence("actor", samples.sequences, wanted, micro, columns, of, asks)
+    table = context.per_sequence("actor", samples.sequences, wanted, micro, columns, of, asks, tokens)
     values = table[:, width : 2 * width] if valued else None
     return table[:, :width], values, table[:, -width:] if warm else None

@@ -9,8 +9,8 @@ from dovetail.protocol.messages import Evaluate, Step
 from dovetail.trainer.algorithms.losses import reward_loss
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.engine.executor import MicroBatch
-from dovetail.trainer.packed_batches import Packed, Sequences, split
-from dovetail.trainer.steps.step_context import Context, Metrics, Run, balance, digest, mean
+from dovetail.trainer.packed_batches import Packed, Sequences
+from dovetail.trainer.steps.step_context import Context, Metrics, Run, balance, cut, digest, mean
 
 
 def last_tokens(sequences: Sequences) -> Tensor:
@@ -40,8 +40,9 @@ def prepare_step(context: Context, step: Step) -> Run:
     n = len(pairs) // 2
     lengths = (pairs.lengths[:n] + pairs.lengths[n:]).tolist()
     last = last_tokens(pairs)
-    micro_batches = split(lengths, model.dp_size, context.spec.reward.micro_batch_size)[model.dp_rank]
-    actions = context.actions(step.actions, {"reward": len(micro_batches)})
+    micro, tokens = context.spec.reward.micro_batch_size, step.micro_batch_tokens
+    micro_batches = cut(lengths, model.dp_size, micro, tokens)[model.dp_rank]
+    actions = context.actions(step, {"reward": len(micro_batches)})
 
     def micro_batch(rows: list[int]) -> MicroBatch:
         both = [*rows, *(row + n for row in rows)]

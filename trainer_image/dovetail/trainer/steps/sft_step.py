@@ -10,8 +10,8 @@ from dovetail.protocol.messages import Evaluate, Step
 from dovetail.trainer.algorithms.losses import sft_loss
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.engine.executor import MicroBatch
-from dovetail.trainer.packed_batches import Packed, Sequences, read, shifted, split, unpacked
-from dovetail.trainer.steps.step_context import Context, Metrics, Run, balance, digest, mean
+from dovetail.trainer.packed_batches import Packed, Sequences, read, shifted, unpacked
+from dovetail.trainer.steps.step_context import Context, Metrics, Run, balance, cut, digest, mean
 
 
 def predictions(sequences: Sequences, loss_mask: Tensor) -> Tensor:
@@ -34,8 +34,9 @@ def prepare_step(context: Context, step: Step) -> Run:
     """Check everything about the step that one rank can check alone. Raises BadCommand."""
     model = context.model("actor")
     sequences, mask = load_batch(context, step.batch)
-    micro_batches = split(sequences.lengths.tolist(), model.dp_size, context.spec.sft.micro_batch_size)[model.dp_rank]
-    actions = context.actions(step.actions, {"actor": len(micro_batches)})
+    lengths, micro, tokens = sequences.lengths.tolist(), context.spec.sft.micro_batch_size, step.micro_batch_tokens
+    micro_batches = cut(lengths, model.dp_size, micro, tokens)[model.dp_rank]
+    actions = context.actions(step, {"actor": len(micro_batches)})
     normaliser = int(mask.sum())
     if normaliser == 0:
         raise BadCommand(f"batch {step.batch} has no token to learn: its loss_mask is 0 everywhere")

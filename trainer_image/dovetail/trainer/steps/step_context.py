@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.models.predictions import Predictions
-from dovetail.protocol.messages import Action, ModelRef
+from dovetail.protocol.messages import Action, ModelRef, Step
 from dovetail.protocol.wire import Arrays
 from dovetail.trainer.algorithms.policy import PolicyLoss
 from dovetail.trainer.command_errors import BadCommand
@@ -21,7 +21,15 @@ from dovetail.trainer.engine.engine import Engine, EngineModel
 from dovetail.trainer.engine.executor import MicroBatch, check_actions
 from dovetail.trainer.functions import UserAdvantages
 from dovetail.trainer.groups import Groups, peer_errors
-from dovetail.trainer.packed_batches import Packed, Padded, Sequences, split_padded
+from dovetail.trainer.packed_batches import (
+    Packed,
+    Padded,
+    Sequences,
+    padded_tokens,
+    split,
+    split_padded,
+    split_tokens,
+)
 from dovetail.trainer.spans import SpanRecorder
 
 Metrics = dict[str, float]
@@ -54,16 +62,20 @@ class Context:
             raise BadCommand(f"model {name!r} is not loaded (the ranks hold {held}); send `load` first")
         return self.engine.loaded[name]
 
-    def actions(
-        self, actions: Sequence[Sequence[Action]], micro_batches: dict[str, int], mini_batches: int = 1
-    ) -> list[Action]:
-        """This rank's list, of the models in `micro_batches` (of one mini-batch) alone. Raises BadCommand when the
-        lists do not fit."""
+    def actions(self, step: Step, micro_batches: dict[str, int]) -> list[Action]:
+        """This rank's list, of the models in `micro_batches` (of one mini-batch) alone; where micro-batches are cut by
+        tokens, of so many of them. Raises BadCommand when the lists do not fit."""
+        actions, mini_batches = step.actions, step.mini_batches
         if len(actions) != self.groups.world_size:
             raise BadCommand(
                 f"the command has schedules for {len(actions)} ranks, the trainers are {self.groups.world_size}"
             )
         mine = [action for action in actions[self.groups.rank] if action.model in micro_batches]
+        if step.micro_batch_tokens is not None:
+            if mini_batches > 1:
+                raise BadCommand("micro-batches are cut by tokens, which a schedule of several mini-batches cannot run")
+            # What is left of a serial schedule of more micro-batches is the serial schedule of these.
+            mine = [action for action in mine if action.micro_batch < micro_batches[action.model]]
         for model, count in micro_batches.items():
             forwards = sum(action.model == model and action.kind == "F" for action in mine)
             if forwards != count * mini_batches:
@@ -93,14 +105,20 @@ class Context:
         width: int,
         read: Callable[[Any, Packed, list[int]], Tensor],
         asks: Callable[[Tensor], Predictions] | None = None,
+        tokens: int | None = None,
     ) -> Tensor:
         """Forward passes without gradients over all sequences, shared out over dp; on every rank (N, width) float32.
 
         `read` maps the last stage's output at the positions that `wanted` (N, T) bool marks, and the micro-batch and
-        its rows, to (rows, width); `asks` is the micro-batches'. A collective call."""
+        its rows, to (rows, width); `asks` is the micro-batches'. Micro-batches have `micro` rows, or with `tokens` at
+        most so many tokens. A collective call."""
         n = len(sequences)
         model = self.engine.models.get(name)
-        mine = [] if model is None else split_padded(n, model.dp_size, micro)[model.dp_rank]
+        mine: list[Padded] = []
+        if model is not None and tokens is not None:
+            mine = padded_tokens(sequences.lengths.tolist(), model.dp_size, tokens)[model.dp_rank]
+        elif model is not None:
+            mine = split_padded(n, model.dp_size, micro)[model.dp_rank]
         by_tokens: dict[int, Padded] = {}
         work = []
         for part in mine:
@@ -124,6 +142,14 @@ class Context:
             with peer_errors("summing over the trainer ranks"):
                 dist.all_reduce(table, group=self.groups.control)
         return table
+
+
+def cut(
+    lengths: Sequence[int], dp: int, rows: int, tokens: int | None, count: int | None = None
+) -> list[list[list[int]]]:
+    """Rows of each micro-batch of each data-parallel rank: `rows` of them, or, with `tokens`, at most so many tokens in
+    at least `count` micro-batches. Raises BadCommand."""
+    return split(lengths, dp, rows) if tokens is None else split_tokens(lengths, dp, tokens, count)
 
 
 def digest(actions: Sequence[Sequence[Action]]) -> str:

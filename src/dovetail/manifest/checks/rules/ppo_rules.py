@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dovetail.manifest.checks.batching import BatchRule, batch_rules, cannot_cut, pinned_layouts
+from dovetail.manifest.checks.batching import (
+    BatchRule,
+    batch_rules,
+    cannot_cut,
+    longest_sample,
+    micro_batch_tokens,
+    pinned_layouts,
+)
 from dovetail.manifest.checks.rules.rule import Rule, Value, ppo_rule, spec_rule
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.training_types import Optimizer
@@ -19,25 +26,28 @@ def _cut(stage: Stage, model: str, batch: str, micro: str, size: Callable[[RLHFJ
 
     def holds(spec: RLHFJobSpec) -> bool:
         whole, part = size(spec)
-        return stage not in spec.stages or whole % part == 0
+        by_rows = getattr(spec, stage.value).micro_batch_tokens is None
+        return stage not in spec.stages or not by_rows or whole % part == 0
 
     return spec_rule(
         holds,
-        f"!('{stage.value}' in self.stages) || self.{batch} % self.{micro} == 0",
+        f"!('{stage.value}' in self.stages) || has(self.{stage.value}.microBatchTokens) || "
+        f"self.{batch} % self.{micro} == 0",
         cannot_cut(f"spec.{batch}", f"{{{batch}}}", f"spec.{micro}", f"{{{micro}}}", f"the {model}", f"{{{micro}}}")
         + ".",
     )
 
 
-def _cut_on_ranks(stage: Stage, model: str, batch: str, micro: str) -> Rule:
-    """The same on the data-parallel ranks that spec.plan.parallelism pins."""
+def _cut_on_ranks(stage: Stage, model: str, batch: str, micro: str, by_tokens: bool = False) -> Rule:
+    """The same on the data-parallel ranks that spec.plan.parallelism pins. `by_tokens`: of micro-batches that are cut
+    by tokens, which need as many rows on each rank."""
 
     def pinned(spec: RLHFJobSpec) -> tuple[BatchRule, int] | None:
         rule = next((rule for rule in batch_rules(spec) if (rule.stage, rule.model) == (stage, model)), None)
         layouts = pinned_layouts(spec)
         if rule is None or layouts is None or (model == "critic" and layouts["actor"][1].dp == layouts[model][1].dp):
             return None
-        return rule, layouts[model][1].dp
+        return None if (rule.tokens is not None) is not by_tokens else (rule, layouts[model][1].dp)
 
     def holds(spec: RLHFJobSpec) -> bool:
         found = pinned(spec)
@@ -46,18 +56,14 @@ def _cut_on_ranks(stage: Stage, model: str, batch: str, micro: str) -> Rule:
     def of(value: Callable[[BatchRule, int], object]) -> Value:
         return Value(lambda spec: value(*found) if (found := pinned(spec)) else "")
 
+    ranks = f"{{dp}} data-parallel ranks of the {model}"
+    sentence = cannot_cut(f"spec.{batch}", f"{{{batch}}}", f"spec.{micro}", f"{{{micro}}}", ranks, "{multiple}")
+    if by_tokens:
+        sentence = f"spec.{batch} is {{{batch}}}, which {ranks} cannot share; make it a multiple of {{multiple}}"
     return spec_rule(
         holds,
         None,
-        cannot_cut(
-            f"spec.{batch}",
-            f"{{{batch}}}",
-            f"spec.{micro}",
-            f"{{{micro}}}",
-            f"{{dp}} data-parallel ranks of the {model}",
-            "{multiple}",
-        )
-        + ".",
+        sentence + ".",
         {"dp": of(lambda rule, dp: dp), "multiple": of(lambda rule, dp: dp * rule.micro)},
     )
 
@@ -68,6 +74,22 @@ def _multiple_of(part: str, size: Callable[[RLHFJobSpec], int]) -> Rule:
         f"self.ppo.globalBatchSize % self.ppo.{part} == 0",
         f"spec.ppo.globalBatchSize is {{ppo.globalBatchSize}}, which spec.ppo.{part} ({{ppo.{part}}}) does not divide; "
         f"make it a multiple of {{ppo.{part}}}.",
+    )
+
+
+def _budget(stage: Stage, what: str, fields: str) -> Rule:
+    """A micro-batch of tokens must have room for the longest sample."""
+
+    def holds(spec: RLHFJobSpec) -> bool:
+        tokens = micro_batch_tokens(spec, stage)
+        return stage not in spec.stages or tokens is None or tokens >= longest_sample(spec, stage)
+
+    return spec_rule(
+        holds,
+        None,
+        f"spec.{stage.value}.microBatchTokens is {{{stage.value}.microBatchTokens}}, but {what} may have {{longest}} "
+        f"tokens ({fields}); make it at least {{longest}}.",
+        {"longest": Value(lambda spec: longest_sample(spec, stage))},
     )
 
 
@@ -85,6 +107,20 @@ BATCH_RULES = (
     _cut_on_ranks(Stage.PPO, "critic", *_PPO_SIZES),
     _cut_on_ranks(Stage.SFT, "actor", *_SFT_SIZES),
     _cut_on_ranks(Stage.REWARD, "reward", *_REWARD_SIZES),
+    _cut_on_ranks(Stage.PPO, "actor", *_PPO_SIZES, by_tokens=True),
+    _cut_on_ranks(Stage.PPO, "critic", *_PPO_SIZES, by_tokens=True),
+    _cut_on_ranks(Stage.SFT, "actor", *_SFT_SIZES, by_tokens=True),
+    _cut_on_ranks(Stage.REWARD, "reward", *_REWARD_SIZES, by_tokens=True),
+    _budget(Stage.PPO, "a prompt and its response", "data.maxPromptTokens and generation.maxTokens"),
+    _budget(Stage.SFT, "a sequence", "data.maxTokens"),
+    _budget(Stage.REWARD, "a pair of sequences", "twice data.maxTokens"),
+    ppo_rule(
+        lambda spec: spec.ppo.micro_batch_tokens is None or spec.plan.intra_stage_fusion in ("Auto", "Serial"),
+        "!has(self.ppo.microBatchTokens) || self.plan.intraStageFusion in ['Auto', 'Serial']",
+        "spec.plan.intraStageFusion is {plan.intraStageFusion}, but spec.ppo.microBatchTokens makes as many "
+        "micro-batches as a mini-batch needs, which only serial schedules can run; set it to Auto or Serial, or remove "
+        "spec.ppo.microBatchTokens.",
+    ),
 )
 
 # ---------------------------------------------------------------- PPO and generation

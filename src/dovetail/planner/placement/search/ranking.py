@@ -208,7 +208,7 @@ def _stages(shape: ModelShape, slot: Share, degrees: Sequence[int]) -> Iterator[
 def _training(
     task: Task, slot: Share, degrees: Sequence[int], shape: ModelShape, work: Workload, limits: Limits
 ) -> Iterator[list[Share]]:
-    """Every layout with every size of micro-batch that divides a mini-batch evenly."""
+    """Every layout with every size of micro-batch that suits a mini-batch."""
     lora = work.actor_lora if task == "actor_training" else work.critic_lora  # adapters are not split
     micros = MICRO_BATCHES if limits.micro_batch is None else (limits.micro_batch,)
     splits = (t for t in degrees if t == 1 or (lora is None and not shape.split_problem(t)))
@@ -223,5 +223,5 @@ def _training(
         stages = limits.fsdp if layout.dp > 1 else limits.fsdp[:1]
         ways: list[Any] = list(product(stages, limits.recompute, limits.offload.get(task, _EITHER)))
         for micro in micros:
-            if work.mini_batch % (layout.dp * micro) == 0:
+            if work.divides(layout.dp, micro):
                 yield [Share(slot.pool, slot.first, layout.pp, layout.tp, layout.dp, micro, *way) for way in ways]
