@@ -100,7 +100,9 @@ def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
     document["spec"]["groups"][1]["replicas"] = 2
     cluster.apply(config_map, document, namespace=namespace)
     wait_for("the queue", lambda: job.condition("Suspended").get("reason") == "WaitingForQuota")
-    assert "queue team" in job.condition("Suspended")["message"]
+    why = "waits for quota in queue team: couldn't assign flavors to pod set "
+    wait_for("why", lambda: job.condition("Suspended")["message"].startswith(why), 60)
+    assert "nvidia.com/gpu in flavor v100" in job.condition("Suspended")["message"]
     assert job.pods() == {}
     cluster.kubectl("delete", "rlhfjob", "tiny", "-n", namespace)
     document["spec"]["groups"][1]["replicas"] = 1
@@ -120,6 +122,7 @@ def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
     urgent(cluster, namespace, "a100")
     wait_for("eviction", lambda: job.condition("Suspended").get("reason") == "WaitingForQuota" and not job.pods(), 180)
     done = job.iteration()
+    wait_for("why", lambda: "Preempted to accommodate a workload" in job.condition("Suspended")["message"], 180)
     assert done < ITERATIONS, "the job must outlast its eviction"
     assert cluster.get("rlhfjob", "tiny", "-n", namespace)["status"]["lastCheckpoint"]["step"] > 0
     job.pace(0)

@@ -1,6 +1,7 @@
 """The operator on a real API server, where no pod starts: objects, drift, rights, leadership, status."""
 
 import json
+import re
 import urllib.parse
 import urllib.request
 import uuid
@@ -446,7 +447,7 @@ def test_whatever_refuses_the_pods_is_told(server: KubeCluster, leader: Operator
     metadata = {"name": "small", "namespace": space}
     submit(server, {"apiVersion": "v1", "kind": "LimitRange", "metadata": metadata, "spec": limits})
     server.kubectl("label", "namespace", space, "pod-security.kubernetes.io/enforce=baseline")
-    jobs = [*REFUSED, "jobless", "taken", "unbound"]
+    jobs = [*REFUSED, "jobless", "taken", "template", "unbound"]
     try:
         for name in jobs:
             submit(server, manifest(name))
@@ -460,13 +461,11 @@ def test_whatever_refuses_the_pods_is_told(server: KubeCluster, leader: Operator
         )
         there = 'job "taken-train-0" creation failed with error: jobs.batch "taken-train-0" already exists'
         said_by("jobset-controller", server, "jobset", "taken", "JobCreationFailed", there)
-        uid = server.get("rlhfjob", "unbound", *where)["metadata"]["uid"]
-        make_job(server, uid, "coordinator", "unbound")
-        words = ("pods", *where, "-l", "batch.kubernetes.io/job-name=unbound-coordinator-0")
-        pod = wait_for("the pod", lambda: server.get(*words)["items"])[0]["metadata"]["name"]
-        told = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
-        patch = json.dumps({"status": {"conditions": [told | {"lastTransitionTime": "2026-01-01T00:00:00Z"}]}})
-        server.kubectl("patch", "pod", pod, *where, "--subresource=status", "--type=merge", "-p", patch)
+        claim_spec = {"storageClassName": "fast", "accessModes": ["ReadWriteOnce"]}
+        claim_spec["resources"] = {"requests": {"storage": "1Gi"}}
+        scratch = [{"name": "scratch", "ephemeral": {"volumeClaimTemplate": {"spec": claim_spec}}}]
+        unplaced(server, "template", volumes=scratch)
+        pod = unplaced(server, "unbound")
         said_by(
             "cluster-autoscaler", server, "pod", pod, "NotTriggerScaleUp", "pod didn't trigger scale-up: 1 max size"
         )
@@ -484,6 +483,15 @@ def test_whatever_refuses_the_pods_is_told(server: KubeCluster, leader: Operator
         wait_for("the JobSet's Event", lambda: sentence("jobless") == told_of_jobs, 180)
         assert sentence("taken").startswith("Job taken-train-0 exists and does not belong to this job")
         assert condition(server, "Scheduled", "taken")["reason"] == "NameConflict"
+        wait_for(
+            "the claim of the template",
+            lambda: re.search(
+                r"; PersistentVolumeClaim template-coordinator-0-\w+-scratch: "
+                r'storageclass.storage.k8s.io "fast" not found',
+                sentence("template"),
+            ),
+            180,
+        )
         claim = (
             "PersistentVolumeClaim unbound-files (ReadWriteMany, 100Gi, the cluster's default class) has no volume: "
         )
@@ -499,6 +507,18 @@ def test_whatever_refuses_the_pods_is_told(server: KubeCluster, leader: Operator
         server.kubectl("delete", "rlhfjobs", *jobs, *where, "--ignore-not-found")
         server.kubectl("delete", "jobs", "--all", *where)
         server.kubectl("delete", "pods", "--all", *where, "--force", "--grace-period=0")
+
+
+def unplaced(server: KubeCluster, name: str, **pod_spec: Any) -> str:
+    """The coordinator's pod of a job, which a scheduler found no node for. There is no scheduler here."""
+    where = ("-n", NAMESPACES[0])
+    make_job(server, server.get("rlhfjob", name, *where)["metadata"]["uid"], "coordinator", name, **pod_spec)
+    words = ("pods", *where, "-l", f"batch.kubernetes.io/job-name={name}-coordinator-0")
+    pod = str(wait_for("the pod", lambda: server.get(*words)["items"])[0]["metadata"]["name"])
+    told = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
+    patch = json.dumps({"status": {"conditions": [told | {"lastTransitionTime": "2026-01-01T00:00:00Z"}]}})
+    server.kubectl("patch", "pod", pod, *where, "--subresource=status", "--type=merge", "-p", patch)
+    return pod
 
 
 def said_by(component: str, server: KubeCluster, kind: str, name: str, reason: str, message: str) -> None:

@@ -132,6 +132,7 @@ OPERATOR = (
     | of("networking.k8s.io", "networkpolicies", "list watch create patch")
     | of("policy", "poddisruptionbudgets", "list watch create patch")
     | of("", "events", "create list")
+    | of("kueue.x-k8s.io", "workloads", "list")
 )
 # Nodes belong to no namespace.
 EVERYWHERE = {"operator": of("", "nodes", "list"), "api": set[Right]()}

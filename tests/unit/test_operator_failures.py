@@ -101,6 +101,19 @@ def test_disruptions_do_not_count():
     assert cluster.condition("Running")["status"] == "True"
 
 
+def test_a_pod_that_is_preempted_says_so_while_it_ends():
+    cluster = running(failurePolicy={"maxRestarts": 0})
+    pod = cluster.pod("trainer")
+    told = "default-scheduler: preempting to accommodate a higher priority pod"
+    pod["metadata"]["deletionTimestamp"] = cluster.stamp()
+    disruption = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler", "message": told}
+    pod["status"]["conditions"] += [disruption | {"lastTransitionTime": cluster.stamp()}]
+    cluster.reconcile()
+    assert cluster.condition("Degraded")["reason"] == "PodEvicted"
+    assert cluster.condition("Degraded")["message"].endswith(f"was ended: {told}")
+    assert not cluster.over()
+
+
 def test_an_unschedulable_pod_is_explained_and_fails_the_job_in_time():
     cluster = a_cluster(failurePolicy={"startTimeoutSeconds": 60})
     cluster.reconcile()

@@ -5,8 +5,10 @@ import asyncio
 import pytest
 
 from dovetail.kube.connection import KubeError
+from dovetail.operator.cluster.client import Page
 from dovetail.operator.cluster.mounts import Mounts
 from dovetail.operator.reconcile.children import Children
+from dovetail.operator.reconcile.queueing import why
 from helpers.fake_cluster import FakeCluster
 
 KEY = ("default", "demo")
@@ -116,3 +118,70 @@ def test_one_question_answers_for_all_jobs_of_a_namespace_and_an_expensive_one_f
     now[0] += 3
     asyncio.run(all_of_them())
     assert len(client.asked) == 4
+
+
+QUOTA = "couldn't assign flavors to pod set train: insufficient unused quota for nvidia.com/gpu in flavor a100"
+EVICTED = "Preempted to accommodate a workload (UID: 1, JobUID: 2) due to prioritization in the ClusterQueue"
+
+
+def workload(uid, **status):
+    return {"metadata": {"labels": {"kueue.x-k8s.io/job-uid": uid}}, "status": status}
+
+
+def said(kind, status, message):
+    return {"type": kind, "status": status, "message": message}
+
+
+class Kueue(Client):
+    workloads = ()
+
+    async def pages(self, resource, namespace, selector="", fields="", size=0):
+        self.asked.append((resource.kind, namespace, selector))
+        yield Page(self.workloads)
+
+
+def test_why_kueue_does_not_admit_a_job_is_told():
+    cluster = FakeCluster()
+    cluster.document["metadata"]["labels"] = {"kueue.x-k8s.io/queue-name": "team"}
+    cluster.queueing = True
+    cluster.settle()
+    assert cluster.condition("Suspended")["message"] == "waits for quota in queue team"
+    assert cluster.reconcile().requeue == 10
+    now, client, uid = [100.0], Kueue(), cluster.objects["JobSet", "demo"]["metadata"]["uid"]
+    mounts = Mounts(client, lambda: now[0])
+    waits = said("QuotaReserved", "False", QUOTA)
+    client.workloads = [workload("another", conditions=[said("QuotaReserved", "False", "x")])]
+    client.workloads.append(workload(uid, conditions=[said("Evicted", "True", EVICTED), waits]))
+    assert asyncio.run(mounts.problems(KEY, Children(cluster.objects))) == {}
+    assert client.asked == [], "most jobs are admitted at once"
+    now[0] += 10
+    cluster.mounts = asyncio.run(mounts.problems(KEY, Children(cluster.objects)))
+    assert client.asked == [("Workload", "default", "kueue.x-k8s.io/job-uid")]
+    cluster.pass_time(30)
+    assert cluster.reconcile().requeue == 60, "it may wait for days"
+    assert cluster.condition("Suspended")["message"] == f"waits for quota in queue team: {EVICTED}; {QUOTA}"
+    assert cluster.condition("Suspended")["reason"] == "WaitingForQuota"
+    checks = [{"name": "multikueue", "state": "Pending", "message": "no cluster answers"}]
+    told = why(workload(uid, conditions=[said("QuotaReserved", "True", "Quota reserved")], admissionChecks=checks))
+    assert told == "admission check multikueue: no cluster answers"
+
+
+def test_a_claim_that_was_made_for_a_pod_is_named(cluster):
+    """From a template in the pod. It has no label of the job, and Kubernetes names it after the pod."""
+    pod = cluster.pod("trainer")
+    cluster.unschedulable(pod, "pod has unbound immediate PersistentVolumeClaims")
+    now, client, name = [100.0], Kueue(), f"{pod['metadata']['name']}-scratch"
+    about = {"kind": "PersistentVolumeClaim", "name": name, "uid": "claim"}
+    missing = {"lastTimestamp": "2026-01-01T00:09:00Z", "message": 'storageclass "fast" not found'}
+
+    async def answer(resource, namespace, selector="", fields=""):
+        return [{"involvedObject": about, **missing}] if fields == "reason=ProvisioningFailed" else []
+
+    client.list = answer
+    mounts = Mounts(client, lambda: now[0])
+    for _ in range(2):
+        cluster.mounts = asyncio.run(mounts.problems(KEY, Children(cluster.objects)))
+        now[0] += 10
+    cluster.reconcile()
+    told = cluster.condition("Scheduled")["message"]
+    assert told.endswith(f'PersistentVolumeClaim {name}: storageclass "fast" not found')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 from dovetail.manifest.describe.crd import GROUP, PLURAL, VERSION
 from dovetail.manifest.types import KIND
@@ -44,6 +45,8 @@ EVENT = Resource("Event", "", "v1", "events", watched=False)
 NODE = Resource("Node", "", "v1", "nodes", watched=False)
 # Not watched: the operator has no right to list Secrets.
 SECRET = Resource("Secret", "", "v1", "secrets", watched=False)
+# Not watched: it is looked at only while a job waits in a queue of Kueue.
+WORKLOAD = Resource("Workload", "kueue.x-k8s.io", "v1beta2", "workloads", watched=False)
 JOBSET = Resource("JobSet", "jobset.x-k8s.io", "v1alpha2", "jobsets")
 JOB = Resource("Job", "batch", "v1", "jobs")
 POD = Resource("Pod", "", "v1", "pods")
@@ -69,10 +72,22 @@ CHILDREN = (
     NETWORK_POLICY,
     DISRUPTION_BUDGET,
 )
-# PodGroups, by the scheduler that an administrator may name; an operator knows one of them at most.
-GANGS = {
-    "Kubernetes": Resource("PodGroup", "scheduling.k8s.io", "v1alpha2", "podgroups"),
-    "Volcano": Resource("PodGroup", "scheduling.volcano.sh", "v1beta1", "podgroups"),
-    "Coscheduling": Resource("PodGroup", "scheduling.x-k8s.io", "v1alpha1", "podgroups"),
+
+
+class Gang(StrEnum):
+    """Schedulers that start pods together, as the chart's `jobs.gangScheduler` names them."""
+
+    KUBERNETES = "Kubernetes"
+    VOLCANO = "Volcano"
+    COSCHEDULING = "Coscheduling"
+    YUNIKORN = "YuniKorn"
+
+
+POD_GROUP = "PodGroup"
+# An operator knows one of them at most.
+POD_GROUPS: dict[str, Resource] = {
+    Gang.KUBERNETES: Resource(POD_GROUP, "scheduling.k8s.io", "v1alpha2", "podgroups"),
+    Gang.VOLCANO: Resource(POD_GROUP, "scheduling.volcano.sh", "v1beta1", "podgroups"),
+    Gang.COSCHEDULING: Resource(POD_GROUP, "scheduling.x-k8s.io", "v1alpha1", "podgroups"),
 }
 BY_KIND = {resource.kind: resource for resource in (*CHILDREN, RLHFJOB, EVENT, NODE, SECRET)}

@@ -13,7 +13,17 @@ from typing import Any
 
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError
-from dovetail.kube.resources import CHILDREN, GANGS, JOB, JOBSET, POD, RLHFJOB, ROLE_BINDING, VOLUME_CLAIM, Resource
+from dovetail.kube.resources import (
+    CHILDREN,
+    JOB,
+    JOBSET,
+    POD,
+    POD_GROUPS,
+    RLHFJOB,
+    ROLE_BINDING,
+    VOLUME_CLAIM,
+    Resource,
+)
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.types import KIND, RLHFJob
 from dovetail.operator.cluster import own_objects
@@ -89,7 +99,7 @@ class Controller:
         self._mounts = Mounts(client, time.monotonic)
         self._drift = Drift()
         self._status_rate = StatusRate(time.monotonic)
-        self._kinds = (*CHILDREN, *((GANGS[settings.gang],) if settings.gang in GANGS else ()))
+        self._kinds = (*CHILDREN, *((POD_GROUPS[settings.gang],) if settings.gang in POD_GROUPS else ()))
         self._missing: set[str] = set()  # kinds that the API server does not have
         self._told: dict[Key, float] = {}  # since when an event waits to be acted on
         self.store = ObjectCache()

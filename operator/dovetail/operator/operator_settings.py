@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from dovetail.gpus.kernels import read_capability
-from dovetail.kube.resources import GANGS
+from dovetail.kube.resources import Gang
 from dovetail.planner.hardware import GPU, HardwareError, described
 
 _IMAGE = "dovetail/{}:0.1.0"
@@ -78,8 +78,8 @@ class OperatorSettings:
                 found[name] = _objects(name, text, "NetworkPolicyPeers")
             elif name == "egress":
                 found[name] = _objects(name, text, "NetworkPolicyEgressRules")
-            elif name == "gang" and text not in (*GANGS, "YuniKorn"):
-                raise ValueError(f"DOVETAIL_GANG is {text!r}; use one of {', '.join(GANGS)} and YuniKorn")
+            elif name == "gang" and text not in tuple(Gang):
+                raise ValueError(f"DOVETAIL_GANG is {text!r}; use one of {', '.join(Gang)}")
             elif name.endswith("_capabilities"):
                 found[name] = _capabilities(name, text)
             elif isinstance(default, tuple):

@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from dovetail.kube import coordinator_http
 from dovetail.kube.connection import connect
-from dovetail.kube.resources import GANGS, RLHFJOB
+from dovetail.kube.resources import POD_GROUPS, RLHFJOB
 from dovetail.operator.cluster.client import Client
 from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
 from dovetail.operator.cluster.kinds import until_served
@@ -69,7 +69,7 @@ async def run(settings: OperatorSettings) -> int:
     async def work() -> None:
         log("leader.started", identity=settings.identity)
         metrics.leading.set(1)
-        await _operate(settings, Client(api, gang=GANGS.get(settings.gang)), metrics, health, on_signals)
+        await _operate(settings, Client(api, gang=POD_GROUPS.get(settings.gang)), metrics, health, on_signals)
 
     lock = Lock(LEASE, settings.namespace, settings.identity, api, seen)
     server = await _serve(settings, metrics, health)

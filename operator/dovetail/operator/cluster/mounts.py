@@ -1,4 +1,4 @@
-"""Why pods, Jobs, JobSets and claims wait, as far as Kubernetes tells this in Events only."""
+"""Why pods, Jobs, JobSets and claims wait, as far as Kubernetes tells this in Events, and Kueue in its Workloads."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dovetail.kube.connection import KubeError
-from dovetail.kube.resources import EVENT
+from dovetail.kube.resources import EVENT, VOLUME_CLAIM, WORKLOAD
 from dovetail.operator.cluster.client import Client
 from dovetail.operator.cluster.object_cache import Key
 from dovetail.operator.reconcile.children import Children
-from dovetail.operator.reconcile.rootcause import LOOK_SECONDS, LOOK_SELDOM_SECONDS, stuck
+from dovetail.operator.reconcile.queueing import JOB_UID_LABEL, waiting, why
+from dovetail.operator.reconcile.rootcause import LOOK_SECONDS, LOOK_SELDOM_SECONDS, claim_of, stuck, waiting_pods
 
 # What else is asked for may stay as it is for days.
 _SOON = {"FailedMount", "FailedAttachVolume", "FailedCreate"}
@@ -42,16 +43,22 @@ class Mounts:
     async def problems(self, key: Key, children: Children) -> dict[str, str]:
         """What other controllers and kubelets say of this job's objects that are stuck, by the object's uid."""
         now, before = self._clock(), self._stuck.pop(key, {})
-        if not (waiting := stuck(children)):
+        asked = stuck(children) | ({queued: ()} if (queued := waiting(children)) else {})
+        if not asked:
             return {}
-        self._stuck[key] = {uid: before.get(uid, now) for uid in waiting}
+        self._stuck[key] = {uid: before.get(uid, now) for uid in asked}
         long = [uid for uid, since in self._stuck[key].items() if now - since >= LOOK_SECONDS]
+        pods = waiting_pods(children)
         told: dict[str, list[tuple[str, str]]] = {}
-        for reason in sorted({reason for uid in long for reason in waiting[uid]}):
-            for uid, said in (await self._complaints(key[0], reason)).items():
-                if reason in waiting.get(uid, ()):
+        for reason in sorted({reason for uid in long for reason in asked[uid]}):
+            for about, said in (await self._complaints(key[0], reason)).items():
+                uid = claim_of(about, pods) or about
+                if reason in asked.get(uid, ()):
                     told.setdefault(uid, []).append(said)
-        return {uid: max(told[uid])[1] for uid in long if uid in told}
+        found = {uid: max(told[uid])[1] for uid in long if uid in told}
+        if queued in long and (said_by_kueue := (await self._workloads(key[0])).get(str(queued))):
+            found[str(queued)] = said_by_kueue
+        return found
 
     def forget(self, key: Key) -> None:
         self._stuck.pop(key, None)
@@ -70,9 +77,30 @@ class Mounts:
             said: defaultdict[str, list[tuple[bool, str, str]]] = defaultdict(list)
             for e in events:
                 at, message = str(e.get("lastTimestamp") or e.get("eventTime") or ""), str(e.get("message") or "")
+                about = e["involvedObject"]
                 # A busy kubelet complains of time-outs, too, which pass.
-                said[str(e["involvedObject"].get("uid"))].append(("not found" in message, at, message))
+                said[str(about.get("uid"))].append(("not found" in message, at, message))
+                if about.get("kind") == VOLUME_CLAIM.kind:
+                    name = f"{VOLUME_CLAIM.kind} {about.get('name')}"
+                    said[name].append(("not found" in message, at, f"{name}: {message}"))
             told.complaints = {uid: max(each)[1:] for uid, each in said.items()}
             rest = LOOK_SECONDS if reason in _SOON else LOOK_SELDOM_SECONDS
             told.until = max(began + rest, self._clock() + REST * (self._clock() - began))
             return told.complaints
+
+    async def _workloads(self, namespace: str) -> dict[str, str]:
+        """Why Kueue does not admit Workloads, by the uid of what they were made for. Empty if they cannot be had."""
+        told = self._told[namespace, WORKLOAD.kind]
+        async with told.lock:
+            if (began := self._clock()) < told.until:
+                return {uid: said for uid, (_, said) in told.complaints.items()}
+            told.complaints = {}
+            try:
+                async for page in self._client.pages(WORKLOAD, namespace, JOB_UID_LABEL):
+                    for workload in page.items:
+                        if said := why(workload):
+                            told.complaints[workload["metadata"]["labels"][JOB_UID_LABEL]] = ("", said)
+            except KubeError:
+                pass
+            told.until = max(began + LOOK_SECONDS, self._clock() + REST * (self._clock() - began))
+            return {uid: said for uid, (_, said) in told.complaints.items()}

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dovetail.kube.connection import KubeError
 from dovetail.kube.names import EARLIER_FOLDERS, FOLDER
 from dovetail.kube.owners import controlled_by, kept_for, labelled_for, left_by
-from dovetail.kube.resources import JOBSET, VOLUME_CLAIM
+from dovetail.kube.resources import JOBSET, POD_GROUP, VOLUME_CLAIM
 from dovetail.operator.cluster.client import Client, Object
 from dovetail.operator.log import log
 from dovetail.operator.reconcile.refusals import left_over, taken
@@ -48,8 +48,8 @@ async def create(client: Client, thing: Object, context: RenderContext) -> Objec
     except KubeError as error:
         if error.status == 404 and thing["kind"] == JOBSET.kind:
             raise KubeError(404, NO_JOBSET) from error
-        if error.status == 404 and thing["kind"] == "PodGroup":
-            lacking = f"the cluster has no PodGroup ({thing['apiVersion']})"
+        if error.status == 404 and thing["kind"] == POD_GROUP:
+            lacking = f"the cluster has no {POD_GROUP} ({thing['apiVersion']})"
             raise KubeError(404, f"{lacking}; install that scheduler, or change jobs.gangScheduler") from error
         if error.status != 409:
             raise

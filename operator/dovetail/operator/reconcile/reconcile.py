@@ -237,9 +237,19 @@ class _Reconciler:
         else:
             queue = label(self._jobset, names.QUEUE_LABEL)
             why = f"waits for quota in queue {queue}" if queue else "the JobSet is suspended"
+            if said := self._seen.mounts.get(str(self._jobset["metadata"].get("uid"))):
+                why += f": {said}"
             self._conditions.set("Suspended", True, reasons.QUEUED, why)
+            if queue:
+                self._requeue.append(self._look_again_in_queue())
             self._say_stopped(reasons.STOPPED, why)
         return self._result(apply=apply, delete=self._surplus_gone(), token=True)
+
+    def _look_again_in_queue(self) -> float:
+        """How soon to ask again why the job waits for its quota. It may wait for days."""
+        was = next((c for c in self._old.conditions if c.type == "Suspended" and c.status == "True"), None)
+        new = was is None or self._now - was.last_transition_time < timedelta(seconds=2 * rootcause.LOOK_SECONDS)
+        return rootcause.LOOK_SECONDS if new else rootcause.LOOK_SELDOM_SECONDS
 
     def _say_stopped(self, reason: str, message: str) -> None:
         for kind in ("Scheduled", "Running"):

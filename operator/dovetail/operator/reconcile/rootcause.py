@@ -54,6 +54,8 @@ def cause(pod: Object, mounts: Mapping[str, str]) -> Cause | None:
     if status.get("phase") == "Failed":
         # A pod that somebody deleted ends with an exit code, too.
         return None if deleting(pod) and not is_true(pod, "DisruptionTarget") else _ended(pod)
+    if deleting(pod) and is_true(pod, "DisruptionTarget"):
+        return _ended(pod)  # preempted or evicted: it has a moment left
     if is_ready(pod) or status.get("phase") == "Succeeded" or deleting(pod):
         return None
     created = pod["metadata"].get("creationTimestamp", "")
@@ -63,7 +65,7 @@ def cause(pod: Object, mounts: Mapping[str, str]) -> Cause | None:
             return None
         text = f"{_who(pod)} cannot be scheduled: {scheduled.get('message') or scheduled.get('reason')}"
         if said := mounts.get(_uid(pod)):
-            text += f"; {said}"  # by an autoscaler
+            text += f"; {said}"  # by an autoscaler, or of a claim that was made for the pod
         return Cause(reasons.UNSCHEDULABLE, text[:LONGEST_MESSAGE], created, True)
     for container in status.get("containerStatuses") or []:
         waiting = container.get("state", {}).get("waiting") or {}
@@ -122,11 +124,25 @@ def stuck(children: Children) -> dict[str, tuple[str, ...]]:
         if creating(pod):
             found[_uid(pod)] = ("FailedAttachVolume", "FailedMount")
         elif unscheduled(pod):
-            found[_uid(pod)] = ("NotTriggerScaleUp", "TriggeredScaleUp")
+            found[_uid(pod)] = ("FailedBinding", "NotTriggerScaleUp", "ProvisioningFailed", "TriggeredScaleUp")
     found |= {_uid(job): ("FailedCreate",) for job in lacking(children)}
     found |= {_uid(jobset): ("JobCreationFailed",) for jobset in jobless(children)}
     found |= {_uid(claim): ("FailedBinding", "ProvisioningFailed") for claim in unbound(children)}
     return found
+
+
+def waiting_pods(children: Children) -> dict[str, str]:
+    """Names of the pods that wait for a node, by uid."""
+    return {_uid(pod): pod["metadata"]["name"] for pod in children.of(POD.kind) if unscheduled(pod)}
+
+
+def claim_of(about: str, pods: Mapping[str, str]) -> str | None:
+    """The uid of the pod for which a claim was made from a template in the pod (`volumes[].ephemeral`). `about`: kind
+    and name of a claim. `pods`: names by uid. A claim is named after its pod."""
+    kind, _, name = about.partition(" ")
+    if kind != VOLUME_CLAIM.kind:
+        return None
+    return next((uid for uid, pod in pods.items() if name.startswith(f"{pod}-")), None)
 
 
 def unbound(children: Children) -> list[Object]:

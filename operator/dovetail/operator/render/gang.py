@@ -7,18 +7,21 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dovetail.kube.resources import GANGS
+from dovetail.kube.resources import POD_GROUPS, Gang
 from dovetail.operator.render.context import Object, RenderContext, digest
 
-KUBERNETES, VOLCANO, COSCHEDULING, YUNIKORN = "Kubernetes", "Volcano", "Coscheduling", "YuniKorn"
 # Under the names that their own installations give them. Kubernetes' is the default scheduler.
-SCHEDULERS = {VOLCANO: "volcano", COSCHEDULING: "scheduler-plugins-scheduler", YUNIKORN: "yunikorn"}
+SCHEDULERS: dict[str, str] = {
+    Gang.VOLCANO: "volcano",
+    Gang.COSCHEDULING: "scheduler-plugins-scheduler",
+    Gang.YUNIKORN: "yunikorn",
+}
 
 
 def pod_group(context: RenderContext) -> Object | None:
     """The PodGroup of coordinator, trainers and minimum rollouts; None if the scheduler needs none. Its name has a hash
     of its content, which may not change: a job that starts anew with other sizes gets another one."""
-    if (resource := GANGS.get(_gang(context))) is None:
+    if (resource := POD_GROUPS.get(_gang(context))) is None:
         return None
     return {**resource.type_meta, "metadata": context.metadata(_name(context), "gang"), "spec": _spec(context)}
 
@@ -33,11 +36,11 @@ def join(context: RenderContext, templates: Sequence[tuple[str, int, Object]]) -
         metadata, spec = template["metadata"], template["spec"]
         if gang in SCHEDULERS:
             spec.setdefault("schedulerName", SCHEDULERS[gang])
-        if gang == KUBERNETES:
+        if gang == Gang.KUBERNETES:
             spec["schedulingGroup"] = {"podGroupName": _name(context)}
-        elif gang == VOLCANO:
+        elif gang == Gang.VOLCANO:
             _annotate(metadata, {"scheduling.k8s.io/group-name": _name(context)})
-        elif gang == COSCHEDULING:
+        elif gang == Gang.COSCHEDULING:
             metadata["labels"]["scheduling.x-k8s.io/pod-group"] = _name(context)
         else:
             metadata["labels"]["applicationId"] = f"{context.namespace}-{context.name}-{context.uid[:8]}"
@@ -65,10 +68,10 @@ def _limit(context: RenderContext) -> int | None:
 
 def _spec(context: RenderContext) -> Object:
     members = 1 + sum(context.guaranteed(group) for group in context.job.spec.groups)
-    if _gang(context) == KUBERNETES:
+    if _gang(context) == Gang.KUBERNETES:
         return {"schedulingPolicy": {"gang": {"minCount": members}}}
     spec: Object = {"minMember": members}
-    if _gang(context) == COSCHEDULING and (limit := _limit(context)):
+    if _gang(context) == Gang.COSCHEDULING and (limit := _limit(context)):
         spec["scheduleTimeoutSeconds"] = limit
     return spec
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection
 from dovetail.kube.resources import (
     CONFIG_MAP,
     DISRUPTION_BUDGET,
-    GANGS,
     NETWORK_POLICY,
+    POD_GROUP,
     ROLE,
     ROLE_BINDING,
     SERVICE,
@@ -44,7 +44,7 @@ SUPPORTING: dict[str, Callable[[RenderContext], Object | None]] = {
     SERVICE.kind: service,
     NETWORK_POLICY.kind: network_policy,
     DISRUPTION_BUDGET.kind: disruption_budget,
-    GANGS["Kubernetes"].kind: pod_group,  # of whichever scheduler
+    POD_GROUP: pod_group,  # of whichever scheduler
 }
 
 
