@@ -211,6 +211,7 @@ def test_unknown_fields_are_dropped_with_a_warning_where_kubectl_does_not_insist
 
 FIXED = [
     ({"seed": 3}, "spec.seed"),
+    ({"managedBy": "kueue.x-k8s.io/multikueue"}, "spec.managedBy"),
     ({"stages": ["sft"]}, "spec.stages"),
     ({"models.actor.source.scratch.config.num_hidden_layers": 4}, "spec.models"),
     ({"data.prompts.0.synthetic": {"size": 99}}, "spec.data"),

@@ -447,10 +447,15 @@ def test_whatever_refuses_the_pods_is_told(server: KubeCluster, leader: Operator
     metadata = {"name": "small", "namespace": space}
     submit(server, {"apiVersion": "v1", "kind": "LimitRange", "metadata": metadata, "spec": limits})
     server.kubectl("label", "namespace", space, "pod-security.kubernetes.io/enforce=baseline")
-    jobs = [*REFUSED, "jobless", "taken", "template", "unbound"]
+    jobs = [*REFUSED, "jobless", "queued", "taken", "template", "unbound"]
+    if server.get("crd", "workloads.kueue.x-k8s.io") is None:
+        server.apply(preserving("Workload", "workloads", "kueue.x-k8s.io", "v1beta2"))
+        server.kubectl("wait", "--for=condition=Established", "crd/workloads.kueue.x-k8s.io", "--timeout=60s")
     try:
         for name in jobs:
-            submit(server, manifest(name))
+            document = manifest(name)
+            document["metadata"]["labels"] = {names.QUEUE_LABEL: "team"} if name == "queued" else {}
+            submit(server, document)
         for name in jobs:
             uid = server.get("rlhfjob", name, *where)["metadata"]["uid"]
             wait_for("the JobSet", lambda uid=uid, name=name: name in owned(server, "jobset", uid))
@@ -466,6 +471,9 @@ def test_whatever_refuses_the_pods_is_told(server: KubeCluster, leader: Operator
         scratch = [{"name": "scratch", "ephemeral": {"volumeClaimTemplate": {"spec": claim_spec}}}]
         unplaced(server, "template", volumes=scratch)
         pod = unplaced(server, "unbound")
+        in_queue(
+            server, "queued", "couldn't assign flavors to pod set train: topology allows to fit only 1 out of 2 pod(s)"
+        )
         said_by(
             "cluster-autoscaler", server, "pod", pod, "NotTriggerScaleUp", "pod didn't trigger scale-up: 1 max size"
         )
@@ -492,6 +500,9 @@ def test_whatever_refuses_the_pods_is_told(server: KubeCluster, leader: Operator
             ),
             180,
         )
+        wait_for(
+            "Kueue's word", lambda: "only 1 out" in condition(server, "Suspended", "queued").get("message", ""), 180
+        )
         claim = (
             "PersistentVolumeClaim unbound-files (ReadWriteMany, 100Gi, the cluster's default class) has no volume: "
         )
@@ -507,6 +518,19 @@ def test_whatever_refuses_the_pods_is_told(server: KubeCluster, leader: Operator
         server.kubectl("delete", "rlhfjobs", *jobs, *where, "--ignore-not-found")
         server.kubectl("delete", "jobs", "--all", *where)
         server.kubectl("delete", "pods", "--all", *where, "--force", "--grace-period=0")
+
+
+def in_queue(server: KubeCluster, name: str, message: str) -> None:
+    """What Kueue would make of a job's JobSet that it does not admit."""
+    where = ("-n", NAMESPACES[0])
+    server.kubectl("patch", "jobset", name, *where, "--type=merge", "-p", '{"spec":{"suspend":true}}')
+    uid = server.get("jobset", name, *where)["metadata"]["uid"]
+    metadata = {"name": name, "namespace": NAMESPACES[0], "labels": {"kueue.x-k8s.io/job-uid": uid}}
+    workload = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "Workload", "metadata": metadata}
+    server.apply(workload, namespace=NAMESPACES[0])
+    told = [{"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": message}]
+    patch = json.dumps({"status": {"conditions": told}})
+    server.kubectl("patch", "workload", name, *where, "--subresource=status", "--type=merge", "-p", patch)
 
 
 def unplaced(server: KubeCluster, name: str, **pod_spec: Any) -> str:

@@ -14,6 +14,8 @@ from helpers.operator_process import OperatorProcess, install, kubeconfig, opera
 from helpers.rlhfjobs import condition, quickstart
 
 SPACE = "ownership"
+TENANTS = {"alice": "tenant-alice", "mallory": "tenant-mallory"}
+SPACES = [SPACE, *TENANTS.values()]
 JOB = "llama"
 RBAC = "rbac.authorization.k8s.io"
 KINDS = (
@@ -53,8 +55,9 @@ LATER = ("RoleBinding", "Secret", "JobSet")
 def server(api_server: KubeCluster) -> KubeCluster:
     if api_server.get("crd", "jobsets.jobset.x-k8s.io") is None:
         api_server.apply(preserving("JobSet", "jobsets", "jobset.x-k8s.io", "v1alpha2"))
-    api_server.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SPACE}})
-    install(api_server, [SPACE])
+    for space in SPACES:
+        api_server.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": space}})
+    install(api_server, SPACES)
     for name in ("rlhfjobs.dovetail.dev", "jobsets.jobset.x-k8s.io"):
         api_server.kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=60s")
     return api_server
@@ -63,9 +66,7 @@ def server(api_server: KubeCluster) -> KubeCluster:
 @pytest.fixture(scope="module", autouse=True)
 def leader(server: KubeCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
     config: Path = kubeconfig(server, tmp_path_factory.mktemp("account"))
-    with operator(
-        config, tmp_path_factory.mktemp("leader"), "owner", [SPACE], DOVETAIL_CONFLICT_SECONDS="1"
-    ) as process:
+    with operator(config, tmp_path_factory.mktemp("leader"), "owner", SPACES, DOVETAIL_CONFLICT_SECONDS="1") as process:
         wait_for("leadership", process.leads)
         yield process
 
@@ -295,3 +296,129 @@ def test_a_token_that_a_tenant_made_is_not_used(server: KubeCluster) -> None:
     wait_for("the JobSet", lambda: server.get("jobset", JOB, "-n", SPACE))
     made = get(server, TAKEN["Secret"])
     assert len(base64.b64decode(made["data"]["token"])) == 64
+
+
+def grant(server: KubeCluster, user: str, space: str, role: str, kind: str = "ClusterRole") -> None:
+    binding = thing("RoleBinding", f"{RBAC}/v1", user, roleRef={"apiGroup": RBAC, "kind": kind, "name": role})
+    binding["metadata"]["namespace"] = space
+    server.apply(binding | {"subjects": [{"apiGroup": RBAC, "kind": "User", "name": user}]}, namespace=space)
+    ask = ("auth", "can-i", "create", "rlhfjobs.dovetail.dev", "-n", space, "--as", user)
+    wait_for(f"the rights of {user}", lambda: server.try_kubectl(*ask).returncode == 0)
+
+
+def create_as(server: KubeCluster, user: str, space: str, item: dict[str, Any]) -> Any:
+    item = item | {"metadata": item["metadata"] | {"namespace": space}}
+    words = ("create", "-n", space, "--as", user, "-f", "-", "-o", "json")
+    return json.loads(server.kubectl(*words, stdin=json.dumps(item)))
+
+
+def reason(server: KubeCluster, job: str, space: str) -> str:
+    """What a job waits for."""
+    found = condition(server, "Scheduled", job, space)
+    return f"{found.get('reason')}: {found.get('message')}"
+
+
+def everything(server: KubeCluster, space: str) -> dict[str, Any]:
+    """What a tenant would lose: identity and owners of all objects in a namespace, and what Secrets hold."""
+    things = json.loads(server.kubectl("get", ",".join(("rlhfjob", *KINDS)), "-n", space, "-o", "json"))["items"]
+    return {
+        f"{item['kind']}/{item['metadata']['name']}": (
+            *(item["metadata"].get(key) for key in ("uid", "ownerReferences", "labels", "deletionTimestamp")),
+            item.get("data") if item["kind"] in ("Secret", "ConfigMap") else None,
+        )
+        for item in things
+    }
+
+
+def test_tenants_who_attack_each_other_lose_nothing(server: KubeCluster) -> None:
+    """With the built-in role edit in a namespace each: by the same names, by labels and owners, by what a manifest
+    names, by a quota that is used up. The authorizer is the API server's own."""
+    quota = thing("ResourceQuota", "v1", "claims", spec={"hard": {"persistentvolumeclaims": "2"}})
+    before, jobs = {}, {}
+    for user, space in TENANTS.items():
+        grant(server, user, space, "edit")
+        server.apply(quota | {"metadata": {"name": "claims", "namespace": space}}, namespace=space)
+        create_as(server, user, space, thing("Secret", "v1", "hub", stringData={"token": f"of {user}"}))
+        create_as(server, user, space, thing("PersistentVolumeClaim", "v1", "data", spec=CLAIM))
+        job = quickstart(JOB, space, checkpoint={"volume": "data"}, hub={"tokenSecret": {"name": "hub"}})
+        jobs[user] = create_as(server, user, space, job)
+        wait_for("the JobSet", lambda space=space: server.get("jobset", JOB, "-n", space))
+        create_as(server, user, space, thing("PersistentVolumeClaim", "v1", "more", spec=CLAIM))  # the quota is used up
+    for space in TENANTS.values():
+        wait_for("a status", lambda space=space: condition(server, "Planned", JOB, space).get("status") == "True")
+        before[space] = everything(server, space)
+    tokens = {before[space][f"Secret/{JOB}-token"][-1]["token"] for space in TENANTS.values()}
+    assert len(tokens) == 2
+
+    for user, space in TENANTS.items():
+        (victim,) = (other for other in TENANTS if other != user)
+        theirs, target = TENANTS[victim], jobs[victim]
+        for words in (
+            ("get", "secret", f"{JOB}-token"),
+            ("get", "secret", "hub"),
+            ("get", "rlhfjob", JOB),
+            ("delete", "rlhfjob", JOB),
+            ("delete", "pvc", "data"),
+            ("patch", "rlhfjob", JOB, "--subresource=status", "--type=merge", "-p", '{"status":{"state":"Failed"}}'),
+            ("create", "token", f"{JOB}-pods"),
+            ("create", "rolebinding", "mine", f"--role={JOB}-pods", f"--user={user}"),
+        ):
+            refused = server.try_kubectl(*words, "-n", theirs, "--as", user)
+            assert "forbidden" in refused.stderr.lower(), (words, refused)
+        mine = ("patch", "rlhfjob", JOB, "-n", space, "--as", user, "--subresource=status", "--type=merge", "-p", "{}")
+        assert "forbidden" in server.try_kubectl(*mine).stderr.lower(), "nor a status of their own"
+        # In their own namespace they may write what they like: labels and owners of the other's job.
+        owner = {key: target[key] for key in ("apiVersion", "kind")} | {"name": JOB, "uid": target["metadata"]["uid"]}
+        labels = {
+            "app.kubernetes.io/managed-by": "dovetail-operator",
+            "dovetail.dev/job": JOB,
+            "dovetail.dev/job-uid": owner["uid"],
+            "dovetail.dev/role": "coordinator",
+        }
+        for kind, version, more in (
+            ("ConfigMap", "v1", {"data": {"plan.json": "{}"}}),
+            ("Pod", "v1", {"spec": {"containers": [{"name": "dovetail", "image": "none"}]}}),
+        ):
+            forged = thing(kind, version, "forged", **more)
+            forged["metadata"] |= {"labels": labels, "ownerReferences": [owner | {"controller": True}]}
+            create_as(server, user, space, forged)
+        failed = ("patch", "pod", "forged", "-n", space, "--subresource=status", "--type=merge", "-p")
+        server.try_kubectl(*failed, '{"status":{"phase":"Failed"}}')  # the garbage collector may be faster
+        # Jobs that name what the other has, and that the used up quota holds up.
+        for number in range(4):
+            named = quickstart(f"greedy-{number}", space, storage={"folder": f"{JOB}-{owner['uid'][:8]}"})
+            create_as(server, user, space, named)
+        wait_for("the quota", lambda space=space: "quota: claims" in reason(server, "greedy-3", space))
+        # The other still works with the operator meanwhile.
+        second = quickstart("second", theirs, checkpoint={"volume": "data"})
+        create_as(server, victim, theirs, second)
+        wait_for("the other's next job", lambda theirs=theirs: server.get("jobset", "second", "-n", theirs))
+        server.kubectl("delete", "rlhfjob", "second", "-n", theirs, "--as", victim, "--wait=true")
+        assert condition(server, "Failed", JOB, theirs).get("status") != "True"
+
+    for user, space in TENANTS.items():
+        names = [f"greedy-{number}" for number in range(4)]
+        server.kubectl("delete", "rlhfjob", *names, "-n", space, "--as", user, "--wait=true", "--timeout=60s")
+        server.kubectl("delete", "pod,configmap", "forged", "-n", space, "--ignore-not-found", "--force")
+    for space in TENANTS.values():
+        wait_for("the rest gone", lambda space=space: everything(server, space).keys() == before[space].keys())
+        assert everything(server, space) == before[space]
+    for space in TENANTS.values():
+        server.kubectl("delete", "namespace", space, "--wait=false")
+
+
+def test_who_may_only_create_rlhfjobs_gains_nothing_in_the_same_namespace(server: KubeCluster) -> None:
+    """By names of RLHFJobs whose children have the names of others' objects, and of the API's rights on a job."""
+    rules = [{"apiGroups": ["dovetail.dev"], "resources": ["rlhfjobs"], "verbs": ["create", "get", "delete"]}]
+    create(server, thing("Role", f"{RBAC}/v1", "submitter", rules=rules))
+    grant(server, "eve", SPACE, "submitter", "Role")
+    theirs = {kind: create(server, TAKEN[kind]) for kind in ("Secret", "PersistentVolumeClaim", "ConfigMap")}
+    for storage in ({"retain": "Delete"}, {"folder": "runs", "retain": "Delete"}):
+        create_as(server, "eve", SPACE, quickstart(JOB, SPACE, storage=storage))
+        wait_for("the conflict", lambda: f"PersistentVolumeClaim {JOB}-files" in conflict(server))
+        for words in (("get", "secret", f"{JOB}-token"), ("get", "configmap", f"{JOB}-plan"), ("get", "pods")):
+            assert "forbidden" in server.try_kubectl(*words, "-n", SPACE, "--as", "eve").stderr.lower()
+        server.kubectl("delete", "rlhfjob", JOB, "-n", SPACE, "--as", "eve", "--wait=true", "--timeout=60s")
+        for kind, before in theirs.items():
+            assert untouched(before, get(server, TAKEN[kind])), kind
+    server.kubectl("delete", "role,rolebinding", "submitter", "eve", "-n", SPACE, "--ignore-not-found")

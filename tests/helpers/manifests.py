@@ -384,6 +384,7 @@ RULES = [
     ({"groups.1.name": "coordinator"}, "spec.groups[1].name is coordinator, which is the name of another process"),
     ({"groups.0.maxReplicas": 4}, "spec.groups[0] has the role trainer, whose number of pods is fixed"),
     ({"groups.0.gpu": {"perPod": 8}}, "spec.groups[0].gpu.perPod is 8 without gpu.product"),
+    ({"groups.0.gpu": {"claimTemplate": "a"}}, "spec.groups[0].gpu.claimTemplate is given without gpu.product"),
     ({"groups.0.gpu": {"product": "A", "perPod": 0}}, "spec.groups[0].gpu.perPod is 0, but gpu.product names a GPU"),
     (
         {"groups.2": {"name": "g", "roles": ["trainer"], "gpu": {"product": "A"}}},

@@ -24,6 +24,7 @@ _TEXTS: dict[str, tuple[str, ...]] = {
     "pvc": ("claim", "claim/", "/claim", "claim/folder", "claim//folder/", "it's/here", "%s", "%s/x"),
     "split": ("train", "test"),
     "endpoint": ("http://minio:9000",),
+    "managedBy": ("dovetail.dev/operator", "kueue.x-k8s.io/multikueue"),
     "product": ("A100", "Tesla-V100-SXM2"),
     "vllmArgs": ("--port=1", "--load_format=x=y", "-pp", "--seed", "--max-model-len=9", "="),
 }

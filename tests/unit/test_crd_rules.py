@@ -5,7 +5,7 @@ import re
 import pytest
 
 from dovetail.manifest.checks.cel import CelRule
-from dovetail.manifest.checks.immutable import CHANGEABLE, FIXED, TRANSITION_RULES
+from dovetail.manifest.checks.immutable import CHANGEABLE, FIXED, FIXED_IF_SET, TRANSITION_RULES
 from dovetail.manifest.checks.name_rules import NAME_RULES
 from dovetail.manifest.checks.rules import CEL_RULES
 from dovetail.manifest.describe.crd import crd
@@ -24,7 +24,7 @@ def validations(node=ROOT, path=""):
 
 
 def test_every_field_of_spec_is_fixed_or_may_change():
-    assert sorted(FIXED + CHANGEABLE) == sorted(ROOT["properties"]["spec"]["properties"])
+    assert sorted(FIXED + FIXED_IF_SET + CHANGEABLE) == sorted(ROOT["properties"]["spec"]["properties"])
 
 
 def test_every_field_of_a_group_is_fixed_or_a_number_of_pods():

@@ -128,6 +128,15 @@ def condition(client, kind):
     return next(c for c in client.job["status"]["conditions"] if c["type"] == kind)
 
 
+def test_a_job_of_another_controller_is_left_alone():
+    controller, client = a_controller(managedBy="kueue.x-k8s.io/multikueue")
+    assert asyncio.run(controller.process(KEY)) is None
+    assert client.calls == []
+    controller, client = a_controller(managedBy=names.MANAGER)
+    asyncio.run(controller.process(KEY))
+    assert ("create", "JobSet") in client.calls
+
+
 def test_of_two_jobs_with_the_same_names_for_their_jobs_the_older_one_starts():
     """Also if the operator looks at the younger one first."""
     controller, client = a_controller()

@@ -16,6 +16,7 @@ from dovetail.manifest.merge import MergeError, merge
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob
 from dovetail.operator.operator_settings import OperatorSettings
+from dovetail.operator.reconcile.replan import needs
 from dovetail.operator.render.config_map import in_pods, spec_hash
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.objects import jobset, supporting_objects, surplus_jobs
@@ -105,6 +106,24 @@ def test_gpu_groups_ask_for_their_product_and_cpu_groups_for_none():
     assert found["a100"]["containers"][0]["resources"]["requests"]["cpu"] == "1000m"
     assert "limits" not in found["cpu"]["containers"][0]["resources"]
     assert "nodeSelector" not in found["coordinator"]
+
+
+def test_gpus_may_come_through_a_claim():
+    """Of dynamic resource allocation. The template decides which nodes will do."""
+    gpu = {"product": "NVIDIA-A100-SXM4-80GB", "perPod": 2, "claimTemplate": "two-a100"}
+    context = a_context(
+        groups=[{"name": "train", "roles": ["trainer"], "gpu": gpu}, {"name": "c", "roles": ["rollout"]}]
+    )
+    pod = {name: spec for name, spec, _ in pods(context)}["train"]
+    assert pod["resourceClaims"] == [{"name": "gpus", "resourceClaimTemplateName": "two-a100"}]
+    assert pod["containers"][0]["resources"]["claims"] == [{"name": "gpus"}]
+    assert "limits" not in pod["containers"][0]["resources"]
+    assert "nodeSelector" not in pod
+    assert "claimTemplate" not in json.dumps(in_pods(context.job))
+    assert needs(context) == [], "such GPUs are not counted on nodes"
+    more = {"spec": {"resourceClaims": [{"name": "nic", "resourceClaimName": "fast"}]}}
+    merged = merge({"spec": pod}, more)["spec"]["resourceClaims"]
+    assert [claim["name"] for claim in merged] == ["gpus", "nic"]
 
 
 CPUS = [{"name": "trainers", "roles": ["trainer"]}, {"name": "rollouts", "roles": ["rollout"]}]
@@ -238,13 +257,19 @@ def test_surplus_rollouts_count_on_from_the_guaranteed_ones():
     ]
     context = a_context(
         OperatorSettings(surplus_priority_class="low"),
-        {"kueue.x-k8s.io/queue-name": "q", "kueue.x-k8s.io/priority-class": "urgent", "a": "b"},
+        {
+            "kueue.x-k8s.io/queue-name": "q",
+            "kueue.x-k8s.io/priority-class": "urgent",
+            "kueue.x-k8s.io/prebuilt-workload-name": "w",
+            "a": "b",
+        },
         groups=groups,
     )
     jobs = surplus_jobs(context)
     assert [j["metadata"]["name"] for j in jobs] == ["quickstart-gen-s2", "quickstart-gen-s3"]
     assert all(j["spec"]["template"]["spec"]["priorityClassName"] == "low" for j in jobs)
     assert all(j["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "q" for j in jobs)
+    assert not any("kueue.x-k8s.io/prebuilt-workload-name" in j["metadata"]["labels"] for j in jobs), "the JobSet's"
     assert not any("kueue.x-k8s.io/priority-class" in j["metadata"]["labels"] for j in jobs), "the first to go"
     sizes = {j["name"]: j["template"]["spec"]["completions"] for j in jobset(context)["spec"]["replicatedJobs"]}
     assert sizes == {"coordinator": 1, "train": 2, "gen": 2}

@@ -7,6 +7,7 @@ from dovetail.protocol.process.env import COORDINATOR_PORT, HUB_CACHE
 from dovetail.protocol.process.process_names import COORDINATOR
 
 FIELD_MANAGER = "dovetail-operator"
+MANAGER = "dovetail.dev/operator"  # in spec.managedBy; the default
 TOKEN_KEY = "token"  # of the token's Secret
 ITERATIONS_KEY = "iterations.json"  # of the history's ConfigMap
 
@@ -26,6 +27,7 @@ ROOM = "dovetail.dev/room"  # pods of each GPU group that the nodes had room for
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 KUEUE = "kueue.x-k8s.io/"
 QUEUE_LABEL = f"{KUEUE}queue-name"
+WORKLOAD_LABEL = f"{KUEUE}prebuilt-workload-name"
 PRIORITY_LABEL = f"{KUEUE}priority-class"
 
 VOLUME_MOUNT = "/var/dovetail"

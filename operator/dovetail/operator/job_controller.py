@@ -52,6 +52,7 @@ from dovetail.operator.reconcile.reconcile import (
     Reconciled,
     Seen,
     is_over,
+    managed_elsewhere,
     old_status,
     reconcile,
 )
@@ -192,7 +193,7 @@ class Controller:
     async def process(self, key: Key) -> float | None:
         """Reconcile one job. Returns the seconds until it must be looked at again. Raises KubeError."""
         document = self.store.job(key)
-        if document is None:
+        if document is None or managed_elsewhere(document):
             self._coordinators.forget(key)
             self._mounts.forget(key)
             self._status_rate.forget(key)
@@ -298,8 +299,9 @@ class Controller:
 
         def find(name: str) -> Object | None:
             job = self.store.job((namespace, name))
-            over = job is not None and is_over(old_status(job)) and not started(name)
-            return None if over else job
+            if job is None or managed_elsewhere(job) or (is_over(old_status(job)) and not started(name)):
+                return None
+            return job
 
         def started(name: str) -> bool:
             return self.store.children((namespace, name)).get(JOBSET.kind, name) is not None

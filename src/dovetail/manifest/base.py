@@ -22,6 +22,7 @@ METRIC_PATTERN = rf"^({'|'.join(METRICS)}|{CALLABLE_PATTERN[1:-1]})$"
 
 Name = Annotated[str, Field(min_length=1, max_length=63, pattern=NAME_PATTERN)]
 ObjectName = Annotated[str, Field(min_length=1, max_length=253, pattern=OBJECT_NAME_PATTERN)]
+ControllerName = Annotated[str, Field(max_length=63, pattern=r"^[a-z0-9][-.a-z0-9]*/[A-Za-z0-9][-._/A-Za-z0-9]*$")]
 Folder = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9][-A-Za-z0-9._]*$")]
 Callable_ = Annotated[str, Field(max_length=256, pattern=CALLABLE_PATTERN)]
 LossName = Annotated[str, Field(max_length=256, pattern=LOSS_PATTERN)]

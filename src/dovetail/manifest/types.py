@@ -10,6 +10,7 @@ from pydantic import Field
 
 from dovetail.manifest.base import (
     Callable_,
+    ControllerName,
     EvaluationMetric,
     Folder,
     Fraction,
@@ -411,6 +412,11 @@ class GroupGPU(Model):
         le=64,
         description="GPUs of a pod; counts nothing on CPUs, but `dovetail run` refuses a number that is written down.",
     )
+    claim_template: ObjectName | None = Field(
+        default=None,
+        description="On a cluster: a ResourceClaimTemplate (dynamic resource allocation) through which a pod gets its "
+        "perPod GPUs, in place of the resource nvidia.com/gpu and the product's node label.",
+    )
 
 
 PodCount = Annotated[int, Field(ge=1, le=4096)]
@@ -702,6 +708,11 @@ class RLHFJobSpec(Model):
         le=2**31 - 1,
         description="On a cluster: raise this number to start a failed job again, from its last checkpoint. It means "
         "nothing while a job has not failed.",
+    )
+    managed_by: ControllerName | None = Field(
+        default=None,
+        description="The controller that runs the job, such as kueue.x-k8s.io/multikueue. The operator leaves a job of "
+        "another controller alone, and its status is what that controller writes. Default: dovetail.dev/operator.",
     )
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of all random numbers of the job.")
     stages: list[Stage] = Field(

@@ -51,7 +51,8 @@ class Outlook:
 
 
 def needs(context: RenderContext) -> list[Need]:
-    """Of all groups with GPUs. Those that the administrator describes may have resources that are not counted."""
+    """Of all groups with GPUs. Those that the administrator describes, and those that come
+    through claims, may be resources that are not counted."""
     return [
         Need(
             group.name,
@@ -63,7 +64,9 @@ def needs(context: RenderContext) -> list[Need]:
             Role.TRAINER in group.roles,
         )
         for group in context.job.spec.groups
-        if not group.on_cpu and str(group.gpu.product) not in context.settings.gpu_products
+        if not group.on_cpu
+        and group.gpu.claim_template is None
+        and str(group.gpu.product) not in context.settings.gpu_products
     ]
 
 

@@ -86,7 +86,8 @@ def in_pods(job: RLHFJob) -> Object:
     # No process reads what is said of pods alone.
     for group in spec["groups"]:
         group.pop("preemptible", None)
-    for name in ("coordinator", "storage"):
+        group.get("gpu", {}).pop("claimTemplate", None)
+    for name in ("coordinator", "storage", "managedBy"):
         spec.pop(name, None)
     if claim := spec.get("output", {}).pop("pvc", None):
         spec["output"]["path"] = output_path(claim)

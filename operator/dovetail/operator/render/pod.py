@@ -17,6 +17,7 @@ from dovetail.protocol.process.process_names import CONTAINER, COORDINATOR, COOR
 
 GRACE_SECONDS = 45
 GPU_RESOURCE = "nvidia.com/gpu"
+GPU_CLAIM = "gpus"  # of a pod that gets its GPUs through a claim
 PRODUCT_LABEL = "nvidia.com/gpu.product"
 # Writable places of a read-only root; caches of Hugging Face, vLLM, Triton and torch.inductor go below HOME.
 HOME = "/tmp"
@@ -95,11 +96,14 @@ def group_pod(context: RenderContext, group: Group, index: int | None = None) ->
         described = context.settings.gpu_products.get(product)
         resource = described.resource if described else GPU_RESOURCE
         taints = dict.fromkeys((GPU_RESOURCE, resource))
-        container["resources"]["limits"] = {resource: str(group.gpu.per_pod)}
-        extra = {
-            "nodeSelector": {PRODUCT_LABEL: (described and described.node_product) or product},
-            "tolerations": [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints],
-        }
+        if (template_name := group.gpu.claim_template) is not None:
+            # What the template asks for decides which nodes will do.
+            container["resources"]["claims"] = [{"name": GPU_CLAIM}]
+            extra["resourceClaims"] = [{"name": GPU_CLAIM, "resourceClaimTemplateName": template_name}]
+        else:
+            container["resources"]["limits"] = {resource: str(group.gpu.per_pod)}
+            extra["nodeSelector"] = {PRODUCT_LABEL: (described and described.node_product) or product}
+        extra["tolerations"] = [{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in taints]
     if group.preemptible:
         extra["tolerations"] = extra.get("tolerations", []) + spot.TOLERATIONS
         extra |= {"affinity": spot.AFFINITY, "terminationGracePeriodSeconds": spot.GRACE_SECONDS}

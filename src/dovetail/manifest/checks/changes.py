@@ -17,6 +17,7 @@ from dovetail.manifest.types import RLHFJobSpec
 # None of these alters what the run has done so far. Learning rates and numbers of iterations are kept for each step, so
 # that a step that is run again (from a checkpoint) is run as it was.
 CHANGEABLE = (
+    "managedBy",
     "suspend",
     "retry",
     "activeDeadlineSeconds",

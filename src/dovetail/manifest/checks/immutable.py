@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dovetail.manifest.checks.cel import CelRule
 
-# Every field of spec is in one of the two; tests/unit/test_crd_rules.py sees to it.
+# Every field of spec is in one of the three; tests/unit/test_crd_rules.py sees to it.
+FIXED_IF_SET = ("managedBy",)
 FIXED = ("seed", "stages", "models", "data", "sft", "reward", "ppo", "generation", "evaluation", "plan", "trainer")
 CHANGEABLE = (
     "suspend",
@@ -59,6 +60,14 @@ _COORDINATOR = " && ".join(
 )
 
 TRANSITION_RULES: tuple[CelRule, ...] = (
+    *(
+        _rule(
+            f"spec.{name}",
+            f"(has(self.spec.{name}) ? self.spec.{name} : '') == (has(oldSelf.spec.{name}) ? oldSelf.spec.{name} : '')",
+            f".spec.{name}",
+        )
+        for name in FIXED_IF_SET
+    ),
     *(_rule(f"spec.{name}", f"self.spec.{name} == oldSelf.spec.{name}", f".spec.{name}") for name in FIXED),
     _rule("The list of names in spec.groups", _same("groups.map(g, g.name)"), ".spec.groups"),
     *(

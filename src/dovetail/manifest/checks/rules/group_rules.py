@@ -138,6 +138,11 @@ GROUP_RULES = (
         "{path}.gpu.perPod is 0, but gpu.product names a GPU; set perPod to 1 or more, or remove product.",
     ),
     group_rule(
+        lambda group: group.gpu.product is not None or group.gpu.claim_template is None,
+        "has(self.gpu.product) || !has(self.gpu.claimTemplate)",
+        "{path}.gpu.claimTemplate is given without gpu.product, which the plan is made for; name the product.",
+    ),
+    group_rule(
         lambda group: Role.ROLLOUT in group.roles or not group.vllm_args,
         "'rollout' in self.roles || size(self.vllmArgs) == 0",
         "{path}.vllmArgs has no effect without the role rollout; remove it.",
