@@ -21,7 +21,7 @@ DEVCLUSTER = REPOSITORY / "hack/devcluster"
 sys.path.insert(0, str(DEVCLUSTER))
 
 from devcluster import binaries, lifecycle, preflight  # noqa: E402
-from devcluster.settings import ClusterError, state_root  # noqa: E402
+from devcluster.settings import ClusterError, locked, state_root, tidy  # noqa: E402
 
 T = TypeVar("T")
 
@@ -177,9 +177,8 @@ def running(name: str, **options: bool) -> Iterator[KubeCluster]:
     missing = [module for module in modules if not binaries.folder(module).is_dir()]
     if missing:
         raise ClusterError(f"not built yet: {', '.join(missing)} (make cluster-binaries)")
-    state_root().mkdir(parents=True, exist_ok=True)
-    with (state_root() / f".{name}.users").open("w") as users:
-        fcntl.flock(users, fcntl.LOCK_SH)
+    path = state_root() / f".{name}.users"
+    with locked(path, fcntl.LOCK_SH) as users:
         cluster = lifecycle.up(name, **options)
         try:
             yield KubeCluster(cluster.kubeconfig, name)
@@ -189,3 +188,5 @@ def running(name: str, **options: bool) -> Iterator[KubeCluster]:
                 with contextlib.suppress(BlockingIOError):
                     fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     lifecycle.down(name)
+                    path.unlink()
+                    tidy()

@@ -1,7 +1,10 @@
 """What hack/devcluster leaves on a machine: the kernel's settings as they were, and a cache of a stated size."""
 
+import fcntl
 import os
+import shutil
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "hack/devcluster"))
 
 from devcluster import binaries, sysctls
+from devcluster.settings import locked, machine_lock, state_root, tidy
 
 
 @pytest.fixture
@@ -18,14 +22,13 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in sysctls.NAMES[:3]:
         (proc / name).parent.mkdir(parents=True, exist_ok=True)
         (proc / name).write_text("0\n")
-    (state := tmp_path / "state").mkdir()
-    monkeypatch.setattr(sysctls, "state_root", lambda: state)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return proc
 
 
 def a_cluster(machine: Path, name: str) -> Path:
-    mark = machine.parent / "state" / name / "cluster.json"
-    mark.parent.mkdir()
+    mark = state_root() / name / "cluster.json"
+    mark.parent.mkdir(parents=True)
     mark.touch()
     return mark
 
@@ -46,12 +49,50 @@ def test_the_last_cluster_sets_the_kernels_settings_back(machine):
     assert (machine / "kernel/panic").read_text() == "5\n"
 
 
+def test_the_last_cluster_leaves_no_file_and_no_folder(machine):
+    mark = a_cluster(machine, "one")
+    with machine_lock():
+        pass
+    tidy()
+    assert mark.exists()
+    shutil.rmtree(mark.parent)
+    with locked(state_root() / ".one.users", fcntl.LOCK_SH):
+        tidy()
+        (state_root() / ".one.users").unlink()
+    tidy()
+    assert not (machine.parent / "state" / "dovetail").exists()
+
+
+def test_who_waits_for_a_lock_whose_file_was_removed_has_the_next_one(machine):
+    path, order = state_root() / ".x.lock", []
+
+    def second():
+        with locked(path):
+            order.append("second")
+
+    with locked(path):
+        (thread := threading.Thread(target=second)).start()
+        order.append("first")
+        path.unlink()
+    thread.join(30)
+    assert order == ["first", "second"]
+    assert path.exists()
+
+
+def test_archives_of_images_take_a_stated_room(tmp_path):
+    for age, name in enumerate(["cluster-new.tar", "kueue-old.tar", "cluster-old.tar"]):
+        (tmp_path / name).write_bytes(b"x" * 1000)
+        os.utime(tmp_path / name, (1e9 - age, 1e9 - age))
+    binaries.trim(tmp_path, {tmp_path / "cluster-new.tar"}, 2500)
+    assert {path.name for path in tmp_path.iterdir()} == {"cluster-new.tar", "kueue-old.tar"}
+
+
 def test_programs_of_other_versions_go_when_the_cache_is_full(tmp_path):
     for age, name in enumerate(["helm-now", "helm-last", "helm-older", "links"]):
         (folder := tmp_path / name).mkdir()
         (folder / "helm").write_bytes(b"x" * 1000)
         os.utime(folder, (1e9 - age, 1e9 - age))
-    binaries._trim(tmp_path, {tmp_path / "helm-now"}, 2500)
+    binaries.trim(tmp_path, {tmp_path / "helm-now"}, 2500)
     assert {path.name for path in tmp_path.iterdir()} == {"helm-now", "helm-last", "links"}
-    binaries._trim(tmp_path, {tmp_path / "helm-now"}, 10)
+    binaries.trim(tmp_path, {tmp_path / "helm-now"}, 10)
     assert {path.name for path in tmp_path.iterdir()} == {"helm-now", "links"}, "what is in use stays"

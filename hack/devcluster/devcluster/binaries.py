@@ -125,23 +125,24 @@ def build_all(modules: Sequence[str]) -> None:
         )
     for module in modules:
         build(module)
-    _trim(cache_root() / "bin", {folder(module) for module in MODULES}, CACHE_BYTES)
+    trim(cache_root() / "bin", {folder(module) for module in MODULES}, CACHE_BYTES)
 
 
-def _trim(root: Path, current: Collection[Path], limit: int) -> None:
-    """Remove programs of other versions, those that were used longest ago first, until the rest is within `limit`
-    bytes."""
-    sizes = {path: _size(path) for path in root.iterdir() if path.is_dir() and not path.name.startswith(("links", "."))}
+def trim(root: Path, current: Collection[Path], limit: int) -> None:
+    """Remove programs or archives of other versions, those that were used longest ago first, until the rest is within
+    `limit` bytes."""
+    sizes = {path: _size(path) for path in root.iterdir() if not path.name.startswith(("links", "."))}
     total = sum(sizes.values())
     for path in sorted(sizes.keys() - set(current), key=lambda path: path.stat().st_mtime):
         if total <= limit:
             return
-        shutil.rmtree(path, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         total -= sizes[path]
 
 
 def _size(path: Path) -> int:
-    return sum(file.lstat().st_size for file in path.rglob("*") if file.is_file() and not file.is_symlink())
+    files = path.rglob("*") if path.is_dir() else [path]
+    return sum(file.lstat().st_size for file in files if file.is_file() and not file.is_symlink())
 
 
 def path_of(program: str) -> Path:

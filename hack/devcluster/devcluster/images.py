@@ -24,6 +24,7 @@ CHECKOUT = "/opt/checkout"
 BUSYBOX = Path("/bin/busybox")
 PASSWD = f"root:x:0:0:root:/root:/bin/sh\ndovetail:x:{USER}:{USER}:dovetail:/tmp:/bin/sh\n"
 GROUP = f"root:x:0:\ndovetail:x:{USER}:\n"
+CACHE_BYTES = 1 << 30  # of archives
 APPLICATIONS = ("operator", "trainer", "rollout")
 # What examples/quickstart-cluster.yaml names for its V100s.
 EXAMPLE_IMAGE = "registry.example.com/dovetail/rollout:0.1.0-cu126"
@@ -172,6 +173,7 @@ def _cached(name: str, key: str, images: Iterable[Image]) -> Path:
     path = folder / f"{name}-{key}.tar"
     if not path.exists():
         write_archive(path, images)
+        binaries.trim(folder, {path}, CACHE_BYTES)
     return path
 
 

@@ -1,8 +1,6 @@
 """Bringing a cluster up and taking it down."""
 
 import contextlib
-import fcntl
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -10,22 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from devcluster import addons, binaries, cgroups, control_plane, images, network, nodes, preflight, sysctls
-from devcluster.settings import Cluster, find, state_root
+from devcluster.settings import Cluster, find, locked, state_root, tidy
 from devcluster.supervisor import Supervisor
 
 
 @contextlib.contextmanager
 def _alone(name: str) -> Iterator[Path]:
     """One bring-up or take-down of a cluster at a time. Who holds the lock may remove its file."""
-    state_root().mkdir(parents=True, exist_ok=True)
     path = state_root() / f".{name}.lock"
-    while True:
-        with path.open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists() or not os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-                continue  # whoever held it removed the file
-            yield path
-            return
+    with locked(path):
+        yield path
 
 
 class _Progress:
@@ -100,4 +92,5 @@ def down(name: str) -> bool:
             _clear(cluster)
             sysctls.restore()
         lock.unlink()
+    tidy()
     return cluster is not None

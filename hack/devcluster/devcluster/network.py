@@ -1,10 +1,9 @@
 """The cluster's own network: a cable to this machine, a bridge for each node, and no way further."""
 
-import fcntl
 import json
 import subprocess
 
-from devcluster.settings import NODES, Cluster, ClusterError, find, state_root
+from devcluster.settings import NODES, Cluster, ClusterError, find, machine_lock, state_root
 from devcluster.supervisor import Supervisor
 
 OCTETS = range(200, 250)
@@ -35,9 +34,7 @@ def _taken() -> set[int]:
 
 def allocate(name: str) -> Cluster:
     """The cluster of that name, with addresses that nobody else here has."""
-    state_root().mkdir(parents=True, exist_ok=True)
-    with (state_root() / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with machine_lock():
         known = find(name)
         if known is not None:
             return known

@@ -1,11 +1,15 @@
 """Names, paths and addresses of a cluster."""
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 SOURCES = Path(__file__).resolve().parent.parent
 REPOSITORY = SOURCES.parent.parent
@@ -24,6 +28,41 @@ def cache_root() -> Path:
 def state_root() -> Path:
     base = os.environ.get("XDG_STATE_HOME")
     return (Path(base) if base else Path.home() / ".local/state") / "dovetail/devcluster"
+
+
+@contextlib.contextmanager
+def locked(path: Path, how: int = fcntl.LOCK_EX) -> Iterator[TextIO]:
+    """Holds a lock on this file. Whoever holds it alone may remove the file."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            try:
+                file = stack.enter_context(path.open("w"))
+                fcntl.flock(file, how)
+                if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    continue
+            except FileNotFoundError:
+                continue  # whoever held it removed the file
+            yield file
+            return
+
+
+def machine_lock() -> contextlib.AbstractContextManager[TextIO]:
+    """For what all clusters of this machine share."""
+    return locked(state_root() / ".lock")
+
+
+def tidy() -> None:
+    """Removes the folders of states, if no cluster and no lock is left."""
+    root = state_root()
+    if not root.exists():
+        return
+    with machine_lock():
+        if not any(root.glob("*/cluster.json")):
+            (root / ".lock").unlink()
+    with contextlib.suppress(OSError):  # not empty
+        root.rmdir()
+        root.parent.rmdir()
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,10 @@
 """The kernel's settings that kubelets change for the whole machine. They are noted before the first node starts, and
 set back when the last cluster is gone."""
 
-import fcntl
 import json
 from pathlib import Path
 
-from devcluster.settings import state_root
+from devcluster.settings import machine_lock, state_root
 
 # What a kubelet sets (k8s.io/kubernetes/pkg/kubelet/cm), and no namespace holds.
 NAMES = (
@@ -25,8 +24,7 @@ def _kept() -> Path:
 
 def keep(proc: Path = PROC) -> None:
     """Note the machine's values, unless an earlier cluster's kubelets may have changed them already."""
-    with (state_root() / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with machine_lock():
         if not _kept().exists():
             values = {name: (proc / name).read_text() for name in NAMES if (proc / name).exists()}
             _kept().write_text(json.dumps(values))
@@ -34,8 +32,7 @@ def keep(proc: Path = PROC) -> None:
 
 def restore(proc: Path = PROC) -> None:
     """Set the noted values, if no cluster is left."""
-    with (state_root() / ".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with machine_lock():
         if not _kept().exists() or any(state_root().glob("*/cluster.json")):
             return
         for name, value in json.loads(_kept().read_text()).items():
