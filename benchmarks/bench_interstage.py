@@ -1,19 +1,21 @@
 """Generation and inference one after the other against fused (RLHFuse section 4 and figure 9), by threshold.
 
-    python benchmarks/bench_interstage.py [--instances 4 8 16 32] [--share 0.3] [--fractions ...]
+    python benchmarks/bench_interstage.py [--instances 4 8 16 32] [--share 0.3] [--fractions ...] [--whole]
     python benchmarks/bench_interstage.py --real [--seeds 3] [--fractions ...]
 
 Without --real: the coordinator's own code and protocols over emulated instances that wait as long as a profile says:
 LLaMA-33B on eight H100 each (bench_interstage_paper.py), 16 samples an instance, at most 1024 tokens, lengths
 log-normal with the median an eighth of the longest, means over several draws of them. The simulator predicts from what
 the coordinator has measured until then, as in a job that has begun with two iterations of other lengths. Reference,
-reward and critic take a given share of the serial stage. Everything takes --slow times as long as there, against the
+reward and critic take a given share of the serial stage. Scorers look at unfinished samples too; with --whole they do
+not. Everything takes --slow times as long as there, against the
 noise of a busy machine. With --real: two vLLM servers and scorers on this machine's cores, model and lengths of
 bench_e2e.py.
 
 A JSON line a measurement: `threshold` (samples; null: serial), `fraction`, `serial_seconds` (of the same run), and
 `fused_seconds`, their ratio `speedup`, the simulator's `predicted_speedup`, and `gap_share`: how long a migrated sample
-stood still, of the stage; a last line says what the controller chose, and how far predictions were off."""
+stood still, of the stage; `left_share`: the inference after the last token, of the stage; a last line says what the
+controller chose, and how far predictions were off."""
 
 from __future__ import annotations
 
@@ -33,6 +35,7 @@ import numpy as np
 from bench_interstage_paper import MODELS, profile
 from interstage.stage import Measured, Rule, alike, decided, emulated, instances, learn, lengths_of, measure, memory
 
+from dovetail.coordinator.scoring.streams import BLOCK_TOKENS
 from dovetail.coordinator.store.samples import NewSample
 from dovetail.planner.simulate import Decision, StagePrediction, StageProfile, ThresholdController, scan
 
@@ -78,11 +81,13 @@ class Stage:
     predicted: StagePrediction
 
 
-def emulate(count: int, share: float, slow: float, fractions: Sequence[float], seeds: int) -> list[dict[str, Any]]:
+def emulate(
+    count: int, share: float, slow: float, fractions: Sequence[float], seeds: int, blocks: int | None
+) -> list[dict[str, Any]]:
     """Means over `seeds` draws of the lengths; all thresholds in turn on each, so that none has a quieter machine."""
     size = SAMPLES * count
     draws = [lengths_of(size, MAX_TOKENS, seed) for seed in range(seeds + 1)]
-    one = device(share, slow, draws[0], count)
+    one = replace(device(share, slow, draws[0], count), block_tokens=blocks)
     with tempfile.TemporaryDirectory() as folder, memory(Path(folder), MAX_TOKENS, one.max_samples) as fusion:
         known = one
 
@@ -91,7 +96,7 @@ def emulate(count: int, share: float, slow: float, fractions: Sequence[float], s
             predicted = scan(lengths, [PROMPT] * size, [known] * count, [rule[0]], MAX_TOKENS, roomy=[rule[1]])[0]
             decision = decided(rule, predicted)
             found = asyncio.run(measure(emulated(ports), alike(size, PROMPT), known, decision, MAX_TOKENS, lengths))
-            known = learn(fusion, found)
+            known = replace(learn(fusion, found), block_tokens=blocks)
             return Stage(found, predicted)
 
         # A job's first two iterations.
@@ -148,6 +153,7 @@ def means(rule: Rule, size: int, stages: Sequence[Stage], serial: Sequence[Stage
         "generation_seconds": round(mean(s.found.generation for s in stages), 3),
         "migrated": round(mean(s.found.migrated for s in stages), 1),
         "gap_share": round(mean(s.found.gap / s.found.seconds for s in stages), 4),
+        "left_share": round(mean(1 - s.found.generation / s.found.seconds for s in stages), 4),
         "speedup": round(alone / seconds, 3),
         "predicted_seconds": round(expected, 3),
         "predicted_speedup": round(mean(s.predicted.serial_seconds for s in stages) / expected, 3),
@@ -166,6 +172,7 @@ def conclusion(kind: str, lines: Sequence[dict[str, Any]], chosen: Rule) -> dict
         "chosen_roomy": chosen[1],
         "chosen_speedup": ours["speedup"],
         "chosen_gap_share": ours.get("gap_share"),
+        "chosen_left_share": ours.get("left_share"),
         "chosen_over_best_seconds": round(ours["fused_seconds"] / best["fused_seconds"], 4),
         "prediction_error_max": round(max(off), 4),
         "prediction_error_median": round(statistics.median(off), 4),
@@ -230,6 +237,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--slow", type=float, default=1.0, help="times the profile's durations")
     parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS, help="thresholds, of the batch")
     parser.add_argument("--seeds", type=int, default=3, help="draws of the lengths")
+    parser.add_argument("--whole", action="store_true", help="score samples when they are finished only")
     parser.add_argument("--real", action="store_true", help="two vLLM servers on this machine instead")
     options = parser.parse_args(argv)
     if not 0 < options.share < 1:
@@ -238,7 +246,8 @@ def main(argv: list[str] | None = None) -> int:
         real(options.fractions, options.seeds)
         return 0
     for count in options.instances:
-        emulate(count, options.share, options.slow, options.fractions, options.seeds)
+        blocks = None if options.whole else BLOCK_TOKENS
+        emulate(count, options.share, options.slow, options.fractions, options.seeds, blocks)
     return 0
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from dovetail.coordinator.scoring.streams import BLOCK_TOKENS
 from dovetail.planner.simulate import StageProfile
 from dovetail.protocol.sampling import SEED
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
@@ -67,6 +68,8 @@ class Instance:
         self.prefill = 0
         self.wake = asyncio.Event()
         self.scored_until = 0.0
+        # Tokens that it has seen of unfinished samples, by their prompts.
+        self.seen: dict[bytes, int] = {}
 
     async def decode(self) -> None:
         """For ever: one step of all requests, in which new ones are prefilled and make their first token."""
@@ -101,15 +104,32 @@ class Instance:
             if name in self.requests:
                 self.requests[name].aborted = True
 
-    async def score(self, body: bytes) -> bytes:
-        arrays = unpack(body)
-        prompts, responses = arrays["prompt_lengths"].astype(int), arrays["response_lengths"].astype(int)
+    async def busy(self, tokens: list[int]) -> None:
         clock = asyncio.get_running_loop().time
-        seconds = self.profile.chunk_seconds((prompts + responses).tolist())
+        seconds = self.profile.chunk_seconds(tokens) if any(tokens) else 0.0
         self.scored_until = max(self.scored_until, clock()) + seconds
         await asyncio.sleep(self.scored_until - clock())
-        full = np.full((len(prompts), int(responses.max())), -1.25, np.float32)
-        return pack({"ref_logprobs": full, "values": full, "scores": np.ones(len(prompts), np.float32)})
+
+    async def begin(self, body: bytes) -> bytes:
+        found = read(body)
+        held = [max(0, response - 1) // BLOCK_TOKENS * BLOCK_TOKENS for _, _, response in found]
+        wholes = [prompt + count for (_, prompt, _), count in zip(found, held, strict=True)]
+        await self.busy([whole - self.seen.get(key, 0) for (key, _, _), whole in zip(found, wholes, strict=True)])
+        self.seen.update((key, whole) for (key, _, _), whole in zip(found, wholes, strict=True))
+        return json.dumps({"held": held}).encode()
+
+    async def score(self, body: bytes) -> bytes:
+        found = read(body)
+        await self.busy([prompt + response - self.seen.pop(key, 0) for key, prompt, response in found])
+        full = np.full((len(found), max(response for _, _, response in found)), -1.25, np.float32)
+        return pack({"ref_logprobs": full, "values": full, "scores": np.ones(len(found), np.float32)})
+
+
+def read(body: bytes) -> list[tuple[bytes, int, int]]:
+    """Of each sample: its prompt, which no other has, and the tokens of prompt and response."""
+    arrays = unpack(body)
+    prompts, responses = arrays["prompt_lengths"].tolist(), arrays["response_lengths"].tolist()
+    return [(row[:p].tobytes(), p, r) for row, p, r in zip(arrays["tokens"], prompts, responses, strict=True)]
 
 
 class Connection(asyncio.Protocol):
@@ -141,6 +161,8 @@ class Connection(asyncio.Protocol):
         elif path == b"/inference/v1/abort_requests":
             self.instance.abort(json.loads(body)["request_ids"])
             self.answer(b"")
+        elif path == b"/v1/begin":
+            self.answering = asyncio.create_task(self.later(self.instance.begin(body)))
         elif path == b"/v1/score":
             self.answering = asyncio.create_task(self.later(self.instance.score(body)))
         else:

@@ -86,8 +86,8 @@ def emulated(ports: Sequence[int]) -> list[Place]:
 
 
 def alike(count: int, prompt: int) -> list[NewSample]:
-    """Samples for `instances`, with prompts of so many tokens."""
-    return [NewSample(i, 0, list(range(prompt)), i + 1) for i in range(count)]
+    """Samples for `instances`, with different prompts of so many tokens."""
+    return [NewSample(i, 0, [i, *range(1, prompt)], i + 1) for i in range(count)]
 
 
 async def measure(
@@ -110,7 +110,8 @@ async def measure(
             message = {"name": name, "kind": kind, "group": "g", "url": url, "abilities": place.abilities}
             more = {"ready": True, "incarnation": "1", "weight_version": 1}
             fleet.register(Register.model_validate({**message, **more}))
-    scorers = [Scorer(f"r{index:03}-scorer", place.scorer) for index, place in enumerate(places)]
+    room = len(samples[0].prompt_tokens) + max_tokens if profile.block_tokens else 0
+    scorers = [Scorer(f"r{index:03}-scorer", place.scorer, room=room) for index, place in enumerate(places)]
     rollouts = fleet.eligible("rollout")
     longest = max(len(s.prompt_tokens) for s in samples) + max_tokens
     fusion = StageFusion({i.name: profile for i in rollouts}, longest, decision)

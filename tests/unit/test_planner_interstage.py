@@ -21,6 +21,7 @@ from dovetail.planner.simulate import (
     scan,
 )
 from dovetail.planner.simulate.decode import Decode
+from dovetail.planner.simulate.stage import _parts
 
 # One second a step whatever the batch, prompts for free.
 PLAIN = StageProfile(((1, 1.0), (8, 1.0)), 0.0, 0.5, max_samples=8, saturation=4, chunk_tokens=1)
@@ -321,3 +322,34 @@ def test_bad_arguments_are_refused(
 ) -> None:
     with pytest.raises(ProfileError, match=message):
         simulate(lengths, prompts, profiles, threshold)
+
+
+def test_a_sample_that_comes_in_parts_leaves_a_block_to_score_by_hand() -> None:
+    # One instance decodes 64 tokens in 63 s; the other has 1 token, and is free at once. Scoring takes 0.5 s a token.
+    lengths, prompts = [64, 1], [2, 1]
+    whole = simulate(lengths, prompts, [PLAIN, PLAIN], 0)
+    assert whole.fused_seconds == 63.0 + 0.5 * 66
+    parts = simulate(lengths, prompts, [profile(block_tokens=8)] * 2, 0)
+    # Parts end at tokens 8, 32, 48, 56 and 64; each is scored in at most as long as the next one takes to grow.
+    assert parts.generation_end == 63.0
+    assert parts.fused_seconds == 63.0 + 0.5 * 8
+    assert parts.serial_seconds == whole.serial_seconds
+    # Not where one of the scorers takes finished samples only, nor one stage after the other.
+    assert simulate(lengths, prompts, [PLAIN, profile(block_tokens=8)], 0).fused_seconds == whole.fused_seconds
+    assert simulate(lengths, prompts, [profile(block_tokens=8)] * 2, None).fused_seconds == whole.serial_seconds
+
+
+@given(stages(), st.integers(1, 30), st.data())
+@settings(deadline=None)
+def test_parts_are_all_tokens_and_work_is_the_same(stage: dict[str, Any], block: int, data: st.DataObject) -> None:
+    stage["profiles"] = [replace(p, block_tokens=block, inference_seconds_per_chunk=0.0) for p in stage["profiles"]]
+    threshold = data.draw(st.integers(0, len(stage["lengths"])))
+    found = simulate(threshold=threshold, **stage)
+    assert found.fused_seconds >= found.generation_end
+    decode = Decode(stage["lengths"], stage["prompt_lengths"], stage["profiles"])
+    decode.run(0)
+    for free in (0.0, max(decode.end) / 2):
+        parts = _parts(decode, free)
+        assert sum(tokens for _, tokens in parts) == sum(stage["lengths"]) + sum(stage["prompt_lengths"])
+        assert all(tokens > 0 for _, tokens in parts)
+        assert max(there for there, _ in parts) == max(decode.end)

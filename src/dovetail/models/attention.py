@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dovetail.models.packing import Packing
+from dovetail.models.packing import RESPONSE_BLOCK, Packing
 
 NAME = "dovetail"
 # Of torch's flash attention, which takes all sequences in one call.
@@ -55,6 +55,8 @@ def attend(
     if packing is None:
         return _rows(module, query, key, value, attention_mask, scores), None
     lengths = packing.lengths
+    if packing.pasts is not None:
+        return _with_pasts(module, query, key, value, packing, scores), None
     if packing.prefixes is None and len(set(lengths)) == 1:
         q, k, v = (x[0].unflatten(1, (len(lengths), -1)).transpose(0, 1) for x in (query, key, value))
         return _rows(module, q, k, v, None, scores).flatten(0, 1).unsqueeze(0), None
@@ -63,15 +65,59 @@ def attend(
     if query.is_cuda:
         return by_blocks(query, key, value, packing, scores), None
     # Each sequence by itself: on a CPU as fast as a block of them, and without what padding costs.
+    return _by_sequences(query, _joined(module, key, value, packing), packing, scores), None
+
+
+def _with_pasts(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: ScoreSettings
+) -> Tensor:
+    """`attend` of sequences of which some go on from a cache."""
+    joined = _joined(module, key, value, packing)
+    plain = scores.softcap is None and scores.sinks is None
+    if query.is_cuda and plain and in_one_call(query.dtype, query.shape[-1]):
+        return flash(query, key, value, packing, scores.scaling, scores.window, joined)
+    return _by_sequences(query, joined, packing, scores)
+
+
+def _joined(module: nn.Module, key: Tensor, value: Tensor, packing: Packing) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values that each sequence attends to, (1, key heads, n, D): its cache's or its prefix's, and its own.
+    Caches then hold them."""
+    lengths = packing.lengths
+    keys, values = (x.split(lengths, dim=2) for x in (key, value))
     prefixes = packing.prefixes or (None,) * len(lengths)
-    queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
-    outputs = [
-        _one(q, k, v, None, scores)
-        if prefix is None
-        else _one(q, torch.cat([keys[prefix], k], 2), torch.cat([values[prefix], v], 2), lengths[prefix], scores)
-        for q, k, v, prefix in zip(queries, keys, values, prefixes, strict=True)
-    ]
-    return torch.cat(outputs, dim=1), None
+    pasts = packing.pasts or (None,) * len(lengths)
+    found = []
+    for k, v, prefix, past in zip(keys, values, prefixes, pasts, strict=True):
+        earlier = None if prefix is None else (keys[prefix], values[prefix])
+        if past is not None and past.tokens:
+            earlier = past.cache.layers[_number(module)]
+        whole = (k, v) if earlier is None else (torch.cat([earlier[0], k], 2), torch.cat([earlier[1], v], 2))
+        if past is not None:
+            past.cache.layers[_number(module)] = whole
+        found.append(whole)
+    return found
+
+
+def _number(module: nn.Module) -> int:
+    """Of the layer whose attention this is."""
+    return int(module.layer_idx)  # type: ignore[arg-type]
+
+
+def _by_sequences(
+    query: Tensor, joined: Sequence[tuple[Tensor, Tensor]], packing: Packing, scores: ScoreSettings
+) -> Tensor:
+    """`attend` of one sequence after the other. What goes on from another one is computed in blocks, see
+    `RESPONSE_BLOCK`; each block's operands have the same shapes and strides however the sequence comes in parts."""
+    outputs = []
+    for q, (k, v), before in zip(query.split(packing.lengths, dim=2), joined, packing.before, strict=True):
+        if not before:
+            outputs.append(_one(q, k, v, None, scores))
+            continue
+        for start in range(0, q.shape[2], RESPONSE_BLOCK):
+            rows, end = q[:, :, start : start + RESPONSE_BLOCK], before + start + RESPONSE_BLOCK
+            keys, values = k[:, :, :end].contiguous(), v[:, :, :end].contiguous()
+            outputs.append(_one(rows, keys, values, before + start, scores))
+    return torch.cat(outputs, dim=1)
 
 
 def in_one_call(dtype: torch.dtype, width: int) -> bool:
@@ -178,15 +224,25 @@ def _unfused(
 
 
 def flash(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    window: int | None = None,
+    joined: Sequence[tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:
-    """`attend` of all sequences in one call. Keys and values of a prefix are repeated for each that goes on from it."""
+    """`attend` of all sequences in one call. Keys and values of a prefix are repeated for each that goes on from it.
+    `joined`: what each sequence attends to, if some go on from caches."""
     from torch.nn.attention.varlen import varlen_attn
 
     starts, longest = packing.starts, max(packing.lengths)
     key_starts, longest_keys = starts, longest
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    if packing.prefixes is not None:
+    if joined is not None:
+        k, v = (torch.cat([pair[n] for pair in joined], 2)[0].transpose(0, 1) for n in (0, 1))
+        key_starts, longest_keys = packing.key_starts, packing.longest
+    elif packing.prefixes is not None:
         index, key_starts = packing.keys
         k, v, longest_keys = k[index], v[index], packing.longest
     # Causal, and aligned at the end where there are more keys than queries (flash attention since 2.1).

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.models.config import ModelError, is_tied, without_dropout
 from dovetail.models.expert_routing import replays
-from dovetail.models.packing import Packing
+from dovetail.models.packing import Packing, Past
 from dovetail.models.predictions import Predicted, Predictions, Vocabulary, predict
 
 Head = Literal["lm", "value", "lm+value"]
@@ -149,6 +149,7 @@ class PipelineStage(nn.Module):
         routing: Tensor | None = None,
         predictions: Predictions | None = None,
         balance: float = 0.0,
+        pasts: Sequence[Past | None] | None = None,
     ) -> Tensor | Predicted | Outputs:
         """First stage: token ids int64. Later stages: the previous stage's output. Attention is causal.
 
@@ -158,7 +159,8 @@ class PipelineStage(nn.Module):
 
         `routing` (total, layers of the whole model, experts of a token) of whole numbers: the experts to use, -1 where
         the model chooses itself. `balance`: what the mean of all layers' load-balancing losses counts for in the
-        gradients (`dovetail.models.expert_routing`).
+        gradients (`dovetail.models.expert_routing`). `pasts`: of each sequence, the KV cache that it goes on from and
+        adds to; without gradients.
 
         Returns hidden states (B, T, H), or from the last stage logits (B, T, V) in the compute dtype (head `lm`),
         values (B, T) float32 (head `value`), or both; with `wanted` (n,) int64, positions among all B x T, only of
@@ -169,7 +171,7 @@ class PipelineStage(nn.Module):
             longest = inputs.shape[1]
             positions = torch.arange(longest, device=device).unsqueeze(0)
         else:
-            packing = Packing(lengths, prefixes, device)
+            packing = Packing(lengths, prefixes, device, pasts)
             longest, positions = packing.longest, packing.positions.unsqueeze(0)
             extra = {"packing": packing}
         hidden = self._embed(inputs, positions, longest) if self.is_first else inputs

@@ -12,6 +12,10 @@ from torch.nn import functional as F
 
 # A sequence in a block counts as at least this long: below it a block of its own costs more than padding.
 _SHORT = 64
+# On CPUs attention takes the tokens that go on from a prefix or a cache in blocks of so many, counted from the end of
+# the prompt. So it computes the same bits for a response that comes in parts, if each part but the last one ends where
+# a block ends.
+RESPONSE_BLOCK = 64
 
 
 class Block(NamedTuple):
@@ -24,16 +28,41 @@ class Block(NamedTuple):
     before: Tensor | None
 
 
+class KVCache:
+    """Keys and values of one sequence's tokens, each (1, key heads, tokens, D), by the number of the layer."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+
+class Past(NamedTuple):
+    """What a sequence goes on from: the `tokens` that `cache` holds before the pass. The pass adds its own to it, and,
+    if there were none, those of its prefix."""
+
+    cache: KVCache
+    tokens: int
+
+
 class Packing:
     """Sequences of `lengths`, one after the other, on `device`.
 
     `prefixes[i]`: the sequence that sequence i goes on from, or None; it has none itself. Sequence i's positions begin
-    where that one's end, and it attends to that one and to itself. Without `prefixes` no sequence has one."""
+    where that one's end, and it attends to that one and to itself. Without `prefixes` no sequence has one.
+
+    `pasts[i]`: the cache that sequence i goes on from, and adds to, or None. One that holds tokens takes the place of a
+    prefix. Without `pasts` no sequence has one."""
 
     # No dataclass: FSDP2 makes a new one of those in every layer, without what is cached.
-    def __init__(self, lengths: Sequence[int], prefixes: Sequence[int | None] | None, device: torch.device) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        prefixes: Sequence[int | None] | None,
+        device: torch.device,
+        pasts: Sequence[Past | None] | None = None,
+    ) -> None:
         """Raises ValueError for prefixes that cannot be."""
         self.lengths = tuple(lengths)
+        self.pasts = None if pasts is None or not any(pasts) else tuple(pasts)
         self.prefixes = None if prefixes is None else tuple(prefixes)
         self.device = device
         if self.prefixes is not None:
@@ -49,10 +78,11 @@ class Packing:
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """Tokens of each sequence's prefix."""
-        if self.prefixes is None:
-            return (0,) * len(self.lengths)
-        return tuple(0 if prefix is None else self.lengths[prefix] for prefix in self.prefixes)
+        """Tokens of each sequence's prefix, or of its cache."""
+        prefixes = self.prefixes or (None,) * len(self.lengths)
+        found = [0 if prefix is None else self.lengths[prefix] for prefix in prefixes]
+        pasts = self.pasts or (None,) * len(self.lengths)
+        return tuple(n if past is None else past.tokens or n for past, n in zip(pasts, found, strict=True))
 
     @property
     def longest(self) -> int:
@@ -73,6 +103,12 @@ class Packing:
         return F.pad(torch.tensor(self.lengths).cumsum(0), (1, 0))
 
     @property
+    def key_starts(self) -> Tensor:
+        """Where each sequence's keys begin, its prefix's or cache's and its own, (sequences + 1,) int32."""
+        counts = torch.tensor([b + n for b, n in zip(self.before, self.lengths, strict=True)])
+        return self._moved(F.pad(counts.cumsum(0), (1, 0)).to(torch.int32))
+
+    @property
     def positions(self) -> Tensor:
         """Of each token in its sequence with the prefix, (total,) int64."""
         sizes, offsets = torch.tensor(self.lengths), torch.tensor(self.before) - self._starts[:-1]
@@ -85,8 +121,7 @@ class Packing:
         spans = [torch.arange(a, b) for a, b in self._starts.unfold(0, 2, 1).tolist()]
         prefixes = self.prefixes or (None,) * len(spans)
         parts = [s if p is None else torch.cat([spans[p], s]) for p, s in zip(prefixes, spans, strict=True)]
-        starts = F.pad(torch.tensor([len(part) for part in parts]).cumsum(0), (1, 0))
-        return self._moved(torch.cat(parts)), self._moved(starts.to(torch.int32))
+        return self._moved(torch.cat(parts)), self.key_starts
 
     @cached_property
     def blocks(self) -> tuple[list[Block], Tensor]:

@@ -1,4 +1,4 @@
-"""How many finished samples are scored together: the coordinator's rule, and the simulator's."""
+"""How many samples are scored together: the coordinator's rules, and the simulator's."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ MAX_CHUNK_TOKENS = 16_384
 # Below this a chunk's fixed costs (a request, three models' layers or weights) are what it costs.
 MIN_CHUNK_TOKENS = 512
 CHUNKS_PER_SCORER = 3
+# So many unfinished samples for each scorer are scored while they are generated. With more, prompts would be computed
+# for one sample each, long before the last one ends.
+STREAMED_PER_SCORER = 2
 
 
 def chunk_rows(

@@ -1,4 +1,4 @@
-"""Reference, reward and critic forward passes over finished samples. No I/O but model loading; not
+"""Reference, reward and critic forward passes over samples, finished or not. No I/O but model loading; not
 thread-safe."""
 
 from __future__ import annotations
@@ -11,17 +11,22 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.models.packing import KVCache, Past
 from dovetail.models.predictions import Predicted, Predictions
 from dovetail.protocol.budgets import SCORER_CPU_TOKENS, SCORER_LOGIT_BYTES, SCORER_TOKENS
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import Arrays
 from dovetail.rollout.scoring.host_weights import Copies, HostModels
 from dovetail.rollout.scoring.packed_samples import Pack, SamplesToScore, packs
+from dovetail.rollout.scoring.prefixes import Prefix, Prefixes, Seen, held_of
 from dovetail.rollout.scoring.split import SplitModel, StagePass, build_split
 
 Model = Literal["reference", "reward", "critic"]
 MODELS: tuple[Model, ...] = get_args(Model)
 HEADS: dict[Model, str] = {"reference": "lm", "reward": "value", "critic": "value"}
+# What each one's answer is called.
+RESULTS: dict[Model, str] = {"reference": "ref_logprobs", "reward": "scores", "critic": "values"}
 
 # On CPUs a forward pass is filled up to a multiple of this many tokens, and so are the outputs that are read: a float32
 # matrix product then gives each row the same bits however many there are and wherever it is. Attention runs sequence by
@@ -52,7 +57,7 @@ class ModelScorer:
 
     `devices`: all of one type. A model is on the first of them, or split by layers over as many of them as `split` says
     (None: over all). `copies`, one a device: the weights are in host memory, and on the devices from `bring` or their
-    first use until `leave`."""
+    first use until `leave`. `room`: tokens of unfinished samples whose keys and values are kept between requests."""
 
     def __init__(
         self,
@@ -62,6 +67,7 @@ class ModelScorer:
         progress: Callable[[str, int], None] = lambda model, tokens: None,
         copies: Sequence[Copies] | None = None,
         split: Mapping[str, int] | None = None,
+        room: int = 0,
     ) -> None:
         several = [devices] if isinstance(devices, str | torch.device) else devices
         self.devices = tuple(torch.device(device) for device in several)
@@ -73,6 +79,7 @@ class ModelScorer:
         self._broken: str | None = None
         self.critic_version: int | None = None
         self.host = None if copies is None else HostModels(copies)
+        self._prefixes = Prefixes(room)
 
     @property
     def device(self) -> torch.device:
@@ -103,6 +110,7 @@ class ModelScorer:
         for name in MODELS:
             if name in self._refs and self._refs[name] != wanted.get(name):
                 del self._refs[name], self._models[name]
+                self._prefixes.forget(name)
                 if self.host is not None:
                     self.host.forget(name)
         if "critic" not in self._refs:
@@ -125,6 +133,7 @@ class ModelScorer:
 
     def leave(self) -> None:
         """Take no device memory but for what the process itself needs, if weights have another place."""
+        self._prefixes.forget()
         if self.host is not None:
             self.host.leave()
 
@@ -141,7 +150,67 @@ class ModelScorer:
     def score(self, want: Iterable[str], samples: SamplesToScore, temperature: float = 1.0) -> Arrays:
         """`ref_logprobs` (N, R) of the response tokens at `temperature`, `scores` (N,): the reward head at a
         sample's last token, `values` (N, R): the critic's output before each response token. float32, 0
-        outside a response; R is the longest response. Raises NotReady, and ValueError for a bad request."""
+        outside a response; R is the longest response. What `begin` has seen of a sample is not computed again.
+        Raises NotReady, and ValueError for a bad request."""
+        models = self._asked(want, samples, temperature)
+        prefixes = self._found(samples)
+        shape = (len(samples.tokens), int(samples.responses.max(initial=0)))
+        result: Arrays = {}
+        self.bring()
+        try:
+            for name, model in models:
+                array = np.zeros(shape[:1] if name == "reward" else shape, np.float32)
+                self._run(name, model, samples, prefixes, temperature, array)
+                result[RESULTS[name]] = array
+        finally:
+            # Also after a failed pass, whose keys and values are not whole.
+            for prefix in prefixes.values():
+                self._prefixes.drop(prefix)
+        return result
+
+    def begin(self, want: Iterable[str], samples: SamplesToScore, temperature: float = 1.0) -> list[int]:
+        """See as much of unfinished samples as makes whole blocks, and keep it for `score`: the response tokens of each
+        that all models have seen. 0 for samples that there is no room for. Raises as `score` does."""
+        models = self._asked(want, samples, temperature)
+        prefixes = self._found(samples)
+        parts, kept, used = [], [], 0
+        for row in range(len(samples.tokens)):
+            prompt, count = int(samples.prompts[row]), held_of(int(samples.responses[row]))
+            if not count or used + prompt + count > self._prefixes.room:
+                continue
+            used += prompt + count
+            whole = samples.tokens[row, : prompt + count + 1].copy()
+            prefix = prefixes.get(row) or Prefix(whole[:prompt], whole[prompt:])
+            prefix.response = whole[prompt:]
+            parts.append(row)
+            kept.append(prefix)
+        if not parts:
+            return [0] * len(samples.tokens)
+        blocks = np.array([len(prefix.response) for prefix in kept])
+        chosen = SamplesToScore(samples.tokens[parts], samples.prompts[parts], blocks, unfinished=True)
+        self.bring()
+        try:
+            for name, model in models:
+                self._run(name, model, chosen, dict(enumerate(kept)), temperature, None)
+        except BaseException:
+            for prefix in kept:
+                self._prefixes.drop(prefix)
+            raise
+        self._prefixes.keep(kept)
+        found = dict(zip(parts, (int(n) - 1 for n in blocks), strict=True))
+        return [found.get(row, 0) for row in range(len(samples.tokens))]
+
+    @property
+    def room(self) -> int:
+        """Tokens of unfinished samples that it keeps; 0 if a model is of a family whose bits would depend on the parts
+        in which a sample comes: with experts, how many tokens an expert gets."""
+        families = (MODEL_FAMILIES[model.config.model_type] for model in list(self._models.values()))
+        return 0 if any(family.experts is not None for family in families) else self._prefixes.room
+
+    def _asked(
+        self, want: Iterable[str], samples: SamplesToScore, temperature: float
+    ) -> list[tuple[Model, SplitModel]]:
+        """The models of a request. Raises as `score` does."""
         names = list(dict.fromkeys(want))
         for name in names:
             if name not in HEADS:
@@ -154,30 +223,75 @@ class ModelScorer:
             inside = np.arange(samples.tokens.shape[1]) < samples.lengths[:, None]
             if bool((inside & ((samples.tokens < 0) | (samples.tokens >= vocabulary))).any()):
                 raise ValueError(f"tokens are outside model {name}'s vocabulary of {vocabulary}")
-        shape = (len(samples.tokens), int(samples.responses.max(initial=0)))
-        result: Arrays = {}
-        self.bring()
-        for name, model in models:
-            if self.host is not None:
-                self.host.use(name)
-            if name == "reference":
-                result["ref_logprobs"] = self._reference(model, samples, shape, temperature)
-            elif name == "critic":
-                result["values"] = self._critic(model, samples, shape)
-            else:
-                result["scores"] = self._reward(model, samples)
-        return result
+        return models
+
+    def _found(self, samples: SamplesToScore) -> dict[int, Prefix]:
+        """By row, what is kept of the samples."""
+        found: dict[int, Prefix] = {}
+        for row, (prompt, whole) in enumerate(zip(samples.prompts, samples.lengths, strict=True)):
+            prefix = self._prefixes.find(samples.tokens[row, :prompt], samples.tokens[row, prompt:whole])
+            # Two samples may begin with the same tokens.
+            if prefix is not None and prefix not in found.values():
+                found[row] = prefix
+        return found
+
+    def _run(
+        self,
+        name: Model,
+        model: SplitModel,
+        samples: SamplesToScore,
+        prefixes: Mapping[int, Prefix],
+        temperature: float,
+        result: NDArray[np.float32] | None,
+    ) -> None:
+        """Fill `result` (N,) or (N, R), or, of unfinished samples, what `prefixes` say that the model has seen."""
+        seen = {row: prefix.models[name] for row, prefix in prefixes.items() if name in prefix.models}
+        if HEADS[name] == "lm":
+            seen = {row: each for row, each in seen.items() if each.temperature == temperature}
+        held = np.zeros(len(samples.tokens), np.int64)
+        outputs = np.zeros((len(samples.tokens), int(samples.responses.max(initial=0))), np.float32)
+        for row, each in seen.items():
+            held[row] = each.held
+            if each.outputs is not None:
+                outputs[row, : each.held + 1] = each.outputs
+        caches = {row: each.cache for row, each in seen.items()}
+        rest = np.arange(len(samples.tokens))
+        if samples.unfinished:
+            caches = {row: caches.get(row) or KVCache() for row in prefixes}
+            rest = np.flatnonzero(samples.responses - held > 1)
+        part = SamplesToScore(
+            samples.tokens[rest], samples.prompts[rest], samples.responses[rest], held[rest], samples.unfinished
+        )
+        there = {at: caches[row] for at, row in enumerate(rest.tolist()) if row in caches}
+        if self.host is not None:
+            self.host.use(name)
+        at_end = name == "reward"
+        for pack, values in self._passes(name, model, part, there, temperature):
+            if not at_end:
+                outputs[rest[pack.of], pack.at] = values
+            elif result is not None:
+                result[rest[pack.rows]] = values
+        if result is not None:
+            if not at_end:
+                result[:] = outputs
+            return
+        for row, prefix in prefixes.items():
+            count = int(samples.responses[row])
+            mine = None if at_end else outputs[row, :count]
+            prefix.models[name] = Seen(caches[row], count - 1, mine, temperature)
 
     def _passes(
         self,
         name: Model,
         model: SplitModel,
         samples: SamplesToScore,
-        wanted: Callable[[Pack], NDArray[np.int64]],
+        caches: Mapping[int, KVCache],
         temperature: float = 1.0,
     ) -> Iterator[tuple[Pack, NDArray[np.float32]]]:
-        """Each forward pass: what went through it, and for every position that `wanted` names (m,) its value (m,), or,
-        of a language model, the log-probability at `temperature` of the response token after it."""
+        """Each forward pass: what went through it, and the outputs: a reward model's at each sample's last token
+        (rows,), the critic's before each response token (m,), or, of a language model, the log-probability at
+        `temperature` of each response token (m,). `caches`: by row, where keys and values of a sample are or shall
+        be."""
         # Stages wait the less for the first and the last pass, the smaller these are.
         most = max(1, self.max_tokens // len(model.stages))
         speaks, on_cpu = HEADS[name] == "lm", self.device.type == "cpu"
@@ -188,10 +302,16 @@ class ModelScorer:
 
         def forward(pack: Pack) -> StagePass[tuple[Pack, NDArray[np.int64], Tensor]]:
             tokens, lengths, prefixes = filled(pack.tokens, multiple), pack.lengths, pack.prefixes
+            pasts: list[Past | None] = [None] * len(lengths)
+            for row, place in zip(pack.rows.tolist(), pack.places.tolist(), strict=True):
+                if row in caches:
+                    held = int(samples.begins[row])
+                    pasts[place] = Past(caches[row], held and held + int(samples.prompts[row]))
             if len(tokens) > len(pack.tokens):
                 # Token 0 is in every vocabulary.
                 lengths, prefixes = (*lengths, len(tokens) - len(pack.tokens)), (*prefixes, None)
-            positions, which = np.unique(wanted(pack), return_inverse=True)
+                pasts.append(None)
+            positions, which = np.unique(pack.last if name == "reward" else pack.before, return_inverse=True)
             # Several tokens may come after one position, the end of their prompt; they are asked for together.
             order = np.argsort(which, kind="stable") if speaks else np.arange(len(which))
             rows = which[order]
@@ -204,33 +324,21 @@ class ModelScorer:
             def result(found: Tensor | Predicted) -> tuple[Pack, NDArray[np.int64], Tensor]:
                 return pack, order, _read(found, rows)
 
-            return StagePass(tokens, lengths, prefixes, filled(positions, multiple), result, asks if speaks else None)
+            return StagePass(
+                tokens,
+                lengths,
+                prefixes,
+                filled(positions, multiple),
+                result,
+                asks if speaks else None,
+                tuple(pasts) if caches else None,
+            )
 
         for pack, order, found in model.run(map(forward, packs(samples, most, outputs, enough))):
             values = np.empty(len(order), np.float32)
             values[order] = found.cpu().numpy()
             yield pack, values
             self._progress(name, len(pack.tokens))
-
-    def _reference(
-        self, model: SplitModel, samples: SamplesToScore, shape: tuple[int, int], temperature: float
-    ) -> NDArray[np.float32]:
-        result = np.zeros(shape, np.float32)
-        for pack, logprobs in self._passes("reference", model, samples, lambda pack: pack.before, temperature):
-            result[pack.of, pack.at] = logprobs
-        return result
-
-    def _critic(self, model: SplitModel, samples: SamplesToScore, shape: tuple[int, int]) -> NDArray[np.float32]:
-        result = np.zeros(shape, np.float32)
-        for pack, values in self._passes("critic", model, samples, lambda pack: pack.before):
-            result[pack.of, pack.at] = values
-        return result
-
-    def _reward(self, model: SplitModel, samples: SamplesToScore) -> NDArray[np.float32]:
-        result = np.zeros(len(samples.tokens), np.float32)
-        for pack, values in self._passes("reward", model, samples, lambda pack: pack.last):
-            result[pack.rows] = values
-        return result
 
     # ------------------------------------------------------------ the critic's weights
 
@@ -266,9 +374,11 @@ class ModelScorer:
             with torch.no_grad():
                 for name, parameter in parameters.items():
                     parameter.copy_(staged[name])
+        self._prefixes.forget("critic")
         self.critic_version, self._broken = version, None
 
     def lose_weights(self, reason: str) -> None:
         """After a failed transfer: the critic's weights are out of date, so it scores nothing until others
         come."""
+        self._prefixes.forget("critic")
         self.critic_version, self._broken = None, reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,11 +17,17 @@ KEYS = 8
 
 @dataclass(frozen=True)
 class SamplesToScore:
-    """tokens (N, T) int64, prompt then response, right-padded; prompts, responses: lengths, (N,) int64."""
+    """tokens (N, T) int64, prompt then response, right-padded; prompts, responses: lengths, (N,) int64.
+
+    `held` (N,) int64: how many response tokens have been through the model before, with the prompt; the rest goes on
+    from their keys and values. 0: none, nor has the prompt. None: of no sample. `unfinished`: the last response token
+    is known, but does not go through the model yet."""
 
     tokens: NDArray[np.int64]
     prompts: NDArray[np.int64]
     responses: NDArray[np.int64]
+    held: NDArray[np.int64] | None = None
+    unfinished: bool = False
 
     @staticmethod
     def read(arrays: Arrays) -> SamplesToScore:
@@ -51,31 +58,45 @@ class SamplesToScore:
     def lengths(self) -> NDArray[np.int64]:
         return self.prompts + self.responses
 
+    @cached_property
+    def begins(self) -> NDArray[np.int64]:
+        """`held` of every sample."""
+        return np.zeros(len(self.tokens), np.int64) if self.held is None else self.held
+
+    @cached_property
+    def new(self) -> NDArray[np.int64]:
+        """Response tokens that go through the model."""
+        return self.responses - self.begins - self.unfinished
+
 
 @dataclass(frozen=True)
 class Pack:
     """Samples that go through a model together: `tokens` (total,) int64, sequences of `lengths` that go on from
     `prefixes` as `Stage.forward` takes them. Some sequences are prompts; the others go on from theirs.
 
-    `rows` (n,): the samples; `last` (n,): where each one's last token is, in `tokens`. Of all response tokens in turn
-    (m,): `of` and `at`, sample and place in the response, and `before`, where the token before it is, in `tokens`."""
+    `rows` (n,): the samples; `last` (n,): where each one's last token is, in `tokens`; `places` (n,): the sequence
+    that is its response. Of all response tokens in turn whose token before goes through (m,): `of` and `at`, sample and
+    place in the response, and `before`, where the token before it is, in `tokens`."""
 
     tokens: NDArray[np.int64]
     lengths: tuple[int, ...]
     prefixes: tuple[int | None, ...]
     rows: NDArray[np.int64]
     last: NDArray[np.int64]
+    places: NDArray[np.int64]
     of: NDArray[np.int64]
     at: NDArray[np.int64]
     before: NDArray[np.int64]
 
 
 def groups(samples: SamplesToScore) -> list[list[int]]:
-    """Samples by prompt, the longest first, and the groups by their longest."""
-    found: dict[bytes, list[int]] = {}
+    """Samples by prompt, the longest first, and the groups by their longest. One whose prompt has been through the
+    model is alone."""
+    found: dict[bytes | int, list[int]] = {}
     lengths = samples.lengths
     for row in sorted(range(len(lengths)), key=lambda i: (-int(lengths[i]), i)):
-        found.setdefault(samples.tokens[row, : samples.prompts[row]].tobytes(), []).append(row)
+        alone = samples.begins[row] > 0
+        found.setdefault(row if alone else samples.tokens[row, : samples.prompts[row]].tobytes(), []).append(row)
     return list(found.values())
 
 
@@ -87,7 +108,8 @@ def packs(samples: SamplesToScore, max_tokens: int, max_outputs: int, enough: in
     together = np.minimum(limits, [enough or max_tokens, max_outputs, KEYS * max_tokens])
 
     def cost(rows: Sequence[int], prompt: bool) -> NDArray[np.int64]:
-        before, responses = int(samples.prompts[rows[0]]), int(samples.responses[rows].sum())
+        held, responses = int(samples.begins[rows[0]]), int(samples.new[rows].sum())
+        before, prompt = held + int(samples.prompts[rows[0]]), prompt and not held
         return np.array([responses + prompt * before, responses + prompt, responses + len(rows) * before])
 
     pack: list[list[int]] = []
@@ -113,22 +135,31 @@ def _pack(samples: SamplesToScore, chosen: Sequence[Sequence[int]]) -> Pack:
     """Of groups that share a prompt."""
     parts: list[NDArray[np.int64]] = []
     prefixes: list[int | None] = []
-    last, before = [], []
+    last, places, at, before = [], [], [], []
     total = 0
     for group in chosen:
-        prompt, length = len(parts), int(samples.prompts[group[0]])
-        parts.append(samples.tokens[group[0], :length])
-        prefixes.append(None)
-        total += length
+        length, held = int(samples.prompts[group[0]]), int(samples.begins[group[0]])
+        prompt = None
+        if not held:
+            prompt = len(parts)
+            parts.append(samples.tokens[group[0], :length])
+            prefixes.append(None)
+            total += length
         end = total - 1
         for row in group:
-            response = int(samples.responses[row])
-            before.append(np.append(end, np.arange(total, total + response - 1))[:response])
-            if response:
-                parts.append(samples.tokens[row, length : length + response])
+            new = int(samples.new[row])
+            # The token before the first new one is the prompt's last one, or has been through the model earlier.
+            path = np.arange(total, total + new)
+            path = path if held else np.append(end, path)
+            here = path[: len(path) - (not samples.unfinished)]
+            before.append(here)
+            at.append(np.arange(len(here)) + (held + 1 if held else 0))
+            places.append(len(parts) if new else prompt)
+            if new:
+                parts.append(samples.tokens[row, length + held : length + held + new])
                 prefixes.append(prompt)
-                total += response
-            last.append(total - 1 if response else end)
+                total += new
+            last.append(total - 1 if new else end)
     rows = np.array([row for group in chosen for row in group])
     return Pack(
         np.concatenate(parts),
@@ -136,7 +167,8 @@ def _pack(samples: SamplesToScore, chosen: Sequence[Sequence[int]]) -> Pack:
         tuple(prefixes),
         rows,
         np.array(last),
-        np.repeat(rows, samples.responses[rows]),
-        np.concatenate([np.arange(samples.responses[row]) for row in rows]),
+        np.array(places),
+        np.repeat(rows, [len(part) for part in at]),
+        np.concatenate(at),
         np.concatenate(before),
     )

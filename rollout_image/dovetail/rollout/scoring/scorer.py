@@ -57,13 +57,15 @@ def event_log(process: str) -> Log:
 class Settings:
     """What the job says about this process. `temperature`: the reference's log-probabilities must share the
     sampler's; `dtype` and `on_gpu` of its group. `shared`: the server beside it sleeps while it works. `split`: by
-    model, GPUs that the plan splits it over, where there are more than one."""
+    model, GPUs that the plan splits it over, where there are more than one. `room`: tokens of unfinished samples whose
+    keys and values it may keep."""
 
     temperature: float = 1.0
     dtype: Dtype = Dtype.AUTO
     on_gpu: bool = True
     shared: bool = False
     split: Mapping[str, int] = field(default_factory=dict)
+    room: int = 0
 
 
 def read_settings(env: ProcessEnv) -> Settings:
@@ -78,7 +80,8 @@ def read_settings(env: ProcessEnv) -> Settings:
     for group in spec.groups:
         if group.name == env.group:
             on_gpu = group.gpu.product is not None and group.gpu.per_pod > 0
-            return Settings(spec.generation.temperature, group.dtype, on_gpu, sleeps(group), planned_split(env))
+            shared, room = sleeps(group), spec.data.max_prompt_tokens + spec.generation.max_tokens
+            return Settings(spec.generation.temperature, group.dtype, on_gpu, shared, planned_split(env), room)
     return Settings(spec.generation.temperature)
 
 
@@ -127,6 +130,7 @@ async def register_forever(
                 "dtype": str(service.scorer.dtype).removeprefix("torch."),
                 "models": sorted(service.scorer.models),
                 "host_weights": service.scorer.host is not None,
+                "room": service.scorer.room,
             },
         )
         problem: str | None = None
@@ -219,7 +223,13 @@ def main(argv: list[str] | None = None) -> int:
         copies = [CudaCopies(torch.device(d)) for d in devices] if settings.shared and not on_cpu else None
         split = None if args.device else settings.split
         scorer = ModelScorer(
-            devices, dtype, args.max_tokens, lambda m, n: metrics.tokens.labels(m).inc(n), copies, split
+            devices,
+            dtype,
+            args.max_tokens,
+            lambda m, n: metrics.tokens.labels(m).inc(n),
+            copies,
+            split,
+            settings.room,
         )
         service = ScorerService(scorer, log, metrics, temperature=settings.temperature)
         asyncio.run(serve(env, service, log))

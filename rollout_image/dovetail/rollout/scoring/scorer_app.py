@@ -133,11 +133,12 @@ class ScorerService:
             with self.metrics.seconds.time():
                 return pack(self.scorer.score(want, samples, temperature))
 
-        try:
-            samples = SamplesToScore.read(unpack(body))
-        except SafetensorError as error:
-            raise ValueError(f"the body is not a safetensors document: {error}") from error
+        samples = _samples(body)
         return await self._run(work)
+
+    async def begin(self, want: list[str], body: bytes, temperature: float) -> list[int]:
+        """`Scorer.begin` of packed arrays. Raises NotReady and ValueError."""
+        return await self._run(self.scorer.begin, want, _samples(body), temperature)
 
     async def receive(self, receive: Receive) -> None:
         """Take the critic's segments and apply them once all are there and verified.
@@ -171,12 +172,21 @@ class ScorerService:
             "dtype": str(scorer.dtype).removeprefix("torch."),
             "max_tokens": scorer.max_tokens,
             "temperature": self.temperature,
+            "room": scorer.room,
         }
 
     def close(self) -> None:
         """Stop taking work; what runs in a thread is not waited for."""
         self._forward.shutdown(wait=False, cancel_futures=True)
         self._transfer.shutdown(wait=False, cancel_futures=True)
+
+
+def _samples(body: bytes) -> SamplesToScore:
+    """Raises ValueError."""
+    try:
+        return SamplesToScore.read(unpack(body))
+    except SafetensorError as error:
+        raise ValueError(f"the body is not a safetensors document: {error}") from error
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -236,18 +246,27 @@ def make_app(service: ScorerService, token: str) -> web.Application:
         await service.load(LoadRequest.model_validate_json(await request.read()).models)
         return web.json_response(service.info())
 
-    async def score(request: web.Request) -> web.Response:
+    def asked(request: web.Request) -> tuple[list[str], float]:
+        """Models and temperature. Raises ValueError."""
         want = [name for name in request.query.get("want", "").split(",") if name]
         if not want:
-            raise ValueError("say what is wanted: /v1/score?want=reference,reward,critic")
+            raise ValueError(f"say what is wanted: {request.path}?want=reference,reward,critic")
         try:
             temperature = float(request.query.get("temperature", service.temperature))
         except ValueError:
             raise ValueError(f"temperature {request.query['temperature'][:64]!r} is not a number") from None
         if not (math.isfinite(temperature) and temperature > 0):
             raise ValueError(f"temperature must be a number above 0, not {temperature}")
+        return want, temperature
+
+    async def score(request: web.Request) -> web.Response:
+        want, temperature = asked(request)
         body = await service.score(want, await request.read(), temperature)
         return web.Response(body=body, content_type=CONTENT_TYPE)
+
+    async def begin(request: web.Request) -> web.Response:
+        want, temperature = asked(request)
+        return web.json_response({"held": await service.begin(want, await request.read(), temperature)})
 
     async def bring(_: web.Request) -> web.Response:
         return web.json_response({"models": await service.bring()})
@@ -274,6 +293,7 @@ def make_app(service: ScorerService, token: str) -> web.Application:
             web.get("/v1/info", info),
             web.post("/v1/load", load),
             web.post("/v1/score", score),
+            web.post("/v1/begin", begin),
             web.post("/v1/weights", weights),
             web.post("/v1/bring", bring),
             web.post("/v1/leave", leave),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dovetail.models import PipelineStage, build_stage
 from dovetail.models.config import load_config
+from dovetail.models.packing import Past
 from dovetail.models.predictions import Predicted, Predictions
 from dovetail.protocol.messages import ModelRef
 
@@ -24,7 +25,8 @@ R = TypeVar("R")
 @dataclass(frozen=True)
 class StagePass(Generic[R]):
     """One forward pass, as `Stage.forward` takes it: `tokens` (total,) int64, `wanted` (n,) int64. `read` makes the
-    result of the last stage's output, which is what `asks` says for the stage's device, if it is given."""
+    result of the last stage's output, which is what `asks` says for the stage's device, if it is given. All stages put
+    their layers' keys and values into the caches of `pasts`."""
 
     tokens: NDArray[np.int64]
     lengths: tuple[int, ...]
@@ -32,6 +34,7 @@ class StagePass(Generic[R]):
     wanted: NDArray[np.int64]
     read: Callable[[Tensor | Predicted], R]
     asks: Callable[[torch.device], Predictions] | None = None
+    pasts: tuple[Past | None, ...] | None = None
 
 
 class SplitModel:
@@ -114,7 +117,7 @@ class SplitModel:
             inputs = inputs.to(device, non_blocking=True)
             # Kernels that know of no tensor's device run on the thread's.
             with torch.cuda.device_of(inputs):
-                found = stage(inputs, each.lengths, wanted, each.prefixes, predictions=predictions)
+                found = stage(inputs, each.lengths, wanted, each.prefixes, predictions=predictions, pasts=each.pasts)
         assert isinstance(found, Tensor | Predicted)  # a scorer's models have one head
         return found
 

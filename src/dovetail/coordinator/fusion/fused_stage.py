@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -10,6 +10,7 @@ from dovetail.coordinator.fusion.fusion import StageFusion
 from dovetail.coordinator.generation.generator import Generator
 from dovetail.coordinator.generation.in_flight import Generated
 from dovetail.coordinator.scoring.scoring import Finished
+from dovetail.coordinator.scoring.streams import Growing
 from dovetail.coordinator.store.samples import Sample, SampleTable, State
 
 
@@ -17,6 +18,7 @@ class Scoring(Protocol):
     """Where finished samples go: see `dovetail.coordinator.scoring.scoring.Inference`."""
 
     def add(self, samples: Iterable[Finished]) -> None: ...
+    def follow(self, left: int, growing: Callable[[], Sequence[Growing]]) -> None: ...
     def poke(self) -> None: ...
     def check(self) -> None: ...
     async def finish(self, deadline_seconds: float) -> None: ...
@@ -45,6 +47,8 @@ async def generate_and_score(
     def progress(done: int, total: int, tokens: int) -> None:
         on_progress(done, total)
         inference.check()
+        if fusion.threshold is not None:
+            inference.follow(total - done, lambda: generator.growing(iteration))
         # Which rollouts are idle may have changed.
         inference.poke()
 

@@ -101,12 +101,17 @@ class Fusion:
 
     @asynccontextmanager
     async def stage(
-        self, iteration: int, prompt_lengths: Sequence[int], instances: Sequence[Instance]
+        self,
+        iteration: int,
+        prompt_lengths: Sequence[int],
+        instances: Sequence[Instance],
+        block_tokens: int | None = None,
     ) -> AsyncIterator[StageFusion]:
         """The fusion of one iteration. Its threshold is decided while generation begins; until then the last one is
-        used. Raises what the decision raises."""
+        used. `block_tokens`: see `StageProfile`. Raises what the decision raises."""
         longest = max(prompt_lengths) + self._spec.generation.max_tokens
-        stage = StageFusion({i.name: self.measured(i.group).profile() for i in instances}, longest)
+        known = {i.name: self.measured(i.group).profile() for i in instances}
+        stage = StageFusion({name: replace(p, block_tokens=block_tokens) for name, p in known.items()}, longest)
         if self._spec.plan.inter_stage_fusion == "Off" or not instances:
             yield stage
             return

@@ -25,6 +25,7 @@ from dovetail.coordinator.generation.kv_migration import KVMigration
 from dovetail.coordinator.generation.migration_costs import Mechanism
 from dovetail.coordinator.generation.migrations import Leave, Migration, StopStrings
 from dovetail.coordinator.generation.requests import RequestRefused, Requests, ServerFailure, body, cancel, stream
+from dovetail.coordinator.scoring.streams import Growing
 from dovetail.coordinator.store.samples import Assignment, Key, Sample
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.manifest.types import Generation
@@ -117,6 +118,10 @@ class Drawing:
         return self._flying.idle(name) and not any(
             work.leave is not None and work.leave.instance == name for work in (*waiting, *self._flying)
         )
+
+    def growing(self) -> list[Growing]:
+        """The samples that servers work on, with the tokens that they have now."""
+        return [Growing(work.key, work.prompt, work.tokens) for work in self._flying]
 
     async def drain(self, name: str) -> None:
         """Move the samples of an instance to others with their tokens. Returns when it has none left."""

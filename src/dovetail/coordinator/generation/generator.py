@@ -16,6 +16,7 @@ from dovetail.coordinator.generation.in_flight import Generated, GenerationSetti
 from dovetail.coordinator.generation.kv_migration import KVMigration
 from dovetail.coordinator.generation.migrations import StopStrings
 from dovetail.coordinator.generation.requests import Requests
+from dovetail.coordinator.scoring.streams import Growing
 from dovetail.coordinator.store.samples import Sample, State
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import Generation
@@ -102,6 +103,11 @@ class Generator:
     def idle(self, name: str) -> bool:
         """Whether an instance has nothing to generate, and gets nothing more unless other instances fail."""
         return all(drawing.idle(name) for drawing in self._drawings.values())
+
+    def growing(self, iteration: int) -> list[Growing]:
+        """The iteration's samples that servers work on, with the tokens that they have now."""
+        drawing = self._drawings.get(iteration)
+        return [] if drawing is None else drawing.growing()
 
     def left(self, name: str) -> bool:
         """Whether nothing that an instance holds is wanted any more: it has no samples, and those that left it have

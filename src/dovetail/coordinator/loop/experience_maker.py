@@ -31,6 +31,7 @@ from dovetail.coordinator.rewards.reward_stage import Joined, Rewards, WithRewar
 from dovetail.coordinator.scoring.scorer_models import ScorerModels
 from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Scores
 from dovetail.coordinator.scoring.scoring_lanes import Lane, ScorerLanes
+from dovetail.coordinator.scoring.streams import BLOCK_TOKENS
 from dovetail.coordinator.store.experience_files import experience_arrays
 from dovetail.coordinator.store.samples import Key, NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import StoreError
@@ -194,8 +195,9 @@ class ExperienceMaker:
 
         lengths = [len(p.token_ids) for p in prompts for _ in range(self._spec.ppo.samples_per_prompt)]
         rollouts = fleet.eligible(ROLLOUT)
+        blocks = BLOCK_TOKENS if any(i.abilities.get("room") for i in fleet.instances("scorer")) else None
         async with (
-            self._fusion.stage(iteration, lengths, rollouts) as fusion,
+            self._fusion.stage(iteration, lengths, rollouts, blocks) as fusion,
             self._inference(iteration, prompts, fusion, scored) as inference,
         ):
             done = await generate_and_score(

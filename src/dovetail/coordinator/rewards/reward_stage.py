@@ -13,6 +13,7 @@ from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.rewards.calls import Call, Calls
 from dovetail.coordinator.scoring.scoring import Finished, Inference, Scores
 from dovetail.coordinator.scoring.scoring_lanes import ScorerLanes
+from dovetail.coordinator.scoring.streams import Growing
 from dovetail.coordinator.store.samples import Key, SampleTable, ScoreRow
 from dovetail.protocol.messages import Span
 from dovetail.protocol.process.process_names import COORDINATOR
@@ -195,6 +196,10 @@ class WithRewards:
         new = list(samples)
         self._inference.add(new)
         self._rewards.add(new)
+
+    def follow(self, left: int, growing: Callable[[], Sequence[Growing]]) -> None:
+        """Let scorers look at samples that are still generated."""
+        self._inference.follow(left, growing)
 
     def poke(self) -> None:
         """Ask for scorers again: which are free may have changed."""

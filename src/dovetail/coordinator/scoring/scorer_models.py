@@ -61,7 +61,7 @@ class ScorerModels:
     def scorers(self, lane: Lane) -> list[Scorer]:
         """Those that can score with all models of the lane now."""
         return [
-            Scorer(i.name, i.url, i.incarnation)
+            Scorer(i.name, i.url, i.incarnation, int(i.abilities.get("room") or 0))
             for i in self._fleet.eligible("scorer")
             if self.has_loaded(i.name, i.incarnation) and self.serves(i.name, lane)
         ]

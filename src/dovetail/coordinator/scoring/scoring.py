@@ -2,15 +2,18 @@
 
 Samples may be added while others are scored; inter-stage fusion (RLHFuse section 4) adds them as they finish. A scorer
 takes its next chunk when it has finished the last one, so faster devices get more. If a scorer fails, its chunk goes to
-another one."""
+another one.
+
+A scorer without a chunk may look at samples that are still generated (`streams`)."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import heapq
+import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -19,21 +22,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dovetail.coordinator.data.tokenize import ppo_batch
+from dovetail.coordinator.scoring.streams import Growing, Streams
 from dovetail.coordinator.store.samples import Key
-from dovetail.planner.chunks import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS, chunk_rows
+from dovetail.planner.chunks import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS, STREAMED_PER_SCORER, chunk_rows
 from dovetail.protocol.messages import ModelRef, Span
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
 
 RETRY_SECONDS = 0.5
+# How often it looks for new blocks of unfinished samples.
+LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """A scorer's process. A restarted one has another `incarnation`."""
+    """A scorer's process. A restarted one has another `incarnation`. `room`: tokens of unfinished samples that it can
+    keep."""
 
     name: str
     url: str
     incarnation: str = ""
+    room: int = 0
+
+    @property
+    def process(self) -> tuple[str, str]:
+        return self.name, self.incarnation
 
 
 @dataclass(frozen=True)
@@ -167,6 +179,10 @@ class Inference:
         self._gone = gone
         self._clock = clock
         self._waiting = Waiting()
+        self._streams = Streams()
+        self._growing: Sequence[Growing] = ()
+        # Finished samples that wait for the scorer which has seen a part of them.
+        self._at_home: dict[Key, Finished] = {}
         self._left = 0
         self._wake = asyncio.Event()
         self._done = asyncio.Event()
@@ -192,11 +208,21 @@ class Inference:
     def add(self, samples: Iterable[Finished]) -> None:
         """Add samples to be scored."""
         new = list(samples)
-        self._waiting.add(new)
+        for sample in new:
+            if self._streams.home(sample.key) is None:
+                self._waiting.add([sample])
+            else:
+                self._at_home[sample.key] = sample
+        done = {sample.key for sample in new}
+        self._growing = [each for each in self._growing if each.key not in done]
         self._left += len(new)
         if self._left:
             self._done.clear()
         self.poke()
+
+    def follow(self, left: int, growing: Callable[[], Sequence[Growing]]) -> None:
+        """`left` samples are not generated yet. Scorers without other work may look at them, if they are few enough."""
+        self._growing = growing() if 0 < left <= STREAMED_PER_SCORER * self._everyone() else ()
 
     def poke(self) -> None:
         """Call `scorers` again."""
@@ -236,16 +262,60 @@ class Inference:
                     del self._busy[name]
                 elif self._gone(chunk.scorer):
                     self._take_back(chunk)
-            if self._waiting:
-                allowed = self._scorers()
-                for scorer in allowed:
-                    if self._waiting and scorer.name not in self._busy:
-                        samples = self._waiting.take(max(len(allowed), self._everyone()))
-                        task = asyncio.create_task(self._score(scorer, samples))
-                        self._busy[scorer.name] = _Chunk(scorer, samples, task)
+            if self._waiting or self._at_home or self._growing:
+                self._hand_to(self._scorers())
             # While samples are left it looks again without being woken, also when all of them are being scored: a
             # failed chunk comes back without a word, as a scorer that always fails must not be asked in a tight loop.
-            await _wait(self._wake, RETRY_SECONDS if self._left else None)
+            idle = RETRY_SECONDS if self._left else None
+            await _wait(self._wake, LOOK_SECONDS if self._growing else idle)
+
+    def _hand_to(self, allowed: Sequence[Scorer]) -> None:
+        """Give each of these scorers that has no work finished samples, or else a look at unfinished ones."""
+        busy = [chunk.scorer for chunk in self._busy.values()]
+        for key in self._streams.stay({scorer.process for scorer in [*allowed, *busy]}):
+            if key in self._at_home:
+                self._waiting.add([self._at_home.pop(key)])
+        free = [scorer for scorer in allowed if scorer.name not in self._busy]
+        for number, scorer in enumerate(free):
+            samples = [s for s in self._at_home.values() if self._streams.home(s.key) == scorer.process]
+            for sample in samples:
+                del self._at_home[sample.key]
+            if not samples and self._waiting:
+                samples = self._waiting.take(max(len(allowed), self._everyone()))
+            if samples:
+                self._begin(scorer, samples, self._score(scorer, samples))
+            elif growing := self._streams.take(scorer.process, scorer.room, self._growing, len(free) - number):
+                self._begin(scorer, [], self._look(scorer, growing))
+
+    def _begin(self, scorer: Scorer, samples: list[Finished], work: Coroutine[None, None, None]) -> None:
+        self._busy[scorer.name] = _Chunk(scorer, samples, asyncio.create_task(work))
+
+    async def _look(self, scorer: Scorer, growing: Sequence[Growing]) -> None:
+        """Let a scorer see a part of unfinished samples."""
+        started = time.time()
+        tokens = [len(g.prompt) + g.blocks - self._streams.seen(g.key) for g in growing]
+        samples = [
+            Finished(g.key, np.asarray(g.prompt, np.int32), np.asarray(g.response[: g.blocks + 1], np.int32))
+            for g in growing
+        ]
+        try:
+            held = await _show(self._session, scorer, samples, self._want, self._chunk_seconds)
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
+            self._last_failure = f"{scorer.name}: {error or type(error).__name__}"
+            self._on_failure(scorer, self._last_failure)
+            # What it has seen before it may not have any more.
+            self._streams.end([sample.key for sample in samples])
+            return
+        except Exception as error:
+            self._error = error
+            self._done.set()
+            return
+        self._on_success(scorer)
+        for sample, count in zip(samples, held, strict=True):
+            self._streams.held(scorer.process, sample.key, len(sample.prompt), count)
+        args = {"n": len(samples), "tokens": sum(tokens), "unfinished": True}
+        self._on_span(Span(name="inference", process=scorer.name, start=started, end=time.time(), args=args))
+        self._wake.set()
 
     def _take_back(self, chunk: _Chunk) -> None:
         """Take back the chunk of a scorer that will never answer. Its connection may stay open, as with a lost node."""
@@ -257,6 +327,7 @@ class Inference:
     async def _score(self, scorer: Scorer, samples: list[Finished]) -> None:
         try:
             if not await self._try(scorer, samples):
+                self._streams.end([sample.key for sample in samples])
                 self._waiting.add(samples)
                 return
         except Exception as error:
@@ -278,7 +349,8 @@ class Inference:
             self._on_failure(scorer, self._last_failure)
             return False
         self._on_success(scorer)
-        args = {"n": len(chunk), "tokens": sum(len(s) for s in chunk)}
+        args = {"n": len(chunk), "tokens": sum(len(s) - self._streams.seen(s.key) for s in chunk)}
+        self._streams.end([sample.key for sample in chunk])
         self._on_span(Span(name="inference", process=scorer.name, start=started, end=time.time(), args=args))
         self._on_scores(answer)
         return True
@@ -300,15 +372,31 @@ async def _wait(event: asyncio.Event, seconds: float | None) -> None:
             await event.wait()
 
 
-async def _score_chunk(
+async def _show(
     session: aiohttp.ClientSession,
     scorer: Scorer,
     samples: Sequence[Finished],
     want: Sequence[str],
     timeout: float,
-) -> list[Scores]:
+) -> list[int]:
+    """Returns how many response tokens of each the scorer has seen."""
+    body = json.loads(await _ask(session, scorer, "begin", samples, want, timeout))
+    held = body.get("held") if isinstance(body, dict) else None
+    if not isinstance(held, list) or len(held) != len(samples) or not all(isinstance(n, int) for n in held):
+        raise ValueError("the answer does not say what of each sample is held")
+    return held
+
+
+async def _ask(
+    session: aiohttp.ClientSession,
+    scorer: Scorer,
+    route: str,
+    samples: Sequence[Finished],
+    want: Sequence[str],
+    timeout: float,
+) -> bytes:
     async with session.post(
-        f"{scorer.url}/v1/score",
+        f"{scorer.url}/v1/{route}",
         params={"want": ",".join(want)},
         data=pack(ppo_batch([s.prompt for s in samples], [s.response for s in samples], 0)),
         headers={"Content-Type": CONTENT_TYPE},
@@ -317,7 +405,17 @@ async def _score_chunk(
         body = await response.read()
         if response.status != 200:
             raise aiohttp.ClientError(f"status {response.status}: {body[:300].decode(errors='replace')}")
-    arrays = unpack(body)
+        return body
+
+
+async def _score_chunk(
+    session: aiohttp.ClientSession,
+    scorer: Scorer,
+    samples: Sequence[Finished],
+    want: Sequence[str],
+    timeout: float,
+) -> list[Scores]:
+    arrays = unpack(await _ask(session, scorer, "score", samples, want, timeout))
     needed = [
         name
         for name, what in (("ref_logprobs", "reference"), ("values", "critic"), ("scores", "reward"))

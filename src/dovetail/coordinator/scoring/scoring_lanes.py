@@ -11,6 +11,7 @@ from dataclasses import replace
 from types import TracebackType
 
 from dovetail.coordinator.scoring.scoring import Finished, Inference, Scores
+from dovetail.coordinator.scoring.streams import Growing
 from dovetail.coordinator.store.samples import Key
 
 Lane = tuple[str, ...]
@@ -59,6 +60,11 @@ class ScorerLanes:
         new = list(samples)
         for lane in self._lanes:
             lane.add(new)
+
+    def follow(self, left: int, growing: Callable[[], Sequence[Growing]]) -> None:
+        """Let scorers look at samples that are still generated."""
+        for lane in self._lanes:
+            lane.follow(left, growing)
 
     def poke(self) -> None:
         """Ask for scorers again: which are free may have changed."""

@@ -17,6 +17,7 @@ from dovetail.planner.costs.memory import (
     UTILISATION,
     Training,
     generation_step_bytes,
+    kept_prefix_bytes,
     logit_bytes,
     scoring_step_bytes,
     shortage,
@@ -334,9 +335,12 @@ class GPUMemoryModel:
         if task == "critic" and not share.offload:
             # A whole version is put together beside the old one, when no pass runs.
             works["new weights"] = max(0.0, size - sum(works.values()))
+        held = {"weights": size}
+        if task in INFERENCE and (kept := kept_prefix_bytes(shape, self.work.longest, b, share.tp) / share.pp):
+            held["kept prefixes"] = kept
         if share.offload:
-            return TaskMemory({}, {**works, "weights": size}, {"weights": size})
-        return TaskMemory({"weights": size}, works)
+            return TaskMemory({}, {**works, **held}, {"weights": size})
+        return TaskMemory(held, works)
 
 
 def _range(candidate: Candidate, task: Task, share: Share) -> range:

@@ -75,6 +75,12 @@ def scoring_step_bytes(
     return tokens * (3 * shape.hidden + inner) * itemsize + logits
 
 
+def kept_prefix_bytes(shape: ModelShape, longest: int, itemsize: int, tp: int = 1) -> float:
+    """What a scorer keeps of unfinished samples for one model: keys and values of as many tokens as the longest sample
+    may have. Models with experts keep nothing."""
+    return 0.0 if shape.experts else longest * shape.kv_bytes(itemsize, tp)
+
+
 def logit_bytes(shape: ModelShape, outputs: int, itemsize: int, tp: int = 1, training: bool = True) -> float:
     """On a GPU, of the logits of `outputs` positions and what is computed of them: log-probabilities and, in training,
     gradients. Logits of more than a chunk are never there as a whole (`dovetail.models.predictions`)."""

@@ -15,6 +15,7 @@ from dovetail.planner.costs.memory import (
     GIB,
     ITEMSIZE,
     generation_step_bytes,
+    kept_prefix_bytes,
     scoring_step_bytes,
     stage_parameters,
     training_memory,
@@ -152,6 +153,7 @@ def _rollout(spec: RLHFJobSpec, known: Mapping[str, ModelShape], group: Group, s
     held = ITEMSIZE[Dtype.FLOAT32 if group.dtype is Dtype.AUTO else group.dtype]
     scorer = {
         "weights": sum(held * stage_parameters(shape, head, 1, 1, 0) for shape, head in models),
+        "kept prefixes": sum(kept_prefix_bytes(shape, longest, held) for shape, _ in models),
         # One model after another.
         "a step": max(
             (scoring_step_bytes(s, head, tokens, held, logit_bytes=SCORER_LOGIT_BYTES) for s, head in models),

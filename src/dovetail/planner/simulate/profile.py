@@ -36,7 +36,8 @@ class StageProfile:
     `migration_seconds`: from the decision to stop a request to its arrival elsewhere.
     `resume_seconds_per_token`: of its prefill there; None: as of any.
     `kv_transfer_seconds_per_token`: moving the KV cache instead of a new prefill, where it can be moved.
-    `chunk_tokens`: fewest tokens that are scored together, if there are as many."""
+    `chunk_tokens`: fewest tokens that are scored together, if there are as many.
+    `block_tokens`: scorers take unfinished samples in blocks of so many response tokens; None: they do not."""
 
     decode: tuple[tuple[int, float], ...]
     prefill_seconds_per_token: float
@@ -51,6 +52,7 @@ class StageProfile:
     resume_seconds_per_token: float | None = None
     kv_transfer_seconds_per_token: float | None = None
     chunk_tokens: int = MIN_CHUNK_TOKENS
+    block_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not self.decode:
@@ -73,7 +75,7 @@ class StageProfile:
             value = getattr(self, name)
             if value is not None and not (math.isfinite(value) and value >= 0):
                 raise ProfileError(f"{name} is {value}; it must be 0 or more")
-        for name in ("max_samples", "kv_tokens", "saturation", "chunk_tokens"):
+        for name in ("max_samples", "kv_tokens", "saturation", "chunk_tokens", "block_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ProfileError(f"{name} is {value}; it must be 1 or more")

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dovetail.planner.chunks import chunk_rows
+from dovetail.planner.chunks import STREAMED_PER_SCORER, chunk_rows
 from dovetail.planner.simulate.decode import Decode
 from dovetail.planner.simulate.migration import MigrationPlan, plan_migration
 from dovetail.planner.simulate.profile import ProfileError, StageProfile
@@ -117,7 +117,8 @@ class _Scored:
 
 
 def _inference(decode: Decode, begun: float | None, early: bool) -> _Scored:
-    """Scoring by whoever is free, in the coordinator's chunks, the longest finished samples first.
+    """Scoring by whoever is free, in the coordinator's chunks, the longest first, of finished samples and of what there
+    is of unfinished ones.
 
     `begun` None: after generation. Else an instance is free once it has nothing left to generate."""
     generated = max(decode.end)
@@ -126,18 +127,17 @@ def _inference(decode: Decode, begun: float | None, early: bool) -> _Scored:
         free = decode.idle_at[i] if early else max(begun or 0.0, decode.idle_at[i])
         heap.append(((generated if begun is None else free) + profile.swap_in_seconds, i))
     heapq.heapify(heap)
-    order = sorted(range(len(decode.end)), key=decode.end.__getitem__)
+    parts = _parts(decode, None if begun is None else heap[0][0])
     ready: list[int] = []  # a heap of -tokens
     busy = [0.0] * len(decode.profiles)
-    next_, waiting, count, end = 0, 0, len(order), generated
+    next_, waiting, count, end = 0, 0, len(parts), generated
     while next_ < count or ready:
         time, i = heapq.heappop(heap)
-        while next_ < count and (decode.end[order[next_]] <= time or not ready):
-            sample = order[next_]
-            tokens = decode.prompts[sample] + decode.lengths[sample]
+        while next_ < count and (parts[next_][0] <= time or not ready):
+            there, tokens = parts[next_]
             heapq.heappush(ready, -tokens)
             waiting += tokens
-            time = max(time, decode.end[sample])
+            time = max(time, there)
             next_ += 1
         profile = decode.profiles[i]
         rows = chunk_rows(-ready[0], waiting, len(decode.profiles), profile.chunk_tokens)
@@ -150,6 +150,32 @@ def _inference(decode: Decode, begun: float | None, early: bool) -> _Scored:
         end = max(end, time + seconds + profile.swap_out_seconds)
         heapq.heappush(heap, (time + seconds, i))
     return _Scored(end, busy)
+
+
+def _parts(decode: Decode, free: float | None) -> list[tuple[float, int]]:
+    """(when they are there, tokens) of what is scored, in the order of time. `free`: when the first instance may score;
+    None: when all samples are generated.
+
+    The last samples come in parts: what there is of one when the first instance is free, then always half of what is
+    left of it, and at last no more than a block."""
+    order = sorted(range(len(decode.end)), key=decode.end.__getitem__)
+    block = min((p.block_tokens or 0 for p in decode.profiles), default=0)
+    last = STREAMED_PER_SCORER * len(decode.profiles) if block and free is not None else 0
+    parts = []
+    for place, sample in enumerate(order, start=last - len(order)):
+        end, seen, tokens = decode.end[sample], 0, decode.lengths[sample]
+        before = decode.prompts[sample]
+        if place >= 0 and free is not None and free < end:
+            there = free
+            while (left := tokens - seen) > block:
+                # A response is taken to grow evenly.
+                grown = max(seen + left // 2 if seen else 0, int(tokens * there / end)) // block * block
+                grown = max(seen + block, min(grown, (tokens - 1) // block * block))
+                there = max(there, end * grown / tokens)
+                parts.append((there, before + grown - seen))
+                before, seen = 0, grown
+        parts.append((end, before + tokens - seen))
+    return sorted(parts)
 
 
 def _prediction(

@@ -1,0 +1,93 @@
+"""What a scorer keeps of samples that are still generated: keys and values of their tokens so far, and the scores of
+these.
+
+A prefix is found by its tokens, so it does not matter who sent it, or when. Dropping one costs time and changes
+nothing: the sample is then scored from its first token on, and gets the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.models.packing import RESPONSE_BLOCK, KVCache
+
+Tokens = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one model has seen of a prefix: `held` response tokens, a multiple of `RESPONSE_BLOCK`, and the prompt.
+    `outputs`: of the response tokens 0 to `held`, whose tokens before it has seen, (held + 1,) float32; None if nothing
+    of them is wanted. `temperature`: of these outputs."""
+
+    cache: KVCache
+    held: int
+    outputs: NDArray[np.float32] | None
+    temperature: float
+
+
+@dataclass(eq=False)
+class Prefix:
+    """`prompt` (P,), `response` (R,): the tokens that were sent. `models`: by name, what each has seen of them."""
+
+    prompt: Tokens
+    response: Tokens
+    models: dict[str, Seen] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """That the fullest of the models keeps."""
+        return len(self.prompt) + max((seen.held for seen in self.models.values()), default=0)
+
+    def begins(self, prompt: Tokens, response: Tokens) -> bool:
+        """Whether the sample begins with this prefix, and has more tokens than any model has seen."""
+        mine = self.response
+        return (
+            len(mine) <= len(response)
+            and np.array_equal(self.prompt, prompt)
+            and bool((response[: len(mine)] == mine).all())
+        )
+
+
+def held_of(response: int) -> int:
+    """How many of so many response tokens of an unfinished sample go through the models: whole blocks, and never the
+    last token."""
+    return max(0, response - 1) // RESPONSE_BLOCK * RESPONSE_BLOCK
+
+
+class Prefixes:
+    """At most `room` tokens of prompts and responses. The prefix that was not used for longest makes room."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self._kept: list[Prefix] = []
+
+    @property
+    def tokens(self) -> int:
+        return sum(prefix.tokens for prefix in self._kept)
+
+    def find(self, prompt: Tokens, response: Tokens) -> Prefix | None:
+        """The longest one that the sample begins with."""
+        found = [prefix for prefix in self._kept if prefix.begins(prompt, response)]
+        return max(found, key=lambda prefix: len(prefix.response), default=None)
+
+    def keep(self, new: Sequence[Prefix]) -> None:
+        """These are used now, and the last of them longest from now on. What there is no room for is dropped."""
+        kept = [prefix for prefix in self._kept if prefix not in new]
+        self._kept = [*kept, *new]
+        while self.tokens > self.room:
+            self._kept.pop(0)
+
+    def drop(self, prefix: Prefix) -> None:
+        if prefix in self._kept:
+            self._kept.remove(prefix)
+
+    def forget(self, model: str | None = None) -> None:
+        """What a model has seen, whose weights change; None: everything."""
+        for prefix in self._kept:
+            if model is not None:
+                prefix.models.pop(model, None)
+        self._kept = [] if model is None else [prefix for prefix in self._kept if prefix.models]
