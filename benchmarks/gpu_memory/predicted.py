@@ -47,8 +47,9 @@ def predicted(case: Case) -> float:
         candidate = Candidate(Placement.SEPARATION, (), (share,), () if critic is None else (share,), schedule=schedule)
     pool = Pool("gpus", gpu("NVIDIA-A100-SXM4-80GB"), 1, case.world, 1e9)
     cells, _ = GPUMemoryModel(work, Inventory((pool,))).of(candidate)
-    return max(cell.device_bytes - CONTEXT_BYTES - _communication(cell.device) for cell in cells)
+    return max(cell.device_bytes - CONTEXT_BYTES - _unused(cell.device) for cell in cells)
 
 
-def _communication(parts: Mapping[str, float]) -> float:
-    return sum(size for name, size in parts.items() if name.endswith("NCCL buffers"))
+def _unused(parts: Mapping[str, float]) -> float:
+    """What the null GPU does not have, and the measured scorers, whose samples are finished, do not need."""
+    return sum(size for name, size in parts.items() if name.endswith(("NCCL buffers", "kept prefixes")))
