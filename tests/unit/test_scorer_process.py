@@ -115,10 +115,10 @@ def test_settings_come_from_the_job(tmp_path: Path) -> None:
         "apiVersion": API_VERSION,
         "kind": KIND,
         "metadata": {"name": "j"},
-        "spec": {"groups": groups, "generation": {"temperature": 0.7}},
+        "spec": {"groups": groups, "generation": {"temperature": 0.7, "maxTokens": 100}},
     }
     (tmp_path / "job.json").write_text(json.dumps(job))
-    assert scorer.read_settings(env) == scorer.Settings(0.7, Dtype.FLOAT16, on_gpu=False)
+    assert scorer.read_settings(env) == scorer.Settings(0.7, Dtype.FLOAT16, on_gpu=False, room=612)
     # Beside a server that sleeps its weights wait in host memory: always beside trainers, else if vllmArgs say so.
     for more, shared in (
         ({"roles": ["trainer", "rollout"]}, True),
