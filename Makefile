@@ -17,7 +17,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 DRILL_ARGS ?=
 
-.PHONY: help install tools demo drill test test-fast test-nightly lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu clean
+.PHONY: help install tools demo drill test test-fast test-nightly lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images images-push
 
 help: ## Show the targets
@@ -113,6 +113,9 @@ bench-pipeline: install ## The executor: schedules on real processes against the
 
 bench-interstage: install ## Generation and inference fused, by threshold: real protocols, emulated instances
 	$(BIN)/python benchmarks/bench_interstage.py
+
+bench-spot: install ## Rollouts that come and go: goodput, tokens made twice, joiners' first token; emulated instances
+	$(BIN)/python benchmarks/bench_spot.py
 
 bench-interstage-paper: install ## Inter-stage fusion on RLHFuse's settings, simulated
 	$(BIN)/python benchmarks/bench_interstage_paper.py

@@ -59,7 +59,7 @@ def test_an_inventory_gets_the_best_groups_beside_the_manifests_own(tmp_path):
     result = call(CLUSTER, "--inventory", UNLIKE, "--html", page)
     assert result.exit_code == 0, result.output
     assert "Best on this inventory" in result.output
-    assert "samples per unit of price" in result.output
+    assert "Price of 1,000 samples: " in result.output
     assert "The manifest's own groups take" in result.output
     groups = yaml.safe_load(result.output[result.output.index("\nspec:\n") :])["spec"]["groups"]
     assert {role for group in groups for role in group["roles"]} == {"trainer", "rollout"}

@@ -24,7 +24,7 @@ from dovetail.planner.placement.configs import ConfigError, needed, owner
 from dovetail.planner.placement.on_cpus import mismatch
 from dovetail.planner.placement.on_gpus import place
 from dovetail.planner.placement.placed import Chosen, Infeasible
-from dovetail.planner.placement.recommend import Unknown, fragment, recommend
+from dovetail.planner.placement.recommend import Unknown, cheapest, fragment, recommend
 from dovetail.protocol.machine_profile import Profile
 from dovetail.protocol.plan import Plan
 from dovetail.supervision.errors import RunError, UsageError
@@ -118,11 +118,12 @@ def on_inventory(
     configs: Mapping[str, Any],
     there: Inventory,
     clock: Callable[[], float] = time.monotonic,
+    by_cost: bool = False,
 ) -> tuple[Chosen, list[str]]:
-    """`recommend`, within SEARCH_SECONDS. Raises UsageError."""
+    """`recommend` or `cheapest`, within SEARCH_SECONDS. Raises UsageError."""
     end = clock() + SEARCH_SECONDS
     try:
-        return recommend(spec, configs, there, lambda: clock() >= end)
+        return (cheapest if by_cost else recommend)(spec, configs, there, lambda: clock() >= end)
     except Infeasible as error:
         raise UsageError(f"the inventory has not enough memory: {error}.") from error
     except (ConfigError, Unknown) as error:
@@ -234,6 +235,13 @@ def write_html(path: Path, name: str, chosen: Chosen | None, notes: list[str]) -
     type=click.Path(path_type=Path, dir_okay=False),
     help="Also find the best placement on these GPUs. The file is YAML or JSON; docs/planner.md describes it.",
 )
+@click.option(
+    "--optimize",
+    type=click.Choice(["time", "cost"]),
+    default="time",
+    show_default=True,
+    help="What is best on an inventory: the shortest iteration, or the lowest price of a sample.",
+)
 @click.option("--cluster", is_flag=True, help="Like --inventory, with the nodes that kubectl shows.")
 @click.option(
     "--hardware",
@@ -255,6 +263,7 @@ def plan(
     output: Path | None,
     html_path: Path | None,
     inventory_path: Path | None,
+    optimize: str,
     cluster: bool,
     hardware_path: Path | None,
     profile_path: Path | None,
@@ -270,6 +279,8 @@ def plan(
 
     if inventory_path is not None and cluster:
         raise UsageError("--inventory and --cluster both name the GPUs; give one of them")
+    if optimize == "cost" and inventory_path is None:
+        raise UsageError("--optimize cost needs prices; give an --inventory with pricePerGPUHour")
     measured = hardware(hardware_path)
     there = inventory(inventory_path, cluster, measured)
     groups: Plan | str
@@ -293,7 +304,7 @@ def plan(
     console, notes = Console(), list[str]()
     chosen = None
     if there is not None:
-        chosen, notes = on_inventory(job.spec, configs, there)
+        chosen, notes = on_inventory(job.spec, configs, there, by_cost=optimize == "cost")
         if not as_json:
             show_inventory(console, chosen, notes, groups)
     elif isinstance(groups, Plan):

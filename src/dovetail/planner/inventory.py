@@ -13,7 +13,10 @@ from dovetail.planner.nodes import GPU_RESOURCE, PRODUCT_LABEL, count
 
 # Assumed where an inventory does not say: one 100 Gbit/s port a GPU (APP section VI-A has 100 GB/s for eight).
 NETWORK_GBPS = 100.0
+# Until a cloud gives another node for one that it took, seconds.
+ABSENCE_SECONDS = 300.0
 _KEYS = {"name", "product", "nodes", "gpusPerNode", "pricePerGPUHour", "networkGbps"}
+_KEYS |= {"meanLifetimeHours", "meanAbsenceHours"}
 
 
 class InventoryError(ValueError):
@@ -25,7 +28,9 @@ class InventoryError(ValueError):
 class Pool:
     """`nodes` equal nodes of `per_node` GPUs. `network`: bytes per second of one GPU to other nodes, one direction.
 
-    GPU i of the pool is on node i // per_node. `price`: of a GPU for an hour, in any currency; None: not known."""
+    GPU i of the pool is on node i // per_node. `price`: of a GPU for an hour, in any currency; None: not known.
+    `life`: mean seconds from a node's start to its end, if the nodes come and go (spot); None: they stay. `absence`:
+    mean seconds until the next one."""
 
     name: str
     gpu: GPU
@@ -33,6 +38,8 @@ class Pool:
     per_node: int
     network: float = NETWORK_GBPS * 1e9 / 8
     price: float | None = None
+    life: float | None = None
+    absence: float = ABSENCE_SECONDS
 
     @property
     def gpus(self) -> int:
@@ -88,8 +95,8 @@ class Inventory:
 
 def read(document: Any, measured: Mapping[str, GPU] | None = None) -> Inventory:
     """The value of an inventory file, YAML or JSON: `{pools: [{name, product, nodes, gpusPerNode, pricePerGPUHour,
-    networkGbps}]}`, or of what `kubectl get nodes -o json` prints. `networkGbps`: Gbit/s of one GPU. Raises
-    InventoryError."""
+    meanLifetimeHours, meanAbsenceHours, networkGbps}]}`, or of what `kubectl get nodes -o json` prints. `networkGbps`:
+    Gbit/s of one GPU. Raises InventoryError."""
     if isinstance(document, dict) and isinstance(document.get("items"), list):
         return from_nodes(document["items"], measured)
     if not isinstance(document, dict) or not isinstance(document.get("pools"), list):
@@ -105,7 +112,8 @@ def _pool(entry: Any, where: str, measured: Mapping[str, GPU] | None) -> Pool:
     product = entry.get("product")
     if not isinstance(product, str):
         raise InventoryError(f"{where}.product of the inventory is {product!r}; give the GPU product's name")
-    price = entry.get("pricePerGPUHour")
+    price, life = entry.get("pricePerGPUHour"), entry.get("meanLifetimeHours")
+    absence = entry.get("meanAbsenceHours", ABSENCE_SECONDS / 3600)
     return Pool(
         name=str(entry.get("name") or slug(product)),
         gpu=_gpu(product, measured, f"{where}.product of the inventory"),
@@ -113,6 +121,8 @@ def _pool(entry: Any, where: str, measured: Mapping[str, GPU] | None) -> Pool:
         per_node=_whole(entry, "gpusPerNode", 1, where),
         network=_positive(entry.get("networkGbps", NETWORK_GBPS), f"{where}.networkGbps") * 1e9 / 8,
         price=None if price is None else _positive(price, f"{where}.pricePerGPUHour"),
+        life=None if life is None else _positive(life, f"{where}.meanLifetimeHours") * 3600,
+        absence=_positive(absence, f"{where}.meanAbsenceHours") * 3600,
     )
 
 

@@ -101,7 +101,15 @@ class Prediction(Model):
     best_lag: int = Field(default=0, ge=0, description="The lag that the planner would take.")
     best_lag_reason: str = Field(default="", description="Why, as one sentence without a full stop.")
     samples_per_second: float
-    samples_per_dollar: float | None = Field(default=None, description="Null where a price is missing.")
+    samples_per_dollar: float | None = Field(
+        default=None, description="Work that is lost when GPUs come and go is counted. Null where a price is missing."
+    )
+    lost_share: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="The share of the price that pays for starts and deaths of GPUs that come and go.",
+    )
     hardware: Literal["measured", "data sheets"]
     tasks: list[PredictedTask]
     memory: list[PredictedMemory]

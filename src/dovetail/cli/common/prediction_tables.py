@@ -90,9 +90,11 @@ def _facts(found: Prediction) -> Iterator[str]:
         threshold = "none" if found.migration is None else f"at {found.migration:.0%} of the samples left"
         yield f"Migration of generation's tail: {threshold}"
     speed = f"{_rate(found.samples_per_second)} samples/s"
-    price = "" if found.samples_per_dollar is None else f", {_rate(found.samples_per_dollar)} samples per unit of price"
     lag = f" with lag {found.lag}" if found.lag else ""
-    yield f"Iteration{lag}: {found.iteration_seconds:.3g} s ({phases}); {speed}{price}"
+    yield f"Iteration{lag}: {found.iteration_seconds:.3g} s ({phases}); {speed}"
+    if found.samples_per_dollar is not None:
+        lost = f", {found.lost_share:.1%} of it for GPUs that come and go" if found.lost_share else ""
+        yield f"Price of 1,000 samples: {_rate(1000 / found.samples_per_dollar)}{lost}"
     if found.lag:
         yield f"One after the other, its phases would take {found.synchronous_seconds:.3g} s"
     yield f"Hardware figures: {found.hardware}; {found.examined} iteration{'s'[: found.examined != 1]} estimated"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dovetail.manifest.types import Parallelism, Stage
+from dovetail.planner import lives
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task
 from dovetail.planner.costs.gpu import GPUCosts
-from dovetail.planner.inventory import Inventory
 from dovetail.planner.placement.search.search import Found, Result
 from dovetail.planner.simulate.lanes import Lanes
 from dovetail.protocol.plan import Layout
@@ -69,7 +69,9 @@ def prediction(result: Result, costs: GPUCosts) -> Prediction:
     found = result.best
     assert found is not None
     candidate, estimate = found.candidate, found.estimate
-    speed, price = costs.work.batch / estimate.seconds, _price(found, costs.inventory)
+    speed = costs.work.batch / estimate.seconds
+    priced = lives.expected(estimate.phases, lives.uses(candidate, estimate.memory), costs.inventory)
+    price = priced.per_thousand(costs.work.batch)
     return Prediction(
         placement=candidate.placement.value,
         note=candidate.note,
@@ -79,7 +81,8 @@ def prediction(result: Result, costs: GPUCosts) -> Prediction:
         synchronous_seconds=estimate.seconds,
         phases=dict(estimate.phases),
         samples_per_second=speed,
-        samples_per_dollar=None if not price else speed * 3600 / price,
+        samples_per_dollar=None if not price else 1000 / price,
+        lost_share=priced.lost,
         hardware="measured" if costs.inventory.measured else "data sheets",
         tasks=[_task(task, share, costs) for task, share in candidate.placed],
         memory=_memory(found),
@@ -91,17 +94,6 @@ def prediction(result: Result, costs: GPUCosts) -> Prediction:
         ],
         examined=result.estimates,
     )
-
-
-def _price(found: Found, inventory: Inventory) -> float | None:
-    """Of an hour of the GPUs that have a task; None where one's price is not known."""
-    total = 0.0
-    for used in found.estimate.memory:
-        price = inventory[used.pool].price
-        if price is None:
-            return None
-        total += price * len(used.range)
-    return total
 
 
 def _task(task: Task, share: Share, costs: GPUCosts) -> PredictedTask:

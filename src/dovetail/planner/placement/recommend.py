@@ -62,6 +62,58 @@ def recommend(
     ]
 
 
+def cheapest(
+    spec: RLHFJobSpec,
+    configs: Mapping[str, Mapping[str, Any]],
+    inventory: Inventory,
+    expired: Callable[[], bool] = lambda: False,
+) -> tuple[Chosen, list[str]]:
+    """As `recommend`, for the lowest price of a sample: perhaps on fewer nodes. A descent, from all nodes and from each
+    pool alone: while it helps, a pool has a node less, half its nodes, or none. Raises Unknown also where a price is
+    missing."""
+    if missing := next((pool.name for pool in inventory.pools if pool.price is None), None):
+        raise Unknown(
+            f"pool {missing} of the inventory has no pricePerGPUHour, which a search for the lowest price needs"
+        )
+    known: dict[tuple[int, ...], tuple[float, tuple[Chosen, list[str]]] | Infeasible] = {}
+
+    def price(nodes: tuple[int, ...]) -> float:
+        if nodes not in known:
+            kept = tuple(replace(p, nodes=n) for p, n in zip(inventory.pools, nodes, strict=True) if n)
+            try:
+                found = recommend(spec, configs, Inventory(kept), expired)
+                known[nodes] = 1 / (found[0].prediction.samples_per_dollar or 1e-300), found
+            except Infeasible as error:
+                known[nodes] = error
+        there = known[nodes]
+        return float("inf") if isinstance(there, Infeasible) else there[0]
+
+    everything = tuple(pool.nodes for pool in inventory.pools)
+    alone = [tuple(n if i == j else 0 for j, n in enumerate(everything)) for i in range(len(everything))]
+    best = everything
+    for start in dict.fromkeys((everything, *alone)):
+        current = start
+        while not expired():
+            fewer = [
+                tuple(less if i == j else n for j, n in enumerate(current))
+                for i, count in enumerate(current)
+                for less in sorted({count - 1, count // 2, 0} - {count, -1})
+                if sum(current) - count + less
+            ]
+            nearest = min(fewer, key=price, default=current)
+            if price(nearest) >= price(current):
+                break
+            current = nearest
+        best = min(best, current, key=price)
+    result = known.get(best)
+    if result is None or isinstance(result, Infeasible):
+        price(best)
+        result = known[best]
+    if isinstance(result, Infeasible):
+        raise result
+    return result[1]
+
+
 def _limits(spec: RLHFJobSpec, limits: Limits) -> Limits:
     batches: dict[Task, tuple[int, ...]] = {"actor_training": (), "critic_training": ()}
     for rule in batch_rules(spec):
