@@ -22,7 +22,9 @@ def install_crd(cluster: KubeCluster, manifest: str | None = None) -> None:
     """Server-side apply of the CRD (or of another version of it); returns when the API server goes by it."""
     text = manifest or CRD.read_text(encoding="utf-8")
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=text)
-    cluster.kubectl("wait", "--for=condition=Established", f"crd/{NAME}", "--timeout=60s")
+    # kubectl fails where there is no status yet.
+    words = ("wait", "--for=condition=Established", f"crd/{NAME}", "--timeout=60s")
+    wait_for("the definition", lambda: cluster.try_kubectl(*words).returncode == 0)
     spec = yaml.safe_load(text)["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
 
     def served() -> bool:

@@ -178,10 +178,14 @@ def _plain(value: Any) -> Any:
 
 
 def _union(branches: list[Schema]) -> Schema:
-    """A structural schema has no unions of types but int-or-string: take any value, and bound it by kind.
+    """A structural schema has no unions of types but int-or-string: take any value, and bound it by kind. CEL rules can
+    read fields of int-or-string, and no other unions.
 
     Keywords bind only values of their own kind, so `minLength: 1, maxLength: 0` excludes every string."""
     alternatives = []
+    whole = all(
+        branch.get("type") == "integer" for branch in branches if "enum" not in branch and "const" not in branch
+    )
     for branch in branches:
         if "enum" in branch or "const" in branch:
             alternatives.append({"enum": branch.get("enum") or [branch["const"]]})
@@ -190,7 +194,8 @@ def _union(branches: list[Schema]) -> Schema:
             if "exclusiveMinimum" in branch:
                 bounds |= {"minimum": branch["exclusiveMinimum"], "exclusiveMinimum": True}
             alternatives.append({**bounds, "minLength": 1, "maxLength": 0})
-    return {"x-kubernetes-preserve-unknown-fields": True, "anyOf": alternatives}
+    kind = "x-kubernetes-int-or-string" if whole else "x-kubernetes-preserve-unknown-fields"
+    return {kind: True, "anyOf": alternatives}
 
 
 def _at(root: Schema, path: str) -> Schema:
