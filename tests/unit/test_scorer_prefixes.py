@@ -14,7 +14,7 @@ from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.models.packing import RESPONSE_BLOCK
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import Arrays
-from dovetail.rollout.scoring import passes as scoring
+from dovetail.rollout.scoring import forward_passes as scoring
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
 from helpers.scorers import load, score, with_client
 

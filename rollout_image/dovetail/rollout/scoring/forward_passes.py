@@ -19,7 +19,7 @@ from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import Arrays
 from dovetail.rollout.scoring.host_weights import Copies, HostModels
 from dovetail.rollout.scoring.packed_samples import Pack, SamplesToScore, packs
-from dovetail.rollout.scoring.prefixes import Prefix, Prefixes, Seen, held_of
+from dovetail.rollout.scoring.prefixes import Prefix, Prefixes, SeenTokens, held_of
 from dovetail.rollout.scoring.split import SplitModel, StagePass, build_split
 
 Model = Literal["reference", "reward", "critic"]
@@ -278,7 +278,7 @@ class ModelScorer:
         for row, prefix in prefixes.items():
             count = int(samples.responses[row])
             mine = None if at_end else outputs[row, :count]
-            prefix.models[name] = Seen(caches[row], count - 1, mine, temperature)
+            prefix.models[name] = SeenTokens(caches[row], count - 1, mine, temperature)
 
     def _passes(
         self,

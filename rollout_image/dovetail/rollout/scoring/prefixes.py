@@ -18,7 +18,7 @@ Tokens = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class Seen:
+class SeenTokens:
     """What one model has seen of a prefix: `held` response tokens, a multiple of `RESPONSE_BLOCK`, and the prompt.
     `outputs`: of the response tokens 0 to `held`, whose tokens before it has seen, (held + 1,) float32; None if nothing
     of them is wanted. `temperature`: of these outputs."""
@@ -35,7 +35,7 @@ class Prefix:
 
     prompt: Tokens
     response: Tokens
-    models: dict[str, Seen] = field(default_factory=dict)
+    models: dict[str, SeenTokens] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
