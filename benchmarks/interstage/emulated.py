@@ -60,7 +60,8 @@ class Request:
 
 
 class Instance:
-    """`length(seed)`: tokens of a response. `prompt`: tokens of every prompt."""
+    """`length(seed)`: tokens of a response. `prompt`: tokens of every prompt. `worked`: (begin, end) of generation and of
+    scoring, in seconds of the event loop's clock."""
 
     def __init__(self, profile: StageProfile, length: Callable[[int], int], prompt: int) -> None:
         self.profile, self.length, self.prompt = profile, length, prompt
@@ -70,16 +71,22 @@ class Instance:
         self.scored_until = 0.0
         # Tokens that it has seen of unfinished samples, by their prompts.
         self.seen: dict[bytes, int] = {}
+        self.worked: list[tuple[float, float]] = []
+        self._taken = 0.0  # seconds that scoring took from generation since the last step
 
     async def decode(self) -> None:
         """For ever: one step of all requests, in which new ones are prefilled and make their first token."""
         clock = asyncio.get_running_loop().time
-        now = clock()
+        now = begun = clock()
         while True:
             if not self.requests:
+                self.worked.append((begun, now))
                 self.wake.clear()
                 await self.wake.wait()
-                now = clock()
+                now = begun = max(clock(), self.scored_until)
+                self._taken = 0.0
+            taken, self._taken = self._taken, 0.0
+            now += taken
             tokens, self.prefill = self.prefill, 0
             batch = list(self.requests.items())
             now += tokens * self.profile.prefill_seconds_per_token
@@ -93,11 +100,14 @@ class Instance:
         params = body["sampling_params"]
         so_far = len(body["token_ids"]) - self.prompt
         left = self.length(params["extra_args"][SEED]) - so_far
-        request = Request(left, params.get("stream_interval", 1), write)
+        self.start(body, Request(left, params.get("stream_interval", 1), write))
+
+    def start(self, body: dict[str, Any], request: Request) -> None:
+        """Take up the request of this body."""
         self.requests["generate-tokens-" + body["request_id"]] = request
         self.prefill += len(body["token_ids"])
         self.wake.set()
-        write(STREAM)
+        request.write(STREAM)
 
     def abort(self, names: list[str]) -> None:
         for name in names:
@@ -107,7 +117,10 @@ class Instance:
     async def busy(self, tokens: list[int]) -> None:
         clock = asyncio.get_running_loop().time
         seconds = self.profile.chunk_seconds(tokens) if any(tokens) else 0.0
-        self.scored_until = max(self.scored_until, clock()) + seconds
+        begun = max(self.scored_until, clock())
+        self.scored_until = begun + seconds
+        self.worked.append((begun, self.scored_until))
+        self._taken += seconds
         await asyncio.sleep(self.scored_until - clock())
 
     async def begin(self, body: bytes) -> bytes:
@@ -169,6 +182,7 @@ class Connection(asyncio.Protocol):
             raise ValueError(f"no such route: {path!r}")
 
     async def later(self, work: Coroutine[None, None, bytes]) -> None:
+        """Answer with what `work` returns."""
         self.answer(await work)
 
     def answer(self, body: bytes) -> None:

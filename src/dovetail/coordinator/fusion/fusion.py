@@ -167,6 +167,7 @@ def describe(decision: Decision) -> dict[str, Any]:
     return {
         "threshold": decision.threshold,
         "fraction": decision.fraction,
+        "roomy": decision.roomy,
         "reason": decision.reason,
         "predicted_speedup": round(decision.predicted_speedup, 4),
     }

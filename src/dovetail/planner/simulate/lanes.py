@@ -93,7 +93,14 @@ class _Lane:
 
 
 def steady(iterations: Sequence[Parts], lag: int, cores: int | None = None) -> Steady:
-    """What a mean iteration takes with `lag`, when such `iterations` come again and again.
+    """What a mean iteration takes with `lag`, when such `iterations` come again and again."""
+    rounds = len(iterations) * -(-PLAYED // len(iterations))
+    return play(iterations, lag, cores, rounds // 2 + 1, rounds, rounds + lag)
+
+
+def play(iterations: Sequence[Parts], lag: int, cores: int | None, first: int, last: int, total: int) -> Steady:
+    """A mean iteration of those from `first` to `last`, which count from 1, in a job of `total` iterations. They are
+    the given ones, again and again.
 
     The samples of an iteration are made once those of the iteration before are scored, and once the trainers have
     finished the iteration whose weights they are drawn with, which is lag + 1 iterations before. The trainers begin
@@ -101,37 +108,32 @@ def steady(iterations: Sequence[Parts], lag: int, cores: int | None = None) -> S
     samples = _Lane([(each.samples, each.cores[0]) for each in iterations])
     training = _Lane([(each.training, each.cores[1]) for each in iterations])
     idle = [each.idle / sum(each.samples.values()) if each.idle else 0.0 for each in iterations]
-    rounds = 2 * len(iterations) * -(-PLAYED // (2 * len(iterations)))
     spent: dict[str, float] = {}
-    now = began = resting = 0.0
-    while training.done < rounds:
-        if not samples.working and samples.done <= training.done + lag:
+    seconds = resting = 0.0
+    while training.done < last:
+        if not samples.working and samples.done < total and samples.done <= training.done + lag:
             samples.begin()
         if not training.working and training.done < samples.done:
             training.begin()
         lanes = [lane for lane in (samples, training) if lane.working]
         slower = max(1.0, sum(lane.cores for lane in lanes) / cores) if cores and len(lanes) > 1 else 1.0
         step = min(lane.left for lane in lanes)
-        counts = training.done >= rounds // 2
-        if counts:
-            taken = step * slower
+        taken = step * slower
+        if training.done >= first - 1:
+            seconds += taken
             for lane in lanes:
                 spent[lane.part] = spent.get(lane.part, 0.0) + taken
             if not training.working:
                 spent["waiting"] = spent.get("waiting", 0.0) + taken
             resting += taken * (idle[samples.done % len(idle)] if samples.working else 1.0)
-        now += step * slower
         for lane in lanes:
             lane.advance(step, lane.left == step)
-        if not counts:
-            began = now
-    count = rounds - rounds // 2
-    seconds = (now - began) / count
+    count = last - first + 1
     phases = {name: value / count for name, value in spent.items() if name != "nothing"}
     return Steady(
         lag,
-        seconds,
-        1 - phases.get("training", 0.0) / seconds if seconds else 0.0,
-        resting / count / seconds if seconds else 0.0,
+        seconds / count,
+        1 - spent.get("training", 0.0) / seconds if seconds else 0.0,
+        resting / seconds if seconds else 0.0,
         phases,
     )

@@ -1,0 +1,126 @@
+"""Iterations with and without a lag (`ppo.lag`): generation beside training, against one after the other.
+
+    python benchmarks/bench_async.py [--instances 32] [--lags 0 1 2] [--training 1.0]
+    python benchmarks/bench_async.py --real
+
+Without --real: the coordinator's own loop and protocols, over rollouts, scorers and trainers in another process that
+wait as long as a profile says. The rollouts are those of bench_interstage.py: LLaMA-33B on eight H100, 16 samples each,
+long-tailed lengths. The trainers take `--training` times as long as generation does alone, in proportion to an
+iteration's tokens. A version of the weights takes `--weights` of that time to arrive. Everything takes `--slow` times
+as long as there, against the noise of a busy machine. The planner predicts each lag from what the run without a lag has
+measured: steps, scoring, weights, training, and what the coordinator needs besides.
+
+With --real: a job with two vLLM servers on this machine, and trainers that sleep a while after each step.
+
+A JSON line a lag: `seconds` of an iteration, `speedup` over lag 0, `trainer_idle`: share of the time in which the
+trainers do not train, `rollout_idle`: in which a rollout neither generates nor scores nor takes weights; each with what
+was predicted. The first iterations and the last do not count."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from asynchronous.run import Job, Ran, run
+from asynchronous.world import length_of
+from bench_interstage import device
+
+from dovetail.planner.simulate import StageProfile, scan
+from dovetail.planner.simulate.lanes import Parts, play
+
+SAMPLES, PROMPT = 16, 20
+# Iterations before and after those that count: the lanes come into step, and the last have no samples beside them.
+BEFORE, AFTER = 3, 2
+
+
+def job_of(
+    count: int, tokens: int, iterations: int, training: float, weights: float, slow: float, samples: int = SAMPLES
+) -> Job:
+    """`training`: seconds of a mean iteration's, by those of its generation; `weights` likewise."""
+    size = count * samples
+    lengths = [length_of(seed, tokens) for seed in range(4 * size)]
+    one = device(0.3, slow, lengths[:size], count)
+    alone = scan(lengths[:size], [PROMPT] * size, [one] * count, [None], tokens)[0].generation_seconds
+    mean = statistics.fmean(lengths) + PROMPT
+    total = BEFORE + iterations + AFTER
+    return Job(count, samples, tokens, total, one, weights * alone, training * alone / (size * mean))
+
+
+def parts(job: Job, ran: Ran, known: StageProfile) -> list[Parts]:
+    """Each iteration of the job, by what a run without a lag tells: `known` of an instance, and the other phases."""
+    first, last = BEFORE + 1, job.iterations
+    made = [job.lengths(i) for i in range(1, job.iterations + 1)]
+    sizes = [sum(lengths) + sum(prompts) for lengths, prompts in zip(made, ran.prompts, strict=True)]
+    each_token = sum(row["seconds_training"] for row in ran.metrics[first - 1 :]) / sum(sizes[first - 1 :])
+    weights, other = ran.mean("seconds_weights", first, last), ran.mean("seconds_other", first, last)
+    found = []
+    for lengths, prompts, size, rule in zip(made, ran.prompts, sizes, ran.rules, strict=True):
+        stage = scan(lengths, prompts, [known] * job.instances, [rule[0]], job.max_tokens, roomy=[rule[1]])[0]
+        inference = stage.fused_seconds - stage.generation_end
+        found.append(
+            Parts(
+                {"transfer": weights, "generation": stage.generation_end, "inference": inference},
+                {"training": size * each_token, "other": other},
+                statistics.fmean(stage.idle_seconds),
+            )
+        )
+    return found
+
+
+def emulate(job: Job, lags: Sequence[int]) -> list[dict[str, Any]]:
+    """A run for each lag, the first without one; prints and returns the lines."""
+    first, last = BEFORE + 1, job.iterations - AFTER
+    lines: list[dict[str, Any]] = []
+    expected: list[Parts] = []
+    for lag in [0, *(each for each in lags if each)]:
+        with tempfile.TemporaryDirectory() as folder:
+            ran = run(job, lag, Path(folder) / "run")
+        expected = expected or parts(job, ran, ran.known)
+        predicted = play(expected, lag, None, first, last, job.iterations)
+        trainers, rollouts = ran.idle(first, last)
+        figures = {
+            "seconds": ran.seconds(first, last),
+            "predicted_seconds": predicted.seconds,
+            "trainer_idle": trainers,
+            "predicted_trainer_idle": predicted.trainer_idle,
+            "rollout_idle": rollouts,
+            "predicted_rollout_idle": predicted.rollout_idle,
+        }
+        line = {"measurement": "async emulated", "lag": lag, "instances": job.instances, **figures}
+        reference = lines[0] if lines else line
+        line |= {
+            "speedup": reference["seconds"] / line["seconds"],
+            "predicted_speedup": reference["predicted_seconds"] / line["predicted_seconds"],
+        }
+        lines.append(line)
+        print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}), flush=True)
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--instances", type=int, default=32)
+    parser.add_argument("--lags", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--tokens", type=int, default=512, help="most tokens of a response")
+    parser.add_argument("--iterations", type=int, default=6, help="that count")
+    parser.add_argument("--training", type=float, default=1.0, help="times the seconds of generation")
+    parser.add_argument("--weights", type=float, default=0.02, help="times the seconds of generation")
+    parser.add_argument("--slow", type=float, default=4.0, help="times the profile's durations")
+    options = parser.parse_args(argv)
+    job = job_of(
+        options.instances, options.tokens, options.iterations, options.training, options.weights, options.slow
+    )
+    emulate(job, options.lags)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
