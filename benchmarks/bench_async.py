@@ -24,7 +24,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -115,9 +114,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--weights", type=float, default=0.02, help="times the seconds of generation")
     parser.add_argument("--slow", type=float, default=4.0, help="times the profile's durations")
     options = parser.parse_args(argv)
-    job = job_of(
-        options.instances, options.tokens, options.iterations, options.training, options.weights, options.slow
-    )
+    job = job_of(options.instances, options.tokens, options.iterations, options.training, options.weights, options.slow)
     emulate(job, options.lags)
     return 0
 

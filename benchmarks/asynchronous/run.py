@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from asynchronous.world import TOKEN, Busy, Interval, World, length_of, serve
-
 from interstage.stage import Rule
 
+from asynchronous.world import TOKEN, Busy, Interval, World, length_of, serve
 from dovetail.coordinator.data.seeds import sample_seed
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
-from dovetail.manifest.training import kept_versions
+from dovetail.manifest.training_types import kept_versions
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.planner.plan import make_plan
+from dovetail.planner.make_plan import make_plan
 from dovetail.planner.simulate import StageProfile
 
 MANIFEST = """
@@ -164,9 +163,7 @@ async def _run(job: Job, lag: int, settings: CoordinatorSettings, pipe: Pipe) ->
         ends = await engines.guard(iterate())
         pipe.send("busy")
         busy = await asyncio.to_thread(pipe.recv)
-        prompts = [
-            [len(p.token_ids) for p in engines.prepared.prompts(i)] for i in range(1, spec.ppo.iterations + 1)
-        ]
+        prompts = [[len(p.token_ids) for p in engines.prepared.prompts(i)] for i in range(1, spec.ppo.iterations + 1)]
         known = engines._maker._fusion.measured("rollouts").profile()
         decided = [rules.get(i, (None, False)) for i in range(1, spec.ppo.iterations + 1)]
         return Ran(rows, ends, busy, prompts, decided, known)

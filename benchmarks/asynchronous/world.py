@@ -256,9 +256,7 @@ def serve(world: World, pipe: Pipe) -> None:
     asyncio.run(main())
 
 
-async def report(
-    session: aiohttp.ClientSession, world: World, name: str, kind: str, url: str, device: Device
-) -> None:
+async def report(session: aiohttp.ClientSession, world: World, name: str, kind: str, url: str, device: Device) -> None:
     """Register now and every 2 s."""
     while True:
         message = Register.model_validate(

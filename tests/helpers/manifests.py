@@ -338,6 +338,10 @@ RULES = [
     ({"generation": {"minTokens": 9, "maxTokens": 8}}, "spec.generation.minTokens (9) is above"),
     ({"groups.1.name": "trainers"}, "spec.groups has 'trainers' twice"),
     (
+        {"ppo.lag": 17},
+        "spec.ppo.lag must be Auto or a whole number of at least 0 and at most 16; it is 17.",
+    ),
+    (
         {"ppo.lag": 1, "groups.0.roles": ["trainer", "rollout"]},
         "spec.ppo.lag is 1, but a group of spec.groups has both roles, trainer and rollout",
     ),

@@ -54,11 +54,11 @@ def test_crd_is_a_structural_schema():
         *("type", "properties", "required", "items", "enum", "default", "description", "format", "pattern", "nullable"),
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "minItems"),
         *("maxItems", "maxProperties", "anyOf", "x-kubernetes-validations", "x-kubernetes-list-type"),
-        *("x-kubernetes-list-map-keys", "x-kubernetes-preserve-unknown-fields"),
+        *("x-kubernetes-list-map-keys", "x-kubernetes-preserve-unknown-fields", "x-kubernetes-int-or-string"),
     }
     for path, node in nodes():
         assert set(node) <= allowed, (path, set(node) - allowed)
-        if "type" not in node:
+        if "type" not in node and not node.get("x-kubernetes-int-or-string"):
             assert node.get("x-kubernetes-preserve-unknown-fields"), f"{path} has no type"
         if "exclusiveMinimum" in node:
             assert node["exclusiveMinimum"] is True, "OpenAPI 3.0 has booleans here"

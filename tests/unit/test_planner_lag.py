@@ -12,14 +12,17 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
+from rich.console import Console, Group
 
+from dovetail.cli.common.plan_tables import plan_tables
 from dovetail.cli.common.prediction_tables import prediction_tables
 from dovetail.manifest.documents import parse
-from dovetail.manifest.resolve import resolve
+from dovetail.manifest.resolve import resolve, with_lag
+from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.lag import choose
 from dovetail.planner.make_plan import make_plan
 from dovetail.planner.simulate.lanes import Parts, steady
+from dovetail.protocol.plan import Plan
 from dovetail.protocol.prediction import PredictedLag, Prediction
 from helpers.example_jobs import EXAMPLES, hub_configs
 
@@ -105,6 +108,12 @@ def test_the_smallest_lag_that_is_about_the_best_is_taken(seconds: list[float], 
     assert words in why
 
 
+def shown(tables: Group) -> str:
+    text = io.StringIO()
+    Console(width=250, file=text).print(tables)
+    return text.getvalue()
+
+
 def predicted(lag: int) -> Prediction:
     """Of a job on GPUs."""
     document = yaml.safe_load((EXAMPLES / "hh-rlhf.yaml").read_text())
@@ -124,8 +133,54 @@ def test_a_plan_predicts_the_jobs_lag_beside_others() -> None:
     assert "waiting" in one.phases
     assert one.samples_per_second > without.samples_per_second
     assert [row.lag for row in predicted(4).lags] == [0, 1, 2, 4]
-    console = Console(width=150, file=io.StringIO())
-    console.print(prediction_tables(one))
-    shown = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "trainers idle" in shown
-    assert f"The planner would take lag {one.best_lag}: " in shown
+    assert "trainers idle" in shown(prediction_tables(one))
+    assert f"The planner would take lag {one.best_lag}: " in shown(prediction_tables(one))
+
+
+def auto(name: str = "hh-rlhf", lag: int | None = None, **ppo: Any) -> tuple[RLHFJobSpec, Plan]:
+    """An example whose manifest says `lag: Auto`, and its plan."""
+    document = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
+    document["spec"]["ppo"] |= {"lag": "Auto", **ppo}
+    spec = resolve(parse(document).spec)
+    return spec, make_plan(spec, None, hub_configs(name), lag=lag)
+
+
+def test_auto_takes_the_lag_that_the_plan_recommends_and_a_run_keeps_it() -> None:
+    spec, plan = auto()
+    assert plan.lag == 1
+    assert "less time than without a lag" in plan.lag_reason
+    assert plan.prediction is not None
+    assert plan.prediction.lag == 1
+    explicit = predicted(1)
+    assert plan.prediction.iteration_seconds == explicit.iteration_seconds
+    decided = with_lag(spec, plan.lag)
+    assert (decided.ppo.lag, decided.ppo.kept_versions, decided.ppo.old_log_probs) == (1, 2, "Recompute")
+    _, kept = auto(lag=2)
+    assert (kept.lag, kept.lag_reason) == (2, "the run began with it")
+    assert "Lag (spec.ppo.lag is Auto): 1, because an iteration" in shown(plan_tables(plan))
+
+
+def test_auto_is_no_lag_where_none_is_possible_or_predicted() -> None:
+    _, plan = auto("quickstart")
+    assert plan.lag == 0
+    assert "nothing is predicted" in plan.lag_reason
+    document = yaml.safe_load((EXAMPLES / "hh-rlhf.yaml").read_text())
+    trainers, *_ = document["spec"]["groups"]
+    document["spec"]["groups"] = [{**trainers, "roles": ["trainer", "rollout"]}]
+    document["spec"]["ppo"]["lag"] = "Auto"
+    plan = make_plan(resolve(parse(document).spec), None, hub_configs("hh-rlhf"))
+    assert plan.lag == 0
+    assert "a group has both roles" in plan.lag_reason
+    exact, plan = auto("quickstart", oldLogProbs="Rollout")
+    assert plan.lag == 0
+    assert "spec.ppo.oldLogProbs is Rollout" in plan.lag_reason
+    assert with_lag(exact, plan.lag).ppo.old_log_probs == "Rollout"
+
+
+def test_auto_is_written_as_such_until_it_is_decided() -> None:
+    spec, plan = auto()
+    assert spec.model_dump(mode="json", by_alias=True)["ppo"]["lag"] == "Auto"
+    assert RLHFJobSpec.model_validate_json(spec.model_dump_json(by_alias=True)) == spec
+    decided = with_lag(spec, plan.lag)
+    assert decided.model_dump(mode="json", by_alias=True)["ppo"]["lag"] == 1
+    assert with_lag(decided, 2) == decided, "the manifest's own number stays"

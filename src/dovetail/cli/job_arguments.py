@@ -34,18 +34,21 @@ def load_job(
     profile_path: Path | None = None,
     run_dir: Path | None = None,
     planned: bool = False,
+    resume: bool = False,
     cpu: bool | None = None,
 ) -> tuple[RLHFJob, Plan]:
     """The checked job with every default filled in, and its plan. Warnings go to stderr.
 
     The plan's times come from `profile_path`, or from a profile in the run directory. `planned`: the job is only
-    planned, so its GPUs may be those of a cluster. `cpu`: None if the job does not run on this machine; true if it runs
-    here on CPUs alone; false if it runs here as its groups say.
+    planned, so its GPUs may be those of a cluster. `resume`: the run in the run directory goes on. `cpu`: None if the
+    job does not run on this machine; true if it runs here on CPUs alone; false if it runs here as its groups say.
 
     Raises ManifestError, UsageError and PlanError."""
     from dovetail.cli.planning import configurations, hardware, local_profile
+    from dovetail.local.rundir import lag_of_run
     from dovetail.manifest.checks.files import layer_counts
     from dovetail.manifest.checks.validation import warnings
+    from dovetail.manifest.resolve import with_lag
     from dovetail.planner.hardware.images import image_errors
     from dovetail.planner.make_plan import make_plan
 
@@ -54,12 +57,14 @@ def load_job(
     if cpu is None and (errors := image_errors(job.spec, measured=hardware(hardware_path))):
         raise ManifestError(errors)
     configs = configurations(job.spec, base)
-    measured = local_profile(profile_path, run_dir or Path("runs") / job.metadata.name)
-    made = make_plan(job.spec, layer_counts(job.spec, base), configs, hardware(hardware_path), measured)
+    folder = run_dir or Path("runs") / job.metadata.name
+    measured = local_profile(profile_path, folder)
+    lag = lag_of_run(folder) if resume else None
+    made = make_plan(job.spec, layer_counts(job.spec, base), configs, hardware(hardware_path), measured, lag)
     elsewhere = planned and not all(group.on_cpu for group in written.spec.groups)
     for warning in dict.fromkeys([*warnings(written.spec, cluster=elsewhere), *made.warnings]):
         click.echo(f"Warning: {warning}", err=True)
-    return job, made
+    return job.model_copy(update={"spec": with_lag(job.spec, made.lag)}), made
 
 
 def read_job(

@@ -181,7 +181,7 @@ def run(
         raise UsageError("--resume continues the earlier run and --overwrite deletes it; give one of them")
     from dovetail.cli.planning import local_profile
 
-    job, plan = load_job(manifest, overrides, seed, profile_path=profile_path, run_dir=run_dir, cpu=cpu)
+    job, plan = load_job(manifest, overrides, seed, profile_path=profile_path, run_dir=run_dir, resume=resume, cpu=cpu)
     require("dovetail run", needed_extras(job, plan))
     folder = run_dir or Path("runs") / job.metadata.name
     measured = local_profile(profile_path, folder)

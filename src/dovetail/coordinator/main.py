@@ -23,6 +23,7 @@ from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.store.results import write_final_summary
 from dovetail.coordinator.store.store import StoreError
 from dovetail.coordinator.telemetry.eventlog import EventLog
+from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.debugger import wait_for_debugger
@@ -93,8 +94,9 @@ def _text(path: Path) -> str:
 
 
 async def _run(env: ProcessEnv, log: EventLog) -> int:
-    job = RLHFJob.model_validate_json(_text(env.job_file))
     plan = Plan.model_validate_json(_text(env.plan_file))
+    job = RLHFJob.model_validate_json(_text(env.job_file))
+    spec = with_lag(job.spec, plan.lag)
     settings = CoordinatorSettings(
         run_dir=env.run_dir,
         token=env.token,
@@ -103,7 +105,7 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
         base_dir=Path.cwd(),
         pods=env.config_dir is not None,
     )
-    engines = Engines(job.spec, plan, settings, log)
+    engines = Engines(spec, plan, settings, log)
     task = asyncio.current_task()
     assert task is not None
     loop = asyncio.get_running_loop()

@@ -27,10 +27,12 @@ from dovetail.coordinator.rewards.live import RewardCallable
 from dovetail.coordinator.telemetry.eventlog import EventLog
 from dovetail.local.aftermath import with_cause, write_results
 from dovetail.local.launcher import Launcher
+from dovetail.local.rundir import lag_of_run
 from dovetail.manifest.accelerators import no_gpus, on_cpus
 from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.checks.validation import load_manifest, parse_manifest, resolve
 from dovetail.manifest.documents import ManifestError
+from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.experience import AdvantageFunction, Experience, advantages_of
@@ -65,9 +67,10 @@ class Pipeline:
     ) -> None:
         if reward_function is not None and job.spec.ppo.reward_clip == "Auto":
             job = without_clip(job)
-        self.job = job
-        self.plan = make_plan(job.spec, configs=model_configs(job.spec, Path()))
         self.run_dir = Path(run_dir).resolve()
+        lag = lag_of_run(self.run_dir) if resume else None
+        self.plan = make_plan(job.spec, configs=model_configs(job.spec, Path()), lag=lag)
+        self.job = job = job.model_copy(update={"spec": with_lag(job.spec, self.plan.lag)})
         self._reward_function = reward_function
         self._advantage_function = advantage_function
         self._launcher = Launcher(

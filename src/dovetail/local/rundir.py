@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.store.identity import RESULTS, has_store, new_id, write_id
-from dovetail.coordinator.store.manifest_changes import ChangeError, check, remember
+from dovetail.coordinator.store.manifest_changes import SPEC, ChangeError, check, remember
 from dovetail.coordinator.store.store import StoreError, open_records
 from dovetail.manifest.checks.changes import changes
 from dovetail.manifest.types import RLHFJob
@@ -203,6 +203,25 @@ class RunDir:
 
 def _holds_files(folder: Path) -> bool:
     return folder.is_dir() and any(folder.iterdir())
+
+
+def lag_of_run(run_dir: Path) -> int | None:
+    """The lag (`ppo.lag`) of the run in a folder, by its job.json or, where that is lost, by its store. None: there is
+    no run, or neither can be read, of which others complain."""
+    with contextlib.suppress(RunError, StoreError, KeyError, TypeError, ValueError):
+        path = run_dir / "job.json"
+        if path.exists():
+            spec = _read_json(path)["spec"]
+        elif has_store(run_dir):
+            records = open_records(run_dir)
+            try:
+                spec = records.get(SPEC)
+            finally:
+                records.close()
+        else:
+            return None
+        return int(spec.get("ppo", {}).get("lag", 0))
+    return None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dovetail.manifest.sizes import pod_count
+from dovetail.manifest.training_types import AUTO_LAG
 from dovetail.manifest.types import Dtype, Group, RLHFJob, RLHFJobSpec, Role, Stage
 
 
@@ -17,7 +18,7 @@ def resolve(spec: RLHFJobSpec) -> RLHFJobSpec:
     - Auto dtypes become float32 on CPUs. On GPUs they stay: bfloat16 needs the device's word.
     - `ppo.overlong.toTokens` becomes generation.maxTokens.
     - `ppo.oldLogProbs` Auto: Rollout where both sides compute the same numbers and there is no lag, else
-      Recompute."""
+      Recompute. With `ppo.lag` Auto it stays Auto until the lag is known: see `with_lag`."""
     groups = [_group(group) for group in spec.groups]
     stages = [s for s in spec.stages if s is not Stage.REWARD or not spec.models.reward.calls]
     trainers = [group for group in groups if Role.TRAINER in group.roles]
@@ -37,9 +38,16 @@ def resolve(spec: RLHFJobSpec) -> RLHFJobSpec:
         overlong = ppo.overlong.model_copy(update={"to_tokens": spec.generation.max_tokens})
         ppo = ppo.model_copy(update={"overlong": overlong})
     partly = spec.model_copy(update={"groups": groups, "stages": stages, "models": models, "ppo": ppo})
-    if partly.ppo.old_log_probs != "Auto":
+    if partly.ppo.old_log_probs != "Auto" or partly.ppo.lag == AUTO_LAG:
         return partly
     return partly.model_copy(update={"ppo": partly.ppo.model_copy(update={"old_log_probs": _old_log_probs(partly)})})
+
+
+def with_lag(spec: RLHFJobSpec, lag: int) -> RLHFJobSpec:
+    """`spec` with `ppo.lag` Auto decided, and what depends on it. Any other lag stays."""
+    if spec.ppo.lag != AUTO_LAG:
+        return spec
+    return resolve(spec.model_copy(update={"ppo": spec.ppo.model_copy(update={"lag": lag})}))
 
 
 def _group(group: Group) -> Group:

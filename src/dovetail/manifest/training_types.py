@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -104,6 +104,13 @@ class Overlong(Model):
 
 # The trainers keep as many versions in memory, and one more.
 MOST_LAG = 16
+# `lag: Auto`, until the planner has said which (`dovetail.manifest.resolve.with_lag`).
+AUTO_LAG: Any = "Auto"
+if TYPE_CHECKING:
+    # For all but the planner it is a number.
+    Lag = int
+else:
+    Lag = Literal["Auto"] | Annotated[int, Field(ge=0, le=MOST_LAG)]
 
 
 def kept_versions(lag: int) -> int:
@@ -131,12 +138,12 @@ class PPO(Model):
         ),
     )
     epochs: PositiveInt = Field(default=1, description="Passes over an iteration's samples.")
-    lag: int = Field(
+    lag: Lag = Field(
         default=0,
-        ge=0,
-        le=MOST_LAG,
         description="How many steps the weights that draw an iteration's samples lie behind. 0: generation and "
-        "training take turns. L: generation of the next L iterations runs while the trainers learn; see docs/async.md.",
+        "training take turns. L: generation of the next L iterations runs while the trainers learn; see docs/async.md. "
+        "Auto: the planner takes the smallest of 0, 1 and 2 that is about as fast as the fastest, and 0 where it "
+        "cannot predict iterations or the job cannot have a lag.",
     )
     advantage: Literal["gae", "grpo", "rloo", "reinforce++", "reinforce++-baseline"] = Field(
         default="gae",

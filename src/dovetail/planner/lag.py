@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from dovetail.manifest.training_types import AUTO_LAG
 from dovetail.manifest.types import RLHFJobSpec, Role
 from dovetail.planner.simulate.lanes import Lanes
 from dovetail.protocol.prediction import PredictedLag, Prediction
@@ -15,17 +16,19 @@ NEAR = 0.03
 
 
 def excluded(spec: RLHFJobSpec) -> str | None:
-    """Why the job cannot have a lag; None: it can. The manifest's rules refuse a lag for the same reasons."""
+    """Why the job cannot have a lag; None: it can. The manifest's rules refuse a lag for the same reasons. With a
+    number for a lag `ppo.oldLogProbs` follows from it."""
     if any({Role.TRAINER, Role.ROLLOUT} <= set(group.roles) for group in spec.groups):
         return "a group has both roles, trainer and rollout, whose processes take turns on a GPU"
+    if spec.ppo.lag == AUTO_LAG and spec.ppo.old_log_probs == "Rollout":
+        return "spec.ppo.oldLogProbs is Rollout, which needs samples of the newest weights"
     return None
 
 
-def with_lags(found: Prediction, spec: RLHFJobSpec, lag: int, lanes: Callable[[], Lanes] | None) -> Prediction:
+def with_lags(found: Prediction, why_not: str | None, lag: int, lanes: Callable[[], Lanes] | None) -> Prediction:
     """The prediction of a synchronous iteration, with what several lags would make of it. Its seconds and phases become
-    those of `lag`; without a lag they stay as they are. `lanes()`: iterations of the job, drawn at random; None: the
-    placement cannot be played."""
-    why_not = excluded(spec)
+    those of `lag`; without a lag they stay as they are. `why_not`: the job cannot have a lag. `lanes()`: iterations of
+    the job, drawn at random; None: the placement cannot be played."""
     if lanes is None:
         return found
     if why_not is not None:
@@ -73,3 +76,12 @@ def choose(rows: Sequence[PredictedLag]) -> tuple[int, str]:
     saved = 1 - seconds / known[0][1]
     more = "" if lag == known[-1][0] else f"; a larger lag saves at most {NEAR:.0%} more"
     return lag, f"an iteration takes {saved:.0%} less time than without a lag{more}"
+
+
+def chosen(spec: RLHFJobSpec, synchronous: Prediction | None) -> tuple[int, str]:
+    """The lag of a job whose manifest says Auto, and why, by the prediction of the job without a lag."""
+    if (why_not := excluded(spec)) is not None:
+        return 0, f"the job cannot have a lag: {why_not}"
+    if synchronous is None:
+        return 0, "nothing is predicted for this job, so nothing tells what a lag would gain"
+    return synchronous.best_lag, synchronous.best_lag_reason

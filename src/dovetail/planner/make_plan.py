@@ -8,11 +8,13 @@ from typing import Any, Literal
 
 from dovetail.manifest.checks.batching import BatchRule, batch_rules, longest_sample
 from dovetail.manifest.critic import has_critic
+from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.sizes import pod_count, trained_models, trainer_ranks, trainer_world, world_size
+from dovetail.manifest.training_types import AUTO_LAG
 from dovetail.manifest.types import Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.candidate import INFERENCE
 from dovetail.planner.hardware import GPU
-from dovetail.planner.lag import with_lags
+from dovetail.planner.lag import chosen, excluded, with_lags
 from dovetail.planner.placement import data_parallel, on_cpus, on_gpus
 from dovetail.planner.placement.activations import LimitError, activation_bytes, beyond_limit, check_limit
 from dovetail.planner.placement.configs import ConfigError
@@ -37,6 +39,7 @@ def make_plan(
     configs: Mapping[str, Mapping[str, Any]] | None = None,
     measured: Mapping[str, GPU] | None = None,
     profile: Profile | None = None,
+    lag: int | None = None,
 ) -> Plan:
     """The plan of a manifest that `dovetail.manifest.checks.validation.check` accepts. Deterministic.
 
@@ -44,13 +47,26 @@ def make_plan(
     hardware figures that replace those of the data sheets. `profile`: of this machine, with whole iterations of these
     models. Where these tell all models and GPUs, or all models and CPUs, the plan has the fastest layout that fits.
     Otherwise it has as many data-parallel ranks as every batch of a model can be shared by, and pipeline stages for
-    the rest; `layers[model]` bounds these. Raises PlanError."""
+    the rest; `layers[model]` bounds these. `lag`: of the run that the plan is for, where `ppo.lag` is Auto; None: it
+    has not begun. Raises PlanError."""
     if trained_models(spec) and trainer_world(spec) == 0:
         raise PlanError("spec.groups has no group with the trainer role; add `trainer` to one group's roles")
     if errors := product_errors(spec, measured) + pin_errors(spec):
         raise PlanError(errors[0])
+
+    def planned(lag: int) -> Plan:
+        decided = with_lag(spec, lag)
+        found = _planned(decided, layers or {}, configs or {}, measured, profile, excluded(spec))
+        return found.model_copy(update={"lag": decided.ppo.lag})
+
     try:
-        return _planned(spec, layers or {}, configs or {}, measured, profile)
+        if spec.ppo.lag != AUTO_LAG:
+            return planned(spec.ppo.lag)
+        if lag is not None:
+            return planned(lag).model_copy(update={"lag_reason": "the run began with it"})
+        found = planned(0)
+        best, reason = chosen(spec, found.prediction)
+        return (planned(best) if best else found).model_copy(update={"lag_reason": reason})
     except (Infeasible, ConfigError, LimitError) as error:
         raise PlanError(str(error)) from error
 
@@ -61,14 +77,16 @@ def _planned(
     configs: Mapping[str, Mapping[str, Any]],
     measured: Mapping[str, GPU] | None,
     profile: Profile | None,
+    no_lag: str | None,
 ) -> Plan:
+    """`no_lag`: why the job cannot have a lag; None: it can."""
     placed = _placed(spec, layers, configs, measured, profile)
     layouts, layouts_ppo = placed.layouts, {**placed.layouts, **placed.apart}
     checkpointed = _checkpointed(spec, configs, layouts_ppo, placed)
     if placed.chosen is not None and checkpointed - placed.recompute:
         # What was predicted keeps more than spec.plan.activationMemory allows.
         always = spec.plan.model_copy(update={"recompute": "Always"})
-        return _planned(spec.model_copy(update={"plan": always}), layers, configs, measured, profile)
+        return _planned(spec.model_copy(update={"plan": always}), layers, configs, measured, profile, no_lag)
     models = {model for stage, model in checkpointed if stage is Stage.PPO}
     schedule = "Dedicated" if placed.apart else _schedule(spec, layouts)
     memory = pod_memory(spec, configs, layouts, schedule, models)
@@ -93,16 +111,16 @@ def _planned(
             *_useless_pins(spec, layouts),
             *too_small(memory),
         ],
-        prediction=_predicted(spec, placed),
+        prediction=_predicted(spec, placed, no_lag),
         memory=memory,
     )
 
 
-def _predicted(spec: RLHFJobSpec, placed: Placed) -> Prediction | None:
+def _predicted(spec: RLHFJobSpec, placed: Placed, no_lag: str | None) -> Prediction | None:
     """What is predicted with the job's lag, beside other lags."""
     if placed.prediction is None:
         return None
-    return with_lags(placed.prediction, spec, spec.ppo.lag, placed.lanes)
+    return with_lags(placed.prediction, no_lag, spec.ppo.lag, placed.lanes)
 
 
 def _placed(

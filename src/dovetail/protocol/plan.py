@@ -162,6 +162,10 @@ class Plan(Model):
         description="Of actor and critic, by stage: what one micro-batch of the longest sequences holds between its "
         "passes, by the memory model; empty where the models are not known or have no pipeline.",
     )
+    lag: int = Field(
+        default=0, ge=0, description="spec.ppo.lag, or what the planner chose where that is Auto. A run keeps it."
+    )
+    lag_reason: str = Field(default="", description="Why the planner chose it; empty where the manifest says it.")
     tasks: list[TaskPlacement]
     trainers: list[TrainerRank]
     rollouts: list[Rollout]

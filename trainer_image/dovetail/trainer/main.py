@@ -12,6 +12,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from dovetail.gpus.kernel_check import my_capability
+from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.reward import ppo_config
 from dovetail.manifest.types import Parallelism, RLHFJob, Stage
 from dovetail.protocol.plan import Plan
@@ -47,8 +48,8 @@ def main(argv: list[str] | None = None) -> int:
         env = ProcessEnv.read()
         log = Events(env.name)
         wait_for_debugger(env.name, log)
-        job = read_job(env.job_file)
         plan = read_plan(env.plan_file, env)
+        job = read_job(env.job_file, plan)
         return serve(env, job, plan.parallelism, options.patience, log)
     except (CoordinatorUnreachable, Refused, ValueError, OSError) as error:
         log("rank.failed", message=str(error))
@@ -105,10 +106,12 @@ def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patien
     return 0
 
 
-def read_job(path: Path) -> RLHFJob:
-    """Raises ValueError when job.json does not hold a valid job, OSError when it is missing."""
+def read_job(path: Path, plan: Plan) -> RLHFJob:
+    """The job, with the plan's lag where its manifest says Auto. Raises ValueError when job.json does not hold a valid
+    job, OSError when it is missing."""
     try:
-        return RLHFJob.model_validate_json(path.read_text(encoding="utf-8"))
+        job = RLHFJob.model_validate_json(path.read_text(encoding="utf-8"))
+        return job.model_copy(update={"spec": with_lag(job.spec, plan.lag)})
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from dovetail.kube import names
+from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.types import ParallelismByModel, RLHFJobSpec, Role, Stage
 from dovetail.operator.reconcile.children import Object
@@ -127,6 +128,7 @@ def resized(spec: RLHFJobSpec, plan: Plan, wanted: Sequence[Need], there: Counts
     groups = [g.model_copy(update={"replicas": sizes.get(g.name, g.replicas)}) for g in spec.groups]
     pinned = spec.plan.model_copy(update=pins)
     # The others' layouts, too, would have to share the pins.
+    spec = with_lag(spec, plan.lag)
     return spec.model_copy(update={"groups": groups, "plan": pinned, "stages": [Stage.PPO]})
 
 

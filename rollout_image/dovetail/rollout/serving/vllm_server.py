@@ -25,6 +25,8 @@ from dovetail.manifest.accelerators import SLEEP
 from dovetail.manifest.checks.scratch import cpu_head_error, head_size
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import replay_error
+from dovetail.manifest.resolve import with_lag
+from dovetail.manifest.training_types import AUTO_LAG
 from dovetail.manifest.types import Group, RLHFJob, Role
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS
 from dovetail.protocol.header_deadline import HeaderDeadline
@@ -52,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     for anything else; further vLLM arguments may be given."""
     try:
         env = ProcessEnv.read()
-        job = RLHFJob.model_validate_json(env.job_file.read_text())
+        job = _job(env)
         group = _group(job, env.group)
         # Without a GPU groups that ask for one run on CPUs, as trainers and scorers do.
         capability = None if group.on_cpu else my_capability()
@@ -101,6 +103,15 @@ class VLLM:
             os.environ.update(kv.environment)
             arguments = [*kv.arguments, *arguments]
         return serve(arguments, env, on_cpu, kv, experts)
+
+
+def _job(env: ProcessEnv) -> RLHFJob:
+    """The job, with the plan's lag where its manifest says Auto."""
+    job = RLHFJob.model_validate_json(env.job_file.read_text())
+    if job.spec.ppo.lag != AUTO_LAG:
+        return job
+    plan = Plan.model_validate_json(env.plan_file.read_text())
+    return job.model_copy(update={"spec": with_lag(job.spec, plan.lag)})
 
 
 def _group(job: RLHFJob, name: str) -> Group:

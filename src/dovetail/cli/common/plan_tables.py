@@ -69,7 +69,8 @@ def plan_tables(plan: Plan) -> Group:
     tables = [processes]
     tables += [layouts] if plan.parallelism else []
     tables += [batches] if plan.batching else []
-    return Group(*(part for table in [*tables, tasks] for part in (table, "")))
+    lag = [f"Lag (spec.ppo.lag is Auto): {plan.lag}, because {plan.lag_reason}.", ""] if plan.lag_reason else []
+    return Group(*(part for table in [*tables, tasks] for part in (table, "")), *lag)
 
 
 def _layouts(plan: Plan) -> Iterator[tuple[str, Parallelism]]:

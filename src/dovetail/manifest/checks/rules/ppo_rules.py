@@ -14,7 +14,7 @@ from dovetail.manifest.checks.batching import (
 )
 from dovetail.manifest.checks.rules.rule import Rule, Value, ppo_rule, spec_rule
 from dovetail.manifest.critic import shares_body
-from dovetail.manifest.training_types import Optimizer
+from dovetail.manifest.training_types import AUTO_LAG, Optimizer
 from dovetail.manifest.types import Dtype, RLHFJobSpec, Role, Stage
 
 # ---------------------------------------------------------------- batch sizes
@@ -227,8 +227,8 @@ PPO_RULES = (
         "lower it.",
     ),
     ppo_rule(
-        lambda spec: spec.ppo.lag == 0 or spec.ppo.old_log_probs != "Rollout",
-        "self.ppo.lag == 0 || self.ppo.oldLogProbs != 'Rollout'",
+        lambda spec: spec.ppo.lag in (0, AUTO_LAG) or spec.ppo.old_log_probs != "Rollout",
+        "self.ppo.lag == 0 || self.ppo.lag == 'Auto' || self.ppo.oldLogProbs != 'Rollout'",
         "spec.ppo.oldLogProbs is Rollout, but with spec.ppo.lag {ppo.lag} the rollout's weights are older than those "
         "that the policy ratio starts from; use Recompute or Auto.",
     ),
@@ -244,8 +244,11 @@ PPO_RULES = (
         "spec.ppo.kl.coef is 0, from which the adaptive controller cannot move; start above 0 or drop target.",
     ),
     ppo_rule(
-        lambda spec: not spec.ppo.lag or not any({Role.TRAINER, Role.ROLLOUT} <= set(g.roles) for g in spec.groups),
-        "self.ppo.lag == 0 || !self.groups.exists(g, 'trainer' in g.roles && 'rollout' in g.roles)",
+        lambda spec: (
+            spec.ppo.lag in (0, AUTO_LAG) or not any({Role.TRAINER, Role.ROLLOUT} <= set(g.roles) for g in spec.groups)
+        ),
+        "self.ppo.lag == 0 || self.ppo.lag == 'Auto' || "
+        "!self.groups.exists(g, 'trainer' in g.roles && 'rollout' in g.roles)",
         "spec.ppo.lag is {ppo.lag}, but a group of spec.groups has both roles, trainer and rollout, whose processes "
         "take turns on a GPU; give trainers and rollouts groups of their own, or set lag to 0.",
     ),
