@@ -47,6 +47,17 @@ def test_the_table_says_what_changed_and_where_time_went():
         assert re.search(wanted, text), wanted
 
 
+def test_a_run_with_a_lag_says_what_its_phases_would_take_one_after_the_other():
+    overlap = {"iterations": 4, "seconds": 80.0, "synchronous_seconds": 128.0}
+    out = StringIO()
+    show(Console(file=out, width=110), SUMMARY | {"overlap": overlap})
+    assert re.search(r"PPO iterations, all together\s+│\s+│\s+1 min 20 s", out.getvalue())
+    assert re.search(r"phases one after the other\s+│\s+160\.0% │\s+2 min 08 s", out.getvalue())
+    told = "an iteration took 20.0 s; one after the other, its phases take 32.0 s."
+    assert told in out.getvalue()
+    assert told in render_report("x", SUMMARY | {"overlap": overlap}, {}, None)
+
+
 @given(st.sets(st.sampled_from(sorted(SUMMARY))))
 def test_any_part_of_the_summary_may_be_missing(missing):
     part = {k: v for k, v in SUMMARY.items() if k not in missing}

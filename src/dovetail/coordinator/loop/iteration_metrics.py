@@ -73,3 +73,8 @@ def equal_groups(arrays: Arrays) -> float:
 def other_seconds(wall: float, phases: Mapping[str, float]) -> float:
     """The seconds of an iteration that belong to none of its named phases."""
     return max(0.0, wall - sum(phases.values()))
+
+
+def one_after_the_other(phases: Mapping[str, float]) -> float:
+    """What the phases of an iteration with a lag would take if they followed each other. Nobody would wait then."""
+    return sum(seconds for name, seconds in phases.items() if name != "waiting")

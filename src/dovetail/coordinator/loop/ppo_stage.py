@@ -14,7 +14,7 @@ from dovetail.coordinator.health.health_watch import HealthWatch
 from dovetail.coordinator.loop.best_weights import BestWeights
 from dovetail.coordinator.loop.evaluation import Evaluator, described
 from dovetail.coordinator.loop.experience_maker import SAMPLES_LANE, ExperienceMaker
-from dovetail.coordinator.loop.iteration_metrics import iteration_metrics, mean_kl, other_seconds
+from dovetail.coordinator.loop.iteration_metrics import iteration_metrics, mean_kl, one_after_the_other, other_seconds
 from dovetail.coordinator.loop.kl_controller import KLController
 from dovetail.coordinator.loop.model_sources import ModelSources, StepFacts, optimizer_steps, ppo_step
 from dovetail.coordinator.loop.open_iterations import OpenIterations
@@ -316,8 +316,11 @@ class PPOStage:
         # Generation and inference run beside training.
         own = timed if self._open is None else {name: timed.get(name, 0.0) for name in ("waiting", "training")}
         phases = {**timed, "other": other_seconds(wall, own)}
-        records.results.add_iteration(len(arrays["scores"]), wall, phases)
-        metrics = self._record(iteration, arrays, result, phases, wall, self._maker.facts.pop(iteration, {}))
+        facts = self._maker.facts.pop(iteration, {})
+        if self._open is not None:
+            facts["synchronous_seconds"] = one_after_the_other(phases)
+        records.results.add_iteration(len(arrays["scores"]), wall, phases, facts.get("synchronous_seconds"))
+        metrics = self._record(iteration, arrays, result, phases, wall, facts)
         gauges = records.metrics
         for name, seconds in phases.items():
             gauges.phase_seconds.labels(name).inc(seconds)

@@ -40,6 +40,8 @@ def summarise(records: Mapping[str, Any], state: str, reason: str | None = None)
     if totals:
         document["samples_per_second"] = totals["samples"] / totals["seconds"]
         document["phases"] = totals["phases"]
+        if "overlap" in totals:
+            document["overlap"] = totals["overlap"]
     return document
 
 
@@ -60,13 +62,23 @@ class Results:
         """Set one fact."""
         self._store.put(f"fact/{name}", value)
 
-    def add_iteration(self, samples: int, wall_seconds: float, phases: Mapping[str, float]) -> None:
-        """Add one PPO iteration to the totals."""
+    def add_iteration(
+        self, samples: int, wall_seconds: float, phases: Mapping[str, float], synchronous: float | None = None
+    ) -> None:
+        """Add one PPO iteration to the totals. `synchronous`: seconds of its phases one after the other, where they
+        overlap."""
         totals = self._store.get("ppo/totals") or {"samples": 0, "seconds": 0.0, "phases": {}}
         totals["samples"] += samples
         totals["seconds"] += wall_seconds
         for name, seconds in phases.items():
             totals["phases"][name] = totals["phases"].get(name, 0.0) + seconds
+        if synchronous is not None:
+            before = totals.get("overlap") or {"iterations": 0, "seconds": 0.0, "synchronous_seconds": 0.0}
+            totals["overlap"] = {
+                "iterations": before["iterations"] + 1,
+                "seconds": before["seconds"] + wall_seconds,
+                "synchronous_seconds": before["synchronous_seconds"] + synchronous,
+            }
         self._store.put("ppo/totals", totals)
 
     def note_time(self) -> None:

@@ -25,6 +25,7 @@ from dovetail.local.report.run_summary import (
     health_sentences,
     how_it_ended,
     method,
+    overlap_sentence,
     read_summary,
     rows,
     stage_seconds,
@@ -243,6 +244,8 @@ def render_report(
         key=lambda item: PHASES.index(item[0]) if item[0] in PHASES else len(PHASES),
     )
     time_bar = charts.share_bar("Where the time of all iterations went", phases)
+    if time_bar and (overlap := overlap_sentence(summary)):
+        time_bar += f'<p class="sub">{escape(overlap)}</p>'
     timeline = ""
     if trace is not None:
         number = int(trace[0].rpartition("-")[2])

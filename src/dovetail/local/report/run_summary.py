@@ -164,6 +164,19 @@ def fusion_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return found
 
 
+def overlap_sentence(summary: Mapping[str, Any]) -> str:
+    """What a run with a lag gained; "" for a run without one."""
+    count, seconds, other = (
+        get(summary, f"overlap.{name}") for name in ("iterations", "seconds", "synchronous_seconds")
+    )
+    if not count or seconds is None or other is None:
+        return ""
+    return (
+        f"Phases overlap (spec.ppo.lag): an iteration took {duration(seconds / count)}; one after the other, its "
+        f"phases take {duration(other / count)}."
+    )
+
+
 def stage_seconds(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
     """(stage, seconds) in the order in which stages run."""
     found = {k: float(v) for k, v in (get(summary, "stages") or {}).items() if isinstance(v, int | float)}
@@ -189,12 +202,15 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
     for name, seconds in stage_seconds(summary):
         table.add_row(f"  stage {name}", "", duration(seconds))
     phases = {k: v for k, v in (get(summary, "phases") or {}).items() if isinstance(v, int | float)}
-    total = sum(phases.values())
+    overlap = get(summary, "overlap.seconds")
+    total = sum(phases.values()) if overlap is None else float(overlap)
     if total > 0:
         table.add_section()
         table.add_row(f"{method(summary)} iterations, all together", "", duration(total))
         for name in sorted(phases, key=lambda n: PHASES.index(n) if n in PHASES else len(PHASES)):
             table.add_row(f"  {name}", f"{phases[name] / total:.1%}", duration(phases[name]))
+        if (other := get(summary, "overlap.synchronous_seconds")) is not None:
+            table.add_row("  phases one after the other", f"{other / total:.1%}", duration(other))
     if get(summary, "seed") is not None:
         table.add_section()
         table.add_row("Seed", "", str(summary["seed"]))
@@ -206,6 +222,8 @@ def show(console: Console, summary: Mapping[str, Any]) -> None:
     for line in how_it_ended(summary):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(summary_table(summary))
+    if overlap := overlap_sentence(summary):
+        console.print(f"\n{overlap}", highlight=False, soft_wrap=True)
     if sentences := health_sentences(summary):
         console.print()
     for line in sentences:
