@@ -17,7 +17,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 DRILL_ARGS ?=
 
-.PHONY: help install tools demo drill test test-fast test-nightly lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu clean
+.PHONY: help install tools demo drill test test-fast test-nightly lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images images-push
 
 help: ## Show the targets
@@ -116,6 +116,9 @@ bench-interstage: install ## Generation and inference fused, by threshold: real 
 
 bench-spot: install ## Rollouts that come and go: goodput, tokens made twice, joiners' first token; emulated instances
 	$(BIN)/python benchmarks/bench_spot.py
+
+bench-async: install ## Iterations with and without a lag: real coordinator, emulated trainers and rollouts
+	$(BIN)/python benchmarks/bench_async.py
 
 bench-interstage-paper: install ## Inter-stage fusion on RLHFuse's settings, simulated
 	$(BIN)/python benchmarks/bench_interstage_paper.py

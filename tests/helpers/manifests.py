@@ -93,6 +93,7 @@ FIELDS = [
     ({"plan.parallelism": "Some"}, "spec.plan.parallelism must be Auto or a mapping"),
     ({"plan.parallelism": {"critic": {}}}, "spec.plan.parallelism.actor is required"),
     ({"plan.parallelism": {"actor": {"pp": 0}}}, "spec.plan.parallelism.actor.pp must be a whole number of at least 1"),
+    ({"ppo.lag": 17}, "spec.ppo.lag must be Auto or a whole number of at least 0 and at most 16; it is 17."),
     (
         {"plan.interStageFusion": 1.2},
         "spec.plan.interStageFusion must be one of Auto, Off or a number of at least 0 and",
@@ -337,10 +338,6 @@ RULES = [
     ({"ppo.importPath": "code"}, "spec.ppo.importPath has no effect without advantageFunction or a loss"),
     ({"generation": {"minTokens": 9, "maxTokens": 8}}, "spec.generation.minTokens (9) is above"),
     ({"groups.1.name": "trainers"}, "spec.groups has 'trainers' twice"),
-    (
-        {"ppo.lag": 17},
-        "spec.ppo.lag must be Auto or a whole number of at least 0 and at most 16; it is 17.",
-    ),
     (
         {"ppo.lag": 1, "groups.0.roles": ["trainer", "rollout"]},
         "spec.ppo.lag is 1, but a group of spec.groups has both roles, trainer and rollout",
