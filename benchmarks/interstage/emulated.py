@@ -60,8 +60,8 @@ class Request:
 
 
 class Instance:
-    """`length(seed)`: tokens of a response. `prompt`: tokens of every prompt. `worked`: (begin, end) of generation and of
-    scoring, in seconds of the event loop's clock."""
+    """`length(seed)`: tokens of a response. `prompt`: tokens of every prompt. `worked`: (begin, end) of generation and
+    of scoring, in seconds of the event loop's clock."""
 
     def __init__(self, profile: StageProfile, length: Callable[[int], int], prompt: int) -> None:
         self.profile, self.length, self.prompt = profile, length, prompt
