@@ -103,6 +103,16 @@ CASES = (
     Case("scorer: 70B reference", LLAMA3_70B, scores=("reference",)),
     Case("scorer: 33B reward in 4 stages", LLAMA_33B, pp=4, scores=("reward",)),
 )
+GEMMA2_9B = {
+    "model_type": "gemma2",
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "vocab_size": 256000,
+}
 # Seconds, not minutes: for a test. One layer stands for many.
 SMALL = (
     Case("8B's layers, one rank", {**LLAMA3_8B, "num_hidden_layers": 4}),
@@ -129,4 +139,5 @@ SMALL = (
     ),
     Case("scorer: experts", {**QWEN3_30B_A3B, "num_hidden_layers": 2}, scores=("reference",)),
     Case("experts", {**QWEN3_30B_A3B, "num_hidden_layers": 2}, rows=2),
+    Case("bounded scores", {**GEMMA2_9B, "num_hidden_layers": 4}, rows=2, response=3584),
 )

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dovetail.coordinator.trainers.trainer_group import CheckpointDamaged, TrainerError, TrainerLost
-from dovetail.manifest.types import RLHFJob, Stage
+from dovetail.manifest.types import RLHFJob, ScratchModel, Stage
 from dovetail.protocol.messages import CommandResult, Probe, Publish, Receive, Receiver, Stop
 from dovetail.rollout.weight_receiver import WeightReceiver
 from helpers.local_trainer import LocalTrainer
-from helpers.trainer_ranks import TrainerRanks, job, layouts, load_command, ppo_batch, reward_batch, sft_batch
+from helpers.trainer_ranks import TINY, TrainerRanks, job, layouts, load_command, ppo_batch, reward_batch, sft_batch
 
 pytestmark = pytest.mark.slow
 
@@ -147,6 +147,27 @@ def test_groups_and_aggregations_are_alike_in_all_layouts(tmp_path: Path, pp: in
     for found in (by_rows, by_tokens):
         for name in ("policy_loss", "kl_loss", "entropy", "actor_grad_norm"):
             assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
+
+
+def test_experts_are_balanced_alike_by_data_parallel_ranks(tmp_path: Path) -> None:
+    """Two ranks with a micro-batch each give what one rank gives with both."""
+    config = {"architecture": "qwen3_moe", "config": {**TINY.config, "num_experts": 4, "num_experts_per_tok": 2}}
+    config["config"] |= {"moe_intermediate_size": 16, "head_dim": 8, "initializer_range": 0.3}
+    whole = load_command(Stage.PPO)
+    actor = whole.models["actor"].model_copy(update={"scratch": ScratchModel.model_validate(config)})
+    load = whole.model_copy(update={"models": {"actor": actor}})
+    ppo = {"advantage": "grpo", "samplesPerPrompt": 2, "microBatchSize": 4, "epochs": 1}
+    balanced = job(ppo=ppo, models={"actor": {"source": {"scratch": {}}, "routerAuxLossCoef": 5.0}})
+    batch = ppo_batch(1)
+    with LocalTrainer(balanced) as trainer:
+        trainer.metrics(load)
+        expected = trainer.metrics(trainer.step(Stage.PPO, 1, batch, ["actor"], 2, kl_coef=0.3))
+    with TrainerRanks(tmp_path, balanced, {"actor": layouts(1, 2)["actor"]}) as ranks:
+        ranks.coordinator.execute(load)
+        ranks.coordinator.batches["ppo/1"] = batch
+        found = ranks.coordinator.execute(ranks.step(Stage.PPO, 1, "ppo/1", kl_coef=0.3)).metrics
+    for name in ("router_aux_loss", "policy_loss", "actor_grad_norm"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.parametrize(("pp", "dp"), [(1, 2), (2, 1)])

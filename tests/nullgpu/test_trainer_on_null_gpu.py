@@ -192,10 +192,21 @@ def test_compiled_layers_launch_less(null_gpu: Run) -> None:
     assert four["mallocs"] == eight["mallocs"] == 0 < first["mallocs"]
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_rank_that_waits_for_a_lost_peer_names_it_and_lives(null_gpu: Run, told: bool) -> None:
+@pytest.mark.parametrize(
+    ("told", "layout", "doing"),
+    [
+        (True, {"pp": 2}, ""),
+        (False, {"pp": 2}, "while receiving from it"),
+        (False, {"dp": 2}, "in a forward pass of actor"),
+    ],
+)
+def test_a_rank_that_waits_for_a_lost_peer_names_it_and_lives(
+    null_gpu: Run, told: bool, layout: dict[str, int], doing: str
+) -> None:
     """torch would end the process. The peer dies, which the coordinator tells, or it freezes, which nobody tells."""
-    ended = null_gpu(f"lost-{told}", "trainer.loses_a_peer", world=2, patience=30, told=told)
+    ended = null_gpu(
+        f"lost-{told}-{next(iter(layout))}", "trainer.loses_a_peer", world=2, patience=30, told=told, **layout
+    )
     assert ended.statuses == [0, 3], f"{ended.statuses} {ended.waits}\n{ended.log}"
     found = ended.results[0]
     assert found["events"] == ["groups.aborted"]
@@ -203,4 +214,4 @@ def test_a_rank_that_waits_for_a_lost_peer_names_it_and_lives(null_gpu: Run, tol
     if told:
         assert found["error"] == "trainer-1 joined again"
     else:
-        assert found["error"].startswith("trainer rank 1 was lost while receiving from it: nothing came for")
+        assert found["error"].startswith(f"trainer rank 1 was lost {doing}: nothing came for")

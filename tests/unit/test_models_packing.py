@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from test_models_stage import FAMILIES, ref
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dovetail.models import build_stage
 from dovetail.models.attention import ScoreSettings, attend, by_blocks, flash
 from dovetail.models.packing import Packing
+from dovetail.protocol.budgets import SCORE_BYTES
 
 # Prompts are sequences 0 and 3; the others go on from them, and the last stands alone.
 LENGTHS = (7, 3, 5, 4, 2, 6)
@@ -121,6 +123,57 @@ def test_blocks_of_sequences_attend_as_each_by_itself(
     weights = torch.randn(found.shape, generator=generator)
     gradients = [torch.autograd.grad((each * weights).sum(), inputs) for each in (found, expected)]
     torch.testing.assert_close(*gradients, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("prefixes", [PREFIXES, None], ids=["prefixes", "none"])
+@pytest.mark.parametrize("scores", [{"softcap": 2.0}, {"s_aux": SINKS, "sliding_window": 4}, {"s_aux": SINKS}])
+def test_scores_of_some_queries_at_a_time_are_the_same(
+    scores: dict[str, Any], prefixes: tuple[int | None, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bounded scores and sinks of long sequences, each sequence by itself and in blocks."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(1, h, sum(LENGTHS), 8, generator=generator).requires_grad_() for h in (4, 2, 2)]
+    if "s_aux" in scores:
+        scores = {**scores, "s_aux": scores["s_aux"].clone().requires_grad_()}
+        inputs.append(scores["s_aux"])
+    packing = Packing(LENGTHS, prefixes, torch.device("cpu"))
+    of = ScoreSettings(0.3, scores.get("sliding_window"), scores.get("softcap"), scores.get("s_aux"))
+
+    def outcome(chunk: int) -> list[torch.Tensor]:
+        monkeypatch.setattr("dovetail.models.attention.SCORE_BYTES", chunk)
+        found = []
+        for output in (
+            attend(torch.nn.Module(), *inputs[:3], None, 0.3, packing, **scores)[0],
+            by_blocks(*inputs[:3], packing, of),
+        ):
+            weights = torch.linspace(-1, 1, output.numel()).view_as(output)
+            found += [output, *torch.autograd.grad((output * weights).sum(), inputs)]
+        return found
+
+    for chunk in (1, 4 * 4 * 30):
+        torch.testing.assert_close(outcome(chunk), outcome(2**30), atol=1e-5, rtol=1e-5)
+
+
+def test_scores_take_no_memory_that_grows_with_the_square_of_the_length() -> None:
+    """What a pass over a long sequence asks for beyond its inputs, forward and backward, by numbers of elements."""
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            found = function(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor):
+                largest = max(largest, found.numel() * found.itemsize)
+            return found
+
+    length, heads = 4096, 8
+    query, key, value = (torch.empty(1, heads, length, 8, device="meta").requires_grad_() for _ in range(3))
+    packing = Packing((length, 1), None, torch.device("cpu"))
+    other = [torch.cat([x, x[:, :, :1]], 2) for x in (query, key, value)]
+    with Sizes():
+        attend(torch.nn.Module(), *other, None, 0.3, packing, softcap=2.0)[0].sum().backward()
+    assert SCORE_BYTES / 2 < largest <= SCORE_BYTES
+    assert 4 * heads * length**2 == 8 * SCORE_BYTES
 
 
 def test_padding_at_most_doubles_the_work() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -14,10 +15,33 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from dovetail.models.packing import RESPONSE_BLOCK, Packing
+from dovetail.protocol.budgets import SCORE_BYTES
 
 NAME = "dovetail"
 # Of torch's flash attention, which takes all sequences in one call.
 _LARGEST_HEAD = 192
+
+
+class Reach(NamedTuple):
+    """Which keys a query attends to: those up to its own place, of which `before` come before the first query (a
+    number, or (B, 1, 1, 1) on the device), and with a `window` no more than so many of them."""
+
+    before: int | Tensor
+    window: int | None
+
+    def mask(self, rows: slice, keys: slice, device: torch.device) -> Tensor:
+        """Of these queries and keys: (rows, keys), or (B, 1, rows, keys) where rows begin at different places."""
+        where = self.before + torch.arange(rows.start, rows.stop, device=device).view(-1, 1)
+        of_keys = torch.arange(keys.start, keys.stop, device=device)
+        mask = of_keys <= where
+        return mask if self.window is None else mask & (of_keys > where - self.window)
+
+    def keys(self, rows: slice, count: int) -> slice:
+        """Those of `count` keys that any of these queries attends to; all, if only the device knows."""
+        if not isinstance(self.before, int):
+            return slice(0, count)
+        first = 0 if self.window is None else max(0, self.before + rows.start - self.window + 1)
+        return slice(first, min(count, self.before + rows.stop))
 
 
 class ScoreSettings(NamedTuple):
@@ -137,12 +161,8 @@ def _rows(
 
 def _one(query: Tensor, key: Tensor, value: Tensor, before: int | None, scores: ScoreSettings) -> Tensor:
     """One sequence, or rows of as many tokens, with `before` tokens before it that have keys and values only."""
-    mask = None
-    if before is not None or not scores.fused(key.shape[2]):
-        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril(before or 0)
-        if scores.window is not None:
-            mask = mask.triu((before or 0) - scores.window + 1)
-    return _masked(query, key, value, mask, scores)
+    plain = before is None and scores.fused(key.shape[2])
+    return _masked(query, key, value, None if plain else Reach(before or 0, scores.window), scores)
 
 
 def by_blocks(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: ScoreSettings) -> Tensor:
@@ -154,27 +174,23 @@ def by_blocks(query: Tensor, key: Tensor, value: Tensor, packing: Packing, score
     outputs = []
     for block in blocks:
         rows, keys, values = (x[at].transpose(1, 2) for x, at in ((q, block.queries), (k, block.keys), (v, block.keys)))
-        mask = None
+        reach = None
         if block.before is not None or not scores.fused(keys.shape[2]):
-            first = 0 if block.before is None else block.before.view(-1, 1, 1, 1)
-            where = first + torch.arange(rows.shape[2], device=q.device).view(-1, 1)
-            of_keys = torch.arange(keys.shape[2], device=q.device)
-            mask = of_keys <= where
-            if scores.window is not None:
-                mask = mask & (of_keys > where - scores.window)
+            reach = Reach(0 if block.before is None else block.before.view(-1, 1, 1, 1), scores.window)
         if repeats > 1 and scores.softcap is None and scores.sinks is None:
             # torch's kernel that needs no flash attention takes no fewer key heads than query heads.
             keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
-        outputs.append(_masked(rows, keys, values, mask, scores).flatten(0, 1))
+        outputs.append(_masked(rows, keys, values, reach, scores).flatten(0, 1))
     return torch.cat(outputs)[order].unsqueeze(0)
 
 
-def _masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: ScoreSettings) -> Tensor:
-    """(B, T, heads, D). `mask`: which keys a query attends to, (T, keys) or (B, 1, T, keys); None: causal."""
-    if mask is not None and (scores.softcap is not None or scores.sinks is not None):
+def _masked(query: Tensor, key: Tensor, value: Tensor, reach: Reach | None, scores: ScoreSettings) -> Tensor:
+    """(B, T, heads, D). `reach`: which keys a query attends to; None: causal."""
+    if reach is not None and (scores.softcap is not None or scores.sinks is not None):
         scaling = scores.scaling or query.shape[-1] ** -0.5
-        return torch.as_tensor(_Unfused.apply(query, key, value, scores.sinks, mask, scaling, scores.softcap))
+        return torch.as_tensor(_Unfused.apply(query, key, value, scores.sinks, reach, scaling, scores.softcap))
     grouped = key.shape[1] != query.shape[1]
+    mask = None if reach is None else reach.mask(slice(0, query.shape[2]), slice(0, key.shape[2]), query.device)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scores.scaling, enable_gqa=grouped
     ).transpose(1, 2)
@@ -187,30 +203,75 @@ def _shares_keys(function: Callable[..., Any]) -> bool:
 
 
 class _Unfused(torch.autograd.Function):
-    """Attention whose scores no kernel of torch computes. Scores are computed again for the backward pass, so that what
-    is kept until then does not grow with the square of the length."""
+    """Attention whose scores no kernel of torch computes. They are computed for some queries at a time, and again for
+    the backward pass, so memory does not grow with the square of the length."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        *tensors, scaling, softcap = arguments
-        ctx.save_for_backward(*tensors)
-        ctx.settings = scaling, softcap
-        return _unfused(*arguments)
+        query, key, value, sinks, reach, scaling, softcap = arguments
+        ctx.save_for_backward(query, key, value, sinks)
+        ctx.settings = reach, scaling, softcap
+        parts = []
+        for rows, keys in _chunks(query, key, reach):
+            mask = reach.mask(rows, keys, query.device)
+            near = key[:, :, keys], value[:, :, keys]
+            parts.append(_unfused(query[:, :, rows], *near, sinks, mask, scaling, softcap))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        inputs: list[Any] = [None if x is None else x.detach() for x in ctx.saved_tensors]
-        wanted = [x.requires_grad_() for x, needs in zip(inputs, ctx.needs_input_grad, strict=False) if needs]
-        with torch.enable_grad():
-            output = _unfused(*inputs, *ctx.settings)
-        found = iter(torch.autograd.grad(output, wanted, gradients))
-        return tuple(next(found) if needs else None for needs in ctx.needs_input_grad)
+        reach, scaling, softcap = ctx.settings
+        inputs: list[Any] = list(ctx.saved_tensors)
+        wanted = [k for k in range(4) if ctx.needs_input_grad[k]]
+        found: list[Any] = [None] * len(ctx.needs_input_grad)
+        chunks = _chunks(inputs[0], inputs[1], reach)
+        for rows, keys in chunks:
+            places = (rows, keys, keys, slice(None))
+            used: list[Any] = [
+                None if x is None else _part(x, at).detach() for x, at in zip(inputs, places, strict=True)
+            ]
+            for k in wanted:
+                used[k].requires_grad_()
+            query, key, value, sinks = used
+            with torch.enable_grad():
+                mask = reach.mask(rows, keys, query.device)
+                output = _unfused(query, key, value, sinks, mask, scaling, softcap)
+            parts = torch.autograd.grad(output, [used[k] for k in wanted], gradients[0][:, rows])
+            for k, part in zip(wanted, parts, strict=True):
+                if len(chunks) == 1:
+                    found[k] = part
+                    continue
+                if found[k] is None:  # keys and sinks add up over the chunks
+                    found[k] = torch.zeros_like(inputs[k], dtype=torch.float32)
+                _part(found[k], places[k]).add_(part)
+        for k in wanted:
+            found[k] = found[k].to(inputs[k].dtype)
+        return tuple(found)
+
+
+def _part(tensor: Tensor, at: slice) -> Tensor:
+    """Of queries, keys or values the positions `at`; all of the sinks."""
+    return tensor[:, :, at] if tensor.dim() == 4 else tensor
+
+
+def _chunks(query: Tensor, key: Tensor, reach: Reach) -> list[tuple[slice, slice]]:
+    """Queries whose scores are computed together, and the keys that these may attend to."""
+    (count, heads, length, _), there = query.shape, key.shape[2]
+    most = SCORE_BYTES // (4 * count * heads)
+    step = max(1, most // there)
+    if step >= length:
+        return [(slice(0, length), slice(0, there))]
+    if reach.window is not None and isinstance(reach.before, int):
+        # `step` queries attend to fewer than step + window keys.
+        step = max(step, (math.isqrt(reach.window**2 + 4 * most) - reach.window) // 2)
+    rows = [slice(first, min(length, first + step)) for first in range(0, length, step)]
+    return [(each, reach.keys(each, there)) for each in rows]
 
 
 def _unfused(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: Tensor, scaling: float, softcap: float | None
 ) -> Tensor:
-    """(B, T, heads, D). `mask` as in `_masked`."""
+    """(B, T, heads, D). `mask`: which keys a query attends to, (T, keys) or (B, 1, T, keys)."""
     repeats = query.shape[1] // key.shape[1]
     longer, values = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     found = query @ longer.transpose(2, 3) * scaling

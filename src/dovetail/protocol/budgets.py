@@ -14,3 +14,5 @@ LOGPROB_CHUNK_BYTES = 256 * 2**20
 SHARED_WEIGHT_BYTES = 128 * 2**20
 # Numbers of each of an optimizer's two moments that are on the GPU at a time where the moments live in host memory.
 OFFLOAD_NUMBERS = 64 * 2**20
+# Scores of attention (float32) that are computed at a time where no kernel of torch computes them (bounds, sinks).
+SCORE_BYTES = 64 * 2**20

@@ -190,10 +190,10 @@ def backends(place: Place) -> dict[str, Any]:
     return {"backends": names, "deadlines": deadlines}
 
 
-def loses_a_peer(place: Place, told: bool) -> Any:
+def loses_a_peer(place: Place, told: bool, pp: int = 1, dp: int = 1) -> Any:
     """Rank 1 stops in its first forward pass. Rank 0 hears it from the coordinator if `told`. Else a wait of its GPU
     passes the groups' deadline, of two seconds. Returns what rank 0 raised, and the world that it then forms."""
-    layouts = {name: Parallelism(pp=2) for name in ("actor", "critic")}
+    layouts = {name: Parallelism(pp=pp, dp=dp) for name in ("actor", "critic")}
     engine = engine_of(place, layouts)
     stopped, over = place.folder / "stopped", place.folder / "over"
 

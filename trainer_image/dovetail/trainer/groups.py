@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Self
 
 import torch
@@ -99,6 +100,12 @@ class ModelGroups:
         assert names is not None
         return self.mesh[names[-1]]
 
+    @cached_property
+    def beside(self) -> str:
+        """Who takes part in the collectives of a pass, for a sentence: the other ranks of dp and tp. Empty: nobody."""
+        groups = (self.mesh.get_group(name) for name in self.mesh.mesh_dim_names or () if self.mesh[name].size() > 1)
+        return others_of(groups)
+
     @property
     def previous(self) -> int:
         """Global rank of the stage before this one."""
@@ -108,6 +115,14 @@ class ModelGroups:
     def next(self) -> int:
         """Global rank of the stage after this one."""
         return self.pp_ranks[self.pp_rank + 1]
+
+
+def others_of(groups: Iterable[dist.ProcessGroup]) -> str:
+    """The ranks of these groups but this one, for a sentence."""
+    ranks = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)} - {dist.get_rank()})
+    if len(ranks) < 2:
+        return "".join(f"trainer rank {rank}" for rank in ranks)
+    return f"one of trainer ranks {', '.join(map(str, ranks))}"
 
 
 class Groups:

@@ -250,7 +250,7 @@ class Engine:
 
     def _decide(self, held: EngineModel, reduction: Reduction) -> dict[str, float]:
         """Begin the step that the gradient asks for."""
-        norm = reduction.norm(self.groups.timeout)
+        norm = reduction.norm(self.groups.timeout, self.groups.awaiting)
         if not math.isfinite(norm):
             raise FloatingPointError(
                 f"the gradient of {held.name} is not finite at optimizer step {held.optimizer.steps + 1}; "

@@ -37,6 +37,8 @@ WINDOW = 3
 # has come. That of the next action is enough: its message travels while this action computes.
 GPU_RECEIVES = 2
 
+_PASSES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
+
 Loss = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
 Record = Callable[[str, float, float], None]
 
@@ -235,6 +237,9 @@ class Executor:
             else:
                 self._backward(action, pipe, arrived)
             self._reap()
+            if self.nccl and pipe.groups.beside:
+                # FSDP2 or tensor-parallel layers wait for them on the GPU.
+                self.awaiting(f"{pipe.groups.beside} was lost in a {_PASSES[action.kind]} pass of {action.model}")
             last = action.kind in "BW" and (action.micro_batch + 1) % pipe.mini_batch == 0
             if last and pipe.reduce is not None:
                 pipe.reduce()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from dovetail.trainer.compat import copy_into
 from dovetail.trainer.engine.engine_model import EngineModel
 from dovetail.trainer.engine.optim import local
-from dovetail.trainer.groups import PeerLost, peer_errors
+from dovetail.trainer.groups import PeerLost, others_of, peer_errors
 
 
 class Reduction:
@@ -34,9 +34,9 @@ class Reduction:
         self._stages = self._start()
         self._advance(None)
 
-    def norm(self, deadline: timedelta) -> float:
+    def norm(self, deadline: timedelta, awaiting: Callable[[str], None] = lambda _: None) -> float:
         """The global gradient norm, the same on every rank; waits for the ranks that have not got here. Raises
-        PeerLost once `deadline` has passed."""
+        PeerLost once `deadline` has passed. `awaiting` is told about a wait of a GPU."""
         end = time.monotonic() + deadline.total_seconds()
         while not self._ended.wait(timeout=min(1.0, max(0.0, end - time.monotonic()))):
             if time.monotonic() >= end:
@@ -49,6 +49,8 @@ class Reduction:
                 raise self._error
             if self._last is not None:
                 self._last.wait()  # on a GPU: the results are there for what this stream does next
+            if self._device.type == "cuda" and (others := others_of([self._held.groups.everyone])):
+                awaiting(f"{others} was lost while adding up the gradient of {self._held.name}")
         return float(self._squared.sqrt())
 
     def _advance(self, future: Any) -> None:
