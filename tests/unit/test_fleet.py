@@ -107,6 +107,33 @@ def test_one_report_written_before_the_acknowledgement_is_not_believed_two_are(h
     healthy.report(version=None)
     assert healthy.health() is InstanceHealth.STALE
     healthy.report(version=1)
+    assert healthy.eligible() == []
+    healthy.report(version=1)
+    assert healthy.eligible() == ["r0"]
+
+
+def test_instances_may_be_asked_for_weights_of_their_own_and_for_older_ones_again(healthy: World) -> None:
+    healthy.fleet.want({"r0": 2})
+    assert (healthy.eligible(), healthy.fleet.version) == ([], 1)
+    (target,) = healthy.fleet.stale_targets(1)
+    assert target.version == 2
+    healthy.fleet.weights_acked("r0", "a", 2)
+    assert healthy.eligible() == ["r0"]
+    healthy.fleet.want({})
+    assert healthy.stale() == ["r0"], "version 1 is asked for again"
+
+
+def test_an_instance_gets_no_work_while_weights_are_sent_to_it(healthy: World) -> None:
+    """It may be asked back for the weights that it held, after the transfer of others has begun."""
+    healthy.fleet.want({"r0": 2})
+    healthy.fleet.update("r0", True)
+    healthy.fleet.want({})
+    assert healthy.eligible() == []
+    healthy.fleet.transfer_failed("r0", "a", blamed=True)
+    healthy.fleet.update("r0", False)
+    assert healthy.eligible() == [], "it may hold either"
+    healthy.report(version=1)
+    healthy.report(version=1)
     assert healthy.eligible() == ["r0"]
 
 

@@ -34,6 +34,8 @@ class FleetMachine(RuleBasedStateMachine):
         self.processes = {name: Process(name) for name in NAMES}
         self.version = 0
         self.reported: dict[str, int] = {}
+        self.own: dict[str, int] = {}
+        self.written: dict[str, tuple[int, int | None]] = {}
 
     @rule(name=st.sampled_from(NAMES))
     def restart(self, name: str) -> None:
@@ -44,8 +46,22 @@ class FleetMachine(RuleBasedStateMachine):
     def report(self, name: str) -> None:
         p = self.processes[name]
         p.report(self.fleet, p.held)
+        self.written.pop(name, None)
         self.reported[name] = p.life
         p.ready = True
+
+    @rule(name=st.sampled_from(NAMES))
+    def write_report(self, name: str) -> None:
+        """It is delivered later: after weights have come, perhaps."""
+        self.written[name] = self.processes[name].life, self.processes[name].held
+
+    @rule(name=st.sampled_from(NAMES))
+    def late_report(self, name: str) -> None:
+        life, held = self.written.pop(name, (-1, None))
+        if life == self.processes[name].life and self.reported.get(name) == life:
+            self.processes[name].report(self.fleet, held)
+            # The next one is of its own time.
+            self.report(name)
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 12.0, 70.0]))
     def wait(self, seconds: float) -> None:
@@ -56,15 +72,24 @@ class FleetMachine(RuleBasedStateMachine):
         self.version += 1
         self.fleet.publish(self.version)
 
-    @rule(name=st.sampled_from(NAMES))
-    def transfer(self, name: str) -> None:
+    @rule(own=st.dictionaries(st.sampled_from(NAMES), st.integers(0, 3)))
+    def want(self, own: dict[str, int]) -> None:
+        """Instances are asked for versions of their own, older or newer than the one that they hold."""
+        self.own = {name: max(1, self.version - back) for name, back in own.items() if self.version}
+        self.fleet.want(self.own)
+
+    @rule(name=st.sampled_from(NAMES), fails=st.sampled_from(["", "before it came", "after it came"]))
+    def transfer(self, name: str, fails: str = "") -> None:
         if self.version == 0:
             return
         for target in self.fleet.stale_targets(self.version):
             p = self.processes[name]
-            if target.name == name and target.incarnation == str(p.life):
-                p.held = self.version
-                self.fleet.weights_acked(name, str(p.life), self.version)
+            if target.name == name and target.incarnation == str(p.life) and target.version is not None:
+                p.held = p.held if fails == "before it came" else target.version
+                if fails:
+                    self.fleet.transfer_failed(name, str(p.life), True)
+                else:
+                    self.fleet.weights_acked(name, str(p.life), target.version)
 
     @rule(name=st.sampled_from(NAMES))
     def late_acknowledgement(self, name: str) -> None:
@@ -85,15 +110,18 @@ class FleetMachine(RuleBasedStateMachine):
                 p = self.processes[i.name]
                 assert i.health is InstanceHealth.HEALTHY
                 assert i.ready
-                assert i.weight_version == self.version
+                wanted = self.own.get(i.name, self.version)
+                assert i.weight_version == wanted
                 assert self.now - i.seen <= T.suspect
                 if i.incarnation == str(p.life):
-                    assert p.held == self.version
+                    assert p.held == wanted
                 assert i.name not in {t.name for t in self.fleet.stale_targets(self.version)}
 
     def teardown(self) -> None:
         """Once nothing goes wrong any more, all come back, each with the current weights."""
         self.version += 1
+        self.fleet.want({})
+        self.own = {}
         for _ in range(60):
             for name in NAMES:
                 self.report(name)

@@ -23,7 +23,7 @@ def test_an_iteration_is_drawn_with_the_weights_before_the_lag(lag: int, version
     assert [PPO(lag=lag).weight_version(i) for i in range(1, 6)] == versions
 
 
-def test_iterations_are_made_one_after_another_up_to_the_lag(tmp_path: Path) -> None:
+def test_iterations_are_open_up_to_the_lag(tmp_path: Path) -> None:
     async def scenario() -> None:
         begun: list[int] = []
         free = {i: asyncio.Event() for i in range(1, 5)}
@@ -35,14 +35,13 @@ def test_iterations_are_made_one_after_another_up_to_the_lag(tmp_path: Path) -> 
 
         open_ = OpenIterations(make, 1, 4)
         first = asyncio.create_task(open_.take(1))
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
-        assert (begun, open_.numbers) == ([1], [1, 2])
-        free[1].set()
-        assert await first == "experience 1"
         for _ in range(5):
             await asyncio.sleep(0)
-        # While the trainers learn from 1, 2 is made; 3 is drawn with the weights after step 1, which do not exist yet.
+        # Iteration 3 is drawn with the weights after step 1, which do not exist yet.
+        assert (begun, open_.numbers) == ([1, 2], [1, 2])
+        free[2].set()
+        free[1].set()
+        assert await first == "experience 1"
         assert (begun, open_.numbers) == ([1, 2], [2])
         for event in free.values():
             event.set()

@@ -57,6 +57,12 @@ class World:
     def failed(self, name, reason):
         self.failures.append(name)
 
+    def transfer_failed(self, name, incarnation, blamed):
+        pass
+
+    def update(self, name, updating):
+        pass
+
     def describe(self):
         return "fine"
 

@@ -8,7 +8,7 @@ import os
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from dovetail.protocol.probe import HEADER
+from dovetail.protocol.probe import HEADER, WEIGHTS_HEADER
 from dovetail.protocol.process.env import TOKEN
 from dovetail.rollout.serving.routes import STATE
 
@@ -47,7 +47,7 @@ class RequireToken:
 
 class RequireWeights:
     """ASGI middleware: 503 for generation while no complete version of the weights is loaded, or it has not passed its
-    probe, which is itself let through."""
+    probe, which is itself let through; or if the request asks for another version."""
 
     def __init__(self, app: App):
         self._app = app
@@ -57,15 +57,22 @@ class RequireWeights:
         if generates and STATE.weight_version is None and not _is_probe(scope):
             await _refuse(send, 503, "this server holds no complete version of the weights that passed its probe", [])
             return
+        if generates and (asked := _header(scope, WEIGHTS_HEADER)) not in (None, str(STATE.weight_version)):
+            await _refuse(
+                send, 503, f"this server holds version {STATE.weight_version} of the weights, not {asked}", []
+            )
+            return
         await self._app(scope, receive, send)
 
 
 def _is_probe(scope: Scope) -> bool:
     """Whether a request asks for what the version that has arrived says."""
-    name = HEADER.lower().encode()
-    return STATE.arrived is not None and (name, str(STATE.arrived).encode()) in (
-        (key, value) for key, value in scope.get("headers", ())
-    )
+    return STATE.arrived is not None and _header(scope, HEADER) == str(STATE.arrived)
+
+
+def _header(scope: Scope, name: str) -> str | None:
+    key = name.lower().encode()
+    return next((value.decode() for given, value in scope.get("headers", ()) if given == key), None)
 
 
 class Guard:

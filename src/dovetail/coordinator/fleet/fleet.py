@@ -5,7 +5,8 @@
                             |                                +-------------------------------------+
                             +--- reports again --- dead <------- silence, too many failures -------+
 
-An instance becomes `healthy` only with the current weight version. A `retired` instance never gets work again."""
+An instance becomes `healthy` only with the weight version that it shall hold: the current one, or, while several
+iterations are open, its own (`want`). A `retired` instance never gets work again."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class Instance:
     one.
 
     `until`: the end of the back-off after a failure. `doubts`: how many reports in a row contradict
-    `weight_version`."""
+    `weight_version`. `updating`: a transfer of weights to it is under way. `refused`: the last one
+    failed because of it."""
 
     name: str
     kind: str
@@ -65,6 +67,8 @@ class Instance:
     until: float = 0.0
     doubts: int = 0
     draining: bool = False
+    updating: bool = False
+    refused: bool = False
 
 
 class Fleet:
@@ -90,6 +94,7 @@ class Fleet:
         self._expected = dict(expected or {})
         self._instances: dict[str, Instance] = {}
         self._version: int | None = None
+        self._own: dict[str, int] = {}
         self.listeners: list[Callable[[], None]] = []
 
     # ------------------------------------------------------------ what happens
@@ -129,9 +134,7 @@ class Fleet:
 
     def _heard(self, old: Instance, message: Register, now: float) -> Instance:
         version, doubts = old.weight_version, 0
-        if message.weight_version == self._version and self._version is not None:
-            version = message.weight_version
-        elif message.weight_version != version:
+        if message.weight_version != version and not old.updating:
             # One such report may have been written before the acknowledgement it seems to contradict.
             doubts = old.doubts + 1
             if doubts >= 2:
@@ -155,20 +158,36 @@ class Fleet:
         )
 
     def publish(self, version: int) -> None:
-        """Make `version` the current one. Instances that lack it are stale."""
-        if version == self._version:
-            return
-        self._version = version
-        now = self._clock()
-        for instance in list(self._instances.values()):
-            self._set(self._settled(instance, now))
+        """Make `version` the current one. Instances that lack it are stale, unless they shall hold another."""
+        if version != self._version:
+            self._version = version
+            self.tick()
+
+    def want(self, versions: Mapping[str, int]) -> None:
+        """The version that each of these instances shall hold. All others shall hold the current one."""
+        if versions != self._own:
+            self._own = dict(versions)
+            self.tick()
+
+    def update(self, name: str, updating: bool) -> None:
+        """Note that a transfer of weights to an instance begins, or is over. It gets no work meanwhile."""
+        if name in self._instances:
+            self._set(replace(self._instances[name], updating=updating))
+
+    def transfer_failed(self, name: str, incarnation: str, blamed: bool) -> None:
+        """Note that a transfer failed, and whether this instance is to blame. Nobody knows what it holds until it has
+        reported that twice."""
+        instance = self._instances.get(name)
+        if instance is not None and instance.incarnation == incarnation:
+            unknown = replace(instance, weight_version=None, doubts=0, refused=instance.refused or blamed)
+            self._set(self._settled(unknown, self._clock()))
 
     def weights_acked(self, name: str, incarnation: str, version: int) -> None:
         """Note that an instance has taken a complete version. Ignored if the process has ended."""
         instance = self._instances.get(name)
         if instance is None or instance.incarnation != incarnation:
             return
-        updated = replace(instance, weight_version=version, doubts=0, failures=0, until=0.0)
+        updated = replace(instance, weight_version=version, doubts=0, failures=0, until=0.0, refused=False)
         if updated.health is InstanceHealth.SUSPECT:
             updated = replace(updated, health=InstanceHealth.STALE)
         self._set(self._settled(updated, self._clock()))
@@ -219,10 +238,21 @@ class Fleet:
         return self._version
 
     def eligible(self, kind: str) -> list[Instance]:
-        """The instances that may take work, by name: healthy, ready, with the current weights, and not draining."""
+        """The instances that may take work, by name: healthy, ready, with the weights that they shall hold, and not
+        draining."""
         self.tick()
         found = (i for i in self._instances.values() if i.kind == kind and self._may_work(i))
         return sorted(found, key=lambda i: i.name)
+
+    def usable(self, kind: str) -> list[Instance]:
+        """The instances that may take work once they hold the right weights, by name."""
+        able = (InstanceHealth.HEALTHY, InstanceHealth.SUSPECT, InstanceHealth.STALE)
+        recent = self._clock() - self._timeouts.suspect
+        return [i for i in self.instances(kind) if i.health in able and not i.draining and i.seen >= recent]
+
+    def holds(self, instance: Instance, version: int) -> bool:
+        """Whether an instance holds this version, or needs none."""
+        return not self._versioned(instance) or instance.weight_version == version
 
     def has_current(self, kind: str) -> bool:
         """Whether an instance of that kind may take work, and holds weights if any of its kind do."""
@@ -234,8 +264,8 @@ class Fleet:
         return any(i.ready and i.health not in (InstanceHealth.DEAD, InstanceHealth.RETIRED) for i in up)
 
     def stale_targets(self, version: int) -> list[Target]:
-        """Make `version` the current one. Returns the instances to send it to: they are up, not in a back-off, and lack
-        it."""
+        """Make `version` the current one. Returns the instances to send weights to: they are up, not in a back-off, and
+        lack the version that they shall hold."""
         self.publish(version)
         self.tick()
         now = self._clock()
@@ -249,11 +279,12 @@ class Fleet:
                 max_model_len=i.abilities.get("max_model_len"),
                 dtype=i.abilities.get("dtype"),
                 engines=int(i.abilities.get("engines", 1)),
+                version=self._wanted(i),
             )
             for i in sorted(self._instances.values(), key=lambda i: i.name)
             if self._versioned(i)
             and i.ready
-            and i.weight_version != version
+            and i.weight_version != self._wanted(i)
             and i.health in (InstanceHealth.STALE, InstanceHealth.SUSPECT)
             and now >= i.until
             and now - i.seen <= self._timeouts.suspect
@@ -289,7 +320,11 @@ class Fleet:
     # ------------------------------------------------------------ inner parts
 
     def _may_work(self, instance: Instance) -> bool:
-        return instance.health is InstanceHealth.HEALTHY and instance.ready and not instance.draining
+        idle = not instance.draining and not instance.updating
+        return instance.health is InstanceHealth.HEALTHY and instance.ready and idle
+
+    def _wanted(self, instance: Instance) -> int | None:
+        return self._own.get(instance.name, self._version)
 
     def _versioned(self, instance: Instance) -> bool:
         return instance.kind in self.versioned and instance.name not in self.exempt
@@ -297,7 +332,8 @@ class Fleet:
     def _current(self, instance: Instance) -> bool:
         if not self._versioned(instance):
             return True
-        return self._version is not None and instance.weight_version == self._version
+        wanted = self._wanted(instance)
+        return wanted is not None and instance.weight_version == wanted
 
     def _settled(self, i: Instance, now: float) -> Instance:
         """The health that follows from the facts of an instance at `now`."""
@@ -310,7 +346,8 @@ class Fleet:
             return replace(i, health=InstanceHealth.RESTARTING, reason="it has not reported ready yet")
         if not self._current(i):
             held = "no weights" if i.weight_version is None else f"weights {i.weight_version}"
-            reason = f"holds {held}" + (f", version {self._version} is current" if self._version is not None else "")
+            wanted = self._wanted(i)
+            reason = f"holds {held}" + (f", version {wanted} is current" if wanted is not None else "")
             # After a failed transfer the reason of that says more.
             return replace(i, health=InstanceHealth.STALE, reason=i.reason if i.failures else reason)
         if silence > t.suspect:
@@ -334,9 +371,10 @@ class Fleet:
                 before=None if old is None else old.health.value,
                 reason=instance.reason,
             )
-        if old is None or (old.health, old.draining, old.incarnation) != (
+        if old is None or (old.health, old.draining, old.updating, old.incarnation) != (
             instance.health,
             instance.draining,
+            instance.updating,
             instance.incarnation,
         ):
             for listener in list(self.listeners):

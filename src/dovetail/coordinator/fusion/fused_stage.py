@@ -9,6 +9,7 @@ from typing import Protocol
 from dovetail.coordinator.fusion.fusion import StageFusion
 from dovetail.coordinator.generation.generator import Generator
 from dovetail.coordinator.generation.in_flight import Generated
+from dovetail.coordinator.generation.lineup import Turn
 from dovetail.coordinator.scoring.scoring import Finished
 from dovetail.coordinator.scoring.streams import Growing
 from dovetail.coordinator.store.samples import Sample, SampleTable, State
@@ -37,12 +38,14 @@ async def generate_and_score(
     deadline_seconds: float,
     phase: Callable[[str], AbstractContextManager[None]],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
+    turn: Turn | None = None,
 ) -> Generated:
     """Returns when `on_scores` of `inference` has had every sample of the iteration that was not scored before.
 
     `inference` must ask `fusion.may_score`. `phase` measures two times: "generation" until the last sample is
-    generated, and "inference" after that. `on_progress(done, total)` follows generation. Raises what both parts
-    raise."""
+    generated, and "inference" after that. `on_progress(done, total)` follows generation. `turn`: the iteration's place
+    among several that are open. They are scored one after another, and which servers draw which is decided there.
+    Raises what both parts raise."""
 
     def progress(done: int, total: int, tokens: int) -> None:
         on_progress(done, total)
@@ -58,8 +61,11 @@ async def generate_and_score(
             iteration,
             on_finished=lambda sample: inference.add([_finished(sample)]),
             progress=progress,
-            tail=fusion.gather,
+            tail=fusion.gather if turn is None else None,
+            turn=turn,
         )
+    if turn is not None:
+        await turn.wait_first()
     with phase("inference"):
         fusion.generated = True
         await inference.finish(deadline_seconds)

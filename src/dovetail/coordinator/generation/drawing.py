@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from dovetail.coordinator.generation.in_flight import (
     reason_to_leave,
 )
 from dovetail.coordinator.generation.kv_migration import KVMigration
+from dovetail.coordinator.generation.lineup import KIND, Turn
 from dovetail.coordinator.generation.migration_costs import Mechanism
 from dovetail.coordinator.generation.migrations import Leave, Migration, StopStrings
 from dovetail.coordinator.generation.requests import RequestRefused, Requests, ServerFailure, body, cancel, stream
@@ -30,7 +31,6 @@ from dovetail.coordinator.store.samples import Assignment, Key, Sample
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.manifest.types import Generation
 
-KIND = "rollout"
 GATHER_SECONDS = 0.005
 # The most requests that are started at once. Thousands would block the event loop until connections time out.
 BURST = 256
@@ -75,14 +75,16 @@ class Drawing:
         progress: Callable[[int, int, int], None] | None = None,
         tail: Tail | None = None,
         generation: Generation | None = None,
+        turn: Turn | None = None,
     ) -> None:
+        """`turn`: the iteration's place among those that are open. None: no other is open."""
         self._shared = shared
         self._store, self._fleet, self._log, self._clock = shared.store, shared.fleet, shared.log, shared.clock
         self._settings, self._requests = shared.settings, shared.requests
         self._generation = generation or shared.generation
         self._kv = shared.kv
         self._iteration = iteration
-        self._on_finished, self._progress, self._tail = on_finished, progress, tail
+        self._on_finished, self._progress, self._tail, self._turn = on_finished, progress, tail, turn
         self._pending = [Work.of(s) for s in samples]
         self._total = len(self._pending)
         self._flying = InFlight(self._store, self._fleet, self._log, self._clock, self._settings, shared.speeds)
@@ -95,6 +97,8 @@ class Drawing:
     async def run(self) -> Generated:
         """Returns when every sample is generated and stored. Raises GenerationError or StoreError."""
         result, started = Generated(), self._clock()
+        if self._turn is not None:
+            self._turn.draws(self, own=self._iteration == self._turn.iteration)
         result.tail.append((time.time(), self._total))
         self._fleet.listeners.append(self._wake.set)
         try:
@@ -105,8 +109,17 @@ class Drawing:
         result.seconds = self._clock() - started
         self._shared.step = mean_step(self._flying.activity.values()) or self._shared.step
         result.migrations, result.instances = self._migrations, dict(self._flying.activity)
-        result.spans = [a.span(name, self._iteration) for name, a in sorted(self._flying.activity.items())]
+        version = None if self._turn is None else self._turn.version
+        result.spans = [a.span(name, self._iteration, version) for name, a in sorted(self._flying.activity.items())]
         return result
+
+    def remaining(self) -> tuple[int, Mapping[str, int]]:
+        """How many samples wait for a server, and how many each server has."""
+        return len(self._pending), self._flying.counts
+
+    def on(self, name: str) -> bool:
+        """Whether an instance has samples."""
+        return not self._flying.idle(name)
 
     def idle(self, name: str) -> bool:
         """Whether an instance has nothing to generate, and gets nothing more unless other instances fail."""
@@ -138,12 +151,13 @@ class Drawing:
         idle_since: float | None = None
         flushed = self._clock()
         while self._pending or self._flying:
+            self._leave()
             eligible = self._eligible()
             self._greet(eligible)
             self._assign(eligible)
             self._watch()
             now = self._clock()
-            if self._flying or eligible:
+            if self._flying or eligible or not (self._turn is None or self._turn.first):
                 idle_since = None
             elif idle_since is None:
                 idle_since = now
@@ -179,8 +193,19 @@ class Drawing:
     def _eligible(self) -> list[Instance]:
         """The instances that may get work. After the tail was gathered these are its destinations, unless all of them
         are gone."""
-        everyone = self._fleet.eligible(KIND)
+        everyone = [i for i in self._fleet.eligible(KIND) if self._turn is None or self._turn.has(i)]
         return [i for i in everyone if i.name in self._destinations] or everyone
+
+    def _leave(self) -> None:
+        """Move samples away from servers that another open iteration has now."""
+        if self._turn is None:
+            return
+        self._turn.settle()
+        for name in list(self._flying.counts):
+            if (reason := self._turn.lost(name)) is not None:
+                works = [w for w in self._flying.on(name) if w.ending is None]
+                if works:
+                    self._end(works, reason)
 
     def _gather(self) -> None:
         """Ask `tail` where to gather. When it names destinations, move the samples of all other instances there."""
@@ -265,7 +290,7 @@ class Drawing:
                 return
             session, request = self._requests.session, self._body(work, instance, left)
             arrived = await self._kv.prepare(session, request, instance, departure, bool(work.tokens))
-            await stream(session, instance.url, request, on_tokens)
+            await stream(session, instance.url, request, on_tokens, instance.weight_version)
             if work.reason == "abort" and len(work.tokens) > work.before:
                 work.departure = self._kv.left(instance, work.request_id)
         except ServerFailure as error:

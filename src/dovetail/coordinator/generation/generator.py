@@ -14,6 +14,7 @@ from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.coordinator.generation.drawing import Drawing, Shared, Tail
 from dovetail.coordinator.generation.in_flight import Generated, GenerationSettings, request_id
 from dovetail.coordinator.generation.kv_migration import KVMigration
+from dovetail.coordinator.generation.lineup import Turn
 from dovetail.coordinator.generation.migrations import StopStrings
 from dovetail.coordinator.generation.requests import Requests
 from dovetail.coordinator.scoring.streams import Growing
@@ -79,6 +80,7 @@ class Generator:
         progress: Callable[[int, int, int], None] | None = None,
         tail: Tail | None = None,
         generation: Generation | None = None,
+        turn: Turn | None = None,
     ) -> Generated:
         """Returns when every given sample (default: all pending ones of the iteration) is generated and stored.
 
@@ -87,13 +89,14 @@ class Generator:
         `progress(done, total, tokens)` is called after each flush. When `tail` names instances, all remaining samples
         migrate to these, as long as one of them lives. `generation`: how these samples are drawn, if it is not as the
         job's others; its limit of tokens and its stop strings must be the job's. When the call is cancelled, the
-        requests end and the tokens stay. Raises GenerationError or StoreError."""
-        if self._drawings:
+        requests end and the tokens stay. `turn`: the iteration's place among several that are open; without it no other
+        call may run. Raises GenerationError or StoreError."""
+        if iteration in self._drawings or (self._drawings and turn is None):
             raise RuntimeError("generate is already running")
         chosen = self._shared.store.samples.samples(iteration, State.PENDING) if samples is None else samples
         chosen = [s for s in chosen if s.state is State.PENDING]
         self._drawings[iteration] = drawing = Drawing(
-            self._shared, iteration, chosen, on_finished, progress, tail, generation
+            self._shared, iteration, chosen, on_finished, progress, tail, generation, turn
         )
         try:
             return await drawing.run()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dovetail.coordinator.fleet.fleet import Fleet, Instance, InstanceHealth
@@ -67,9 +67,11 @@ class Activity:
     decode: dict[int, tuple[int, float]] = field(default_factory=dict)
     prefills: dict[float, tuple[int, float]] = field(default_factory=dict)
 
-    def span(self, name: str, iteration: int) -> Span:
-        """Its bar on the timeline."""
+    def span(self, name: str, iteration: int, version: int | None = None) -> Span:
+        """Its bar on the timeline. `version`: of the weights, if several may be in use."""
         args = {"samples": self.samples, "tokens": self.tokens}
+        if version is not None:
+            args["weights"] = version
         return Span(name="generation", process=name, start=self.start, end=self.end, iteration=iteration, args=args)
 
     def decoded(self, batch: int, steps: int, seconds: float) -> None:
@@ -227,6 +229,11 @@ class InFlight:
 
     def __iter__(self) -> Iterator[Work]:
         return iter(self._works)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """The number of requests on each instance that has any."""
+        return +self._counts
 
     def on(self, name: str) -> list[Work]:
         """The samples on one instance."""

@@ -39,8 +39,8 @@ class StopStrings:
 
 @dataclass(frozen=True)
 class Leave:
-    """A sample left its server at `time` (monotonic seconds). `reason`: tail, drain, newcomer or suspect if the request
-    was ended on purpose; failure if it failed."""
+    """A sample left its server at `time` (monotonic seconds). `reason`: tail, drain, newcomer, suspect or older (an
+    older iteration needs the server) if the request was ended on purpose; failure if it failed."""
 
     instance: str
     reason: str

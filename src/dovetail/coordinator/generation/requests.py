@@ -14,6 +14,7 @@ from dovetail.coordinator.fleet.fleet import Instance
 from dovetail.coordinator.generation.in_flight import GenerationSettings, Work
 from dovetail.coordinator.store.experts import rows_of
 from dovetail.manifest.types import Generation
+from dovetail.protocol.probe import WEIGHTS_HEADER
 from dovetail.protocol.sampling import sampling_params
 
 ROUTE = "/inference/v1/generate"
@@ -39,11 +40,15 @@ class RequestRefused(Exception):
     """The server says that the request itself is wrong."""
 
 
-async def stream(session: aiohttp.ClientSession, url: str, body: dict[str, Any], on_tokens: OnTokens) -> None:
-    """Send the request and pass tokens to `on_tokens` as they come. Returns after the event with a finish reason.
-    Raises ServerFailure (also if the stream ends early or cannot be read) or RequestRefused."""
+async def stream(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any], on_tokens: OnTokens, version: int | None = None
+) -> None:
+    """Send the request and pass tokens to `on_tokens` as they come. `version`: the weights that shall draw the sample.
+    Returns after the event with a finish reason. Raises ServerFailure (also if the stream ends early or cannot be read)
+    or RequestRefused."""
+    headers = {} if version is None else {WEIGHTS_HEADER: str(version)}
     try:
-        async with session.post(url + ROUTE, data=json.dumps(body).encode()) as response:
+        async with session.post(url + ROUTE, data=json.dumps(body).encode(), headers=headers) as response:
             if response.status != 200:
                 text = (await response.content.read(2000)).decode(errors="replace")
                 kind = RequestRefused if response.status in REFUSALS else ServerFailure

@@ -186,6 +186,7 @@ class Engines:
             self._rewards,
             published=lambda: sync.version is not None,
             start_seconds=self.start_seconds,
+            on_first=self._oldest_drawn,
         )
         self._evaluation = evaluation = Evaluator(
             spec, prepared.evaluation_prompts, self._metrics, maker.answer, records
@@ -294,6 +295,11 @@ class Engines:
     async def _hold(self) -> None:
         """Bring processes that come late, or come back, up to date while the stages run."""
         await asyncio.gather(self.session.hold(), self._sync.hold(), self._maker.hold())
+
+    def _oldest_drawn(self, version: int) -> None:
+        """Iterations are drawn with this version of the weights, or with later ones."""
+        self._sync.begin(version)
+        self.session.need(version)
 
     def _note(self, text: str) -> None:
         """Show how far the preparation is. Called from another thread."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import aiohttp
@@ -19,9 +19,10 @@ from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.coordinator.fusion.fused_stage import generate_and_score
 from dovetail.coordinator.fusion.fusion import Fusion, StageFusion
 from dovetail.coordinator.fusion.sleep import Sleepers
-from dovetail.coordinator.generation.drawing import KIND as ROLLOUT
 from dovetail.coordinator.generation.generator import Generator
 from dovetail.coordinator.generation.in_flight import GenerationSettings
+from dovetail.coordinator.generation.lineup import KIND as ROLLOUT
+from dovetail.coordinator.generation.lineup import Lineup, Turn
 from dovetail.coordinator.loop.evaluation_metrics import HeldOutAnswer
 from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.record import record
@@ -46,16 +47,21 @@ from dovetail.protocol.sampling import asked_of_servers
 
 # The limit of the time without a single scored sample.
 INFERENCE_SECONDS = 900.0
-# Of the timeline, where generation runs beside training.
-SAMPLES_LANE = "samples"
 REWARD_MODEL = "reward"
+
+
+def samples_lane(iteration: int, lag: int) -> str:
+    """The timeline's lane of an iteration that is made beside training. As many as may be open have lanes of their
+    own."""
+    return f"samples {1 + (iteration - 1) % (lag + 1)}"
 
 
 class ExperienceMaker:
     """Owns generation and inference of the PPO stage; state lives in the store.
 
     `calls`: the reward functions, in place of a reward model. `published()`: whether PPO has begun to publish weights.
-    `start_seconds`: how long a first rollout may take to come up. `facts`: by iteration, metrics of inter-stage fusion
+    `start_seconds`: how long a first rollout may take to come up. `on_first(version)`: with `ppo.lag`, called when the
+    oldest open iteration is one of another version. `facts`: by iteration, metrics of inter-stage fusion
     and of each reward function, until somebody takes them."""
 
     def __init__(
@@ -71,6 +77,7 @@ class ExperienceMaker:
         calls: Calls | None,
         published: Callable[[], bool],
         start_seconds: float,
+        on_first: Callable[[int], None] = lambda version: None,
     ) -> None:
         self._spec, self._records, self._prepared = spec, records, prepared
         self._fleet, self._session = fleet, session
@@ -88,6 +95,8 @@ class ExperienceMaker:
         self._waking: asyncio.Task[None] | None = None
         self._sleepers = Sleepers(fleet, session, records.log, self._swapped)
         self._fusion = Fusion(spec, records.store, records.log)
+        gather = spec.plan.inter_stage_fusion not in ("Off", 0)
+        self._lineup = Lineup(fleet, spec.generation.max_concurrent, gather, records.log, on_first)
         self._generator = Generator(
             records.store,
             fleet,
@@ -98,6 +107,10 @@ class ExperienceMaker:
             decode=lambda tokens: str(prepared.tokenizer.decode(tokens, skip_special_tokens=False)),
             replay=spec.ppo.routing_replay,
         )
+
+    def end_beside(self) -> None:
+        """`make_beside` is not called any more: all rollouts take the current weights."""
+        self._lineup.end()
 
     async def close(self) -> None:
         self._sleepers.close()
@@ -147,20 +160,34 @@ class ExperienceMaker:
 
     # ------------------------------------------------------------ the iteration
 
-    def is_scored(self, iteration: int) -> bool:
-        """Whether the store has all scores of the iteration, which then needs no rollout and no scorer."""
-        counts = self._samples.counts(iteration)
-        return bool(counts) and counts.keys() <= {State.SCORED, State.IN_BATCH, State.TRAINED}
-
     async def make(self, iteration: int, prompts: Sequence[PromptRecord]) -> Experience:
         """Generate and score, with the weights that rollouts and scorers hold. What the store already holds of the
         iteration is not done again."""
-        records, fleet, beside = self._records, self._fleet, self._spec.ppo.lag > 0
         self._samples.begin_iteration(iteration, self._new_samples(iteration, prompts))
         total = len(prompts) * self._spec.ppo.samples_per_prompt
-        records.progress.update(samples_done=0, samples_total=total)
-        if not beside:
-            records.progress.update(phase="generation")
+        self._records.progress.update(samples_done=0, samples_total=total, phase="generation")
+        return await self._make(iteration, prompts, None)
+
+    async def make_beside(
+        self,
+        iteration: int,
+        prompts: Sequence[PromptRecord],
+        reach: Callable[[Turn], Awaitable[None]],
+        evaluates: bool = False,
+    ) -> Experience:
+        """As `make`, while the trainers learn and other iterations are made. `reach` is called if samples are to be
+        drawn, or if it `evaluates` the weights. It returns when a server holds the iteration's weights."""
+        self._samples.begin_iteration(iteration, self._new_samples(iteration, prompts))
+        unfinished = self._samples.counts(iteration).get(State.PENDING, 0) or int(evaluates)
+        total = len(prompts) * self._spec.ppo.samples_per_prompt
+        with self._lineup.open(iteration, self._spec.ppo.weight_version(iteration), total, unfinished) as turn:
+            if unfinished:
+                await reach(turn)
+            return await self._make(iteration, prompts, turn)
+
+    async def _make(self, iteration: int, prompts: Sequence[PromptRecord], turn: Turn | None) -> Experience:
+        records, fleet = self._records, self._fleet
+        total = len(prompts) * self._spec.ppo.samples_per_prompt
         scoring: list[Span] = []
         if self._calls is not None:
             await self._calls.open()
@@ -168,8 +195,9 @@ class ExperienceMaker:
         before = sum(n for state, n in self._samples.counts(iteration).items() if state is not State.PENDING)
 
         def progress(done: int, left: int) -> None:
-            records.progress.update(samples_done=before + done)
-            records.metrics.samples_left.set(left - done)
+            if turn is None or turn.first:
+                records.progress.update(samples_done=before + done, samples_total=total)
+                records.metrics.samples_left.set(left - done)
             waking = self._waking is not None and not self._waking.done()
             if done < left and not waking and not fleet.has_current(ROLLOUT):
                 # Nobody else is left to generate.
@@ -180,9 +208,9 @@ class ExperienceMaker:
 
         @contextmanager
         def phase(name: str) -> Iterator[None]:
-            if beside:
+            if turn is not None:
                 # The status shows what the trainers do.
-                with records.timeline.phase(name, iteration, SAMPLES_LANE):
+                with records.timeline.phase(name, iteration, samples_lane(iteration, self._spec.ppo.lag)):
                     yield
                 return
             records.progress.update(phase=name)
@@ -198,12 +226,12 @@ class ExperienceMaker:
         blocks = BLOCK_TOKENS if any(i.abilities.get("room") for i in fleet.instances("scorer")) else None
         async with (
             self._fusion.stage(iteration, lengths, rollouts, blocks) as fusion,
-            self._inference(iteration, prompts, fusion, scored) as inference,
+            self._inference(iteration, prompts, fusion, scored, turn) as inference,
         ):
             done = await generate_and_score(
-                iteration, self._samples, self._generator, inference, fusion, INFERENCE_SECONDS, phase, progress
+                iteration, self._samples, self._generator, inference, fusion, INFERENCE_SECONDS, phase, progress, turn
             )
-        phases = records.timeline.of(iteration) if beside else records.timeline.phases
+        phases = records.timeline.phases if turn is None else records.timeline.of(iteration)
         generated = begun + phases["generation"]
         records.metrics.samples.inc(done.samples)
         records.metrics.tokens.inc(done.tokens)
@@ -218,6 +246,7 @@ class ExperienceMaker:
             begun,
             generated,
             scoring,
+            None if turn is None else samples_lane(iteration, self._spec.ppo.lag),
         ) | self._reward_means(iteration)
         groups = {i.name: i.group for i in fleet.instances()}
         # A sample that goes through several lanes is one sample.
@@ -250,9 +279,10 @@ class ExperienceMaker:
                 for number, seed in enumerate(of_prompt)
             ],
         )
-        await self._generator.generate(slot, generation=asked_of_servers(self._spec, temperature))
+        asked = asked_of_servers(self._spec, temperature)
+        await self._generator.generate(slot, generation=asked, turn=self._lineup.first)
         if rewarded:
-            await self._reward(slot, records, len(seeds[0]))
+            await self._reward(version, records, len(seeds[0]))
         found = self._samples.samples(slot)
         for held in (v for s in found for v in (s.first_version, s.weight_version)):
             if held != version:
@@ -265,8 +295,10 @@ class ExperienceMaker:
             for s in found
         ]
 
-    async def _reward(self, slot: int, records: Sequence[PromptRecord], samples_per_prompt: int) -> None:
-        """Store the rewards of generated samples: those of the job's reward functions or of its reward model."""
+    async def _reward(self, version: int, records: Sequence[PromptRecord], samples_per_prompt: int) -> None:
+        """Store the rewards of the answers with the weights `version`: those of the job's reward functions or of its
+        reward model."""
+        slot = evaluation_slot(version)
         finished = [Finished(s.key, s.prompt_tokens, s.tokens) for s in self._samples.samples(slot, State.GENERATED)]
 
         def keep(key: Key, reward: float | None) -> None:
@@ -292,7 +324,7 @@ class ExperienceMaker:
             for one in scores:
                 keep(one.key, one.score)
 
-        async with self._asked((REWARD_MODEL,), lane, lambda _: True, collect, lambda _: None) as inference:
+        async with self._asked((REWARD_MODEL,), lane, version, lambda _: True, collect, lambda _: None) as inference:
             inference.add(finished)
             await inference.finish(INFERENCE_SECONDS)
 
@@ -300,16 +332,18 @@ class ExperienceMaker:
         self,
         want: Sequence[str],
         lane: Lane,
+        version: int,
         allowed: Callable[[Scorer], bool],
         collect: Callable[[list[Scores]], None],
         on_span: Callable[[Span], None],
     ) -> Inference:
-        """Inference of the models `want` on the scorers that hold the lane's models and are `allowed`."""
+        """Inference of the models `want` on the scorers that hold the lane's models and are `allowed`. `version`: of
+        the critic, if they hold one."""
         fleet = self._fleet
         return Inference(
             self._session,
             want,
-            lambda: [s for s in self._models.scorers(lane) if allowed(s)],
+            lambda: [s for s in self._models.scorers(lane, version) if allowed(s)],
             collect,
             lambda scorer, reason: fleet.failed(scorer.name, reason),
             lambda scorer: fleet.succeeded(scorer.name),
@@ -337,6 +371,7 @@ class ExperienceMaker:
         prompts: Sequence[PromptRecord],
         fusion: StageFusion,
         on_span: Callable[[Span], None],
+        turn: Turn | None,
     ) -> ScorerLanes | WithRewards:
         """Scores finished samples and stores their scores; with reward functions, once these have answered too."""
         records = self._records
@@ -347,12 +382,14 @@ class ExperienceMaker:
             self._samples.score(ScoreRow(s.key, s.ref_logprobs, s.values, s.score, version) for s in scores)
 
         def allowed(scorer: Scorer) -> bool:
-            return fusion.may_score(scorer.name, self._generator.idle) and self._out_of_the_way(scorer, fusion)
+            now = turn is None or turn.first
+            return now and fusion.may_score(scorer.name, self._generator.idle) and self._out_of_the_way(scorer, fusion)
 
         def lane_inference(lane: Lane, collect: Callable[[list[Scores]], None]) -> Inference:
             return self._asked(
                 lane,
                 lane,
+                version,
                 allowed,
                 collect,
                 lambda span: on_span(span.model_copy(update={"iteration": iteration})),

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
 
 class OpenIterations(Generic[T]):
-    """`make(iteration)` makes an iteration's experience. Iterations are made one after another, in the background.
+    """`make(iteration)` makes an iteration's experience, in the background. Which iteration gets which servers is for
+    `make` to say.
 
     `lag`: how many iterations after the one that is taken may be open. `last`: the job's last iteration. Which
     iterations are open depends on what was taken only, never on time: when iteration i is taken, all up to i + lag are
@@ -29,10 +30,10 @@ class OpenIterations(Generic[T]):
         """Open the iteration and those up to `lag` after it."""
         for number in range(iteration, min(iteration + self._lag, self._last) + 1):
             if number not in self._tasks:
-                self._tasks[number] = asyncio.create_task(self._after(self._tasks.get(number - 1), number))
+                self._tasks[number] = asyncio.create_task(self._make(number))
 
     async def take(self, iteration: int) -> T:
-        """The iteration's experience, once it is made. Raises what `make` raised, for this iteration or one before."""
+        """The iteration's experience, once it is made. Raises what `make` raised."""
         self.open_through(iteration)
         made = await asyncio.shield(self._tasks[iteration])
         for number in [n for n in self._tasks if n <= iteration]:
@@ -45,8 +46,3 @@ class OpenIterations(Generic[T]):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _after(self, before: Awaitable[T] | None, iteration: int) -> T:
-        if before is not None:
-            await before
-        return await self._make(iteration)

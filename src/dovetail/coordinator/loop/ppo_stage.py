@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dovetail.coordinator.data.prepare import Prepared, PromptRecord
+from dovetail.coordinator.generation.lineup import Turn
 from dovetail.coordinator.health.health import UnhealthyError, Verdict
 from dovetail.coordinator.health.health_watch import HealthWatch
 from dovetail.coordinator.loop.best_weights import BestWeights
 from dovetail.coordinator.loop.evaluation import Evaluator, described
-from dovetail.coordinator.loop.experience_maker import SAMPLES_LANE, ExperienceMaker
+from dovetail.coordinator.loop.experience_maker import ExperienceMaker, samples_lane
 from dovetail.coordinator.loop.iteration_metrics import iteration_metrics, mean_kl, one_after_the_other, other_seconds
 from dovetail.coordinator.loop.kl_controller import KLController
 from dovetail.coordinator.loop.model_sources import ModelSources, StepFacts, optimizer_steps, ppo_step
@@ -167,25 +168,33 @@ class PPOStage:
     async def _draw(self, iteration: int) -> Experience:
         """Make an iteration's experience with the weights that belong to it, while the trainers may train."""
         version = self._spec.ppo.weight_version(iteration)
-        due = self._evaluation.due(version)
-        if due or not self._maker.is_scored(iteration):
-            with self._records.timeline.phase("weights", iteration, SAMPLES_LANE):
-                await self._sync.publish(version)
-            self._records.metrics.weight_version.set(version)
-        if due:
-            with self._records.timeline.phase("evaluation", iteration, SAMPLES_LANE):
-                await self._evaluation.run(version)
-            self._kept.choose(version)
-        made = await self._maker.make(iteration, self._prepared.prompts(iteration))
+        # The first iterations are all of version 0.
+        due = version == iteration - 1 - self._spec.ppo.lag and self._evaluation.due(version)
+        prompts = self._prepared.prompts(iteration)
+        made = await self._maker.make_beside(iteration, prompts, lambda turn: self._reach(turn, due), evaluates=due)
         if iteration == self._spec.ppo.iterations:
             self._session.need(None)
         return made
+
+    async def _reach(self, turn: Turn, due: bool) -> None:
+        """Returns when a server that may draw the iteration holds its weights. If they are `due` to be evaluated, that
+        is done first, when the iterations before are scored."""
+        version, lane, timeline = turn.version, samples_lane(turn.iteration, self._spec.ppo.lag), self._records.timeline
+        await (turn.wait_first() if due else turn.wait_server())
+        with timeline.phase("weights", turn.iteration, lane):
+            await self._sync.reach(version, turn.missing, counts=lambda: turn.first)
+        self._records.metrics.weight_version.set(version)
+        if due:
+            with timeline.phase("evaluation", turn.iteration, lane):
+                await self._evaluation.run(version)
+            self._kept.choose(version)
 
     async def close_iterations(self) -> None:
         """End iterations that are still open, and send the newest weights to all, if they lack them. Versions that are
         still to be evaluated go first; the trainers keep them."""
         if self._open is not None:
             await self._open.close()
+            self._maker.end_beside()
             self._records.progress.update(open_iterations=[])
             for version in range(max(0, self._session.step - self._spec.ppo.lag), self._session.step):
                 if self._evaluation.due(version):

@@ -26,16 +26,21 @@ def record(
     begun: float,
     generated: float,
     scoring: Sequence[Span],
+    lane: str | None = None,
 ) -> dict[str, float]:
     """Returns the iteration's `fusion_...` metrics. `setting`: `spec.plan.interStageFusion`. `scorers`: how many there
     are. `begun`, `generated`: when the stage began, and when its last sample was generated, in seconds since the epoch;
-    the stage ends now. `scoring`: a span for each chunk that was scored."""
+    the stage ends now. `scoring`: a span for each chunk that was scored. `lane`: of the timeline, if other iterations
+    are made meanwhile; then a server without samples of this one is not idle."""
     by_rollout: dict[str, list[Span]] = {}
     for span in scoring:
         by_rollout.setdefault(rollout_of(span.process), []).append(span)
     found = account(begun, generated, time.time(), done.spans, by_rollout, scorers)
-    _on_timeline(records, fusion, done, by_rollout, generated)
+    _on_timeline(records, fusion, done, by_rollout, generated, lane)
     _in_metrics(records, fusion, done, found)
+    if lane is None:
+        for name, seconds in found.idle.items():
+            records.metrics.idle_seconds.labels(name).inc(seconds)
     facts = {
         "fusion_migrated": float(len(done.migrations)),
         "fusion_hidden_seconds": found.hidden,
@@ -60,10 +65,15 @@ def record(
 
 
 def _on_timeline(
-    records: RunRecords, fusion: StageFusion, done: Generated, by_rollout: dict[str, list[Span]], generated: float
+    records: RunRecords,
+    fusion: StageFusion,
+    done: Generated,
+    by_rollout: dict[str, list[Span]],
+    generated: float,
+    lane: str | None,
 ) -> None:
     timeline = records.timeline
-    timeline.count(LEFT, done.tail)
+    timeline.count(LEFT if lane is None else f"{LEFT}, {lane}", done.tail)
     early = [s.start for spans in by_rollout.values() for s in spans if s.start < generated]
     if early:
         args = {"threshold": fusion.threshold, "destinations": ", ".join(fusion.destinations)}
@@ -95,5 +105,3 @@ def _in_metrics(records: RunRecords, fusion: StageFusion, done: Generated, found
         metrics.fusion_seconds.labels("predicted").set(fusion.decision.fused_seconds)
         metrics.fusion_seconds.labels("predicted_serial").set(fusion.decision.serial_seconds)
     metrics.hidden_seconds.inc(found.hidden)
-    for name, seconds in found.idle.items():
-        metrics.idle_seconds.labels(name).inc(seconds)

@@ -58,12 +58,12 @@ class ScorerModels:
             except (OSError, TimeoutError) as error:
                 self._fleet.failed(instance.name, f"could not load its models: {error}")
 
-    def scorers(self, lane: Lane) -> list[Scorer]:
-        """Those that can score with all models of the lane now."""
+    def scorers(self, lane: Lane, version: int) -> list[Scorer]:
+        """Those that can score with all models of the lane now. `version`: of the critic, if they hold one."""
         return [
             Scorer(i.name, i.url, i.incarnation, int(i.abilities.get("room") or 0))
             for i in self._fleet.eligible("scorer")
-            if self.has_loaded(i.name, i.incarnation) and self.serves(i.name, lane)
+            if self.has_loaded(i.name, i.incarnation) and self.serves(i.name, lane) and self._fleet.holds(i, version)
         ]
 
     def serves(self, scorer: str, lane: Lane) -> bool:

@@ -81,7 +81,7 @@ class TrainerSession:
         self._lock = asyncio.Lock()
         self._plan: StagePlan | None = None
         self._step = 0
-        # The version that must be sent, which ranks that come back must make again; None: none but the newest.
+        # The oldest version that may be asked for, which ranks that come back must make again; None: the newest alone.
         self._needed: int | None = None
 
     # ------------------------------------------------------------ checkpoints
@@ -236,7 +236,8 @@ class TrainerSession:
     async def at_version(self, version: int, action: Callable[[], Awaitable[T]]) -> T | None:
         """Run `action`, a publish of a version that the ranks keep, while they may train. It is repeated if they are
         lost meanwhile. None once no iteration needs the version any more."""
-        self._needed = version
+        if self._needed is None or version < self._needed:
+            self._needed = version
         while not self._is_over(version):
             try:
                 if version not in self._group.versions and not self._lock.locked():
@@ -254,7 +255,7 @@ class TrainerSession:
         return None
 
     def need(self, version: int | None) -> None:
-        """The version that instances may ask for from now on; None: the newest alone."""
+        """The oldest version that instances may ask for from now on; None: the newest alone."""
         self._needed = version
 
     # ------------------------------------------------------------ inner parts

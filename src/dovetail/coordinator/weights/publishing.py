@@ -25,7 +25,8 @@ BLAME_SECONDS = 1.0
 @dataclass(frozen=True)
 class Target:
     """An instance that will hold the new weights. A restarted process has another `incarnation`. `max_model_len`,
-    `dtype`, `engines`: see `dovetail.coordinator.weights.probing.ProbedServer`."""
+    `dtype`, `engines`: see `dovetail.coordinator.weights.probing.ProbedServer`. `version`: that it shall hold; None:
+    the current one."""
 
     name: str
     kind: str
@@ -35,6 +36,7 @@ class Target:
     max_model_len: int | None = None
     dtype: str | None = None
     engines: int = 1
+    version: int | None = None
 
 
 @dataclass(frozen=True)

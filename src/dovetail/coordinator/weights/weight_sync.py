@@ -24,7 +24,7 @@ class Receivers(Protocol):
     """The parts of the fleet that are used here."""
 
     def stale_targets(self, version: int) -> Sequence[Target]:
-        """Instances that are up but do not hold `version`."""
+        """Instances that are up but do not hold what they shall hold: `version`, or another that the target names."""
 
     def has_current(self, kind: str) -> bool:
         """Whether an instance of that kind may take work."""
@@ -33,6 +33,10 @@ class Receivers(Protocol):
         """Whether an instance of that kind is up, with whatever weights."""
 
     def weights_acked(self, name: str, incarnation: str, version: int) -> None: ...
+    def transfer_failed(self, name: str, incarnation: str, blamed: bool) -> None: ...
+    def update(self, name: str, updating: bool) -> None:
+        """A transfer to an instance begins, or is over."""
+
     def failed(self, name: str, reason: str) -> None: ...
     def describe(self) -> str:
         """One line on every instance, for error messages."""
@@ -92,19 +96,33 @@ class WeightSync:
         return self._version
 
     async def publish(self, version: int) -> None:
-        """Make `version` the current one. Returns when at least one instance of each kind holds it. While no instance
-        of a kind is up, the time counts against `start_seconds`, because its pod may wait for a node or an image.
-        Raises TimeoutError that names what is missing."""
+        """Make `version` the current one. Returns when at least one instance of each kind holds it. Raises what `reach`
+        raises."""
+        self.begin(version)
+        await self.reach(version, lambda: [kind for kind in self._kinds if not self._fleet.has_current(kind)])
+
+    def begin(self, version: int) -> None:
+        """Make `version` the current one: `hold` sends it to all instances for which the fleet names no other."""
         self._version = version
+
+    async def reach(
+        self, version: int, missing_kinds: Callable[[], Sequence[str]], counts: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Send weights until no kind of instance is missing. `version`: the one that is waited for.
+
+        While no instance of a kind is up, the time counts against `start_seconds`, because its pod may wait for a node
+        or an image. It does not count at all while `counts` says so. Raises TimeoutError that names what is missing."""
         began = self._clock()
         absent = 0.0  # seconds in which nobody was up
         moving = 0.0  # seconds that the bytes of transfers may have taken
         told: list[str] = []
         while True:
             moving += await self._round()
-            missing = [kind for kind in self._kinds if not self._fleet.has_current(kind)]
+            missing = missing_kinds()
             if not missing:
                 return
+            if not counts():
+                began, absent, moving = self._clock(), 0.0, 0.0
             nobody = [kind for kind in missing if not self._fleet.has_come(kind)]
             if nobody != told:
                 told = nobody
@@ -132,40 +150,56 @@ class WeightSync:
                 await self._round()
 
     async def _round(self) -> float:
-        """One transfer, if an instance lacks the version. Returns how much of its time its bytes may have taken."""
+        """One transfer of one version, the oldest that is lacked. Returns how much of its time its bytes may have
+        taken."""
         async with self._lock:
-            version = self._version
-            if version is None:
+            if self._version is None:
                 return 0.0
-            targets = []
-            for target in self._chosen(self._fleet.stale_targets(version)):
-                try:
-                    await self._prepare(target)
-                except (OSError, TimeoutError) as error:
-                    self._fleet.failed(target.name, f"could not be prepared: {error}")
-                    continue
-                targets.append(target)
-            if not targets:
+            chosen = self._chosen(self._fleet.stale_targets(self._version))
+            if not chosen:
                 return 0.0
+            wanted = {t: self._version if t.version is None else t.version for t in chosen}
+            version = min(wanted.values())
+            chosen = [target for target in chosen if wanted[target] == version]
+            try:
+                for target in chosen:
+                    self._fleet.update(target.name, True)
+                return await self._transfer(version, chosen)
+            finally:
+                for target in chosen:
+                    self._fleet.update(target.name, False)
 
+    async def _transfer(self, version: int, chosen: Sequence[Target]) -> float:
+        """Send a version to the chosen instances that can take it. Returns what `_round` returns."""
+        targets = []
+        for target in chosen:
+            try:
+                await self._prepare(target)
+            except (OSError, TimeoutError) as error:
+                self._fleet.failed(target.name, f"could not be prepared: {error}")
+                continue
+            targets.append(target)
+        if not targets:
+            return 0.0
+
+        began = self._clock()
+
+        async def publish() -> Published | None:
+            nonlocal began
+            # A step may have been taken while this waited for the trainers. Its own publish follows.
+            if not self._beside and self._session.step != version:
+                return None
             began = self._clock()
+            return await self._publisher.publish(version, targets)
 
-            async def publish() -> Published | None:
-                nonlocal began
-                # A step may have been taken while this waited for the trainers. Its own publish follows.
-                if not self._beside and self._session.step != version:
-                    return None
-                began = self._clock()
-                return await self._publisher.publish(version, targets)
-
-            if self._beside:
-                published = await self._session.at_version(version, publish)
-            else:
-                published = await self._session.at_target(publish)
-            if published is None:
-                return 0.0
-            if self._beside and published.result is not None:
-                self._on_spans(published.result.spans)
+        if self._beside:
+            published = await self._session.at_version(version, publish)
+        else:
+            published = await self._session.at_target(publish)
+        if published is None:
+            return 0.0
+        if self._beside and published.result is not None:
+            self._on_spans(published.result.spans)
         seconds = self._clock() - began
         self._judge(version, targets, published, seconds)
         self._log("weights.published", version=version, errors={n: e for n, e in published.errors.items() if e})
@@ -196,7 +230,10 @@ class WeightSync:
             if problem is None and published.result is not None:
                 self._doubts.pop(name, None)
                 self._fleet.weights_acked(name, target.incarnation, version)
-            elif problem is not None and (name in published.blamed or not published.blamed):
+                continue
+            # It may hold this version, the one before or none.
+            self._fleet.transfer_failed(name, target.incarnation, name in published.blamed)
+            if problem is not None and (name in published.blamed or not published.blamed):
                 self._log("weights.failed", instance=name, version=version, reason=problem)
                 self._fleet.failed(name, f"weight transfer: {problem}")
                 if name in published.blamed:
