@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.protocol.messages import Register
+from dovetail.protocol.probe import WEIGHTS_HEADER
 from dovetail.protocol.sampling import SEED
 
 TOKEN = "job-token"
@@ -67,6 +68,8 @@ class FakeVllm:
     def __init__(self, name: str, step: float = 0.001, max_model_len: int = 4096, burst: int | None = None) -> None:
         self.name, self.step, self.max_model_len, self.burst = name, step, max_model_len, burst
         self.incarnation = "1"
+        self.version: int | None = None
+        self.refused = 0  # samples of other weights
         self.faults: dict[str, int | None] = {}
         self.requests: list[dict[str, Any]] = []
         self.running: dict[str, asyncio.Event] = {}
@@ -90,6 +93,7 @@ class FakeVllm:
 
     def join(self, fleet: Fleet, version: int = 1, **abilities: Any) -> None:
         """Report to the fleet as a ready server with weights."""
+        self.version = version
         message = {"name": self.name, "kind": "rollout", "group": "g", "url": self.url, "ready": True}
         abilities = {"sampler": "counter", "max_model_len": self.max_model_len, **abilities}
         extra = {"incarnation": self.incarnation, "weight_version": version, "abilities": abilities}
@@ -114,6 +118,9 @@ class FakeVllm:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         assert request.headers["Authorization"] == f"Bearer {TOKEN}"
+        if request.headers.get(WEIGHTS_HEADER) not in (None, str(self.version)):
+            self.refused += 1
+            return web.json_response({"error": {"message": "other weights", "code": 503}}, status=503)
         body = await request.json()
         self.requests.append(body)
         if self._fault("refuse"):

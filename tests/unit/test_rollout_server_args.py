@@ -314,6 +314,8 @@ def test_no_generation_without_whole_weights(monkeypatch: pytest.MonkeyPatch) ->
     assert ask(app, "/inference/v1/generate", [(b"x-dovetail-probe", b"0")]) == 200
     monkeypatch.setattr(STATE, "weight_version", 0)
     assert ask(app, "/inference/v1/generate", []) == 200
+    assert ask(app, "/inference/v1/generate", [(b"x-dovetail-weights", b"0")]) == 200
+    assert ask(app, "/inference/v1/generate", [(b"x-dovetail-weights", b"1")]) == 503, "a sample of another version"
 
 
 # ---------------------------------------------------------------- registration
