@@ -3,16 +3,33 @@ bits."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import random
 import signal
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from dovetail.local.launcher import Launcher
 from dovetail.manifest.types import RLHFJob
-from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, stored_samples, summary, tiny_job
+from helpers.jobs import (
+    Fault,
+    Injector,
+    events,
+    history,
+    read_status,
+    run_job,
+    same_weights,
+    stored_samples,
+    summary,
+    tiny_job,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ITERATIONS, SAMPLES = 5, 16
@@ -26,22 +43,29 @@ def advantages(experience):
     time.sleep({training})
     return experience.per_token(experience.scores - experience.scores.mean())
 """
-Start = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
 def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("code")
-    (folder / "slow_parts.py").write_text(CODE.format(reward=0.8, training=0.8, samples=SAMPLES))
+    return parts(tmp_path_factory.mktemp("code"), 0.8)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return parts(tmp_path_factory.mktemp("quick"), 0.2)
+
+
+def parts(folder: Path, seconds: float) -> Path:
+    (folder / "slow_parts.py").write_text(CODE.format(reward=seconds, training=seconds, samples=SAMPLES))
     return folder
 
 
-def job(code: Path, lag: int, rollouts: int = 2, **spec: Any) -> RLHFJob:
+def job(code: Path, lag: int, rollouts: int = 2, iterations: int = ITERATIONS, **spec: Any) -> RLHFJob:
     """Only PPO, from random weights."""
     constant = {"learningRate": 1e-3, "schedule": "Constant", "warmupFraction": 0.0}
     ppo = {
         "lag": lag,
-        "iterations": ITERATIONS,
+        "iterations": iterations,
         "globalBatchSize": SAMPLES,
         "advantageFunction": "slow_parts:advantages",
         "importPath": str(code),
@@ -103,9 +127,9 @@ def spans(run_dir: Path, name: str) -> dict[int, tuple[float, float]]:
     return found
 
 
-def check_versions(run_dir: Path, lag: int) -> None:
+def check_versions(run_dir: Path, lag: int, iterations: int = ITERATIONS) -> None:
     """Each sample is of one version, the one that its iteration asks for."""
-    for iteration in range(1, ITERATIONS + 1):
+    for iteration in range(1, iterations + 1):
         for sample in stored_samples(run_dir, iteration):
             assert sample.first_version == sample.weight_version == max(0, iteration - 1 - lag), sample.key
             assert sample.critic_version == sample.weight_version
@@ -142,15 +166,20 @@ def disturbances(how: signal.Signals) -> list[Fault]:
     ]
 
 
+def check_same(run_dir: Path, peaceful: Path, lag: int, iterations: int = ITERATIONS) -> None:
+    """Two runs drew the same samples with the same versions, and ended with the same bits."""
+    check_versions(run_dir, lag, iterations)
+    for iteration in range(1, iterations + 1):
+        ours, theirs = stored_samples(run_dir, iteration), stored_samples(peaceful, iteration)
+        assert [(s.key, s.tokens.tolist()) for s in ours] == [(s.key, s.tokens.tolist()) for s in theirs]
+    assert same_weights(peaceful, run_dir) == []
+
+
 def check_disturbed(code: Path, run_dir: Path, peaceful: Path, lag: int, faults: list[Fault], **spec: Any) -> None:
     outcome, told = run_job(job(code, lag, **spec), run_dir, Injector(faults))
     assert outcome.succeeded, (outcome.reason, told)
     assert [f.process for f in faults if not f.done] == []
-    check_versions(run_dir, lag)
-    for iteration in range(1, ITERATIONS + 1):
-        ours, theirs = stored_samples(run_dir, iteration), stored_samples(peaceful, iteration)
-        assert [(s.key, s.tokens.tolist()) for s in ours] == [(s.key, s.tokens.tolist()) for s in theirs]
-    assert [name for name in same_weights(peaceful, run_dir) if "actor-best" not in name] == []
+    check_same(run_dir, peaceful, lag)
 
 
 def test_whoever_dies_the_weights_are_the_same(tmp_path: Path, code: Path, peaceful: Callable[[int], Path]) -> None:
@@ -176,9 +205,77 @@ def test_whoever_dies_or_freezes_at_any_lag(
     check_disturbed(code, tmp_path / "run", peaceful(lag), lag, faults, failurePolicy=patience)
 
 
+class ComeAndGo(Injector):
+    """One rollout at first, then four, then two. Those that shall go are retired, as the hook of a pod does it; those
+    that shall come start anew."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.retired, self.four = 0, False
+
+    def look(self, launcher: Launcher) -> None:
+        status = read_status(launcher)
+        if status is None or status["stage"] != "ppo":
+            return
+        here = {name for name, one in status["instances"].items() if one["kind"] == "rollout"}
+        if self.retired == 0 and len(here) == 4:
+            self.retired = retire(launcher, ["rollouts-1", "rollouts-2", "rollouts-3"])
+        if not self.four and self.retired and status["iteration"] >= 7:
+            self.four = True
+            for number in (1, 2, 3):
+                os.kill(launcher.pids[f"rollouts-{number}"], signal.SIGKILL)
+        if self.four and self.retired == 3 and status["iteration"] >= 14:
+            self.retired += retire(launcher, ["rollouts-1", "rollouts-3"])
+
+
+def retire(launcher: Launcher, names: list[str]) -> int:
+    for name in names:
+        request = urllib.request.Request(
+            f"{launcher.url}/v1/instances/{name}",
+            headers={"Authorization": f"Bearer {launcher.token}"},
+            method="DELETE",
+        )
+        with urllib.request.urlopen(request, timeout=30):
+            pass
+    return len(names)
+
+
+class Slow(Injector):
+    """Stops the processes of a server at random for moments that nobody takes for death."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.chosen = random.Random(7)
+        self.stops = 0
+
+    def look(self, launcher: Launcher) -> None:
+        pid = launcher.pids.get(f"rollouts-{self.chosen.randrange(2)}")
+        if pid is None or self.chosen.random() > 0.1:
+            return
+        with contextlib.suppress(psutil.Error):
+            processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+            try:
+                for process in processes:
+                    process.suspend()
+                self._stop.wait(self.chosen.random())
+            finally:
+                for process in processes:
+                    with contextlib.suppress(psutil.Error):
+                        process.resume()
+            self.stops += 1
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("rollouts", [1, 3])
-def test_the_number_of_rollouts_changes_nothing(
-    tmp_path: Path, code: Path, peaceful: Callable[[int], Path], rollouts: int
-) -> None:
-    check_disturbed(code, tmp_path / "run", peaceful(1), 1, [], rollouts=rollouts)
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_rollouts_that_come_and_go_and_slow_ones_change_nothing(tmp_path: Path, quick: Path, lag: int) -> None:
+    """20 iterations."""
+    runs: dict[str, Path] = {}
+    for name, injector, rollouts in (("still", None, 2), ("moved", ComeAndGo(), 4), ("slow", Slow(), 2)):
+        runs[name] = tmp_path / name
+        outcome, told = run_job(job(quick, lag, rollouts, 20), runs[name], injector)
+        assert outcome.succeeded, (outcome.reason, told)
+        if isinstance(injector, ComeAndGo):
+            assert injector.retired == 5
+        if isinstance(injector, Slow):
+            assert injector.stops > 10
+        check_same(runs[name], runs["still"], lag, 20)

@@ -152,10 +152,16 @@ def trace_bars(trace: Mapping[str, Any]) -> list[ChartBar]:
     ]
 
 
-def trace_curve(trace: Mapping[str, Any], name: str) -> Series:
-    """A counter of a Chrome trace, as values over seconds."""
-    events = [e for e in trace["traceEvents"] if e.get("ph") == "C" and e.get("name") == name]
-    return Series(name, [e["ts"] / 1e6 for e in events], [float(e["args"]["value"]) for e in events])
+def trace_curves(trace: Mapping[str, Any], prefix: str) -> list[Series]:
+    """The counters of a Chrome trace whose names begin so, as values over seconds."""
+    events = [e for e in trace["traceEvents"] if e.get("ph") == "C" and str(e.get("name")).startswith(prefix)]
+    by_name: dict[str, list[Any]] = {}
+    for event in events:
+        by_name.setdefault(event["name"], []).append(event)
+    return [
+        Series(name, [e["ts"] / 1e6 for e in points], [float(e["args"]["value"]) for e in points])
+        for name, points in sorted(by_name.items())
+    ]
 
 
 def _detail(args: Mapping[str, Any]) -> str:
@@ -250,8 +256,8 @@ def render_report(
     if trace is not None:
         number = int(trace[0].rpartition("-")[2])
         timeline = charts.gantt(f"Timeline of iteration {number}", trace_bars(trace[1]), PHASES)
-        left = trace_curve(trace[1], "samples left")
-        curve = charts.line_chart(f"Samples still to generate, iteration {number}", "second", [left])
+        left = trace_curves(trace[1], "samples left")
+        curve = charts.line_chart(f"Samples still to generate, iteration {number}", "second", left)
         timeline += f'<div class="charts">{curve}</div>' if curve else ""
     when = f"<h2>Time</h2>{time_bar}{timeline}" if time_bar or timeline else ""
     return (
