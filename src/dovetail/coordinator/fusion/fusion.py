@@ -108,8 +108,8 @@ class Fusion:
         block_tokens: int | None = None,
     ) -> AsyncIterator[StageFusion]:
         """The fusion of one iteration. Its threshold is decided while generation begins; until then the last one is
-        used. `block_tokens`: see `StageProfile`. With `ppo.lag` servers without samples draw the next iteration, so there
-        is nothing to decide. Raises what the decision raises."""
+        used. `block_tokens`: see `StageProfile`. With `ppo.lag` servers without samples draw the next iteration, so
+        there is nothing to decide. Raises what the decision raises."""
         longest = max(prompt_lengths) + self._spec.generation.max_tokens
         known = {i.name: self.measured(i.group).profile() for i in instances}
         stage = StageFusion({name: replace(p, block_tokens=block_tokens) for name, p in known.items()}, longest)
