@@ -117,6 +117,7 @@ RULES = [
         )
         for none, more in (({"heldOut": 0}, {}), ({}, {"data.heldOut": 0}))
     ),
+    ({"trackers": [{"kind": "wandb"}, {"kind": "wandb"}]}, "spec.trackers names a kind twice; keep one of each."),
     ({"evaluation": {"metrics": ["a:f", "b:f"]}}, "spec.evaluation.metrics has two of the same name"),
     ({"evaluation": {"prompts": [{}]}}, "spec.evaluation.prompts[0] names nothing; give exactly one of"),
     ({"stages": ["ppo", "sft"]}, "spec.stages must be in the order sft, reward, ppo; write [sft, ppo]."),

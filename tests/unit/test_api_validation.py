@@ -55,6 +55,7 @@ def test_examples_are_clean(name):
 # ------------------------------------------------------------ warnings
 
 USED = {
+    "spec.trackers[].secret": {"trackers": [{"kind": "wandb", "secret": "keys"}]},
     "spec.suspend": {"suspend": True},
     "spec.failurePolicy.startTimeoutSeconds": {"failurePolicy": {"startTimeoutSeconds": 60}},
     "spec.ttlSecondsAfterFinished": {"ttlSecondsAfterFinished": 0},

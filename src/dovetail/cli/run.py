@@ -13,6 +13,7 @@ from rich.console import Console
 from dovetail.cli.common.extras import Extra, require
 from dovetail.cli.job_arguments import load_job, manifest_argument, seed_option, set_option
 from dovetail.coordinator.store.sample_files import files
+from dovetail.coordinator.trackers.tracker_processes import missing as missing_trackers
 from dovetail.local.launcher import Launcher
 from dovetail.local.progress_bars import Display, make_display
 from dovetail.local.report.report import write_report
@@ -101,6 +102,8 @@ def run_job(
                     display.tell(event_line(line))
 
         with display:
+            for _, sentence in missing_trackers(job.spec.trackers):
+                display.tell(f"Warning: {sentence}")
             if verbose:
                 display.tell(f"processes: {', '.join(spec.name for spec in launcher.specs)}")
                 display.tell(f"coordinator: {launcher.url}, logs: {launcher.run_dir / 'logs'}")

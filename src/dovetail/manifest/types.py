@@ -76,6 +76,7 @@ __all__ = [
     "SyntheticData",
     "Tokenizer",
     "TokenizerTraining",
+    "Tracker",
     "TrainedModel",
 ]
 
@@ -696,6 +697,30 @@ class SampleLog(Model):
     )
 
 
+class Tracker(Model):
+    """Where the run's metrics are sent while it runs. A tracker that is down or missing never stops or slows a run."""
+
+    kind: Literal["wandb", "mlflow", "trackio", "otlp"] = Field(
+        description="wandb, mlflow, trackio: metrics, by their own clients, which are optional packages. otlp: "
+        "the timelines of iterations, as OpenTelemetry spans over HTTP."
+    )
+    project: Text = Field(
+        default="dovetail",
+        description="The W&B or Trackio project, the MLflow experiment, the spans' service.namespace.",
+    )
+    name: Text | None = Field(default=None, description="The run's name there. Default: the run directory's.")
+    url: Text | None = Field(
+        default=None,
+        description="The server: W&B's, MLflow's tracking URI, Trackio's, or the collector's (http://host:4318). "
+        "Default: what the client takes from its environment variables.",
+    )
+    secret: ObjectName | None = Field(
+        default=None,
+        description="On a cluster: a Secret whose keys become environment variables of the coordinator's pod, such as "
+        "WANDB_API_KEY. On one machine: set them yourself.",
+    )
+
+
 class RLHFJobSpec(Model):
     """The stages, models, data and pods of a job."""
 
@@ -747,6 +772,11 @@ class RLHFJobSpec(Model):
     )
     failure_policy: FailurePolicy = Field(default_factory=FailurePolicy, description="Which failures the job survives.")
     samples: SampleLog = Field(default_factory=SampleLog, description="Which responses are kept and shown as text.")
+    trackers: list[Tracker] = Field(
+        default_factory=list,
+        max_length=8,
+        description="Where the run's metrics are sent, beside the TensorBoard files of every run.",
+    )
     active_deadline_seconds: PositiveInt | None = Field(
         default=None,
         description="The job fails when it has run for this many seconds, restarts included. On one machine all "

@@ -37,6 +37,7 @@ _NOT_PLANNED = (
     "checkpoint",
     "output",
     "samples",
+    "trackers",
 )
 
 

@@ -44,6 +44,8 @@ def coordinator_pod(context: RenderContext) -> Object:
         volumes.append({"name": "output", "persistentVolumeClaim": {"claimName": _claim(output.pvc)}})
     if output is not None and output.s3 is not None and (keys := output.s3.credentials_secret) is not None:
         container["env"] += [_key(keys, name) for name in CREDENTIALS]
+    if secrets := sorted({tracker.secret for tracker in spec.trackers if tracker.secret is not None}):
+        container["envFrom"] = [{"secretRef": {"name": name}} for name in secrets]
     container |= {
         "ports": [{"name": "http", "containerPort": port}],
         "startupProbe": _probe("/healthz", port, period=2, failures=150),

@@ -48,6 +48,7 @@ from dovetail.coordinator.store.identity import check_complete, identify
 from dovetail.coordinator.store.manifest_changes import Settled, adopt
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.coordinator.telemetry.installed_versions import installed_versions
+from dovetail.coordinator.trackers.tracker_processes import TrackerProcesses
 from dovetail.coordinator.trainers.trainer_group import TrainerGroup
 from dovetail.coordinator.trainers.trainer_session import TrainerSession
 from dovetail.coordinator.weights.publishing import Publisher
@@ -111,6 +112,7 @@ class Engines:
             self.records.progress.update(method=spec.ppo.method)
         shared = Path(HUB_CACHE) if settings.pods and spec.hub.cache_claim else None
         self._hub = Hub(spec.hub, settings.run_dir, pods=settings.pods, shared=shared, note=self._note)
+        self._trackers = TrackerProcesses(spec, settings.run_dir, self.run_id, log)
         self._batches = Batches(None, self.records.batches, store)
         self._rewards = self._reward_calls()
         self._metrics = EvaluationMetrics(spec, settings.base_dir, log)
@@ -163,6 +165,7 @@ class Engines:
         self._runner = serving.Runner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS)
         await self._runner.setup()
         await self._listen(self._runner)
+        self._trackers.start()
         records.progress.update(state="running", message="preparing data and tokenizer")
         known = records.store.get("data/sources") or {}
         self._prepared = prepared = await asyncio.to_thread(
@@ -249,6 +252,7 @@ class Engines:
             await self._session.close()
         if self._runner is not None:
             await self._runner.cleanup()
+        await self._trackers.close()
         self.records.close()
 
     async def _listen(self, runner: web.AppRunner) -> None:

@@ -29,6 +29,7 @@ CHANGEABLE = (
     "output",
     "samples",
     "evaluation",
+    "trackers",
     "coordinator",
     "hub",
     "models.reward.importPath",

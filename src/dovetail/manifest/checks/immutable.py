@@ -22,6 +22,7 @@ CHANGEABLE = (
     "output",
     "failurePolicy",
     "samples",
+    "trackers",
     "coordinator",
     "hub",
     "activeDeadlineSeconds",
@@ -93,6 +94,7 @@ TRANSITION_RULES: tuple[CelRule, ...] = (
         for name, same in {
             "coordinator": f"({_COORDINATOR})",
             "hub": "self.spec.hub == oldSelf.spec.hub",
+            "trackers": "self.spec.trackers == oldSelf.spec.trackers",
         }.items()
     ),
     _rule(

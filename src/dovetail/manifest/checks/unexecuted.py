@@ -71,6 +71,12 @@ def _volume(spec: RLHFJobSpec) -> Iterator[str]:
         yield "spec.checkpoint.volume"
 
 
+def _tracker_secrets(spec: RLHFJobSpec) -> Iterator[str]:
+    for index, tracker in enumerate(spec.trackers):
+        if tracker.secret is not None:
+            yield f"spec.trackers[{index}].secret"
+
+
 def _storage(spec: RLHFJobSpec) -> Iterator[str]:
     if spec.storage != Storage():
         yield "spec.storage"
@@ -121,6 +127,7 @@ UNEXECUTED: tuple[Unexecuted, ...] = (
     ),
     Unexecuted("spec.storage", _storage, "the run directory is kept; --resume goes on with it", on_cluster=True),
     Unexecuted("spec.output.pvc", _output_claim, "use path or s3; nothing is copied", on_cluster=True),
+    Unexecuted("spec.trackers[].secret", _tracker_secrets, "set its environment variables yourself", on_cluster=True),
     Unexecuted("spec.checkpoint.volume", _volume, "checkpoints go to the run directory", on_cluster=True),
     Unexecuted("spec.groups[].image", _group_field("image", "image"), "processes run from this machine's Python", True),
     Unexecuted(

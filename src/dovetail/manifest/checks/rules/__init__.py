@@ -23,6 +23,7 @@ from dovetail.manifest.checks.rules.model_rules import (
 from dovetail.manifest.checks.rules.pod_rules import POD_RULES
 from dovetail.manifest.checks.rules.ppo_rules import BATCH_RULES, PPO_RULES, SHARED_BODY_RULES
 from dovetail.manifest.checks.rules.rule import Rule
+from dovetail.manifest.checks.rules.tracker_rules import TRACKER_RULES
 from dovetail.manifest.types import RLHFJobSpec
 
 RULES: tuple[Rule, ...] = (
@@ -36,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     *PPO_RULES,
     *SHARED_BODY_RULES,
     *EVALUATION_RULES,
+    *TRACKER_RULES,
     *GROUP_RULES,
     *POD_RULES,
     *LAYOUT_RULES,

@@ -1,0 +1,157 @@
+"""What each kind of tracker is told, through its own client. The clients are optional packages.
+
+Every client gets its settings and `state`, a dictionary that is kept between processes of one run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from dovetail.protocol.row_stages import ROW_STAGES
+
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TrackerSettings:
+    """`run`: the run's id. `manifest`: the spec without defaults. `folder`: for the client's own files."""
+
+    project: str
+    name: str
+    url: str | None
+    run: str
+    folder: Path
+    manifest: Mapping[str, Any] = field(default_factory=dict)
+
+
+class TrackerClient(Protocol):
+    """`log` gets rows of history.jsonl, `trace` the timelines of iterations. Any of them may raise anything."""
+
+    def log(self, stage: str, step: int, metrics: Mapping[str, float], time: float) -> None: ...
+    def trace(self, document: Mapping[str, Any]) -> None: ...
+    def finish(self, succeeded: bool) -> None: ...
+
+
+class WandbClient:
+    """Weights & Biases. WANDB_MODE=offline writes the run into the run directory, for `wandb sync`."""
+
+    def __init__(self, settings: TrackerSettings, state: State) -> None:
+        import wandb
+
+        if settings.url is not None:
+            os.environ["WANDB_BASE_URL"] = settings.url
+        self._run = wandb.init(
+            project=settings.project,
+            name=settings.name,
+            id=settings.run,
+            resume="allow",
+            config=dict(settings.manifest),
+            dir=str(settings.folder),
+            settings=wandb.Settings(console="off", silent=True),
+        )
+        for stage in ROW_STAGES:
+            self._run.define_metric(f"{stage}/step")
+            self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
+
+    def log(self, stage: str, step: int, metrics: Mapping[str, float], time: float) -> None:
+        self._run.log({f"{stage}/step": step, **{f"{stage}/{name}": value for name, value in metrics.items()}})
+
+    def trace(self, document: Mapping[str, Any]) -> None:
+        """It has no place for spans."""
+
+    def finish(self, succeeded: bool) -> None:
+        self._run.finish(exit_code=0 if succeeded else 1)
+
+
+class MlflowClient:
+    """MLflow. Without a URL the client's own default counts (MLFLOW_TRACKING_URI)."""
+
+    def __init__(self, settings: TrackerSettings, state: State) -> None:
+        from mlflow.entities import Metric, Param, RunTag
+        from mlflow.tracking import MlflowClient as Client
+
+        self._metric = Metric
+        self._client = Client(tracking_uri=settings.url)
+        self._run = str(state.get("run") or "")
+        if not self._run:
+            known = self._client.get_experiment_by_name(settings.project)
+            experiment = known.experiment_id if known else self._client.create_experiment(settings.project)
+            made = self._client.create_run(experiment, run_name=settings.name)
+            self._run = state["run"] = made.info.run_id
+            params = [Param(name, str(value)[:500]) for name, value in flattened(settings.manifest)]
+            for at in range(0, len(params), 100):
+                self._client.log_batch(self._run, params=params[at : at + 100])
+            self._client.log_batch(self._run, tags=[RunTag("dovetail.run", settings.run)])
+
+    def log(self, stage: str, step: int, metrics: Mapping[str, float], time: float) -> None:
+        rows = [
+            self._metric(f"{stage}/{_plain(name)}", value, int(time * 1000), step) for name, value in metrics.items()
+        ]
+        self._client.log_batch(self._run, metrics=rows)
+
+    def trace(self, document: Mapping[str, Any]) -> None:
+        """Its traces are of requests, not of training."""
+
+    def finish(self, succeeded: bool) -> None:
+        self._client.set_terminated(self._run, "FINISHED" if succeeded else "FAILED")
+
+
+class TrackioClient:
+    """Trackio. Without a URL it writes where `trackio show` looks (TRACKIO_DIR)."""
+
+    def __init__(self, settings: TrackerSettings, state: State) -> None:
+        import trackio
+
+        self._trackio = trackio
+        where = {} if settings.url is None else {"server_url": settings.url}
+        trackio.init(
+            project=settings.project,
+            name=settings.name,
+            config=dict(flattened(settings.manifest)),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+            **where,
+        )
+
+    def log(self, stage: str, step: int, metrics: Mapping[str, float], time: float) -> None:
+        self._trackio.log({f"{stage}/{name}": value for name, value in metrics.items()}, step=step)
+
+    def trace(self, document: Mapping[str, Any]) -> None:
+        """It has no place for spans."""
+
+    def finish(self, succeeded: bool) -> None:
+        self._trackio.finish()
+
+
+def _otlp(settings: TrackerSettings, state: State) -> TrackerClient:
+    from dovetail.coordinator.trackers.otlp_spans import OtlpClient
+
+    return OtlpClient(settings, state)
+
+
+# The module that each kind needs, and its client.
+CLIENTS: dict[str, tuple[str, Callable[[TrackerSettings, State], TrackerClient]]] = {
+    "wandb": ("wandb", WandbClient),
+    "mlflow": ("mlflow", MlflowClient),
+    "trackio": ("trackio", TrackioClient),
+    "otlp": ("opentelemetry.exporter.otlp.proto.http", _otlp),
+}
+
+
+def flattened(document: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """('ppo.kl.coef', 0.1) and so on of nested mappings; lists are one value."""
+    for name, value in document.items():
+        if isinstance(value, Mapping):
+            yield from flattened(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value if isinstance(value, str | int | float | bool) else str(value)
+
+
+def _plain(name: str) -> str:
+    """The name with the characters that MLflow allows."""
+    return "".join(c if c.isalnum() or c in "_-. /" else "_" for c in name)
