@@ -211,19 +211,17 @@ def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
         if expected:
             job.pace(STARTING_PACE_SECONDS)
             wait_for(f"new pods: {name}", partial(has_new, job, expected, before), RECOVERY_SECONDS, POLL_SECONDS)
-        wait_for(f"all pods: {name}", job.whole, RECOVERY_SECONDS, POLL_SECONDS)
-        whole = time.monotonic()
         returned = {i: n for i, n in births.items() if i in RETURNS.get(name, ())}
         wait_for(f"all at work: {name}", partial(at_work, job, returned), RECOVERY_SECONDS, POLL_SECONDS)
         working = time.monotonic()
+        wait_for(f"all pods: {name}", job.whole, RECOVERY_SECONDS, POLL_SECONDS)
+        whole = time.monotonic()
         job.pace(PACE_SECONDS)
         go_on(job, 1)
         after, end = job.uids(), time.monotonic()
         replaced = {group for group in before if after[group] != before[group]}
-        parts = (
-            f"{done - began:.0f} s of fault, {whole - done:.0f} s for pods, {working - whole:.0f} s until all work, "
-        )
-        parts += f"{end - working:.0f} s to go on"
+        times = (done - began, working - done, whole - working, end - whole)
+        parts = "{:.0f} s of fault, {:.0f} s until all work, {:.0f} s more for pods, {:.0f} s to go on".format(*times)
         done_now = f"iterations {last} to {job.iteration()}"
         told = f"{end - began:.0f} s ({parts}), {done_now}, new pods: {sorted(replaced)}"
         record_property(name, told)

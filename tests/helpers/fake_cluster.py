@@ -200,8 +200,12 @@ class FakeCluster:
         if jobset["spec"].get("suspend"):
             self._remove_owned("demo", "JobSet")
             return
-        for group in jobset["spec"]["replicatedJobs"]:
-            name = f"demo-{group['name']}-0"
+        wanted = [
+            (f"demo-{each['name']}-{i}", each)
+            for each in jobset["spec"]["replicatedJobs"]
+            for i in range(each["replicas"])
+        ]
+        for name, group in wanted:
             if ("Job", name) not in self.objects:
                 template = copy.deepcopy(group["template"])
                 self.objects["Job", name] = {

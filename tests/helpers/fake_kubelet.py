@@ -97,7 +97,7 @@ class FakeKubelet:
         self._templates: dict[str, tuple[Object, int]] = {}
         for group in jobset(context)["spec"]["replicatedJobs"]:
             spec = group["template"]["spec"]
-            for index in range(spec["completions"]):
+            for index in range(group["replicas"] * spec["completions"]):
                 self._templates[f"{group['name']}-{index}"] = (spec["template"], index)
         self._surplus = {j["metadata"]["name"]: (j["spec"]["template"], 0) for j in surplus_jobs(context)}
         self.pods: dict[str, Pod] = {}

@@ -496,3 +496,22 @@ def test_a_job_with_several_rollouts_or_a_trainer_is_left_to_kubernetes():
     for group in ("gen", "train"):
         cluster.end(on_node(cluster, group, "spot-1"), 143, disrupted=True, ran=600)
     assert cluster.reconcile().delete == []
+
+
+def test_each_rollout_of_a_preemptible_group_has_a_job_that_is_made_anew():
+    groups = [
+        {"name": "train", "roles": ["trainer"], "replicas": 1},
+        {"name": "gen", "roles": ["rollout"], "replicas": 3, "preemptible": True},
+    ]
+    cluster = running(groups=groups)
+    mine = [f"demo-gen-{i}" for i in range(3)]
+    assert sum(label["name"] == "gen" for label in cluster.document["status"]["groups"]) == 1
+    assert {len(cluster.pods(name)) for name in mine} == {1}
+    (pod,) = cluster.pods("demo-gen-1")
+    cluster.end(pod, 143, disrupted=True, ran=600)
+    assert cluster.reconcile().delete == [("Job", "demo-gen-1")]
+    others = {name: cluster.objects["Job", name]["metadata"]["uid"] for name in mine if name != "demo-gen-1"}
+    cluster.settle()
+    assert {len(cluster.pods(name)) for name in mine} == {1}
+    assert {name: cluster.objects["Job", name]["metadata"]["uid"] for name in others} == others
+    assert cluster.condition("Running")["status"] == "True"

@@ -462,10 +462,13 @@ def test_no_user_is_named_where_the_platform_chooses_one():
 def test_a_preemptible_group_runs_on_spot_nodes_of_the_usual_clouds():
     document = yaml.safe_load((make_objects.EXAMPLES / "quickstart-cluster.yaml").read_text())
     groups = document["spec"]["groups"]
-    groups[1]["preemptible"] = True
+    groups[1] |= {"preemptible": True, "replicas": 3}
     made = {job["name"]: job for job in jobset(a_context(groups=groups))["spec"]["replicatedJobs"]}
     pods = {name: job["template"]["spec"]["template"]["spec"] for name, job in made.items()}
     spot, other = pods["v100"], pods["a10"]
+    assert (made["v100"]["replicas"], made["v100"]["template"]["spec"]["completions"]) == (3, 1), "a Job each"
+    (index,) = (each for each in spot["containers"][0]["env"] if each["name"] == "DOVETAIL_INDEX")
+    assert index["valueFrom"]["fieldRef"]["fieldPath"] == "metadata.annotations['jobset.sigs.k8s.io/job-index']"
     tolerated = {(each["key"], each.get("value")) for each in spot["tolerations"]}
     assert ("kubernetes.azure.com/scalesetpriority", "spot") in tolerated, "AKS taints all of its spot nodes"
     assert {("cloud.google.com/gke-spot", "true"), ("karpenter.sh/capacity-type", "spot")} < tolerated

@@ -25,6 +25,7 @@ FOLDER = "dovetail.dev/folder"  # of a claim: where on it the last job that used
 EARLIER_FOLDERS = "dovetail.dev/earlier-folders"  # of a claim: those of earlier jobs, the last one first
 ROOM = "dovetail.dev/room"  # pods of each GPU group that the nodes had room for when the job was planned
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
+REPLICA_ANNOTATION = "jobset.sigs.k8s.io/job-index"
 KUEUE = "kueue.x-k8s.io/"
 QUEUE_LABEL = f"{KUEUE}queue-name"
 WORKLOAD_LABEL = f"{KUEUE}prebuilt-workload-name"

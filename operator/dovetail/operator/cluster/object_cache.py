@@ -151,7 +151,10 @@ def _sizes_only(spec: Mapping[str, Any]) -> dict[str, Any]:
         pod = {"spec": {"containers": [_only(container, ("name", "image")) for container in containers]}}
         return {"completions": pods.get("completions", 1), "template": pod}
 
-    jobs = [{"name": job["name"], "template": {"spec": kept(job)}} for job in spec.get("replicatedJobs") or ()]
+    jobs = [
+        {"name": job["name"], "replicas": job.get("replicas", 1), "template": {"spec": kept(job)}}
+        for job in spec.get("replicatedJobs") or ()
+    ]
     return {"suspend": bool(spec.get("suspend")), "replicatedJobs": jobs}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -101,8 +102,22 @@ def live(pods: Iterable[Object]) -> list[Object]:
 
 def sizes(jobset: Object | None) -> dict[str, int]:
     """Pods of each group in a JobSet, the coordinator's among them."""
-    jobs = jobset["spec"]["replicatedJobs"] if jobset is not None else []
-    return {j["name"]: int(j["template"]["spec"].get("completions", 1)) for j in jobs}
+    found = Counter[str]()
+    for group, pods in jobs_of(jobset).values():
+        found[group] += pods
+    return dict(found)
+
+
+def jobs_of(jobset: Object | None) -> dict[str, tuple[str, int]]:
+    """The names of the Jobs that a JobSet makes, with the group and the number of pods of each."""
+    if jobset is None:
+        return {}
+    name = jobset["metadata"]["name"]
+    return {
+        f"{name}-{j['name']}-{i}": (str(j["name"]), int(j["template"]["spec"].get("completions", 1)))
+        for j in jobset["spec"]["replicatedJobs"]
+        for i in range(int(j.get("replicas", 1)))
+    }
 
 
 def images(jobset: Object | None) -> dict[str, str]:

@@ -27,6 +27,7 @@ from dovetail.operator.reconcile.children import (
     is_gone,
     is_ready,
     is_true,
+    jobs_of,
     label,
     live,
     matches,
@@ -430,14 +431,14 @@ class _Reconciler:
         """Jobs of the JobSet that are made anew: each has one rollout, whose pod was deleted or disrupted. The JobSet
         makes such a Job again at once. The Job itself would wait 10 s after the first such pod, and up to 10 minutes
         after some more. A pod that failed by itself is left to the Job, and counts."""
-        sizes, found = self._context.sizes, []
+        jobs, found = jobs_of(self._jobset), []
         for job in self._children.jobs(surplus=False):
             name = job["metadata"]["name"]
-            group = next((g for g in self._rollouts() if name == f"{self._context.name}-{g}-0"), None)
+            group, size = jobs.get(name, ("", 0))
             pods = [p for p in self._children.of(POD.kind) if label(p, names.JOB_NAME_LABEL) == name]
             ended = not deleting(job) and all(is_gone(p) and rootcause.failed_at(p) is None for p in pods)
             failed = int(job.get("status", {}).get("failed") or 0) > 0
-            if group is not None and sizes.get(group) == 1 and ended and (pods or failed):
+            if group in self._rollouts() and size == 1 and ended and (pods or failed):
                 found.append((JOB.kind, name))
         return found
 

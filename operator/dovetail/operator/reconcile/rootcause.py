@@ -19,9 +19,9 @@ from dovetail.operator.reconcile.children import (
     deleting,
     is_ready,
     is_true,
+    jobs_of,
     label,
     parse_time,
-    sizes,
 )
 from dovetail.operator.reconcile.refusals import taken
 from dovetail.protocol.process.process_names import COORDINATOR
@@ -96,8 +96,8 @@ def lacking(children: Children) -> list[Object]:
         if jobset["spec"].get("suspend") or deleting(jobset):
             continue
         pods = Counter(label(pod, names.JOB_NAME_LABEL) for pod in children.of(POD.kind) if not deleting(pod))
-        for name, size in sizes(jobset).items():
-            job = children.get(JOB.kind, f"{jobset['metadata']['name']}-{name}-0")
+        for name, (_, size) in jobs_of(jobset).items():
+            job = children.get(JOB.kind, name)
             if job is None or is_true(job, "Failed") or is_true(job, "Complete"):
                 continue
             if pods[job["metadata"]["name"]] < size:
@@ -113,7 +113,7 @@ def jobless(children: Children) -> list[Object]:
         if not jobset["spec"].get("suspend")
         and not deleting(jobset)
         and not any(is_true(jobset, kind) for kind in ("Completed", "Failed"))
-        and any(children.get(JOB.kind, f"{jobset['metadata']['name']}-{name}-0") is None for name in sizes(jobset))
+        and any(children.get(JOB.kind, name) is None for name in jobs_of(jobset))
     ]
 
 

@@ -11,7 +11,7 @@ from dovetail.manifest.types import RLHFJobSpec
 from dovetail.operator.render import gang
 from dovetail.operator.render.context import Object, RenderContext, digest
 from dovetail.operator.render.job import job_spec
-from dovetail.operator.render.pod import coordinator_pod, group_pod
+from dovetail.operator.render.pod import comes_and_goes, coordinator_pod, group_pod
 from dovetail.protocol.process.exit_codes import BAD_CONFIGURATION, JOB_FAILED
 from dovetail.protocol.process.process_names import COORDINATOR
 
@@ -49,12 +49,13 @@ def jobset(context: RenderContext) -> Object:
     """Success is the coordinator's; a Job that failed for good fails the whole. Programs wait for each other, so
     nothing here says in which order they start."""
     final = (BAD_CONFIGURATION, JOB_FAILED)
-    jobs = [(COORDINATOR, job_spec(coordinator_pod(context), 1, hopeless=final))]
-    jobs += [
-        (group.name, job_spec(group_pod(context, group), context.guaranteed(group)))
-        for group in context.job.spec.groups
-    ]
-    gang.join(context, [(name, int(spec["completions"]), spec["template"]) for name, spec in jobs])
+    jobs = [(COORDINATOR, 1, job_spec(coordinator_pod(context), 1, hopeless=final))]
+    for group in context.job.spec.groups:
+        count = context.guaranteed(group)
+        # Rollouts that come and go have a Job each, so that the operator can make one of them anew.
+        copies = count if comes_and_goes(group) else 1
+        jobs.append((group.name, copies, job_spec(group_pod(context, group), count // copies)))
+    gang.join(context, [(name, copies * int(spec["completions"]), spec["template"]) for name, copies, spec in jobs])
     metadata = context.metadata(context.name, "jobset")
     metadata["labels"] |= context.queueing() | pods_labels(context.job.spec)
     return {
@@ -67,10 +68,10 @@ def jobset(context: RenderContext) -> Object:
             "replicatedJobs": [
                 {
                     "name": name,
-                    "replicas": 1,
+                    "replicas": copies,
                     "template": {"metadata": {"labels": context.labels(name)}, "spec": spec},
                 }
-                for name, spec in jobs
+                for name, copies, spec in jobs
             ],
         },
     }

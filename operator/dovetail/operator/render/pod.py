@@ -58,9 +58,10 @@ def coordinator_pod(context: RenderContext) -> Object:
 
 def group_pod(context: RenderContext, group: Group, index: int | None = None) -> Object:
     """The pod template of a group. `index`: the number of a surplus rollout in its group; None: the pod is one of the
-    JobSet's, and its completion index is its number."""
+    JobSet's, and its number is its Job's (`comes_and_goes`) or its completion index."""
     container = _container(context, image(context, group), POD_MODULE)
-    where: Object = {"fieldPath": f"metadata.annotations['{names.INDEX_ANNOTATION}']"}
+    annotation = names.REPLICA_ANNOTATION if comes_and_goes(group) else names.INDEX_ANNOTATION
+    where: Object = {"fieldPath": f"metadata.annotations['{annotation}']"}
     number = {"name": env.INDEX, "valueFrom": {"fieldRef": where}} if index is None else _value(env.INDEX, index)
     container["env"] += [number, _value(env.GROUP, group.name)]
     if index is not None:
@@ -114,6 +115,11 @@ def group_pod(context: RenderContext, group: Group, index: int | None = None) ->
     template = _template(context, "-".join(group.roles), container, patch=group.pod_template, extra=extra)
     template["metadata"]["labels"][names.GROUP_LABEL] = group.name
     return template
+
+
+def comes_and_goes(group: Group) -> bool:
+    """Whether each pod of the group in the JobSet has a Job of its own."""
+    return group.preemptible and Role.TRAINER not in group.roles
 
 
 def image(context: RenderContext, group: Group) -> str:
