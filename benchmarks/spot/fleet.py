@@ -9,6 +9,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection as Pipe
 from typing import Any
@@ -56,11 +57,12 @@ class Request:
 
 class Server(Instance):
     """It can die: its connections break at once, and what was not sent is lost. `began`: the monotonic time of its
-    first token; None before."""
+    first token; None before. `steps`: decode steps, whatever they took on a busy machine."""
 
     def __init__(self, profile: StageProfile, length: Callable[[int], int], prompt: int) -> None:
         super().__init__(profile, length, prompt)
-        self.made = 0
+        self.made = self.steps = 0
+        self.stepping = False
         self.began: float | None = None
         self.transports: set[asyncio.Transport] = set()
 
@@ -72,6 +74,9 @@ class Server(Instance):
 
         def counted() -> bool:
             self.made += 1
+            if not self.stepping:  # the first of this step
+                self.steps, self.stepping = self.steps + 1, True
+                asyncio.get_running_loop().call_soon(self.stepped)
             self.began = self.began or time.monotonic()
             return made()
 
@@ -80,6 +85,9 @@ class Server(Instance):
         self.prefill += len(body["token_ids"])
         self.wake.set()
         write(STREAM)
+
+    def stepped(self) -> None:
+        self.stepping = False
 
 
 class Link(Connection):
@@ -95,9 +103,18 @@ class Link(Connection):
         self.instance.transports.discard(self.transport)
 
 
+@dataclass(frozen=True)
+class Told:
+    """Of all servers, living and dead: tokens and decode steps, and by name the monotonic time of the first token."""
+
+    made: int
+    steps: int
+    began: dict[str, float]
+
+
 def serve(profile: StageProfile, lengths: dict[int, int], prompt: int, pipe: Pipe) -> None:
-    """Orders through the pipe: ("start", name) answers a port, ("kill", name), ("tell", "") answers how many tokens
-    were made by all, and when each made its first. Ends when the pipe closes."""
+    """Orders through the pipe: ("start", name) answers a port, ("kill", name), ("tell", "") answers a `Told`. Ends when
+    the pipe closes."""
     most_files()
 
     async def main() -> None:
@@ -127,7 +144,8 @@ def serve(profile: StageProfile, lengths: dict[int, int], prompt: int, pipe: Pip
                 for transport in list(server.transports):
                     transport.abort()
             elif what == "tell":
-                pipe.send((sum(s.made for s in everyone.values()), {n: s.began for n, s in everyone.items()}))
+                made, steps = sum(s.made for s in everyone.values()), sum(s.steps for s in everyone.values())
+                pipe.send(Told(made, steps, {n: s.began for n, s in everyone.items() if s.began is not None}))
 
     asyncio.run(main())
 
@@ -145,10 +163,11 @@ class Servers:
     def kill(self, name: str) -> None:
         self._pipe.send(("kill", name))
 
-    def tell(self) -> tuple[int, dict[str, float | None]]:
-        """The tokens that all servers made, living and dead, and by name the monotonic time of each one's first."""
-        made, began = self._ask("tell", "")
-        return int(made), dict(began)
+    def tell(self) -> Told:
+        """What all servers have done so far."""
+        told = self._ask("tell", "")
+        assert isinstance(told, Told)
+        return told
 
     def _ask(self, what: str, name: str) -> Any:
         self._pipe.send((what, name))
