@@ -68,6 +68,13 @@ def test_what_is_no_row_is_passed_over(item):
     assert (kept["step"], kept["metrics"]) == (7, {"reward": 0.5, "loss": 0.123457})
 
 
+def test_evaluations_keep_the_metrics_of_the_users():
+    history = JobHistory("secret")
+    history.take([row(5, "evaluation", exactMatch=0.75, exactMatch_ci95=0.05)])
+    (kept,) = json.loads(history.text())
+    assert kept["metrics"] == {"reward": 0.5, "exactMatch": 0.75, "exactMatch_ci95": 0.05}
+
+
 def test_the_last_word_adds_a_step_and_replaces_none():
     history = JobHistory("secret")
     history.take([row(1, seconds_training=2.0)])

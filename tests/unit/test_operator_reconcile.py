@@ -408,6 +408,35 @@ def test_a_verdict_that_no_condition_can_hold_is_no_answer(health):
     assert len(kept) * len(kept[0]["message"]) <= 16_000
 
 
+EVALUATION = {
+    "iteration": 10,
+    "metric": "exactMatch",
+    "metrics": {"exactMatch": {"mean": 0.7512345678, "ci95": 0.05}, "reward": {"mean": 1.0, "ci95": 0.1}},
+    "best": {"iteration": 5, "mean": 0.8, "ci95": 0.04},
+}
+
+
+def test_the_status_has_the_last_evaluation_and_the_best():
+    cluster = running()
+    cluster.reported = judged({"stage": "ppo", "iteration": 10, "total_iterations": 20, "evaluation": EVALUATION})
+    cluster.reconcile()
+    assert cluster.document["status"]["evaluation"] == {
+        "iteration": 10,
+        "metric": "exactMatch",
+        "value": 0.751235,
+        "bestIteration": 5,
+        "bestValue": 0.8,
+    }
+
+
+@pytest.mark.parametrize(
+    "evaluation", [3, {"iteration": 1}, EVALUATION | {"iteration": -1}, EVALUATION | {"metrics": {"exactMatch": {}}}]
+)
+def test_an_evaluation_that_no_status_can_hold_is_no_answer(evaluation):
+    with pytest.raises(ValueError, match="evaluation"):
+        judged({"stage": "ppo", "evaluation": evaluation})
+
+
 def surplus_pod(cluster):
     return next(p for p in cluster.pods() if names.SURPLUS_LABEL in p["metadata"]["labels"])
 

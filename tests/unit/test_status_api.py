@@ -129,6 +129,10 @@ def test_iterations_in_order_with_the_last_of_a_replayed_step(api):
         api_rows = newer()
     assert [row["step"] for row in api_rows["items"]] == [4]
     assert api.get(f"{BASE}/job/iterations", params={"stage": "sft"}).json()["items"] == []
+    api.run.history.add("evaluation", 4, {"exactMatch": 0.5})
+    while not (rows := api.get(f"{BASE}/job/iterations", params={"stage": "evaluation"}).json()["items"]):
+        pass
+    assert [(row["step"], row["metrics"]) for row in rows] == [(4, {"exactMatch": 0.5})]
     first = api.get(f"{BASE}/job/iterations", params={"limit": 1}).json()
     assert ([row["step"] for row in first["items"]], first["next"]) == ([1], 1)
 

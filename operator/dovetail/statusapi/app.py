@@ -132,7 +132,9 @@ def _routes(app: FastAPI) -> None:
         ask: Ask,
         namespace: Namespace,
         name: Name,
-        stage: Annotated[str | None, Query(pattern="^(sft|reward|ppo)$", description="Of this stage only.")] = None,
+        stage: Annotated[
+            str | None, Query(pattern="^(sft|reward|ppo|evaluation)$", description="Of this stage only.")
+        ] = None,
         after: Annotated[int, Query(ge=0, description="`next` of an earlier answer.")] = 0,
         limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
         token: Token = None,
