@@ -170,6 +170,7 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
         assert metrics["reward"] == pytest.approx(float(experience.scores.mean()))
         assert pipeline.iteration == 1
         document = pipeline.finish()
-    assert calls == [1] * 18, "one for each prompt, after a rehearsal on two"
+    # One for each prompt: two of a rehearsal, and 20 of the evaluations before and after.
+    assert calls == [1] * (2 + 20 + 16 + 20)
     assert json.loads((tmp_path / "summary.json").read_text()) == document
     assert (tmp_path / "models" / "actor" / "config.json").exists()

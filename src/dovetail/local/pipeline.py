@@ -115,6 +115,11 @@ class Pipeline:
         """Last finished PPO iteration."""
         return self.engines.iteration
 
+    @property
+    def over(self) -> bool:
+        """Whether PPO is done: all iterations are, or spec.evaluation.stopAfterNoGain ends it."""
+        return self.engines.over
+
     def prompts(self) -> list[str]:
         """The job's own prompts of the next iteration."""
         return [record.text for record in self.engines.prepared.prompts(self.iteration + 1)]
