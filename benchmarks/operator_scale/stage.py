@@ -22,9 +22,6 @@ from helpers.cluster import REPOSITORY, KubeCluster
 NODES = 10
 PODS = 2000  # of a node
 KWOK = {"type": "kwok"}
-# All of them but the one that ends the pods of Jobs as soon as they run.
-STAGES = tuple(stage for stage in addons.KWOK_STAGES if not stage.endswith("/pod-complete"))
-
 PROGRAMS = {
     "etcd": "etcd",
     "kube-apiserver": "api_server",
@@ -63,7 +60,7 @@ def stage(name: str) -> Iterator[KubeCluster]:
         supervisor.run("ip", "route", "replace", "local", addresses, "dev", "lo")
         program = str(Path(__file__).with_name("coordinator.py"))
         supervisor.start("coordinators", [sys.executable, program, str(COORDINATOR_PORT)])
-        addons.start_kwok(cluster, supervisor, STAGES, f"--cidr={addresses}")
+        addons.start_kwok(cluster, supervisor, f"--cidr={addresses}")
         kube = KubeCluster(cluster.kubeconfig, name)
         kube.apply(*(node(i) for i in range(NODES)))
         kube.kubectl("wait", "--for=condition=Ready", "node", "--selector=type=kwok", "--timeout=120s", timeout=150)

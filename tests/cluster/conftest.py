@@ -72,6 +72,12 @@ def api_server() -> KubeCluster:
 
 
 @pytest.fixture(scope="module")
+def gang_server() -> KubeCluster:
+    """As `api_server`, with a scheduler that has Kubernetes' own gangs, and nodes that kwok plays."""
+    return CLUSTERS.get("gang_server", "dovetail-gangs", api_only=True, kwok=True, gangs=True)
+
+
+@pytest.fixture(scope="module")
 def cluster() -> KubeCluster:
     """Three nodes with GPUs, CoreDNS and JobSet."""
     return CLUSTERS.get("cluster", "dovetail-test")

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-from collections.abc import Sequence
 from string import Template
 
 from devcluster import binaries, images, nodes
@@ -12,11 +11,11 @@ from devcluster.supervisor import Supervisor
 
 MANIFESTS = SOURCES / "manifests"
 ROLLOUT_SECONDS = 300
+# Without the one that ends the pods of Jobs as soon as they run.
 KWOK_STAGES = (
     "node/fast/node-initialize",
     "node/heartbeat-with-lease/node-heartbeat-with-lease",
     "pod/fast/pod-ready",
-    "pod/fast/pod-complete",
     "pod/fast/pod-delete",
 )
 
@@ -95,10 +94,10 @@ def install_kueue(cluster: Cluster, supervisor: Supervisor) -> None:
     wait_rollout(cluster, "kueue-system", "kueue-controller-manager")
 
 
-def start_kwok(cluster: Cluster, supervisor: Supervisor, stages: Sequence[str] = KWOK_STAGES, *flags: str) -> None:
+def start_kwok(cluster: Cluster, supervisor: Supervisor, *flags: str) -> None:
     """Plays the kubelet of every node that is annotated `kwok.x-k8s.io/node: fake`."""
     selector = "--manage-nodes-with-annotation-selector=kwok.x-k8s.io/node=fake"
     given = [f"--kubeconfig={cluster.kubeconfig}", selector, "--node-lease-duration-seconds=40"]
     folder = binaries.module_folder("kwok", "sigs.k8s.io/kwok") / "kustomize/stage"
-    given += [f"--config={folder / stage}.yaml" for stage in stages]
+    given += [f"--config={folder / stage}.yaml" for stage in KWOK_STAGES]
     supervisor.start("kwok", [str(binaries.path_of("kwok")), *given, *flags])

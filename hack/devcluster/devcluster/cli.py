@@ -22,7 +22,9 @@ def _running(arguments: argparse.Namespace) -> tuple[Cluster, Supervisor]:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    cluster = lifecycle.up(arguments.name, api_only=arguments.api_only, kueue=arguments.kueue, kwok=arguments.kwok)
+    cluster = lifecycle.up(
+        arguments.name, api_only=arguments.api_only, kueue=arguments.kueue, kwok=arguments.kwok, gangs=arguments.gangs
+    )
     print(f"export KUBECONFIG={cluster.kubeconfig}")
     return 0
 
@@ -154,6 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--api-only", action="store_true", help="no scheduler and no nodes")
     command.add_argument("--kueue", action="store_true", help="with the Kueue controller")
     command.add_argument("--kwok", action="store_true", help="with kwok, for nodes that are not there")
+    command.add_argument("--gangs", action="store_true", help="with Kubernetes' own gangs, which are alpha")
     add("down", _down, "end it and remove all of it")
     add("status", _status, "what runs, as JSON")
     add("kubeconfig", _kubeconfig, "print the path of the administrator's kubeconfig")

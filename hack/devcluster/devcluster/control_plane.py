@@ -112,15 +112,22 @@ def _apiserver(cluster: Cluster, key: Path, public: Path) -> list[str]:
     ]
 
 
-def start(cluster: Cluster, supervisor: Supervisor, *, scheduler: bool) -> None:
-    """Returns when the API server is ready and the kubeconfig is written."""
+# Alpha in Kubernetes 1.36: PodGroups, and the scheduler's plug-in for them.
+GANGS = "--feature-gates=GenericWorkload=true,GangScheduling=true"
+GANG_KINDS = "--runtime-config=scheduling.k8s.io/v1alpha2=true"
+
+
+def start(cluster: Cluster, supervisor: Supervisor, *, scheduler: bool, gangs: bool = False) -> None:
+    """Returns when the API server is ready and the kubeconfig is written. `gangs`: with Kubernetes' own gangs."""
     program = binaries.build("kubernetes")
     cluster.pki.mkdir(parents=True, exist_ok=True)
     os.chmod(cluster.pki, 0o700)
     _tokens(cluster)
     key, public = _service_account_key(cluster)
     supervisor.start("etcd", [str(program / "etcd"), *_etcd(cluster)])
-    supervisor.start("kube-apiserver", [str(program / "kube-apiserver"), *_apiserver(cluster, key, public)])
+    more = [GANGS] if gangs else []
+    server = [*_apiserver(cluster, key, public), *([GANG_KINDS] if gangs else []), *more]
+    supervisor.start("kube-apiserver", [str(program / "kube-apiserver"), *server])
     certificate = cluster.pki / "apiserver.crt"
     wait_for("the API server's certificate", lambda: certificate.exists() and certificate.stat().st_size, 120)
     write_kubeconfig(cluster, "admin", cluster.kubeconfig)
@@ -134,10 +141,11 @@ def start(cluster: Cluster, supervisor: Supervisor, *, scheduler: bool) -> None:
         f"--root-ca-file={certificate}",
         "--use-service-account-credentials",
         "--concurrent-job-syncs=20",
+        *more,
     ]
     supervisor.start("kube-controller-manager", [str(program / "kube-controller-manager"), *manager])
     if scheduler:
-        supervisor.start("kube-scheduler", [str(program / "kube-scheduler"), config, *many])
+        supervisor.start("kube-scheduler", [str(program / "kube-scheduler"), config, *many, *more])
     wait_ready(cluster)
 
 

@@ -36,8 +36,9 @@ def _clear(cluster: Cluster) -> None:
         nodes.forget(cluster)
 
 
-def up(name: str, *, api_only: bool = False, kueue: bool = False, kwok: bool = False) -> Cluster:
-    """Brings the cluster up, or adds to it what is missing; returns when all of it is ready.
+def up(name: str, *, api_only: bool = False, kueue: bool = False, kwok: bool = False, gangs: bool = False) -> Cluster:
+    """Brings the cluster up, or adds to it what is missing; returns when all of it is ready. `gangs`: only of a cluster
+    that does not run yet.
 
     Raises: ClusterError, naming what is missing or what was not ready in time.
     """
@@ -53,7 +54,7 @@ def up(name: str, *, api_only: bool = False, kueue: bool = False, kwok: bool = F
         supervisor = Supervisor(cluster)
         supervisor.launch()
         network.connect(cluster, supervisor)
-        control_plane.start(cluster, supervisor, scheduler=kwok or not api_only)
+        control_plane.start(cluster, supervisor, scheduler=kwok or not api_only, gangs=gangs)
         progress(f"API server ready at {cluster.server}")
         if not api_only:
             _complete(cluster, supervisor, progress)
