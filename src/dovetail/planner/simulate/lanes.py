@@ -133,7 +133,8 @@ def play(iterations: Sequence[Parts], lag: int, cores: int | None, first: int, l
     return Steady(
         lag,
         seconds / count,
-        1 - spent.get("training", 0.0) / seconds if seconds else 0.0,
-        resting / seconds if seconds else 0.0,
+        # Sums of the same parts in another order differ by rounding.
+        max(0.0, 1 - spent.get("training", 0.0) / seconds) if seconds else 0.0,
+        min(1.0, resting / seconds) if seconds else 0.0,
         phases,
     )
