@@ -26,6 +26,7 @@ from dovetail.pipelines.simulate import Ints
 TASKS = 4
 UNLIMITED = 1e300
 EXACT_SIZE = 3200  # passes; with more, CP-SAT takes too much memory and time
+LARGE = 40_000  # passes; with more, a round of rules takes longer than most searches
 _POLL = 0.05  # seconds
 T = TypeVar("T")
 Clock = Callable[[], float]
@@ -95,7 +96,8 @@ class Rounds:
         top: list[Schedule] = []
         if self.best is not None and self.best.peak <= limit * (1 + 1e-9):
             top.append(self.best)
-        work = ["rules"] * level.rules
+        # Where one rule takes long, a few random ones find less than a schedule that is known already.
+        work = [] if top and self.size > LARGE else ["rules"] * level.rules
         if self.mirrored is not None:
             work += ["justification"] * level.justifying
         for number, kind in enumerate(work + ["annealing"] * level.annealing):
