@@ -217,14 +217,18 @@ def test_nobody_looks_without_room_or_before_the_tail(room: int, count: int) -> 
     assert not any(fake.looks for fake in play(scenario, room=room).fakes)
 
 
-def test_finished_samples_come_first() -> None:
+def test_the_longest_come_first_be_they_finished_or_not() -> None:
+    order: list[str] = []
+
     async def scenario(world: World) -> None:
         for number in (1, 2, 3):
-            world.finish(number, 700)
-        world.grow({9: BLOCK_TOKENS + 1})
+            world.finish(number, 100 * number)
+        world.grow({8: 4 * BLOCK_TOKENS + 1, 9: BLOCK_TOKENS + 1})
         await world.inference.finish(20)
-        await world.until(lambda: bool(world.fakes[0].looks))
+        await world.until(lambda: len(world.fakes[0].looks) == 2)
+        order.extend("look" if "unfinished" in span.args else "finished" for span in world.spans)
 
     (fake,) = play(scenario, count=1).fakes
-    assert fake.looks == [{9: BLOCK_TOKENS + 1}]
-    assert sum(len(one) for one in fake.scored) == 3
+    assert fake.looks == [{8: 4 * BLOCK_TOKENS + 1}, {9: BLOCK_TOKENS + 1}]
+    assert fake.scored == [{3: 300}, {2: 200, 1: 100}]
+    assert order == ["finished", "look", "finished", "look"]

@@ -4,7 +4,7 @@ Samples may be added while others are scored; inter-stage fusion (RLHFuse sectio
 takes its next chunk when it has finished the last one, so faster devices get more. If a scorer fails, its chunk goes to
 another one.
 
-A scorer without a chunk may look at samples that are still generated (`streams`)."""
+In the tail scorers also look at samples that are still generated (`streams`), if nothing longer waits."""
 
 from __future__ import annotations
 
@@ -93,6 +93,16 @@ class Waiting:
             self._added += 1
             self._tokens += len(sample)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sample; 0 if none waits."""
+        while self._longest:
+            length, _, prompt = self._longest[0]
+            if -length == max(map(len, self._groups.get(prompt, ())), default=0):
+                return -length
+            heapq.heappop(self._longest)
+        return 0
+
     def take(self, scorers: int, least: int = MIN_CHUNK_TOKENS, most: int = MAX_CHUNK_TOKENS) -> list[Finished]:
         """The next chunk for one of `scorers` scorers: as many samples as `chunk_rows` says, prompt by prompt, the
         longest first. It is empty if nothing waits.
@@ -116,10 +126,8 @@ class Waiting:
 
     def _next(self) -> tuple[int, int]:
         """The prompt of the longest sample."""
-        while True:
-            length, _, prompt = heapq.heappop(self._longest)
-            if -length == max(map(len, self._groups.get(prompt, ())), default=0):
-                return prompt
+        assert self.longest
+        return heapq.heappop(self._longest)[2]
 
 
 def _cut(group: Sequence[Finished], rows: int, least: int) -> int:
@@ -270,7 +278,7 @@ class Inference:
             await _wait(self._wake, LOOK_SECONDS if self._growing else idle)
 
     def _hand_to(self, allowed: Sequence[Scorer]) -> None:
-        """Give each of these scorers that has no work finished samples, or else a look at unfinished ones."""
+        """Give each of these scorers that has no work finished samples, or a look at unfinished ones."""
         busy = [chunk.scorer for chunk in self._busy.values()]
         for key in self._streams.stay({scorer.process for scorer in [*allowed, *busy]}):
             if key in self._at_home:
@@ -280,12 +288,18 @@ class Inference:
             samples = [s for s in self._at_home.values() if self._streams.home(s.key) == scorer.process]
             for sample in samples:
                 del self._at_home[sample.key]
+            growing: list[Growing] = []
+            if not samples:
+                # The longest first, be it finished or not: it would be the last one to end.
+                least = self._waiting.longest + 1
+                growing = self._streams.take(scorer.process, scorer.room, self._growing, len(free) - number, least)
+            if growing:
+                self._begin(scorer, [], self._look(scorer, growing))
+                continue
             if not samples and self._waiting:
                 samples = self._waiting.take(max(len(allowed), self._everyone()))
             if samples:
                 self._begin(scorer, samples, self._score(scorer, samples))
-            elif growing := self._streams.take(scorer.process, scorer.room, self._growing, len(free) - number):
-                self._begin(scorer, [], self._look(scorer, growing))
 
     def _begin(self, scorer: Scorer, samples: list[Finished], work: Coroutine[None, None, None]) -> None:
         self._busy[scorer.name] = _Chunk(scorer, samples, asyncio.create_task(work))

@@ -74,10 +74,12 @@ class Streams:
         self.end(lost)
         return lost
 
-    def take(self, scorer: tuple[str, str], room: int, growing: Sequence[Growing], idle: int) -> list[Growing]:
-        """What a scorer that has nothing else to do looks at next: samples with a new block, its own ones and its part
-        (one of `idle` scorers takes it) of those without a home, the longest first. What it has seen then stays within
-        `room` tokens, and it is not busy for long: with `LOOK_TOKENS` tokens, or one sample."""
+    def take(
+        self, scorer: tuple[str, str], room: int, growing: Sequence[Growing], idle: int, least: int = 1
+    ) -> list[Growing]:
+        """What a scorer looks at next: samples with a new block and at least `least` tokens that nobody has seen, its
+        own ones and its part (one of `idle` scorers takes it) of those without a home, the longest first. What it has
+        seen then stays within `room` tokens, and it is not busy for long: with `LOOK_TOKENS` tokens, or one sample."""
         alone = [g for g in growing if g.key not in self._homes and g.blocks]
         new = sorted(alone, key=lambda g: (-len(g.response), g.key))[: -(-len(alone) // max(1, idle))]
         own = [g for g in growing if (home := self._homes.get(g.key)) is not None and home.scorer == scorer]
@@ -93,7 +95,7 @@ class Streams:
                 continue
             room -= before + max(held, each.blocks)
             tokens = each.blocks - held + (0 if held else before)
-            if each.blocks > held and (not chosen or work + tokens <= LOOK_TOKENS):
+            if each.blocks > held and tokens >= least and (not chosen or work + tokens <= LOOK_TOKENS):
                 chosen.append(each)
                 work += tokens
         for each in chosen:
