@@ -308,3 +308,16 @@ def test_an_empty_token_is_named_by_the_process_that_read_it(tmp_path, module):
     assert done.returncode == 2
     assert "environment variable DOVETAIL_TOKEN is empty" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(("surplus", "code"), [("1", 0), ("", 143)])
+def test_a_drained_rollout_has_succeeded_if_it_may_come_and_go(monkeypatch, surplus, code):
+    """Kueue would give back the quota of one that the JobSet made."""
+
+    async def stopped(*_):
+        return 143, ""
+
+    monkeypatch.setattr("dovetail.pod.main.read_pod", lambda environ: None)
+    monkeypatch.setattr("dovetail.pod.main._run", stopped)
+    monkeypatch.setenv("DOVETAIL_SURPLUS", surplus)
+    assert main([]) == code
