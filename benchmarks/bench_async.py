@@ -31,7 +31,7 @@ from asynchronous.run import Job, Ran, run
 from asynchronous.world import length_of
 from bench_interstage import device
 
-from dovetail.planner.simulate import StageProfile, scan
+from dovetail.planner.simulate import Prediction, StageProfile, scan
 from dovetail.planner.simulate.lanes import Parts, play
 
 SAMPLES, PROMPT = 16, 20
@@ -52,8 +52,9 @@ def job_of(
     return Job(count, samples, tokens, total, one, weights * alone, training * alone / (size * mean))
 
 
-def parts(job: Job, ran: Ran, known: StageProfile) -> list[Parts]:
-    """Each iteration of the job, by what a run without a lag tells: `known` of an instance, and the other phases."""
+def parts(job: Job, ran: Ran, known: StageProfile, lag: int) -> list[Parts]:
+    """Each iteration of the job, by what a run without a lag tells: `known` of an instance, and the other phases. With
+    a `lag` the tail gathers for the next iteration's sake, and free scorers score."""
     first, last = BEFORE + 1, job.iterations
     made = [job.lengths(i) for i in range(1, job.iterations + 1)]
     sizes = [sum(lengths) + sum(prompts) for lengths, prompts in zip(made, ran.prompts, strict=True)]
@@ -61,27 +62,41 @@ def parts(job: Job, ran: Ran, known: StageProfile) -> list[Parts]:
     weights, other = ran.mean("seconds_weights", first, last), ran.mean("seconds_other", first, last)
     found = []
     for lengths, prompts, size, rule in zip(made, ran.prompts, sizes, ran.rules, strict=True):
-        stage = scan(lengths, prompts, [known] * job.instances, [rule[0]], job.max_tokens, roomy=[rule[1]])[0]
+        threshold, roomy = (0, False) if lag else rule
+        stage = scan(lengths, prompts, [known] * job.instances, [threshold], job.max_tokens, roomy=[roomy])[0]
         inference = stage.fused_seconds - stage.generation_end
+        half = next(time for time, left in stage.tail if left <= len(lengths) / 2)
         found.append(
             Parts(
                 {"transfer": weights, "generation": stage.generation_end, "inference": inference},
                 {"training": size * each_token, "other": other},
                 statistics.fmean(stage.idle_seconds),
+                tail=stage.generation_end - half,
+                kept=_kept(stage, half),
             )
         )
     return found
+
+
+def _kept(stage: Prediction, half: float) -> float:
+    """The share of the servers' time that an iteration needs from `half` to the end of generation: for the samples that
+    are left, and for those that are scored meanwhile."""
+    left = statistics.fmean(max(0.0, time - half) for time, _ in stage.tail)
+    exposed = stage.fused_seconds - stage.generation_end
+    scored = max(0.0, stage.serial_seconds - stage.generation_seconds - exposed)
+    return min(1.0, (left + scored) / (stage.generation_end - half)) if stage.generation_end > half else 0.0
 
 
 def emulate(job: Job, lags: Sequence[int]) -> list[dict[str, Any]]:
     """A run for each lag, the first without one; prints and returns the lines."""
     first, last = BEFORE + 1, job.iterations - AFTER
     lines: list[dict[str, Any]] = []
-    expected: list[Parts] = []
+    reference: Ran | None = None
     for lag in [0, *(each for each in lags if each)]:
         with tempfile.TemporaryDirectory() as folder:
             ran = run(job, lag, Path(folder) / "run")
-        expected = expected or parts(job, ran, ran.known)
+        reference = reference or ran
+        expected = parts(job, reference, reference.known, lag)
         predicted = play(expected, lag, None, first, last, job.iterations)
         trainers, rollouts = ran.idle(first, last)
         figures = {
@@ -93,10 +108,10 @@ def emulate(job: Job, lags: Sequence[int]) -> list[dict[str, Any]]:
             "predicted_rollout_idle": predicted.rollout_idle,
         }
         line = {"measurement": "async emulated", "lag": lag, "instances": job.instances, **figures}
-        reference = lines[0] if lines else line
+        plain = lines[0] if lines else line
         line |= {
-            "speedup": reference["seconds"] / line["seconds"],
-            "predicted_speedup": reference["predicted_seconds"] / line["predicted_seconds"],
+            "speedup": plain["seconds"] / line["seconds"],
+            "predicted_speedup": plain["predicted_seconds"] / line["predicted_seconds"],
         }
         lines.append(line)
         print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}), flush=True)

@@ -22,7 +22,7 @@ def test_generation_goes_on_beside_training(tmp_path: Path) -> None:
     assert [row["response_length"] for row in ran.metrics] == pytest.approx(lengths)
     assert beside(ran) > 0
     assert all(0 <= share <= 1 for share in ran.idle(2, job.iterations))
-    predicted = [play(parts(job, ran, ran.known), lag, None, 4, 4, job.iterations) for lag in (0, 1)]
+    predicted = [play(parts(job, ran, ran.known, lag), lag, None, 4, 4, job.iterations) for lag in (0, 1)]
     assert 0 < predicted[1].seconds < predicted[0].seconds
 
 

@@ -30,8 +30,9 @@ SECONDS = st.floats(0.1, 3.0)
 
 
 def sums(iterations: Sequence[Parts]) -> tuple[float, float]:
-    """Mean seconds of what rollouts do, and of what trainers do."""
-    return fmean(sum(i.samples.values()) for i in iterations), fmean(sum(i.training.values()) for i in iterations)
+    """Mean seconds in which rollouts can do nothing else, and of what trainers do."""
+    made = fmean(i.samples["generation"] - i.tail + i.samples["inference"] for i in iterations)
+    return made, fmean(sum(i.training.values()) for i in iterations)
 
 
 @st.composite
@@ -43,6 +44,8 @@ def drawn(draw: Any, shared: bool = False) -> list[Parts]:
             {"training": draw(SECONDS), "other": draw(st.floats(0.0, 0.2))},
             idle=0.05,
             cores=cores,
+            tail=draw(st.sampled_from([0.0, 0.1])),
+            kept=draw(st.floats(0.0, 1.0)),
         )
         for _ in range(draw(st.sampled_from([1, 2, 4])))
     ]
@@ -85,6 +88,17 @@ def test_equal_halves_overlap_wholly() -> None:
     assert found.rollout_idle == pytest.approx(0.25), "the half second of each stage in which a rollout has no sample"
     # On one core there is nothing to win.
     assert steady([Parts({"generation": 2.0}, {"training": 2.0}, cores=(1.0, 1.0))], 1, 1).seconds == pytest.approx(4)
+
+
+def test_servers_that_the_tail_does_not_need_begin_the_next_iteration() -> None:
+    """Half a second of head, and a tail that keeps a quarter of the servers."""
+    one = Parts({"generation": 2.5, "inference": 0.5}, {"training": 0.1}, tail=2.0, kept=0.25)
+    barrier = Parts({"generation": 2.5, "inference": 0.5}, {"training": 0.1})
+    assert steady([barrier], 2).seconds == pytest.approx(3.0)
+    # Of the servers' time an iteration takes half a second of all, a quarter of two seconds, and the scoring.
+    assert 1.5 <= steady([one], 2).seconds < 2.5
+    # Where no iteration is open beside it, the tail is waited for.
+    assert steady([one], 0).seconds == pytest.approx(3.1)
 
 
 def test_times_that_change_need_a_larger_lag() -> None:
@@ -147,17 +161,16 @@ def auto(name: str = "hh-rlhf", lag: int | None = None, **ppo: Any) -> tuple[RLH
 
 def test_auto_takes_the_lag_that_the_plan_recommends_and_a_run_keeps_it() -> None:
     spec, plan = auto()
-    assert plan.lag == 1
-    assert "less time than without a lag" in plan.lag_reason
     assert plan.prediction is not None
-    assert plan.prediction.lag == 1
-    explicit = predicted(1)
+    assert plan.lag == plan.prediction.lag == plan.prediction.best_lag == 2
+    assert "less time than without a lag" in plan.lag_reason
+    explicit = predicted(2)
     assert plan.prediction.iteration_seconds == explicit.iteration_seconds
     decided = with_lag(spec, plan.lag)
-    assert (decided.ppo.lag, decided.ppo.kept_versions, decided.ppo.old_log_probs) == (1, 2, "Recompute")
-    _, kept = auto(lag=2)
-    assert (kept.lag, kept.lag_reason) == (2, "the run began with it")
-    assert "Lag (spec.ppo.lag is Auto): 1, because an iteration" in shown(plan_tables(plan))
+    assert (decided.ppo.lag, decided.ppo.kept_versions, decided.ppo.old_log_probs) == (2, 3, "Recompute")
+    _, kept = auto(lag=1)
+    assert (kept.lag, kept.lag_reason) == (1, "the run began with it")
+    assert "Lag (spec.ppo.lag is Auto): 2, because an iteration" in shown(plan_tables(plan))
 
 
 def test_auto_is_no_lag_where_none_is_possible_or_predicted() -> None:
@@ -182,5 +195,5 @@ def test_auto_is_written_as_such_until_it_is_decided() -> None:
     assert spec.model_dump(mode="json", by_alias=True)["ppo"]["lag"] == "Auto"
     assert RLHFJobSpec.model_validate_json(spec.model_dump_json(by_alias=True)) == spec
     decided = with_lag(spec, plan.lag)
-    assert decided.model_dump(mode="json", by_alias=True)["ppo"]["lag"] == 1
-    assert with_lag(decided, 2) == decided, "the manifest's own number stays"
+    assert decided.model_dump(mode="json", by_alias=True)["ppo"]["lag"] == 2
+    assert with_lag(decided, 1) == decided, "the manifest's own number stays"

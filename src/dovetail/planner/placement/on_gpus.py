@@ -100,6 +100,9 @@ def _lanes(found: Chosen, seed: int) -> Lanes:
     played = [play_rollout(candidate, costs, rooms, prompts, lengths) for prompts, lengths in draws]
     generated, scored = [each.generated for each in played], [each.scored - each.generated for each in played]
     own = max(costs.inference("actor_training", share) for share in candidate.actor_training)
+    hidden = 0.0
+    if candidate.migration is not None:
+        hidden = costs.estimate(replace(candidate, migration=None)).phases["inference"] - mean["inference"]
     synchronous, lagged = [], []
     for at, each in enumerate(played):
         made = {
@@ -112,7 +115,10 @@ def _lanes(found: Chosen, seed: int) -> Lanes:
         rest = (made["generation"] + made["inference"]) * (1 - each.busy(candidate.generation))
         alone = {**made, "inference": inference * _relative(scored, at)}
         synchronous.append(Parts(alone, {"training": training}, rest + alone["inference"] - made["inference"]))
-        lagged.append(Parts(made, {"training": training + own}, rest))
+        tail = made["generation"] * (1 - each.half / each.generated) if each.generated else 0.0
+        # What free servers score in the tail takes their time too.
+        kept = min(1.0, each.kept + max(0.0, hidden) / tail) if tail else 0.0
+        lagged.append(Parts(made, {"training": training + own}, rest, tail=tail, kept=kept))
     return Lanes(synchronous, lagged)
 
 

@@ -21,13 +21,17 @@ from dovetail.planner.workload import Ints
 
 @dataclass(frozen=True)
 class Rolled:
-    """`generated`, `scored`: when all samples are. `begun`: when the tail gathered, None: it did not."""
+    """`generated`, `scored`: when all samples are. `half`: when half of the servers are needed no more, if the others
+    take what is left; `kept`: the share of the samples that is left after that, on average. `begun`: when the tail
+    gathered, None: it did not."""
 
     generated: float
     scored: float
     begun: float | None
     migrated: int
     bars: list[Bar]
+    half: float
+    kept: float
 
     def busy(self, shares: Sequence[Share]) -> float:
         """Share of the stage that GPUs of these shares generate or score, mean over the GPUs."""
@@ -56,7 +60,11 @@ def play_rollout(
         free[bar.pool, bar.gpu] = max(bar.end, begun or 0.0) if fused and begun is not None else generated
     totals = [int(p) + int(n) for p, n in zip(prompts, lengths, strict=True)]
     scored, new = _score(candidate, costs, ends, totals, prompts, free, 0.0 if fused else generated)
-    return Rolled(generated, max(scored, generated), begun, migrated, bars + new)
+    # Without fusion no sample moves.
+    half = sorted(ends)[len(ends) // 2] if candidate.migration else sorted(idle)[len(idle) // 2]
+    left = sum(max(0.0, end - half) for end in ends) / len(ends)
+    kept = left / (generated - half) if generated > half else 0.0
+    return Rolled(generated, max(scored, generated), begun, migrated, bars + new, half, kept)
 
 
 def _decode(
