@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.loop.best_weights import BestWeights
-from dovetail.coordinator.loop.evaluation import Evaluator, described
+from dovetail.coordinator.loop.evaluation import Evaluator
 from dovetail.coordinator.loop.evaluation_metrics import EvaluationMetrics, HeldOutAnswer, is_match
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.rewards.calls import RewardError, evaluation_slot
@@ -131,7 +131,7 @@ def test_the_best_is_the_earliest_with_the_highest_mean_and_ppo_ends_without_gai
     evaluation = run(0, 1, 2, 3)
     best = evaluation.best()
     assert best is not None
-    assert (best.version, described(best)) == (2, "reward 3 ± 0, quality 1 ± 0")
+    assert (best.version, best.mean("reward")) == (2, 3.0)
     assert evaluation.reason_to_stop(3) is None
     run(4)
     # With a lag later evaluations may be there already: they do not count yet.

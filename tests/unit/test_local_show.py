@@ -265,6 +265,22 @@ def test_lines_without_a_terminal():
     ]
 
 
+def test_evaluations_are_told_once():
+    console = Console(file=StringIO(), width=200)
+    with Lines(spec(), console) as lines:
+        for iteration, mean in ((0, 0.5), (5, 0.75), (5, 0.75), (10, 0.625)):
+            best = {"iteration": min(iteration, 5)}
+            metrics = {"exactMatch": {"mean": mean, "ci95": 0.125}, "reward": {"mean": 1.0, "ci95": 0.0}}
+            found = {"iteration": iteration, "metric": "exactMatch", "metrics": metrics, "best": best}
+            lines.update(status(iteration=iteration, evaluation=found))
+    told = [line for line in console.file.getvalue().splitlines() if line.startswith("evaluation")]
+    assert told == [
+        "evaluation before the first iteration: exactMatch 0.5 ± 0.12, reward 1 ± 0",
+        "evaluation after iteration 5: exactMatch 0.75 ± 0.12, reward 1 ± 0; the highest exactMatch so far",
+        "evaluation after iteration 10: exactMatch 0.625 ± 0.12, reward 1 ± 0",
+    ]
+
+
 def test_bars_on_a_terminal():
     out = StringIO()
     with Bars(

@@ -81,6 +81,27 @@ class HealthNews:
         return new + over
 
 
+class EvaluationNews:
+    """Tells each evaluation once."""
+
+    def __init__(self) -> None:
+        self._told: int | None = None
+
+    def lines(self, status: Mapping[str, Any]) -> list[str]:
+        """A line if the status document has a new evaluation."""
+        found = status.get("evaluation") or {}
+        iteration = found.get("iteration")
+        if iteration is None or iteration == self._told:
+            return []
+        self._told = iteration
+        when = f"after iteration {iteration}" if iteration else "before the first iteration"
+        parts = [f"{name} {value['mean']:.4g} ± {value['ci95']:.2g}" for name, value in found["metrics"].items()]
+        best = found.get("best") or {}
+        if best.get("iteration") == iteration and iteration:
+            parts[-1] += f"; the highest {found['metric']} so far"
+        return [f"evaluation {when}: {', '.join(parts)}"]
+
+
 class Display(Protocol):
     """Shows a run. `update` takes status documents, `tell` takes one-line events. Both may be called from any thread.
     `finish` is called when the job has succeeded, with its summary: the last status may be older than its end."""
@@ -125,7 +146,7 @@ class Bars:
         self._message = self._progress.add_task("starting", total=None, metrics="", left="", start=False, visible=False)
         self._current: Stage | None = None
         self._last_line = ""
-        self._health = HealthNews()
+        self._health, self._evaluations = HealthNews(), EvaluationNews()
 
     def __enter__(self) -> Bars:
         self._progress.start()
@@ -147,7 +168,7 @@ class Bars:
         if message and message != self._last_line:
             self._last_line = message
             self.tell(message)
-        for line in self._health.lines(status):
+        for line in [*self._evaluations.lines(status), *self._health.lines(status)]:
             self.tell(line)
         place = position(status)
         if place is None or place[0] not in self._bars:
@@ -219,7 +240,7 @@ class Lines:
         self._shown: tuple[Stage, int, int] | None = None
         self._shown_at = 0.0
         self._message = ""
-        self._health = HealthNews()
+        self._health, self._evaluations = HealthNews(), EvaluationNews()
 
     def __enter__(self) -> Lines:
         self.tell("starting the coordinator, trainers, vLLM servers and scorers")
@@ -238,7 +259,7 @@ class Lines:
         if message and message != self._message:
             self.tell(message)
         self._message = message
-        for line in self._health.lines(status):
+        for line in [*self._evaluations.lines(status), *self._health.lines(status)]:
             self.tell(line)
         place = position(status)
         if place is None or place == self._shown:

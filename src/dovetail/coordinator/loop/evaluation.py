@@ -236,11 +236,6 @@ class Evaluator:
             self._records.results.fact(f"evaluation.{name}.{AFTER}", dict(value))
 
 
-def described(found: EvaluationResult) -> str:
-    """'reward 1.204 ± 0.031, quality 0.911 ± 0.020'."""
-    return ", ".join(f"{name} {value['mean']:.4g} ± {value['ci95']:.2g}" for name, value in found.metrics.items())
-
-
 def _mean(answers: Sequence[HeldOutAnswer], values: Sequence[float]) -> dict[str, float]:
     """The mean over prompts of the mean over each prompt's answers, and its interval."""
     by_prompt: dict[int, list[float]] = {}

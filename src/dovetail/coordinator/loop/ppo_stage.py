@@ -13,7 +13,7 @@ from dovetail.coordinator.generation.lineup import Turn
 from dovetail.coordinator.health.health import UnhealthyError, Verdict
 from dovetail.coordinator.health.health_watch import HealthWatch
 from dovetail.coordinator.loop.best_weights import BestWeights
-from dovetail.coordinator.loop.evaluation import Evaluator, described
+from dovetail.coordinator.loop.evaluation import Evaluator
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker, samples_lane
 from dovetail.coordinator.loop.iteration_metrics import iteration_metrics, mean_kl, one_after_the_other, other_seconds
 from dovetail.coordinator.loop.kl_controller import KLController
@@ -148,7 +148,7 @@ class PPOStage:
         What the store already holds of the iteration (after a crash) is not done again. Raises ValueError for prompts
         in a job with `ppo.lag`."""
         iteration = self._session.step + 1
-        self._records.progress.update(iteration=iteration, message="")
+        self._records.progress.update(iteration=iteration, phase="generation", message="")
         prepared = self._prepared
         if self._open is not None:
             if prompts is not None:
@@ -214,11 +214,11 @@ class PPOStage:
             await self._kept.export(version)
 
     async def _answer(self, version: int) -> None:
-        progress = self._records.progress
-        progress.update(phase="evaluation", message="answering prompts that are kept for evaluation")
-        found = await self._evaluation.run(version)
-        told = "" if found is None else f"evaluation after iteration {version}: {described(found)}"
-        progress.update(phase=None, message=told)
+        ends = version in (0, self._spec.ppo.iterations)
+        message = "answering prompts that are kept for evaluation" if ends else ""
+        self._records.progress.update(phase="evaluation", message=message)
+        await self._evaluation.run(version)
+        self._records.progress.update(phase=None, message="")
 
     @property
     def over(self) -> bool:

@@ -102,10 +102,12 @@ def evaluation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
             found.append((f"{name[0].upper()}{name[1:]} of {prompts} held-out answers", before or "", after or ""))
     best = get(summary, "evaluation.best")
     if best is not None:
-        found.append((f"  highest {best['metric']}", f"iteration {best['iteration']}", interval(best) or ""))
+        found.append(
+            (f"Highest {best['metric']} of an evaluation", f"iteration {best['iteration']}", interval(best) or "")
+        )
     stopped = get(summary, "evaluation.stopped")
     if stopped is not None:
-        found.append((f"  {method(summary)} was ended by stopAfterNoGain", "", f"iteration {stopped['iteration']}"))
+        found.append((f"{method(summary)} was ended by stopAfterNoGain", "", f"iteration {stopped['iteration']}"))
     return found
 
 
