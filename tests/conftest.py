@@ -19,7 +19,17 @@ settings.load_profile("dovetail")
 # Of tests/cluster, those that need an API server alone, and no nodes.
 API_SERVER_ALONE = {"test_api.py", "test_chart_install.py", "test_crd.py", "test_operator_api.py", "test_rbac.py"}
 # Of a run by several workers: the long ones first. The many short ones come last and fill up what is left.
-ORDER = {"cluster": 0, "e2e": 1, "api server": 2, "unit": 4}
+ORDER = {"cluster": 0, "e2e": 1, "api server": 2, "schedules": 4, "vllm": 5, "unit": 6}
+# Tests that share something slow to begin with, which one worker alone does for all: numba compiles the schedules'
+# kernels, and vLLM is imported.
+TOGETHER = {
+    "schedules": (
+        *("test_activation_limit.py", "test_division.py", "test_pipelines_", "test_placement_apart.py"),
+        *("test_placement_examples.py", "test_planner_schedules.py", "test_schedules_", "test_training_schedule.py"),
+    ),
+    "vllm": ("test_compat.py", "test_kv_connector.py", "test_rollout_sampler.py", "test_server_degrees.py"),
+}
+SHARING = {"cluster", "api server", "nullgpu", *TOGETHER}
 
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -28,9 +38,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 
 def part_of(file: Path) -> str:
-    """The name of its folder, or `api server`."""
+    """The name of its folder, or of the part of it whose tests share something."""
     folder = file.parent.name
-    return "api server" if folder == "cluster" and file.name in API_SERVER_ALONE else folder
+    if folder == "cluster" and file.name in API_SERVER_ALONE:
+        return "api server"
+    if folder == "unit":
+        return next((part for part, names in TOGETHER.items() if file.name.startswith(names)), folder)
+    return folder
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -46,14 +60,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hands out files in the order of the tests; those that share a cluster, or the null GPU, as if they were one
-    file."""
+    """Hands out files in the order of the tests; those that share something as if they were one file."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             part = part_of(Path(nodeid.partition("::")[0]))
-            return part if part in ("cluster", "api server", "nullgpu") else str(super()._split_scope(nodeid))
+            return part if part in SHARING else str(super()._split_scope(nodeid))
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)

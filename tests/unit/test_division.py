@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dovetail.coordinator.loop.model_sources import StepFacts, ppo_step
@@ -26,6 +26,12 @@ from dovetail.protocol.plan import Layout, Plan, coordinates, holds, rank_at
 from dovetail.trainer.engine.executor import check_actions
 
 
+@pytest.fixture(autouse=True)
+def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a search finds in more time is not the subject here."""
+    monkeypatch.setattr("dovetail.coordinator.loop.scheduling.SEARCH_SECONDS", 0.3)
+
+
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[dict[str, Parallelism], int]:
     """Layouts over the same ranks, and micro-batches that their data-parallel ranks can share."""
@@ -35,7 +41,7 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Parallelism], int]:
     return layouts, world * draw(st.integers(1, 3))
 
 
-@settings(deadline=None)
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(jobs(), st.integers(1, 2))
 def test_every_division_runs(job: tuple[dict[str, Parallelism], int], mini_batches: int) -> None:
     layouts, micro_batches = job

@@ -7,21 +7,21 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-pytest.importorskip("vllm")
-
-from vllm.v1.request import RequestStatus
-
 from dovetail.protocol.kv import HOLD, PULL, KVHold
-from dovetail.rollout.kv import connector
 from dovetail.rollout.kv import kv_config as config
-from dovetail.rollout.kv.connector import SchedulerHalf, WorkerHalf
-from dovetail.rollout.weights_vllm import LOADED
+from helpers.lazy import Lazy
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+connector = Lazy("dovetail.rollout.kv.connector")
+vllm_request = Lazy("vllm.v1.request")
+weights_vllm = Lazy("dovetail.rollout.weights_vllm")
 
 BLOCK, BLOCKS, VERSION = 16, 10, 3
 
@@ -31,10 +31,12 @@ def request(**changes: Any) -> Any:
         "request_id": "r",
         "num_prompt_tokens": 40,
         "num_computed_tokens": 50,
-        "status": RequestStatus.FINISHED_ABORTED,
+        "status": "FINISHED_ABORTED",
         "kv_transfer_params": {HOLD: {"key": "k", "weights": VERSION}},
     }
-    return SimpleNamespace(**(fields | changes))
+    fields |= changes
+    fields["status"] = vllm_request.RequestStatus[fields["status"]]
+    return SimpleNamespace(**fields)
 
 
 def allocated(*ids: int) -> Any:
@@ -50,7 +52,7 @@ def pulling(ports: list[int], **changes: Any) -> Any:
 
 
 def test_an_aborted_request_that_asked_for_it_keeps_its_blocks_for_one_step() -> None:
-    half = SchedulerHalf(BLOCK)
+    half = connector.SchedulerHalf(BLOCK)
     assert half.finished(request(), [4, 5, 6, 7])
     (export,) = half.take().exports
     assert (export.hold.key, export.block_ids, export.tokens) == ("k", [4, 5, 6, 7], 50)
@@ -60,8 +62,8 @@ def test_an_aborted_request_that_asked_for_it_keeps_its_blocks_for_one_step() ->
 @pytest.mark.parametrize(
     "changes",
     [
-        {"status": RequestStatus.FINISHED_STOPPED},
-        {"status": RequestStatus.FINISHED_LENGTH_CAPPED},
+        {"status": "FINISHED_STOPPED"},
+        {"status": "FINISHED_LENGTH_CAPPED"},
         {"kv_transfer_params": None},
         {"kv_transfer_params": {HOLD: {"key": "k"}}},
         {"kv_transfer_params": {HOLD: "nonsense"}},
@@ -72,7 +74,7 @@ def test_an_aborted_request_that_asked_for_it_keeps_its_blocks_for_one_step() ->
     ids=["stopped", "length", "not asked", "no version", "nonsense", "too short", "in prefill", "preempted"],
 )
 def test_other_requests_let_go_of_their_blocks_at_once(changes: dict[str, Any]) -> None:
-    half = SchedulerHalf(BLOCK)
+    half = connector.SchedulerHalf(BLOCK)
     ended = request(**changes)
     assert not half.finished(ended, [4, 5, 6, 7])
     metadata = half.take()
@@ -82,7 +84,7 @@ def test_other_requests_let_go_of_their_blocks_at_once(changes: dict[str, Any]) 
 
 
 def test_all_tokens_but_the_last_are_asked_for_once() -> None:
-    half, asking = SchedulerHalf(BLOCK), pulling([1])
+    half, asking = connector.SchedulerHalf(BLOCK), pulling([1])
     assert half.matched(asking, 0) == (39, True)
     assert half.matched(asking, 16) == (23, True), "asking changes nothing"
     half.allocated(asking, allocated(2, 8, 9), 23)
@@ -95,11 +97,11 @@ def test_all_tokens_but_the_last_are_asked_for_once() -> None:
 
 @pytest.mark.parametrize("params", [None, {PULL: None}, {PULL: {"key": "k"}}, {PULL: 7}])
 def test_parameters_that_make_no_sense_are_no_error(params: Any) -> None:
-    assert SchedulerHalf(BLOCK).matched(request(kv_transfer_params=params), 0) == (0, False)
+    assert connector.SchedulerHalf(BLOCK).matched(request(kv_transfer_params=params), 0) == (0, False)
 
 
 def test_a_request_aborted_while_its_blocks_are_coming_is_not_held() -> None:
-    half = SchedulerHalf(BLOCK)
+    half = connector.SchedulerHalf(BLOCK)
     both = {**pulling([1]).kv_transfer_params, **request().kv_transfer_params}
     asking = request(kv_transfer_params=both, num_computed_tokens=39)
     half.allocated(asking, allocated(1, 2, 3), 39)
@@ -112,21 +114,21 @@ def test_a_request_aborted_while_its_blocks_are_coming_is_not_held() -> None:
 # ---------------------------------------------------------------- two workers
 
 
-def new_worker(caches: dict[str, Any]) -> tuple[config.KVSetup, WorkerHalf]:
+def new_worker(caches: dict[str, Any]) -> tuple[config.KVSetup, Any]:
     setup = config.prepare("127.0.0.1", True, 1, "float32 x 1", 0)
     extra = json.loads(setup.arguments[1])["kv_connector_extra_config"]
     vllm_config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config=extra))
-    worker = WorkerHalf(vllm_config, SimpleNamespace(num_blocks=BLOCKS))
+    worker = connector.WorkerHalf(vllm_config, SimpleNamespace(num_blocks=BLOCKS))
     worker.register(caches)
     return setup, worker
 
 
 @pytest.fixture
-def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[WorkerHalf, dict[str, torch.Tensor], list[int]]]]:
+def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Any, dict[str, torch.Tensor], list[int]]]]:
     """Source and destination, with their caches and ports."""
     monkeypatch.setenv("DOVETAIL_TOKEN", "job-token")
-    monkeypatch.setattr(connector, "tensor_parallel_rank", lambda: 0)
-    monkeypatch.setattr(LOADED, "version", VERSION)
+    monkeypatch.setattr("dovetail.rollout.kv.connector.tensor_parallel_rank", lambda: 0)
+    monkeypatch.setattr(weights_vllm.LOADED, "version", VERSION)
     monkeypatch.setattr(config, "PULL_SECONDS", 30.0)
     monkeypatch.setattr(config, "WAIT_SECONDS", 0.0)
     made, setups = [], []
@@ -143,15 +145,15 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[WorkerHalf, 
         setup.reserved[0].close()
 
 
-def export(worker: WorkerHalf, block_ids: list[int], **changes: Any) -> None:
-    half = SchedulerHalf(BLOCK)
+def export(worker: Any, block_ids: list[int], **changes: Any) -> None:
+    half = connector.SchedulerHalf(BLOCK)
     assert half.finished(request(**changes), block_ids)
     for each in half.take().exports:
         worker.export(each)
 
 
-def load(worker: WorkerHalf, asking: Any, block_ids: list[int], computed: int = 0) -> Any:
-    half = SchedulerHalf(BLOCK)
+def load(worker: Any, asking: Any, block_ids: list[int], computed: int = 0) -> Any:
+    half = connector.SchedulerHalf(BLOCK)
     tokens, _ = half.matched(asking, computed)
     half.allocated(asking, allocated(*block_ids), tokens)
     for each in half.take().loads:
@@ -194,10 +196,10 @@ def test_older_weights_are_neither_kept_nor_taken(workers: Any, monkeypatch: pyt
 
     def slow(*args: Any) -> Any:
         layers = real(*args)
-        monkeypatch.setattr(LOADED, "version", VERSION + 1)
+        monkeypatch.setattr(weights_vllm.LOADED, "version", VERSION + 1)
         return layers
 
-    monkeypatch.setattr(connector, "pull", slow)
+    monkeypatch.setattr("dovetail.rollout.kv.connector.pull", slow)
     assert load(target, pulling(ports), [1, 2, 3]).failed_recving == {"r"}
     assert all(torch.equal(ours[name], before[name]) for name in ours)
 
@@ -214,7 +216,7 @@ def test_a_cancelled_load_is_over_at_once_and_writes_nothing(workers: Any) -> No
     _, (target, ours, _) = workers
     before = {name: cache.clone() for name, cache in ours.items()}
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        half, asking = SchedulerHalf(BLOCK), pulling([silent.getsockname()[1]])
+        half, asking = connector.SchedulerHalf(BLOCK), pulling([silent.getsockname()[1]])
         half.allocated(asking, allocated(1, 2, 3), half.matched(asking, 0)[0])
         target.start(half.take().loads[0])
         connection, _ = silent.accept()

@@ -33,7 +33,7 @@ from helpers.local_trainer import LocalTrainer
 from helpers.scorers import ref, samples
 from helpers.trainer_ranks import job, load_command, ppo_batch
 
-ITERATIONS = 300
+ITERATIONS = 120
 
 
 def live_tensors() -> int:
@@ -76,7 +76,7 @@ def slope(step: Callable[[int], None], held: Callable[[], int]) -> int:
     return held() - start
 
 
-def test_a_trainer_holds_no_more_after_300_iterations() -> None:
+def test_a_trainer_holds_no_more_however_long_it_runs() -> None:
     sizes = {"globalBatchSize": 2, "miniBatchSize": 2, "microBatchSize": 2, "epochs": 1}
     batch = ppo_batch(1, count=2)
     with LocalTrainer(job(ppo=sizes)) as trainer:
@@ -86,15 +86,15 @@ def test_a_trainer_holds_no_more_after_300_iterations() -> None:
             trainer.metrics(trainer.step(Stage.PPO, index, batch, ["actor", "critic"], 1, kl_coef=0.05))
             trainer.client.batches.clear()
 
-        assert slope(step, live_tensors) <= 10
+        assert slope(step, live_tensors) <= 4
 
 
-def test_a_scorer_holds_no_more_after_300_iterations() -> None:
+def test_a_scorer_holds_no_more_however_long_it_runs() -> None:
     scorer = scoring.ModelScorer()
     scorer.load({name: ref(head, 0) for name, head in scoring.HEADS.items()})
     chunk = SamplesToScore.read(samples(n=2))
 
-    assert slope(lambda _: void(scorer.score(scoring.MODELS, chunk)), live_tensors) <= 10
+    assert slope(lambda _: void(scorer.score(scoring.MODELS, chunk)), live_tensors) <= 4
 
 
 class NoZygote(ForkSpawner):
@@ -122,7 +122,7 @@ def traced_bytes() -> int:
     return tracemalloc.get_traced_memory()[0]
 
 
-def test_a_launcher_holds_no_more_after_300_iterations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_holds_no_more_however_long_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each iteration a server dies and is started again, and the status is shown."""
     monkeypatch.setattr(supervisor, "FIRST_DELAY_SECONDS", 0.0)
     for name in ("ExecSpawner", "ForkSpawner"):
@@ -155,7 +155,7 @@ def test_a_launcher_holds_no_more_after_300_iterations(tmp_path: Path, monkeypat
 
         tracemalloc.start()
         try:
-            assert slope(step, traced_bytes) <= 50_000
+            assert slope(step, traced_bytes) <= 20_000
         finally:
             tracemalloc.stop()
     assert next(restarts) >= ITERATIONS
@@ -165,7 +165,7 @@ def void(_: object) -> None:
     pass
 
 
-def test_a_coordinator_holds_no_more_after_300_iterations(tmp_path: Path) -> None:
+def test_a_coordinator_holds_no_more_however_long_it_runs(tmp_path: Path) -> None:
     def objects() -> int:
         gc.collect()
         return len(gc.get_objects())
@@ -183,6 +183,6 @@ def test_a_coordinator_holds_no_more_after_300_iterations(tmp_path: Path) -> Non
             if index in (ITERATIONS // 3, ITERATIONS + 1):
                 found[index] = objects()
         first, last = found.values()
-        assert last - first <= 100
+        assert last - first <= 40
 
     play(tmp_path, scenario, generation={"maxTokens": 4})

@@ -114,7 +114,8 @@ class Records(dict[str, Any]):
         self[key] = value
 
 
-def test_the_coordinator_keeps_to_the_plans_ranks(tmp_path: Path) -> None:
+def test_the_coordinator_keeps_to_the_plans_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dovetail.coordinator.loop.scheduling.SEARCH_SECONDS", 0.3)
     job = spec(BOTH, UNEVEN, ppo=LONG)
     plan = make_plan(job)
     assert plan.apart

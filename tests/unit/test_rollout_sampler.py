@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,27 +15,26 @@ from scipy.stats import chisquare
 
 from dovetail.manifest.types import Generation
 from dovetail.protocol.sampling import sampling_params
+from helpers.lazy import Lazy
 
-pytest.importorskip("vllm")
-
-from vllm import SamplingParams
-from vllm.v1.sample.logits_processor import BatchUpdate
-
-from dovetail.rollout.serving.sampler import CounterSampler, GumbelNoise, mask_top_k_top_p
-
-
-def request(seed: int, **extra: object) -> SamplingParams:
-    return SamplingParams(temperature=0.0, extra_args={"dt_seed": seed, **extra})
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+vllm = Lazy("vllm")
+logits_processor = Lazy("vllm.v1.sample.logits_processor")
+sampling = Lazy("dovetail.rollout.serving.sampler")
 
 
-def sampler(vocab: int) -> CounterSampler:
+def request(seed: int, **extra: object) -> Any:
+    return vllm.SamplingParams(temperature=0.0, extra_args={"dt_seed": seed, **extra})
+
+
+def sampler(vocab: int) -> Any:
     config = SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: vocab))
-    return CounterSampler(config, torch.device("cpu"), False)
+    return sampling.CounterSampler(config, torch.device("cpu"), False)
 
 
-def add(target: CounterSampler, rows: list[tuple[SamplingParams, list[int], list[int]]]) -> None:
+def add(target: Any, rows: list[tuple[Any, list[int], list[int]]]) -> None:
     added = [(i, params, prompt, output) for i, (params, prompt, output) in enumerate(rows)]
-    target.update_state(BatchUpdate(batch_size=len(rows), removed=[], added=added, moved=[]))
+    target.update_state(logits_processor.BatchUpdate(batch_size=len(rows), removed=[], added=added, moved=[]))
 
 
 def draw(logits: torch.Tensor, seeds: range, prompt: int = 3, **extra: object) -> np.ndarray:
@@ -104,7 +105,7 @@ def test_a_continued_sample_draws_what_the_unbroken_one_would() -> None:
 def test_requests_without_a_seed_stay_greedy() -> None:
     logits = torch.randn(3, 40)
     target = sampler(40)
-    add(target, [(SamplingParams(temperature=0.0), [1], []), (request(3), [1], [])])
+    add(target, [(vllm.SamplingParams(temperature=0.0), [1], []), (request(3), [1], [])])
     out = target.apply(logits.clone())
     assert torch.equal(out[[0, 2]], logits[[0, 2]])
     assert not torch.equal(out[1], logits[1])
@@ -114,9 +115,9 @@ def test_requests_without_a_seed_stay_greedy() -> None:
 @settings(max_examples=50, deadline=None)
 def test_noise_is_a_function_of_seed_position_and_token(seed: int, position: int, vocab: int) -> None:
     one = np.empty((1, vocab), np.float32)
-    GumbelNoise().fill(one, [(seed, position)])
+    sampling.GumbelNoise().fill(one, [(seed, position)])
     many = np.empty((3, vocab + 7), np.float32)
-    GumbelNoise().fill(many, [(seed ^ 1, position), (seed, position), (seed, position + 1)])
+    sampling.GumbelNoise().fill(many, [(seed ^ 1, position), (seed, position), (seed, position + 1)])
     assert np.array_equal(one[0], many[1, :vocab])
     assert np.isfinite(many).all()
     assert not np.array_equal(many[0], many[1])
@@ -134,7 +135,7 @@ def test_masks_agree_with_the_definition(data: st.DataObject) -> None:
     k = [data.draw(st.sampled_from([1, 3, vocab // 2 + 1, vocab])) for _ in range(rows)]
     p = [data.draw(st.sampled_from([0.1, 0.5, 0.93, 1.0])) for _ in range(rows)]
     masked = logits.clone()
-    mask_top_k_top_p(masked, torch.tensor(k), torch.tensor(p, dtype=torch.float64))
+    sampling.mask_top_k_top_p(masked, torch.tensor(k), torch.tensor(p, dtype=torch.float64))
     for row in range(rows):
         want = expected(logits[row], 1.0, k[row], p[row]) > 0
         assert np.array_equal(torch.isfinite(masked[row]).numpy(), want)
@@ -155,15 +156,15 @@ def test_masks_agree_with_the_definition(data: st.DataObject) -> None:
 )
 def test_wrong_parameters_are_refused_by_name(extra: dict[str, object], temperature: float, word: str) -> None:
     with pytest.raises(ValueError, match=word):
-        CounterSampler.validate_params(SamplingParams(temperature=temperature, extra_args=extra))
+        sampling.CounterSampler.validate_params(vllm.SamplingParams(temperature=temperature, extra_args=extra))
 
 
 @pytest.mark.parametrize("kind", ["counter", "native"])
 def test_request_parameters_are_ones_that_vllm_takes(kind: str) -> None:
     generation = Generation(temperature=0.8, top_p=0.9, top_k=20, stop=["\n\n"], min_tokens=4)
     params = sampling_params(generation, 5, 10, kind, generated=3)  # type: ignore[arg-type]
-    parsed = SamplingParams(**params)
-    CounterSampler.validate_params(parsed)
+    parsed = vllm.SamplingParams(**params)
+    sampling.CounterSampler.validate_params(parsed)
     assert parsed.min_tokens == 1
     assert parsed.max_tokens == 10
     assert parsed.logprobs == 0

@@ -1,0 +1,16 @@
+"""Modules that a test file names, and that only the worker that runs its tests imports. All workers list all tests."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class Lazy:
+    """A module, imported when something of it is first asked for: `vllm = Lazy("vllm")`, then `vllm.LLM`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(importlib.import_module(self._name), name)
