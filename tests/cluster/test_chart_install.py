@@ -1,7 +1,6 @@
 """The chart on a real API server, where no pod starts: what it accepts, an upgrade, and what an uninstall leaves."""
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from golden import make_objects
 
 from helpers.chart_tools import CHART
 from helpers.cluster import KubeCluster, wait_for
+from helpers.earlier_chart import earlier_chart
 from helpers.operator_process import kubeconfig, operator, preserving
 from helpers.rlhfjobs import NAME, condition, install_crd
 
@@ -76,24 +76,6 @@ def test_the_installed_definition_is_the_generated_one(server):
 
 
 EARLIER = Path(make_objects.__file__).parent / "earlier"
-
-
-def earlier_chart(folder: Path) -> Path:
-    """The chart of an earlier version: its definition lacks a field, and a role lacks a right."""
-    chart = folder / "dovetail"
-    shutil.copytree(CHART, chart)
-    about = yaml.safe_load((chart / "Chart.yaml").read_text())
-    (chart / "Chart.yaml").write_text(yaml.safe_dump(about | {"version": "0.0.9", "appVersion": "0.0.9"}))
-    path = chart / "files/crds/rlhfjobs.dovetail.dev.yaml"
-    crd = yaml.safe_load(path.read_text())
-    spec = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
-    del spec["properties"]["retry"]
-    spec["x-kubernetes-validations"] = [r for r in spec["x-kubernetes-validations"] if "retry" not in r["rule"]]
-    # The template puts its labels below the name.
-    path.write_text(
-        yaml.safe_dump(crd).replace(f"  name: {NAME}\n", "").replace("metadata:\n", f"metadata:\n  name: {NAME}\n", 1)
-    )
-    return chart
 
 
 def earlier_objects(server: KubeCluster, space: str) -> str:

@@ -20,7 +20,9 @@ from devcluster import binaries, images
 from devcluster.settings import NODES, find
 from safetensors import safe_open
 
+from helpers.chart_tools import CHART
 from helpers.cluster import REPOSITORY, KubeCluster, external, running, wait_for
+from helpers.earlier_chart import earlier_chart
 from helpers.fake_hub import FakeHub, folder_files
 from helpers.tiny_qwen import save_tiny_qwen
 
@@ -210,8 +212,40 @@ def test_a_token_that_is_refused_or_missing_is_told_in_a_condition(
         own.kubectl("delete", "rlhfjob", "first", "-n", namespace)
 
 
-def test_a_model_in_a_shared_cache_and_code_on_a_claim(own: KubeCluster, place: dict[str, Any], tmp_path: Path) -> None:
-    """The hub is asked for nothing, and the coordinator's pod is as the manifest wants it."""
+HELD = """
+import pathlib, time
+
+_score = score
+
+def score(*arguments, **fields):
+    while pathlib.Path(__file__).with_name("hold").exists():
+        time.sleep(0.2)
+    return _score(*arguments, **fields)
+"""
+
+
+def release(own: KubeCluster, *words: str) -> None:
+    """Another version of the chart, and operators of it that work."""
+    own.helm(*words, "--namespace", "dovetail-system", "--force-conflicts")
+    rollout = ("rollout", "status", "deployment/dovetail-operator", "--namespace", "dovetail-system", "--timeout=300s")
+    own.kubectl(*rollout, timeout=330)
+
+
+def operator_pods(own: KubeCluster) -> list[str]:
+    words = ("pods", "-n", "dovetail-system", "-l", "app.kubernetes.io/component=operator")
+    return [pod["metadata"]["name"] for pod in own.get(*words)["items"]]
+
+
+def metrics(own: KubeCluster, namespace: str, pod: str, port: int) -> str:
+    """As a Prometheus in the cluster would read them."""
+    return own.kubectl("get", "--raw", f"/api/v1/namespaces/{namespace}/pods/{pod}:{port}/proxy/metrics")
+
+
+def test_a_model_in_a_shared_cache_and_code_on_a_claim_while_the_chart_is_upgraded(
+    own: KubeCluster, place: dict[str, Any], tmp_path: Path
+) -> None:
+    """The hub is asked for nothing, and the coordinator's pod is as the manifest wants it. An upgrade of the chart and
+    its rollback restart no pod of the job. The results are where spec.output says, and the claim outlives the job."""
     assert own.get("crd", "rlhfjobs.dovetail.dev"), "the first test did not come so far"
     snapshot = tmp_path / "hub" / f"models--{REPOSITORY_ID.replace('/', '--')}" / "snapshots" / place["commit"]
     shutil.copytree(place["folder"] / "model", snapshot)
@@ -220,11 +254,16 @@ def test_a_model_in_a_shared_cache_and_code_on_a_claim(own: KubeCluster, place: 
     for name in ("rewards/grader.py", "prompts.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / "examples/cluster" / Path(name).name, tmp_path / name)
+    with (tmp_path / "rewards/grader.py").open("a") as code:
+        code.write(HELD)
+    (tmp_path / "rewards/hold").touch()
     document = yaml.safe_load((REPOSITORY / "examples/cluster/getting-started.yaml").read_text())
     spec = document["spec"]
     spec["hub"] = {"cacheClaim": "my-data"}
     spec["models"]["reward"]["code"] = {"pvc": "my-data/rewards"}
+    spec["models"]["reward"]["timeoutSeconds"] = 1800
     spec["ppo"]["iterations"] = 1
+    spec["output"] = {"pvc": "my-data/trained"}
     patch = {"name": "dovetail", "env": [{"name": "GREETING", "value": "hello"}]}
     spec["coordinator"] = {"podTemplate": {"metadata": {"labels": {"team": "blue"}}, "spec": {"containers": [patch]}}}
     with own.namespace() as namespace:
@@ -235,7 +274,39 @@ def test_a_model_in_a_shared_cache_and_code_on_a_claim(own: KubeCluster, place: 
         unpack = (str(binaries.path_of("kubectl")), "--kubeconfig", str(own.kubeconfig), "exec", "-i", "upload", *mine)
         subprocess.run([*unpack, "--", "tar", "-C", "/data", "-xof", "-"], input=packed, check=True, timeout=120)
         place["hub"].asked.clear()
+        (older := tmp_path / "older").mkdir()
+        chart = str(earlier_chart(older))
+        release(own, "upgrade", "dovetail", chart, "--reuse-values", "--set", "operator.podLabels.release=older")
         own.apply(document, namespace=namespace)
+
+        def pods() -> dict[str, str]:
+            found = own.get("pods", "-l", "dovetail.dev/job=first", *mine) or {"items": []}
+            return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in found["items"]}
+
+        def conditions() -> dict[str, Any]:
+            status = own.get("rlhfjob", "first", *mine).get("status", {})
+            return {each["type"]: each for each in status.get("conditions", [])}
+
+        def runs() -> bool:
+            held = conditions()
+            assert held.get("Failed", {}).get("status") != "True", held["Failed"]
+            return held.get("Running", {}).get("status") == "True"
+
+        wait_for("all pods", runs, 900, 1.0)
+        before, operators = pods(), operator_pods(own)
+        release(own, "upgrade", "dovetail", str(CHART), "--reuse-values", "--set", "operator.podLabels.release=newer")
+        assert not set(operator_pods(own)) & set(operators)
+        patch = ("patch", "rlhfjob", "first", *mine, "--type=merge", "-p", '{"spec":{"retry":1}}')
+        own.kubectl(*patch)
+        wait_for("the new operator", lambda: own.get("rlhfjob", "first", *mine)["status"].get("retry") == 1, 120)
+        release(own, "rollback", "dovetail", "2")
+        assert "retry" not in own.get("rlhfjob", "first", *mine)["spec"], "the older definition does not know it"
+        assert runs()
+        assert pods() == before, "neither the upgrade nor the rollback restarted a pod"
+        for pod in before:
+            port = 8000 if "-coordinator-" in pod else 9000 if "-trainers-" in pod else 8001
+            assert re.search("^(dovetail|vllm)[_:]", metrics(own, namespace, pod, port), re.MULTILINE), pod
+        own.kubectl("exec", "upload", *mine, "--", "rm", "/data/rewards/hold")
 
         def ends() -> list[str]:
             status = own.get("rlhfjob", "first", *mine).get("status", {})
@@ -244,8 +315,39 @@ def test_a_model_in_a_shared_cache_and_code_on_a_claim(own: KubeCluster, place: 
         wait_for("the end", lambda: {"Completed", "Failed"} & set(ends()), 1200, 1.0)
         assert "Completed" in ends(), own.kubectl("describe", "rlhfjob", "first", *mine)
         assert place["hub"].asked == []
+        assert pods().items() <= before.items(), "those of the trainers go at the end"
+        (trained,) = own.get("rlhfjob", "first", *mine)["status"]["artifacts"]
+        assert (trained["path"], trained["copy"]) == ("first/models/actor", "my-data/trained/actor")
+        there = own.kubectl("exec", "upload", *mine, "--", "ls", "/data/trained/actor").split()
+        assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(there)
+        the_operators_word(own, f"{namespace}/first")
         (pod,) = own.get("pods", "-l", "team=blue", *mine)["items"]
         variables = {each["name"]: each.get("value") for each in pod["spec"]["containers"][0]["env"]}
         assert variables["GREETING"] == "hello"
         assert "HF_TOKEN" not in variables
-        own.kubectl("delete", "rlhfjob", "first", *mine)
+        expires = ("patch", "rlhfjob", "first", *mine, "--type=merge", "-p", '{"spec":{"ttlSecondsAfterFinished":1}}')
+        own.kubectl(*expires)
+        wait_for("the job gone", lambda: own.get("rlhfjob", "first", *mine) is None, 120)
+        wait_for("its pods gone", lambda: not pods(), 120)
+        claim = own.get("pvc", "first-files", *mine)["metadata"]
+        assert claim["annotations"]["dovetail.dev/folder"] == "first"
+        assert "deletionTimestamp" not in claim
+
+
+def the_operators_word(own: KubeCluster, job: str) -> None:
+    """What the operator that leads wrote and counted of a job that is over."""
+    namespace, name = job.split("/")
+    told = {pod: own.kubectl("logs", pod, "-n", "dovetail-system") for pod in operator_pods(own)}
+    lines = {pod: [json.loads(line) for line in text.splitlines()] for pod, text in told.items()}
+    for line in (line for each in lines.values() for line in each):
+        assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line["time"]), line
+        assert {"level", "event"} <= line.keys()
+    (leader,) = (pod for pod, each in lines.items() if any(line.get("job") == job for line in each))
+    states = [line["state"] for line in lines[leader] if line.get("job") == job and line["event"] == "job.state"]
+    assert states[-1] == "Completed", states
+    text = metrics(own, "dovetail-system", leader, 8080)
+    labels = f'namespace="{namespace}",reason="AllStagesDone",rlhfjob="{name}",state="Completed"'
+    (state,) = (line for line in text.splitlines() if line.startswith("dovetail_job_state{") and name in line)
+    assert set(re.findall(r'\w+="[^"]*"', state)) == set(labels.split(","))
+    assert state.endswith(" 1.0")
+    assert re.search(r"^dovetail_operator_leading 1.0$", text, re.MULTILINE)
