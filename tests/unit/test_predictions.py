@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from dovetail.models.predictions import Predictions, Vocabulary, by_chunks, predict
+from dovetail.models.predictions import Predictions, Vocabulary, by_chunks, gradients_of, predict
+from dovetail.trainer.compat import stage_backward_input, stage_backward_weight
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -72,3 +74,36 @@ def test_at_temperature_one_as_well() -> None:
 def test_a_temperature_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="temperature must be above 0"):
         Predictions(torch.tensor([0]), 0.0)
+
+
+def test_a_backward_in_two_halves_computes_each_gradient_once() -> None:
+    """The head's weight is a large part of a stage: either half would compute the other's product, too."""
+    generator = torch.Generator().manual_seed(3)
+    given = torch.randn(6, 8, generator=generator).requires_grad_()
+    before = torch.nn.Parameter(torch.randn(8, 8, generator=generator))
+    weight = torch.nn.Parameter(torch.randn(50, 8, generator=generator))
+    asked = Predictions(torch.arange(6))
+
+    def loss() -> torch.Tensor:
+        return by_chunks(given @ before, Vocabulary(weight), asked, 4 * 50 * 2).logprobs.sum()
+
+    expected = torch.autograd.grad(loss(), [given, before, weight])
+    products: list[str] = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = function(*args, **(kwargs or {}))
+            if "mm" in str(function) and isinstance(found, torch.Tensor):
+                products.append("weight" if found.shape[-1] == 8 and found.shape[0] != 6 else "other")
+            return found
+
+    output = loss()
+    with Products(), gradients_of("inputs"):
+        (found,), groups = stage_backward_input([output], None, [given], iter([before, weight]))
+    assert "weight" not in products
+    with gradients_of("weights"):
+        stage_backward_weight(iter([before, weight]), groups)
+    assert found is not None
+    for mine, whole in zip((found, before.grad, weight.grad), expected, strict=True):
+        assert mine is not None
+        torch.testing.assert_close(mine, whole)

@@ -10,8 +10,9 @@ On a CPU the logits are there as a whole: there memory is cheaper than the produ
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -235,6 +236,23 @@ def _over_ranks(top: Tensor, total: Tensor, mean: Tensor, at: Tensor, group: Any
     return top, (totals * odds).sum(0), (odds * (means + above * totals)).sum(0), ats.sum(0)
 
 
+# What a backward pass that runs is for. Autograd asks for all gradients of a function, also where a split backward
+# wants some of them now and the others later.
+_wanted = {"hidden": True, "weight": True}
+
+
+@contextmanager
+def gradients_of(half: Literal["inputs", "weights"]) -> Iterator[None]:
+    """Around one half of a split backward: the head computes the gradient that this half is for. The other half asks
+    again. For the thread that runs a rank's schedule; others may run autograd's nodes for it meanwhile."""
+    before = dict(_wanted)
+    _wanted.update(hidden=half == "inputs", weight=half == "weights")
+    try:
+        yield
+    finally:
+        _wanted.update(before)
+
+
 class _Chunked(torch.autograd.Function):
     """Log-probabilities of tokens and entropies, (n,) each, of y = x / temperature, x = hidden @ weight.T.
 
@@ -281,15 +299,17 @@ class _Chunked(torch.autograd.Function):
             return d.to(hidden.dtype)
 
         # Partial products are added up in float32.
-        of_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
-        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+        of_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if _wanted["hidden"] else None
+        of_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] and _wanted["weight"] else None
         for chunk in _slices(size, step):
             d = of_logits(chunk)
-            of_hidden += d @ weight[chunk]
+            if of_hidden is not None:
+                of_hidden += d @ weight[chunk]
             if of_weight is not None:
                 torch.mm(d.t(), hidden, out=of_weight[chunk])
             del d
-        of_hidden = of_hidden.to(hidden.dtype)
-        if part.group is not None:
-            dist.all_reduce(of_hidden, group=part.group)
+        if of_hidden is not None:
+            of_hidden = of_hidden.to(hidden.dtype)
+            if part.group is not None:
+                dist.all_reduce(of_hidden, group=part.group)
         return of_hidden, of_weight, None, None, None, None

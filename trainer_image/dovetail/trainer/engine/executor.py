@@ -21,7 +21,7 @@ from torch.nn import Parameter
 
 from dovetail.models import PipelineStage
 from dovetail.models.compiled import use_compiled
-from dovetail.models.predictions import Predictions
+from dovetail.models.predictions import Predictions, gradients_of
 from dovetail.models.recompute import recomputes
 from dovetail.protocol.messages import Action
 from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
@@ -322,7 +322,7 @@ class Executor:
                 self._saved[key] = (output, gradient if gradient is not None else torch.ones_like(output))
             else:
                 given = None if gradient is None else [gradient]
-                with peer_errors(f"a backward pass of {action.model}"):
+                with peer_errors(f"a backward pass of {action.model}"), gradients_of("inputs"):
                     _, self._split[key] = stage_backward_input([output], given, [inputs], pipe.weights())
         if not pipe.stage.is_first:
             upstream = inputs.grad if inputs.grad is not None else torch.zeros_like(inputs)
@@ -344,7 +344,8 @@ class Executor:
                 if output.requires_grad:
                     torch.autograd.backward(output, gradient)
             else:
-                stage_backward_weight(pipe.weights(), self._split.pop(key))
+                with gradients_of("weights"):
+                    stage_backward_weight(pipe.weights(), self._split.pop(key))
                 if pipe.after_weight_gradient is not None:
                     pipe.after_weight_gradient((action.micro_batch + 1) % pipe.mini_batch == 0)
         self._release(key)
