@@ -31,7 +31,7 @@ from asynchronous.run import Job, Ran, run
 from asynchronous.world import length_of
 from bench_interstage import device
 
-from dovetail.planner.simulate import Prediction, StageProfile, scan
+from dovetail.planner.simulate import StagePrediction, StageProfile, scan
 from dovetail.planner.simulate.lanes import Parts, play
 
 SAMPLES, PROMPT = 16, 20
@@ -78,7 +78,7 @@ def parts(job: Job, ran: Ran, known: StageProfile, lag: int) -> list[Parts]:
     return found
 
 
-def _kept(stage: Prediction, half: float) -> float:
+def _kept(stage: StagePrediction, half: float) -> float:
     """The share of the servers' time that an iteration needs from `half` to the end of generation: for the samples that
     are left, and for those that are scored meanwhile."""
     left = statistics.fmean(max(0.0, time - half) for time, _ in stage.tail)
