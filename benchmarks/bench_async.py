@@ -1,16 +1,13 @@
 """Iterations with and without a lag (`ppo.lag`): generation beside training, against one after the other.
 
-    python benchmarks/bench_async.py [--instances 32] [--lags 0 1 2] [--training 1.0]
-    python benchmarks/bench_async.py --real
+    python benchmarks/bench_async.py [--instances 32] [--lags 1 2] [--training 1.0]
 
-Without --real: the coordinator's own loop and protocols, over rollouts, scorers and trainers in another process that
+The coordinator's own loop and protocols, over rollouts, scorers and trainers in another process that
 wait as long as a profile says. The rollouts are those of bench_interstage.py: LLaMA-33B on eight H100, 16 samples each,
 long-tailed lengths. The trainers take `--training` times as long as generation does alone, in proportion to an
 iteration's tokens. A version of the weights takes `--weights` of that time to arrive. Everything takes `--slow` times
 as long as there, against the noise of a busy machine. The planner predicts each lag from what the run without a lag has
 measured: steps, scoring, weights, training, and what the coordinator needs besides.
-
-With --real: a job with two vLLM servers on this machine, and trainers that sleep a while after each step.
 
 A JSON line a lag: `seconds` of an iteration, `speedup` over lag 0, `trainer_idle`: share of the time in which the
 trainers do not train, `rollout_idle`: in which a rollout neither generates nor scores nor takes weights; each with what
