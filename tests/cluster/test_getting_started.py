@@ -295,7 +295,7 @@ def test_a_model_in_a_shared_cache_and_code_on_a_claim_while_the_chart_is_upgrad
         wait_for("all pods", runs, 900, 1.0)
         before, operators = pods(), operator_pods(own)
         release(own, "upgrade", "dovetail", str(CHART), "--reuse-values", "--set", "operator.podLabels.release=newer")
-        assert not set(operator_pods(own)) & set(operators)
+        wait_for("the old operators' end", lambda: not set(operator_pods(own)) & set(operators))
         patch = ("patch", "rlhfjob", "first", *mine, "--type=merge", "-p", '{"spec":{"retry":1}}')
         own.kubectl(*patch)
         wait_for("the new operator", lambda: own.get("rlhfjob", "first", *mine)["status"].get("retry") == 1, 120)
