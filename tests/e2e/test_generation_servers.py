@@ -8,6 +8,7 @@ import queue
 import signal
 import time
 from collections.abc import AsyncIterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from helpers.nursery import Adopted
 from helpers.vllm_servers import TOKEN, Server, tiny_llama
 from helpers.weight_trainer import Alone, actor_of, probe_of, prove, weights_of
 
-pytest.importorskip("vllm")
+if find_spec("vllm") is None:
+    pytest.skip("needs vLLM", allow_module_level=True)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 SAMPLES, MAX_TOKENS = 24, 160

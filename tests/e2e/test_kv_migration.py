@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,8 @@ from dovetail.protocol.sampling import sampling_params
 from helpers.vllm_servers import GREEDY, TOKEN, Server, free_port, make_run, tiny_llama, wait_for
 from helpers.weight_trainer import Trainer, actor_of
 
-pytest.importorskip("vllm")
+if find_spec("vllm") is None:
+    pytest.skip("needs vLLM", allow_module_level=True)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 IDS = (f"sample-{i}" for i in itertools.count())

@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from helpers import weight_trainer
 from helpers.vllm_servers import GREEDY, TOKEN, Server, make_run, tiny_llama, wait_for
 from helpers.weight_trainer import EPOCHS, Alone, Trainer, actor_of, probe_of, publish_command, push, weights_of
 
-pytest.importorskip("vllm")
+if find_spec("vllm") is None:
+    pytest.skip("needs vLLM", allow_module_level=True)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 

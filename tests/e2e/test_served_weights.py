@@ -6,6 +6,7 @@ import asyncio
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,8 @@ from helpers.forked_servers import Forks
 from helpers.vllm_servers import GREEDY, TOKEN, Server, make_run
 from helpers.weight_trainer import Trainer
 
-pytest.importorskip("vllm")
+if find_spec("vllm") is None:
+    pytest.skip("needs vLLM", allow_module_level=True)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 # A vocabulary that vLLM pads.

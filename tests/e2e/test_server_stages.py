@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from dovetail.protocol.sampling import sampling_params
 from helpers.vllm_servers import GREEDY, Server, make_run, tiny_llama, wait_for
 from helpers.weight_trainer import Trainer, actor_of
 
-pytest.importorskip("vllm")
+if find_spec("vllm") is None:
+    pytest.skip("needs vLLM", allow_module_level=True)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 COORDINATOR = "http://127.0.0.1:9"
