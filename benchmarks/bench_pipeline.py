@@ -15,15 +15,18 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401 - once, before the ranks are forked
 from pipeline import real, sleeping
 
-from dovetail.trainer.rank.life import free_port
+from helpers.free_ports import free_port
 
 
 def number(name: str, default: float) -> Any:

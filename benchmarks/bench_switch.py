@@ -25,13 +25,14 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401
 from switching import layouts, publish
 from switching.shapes import tensors
 
-from dovetail.trainer.rank.life import free_port
+from helpers.free_ports import free_port
 
 DEADLINE = 500.0
 

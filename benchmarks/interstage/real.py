@@ -17,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
 
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.process.env import ProcessEnv
-from helpers.vllm_servers import TOKEN, Server, free_port, make_run, wait_for
+from helpers.free_ports import free_port
+from helpers.vllm_servers import TOKEN, Server, make_run, wait_for
 from helpers.weight_trainer import Trainer
 from interstage.stage import Place
 

@@ -28,7 +28,8 @@ from dovetail.manifest.types import Generation
 from dovetail.protocol.kv import HOLD, PULL
 from dovetail.protocol.messages import Register
 from dovetail.protocol.sampling import sampling_params
-from helpers.vllm_servers import GREEDY, TOKEN, Server, free_port, make_run, tiny_llama, wait_for
+from helpers.free_ports import free_port
+from helpers.vllm_servers import GREEDY, TOKEN, Server, make_run, tiny_llama, wait_for
 from helpers.weight_trainer import Trainer, actor_of
 
 if find_spec("vllm") is None:

@@ -14,8 +14,9 @@ from pathlib import Path
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.supervision.processes import ProcessSpec
 from dovetail.supervision.spawn import Exited
+from helpers.free_ports import free_port
 from helpers.nursery import NurserySpawner
-from helpers.vllm_servers import TOKEN, Server, free_port
+from helpers.vllm_servers import TOKEN, Server
 
 HEALTHY_SECONDS = 400.0
 

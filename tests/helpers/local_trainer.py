@@ -9,7 +9,7 @@ from dovetail.protocol.messages import Action, Command, CommandResult, Step
 from dovetail.trainer.command_runner import CommandRunner
 from dovetail.trainer.groups import Groups
 from dovetail.trainer.rank.coordinator_client import Refused
-from dovetail.trainer.rank.life import free_port
+from helpers.free_ports import free_port
 from helpers.trainer_ranks import layouts
 
 

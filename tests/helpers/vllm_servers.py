@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import time
 import urllib.error
 import urllib.request
@@ -17,6 +16,7 @@ from typing import Any
 
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.process.env import ProcessEnv
+from helpers.free_ports import free_port
 from helpers.nursery import NURSERY, Adopted
 
 TOKEN = "a-secret"
@@ -76,12 +76,6 @@ def make_run(
         },
     }
     (run_dir / "job.json").write_text(RLHFJob.model_validate(job).model_dump_json(by_alias=True))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:

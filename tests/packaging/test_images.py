@@ -15,8 +15,9 @@ from helpers.image_modules import FOLDERS, IMAGES, ROOT, third_party
 pytestmark = pytest.mark.slow
 
 UV = Path(sys.executable).with_name("uv")
-# The search for schedules does without them (the extra `schedules`), and an image has no debugger.
-OPTIONAL = {"numba", "ortools", "debugpy"}
+# The search for schedules does without the first two (the extra `schedules`), and an image has no debugger. Users add
+# the clients of the trackers that they name to an image of their own.
+OPTIONAL = {"numba", "ortools", "debugpy", "wandb", "mlflow", "trackio", "opentelemetry"}
 
 
 def run(*words, env=None, check=True):

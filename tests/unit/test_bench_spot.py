@@ -40,7 +40,7 @@ def test_a_recorded_trace_has_a_life_for_each_run_of_ticks(tmp_path):
 
 def test_instances_die_and_no_token_changes(capsys):
     """Every life is a second or two long, so all die several times."""
-    short = ("--instances", "2", "--concurrent", "4", "--rounds", "4", "--scale", "4", "--life", "6", "--gap", "1")
+    short = ("--instances", "2", "--concurrent", "4", "--rounds", "8", "--scale", "4", "--life", "3", "--gap", "1")
     assert bench_spot.main([*short, "--weights", "0.5", "--reserve", "1", "--noticed", "0.5"]) == 0
     calm, found = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert (calm["deaths"], calm["goodput"], calm["twice"]) == (0, 1.0, 0.0)

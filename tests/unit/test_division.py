@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dovetail.coordinator.loop.model_sources import StepFacts, ppo_step
 from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.coordinator.loop.stored_schedule import StoredSchedule, applies, scheduled
-from dovetail.local.report.report_schedule import read_schedule, schedule_section
+from dovetail.local.report.report_schedule import families_section, read_schedule
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.make_plan import PlanError, make_plan
@@ -193,7 +193,7 @@ def test_a_pinned_job_has_the_actor_on_one_rank_and_the_critic_on_the_other(
     # Without pipelines serial training has no bubbles; with two stages one a model and mini-batch.
     bubbles = 2 if "pp" in layout else 0
     assert found["families"]["serial"]["makespan"] == pytest.approx(2 * (2 * count + bubbles) * 0.015)
-    assert "dedicated: each model on ranks of its own" in schedule_section(found)
+    assert "dedicated: each model on ranks of its own" in families_section(found)
     again, _ = begun(spec, plan, records, tmp_path)
     assert again.layouts == scheduling.layouts, "a coordinator that comes back must find the models where they were"
 

@@ -54,6 +54,6 @@ def test_the_curve_of_samples_left_is_in_the_trace_and_comes_back() -> None:
 def test_the_summary_says_what_fusion_saved() -> None:
     fusion = {"setting": "Auto", "threshold": 6, "samples_migrated": 12.0, "seconds_saved": 1.5}
     shown = {row[0]: row[2] for row in fusion_rows({"fusion": {**fusion, "predicted_seconds_saved": 2.0}})}
-    assert list(shown.values()) == ["6", "12", "1.5 s (2.0 s predicted)"]
-    assert fusion_rows({"fusion": {**fusion, "threshold": 0}})[0][2] == "nobody migrates"
+    assert list(shown.values()) == ["12", "when 6 samples were left", "1.5 s (2.0 s predicted)"]
+    assert fusion_rows({"fusion": {**fusion, "threshold": 0}})[1][2] == "not, as that was not faster"
     assert fusion_rows({"fusion": {"setting": "Off"}}) == fusion_rows({}) == []

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from dovetail.models.transfer import Deadline, call, listen, store_at
 from dovetail.trainer.groups import Groups
-from dovetail.trainer.rank.life import free_port
+from helpers.free_ports import free_port
 from helpers.trainer_ranks import layouts
 
 

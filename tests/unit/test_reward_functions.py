@@ -32,7 +32,7 @@ from dovetail.manifest.types import RewardModel, RLHFJob
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.process.exit_codes import JOB_FAILED
-from dovetail.trainer.rank.life import free_port
+from helpers.free_ports import free_port
 from helpers.jobs import tiny_job
 
 CODE = """\

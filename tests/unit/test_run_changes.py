@@ -64,7 +64,7 @@ def test_each_field_says_whether_it_may_change_and_why_not() -> None:
         assert "from 16 to 32 in a run: SFT and reward-model training cannot be extended" in refused(
             **{stage: {"steps": 32}}
         )
-    assert "may change: suspend" in refused(seed=4)
+    assert "(may change: managedBy, suspend, retry, " in refused(seed=4)
 
 
 def test_a_data_set_may_be_in_another_folder_but_not_another_file() -> None:

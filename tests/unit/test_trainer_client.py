@@ -18,7 +18,8 @@ from dovetail.trainer.kept_weights import KeptWeights
 from dovetail.trainer.rank import coordinator_client as client_module
 from dovetail.trainer.rank.coordinator_client import CoordinatorClient, CoordinatorUnreachable, Refused, StaleGeneration
 from dovetail.trainer.rank.heartbeat import HeartbeatThread
-from dovetail.trainer.rank.life import _Asking, free_port
+from dovetail.trainer.rank.life import _Asking
+from helpers.free_ports import free_port
 
 JOIN = JoinRequest(name="trainer-0", rank=0, world_size=1, incarnation="a", host="127.0.0.1", port=1, nccl_version=None)
 

@@ -245,21 +245,32 @@ def store_at(
 ) -> dist.TCPStore:
     """A rendezvous that listens at `host` alone: torch's own listens on all interfaces, and asks nobody for a token.
     `port` 0: a free one. Raises OSError or RuntimeError."""
+    return store_on(listening_at(host, port), world, timeout, wait_for_workers)
+
+
+def listening_at(host: str, port: int = 0) -> socket.socket:
+    """A socket that listens at `host` alone. Who tells others its port keeps it open until a store serves it
+    (`store_on`), so nobody else can take the port meanwhile. Raises OSError."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind) as listening:
+    listening = socket.socket(family, kind)
+    try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen(2048)
-        bound = int(listening.getsockname()[1])
-        return dist.TCPStore(
-            host,
-            bound,
-            world,
-            True,
-            timeout=timeout,
-            wait_for_workers=wait_for_workers,
-            master_listen_fd=listening.detach(),
-        )
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def store_on(
+    listening: socket.socket, world: int | None, timeout: timedelta, wait_for_workers: bool = True
+) -> dist.TCPStore:
+    """A rendezvous that serves `listening`, which is its own from now on. Raises RuntimeError."""
+    host, port = listening.getsockname()[:2]
+    return dist.TCPStore(
+        host, port, world, True, timeout=timeout, wait_for_workers=wait_for_workers, master_listen_fd=listening.detach()
+    )
 
 
 def call(host: str, port: int, deadline: Deadline) -> dist.TCPStore:

@@ -155,7 +155,8 @@ class ModelShape:
     # ------------------------------------------------------------ bytes a token
 
     def saved_bytes(self, itemsize: int, tp: int = 1) -> float:
-        """What autograd keeps of one block for one token, attention by a fused kernel (scaled_dot_product_attention).
+        """What autograd keeps of one block for one token, attention by a fused kernel (scaled_dot_product_attention)
+        where there is one.
 
         Each norm: its input in float32, the normalised input and the scaled one; queries, keys, values and the
         attention's output, with a float32 number a head; the MLP's inner tensors: gate, its activation, up and their
@@ -163,8 +164,9 @@ class ModelShape:
         projections all is kept as long as the values are. Experts keep each token's states once more for each of its
         experts, before and after it, with their order and weights, and the scores of all experts."""
         q, k, i, h, b = self.queries / tp, self.keys / tp, self.intermediate / tp, self.hidden, itemsize
-        attention = (2 * q + 2 * k) * b + 4 * self.heads / tp
         family = MODEL_FAMILIES[self.family]
+        fused_kernel = not (family.bounded_scores or family.sinks)
+        attention = (2 * q + 2 * k) * b + fused_kernel * 4 * self.heads / tp
         norms = family.norms * (2 * h * b + 2 * b if family.layer_norm else h * (4 + 2 * b) + 4)
         each_head = (q + k) * (4 + b) + 4 * (self.heads + self.kv_heads) / tp if family.head_norms else 0.0
         norms -= h * b * family.side_by_side

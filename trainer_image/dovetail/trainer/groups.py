@@ -6,6 +6,7 @@ import gc
 import itertools
 import json
 import re
+import socket
 import threading
 import time
 from collections import deque
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
-from dovetail.models.transfer import store_at
+from dovetail.models.transfer import store_at, store_on
 from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds
 from dovetail.trainer import compat
 
@@ -155,10 +156,12 @@ class Groups:
         layouts: dict[str, Parallelism],
         timeout_seconds: float,
         local_rank: int | None = None,
+        listening: socket.socket | None = None,
     ) -> Self:
         """Meet the other ranks at rank 0's address and make every group, in one order on all ranks.
 
-        `local_rank` picks the GPU (default: rank modulo the GPUs here). Collectives that wait longer than
+        `local_rank` picks the GPU (default: rank modulo the GPUs here). `listening`: a socket that already listens at
+        that address; rank 0's store serves it, and takes it over. Collectives that wait longer than
         `timeout_seconds` fail. Raises `PeerLost` when a rank does not come, `ValueError` for a layout whose product
         is not `world_size`."""
         for name, layout in layouts.items():
@@ -179,7 +182,9 @@ class Groups:
             with peer_errors("forming the trainer's groups"):
                 # Starting up may take longer than a message: ranks come with seconds between them.
                 patience = max(timeout, timedelta(seconds=_FORMING_SECONDS))
-                if rank == 0:
+                if rank == 0 and listening is not None:
+                    self._store = store_on(listening, world_size, patience)
+                elif rank == 0:
                     self._store = store_at(master_host, master_port, world_size, patience)
                 else:
                     self._store = dist.TCPStore(master_host, master_port, world_size, timeout=patience)

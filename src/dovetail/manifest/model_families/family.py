@@ -81,7 +81,8 @@ class ModelFamily:
     `layer_norm`: norms have a bias. `norms`: of a layer, beside those of heads. `norm_offset`: a norm's weight is added
     to 1. `head_norms`: norms of each query and key head, by name. `learnt_positions`: a table of them in place of
     rotary ones. `saved_head`: the name of the vocabulary projection in files. `sinks`: each head has a learnt score
-    that takes a part of its attention. `experts`: in place of the MLP.
+    that takes a part of its attention. `bounded_scores`: attention's scores are bounded by tanh. `experts`: in place of
+    the MLP.
 
     `windows`: which layers attend to `sliding_window` tokens only, where config.json has no `layer_types`: all of them;
     all but every n-th (n: `sliding_window_pattern`, or this number); "never": models with windows are refused.
@@ -115,6 +116,7 @@ class ModelFamily:
     windows: Literal["never", "all"] | int = "never"
     softcap: str | None = None
     sinks: bool = False
+    bounded_scores: bool = False
     experts: Experts | None = None
     kept: int = 4
     partial_rotary: bool = False

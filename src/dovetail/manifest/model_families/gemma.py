@@ -25,6 +25,7 @@ GEMMA2 = ModelFamily(
     norm_offset=True,
     windows=2,
     softcap="final_logit_softcapping",
+    bounded_scores=True,
 )
 GEMMA3 = ModelFamily(
     name="gemma3_text",

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pydantic import TypeAdapter
 
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
+from dovetail.models.transfer import listening_at
 from dovetail.protocol.messages import Command, CommandResult, JoinReply, JoinRequest, NextRequest, Stop
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.trainer.command_errors import Superseded
@@ -54,23 +55,26 @@ class Rank:
     def run(self) -> None:
         """Until `stop`. Raises CoordinatorUnreachable or Refused."""
         while True:
-            reply = self._join()
-            generation = reply.generation
-            assert generation is not None
-            self.log("rank.joined", generation=generation, world_size=reply.world_size)
+            # Open until the groups are formed: a port that was only looked for could be another's by then.
+            door = listening_at(self.env.host)
             try:
-                if self._live(reply, generation):
+                reply = self._join(door)
+                generation = reply.generation
+                assert generation is not None
+                self.log("rank.joined", generation=generation, world_size=reply.world_size)
+                if self._live(reply, generation, door):
                     return
             except (PeerLost, StaleGeneration, Superseded) as reason:
                 self.log("generation.left", generation=generation, reason=str(reason))
             finally:
+                door.close()
                 self.heartbeat.leave()
                 self.metrics.generation.set(0)
             self.metrics.rejoins.inc()
             # Whoever lost us needs a moment to see it; without a pause two ranks can chase each other.
             self.sleep(REJOIN_PAUSE_SECONDS)
 
-    def _join(self) -> JoinReply:
+    def _join(self, door: socket.socket) -> JoinReply:
         while True:
             request = JoinRequest(
                 name=self.env.name,
@@ -78,14 +82,14 @@ class Rank:
                 world_size=self.env.world_size,
                 incarnation=self.incarnation,
                 host=self.env.host,
-                port=free_port(self.env.host),
+                port=int(door.getsockname()[1]),
                 nccl_version=self.nccl_version,
             )
             reply = self.client.join(request)
             if reply.generation is not None:
                 return reply
 
-    def _live(self, reply: JoinReply, generation: int) -> bool:
+    def _live(self, reply: JoinReply, generation: int, door: socket.socket) -> bool:
         """One generation; true when told to stop. Raises PeerLost, StaleGeneration, Superseded."""
         self.heartbeat.enter(generation, FORMING_GRACE_SECONDS)
         groups = Groups.form(
@@ -95,6 +99,7 @@ class Rank:
             self.env.world_size,
             self.layouts,
             max(LEAST_TIMEOUT_SECONDS, float(self.spec.failure_policy.peer_timeout_seconds)),
+            listening=door,
         )
         # A wait for a CPU ends by itself, when the connection breaks or at its deadline.
         self.heartbeat.enter(generation, SERVING_GRACE_SECONDS, groups if groups.device.type == "cuda" else None)
@@ -228,10 +233,3 @@ class _Asking:
         self._client.last_word(
             NextRequest(generation=self._generation, result=result, stage=self._runner.stage, step=self._runner.step)
         )
-
-
-def free_port(host: str) -> int:
-    """A port that nothing listens on at `host` right now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
