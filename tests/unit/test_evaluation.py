@@ -172,6 +172,21 @@ def test_with_a_lag_weights_are_set_aside_until_they_are_evaluated(tmp_path: Pat
     run.close()
 
 
+def test_weights_are_kept_though_the_coordinator_was_killed_after_their_evaluation(tmp_path: Path) -> None:
+    run = Run(tmp_path, Policy(0, 5, 3), everyIterations=1, keepBest=True)
+    session = Session()
+    kept = BestWeights(run.spec, tmp_path, run.records.store, session, run.evaluation)  # type: ignore[arg-type]
+    for version in (1, 2):
+        session.step = version
+        asyncio.run(kept.set_aside(version))
+        run(version)  # and here it is killed
+    kept.choose(2)
+    assert (tmp_path / "models/actor-best/step").read_text() == "1"
+    kept.close(2)
+    assert not (tmp_path / "set-aside").exists()
+    run.close()
+
+
 def test_a_right_answer_matches_apart_from_white_space() -> None:
     assert is_match(" 42\n", 42)
     assert is_match("b", ["a", "b"])

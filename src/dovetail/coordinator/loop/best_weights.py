@@ -46,19 +46,22 @@ class BestWeights:
             await self._session.export("actor", folder)
 
     def choose(self, version: int) -> None:
-        """After the evaluation of `version`: keep what was set aside if it is the best, and drop what is older."""
-        folder = self._folder(version)
-        if self.wants(version) and folder.is_dir():
+        """After the evaluation of `version`: keep the best weights if they were set aside, and drop what is older.
+
+        The best may be of an older version, if the coordinator was killed after it was evaluated."""
+        best = self._evaluation.best()
+        if best is not None and self.wants(best.version) and (folder := self._folder(best.version)).is_dir():
             shutil.rmtree(self._best, ignore_errors=True)
             self._best.parent.mkdir(parents=True, exist_ok=True)
             folder.rename(self._best)
-            self._store.put(KEPT, version)
+            self._store.put(KEPT, best.version)
         for older in self._aside.glob("*"):
             if older.name.isdecimal() and int(older.name) <= version:
                 shutil.rmtree(older, ignore_errors=True)
 
-    def close(self) -> None:
-        """Drop what was set aside and never evaluated."""
+    def close(self, version: int) -> None:
+        """After the run's last evaluation, of `version`: drop what was set aside and never evaluated."""
+        self.choose(version)
         shutil.rmtree(self._aside, ignore_errors=True)
 
     def _folder(self, version: int) -> Path:

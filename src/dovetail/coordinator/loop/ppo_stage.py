@@ -415,7 +415,7 @@ class PPOStage:
         await self._saved()
         if self._kept.wants(version):
             await self._kept.export(version)
-        self._kept.close()
+        self._kept.close(version)
         if self._scheduling is not None:
             await self._scheduling.close()
         self._records.progress.update(phase="export", message="exporting models")
