@@ -27,7 +27,7 @@ seed_option = click.option("--seed", type=click.IntRange(0, 2**31 - 1), help="Sh
 
 
 def load_job(
-    manifest: Path,
+    manifest: Path | str,
     overrides: Sequence[str],
     seed: int | None = None,
     hardware_path: Path | None = None,
@@ -37,7 +37,8 @@ def load_job(
     resume: bool = False,
     cpu: bool | None = None,
 ) -> tuple[RLHFJob, Plan]:
-    """The checked job with every default filled in, and its plan. Warnings go to stderr.
+    """The checked job with every default filled in, and its plan. Warnings go to stderr. `manifest`: a file, or the text
+    itself; the paths of a text start at the working directory.
 
     The plan's times come from `profile_path`, or from a profile in the run directory. `planned`: the job is only
     planned, so its GPUs may be those of a cluster. `resume`: the run in the run directory goes on. `cpu`: None if the
@@ -68,7 +69,7 @@ def load_job(
 
 
 def read_job(
-    manifest: Path, overrides: Sequence[str], seed: int | None = None, cpu: bool | None = None
+    manifest: Path | str, overrides: Sequence[str], seed: int | None = None, cpu: bool | None = None
 ) -> tuple[RLHFJob, RLHFJob, Path]:
     """The checked job as it was written, the job with every default filled in, and the folder of the manifest, where
     its relative paths start. `cpu`: see `load_job`. Raises ManifestError and UsageError."""
@@ -86,7 +87,7 @@ def read_job(
         raise ManifestError([f"{problem}."])
     if errors := check(written.spec):
         raise ManifestError(errors)
-    base = manifest.resolve().parent
+    base = manifest.resolve().parent if isinstance(manifest, Path) else Path.cwd()
     if errors := check_files(written.spec, base):
         raise ManifestError(errors)
     return written, absolute_paths(written.model_copy(update={"spec": resolve(written.spec)}), base), base

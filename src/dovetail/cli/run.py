@@ -11,7 +11,8 @@ import click
 from rich.console import Console
 
 from dovetail.cli.common.extras import Extra, require
-from dovetail.cli.job_arguments import load_job, manifest_argument, seed_option, set_option
+from dovetail.cli.common.one_line_options import given, line_of, manifest_text, one_line_options
+from dovetail.cli.job_arguments import load_job, seed_option, set_option
 from dovetail.coordinator.store.sample_files import files
 from dovetail.coordinator.trackers.tracker_processes import missing as missing_trackers
 from dovetail.local.launcher import Launcher
@@ -139,7 +140,8 @@ def needed_extras(job: RLHFJob, plan: Plan) -> list[Extra]:
 
 
 @click.command()
-@manifest_argument
+@click.argument("manifest", metavar="[JOB.yaml]", required=False, type=click.Path(path_type=Path))
+@one_line_options
 @click.option(
     "--resume",
     is_flag=True,
@@ -161,7 +163,14 @@ def needed_extras(job: RLHFJob, plan: Plan) -> list[Extra]:
 @click.option("--cpu", is_flag=True, help="Run everything on CPUs, even groups that ask for GPUs.")
 @click.option("-v", "--verbose", is_flag=True, help="Show the coordinator's events as they happen.")
 def run(
-    manifest: Path,
+    manifest: Path | None,
+    method: str | None,
+    model: str | None,
+    prompts: tuple[str, ...],
+    demonstrations: tuple[str, ...],
+    preferences: tuple[str, ...],
+    rewards: tuple[str, ...],
+    print_only: bool,
     resume: bool,
     overwrite: bool,
     run_dir: Path | None,
@@ -179,20 +188,36 @@ def run(
 
     The run directory holds the trained models (models/actor, models/reward, ...), summary.json, checkpoints, logs,
     TensorBoard files, and a Perfetto trace of each iteration.
+
+    Without a manifest, --method names what to do. The manifest that this means is printed first:
+
+    \b
+      dovetail run --method grpo --model Qwen/Qwen2.5-0.5B --prompts prompts.jsonl --reward rewards:correct
     """
     if resume and overwrite:
         raise UsageError("--resume continues the earlier run and --overwrite deletes it; give one of them")
     from dovetail.cli.planning import local_profile
 
-    job, plan = load_job(manifest, overrides, seed, profile_path=profile_path, run_dir=run_dir, resume=resume, cpu=cpu)
+    line = line_of(method, model, demonstrations, preferences, prompts, rewards, manifest, print_only)
+    # Overrides are in the printed manifest already.
+    text = None if line is None else manifest_text(line, overrides, seed, cpu)
+    source = manifest if text is None else text
+    assert source is not None
+    changes = (overrides, seed) if text is None else ((), None)
+    job, plan = load_job(source, *changes, profile_path=profile_path, run_dir=run_dir, resume=resume, cpu=cpu)
+    if text is not None:
+        click.echo(text if print_only else f"The manifest of this run (--print-only > job.yaml keeps it):\n\n{text}")
+    if print_only:
+        return
     require("dovetail run", needed_extras(job, plan))
     folder = run_dir or Path("runs") / job.metadata.name
     measured = local_profile(profile_path, folder)
-    given = [f"--set {shlex.quote(o)}" for o in overrides]
-    given += [f"--seed {seed}"] if seed is not None else []
-    given += ["--cpu"] if cpu else []
-    given += [f"--run-dir {shlex.quote(str(run_dir))}"] if run_dir is not None else []
-    hint = " ".join(["dovetail run", shlex.quote(str(manifest)), *given, "--resume"])
+    words = [str(manifest)] if line is None else given(vars(line))
+    words += [word for override in overrides for word in ("--set", override)]
+    words += ["--seed", str(seed)] if seed is not None else []
+    words += ["--cpu"] if cpu else []
+    words += ["--run-dir", str(run_dir)] if run_dir is not None else []
+    hint = shlex.join(["dovetail", "run", *words, "--resume"])
     code = run_job(
         job,
         plan,

@@ -1,0 +1,123 @@
+"""`dovetail run` without a manifest: its options, and the manifest that they mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import yaml
+
+from dovetail.cli.common.overrides import apply_overrides
+from dovetail.gpus.nvidia_driver import BrokenDriver, NoDriver, ask_driver
+from dovetail.local.one_line import METHODS, GPUs, OneLine, document, product_label
+from dovetail.supervision.errors import UsageError
+
+F = TypeVar("F", bound=Callable[..., Any])
+# A line of the printed manifest.
+WIDTH = 120
+
+
+def one_line_options(command: F) -> F:
+    """--method, --model, the data and --reward; they arrive as parameters of these names."""
+    files = (
+        ("--prompts", "Prompts to answer: a file, a folder, or a data set of a hub."),
+        ("--demonstrations", "Demonstrations for SFT; with another method SFT runs first."),
+        ("--preferences", "Preferences, in place of --reward: a reward model is trained on them."),
+    )
+    options = [
+        click.option("--method", type=click.Choice(list(METHODS)), help="Run this method, without a manifest."),
+        click.option("--model", metavar="FOLDER_OR_HUB", help="A Hugging Face folder, or owner/name of a hub."),
+        *(click.option(name, metavar="FILE", multiple=True, help=text) for name, text in files),
+        click.option(
+            "--reward",
+            "rewards",
+            metavar="MODULE:FUNCTION",
+            multiple=True,
+            help="A Python function that scores answers; FILE.py:FUNCTION too. Several are added up.",
+        ),
+        click.option("--print-only", is_flag=True, help="With --method: print the manifest, and run nothing."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def given(line: dict[str, Any]) -> list[str]:
+    """The options of `line` as they are on a command line, in words that are not yet quoted."""
+    words = []
+    for name, value in line.items():
+        values = value if isinstance(value, tuple) else (value,) if value is not None else ()
+        for each in values:
+            words += ["--reward" if name == "rewards" else f"--{name}", str(each)]
+    return words
+
+
+def manifest_text(line: OneLine, overrides: Sequence[str], seed: int | None, cpu: bool) -> str:
+    """The manifest as YAML. Relative paths start at the working directory. `cpu`: on CPUs, even where there are GPUs.
+
+    Raises UsageError."""
+    names = {line.model, *line.demonstrations, *line.preferences, *line.prompts}
+    local = frozenset(name for name in names if Path(name).exists())
+    made = document(line, local, None if cpu else machine_gpus(), _context(line.model))
+    apply_overrides(made, [*overrides, *([f"spec.seed={seed}"] if seed is not None else [])])
+    return yaml.safe_dump(made, sort_keys=False, default_flow_style=None, width=WIDTH, allow_unicode=True)
+
+
+def machine_gpus() -> GPUs | None:
+    """The GPUs of the first one's product. None if there is no GPU, or no driver for it."""
+    try:
+        devices = ask_driver().devices
+    except (NoDriver, BrokenDriver):
+        return None
+    if not devices:
+        return None
+    return GPUs(product_label(devices[0].name), sum(device.name == devices[0].name for device in devices))
+
+
+def _context(model: str) -> int | None:
+    """The longest sequence of a model in a folder, tokens."""
+    try:
+        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
+        found = config.get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return None
+    return found if isinstance(found, int) and found > 1 else None
+
+
+def line_of(
+    method: str | None,
+    model: str | None,
+    demonstrations: tuple[str, ...],
+    preferences: tuple[str, ...],
+    prompts: tuple[str, ...],
+    rewards: tuple[str, ...],
+    manifest: Path | None,
+    print_only: bool,
+) -> OneLine | None:
+    """What the options say; None if a manifest is given. Raises UsageError where they contradict each other."""
+    others = {
+        "--model": model,
+        "--demonstrations": demonstrations,
+        "--preferences": preferences,
+        "--prompts": prompts,
+        "--reward": rewards,
+        "--print-only": print_only,
+    }
+    named = [name for name, value in others.items() if value]
+    if manifest is not None:
+        if method is not None or named:
+            raise UsageError(
+                f"{named[0] if method is None else '--method'} is for runs without a manifest; leave out {manifest}, "
+                "or change fields of it with --set"
+            )
+        return None
+    if method is None:
+        if named:
+            raise UsageError(f"{named[0]} needs --method, one of {', '.join(METHODS)}")
+        raise UsageError("give a manifest (dovetail init writes one), or --method with --model and data")
+    if model is None:
+        raise UsageError(f"--method {method} needs --model: a Hugging Face folder, or owner/name of a hub")
+    return OneLine(method, model, demonstrations, preferences, prompts, rewards)

@@ -1,0 +1,188 @@
+"""The manifest that `dovetail run --method ...` means: a method, a model, the user's files and reward functions. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from dovetail.manifest.types import API_VERSION, KIND
+from dovetail.supervision.errors import UsageError
+
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+NAME_LENGTH = 40
+# `spec.ppo` of each method, as the table of docs/algorithms.md has it. DAPO's penalty depends on the lengths.
+METHODS: Mapping[str, Mapping[str, Any]] = {
+    "sft": {},
+    "ppo": {},
+    "grpo": {"advantage": "grpo", "samplesPerPrompt": 8, "lossAggregation": "Sequence"},
+    "dr-grpo": {
+        "advantage": "grpo",
+        "samplesPerPrompt": 8,
+        "normalizeStd": False,
+        "lossAggregation": "Constant",
+        "kl": {"coef": 0.0},
+    },
+    "dapo": {
+        "advantage": "grpo",
+        "samplesPerPrompt": 16,
+        "clipHigh": 0.28,
+        "dropEqualGroups": True,
+        "kl": {"coef": 0.0},
+    },
+    "gspo": {
+        "advantage": "grpo",
+        "samplesPerPrompt": 8,
+        "loss": "gspo",
+        "lossAggregation": "Sequence",
+        "clipLow": 0.0003,
+        "clipHigh": 0.0004,
+    },
+    "cispo": {"advantage": "grpo", "samplesPerPrompt": 8, "loss": "cispo", "clipHigh": 0.28},
+    "rloo": {"advantage": "rloo", "samplesPerPrompt": 4},
+    "reinforce++": {"advantage": "reinforce++"},
+}
+# Tokens, where the model takes that many: of a prompt, and of a response.
+PROMPT_TOKENS = RESPONSE_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class GPUs:
+    """The GPUs of this machine. `product`: the value of the node label nvidia.com/gpu.product."""
+
+    product: str
+    count: int
+
+
+@dataclass(frozen=True)
+class OneLine:
+    """What the command line says. Data and models are files, folders or names of a hub, as the user wrote them.
+    `rewards`: module:function or file.py:function."""
+
+    method: str
+    model: str
+    demonstrations: Sequence[str] = ()
+    preferences: Sequence[str] = ()
+    prompts: Sequence[str] = ()
+    rewards: Sequence[str] = ()
+
+
+def product_label(name: str) -> str:
+    """The node label's value for a GPU's name: NVIDIA's feature discovery writes dashes for spaces."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")[:63]
+
+
+def document(line: OneLine, local: frozenset[str], gpus: GPUs | None, context: int | None = None) -> dict[str, Any]:
+    """The manifest as plain data, for `yaml.safe_dump`. `local`: those names of `line` that are files or folders here.
+    `gpus`: None runs on CPUs. `context`: the longest sequence of the model in tokens, if it is known.
+
+    Raises UsageError that names the option."""
+    stages = _stages(line)
+    prompt = min(PROMPT_TOKENS, context // 2) if context else PROMPT_TOKENS
+    response = min(RESPONSE_TOKENS, context - prompt) if context else RESPONSE_TOKENS
+    models: dict[str, Any] = {"actor": {"source": _source("--model", line.model, local, "folder, and no model")}}
+    if line.rewards:
+        models["reward"] = _reward(line.rewards)
+    data: dict[str, Any] = {}
+    for name in ("demonstrations", "preferences", "prompts"):
+        if given := getattr(line, name):
+            data[name] = [_source(f"--{name}", each, local, "file, and no data set") for each in given]
+    data |= {"maxPromptTokens": prompt, "maxTokens": prompt + response}
+    spec: dict[str, Any] = {"stages": stages, "models": models, "data": data}
+    ranks = gpus.count if gpus is not None else 1
+    micro = 8 if gpus is not None else 4
+    for stage in ("sft", "reward"):
+        if stage in stages:
+            size = _multiple(32 if gpus is not None else 8, ranks * micro)
+            spec[stage] = {"batchSize": size, "microBatchSize": micro, "optimizer": {"learningRate": 1e-5}}
+    if "ppo" in stages:
+        spec["ppo"] = _ppo(line, ranks, micro, gpus is not None, response)
+        spec["generation"] = {"maxTokens": response}
+    spec["groups"] = _groups("ppo" in stages, gpus)
+    return {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": job_name(line)}, "spec": spec}
+
+
+def job_name(line: OneLine) -> str:
+    """The method and the model's own name, as Kubernetes takes a name: grpo-qwen2-5-0-5b."""
+    model = PurePath(line.model).name
+    return re.sub(r"[^a-z0-9]+", "-", f"{line.method} {model}".lower()).strip("-")[:NAME_LENGTH].strip("-")
+
+
+def _stages(line: OneLine) -> list[str]:
+    if line.method == "sft":
+        if not line.demonstrations:
+            raise UsageError("--method sft needs --demonstrations FILE: records with a prompt and a response")
+        for name in ("preferences", "prompts", "rewards"):
+            if getattr(line, name):
+                raise UsageError(f"--method sft does not read --{name.removesuffix('s' * (name == 'rewards'))}")
+        return ["sft"]
+    if not line.prompts:
+        raise UsageError(f"--method {line.method} needs --prompts FILE: records with a prompt")
+    if not line.rewards and not line.preferences:
+        raise UsageError(
+            f"--method {line.method} needs --reward module:function, or --preferences FILE to train a reward model from"
+        )
+    if line.rewards and line.preferences:
+        raise UsageError("--reward replaces the reward model, for which --preferences is; give one of them")
+    return ["sft"] * bool(line.demonstrations) + ["reward"] * bool(line.preferences) + ["ppo"]
+
+
+def _source(option: str, name: str, local: frozenset[str], what: str) -> dict[str, str]:
+    if name in local:
+        return {"path": name}
+    if HUB_NAME.fullmatch(name):
+        return {"huggingFace": name}
+    raise UsageError(f"{option} {name} is no {what} of a hub (owner/name)")
+
+
+def _reward(rewards: Sequence[str]) -> dict[str, Any]:
+    functions, folders = [], set()
+    for text in rewards:
+        module, _, function = text.rpartition(":")
+        if not module or not function:
+            raise UsageError(f"--reward {text}: write it as module:function, for example rewards:correct")
+        if module.endswith(".py"):
+            path = PurePath(module)
+            folders.add(str(path.parent))
+            module = path.stem
+        else:
+            folders.add(".")
+        functions.append(f"{module}:{function}")
+    if len(folders) > 1:
+        raise UsageError("--reward: the functions are in several folders; put them into one")
+    (folder,) = folders
+    found: dict[str, Any] = (
+        {"function": functions[0]} if len(functions) == 1 else {"functions": [{"function": f} for f in functions]}
+    )
+    return found if folder == "." else found | {"importPath": folder}
+
+
+def _ppo(line: OneLine, ranks: int, micro: int, on_gpus: bool, response: int) -> dict[str, Any]:
+    ppo = dict(METHODS[line.method])
+    if "samplesPerPrompt" in ppo and not on_gpus:
+        ppo["samplesPerPrompt"] = 4
+    if line.method == "dapo":
+        ppo["overlong"] = {"fromTokens": response * 3 // 4}
+    size = _multiple(64 if on_gpus else 16, math.lcm(ranks * micro, ppo.get("samplesPerPrompt", 1)))
+    ppo |= {"iterations": 100, "globalBatchSize": size, "miniBatchSize": size, "microBatchSize": micro}
+    ppo["actorOptimizer"] = {"learningRate": 1e-6}
+    if line.method == "ppo":
+        ppo["criticOptimizer"] = {"learningRate": 1e-5}
+    return ppo
+
+
+def _multiple(least: int, of: int) -> int:
+    return -(-least // of) * of
+
+
+def _groups(generates: bool, gpus: GPUs | None) -> list[dict[str, Any]]:
+    if gpus is not None:
+        # Trainers and servers take turns on each GPU, so that one GPU is enough.
+        roles = ["trainer", "rollout"] if generates else ["trainer"]
+        gpu = {"product": gpus.product, "perPod": 1}
+        return [{"name": "gpus", "roles": roles, "replicas": gpus.count, "gpu": gpu}]
+    groups = [{"name": "trainers", "roles": ["trainer"], "replicas": 1}]
+    return groups + ([{"name": "rollouts", "roles": ["rollout"], "replicas": 1}] if generates else [])
