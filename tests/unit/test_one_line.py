@@ -45,7 +45,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "my-Model/config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "my-Model/model.safetensors").write_bytes(b"x")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "2 + 2 =", "answer": "4"}\n')
-    (tmp_path / "rewards.py").write_text("def correct(prompts, responses, answer):\n    return [1.0 for _ in prompts]\n")
+    (tmp_path / "rewards.py").write_text(
+        "def correct(prompts, responses, answer):\n    return [1.0 for _ in prompts]\n"
+    )
     return tmp_path
 
 
@@ -98,7 +100,7 @@ def test_each_method_makes_a_manifest_without_mistakes(method: str, gpus: one_li
     for line in lines:
         job = parse(document(line, frozenset(files), gpus))
         assert check(job.spec) == []
-        assert [group.gpu.product for group in job.spec.groups][0] == (gpus.product if gpus else None)
+        assert next(group.gpu.product for group in job.spec.groups) == (gpus.product if gpus else None)
         if method != "sft":
             assert job.spec.ppo.method.replace(". ", "-").lower() == {"dapo": "grpo"}.get(method, method)
 

@@ -37,8 +37,9 @@ def load_job(
     resume: bool = False,
     cpu: bool | None = None,
 ) -> tuple[RLHFJob, Plan]:
-    """The checked job with every default filled in, and its plan. Warnings go to stderr. `manifest`: a file, or the text
-    itself; the paths of a text start at the working directory.
+    """The checked job with every default filled in, and its plan. Warnings go to stderr.
+
+    `manifest`: a file, or the text itself; the paths of a text start at the working directory.
 
     The plan's times come from `profile_path`, or from a profile in the run directory. `planned`: the job is only
     planned, so its GPUs may be those of a cluster. `resume`: the run in the run directory goes on. `cpu`: None if the

@@ -1,4 +1,4 @@
-"""The manifest that `dovetail run --method ...` means: a method, a model, the user's files and reward functions. Pure."""
+"""The manifest that `dovetail run --method ...` means: method, model, data and rewards. Pure."""
 
 from __future__ import annotations
 
