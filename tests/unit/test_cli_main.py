@@ -63,6 +63,7 @@ def test_help_lists_every_command():
     listed = [line.split()[0] for line in result.output.split("Commands:")[1].splitlines() if line.strip()]
     assert listed == [
         "init",
+        "data",
         "run",
         "samples",
         "chat",

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import click
 
 from dovetail.cli.common.extras import version as installed_version
+from dovetail.cli.data_command import data
 from dovetail.cli.debug import debug
 from dovetail.cli.doctor_command import doctor
 from dovetail.cli.init_command import init
@@ -93,7 +94,7 @@ def version() -> None:
     click.echo(f"dovetail {installed_version()}")
 
 
-COMMANDS = (init, run, samples, chat, report, validate, plan, schedule, profile, doctor, explain, debug, version)
+COMMANDS = (init, data, run, samples, chat, report, validate, plan, schedule, profile, doctor, explain, debug, version)
 for command in COMMANDS:
     cli.add_command(command)
 

@@ -1,0 +1,146 @@
+"""`dovetail data`: what is in a data file, before a job reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, get_args
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dovetail.cli.common.extras import require
+from dovetail.manifest.checks.validation import parse_manifest
+from dovetail.manifest.types import Data, DataFormat
+from dovetail.supervision.errors import UsageError
+
+if TYPE_CHECKING:
+    from dovetail.local.data_look import DataLook
+
+KINDS = ("demonstrations", "preferences", "prompts")
+SHOWN_CHARACTERS = 2000
+
+
+@click.command("data")
+@click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
+@click.option(
+    "--model", metavar="FOLDER_OR_HUB", help="Count tokens, and write dialogues, with this model's tokenizer."
+)
+@click.option(
+    "--as", "kind", type=click.Choice(KINDS), help="What a job would read the records as.  [default: a guess]"
+)
+@click.option(
+    "--format",
+    "fmt",
+    type=click.Choice(["Auto", *get_args(DataFormat)]),
+    default="Auto",
+    show_default=True,
+    help="The field `format` of a job's source.",
+)
+@click.option(
+    "--job",
+    type=click.Path(path_type=Path),
+    help="Take data.maxPromptTokens, data.maxTokens and, without --model, the model from this manifest.",
+)
+@click.option("--max-prompt-tokens", type=click.IntRange(1), help="data.maxPromptTokens of the job.  [default: 512]")
+@click.option("--max-tokens", type=click.IntRange(1), help="data.maxTokens of the job.  [default: 1024]")
+@click.pass_context
+def data(
+    ctx: click.Context,
+    path: Path,
+    model: str | None,
+    kind: str | None,
+    fmt: str,
+    job: Path | None,
+    max_prompt_tokens: int | None,
+    max_tokens: int | None,
+) -> None:
+    """Show what is in a data file, or in a folder of them.
+
+    You see the format, the first record as the model gets it, the lengths in tokens and what is cut, and the first bad
+    line. Every record is read. The exit code is 2 if one is bad.
+
+    \b
+      dovetail data prompts.jsonl --model Qwen/Qwen2.5-0.5B-Instruct --as prompts
+    """
+    require("dovetail data", ["coordinator"])
+    from dovetail.coordinator.data.data_error import DataError
+    from dovetail.coordinator.data.tokenize import Encoder
+    from dovetail.local.data_look import look
+    from dovetail.local.job_tokenizer import named_tokenizer
+
+    console = Console()
+    try:
+        lengths, of_job = (Data(), None) if job is None else _of_job(job)
+        named, encoder = model or of_job, None
+        if named is not None:
+            limits = max_prompt_tokens or lengths.max_prompt_tokens, max_tokens or lengths.max_tokens
+            encoder = Encoder(named_tokenizer(named, "--model"), *limits)
+        with console.status("reading"):
+            found = look(path, "FILE", kind, fmt, encoder)  # type: ignore[arg-type]
+    except DataError as error:
+        raise UsageError(str(error).removeprefix("FILE.path: ")) from error
+    show(console, found, guessed=kind is None)
+    if encoder is None:
+        console.print("\nLengths in tokens: give --model.", highlight=False)
+    if found.first_error is not None:
+        click.echo(f"Error: {found.first_error}", err=True)
+        if found.errors > 1:
+            click.echo(f"Error: {found.errors} records are bad; this is the first.", err=True)
+        ctx.exit(2)
+
+
+def _of_job(manifest: Path) -> tuple[Data, str | None]:
+    """A job's `data`, and its actor's folder or name on a hub. Raises ManifestError."""
+    spec = parse_manifest(manifest).spec
+    source = spec.models.actor.source
+    if source is not None and source.path is not None:
+        return spec.data, str(manifest.resolve().parent / source.path)
+    return spec.data, None if source is None else source.hugging_face
+
+
+def show(console: Console, found: DataLook, guessed: bool) -> None:
+    """The table of facts, the first record and the lengths."""
+    facts = Table.grid(padding=(0, 2))
+    many = f" in {len(found.files)} files" if len(found.files) > 1 else ""
+    bad = f", and {found.errors:,} bad" if found.errors else ""
+    for name, value in (
+        ("Records", f"{found.records:,}{many}{bad}"),
+        ("Format", found.format),
+        ("Read as", f"{found.kind}{', a guess from the first record; --as names another' if guessed else ''}"),
+        ("Template", found.template),
+    ):
+        facts.add_row(Text(name, "bold"), Text(value))
+    console.print(facts)
+    if found.example is not None:
+        for title, text in example(found):
+            console.print(Text(f"\n{title}", "bold"))
+            console.print(Text(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."))
+    if found.lengths:
+        table = Table(title="\nTokens", title_justify="left", show_edge=False, box=None, padding=(0, 2, 0, 0))
+        table.add_column("")
+        for heading in ("median", "95 %", "longest", "limit", "cut"):
+            table.add_column(heading, justify="right")
+        for row in found.lengths:
+            cut = f"{row.cut:,} ({row.cut / found.records:.1%})" if row.cut else "0"
+            table.add_row(row.part, f"{row.median:,}", f"{row.p95:,}", f"{row.longest:,}", f"{row.limit:,}", cut)
+        console.print(table)
+    for note in found.notes:
+        console.print(Text(f"\n{note}"))
+
+
+def example(found: DataLook) -> list[tuple[str, str]]:
+    """The parts of the first record with their titles."""
+    from dovetail.coordinator.data.records import Demonstration, Preference
+
+    record = found.example
+    assert record is not None
+    parts = [("Prompt of the first record", record.prompt)]
+    if isinstance(record, Demonstration):
+        return [*parts, ("Response, which is learnt", record.response)]
+    if isinstance(record, Preference):
+        return [*parts, ("Chosen", record.chosen), ("Rejected", record.rejected)]
+    if record.fields:
+        parts.append(("Fields for reward functions", ", ".join(f"{k} = {v!r}" for k, v in record.fields.items())))
+    return parts

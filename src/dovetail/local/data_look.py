@@ -1,0 +1,211 @@
+"""What is in a data file: its format, how its records become text, their lengths in tokens, and which lines are bad.
+
+Every record is read, in the way in which a job reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dovetail.coordinator.data import jsonl
+from dovetail.coordinator.data.chat_template import ChatFormat, HumanAssistant, chat_format
+from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.formats import FORMATS, MESSAGE_FIELDS, convert, detect
+from dovetail.coordinator.data.records import Demonstration, Kind, Preference, Record
+from dovetail.coordinator.data.sources import PARQUET, source_files
+from dovetail.coordinator.data.tokenize import Encoder
+
+
+@dataclass(frozen=True)
+class PartLengths:
+    """Tokens of one part of the records. `limit`: where longer ones are cut; `cut`: how many are."""
+
+    part: str
+    median: int
+    p95: int
+    longest: int
+    limit: int
+    cut: int
+
+
+@dataclass(frozen=True)
+class DataLook:
+    """`records`: the good ones. `first_error` names file and line; `errors`: how many lines are bad. `template`: how
+    dialogues become text. `example`: the first good record. `lengths`: none without a tokenizer."""
+
+    files: Sequence[Path]
+    format: str
+    kind: Kind
+    records: int
+    errors: int
+    first_error: str | None
+    template: str
+    example: Record | None
+    lengths: Sequence[PartLengths] = ()
+    notes: Sequence[str] = ()
+
+
+@dataclass
+class _PartCounts:
+    limit: int
+    part: str
+    lengths: list[int] = field(default_factory=list)
+
+    def summary(self) -> PartLengths:
+        found = np.array(self.lengths)
+        median, p95 = (int(np.percentile(found, share)) for share in (50, 95))
+        return PartLengths(self.part, median, p95, int(found.max()), self.limit, int((found > self.limit).sum()))
+
+
+def look(
+    path: Path,
+    where: str,
+    kind: Kind | None = None,
+    fmt: str = "Auto",
+    encoder: Encoder | None = None,
+    chat: ChatFormat | None = None,
+) -> DataLook:
+    """Read every record of a file or folder. `where`: what names it, for errors about the whole. `kind`: what the
+    records are read as; None: what the first good one looks like. `encoder`: counts tokens. `chat`: writes dialogues;
+    None: the encoder's tokenizer.
+
+    Raises DataError for a file that is missing, empty or of no known kind."""
+    chat = chat or chat_format(None if encoder is None else encoder.tokenizer)
+    files = source_files(path, where)
+    found = _FileReading(kind, fmt, chat, encoder)
+    for place, row in _rows(files):
+        found.read(row, place)
+    if not found.records and not found.errors:
+        raise DataError(f"{files[0]}: the file is empty; every line should hold one JSON record")
+    return found.look(files)
+
+
+class _FileReading:
+    """Reads rows one by one and keeps what is told of them."""
+
+    def __init__(self, kind: Kind | None, fmt: str, chat: ChatFormat, encoder: Encoder | None) -> None:
+        self.kind, self.format, self.chat, self._encoder = kind, fmt, chat, encoder
+        self.records = self.errors = 0
+        self.first_error: str | None = None
+        self._example: Record | None = None
+        self._turns = False
+        self._counts: dict[str, _PartCounts] = {}
+
+    def read(self, row: Any, where: str) -> None:
+        """`row`: as it was read, or why it cannot be."""
+        try:
+            if isinstance(row, DataError):
+                raise row
+            self._keep(self._converted(row, where))
+        except DataError as error:
+            self.errors += 1
+            self.first_error = self.first_error or str(error)
+
+    def _converted(self, row: Any, where: str) -> Record:
+        if self.format == "Auto":
+            self.format = detect(row, where)
+        if self.kind is None:
+            self.kind = kind_of(row, self.format, self.chat, where)
+        record = convert(row, self.format, self.kind, self.chat, where)
+        self._turns = self._turns or any(isinstance(row.get(name), list) for name in (*MESSAGE_FIELDS, "chosen"))
+        return record
+
+    def _keep(self, record: Record) -> None:
+        self.records += 1
+        self._example = self._example or record
+        if self._encoder is not None:
+            for part, tokens, limit in _parts(record, self._encoder):
+                self._counts.setdefault(part, _PartCounts(limit, part)).lengths.append(tokens)
+
+    def look(self, files: Sequence[Path]) -> DataLook:
+        lengths = [counts.summary() for counts in self._counts.values()]
+        own = not isinstance(self.chat, HumanAssistant)
+        template = "none: the text is used as it is"
+        if self._turns:
+            template = "the tokenizer's chat template" if own else "Human/Assistant"
+        notes = []
+        if own and not self._turns and self.records:
+            notes.append(
+                "The tokenizer has a chat template, but these records are not messages, so it is not used. For a chat "
+                'model write {"messages": [{"role": "user", "content": ...}, ...]}.'
+            )
+        if self._turns and not own:
+            notes.append(
+                "The template is that of a tokenizer without one of its own; --model NAME takes the model's."
+                if self._encoder is None
+                else "The tokenizer has no chat template, so dialogues are written as Human/Assistant."
+            )
+        return DataLook(
+            files,
+            self.format,
+            self.kind or "prompts",
+            self.records,
+            self.errors,
+            self.first_error,
+            template,
+            self._example,
+            lengths,
+            notes,
+        )
+
+
+def kind_of(row: Any, fmt: str, chat: ChatFormat, where: str) -> Kind:
+    """What a record looks like: preferences, demonstrations, or else prompts.
+
+    Raises DataError if it is none of them."""
+    if FORMATS[fmt].pairs:
+        return "preferences"
+    try:
+        convert(row, fmt, "demonstrations", chat, where)
+    except DataError:
+        convert(row, fmt, "prompts", chat, where)
+        return "prompts"
+    return "demonstrations"
+
+
+def _rows(files: Sequence[Path]) -> Iterator[tuple[str, Any]]:
+    """Where each row is, and the row or a DataError. After an error of a whole file, the next file follows."""
+    for file in files:
+        try:
+            yield from _of_parquet(file) if file.name.endswith(PARQUET) else _of_lines(file)
+        except DataError as error:
+            yield str(file), error
+
+
+def _of_lines(file: Path) -> Iterator[tuple[str, Any]]:
+    for number, text in jsonl.lines(file):
+        where = f"{file}:{number}"
+        try:
+            yield where, jsonl.parse(text, where)
+        except DataError as error:
+            yield where, error
+
+
+def _of_parquet(file: Path) -> Iterator[tuple[str, Any]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    number = 0
+    try:
+        with parquet.ParquetFile(file) as table:
+            for batch in table.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{file}: record {number}", row
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file}: cannot be read: {' '.join(str(error).split())[:300]}") from error
+
+
+def _parts(record: Record, encoder: Encoder) -> Iterator[tuple[str, int, int]]:
+    """(name, tokens, limit) of the parts of a record that have a limit, before anything is cut."""
+    given = len(encoder.bos) + len(encoder.encode(record.prompt))
+    yield "prompt", given, encoder.max_prompt_tokens
+    if isinstance(record, Demonstration):
+        yield "prompt and response", given + len(encoder.encode(record.response)) + 1, encoder.max_tokens
+    elif isinstance(record, Preference):
+        for name, text in (("chosen", record.chosen), ("rejected", record.rejected)):
+            yield f"prompt and {name}", given + len(encoder.encode(text)) + 1, encoder.max_tokens

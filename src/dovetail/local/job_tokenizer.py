@@ -1,0 +1,26 @@
+"""A model's tokenizer, before there is a run."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from dovetail.coordinator.data import tokenizer
+from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.hub import Hub
+from dovetail.manifest.types import HubAccess
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def named_tokenizer(name: str, field: str) -> Any:
+    """The tokenizer of a model's folder, or of a hub's repository, without its weights. `field`: what names it.
+
+    Raises DataError."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        if not _HUB_NAME.fullmatch(name):
+            raise DataError(f"{field} {name} is no folder, and no model of a hub (owner/name)")
+        folder = Hub(HubAccess()).describe("tokenizer", field, name, None)
+    return tokenizer.load(folder, field)

@@ -1,0 +1,119 @@
+"""`dovetail data`: what a user learns of a file before a job reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from dovetail.cli.main import cli
+from dovetail.coordinator.data import tokenizer
+from dovetail.local.data_look import look
+
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer with a chat template, of bytes: one token a character."""
+    folder = tmp_path_factory.mktemp("model")
+    made = tokenizer.train(["a"], 258)
+    made.chat_template = TEMPLATE
+    made.save_pretrained(str(folder))
+    return folder
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def data(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, ["data", *map(str, arguments)], env={"COLUMNS": "120"})
+
+
+def squeezed(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_lengths_and_what_is_cut_at_the_limits(tmp_path: Path, model: Path) -> None:
+    file = write(tmp_path / "d.jsonl", *({"prompt": "p" * n, "response": " r"} for n in range(1, 101)))
+    done = data(file, "--model", model, "--max-prompt-tokens", 90, "--max-tokens", 100)
+    assert done.exit_code == 0, done.output
+    rows = squeezed(done.output)
+    assert "Records 100" in rows
+    assert "prompt 50 95 100 90 10 (10.0%)" in rows
+    assert "prompt and response 53 98 103 100 3 (3.0%)" in rows
+    assert "Read as demonstrations, a guess from the first record; --as names another" in rows
+    assert any("has a chat template, but these records are not messages" in row for row in rows)
+
+
+def test_messages_are_shown_as_the_template_writes_them(tmp_path: Path, model: Path) -> None:
+    row = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}], "id": 7}
+    done = data(write(tmp_path / "m.jsonl", row), "--model", model)
+    assert "Template the tokenizer's chat template" in squeezed(done.output)
+    assert "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n" in done.output
+    assert "Response, which is learnt\nHo<|im_end|>" in done.output
+    prompts = data(tmp_path / "m.jsonl", "--as", "prompts")
+    assert prompts.exit_code == 0
+    assert "Template Human/Assistant" in squeezed(prompts.output)
+    assert "id = 7" in prompts.output
+    assert "give --model" in prompts.output
+
+
+def test_the_first_bad_line_has_its_number_and_a_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "users.jsonl"
+    file.write_bytes(
+        b'\xef\xbb\xbf{"prompt": "a", "response": "b"}\r\n\r\n{"prompt": "a"}\r\n{oh\r\n{"prompt": "", "response": ""}'
+    )
+    done = data(file)
+    assert done.exit_code == 2
+    assert "Records 1, and 3 bad" in squeezed(done.stdout)
+    assert f"Error: {file}:3: field 'response' (or completion, output, answer) is missing" in done.stderr
+    assert "3 records are bad" in done.stderr
+
+
+def test_what_cannot_be_decoded_is_a_line_too(tmp_path: Path) -> None:
+    file = tmp_path / "latin.jsonl"
+    file.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xe9"}\n')
+    done = data(file, "--as", "prompts")
+    assert (done.exit_code, "latin.jsonl:2: not UTF-8 text" in done.stderr) == (2, True)
+
+
+def test_pairs_and_parquet(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    rows = [{"prompt": "p", "chosen": "good", "rejected": "bad"}, {"prompt": "", "chosen": "x", "rejected": "y"}]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "pairs.parquet")
+    found = look(tmp_path / "pairs.parquet", "FILE")
+    assert (found.kind, found.format, found.records, found.errors) == ("preferences", "ChosenRejected", 1, 1)
+    assert "record 2: field 'prompt' is an empty string" in str(found.first_error)
+
+
+def test_the_lengths_and_the_model_of_a_job(tmp_path: Path, model: Path) -> None:
+    assert CliRunner().invoke(cli, ["init", "sft", str(tmp_path / "job"), "--model", str(model)]).exit_code == 0
+    done = data(tmp_path / "job/demonstrations.jsonl", "--job", tmp_path / "job/job.yaml", "--max-tokens", 8)
+    assert done.exit_code == 0, done.output
+    (row,) = [row for row in squeezed(done.output) if row.startswith("prompt and response")]
+    assert row.endswith(" 8 5 (100.0%)")
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("nothing.jsonl", "does not exist"), ("text.csv", "must end in one of .jsonl"), ("empty.jsonl", "is empty")],
+)
+def test_files_that_hold_no_records_are_refused(tmp_path: Path, name: str, sentence: str) -> None:
+    if name != "nothing.jsonl":
+        (tmp_path / name).write_text("\n")
+    done = data(tmp_path / name)
+    assert done.exit_code == 2
+    assert sentence in done.stderr
+    assert done.stderr.startswith("Error: ")
+    assert "FILE" not in done.stderr
