@@ -17,7 +17,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 DRILL_ARGS ?=
 
-.PHONY: help install tools demo drill test test-fast test-nightly lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu clean
+.PHONY: help docs install tools demo drill test test-fast test-nightly lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images images-push
 
 help: ## Show the targets
@@ -62,8 +62,11 @@ format: install ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-generate: install ## Write the CRD, the JSON schema and the reference page anew
+generate: install ## Write the CRD, the JSON schema and the pages of the reference anew
 	$(BIN)/python hack/generate.py
+
+docs: install ## Build the documentation site into build/site; a broken link is an error
+	$(BIN)/mkdocs build --strict --quiet
 
 COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url
 
@@ -71,8 +74,8 @@ COMPILE = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --gene
 requirements: $(BIN)/uv ## Compile the lists in requirements/ anew from pyproject.toml
 	$(BIN)/uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url \
 		--override requirements/overrides.txt --extra coordinator --extra operator --extra trainer --extra rollout-cpu \
-		--extra schedules --extra dev pyproject.toml -o requirements/cpu.txt
-	for image in operator trainer rollout-cpu; do \
+		--extra schedules --extra docs --extra dev pyproject.toml -o requirements/cpu.txt
+	for image in operator trainer rollout-cpu docs; do \
 		$(COMPILE) --override requirements/overrides.txt --constraint requirements/cpu.txt \
 			--extra $$image pyproject.toml -o requirements/$$image.txt || exit 1; done
 	$(COMPILE) --override requirements/overrides-gpu.txt --constraint requirements/trainer.txt \
@@ -80,7 +83,7 @@ requirements: $(BIN)/uv ## Compile the lists in requirements/ anew from pyprojec
 	$(COMPILE) requirements/build.in -o requirements/build.txt
 	$(MAKE) check-locks
 
-LOCKS = cpu operator trainer rollout-cpu rollout-gpu
+LOCKS = cpu operator trainer rollout-cpu rollout-gpu docs
 
 check-locks: $(STAMP) ## Look for files that two wheels of a lock both install (asks the registry)
 	$(BIN)/python hack/check_locks.py $(LOCKS:%=requirements/%.txt)

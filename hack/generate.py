@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import yaml
 
@@ -36,6 +37,12 @@ def readme() -> str:
     return chart_readme(ROOT / "helm" / "dovetail")
 
 
+def _pages() -> ModuleType:
+    import docs_pages
+
+    return docs_pages
+
+
 def openapi_json() -> str:
     return json.dumps(openapi_document(), indent=2, ensure_ascii=False) + "\n"
 
@@ -47,6 +54,10 @@ FILES: dict[str, Callable[[], str]] = {
     "docs/openapi.json": openapi_json,
     "docs/schema/rlhfjob.schema.json": json_schema,
     "docs/reference.md": reference,
+    "docs/cli.md": lambda: _pages().cli_page(),
+    "docs/python.md": lambda: _pages().python_page(ROOT),
+    "docs/examples.md": lambda: _pages().examples_page(ROOT),
+    "docs/chart.md": lambda: _pages().chart_page(readme()),
 }
 
 

@@ -1,12 +1,36 @@
-"""Documents name files and pages that are there."""
+"""Documents name files, pages, fields and commands that are there, and the site is built of them."""
 
+import html.parser
 import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
+import markdown
 import pytest
+import yaml
+from markdown_it import MarkdownIt
+from pydantic import TypeAdapter, ValidationError
+
+from dovetail.cli.main import cli
+from dovetail.coordinator.health import health
+from dovetail.coordinator.telemetry.telemetry import CoordinatorMetrics
+from dovetail.manifest.checks.validation import parse_manifest
+from dovetail.manifest.types import RLHFJobSpec
+from dovetail.operator.reconcile import reasons
+from dovetail.trainer.rank.metrics import TrainerMetrics
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
+SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
 
 
 def anchors(page: Path) -> set[str]:
@@ -15,7 +39,14 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def code_blocks(page: Path) -> Iterator[tuple[str, str]]:
+    """Language ("" if none) and text of each block of code, fenced or indented."""
+    for token in MarkdownIt().parse(page.read_text()):
+        if token.type in ("fence", "code_block"):
+            yield token.info.strip(), token.content
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_links_lead_somewhere(page):
     text = re.sub(r"^```.*?^```|^    .*?$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     broken = []
@@ -24,9 +55,10 @@ def test_links_lead_somewhere(page):
             continue
         name, _, anchor = target.partition("#")
         file = (page.parent / name).resolve() if name else page
-        if not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
+        outside = page in DOCS and not file.is_relative_to(ROOT / "docs")
+        if outside or not file.exists() or (anchor and file.suffix == ".md" and anchor not in anchors(file)):
             broken.append(target)
-    assert broken == []
+    assert broken == [], "a link of the site must lead to something in docs/ that is there"
 
 
 def test_contributing_names_files_that_are_there():
@@ -35,3 +67,195 @@ def test_contributing_names_files_that_are_there():
     )
     assert len(named) > 20
     assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+# ------------------------------------------------------------------ the site
+
+
+def pages_of(entry) -> Iterator[str]:
+    for value in entry.values() if isinstance(entry, dict) else entry if isinstance(entry, list) else ():
+        yield from pages_of(value)
+    if isinstance(entry, str):
+        yield entry
+
+
+def test_every_page_has_its_place_in_mkdocs_yml():
+    listed = list(pages_of(SITE["nav"]))
+    assert sorted(listed) == [str(page.relative_to(ROOT / "docs")) for page in DOCS]
+
+
+@pytest.mark.parametrize("page", DOCS, ids=name_of)
+def test_the_site_shows_the_lists_and_blocks_that_github_shows(page):
+    """MkDocs' Markdown wants an empty line before a list, and four spaces before what is inside an item."""
+    text = page.read_text()
+    shown = markdown.markdown(text, extensions=["tables", "fenced_code", "sane_lists"])
+    meant = MarkdownIt().enable("table").render(text)
+    for tag in ("li", "table", "pre"):
+        assert len(re.findall(f"<{tag}[ >]", shown)) == len(re.findall(f"<{tag}[ >]", meant)), f"<{tag}>"
+
+
+class Loaded(html.parser.HTMLParser):
+    """What a page makes a browser load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        if tag in ("script", "img", "iframe", "source") and given.get("src"):
+            self.found.append(given["src"])
+        if tag == "link" and given.get("rel") != "canonical" and given.get("href"):
+            self.found.append(given["href"])
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", ROOT / "mkdocs.yml"]
+    done = subprocess.run([*command, "--site-dir", tmp_path], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    pages = list(tmp_path.rglob("*.html"))
+    assert {page.relative_to(tmp_path).with_suffix(".md") for page in pages} >= {
+        page.relative_to(ROOT / "docs") for page in DOCS
+    }
+    for page in pages:
+        loaded = Loaded()
+        loaded.feed(page.read_text())
+        assert loaded.found
+        assert [url for url in loaded.found if re.match(r"(https?:)?//", url)] == [], page.name
+    for sheet in tmp_path.rglob("*.css"):
+        assert not re.search(r"(@import|url\()\s*[\"']?(https?:)?//", sheet.read_text()), sheet.name
+
+
+# ------------------------------------------------------------------ manifests and commands
+
+
+def manifests() -> Iterator[tuple[str, str]]:
+    for page in PAGES:
+        for language, text in code_blocks(page):
+            if language == "yaml" and "kind: RLHFJob" in text:
+                yield name_of(page), text
+
+
+MANIFESTS = list(manifests())
+
+
+def test_there_are_manifests_to_check():
+    assert len(MANIFESTS) > 10
+
+
+@pytest.mark.parametrize(("page", "text"), MANIFESTS, ids=[page for page, _ in MANIFESTS])
+def test_manifests_pass_the_types_and_the_rules(page, text):
+    assert parse_manifest(text).kind == "RLHFJob"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_parts_of_manifests_have_fields_that_exist(page):
+    """A block that begins with fields of spec. What it leaves out is not looked at."""
+    for language, text in code_blocks(page):
+        if language not in ("yaml", "") or "kind:" in text.split("spec:")[0]:
+            continue
+        try:
+            part = yaml.safe_load(text)
+        except yaml.YAMLError:
+            assert language == "", f"no YAML: {text}"
+            continue
+        part = part.get("spec", part) if isinstance(part, dict) else {}
+        if not isinstance(part, dict) or not part or not set(part) <= set(SPEC):
+            continue
+        for name, value in part.items():
+            try:
+                TypeAdapter(SPEC[name]).validate_python(value)
+            except ValidationError as error:
+                wrong = [each for each in error.errors() if each["type"] != "missing"]
+                assert wrong == [], text
+
+
+SPEC = {field.alias or name: field.annotation for name, field in RLHFJobSpec.model_fields.items()}
+
+
+def command_lines(text: str) -> Iterator[str]:
+    """Of a block of shell lines, those that call `dovetail`, up to a pipe, a redirection or a comment."""
+    for line in text.replace("\\\n", " ").splitlines():
+        for part in re.split(r"\s(?:&&|\|\||\||;|>)\s", line):
+            found = re.fullmatch(r"\s*(?:\$ )?(?:[A-Z_]+=\S+ )*((?:\.venv/bin/)?dovetail\s+[a-z-].*)", part)
+            if found:
+                yield found[1]
+
+
+def parse(line: str) -> None:
+    """Read a command line as `dovetail` would, and run nothing. Raises click.UsageError."""
+    words = shlex.split(line, comments=True)[1:]
+    command: click.Command = cli
+    while isinstance(command, click.Group):
+        if not words or words[0].startswith("-"):
+            return  # of the whole program: --help, --version
+        if words[0] not in command.commands:
+            raise click.UsageError(f"there is no command {words[0]}")
+        command = command.commands[words.pop(0)]
+    with command.make_context(command.name, words):
+        pass
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "helm/dovetail/README.md"], ids=name_of)
+def test_commands_can_be_parsed(page, monkeypatch):
+    # The files of an example need not be there.
+    monkeypatch.setattr(click.Path, "convert", lambda self, value, param, ctx: self.coerce_path_result(value))
+    for language, text in code_blocks(page):
+        if language not in ("", "sh", "bash", "text", "console"):
+            continue
+        for line in command_lines(text):
+            if "OPTIONS" in line:
+                continue  # a line of usage
+            try:
+                parse(line)
+            except click.ClickException as error:
+                pytest.fail(f"{line}: {error.format_message()}")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_in_the_text_exist(page):
+    named = re.findall(r"`dovetail ([a-z]+)[^`]*`", page.read_text())
+    assert [name for name in named if name not in cli.commands] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_make_targets_exist(page):
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = [
+        word
+        for _, text in code_blocks(page)
+        for words in re.findall(r"^(?:\w+=\S+ )?make ((?:-s )?[a-z][a-z0-9 -]*)", text, re.MULTILINE)
+        for word in words.replace("-s ", "").split()
+    ]
+    assert [name for name in named if name not in targets] == []
+
+
+# ------------------------------------------------------------------ reasons and metrics
+
+
+def headings(page: Path) -> set[str]:
+    return {
+        name.strip()
+        for heading in re.findall(r"^### (.+)$", page.read_text(), re.MULTILINE)
+        for name in heading.split(",")
+    }
+
+
+def test_every_reason_of_a_condition_is_explained():
+    told = {value for name, value in vars(reasons).items() if name.isupper() and isinstance(value, str)}
+    well = set(re.findall(r"^\| `(\w+)` \|", (ROOT / "docs/conditions.md").read_text(), re.MULTILINE))
+    ill = headings(ROOT / "docs/by-condition.md")
+    assert told | set(health.REASONS) <= well | ill
+    assert ill <= told | set(health.REASONS), "a section is of no reason"
+
+
+def test_every_metric_of_prometheus_is_explained():
+    from prometheus_client import CollectorRegistry
+
+    page = (ROOT / "docs/metrics.md").read_text()
+    for make in (CoordinatorMetrics, TrainerMetrics):
+        registry = CollectorRegistry()
+        make(registry)
+        missing = [family.name for family in registry.collect() if f"`{family.name}" not in page]
+        assert missing == []
