@@ -4,6 +4,9 @@
 .DELETE_ON_ERROR:
 SHELL := /bin/bash
 
+# Some machines turn Python's cache of compiled modules off. Every process would then compile what it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin

@@ -6,6 +6,7 @@ same one, which begins with them: they mostly wait, and leave the other worker a
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,10 @@ TOGETHER = {
 }
 SHARING = {"cluster", "api server", "nullgpu", *TOGETHER}
 
+
+# Some machines turn Python's cache of compiled modules off. Every process of a test would then compile torch anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     # That of the workers, who list their tests alike. Processes that tests start have one each, as users' processes do.
