@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,16 @@ def test_the_planner_knows_what_the_allocator_reserves(null_gpu: Run, case: Case
     results = null_gpu(case.name.replace(" ", "-").replace("/", "-"), asked.pop("do"), **asked).good()
     reserved = max(result["reserved"] for result in results)
     assert predicted(case) == pytest.approx(reserved, rel=0.05)
+
+
+def test_the_sum_of_gradients_in_float32_is_there_while_micro_batches_follow(null_gpu: Run) -> None:
+    """Of four micro-batches on two data-parallel ranks. With one it would not be, and the planner says so."""
+    case = next(case for case in SMALL if case.dp > 1)
+    asked = scenario(case)
+    results = null_gpu(case.name.replace(" ", "-").replace("/", "-"), asked.pop("do"), **asked).good()
+    reserved = max(result["reserved"] for result in results)
+    assert case.micro_batches > 1
+    assert predicted(replace(case, micro_batches=1)) < 0.9 * reserved
 
 
 def test_logits_are_never_there_as_a_whole(null_gpu: Run) -> None:

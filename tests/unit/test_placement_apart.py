@@ -31,7 +31,7 @@ from helpers.estimates import estimate
 BOTH = [group("all", ["trainer", "rollout"], replicas=4)]
 WIDE = {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32}
 UNEVEN, TEN = WIDE | {"num_hidden_layers": 5}, {"num_hidden_layers": 10}
-LONG = {"microBatchSize": 4, "epochs": 4, "oldLogProbs": "Rollout"}
+LONG = {"globalBatchSize": 128, "miniBatchSize": 128, "microBatchSize": 4, "epochs": 4, "oldLogProbs": "Rollout"}
 
 
 def tasks(plan: Plan) -> dict[str, Any]:

@@ -170,6 +170,23 @@ def test_the_recommended_groups_make_a_manifest_whose_plan_is_the_recommended_on
     }
 
 
+@pytest.mark.parametrize(("config", "nodes", "per_node"), [(MEDIUM, 1, 4), (MEDIUM, 2, 4), (LARGE, 2, 4)])
+def test_what_is_recommended_can_be_planned(config, nodes, per_node):
+    """Trainers that share a server's pod have their tensor parallel ranks in it, and messages as slow as between
+    pods."""
+    job = spec(config=config)
+    chosen, notes = recommend(job, {}, Inventory((Pool("p", gpu(A100), nodes, per_node),)))
+    assert notes == []
+    data = job.model_dump(by_alias=True, mode="json")
+    for field, value in fragment(chosen).items():
+        data[field] = data[field] | value if isinstance(value, dict) else value
+    again = RLHFJobSpec.model_validate(data)
+    assert check(again) == []
+    found = make_plan(resolve(again)).prediction
+    assert found is not None
+    assert found.phases["training"] < 1.2 * chosen.prediction.phases["training"]
+
+
 def test_more_gpus_are_never_slower():
     job = spec()
     seconds = [

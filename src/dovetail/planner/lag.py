@@ -41,8 +41,8 @@ def with_lags(found: Prediction, why_not: str | None, lag: int, lanes: Callable[
         PredictedLag(
             lag=each.lag,
             iteration_seconds=each.seconds if each.lag else found.synchronous_seconds,
-            trainer_idle=each.trainer_idle,
-            rollout_idle=each.rollout_idle,
+            trainer_idle=max(0.0, each.trainer_idle),  # shares that were added up may be 1 and a rounding error
+            rollout_idle=max(0.0, each.rollout_idle),
         )
         for each in steady.values()
     ]

@@ -27,6 +27,7 @@ from dovetail.planner.costs.passes import (
     straggling,
 )
 from dovetail.planner.costs.steps import StepTimes, together
+from dovetail.planner.hardware import GPU
 from dovetail.planner.hashing import known_share
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.shape import Head, ModelShape
@@ -207,8 +208,8 @@ class GPUCosts:
         """An optimizer step of the model that a training task trains, by 1F1B.
 
         A backward pass takes twice a forward pass, with activation checkpointing three times. The micro-batches of the
-        rank with most tokens count. Weights are gathered and gradients reduced once a step, under ZeRO-3 in each
-        pass."""
+        rank with most tokens count. Each but the first adds its gradients to those before. Weights are gathered and
+        gradients reduced once a step, under ZeRO-3 in each pass."""
         work, pool = self.work, self.inventory[share.pool].training
         shape, head = work.needed(task)
         lora = work.actor_lora if task == "actor_training" else work.critic_lora
@@ -227,6 +228,8 @@ class GPUCosts:
         elif dp > 1:
             gathered = all_gather(ITEMSIZE[pool.gpu.dtype] * size, dp, ring)
             fixed = reduced + (gathered if share.fsdp else reduced)  # without sharding gradients come back whole
+        # Under ZeRO-3, too: there each is written in float32 to be reduced, and a part of it is added up.
+        fixed += (count - 1) * self.added_gradients(trained * size, pool.gpu)
         fixed += self.optimizer(trained * size / (dp if share.fsdp else 1), share)
         # Of ranks with equal work the one with the longest sample of all ends last.
         longest = expected_longest(work.response, self.longest_of(share.dp)) + work.prompt.mean
@@ -235,6 +238,10 @@ class GPUCosts:
         if work.micro_batch_tokens is not None:
             skew = max(1.0, longest / (tokens * samples))
         return StepTimes(pp, count, max(stage, gather), backwards, hop, fixed, skew, samples)
+
+    def added_gradients(self, parameters: float, gpu: GPU) -> float:
+        """Seconds to add another gradient to the sum in float32. It is read, and the sum is read and written."""
+        return (ITEMSIZE[gpu.dtype] + 8) * parameters / (MEMORY * gpu.memory_bandwidth)
 
     def straggling(self, dp: int) -> float:
         """Tokens of the data-parallel rank with most of a mini-batch, over those of the mean rank."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from dovetail.manifest.checks.batching import batch_rules
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.planner.candidate import Candidate, Placement, Share, Task
-from dovetail.planner.costs.gpu import GPUCosts
+from dovetail.planner.costs.gpu import Estimate, GPUCosts
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.placement.configs import shapes
 from dovetail.planner.placement.layouts import pinned_shares
@@ -28,6 +29,32 @@ EFFORT_PER_GPU = 12
 
 class Unknown(ValueError):
     """The planner knows too little of the job; one sentence."""
+
+
+class PodCosts(GPUCosts):
+    """Costs of placements as `fragment` writes them. Trainers that share GPUs with servers are in pods of one server
+    each. Messages from pod to pod go over the network, as in the plan of such a manifest."""
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        mine = self.of(candidate)
+        return super().estimate(candidate) if mine is self else mine.estimate(candidate)
+
+    def of(self, candidate: Candidate) -> GPUCosts:
+        """The costs of this candidate's pods."""
+        for server in candidate.generation:
+            if any(server.overlaps(share) for share in (*candidate.actor_training, *candidate.critic_training)):
+                return self._in_pods(server.pool, server.pp * server.tp)
+        return self
+
+    @cache  # noqa: B019  as long-lived as its few keys
+    def _in_pods(self, name: str, size: int) -> GPUCosts:
+        pool = self.inventory[name]
+        if size >= pool.per_node:
+            return self
+        life = pool.life and pool.life * pool.per_node / size  # a node's end is that of all its pods
+        pods = replace(pool, nodes=pool.gpus // size, per_node=size, life=life)
+        pools = tuple(pods if each is pool else each for each in self.inventory.pools)
+        return GPUCosts(self.work, Inventory(pools), self._max_samples)
 
 
 def effort(inventory: Inventory, expired: Callable[[], bool] = lambda: False) -> Effort:
@@ -130,7 +157,8 @@ def _search(
     limits: Limits,
     effort: Effort,
 ) -> Chosen | str:
-    costs = GPUCosts(workload(spec, known), inventory, spec.generation.max_concurrent)
+    kind = PodCosts if limits.together else GPUCosts
+    costs = kind(workload(spec, known), inventory, spec.generation.max_concurrent)
     if limits.together:
         most = max(pool.per_node for pool in inventory.pools)
         result, _ = search_fewest_stages(limits, most, lambda tried: Search(tried, costs, effort).run())
@@ -141,6 +169,8 @@ def _search(
     if limits.together:
         result = _plainest(result, costs)
     assert result.best is not None
+    if isinstance(costs, PodCosts):
+        costs = costs.of(result.best.candidate)
     return Chosen(result.best.candidate, costs, prediction(result, costs))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dovetail.planner.candidate import INFERENCE, TRAINING, Share, cells
+from dovetail.planner.candidate import INFERENCE, TRAINING, Share, Task, cells
 from dovetail.planner.costs.gpu import GPUCosts, Option
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.ranking import EVERY, Ranked, Ranker, Ranking, orders
@@ -62,7 +62,8 @@ class Combiner:
 
     def agrees(self, ranking: Ranking, chosen: Sequence[Share]) -> bool:
         """Whether a combination can run: actor and critic have one micro-batch size and one tp, inference takes
-        whole servers, and a scorer's stages are in its server's pod."""
+        whole servers, a scorer's stages are in its server's pod, and so are tensor parallel ranks of trainers that
+        share a server's GPUs."""
         if not self._limits.together:
             return True
         placed = list(zip(ranking.places, chosen, strict=True))
@@ -72,7 +73,9 @@ class Combiner:
             for (task, slot), share in placed
             if task in INFERENCE
         )
-        return whole and len({_common(share) for (task, _), share in placed if task in TRAINING}) == 1
+        trained = [(slot, share) for (task, slot), share in placed if task in TRAINING]
+        alike = len({_common(share) for _, share in trained}) == 1
+        return whole and alike and all(_within_servers(slot, share.tp, placed) for slot, share in trained)
 
     def least(self, ranking: Ranking) -> Chosen | None:
         """The combination that holds least of a GPU while other tasks work, and then needs least for each task. So it
@@ -86,19 +89,25 @@ class Combiner:
 
     def _alike(self, ranking: Ranking) -> Iterator[list[Ranked]]:
         """The layouts of each place: all, then those with which actor and critic have the same micro-batch size and tp,
-        for each value that both can have."""
+        for each value that both can have, and servers on their GPUs whose pods hold tp ranks."""
         yield list(ranking.layouts)
         trained = [task in TRAINING for task, _ in ranking.places]
+        slots = [slot for task, slot in ranking.places if task in TRAINING]
         each = [
             {_common(option.share) for option in ranked}
             for ranked, training in zip(ranking.layouts, trained, strict=True)
             if training
         ]
         for common in sorted(set.intersection(*each), key=lambda common: (common[1], common[0])):
-            yield [
+            alike = [
                 [option for option in ranked if _common(option.share) == common] if training else ranked
                 for ranked, training in zip(ranking.layouts, trained, strict=True)
             ]
+            # As `agrees` wants it.
+            for at, (task, slot) in enumerate(ranking.places):
+                if task == "generation" and any(slot.overlaps(other) for other in slots):
+                    alike[at] = [o for o in alike[at] if o.share.pp * o.share.tp % common[1] == 0]
+            yield alike
 
     def _agreeing(self, ranking: Ranking, filling: Filling, patience: int) -> Iterator[Chosen]:
         coming = islice(orders(ranking.layouts), patience)
@@ -138,6 +147,15 @@ class Combiner:
                 found = filling.repaired(layouts)
                 if found is not None and self.agrees(wide, chosen := tuple(o.share for o in found)):
                     yield chosen
+
+
+def _within_servers(slot: Share, tp: int, placed: Iterable[tuple[tuple[Task, Share], Share]]) -> bool:
+    """Whether each `tp` ranks of a trainer on `slot` are in one pod: that of a server, where servers share its GPUs."""
+    return tp == 1 or all(
+        server.pp * server.tp % tp == 0
+        for (task, other), server in placed
+        if task == "generation" and other.overlaps(slot)
+    )
 
 
 def _common(share: Share) -> tuple[int, int]:
