@@ -13,20 +13,22 @@ import markdown
 import pytest
 import yaml
 from markdown_it import MarkdownIt
+from mkdocs.utils.yaml import yaml_load
 from pydantic import TypeAdapter, ValidationError
 
 from dovetail.cli.main import cli
 from dovetail.coordinator.health import health
 from dovetail.coordinator.telemetry.telemetry import CoordinatorMetrics
-from dovetail.manifest.checks.validation import parse_manifest
+from dovetail.manifest.checks.validation import load_manifest, parse_manifest
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.operator.reconcile import reasons
+from dovetail.planner.make_plan import make_plan
 from dovetail.trainer.rank.metrics import TrainerMetrics
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
-SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+SITE = yaml_load(ROOT.joinpath("mkdocs.yml").open("rb"))
 
 
 def name_of(page: Path) -> str:
@@ -145,8 +147,22 @@ def test_there_are_manifests_to_check():
 
 
 @pytest.mark.parametrize(("page", "text"), MANIFESTS, ids=[page for page, _ in MANIFESTS])
-def test_manifests_pass_the_types_and_the_rules(page, text):
+def test_manifests_pass_the_types_and_the_rules_and_are_planned(page, text):
     assert parse_manifest(text).kind == "RLHFJob"
+    assert make_plan(load_manifest(text).spec).world_size > 0
+
+
+def test_reward_functions_of_the_how_to_pages_work():
+    found: dict = {}
+    for name in ("grpo.md", "reward.md"):
+        for language, text in code_blocks(ROOT / "docs/how-to" / name):
+            if language == "python":
+                exec(text, found)
+    texts = ["I think. Answer: 5", "Answer: 5, no, Answer: 6", "Hello, I do not know"]
+    prompts = ["2 + 3?"] * 3
+    assert found["correct"](prompts, texts, answer=["5"] * 3) == [1.0, 0.0, 0.0]
+    assert found["polite"](prompts, texts, answer=["5"] * 3) == [0.0, 0.0, 1.0]
+    assert found["short"](prompts, ["", "ab"]) == [0.0, -0.002]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
