@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import click
 
 from dovetail.cli.common.overrides import apply_overrides
-from dovetail.manifest.documents import ManifestError, parse, read_yaml
+from dovetail.manifest.documents import FieldLines, ManifestError, parse, read_yaml
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.plan import Plan
 
@@ -62,11 +63,28 @@ def load_job(
     folder = run_dir or Path("runs") / job.metadata.name
     measured = local_profile(profile_path, folder)
     lag = lag_of_run(folder) if resume else None
-    made = make_plan(job.spec, layer_counts(job.spec, base), configs, hardware(hardware_path), measured, lag)
+    with located(manifest, overrides):
+        made = make_plan(job.spec, layer_counts(job.spec, base), configs, hardware(hardware_path), measured, lag)
     elsewhere = planned and not all(group.on_cpu for group in written.spec.groups)
     for warning in dict.fromkeys([*warnings(written.spec, cluster=elsewhere), *made.warnings]):
         click.echo(f"Warning: {warning}", err=True)
     return job.model_copy(update={"spec": with_lag(job.spec, made.lag)}), made
+
+
+@contextmanager
+def located(manifest: Path | str, overrides: Sequence[str] = ()) -> Iterator[None]:
+    """Sentences about fields get the manifest's file and line. Fields of --set keep their names alone."""
+    try:
+        yield
+    except ValueError as error:
+        from dovetail.planner.make_plan import PlanError
+
+        if not isinstance(manifest, Path) or not isinstance(error, (ManifestError, PlanError)):
+            raise
+        lines = FieldLines(manifest, [override.partition("=")[0].strip() for override in overrides])
+        if isinstance(error, ManifestError):
+            raise ManifestError([lines.located(sentence) for sentence in error.errors]) from error
+        raise PlanError(lines.located(str(error))) from error
 
 
 def read_job(
@@ -81,14 +99,15 @@ def read_job(
     document = read_yaml(manifest)
     if isinstance(document, dict):
         apply_overrides(document, [*overrides, *([f"spec.seed={seed}"] if seed is not None else [])])
-    written = parse(document)
-    if cpu:
-        written = written.model_copy(update={"spec": on_cpus(written.spec)})
-    elif cpu is not None and (problem := no_gpus(written.spec, len(cuda_devices()))):
-        raise ManifestError([f"{problem}."])
-    if errors := check(written.spec):
-        raise ManifestError(errors)
-    base = manifest.resolve().parent if isinstance(manifest, Path) else Path.cwd()
-    if errors := check_files(written.spec, base):
-        raise ManifestError(errors)
+    with located(manifest, overrides):
+        written = parse(document)
+        if cpu:
+            written = written.model_copy(update={"spec": on_cpus(written.spec)})
+        elif cpu is not None and (problem := no_gpus(written.spec, len(cuda_devices()))):
+            raise ManifestError([f"{problem}."])
+        if errors := check(written.spec):
+            raise ManifestError(errors)
+        base = manifest.resolve().parent if isinstance(manifest, Path) else Path.cwd()
+        if errors := check_files(written.spec, base):
+            raise ManifestError(errors)
     return written, absolute_paths(written.model_copy(update={"spec": resolve(written.spec)}), base), base

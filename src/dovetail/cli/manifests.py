@@ -3,27 +3,56 @@
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import click
+from rich.console import Console
 
-from dovetail.cli.job_arguments import load_job, manifest_argument, set_option
+from dovetail.cli.common.extras import require
+from dovetail.cli.doctor_command import findings_table
+from dovetail.cli.job_arguments import load_job, located, manifest_argument, set_option
+from dovetail.manifest.documents import ManifestError
+from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.plan import Plan
 from dovetail.supervision.errors import UsageError
 
 
 @click.command()
 @manifest_argument
 @set_option
-def validate(manifest: Path, overrides: tuple[str, ...]) -> None:
+@click.option(
+    "--deep",
+    is_flag=True,
+    help="Read every record of the data, load the tokenizer, call the reward functions on two prompts, and count GPUs.",
+)
+def validate(manifest: Path, overrides: tuple[str, ...], deep: bool) -> None:
     """Check a manifest without running it.
 
-    Each problem is one sentence that names the field and the fix. The exit code is then 2. A warning names each field
-    that is accepted but has no effect yet.
+    Each problem is one sentence with file and line, the field and the fix. The exit code is then 2. A warning names
+    each field that is accepted but has no effect yet.
     """
     job, plan = load_job(manifest, overrides)
     rollouts = f", {len(plan.rollouts)} rollouts" if plan.rollouts else ""
     stages = ", ".join(stage.value for stage in job.spec.stages)
     ranks = f"{plan.world_size} trainer rank{'s' if plan.world_size != 1 else ''}"
+    if deep:
+        _deeply(manifest, overrides, job, plan)
     click.echo(f"{manifest} is valid: {job.metadata.name}, stages {stages}; {ranks}{rollouts}.")
+
+
+def _deeply(manifest: Path, overrides: tuple[str, ...], job: RLHFJob, plan: Plan) -> None:
+    """Shows all findings. Raises ManifestError with the problems."""
+    require("dovetail validate --deep", ["coordinator"])
+    from dovetail.local.deep_check import check_deeply
+
+    console = Console()
+    with console.status("checking"), TemporaryDirectory(prefix="dovetail-") as scratch:
+        findings = list(check_deeply(job, plan, manifest.resolve().parent, Path(scratch)))
+    console.print(findings_table([finding for finding in findings if finding.state != "problem"]))
+    problems = [f"{f.says}{f'; {f.mend}' if f.mend else ''}." for f in findings if f.state == "problem"]
+    with located(manifest, overrides):
+        if problems:
+            raise ManifestError(problems)
 
 
 @click.command()

@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +112,54 @@ def read_yaml(source: str | Path) -> Any:
         found = f"holds {len(documents)} documents" if documents else "is empty"
         raise ManifestError([f"{name} {found}; give exactly one RLHFJob."])
     return documents[0]
+
+
+class FieldLines:
+    """The lines of a manifest file where its fields are. `ignored`: fields that do not come from the file, as
+    `spec.ppo.iterations`."""
+
+    def __init__(self, path: Path, ignored: Sequence[str] = ()) -> None:
+        self._path = path
+        self._ignored = tuple(_steps(name) for name in ignored)
+        try:
+            nodes = list(yaml.compose_all(_text(path)[0], Loader=_Loader))
+        except (yaml.YAMLError, ValueError, RecursionError):
+            nodes = []
+        self._root = nodes[0] if nodes else None
+
+    def located(self, sentence: str) -> str:
+        """The sentence with file and line before it, as `job.yaml:12: spec.ppo.clip must be ...`, if it begins with a
+        field. Of a field that is missing, the line of what should have it."""
+        field = _FIELD.match(sentence)
+        steps = _steps(field[0]) if field else ()
+        if self._root is None or not steps or any(steps[: len(own)] == own for own in self._ignored):
+            return sentence
+        line = self._line(steps)
+        return sentence if line is None else f"{self._path}:{line}: {sentence}"
+
+    def _line(self, steps: tuple[str | int, ...]) -> int | None:
+        """Counts from 1. None where not even the first step is there."""
+        node, line = self._root, None
+        for step in steps:
+            if isinstance(node, yaml.MappingNode):
+                pair = next((pair for pair in node.value if pair[0].value == step), None)
+                if pair is None:
+                    break
+                line, node = pair[0].start_mark.line + 1, pair[1]
+            elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+                node = node.value[step]
+                line = node.start_mark.line + 1
+            else:
+                break
+        return line
+
+
+_FIELD = re.compile(r"(?:apiVersion|kind|metadata|spec)\b(?:\.\w+|\[\d+\])*")
+
+
+def _steps(field: str) -> tuple[str | int, ...]:
+    """`spec.groups[0].name` as ("spec", "groups", 0, "name")."""
+    return tuple(int(step) if step.isdigit() else step for step in re.findall(r"\w+", field))
 
 
 def _text(source: str | Path) -> tuple[str, str]:

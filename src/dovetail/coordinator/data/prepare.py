@@ -184,7 +184,7 @@ def prepare(
 
     # Data and weights may take an hour to download, so rollouts do not wait for them.
     training = spec.models.tokenizer.train
-    given = None if training else _given_tokenizer(spec, sources, base_dir, hub)
+    given = None if training else given_tokenizer(spec, sources, base_dir, hub)
     tokenizer = None if training else ready_for_rollouts(lambda: given)
     data = collect(spec, base_dir, run_dir / "cache" / "datasets", chat_format(given), known)
     if training is not None:
@@ -238,7 +238,8 @@ def _trusts(spec: RLHFJobSpec, name: str) -> bool:
     return model.trust_remote_code
 
 
-def _given_tokenizer(spec: RLHFJobSpec, sources: dict[str, Path | ScratchModel], base_dir: Path, hub: Hub) -> Any:
+def given_tokenizer(spec: RLHFJobSpec, sources: dict[str, Path | ScratchModel], base_dir: Path, hub: Hub) -> Any:
+    """The tokenizer that the manifest names, or else the actor's own. Raises DataError."""
     named = spec.models.tokenizer.path
     trust = _trusts(spec, "actor")
     if named is not None:

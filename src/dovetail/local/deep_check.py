@@ -1,0 +1,233 @@
+"""What `dovetail validate --deep` finds out: every line of the data, the tokenizer, the user's functions, the GPUs.
+
+No weights are loaded, and nothing of a hub's model is downloaded but its small files."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from dovetail.coordinator.data import tokenizer as tokenizers
+from dovetail.coordinator.data.chat_template import chat_format
+from dovetail.coordinator.data.collection import needed
+from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.hub import Hub, read_json
+from dovetail.coordinator.data.prepare import Prepared, given_tokenizer, model_sources, prepare
+from dovetail.coordinator.data.records import Kind
+from dovetail.coordinator.data.tokenize import Encoder
+from dovetail.coordinator.loop.evaluation_metrics import EvaluationMetrics
+from dovetail.coordinator.rewards.calls import Calls, RewardError
+from dovetail.coordinator.rewards.rehearsal import rehearse
+from dovetail.coordinator.rewards.workers import Workers
+from dovetail.gpus.nvidia_driver import BrokenDriver, Device, NoDriver, ask_driver
+from dovetail.local.data_look import DataLook, look
+from dovetail.local.doctor.finding import Finding
+from dovetail.local.one_line import product_label
+from dovetail.manifest.types import DataSource, RLHFJob, RLHFJobSpec, Stage
+from dovetail.protocol.plan import Plan
+from dovetail.supervision.processes import gpu_slots
+
+# Above this share of cut records the user has probably not meant it.
+CUT_SHARE = 0.05
+
+
+class _SmallFiles(Hub):
+    """A hub of which only the small files are fetched."""
+
+    def download_weights(self) -> None:
+        return None
+
+
+def check_deeply(job: RLHFJob, plan: Plan, folder: Path, scratch: Path) -> Iterator[Finding]:
+    """All findings, as they come. The sentence of a problem with a field begins with the field.
+
+    `job`: with absolute paths. `folder`: where functions are looked for. `scratch`: an empty folder to write to."""
+    spec = job.spec
+    yield gpus_found(job, plan, _devices())
+    if remote := _on_claims(spec):
+        yield Finding("claims", "skipped", f"{remote[0]} is on a volume of a cluster, so data and models are not read")
+        return
+    hub = _SmallFiles(spec.hub, scratch)
+    try:
+        sources = model_sources(spec, folder, hub)
+        given = None if spec.models.tokenizer.train else given_tokenizer(spec, sources, folder, hub)
+    except DataError as error:
+        yield Finding("tokenizer", "problem", str(error))
+        return
+    if given is not None:
+        yield _tokenizer_found(given)
+        actor = sources["actor"]
+        if isinstance(actor, Path) and (too_long := _context(spec, actor)) is not None:
+            yield too_long
+    encoder = None if given is None else _encoder(given, spec)
+    good = True
+    for kind, field, source in _paths(spec):
+        found = _data_found(kind, field, source, folder, encoder, given)
+        good = good and found.state != "problem"
+        yield found
+    if not good:
+        return
+    try:
+        prepared = prepare(spec, scratch, folder, hub=hub)
+        yield from _whole(prepared, given)
+    except DataError as error:
+        yield Finding("data", "problem", str(error))
+        return
+    if Stage.PPO in spec.stages:
+        yield from _functions(spec, prepared, folder)
+
+
+def gpus_found(job: RLHFJob, plan: Plan, devices: Sequence[Device]) -> Finding:
+    """Whether this machine has the GPUs of the plan. `devices`: this machine's."""
+    slots = gpu_slots(job, plan)
+    wanted = max((slot for each in slots.values() for slot in each), default=-1) + 1
+    have = len(devices)
+    if not wanted:
+        return Finding("GPUs", "ok", "the plan uses no GPUs")
+    products = sorted({g.gpu.product for g in job.spec.groups if not g.on_cpu and g.gpu.product is not None})
+    says = f"the plan uses {wanted} GPU{'s' * (wanted > 1)} ({', '.join(products)}), and this machine has {have}"
+    others = sorted(
+        {device.name for device in devices} - {p for d in devices if product_label(p := d.name) in products}
+    )
+    if have < wanted:
+        mend = "run the job on a cluster, or change spec.groups"
+        mend += ", or give dovetail run --cpu" if not have else "; processes would share GPUs"
+        return Finding("GPUs", "warning", says, mend)
+    if others:
+        return Finding("GPUs", "warning", f"{says}, of other products: {', '.join(others)}", "name them in spec.groups")
+    return Finding("GPUs", "ok", says)
+
+
+def _devices() -> Sequence[Device]:
+    with suppress(NoDriver, BrokenDriver):
+        return ask_driver().devices
+    return ()
+
+
+def _on_claims(spec: RLHFJobSpec) -> list[str]:
+    """The fields that name a volume of a cluster."""
+    found = []
+    for name in ("actor", "critic", "reward", "reference"):
+        source = getattr(spec.models, name).source
+        if source is not None and source.pvc is not None:
+            found.append(f"spec.models.{name}.source.pvc")
+    if spec.models.tokenizer.pvc is not None:
+        found.append("spec.models.tokenizer.pvc")
+    return found + [f"{field}.pvc" for _, field, source in _sources(spec) if source.pvc is not None]
+
+
+def _sources(spec: RLHFJobSpec) -> Iterator[tuple[Kind, str, DataSource]]:
+    kinds = needed(spec)
+    for kind in kinds:
+        for i, source in enumerate(getattr(spec.data, kind)):
+            yield kind, f"spec.data.{kind}[{i}]", source
+    for i, source in enumerate(spec.evaluation.prompts if "prompts" in kinds else ()):
+        yield "prompts", f"spec.evaluation.prompts[{i}]", source
+
+
+def _paths(spec: RLHFJobSpec) -> Iterator[tuple[Kind, str, DataSource]]:
+    return ((kind, field, source) for kind, field, source in _sources(spec) if source.path is not None)
+
+
+def _encoder(tokenizer: Any, spec: RLHFJobSpec) -> Encoder:
+    return Encoder(tokenizer, spec.data.max_prompt_tokens, spec.data.max_tokens)
+
+
+def _tokenizer_found(tokenizer: Any) -> Finding:
+    template = "a chat template" if getattr(tokenizer, "chat_template", None) else "no chat template"
+    return Finding("tokenizer", "ok", f"{len(tokenizer):,} tokens, {template}, ends with {tokenizer.eos_token!r}")
+
+
+def _context(spec: RLHFJobSpec, folder: Path) -> Finding | None:
+    """A problem if sequences may be longer than the model takes."""
+    config = read_json(folder / "config.json")
+    limit = config.get("max_position_embeddings") if isinstance(config, dict) else None
+    if not isinstance(limit, int):
+        return None
+    wanted = []
+    if Stage.PPO in spec.stages:
+        longest = spec.data.max_prompt_tokens + spec.generation.max_tokens
+        wanted.append(("spec.data.maxPromptTokens + spec.generation.maxTokens", longest))
+    if {Stage.SFT, Stage.REWARD} & set(spec.stages):
+        wanted.append(("spec.data.maxTokens", spec.data.max_tokens))
+    for field, tokens in wanted:
+        if tokens > limit:
+            says = (
+                f"{field} is {tokens}, but the model takes {limit} tokens (max_position_embeddings of its config.json)"
+            )
+            return Finding("lengths", "problem", says, "lower it")
+    return None
+
+
+def _data_found(
+    kind: Kind, field: str, source: DataSource, folder: Path, encoder: Encoder | None, tokenizer: Any
+) -> Finding:
+    name = field.removeprefix("spec.")
+    try:
+        found = look(folder / str(source.path), field, kind, source.format, encoder, chat_format(tokenizer))
+    except DataError as error:
+        return Finding(name, "problem", str(error))
+    if found.first_error is not None:
+        more = f"; {found.errors - 1:,} more of its records are bad" if found.errors > 1 else ""
+        return Finding(name, "problem", found.first_error + more)
+    return _described(name, found)
+
+
+def _described(name: str, found: DataLook) -> Finding:
+    lengths = [f"{row.part}: median {row.median:,}, longest {row.longest:,} tokens" for row in found.lengths]
+    says = "; ".join([f"{found.records:,} records, {found.format}", *lengths])
+    cut = [row for row in found.lengths if row.cut > CUT_SHARE * found.records]
+    if cut:
+        row = cut[0]
+        field = "spec.data.maxPromptTokens" if row.part == "prompt" else "spec.data.maxTokens"
+        says += f"; {row.cut:,} are cut at {row.limit:,} ({row.part})"
+        return Finding(name, "warning", says, f"raise {field}, or leave long records out")
+    return Finding(name, "ok", says)
+
+
+def _whole(prepared: Prepared, given: Any) -> Iterator[Finding]:
+    """The blended lists. Tables of a hub are read to their ends. Raises DataError."""
+    if given is None:
+        tokenizer = tokenizers.load(prepared.tokenizer_dir, "spec.models.tokenizer")
+        yield Finding("tokenizer", "ok", f"{len(tokenizer):,} tokens, trained on the job's records")
+    for kind in needed(prepared.spec):
+        listed = getattr(prepared.data, kind)
+        for source, part in zip(getattr(prepared.spec.data, kind), listed.parts, strict=True):
+            if source.hugging_face is not None:
+                for index in range(len(part.records)):
+                    part.records[index]
+        held = sum(len(part.held_out) for part in listed.parts)
+        yield Finding(kind, "ok", f"{len(listed):,} to train on, {held:,} held out")
+
+
+def _functions(spec: RLHFJobSpec, prepared: Prepared, folder: Path) -> Iterator[Finding]:
+    """Calls the user's functions on two prompts, in processes of their own, as a run does."""
+
+    async def rewards() -> list[str]:
+        calls = Calls(Workers(spec.models.reward, folder), 0, lambda *_, **__: None)
+        try:
+            await rehearse(calls, prepared)
+            return [function.title for function in calls.functions]
+        finally:
+            await calls.close()
+
+    async def metrics() -> None:
+        checked = EvaluationMetrics(spec, folder, lambda *_, **__: None)
+        try:
+            await checked.check(prepared.evaluation_prompts())
+        finally:
+            await checked.close()
+
+    if spec.models.reward.calls:
+        try:
+            titles = asyncio.run(rewards())
+            yield Finding("reward functions", "ok", f"{', '.join(titles)} gave finite numbers for two prompts")
+        except RewardError as error:
+            yield Finding("reward functions", "problem", str(error))
+    try:
+        asyncio.run(metrics())
+    except (RewardError, DataError) as error:
+        yield Finding("evaluation metrics", "problem", str(error))

@@ -1,0 +1,173 @@
+"""`dovetail validate --deep`, and the manifest's lines in errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from dovetail.cli.main import cli
+from dovetail.coordinator.data import tokenizer
+from dovetail.gpus.nvidia_driver import Device
+from dovetail.local.deep_check import gpus_found
+from dovetail.manifest.checks.validation import load_manifest
+from dovetail.manifest.documents import FieldLines
+from dovetail.planner.make_plan import make_plan
+
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 300,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+}
+
+
+def dovetail(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, list(map(str, arguments)), env={"COLUMNS": "200"})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder as users have it: a configuration, weights, and a tokenizer with a chat template."""
+    folder = tmp_path_factory.mktemp("model")
+    made = tokenizer.train(["What is it?"], 300)
+    made.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+    made.save_pretrained(str(folder))
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "model.safetensors").write_bytes(b"x")
+    return folder
+
+
+@pytest.fixture
+def grpo(tmp_path: Path, model: Path) -> Path:
+    """The folder of a GRPO job that init wrote, with the model and data of a user: BOM, blank lines, CRLF."""
+    data = tmp_path / "mine.jsonl"
+    row = json.dumps({"messages": [{"role": "user", "content": "What is 2 + 3?"}], "answer": "5"})
+    data.write_bytes(b"\xef\xbb\xbf" + f"{row}\r\n\r\n".encode() * 40)
+    assert dovetail("init", "grpo", tmp_path / "job", "--model", model, "--data", data).exit_code == 0
+    return tmp_path / "job"
+
+
+def test_a_good_job_is_read_through(grpo: Path) -> None:
+    done = dovetail("validate", grpo / "job.yaml", "--deep")
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.output.split())
+    assert "a chat template, ends with '<|eos|>'" in text
+    assert "data.prompts[0] 40 records, Messages; prompt: median" in text
+    assert "prompts 38 to train on, 2 held out" in text
+    assert "correct, short gave finite numbers for two prompts" in text
+    assert "the plan uses no GPUs" in text
+    assert "is valid: job" in text
+
+
+@pytest.mark.parametrize("method", ["sft", "ppo", "grpo"])
+def test_what_init_writes_passes(method: str, tmp_path: Path) -> None:
+    assert dovetail("init", method, tmp_path).exit_code == 0
+    done = dovetail("validate", tmp_path / "job.yaml", "--deep")
+    assert done.exit_code == 0, done.output
+    assert "warning" not in done.output
+
+
+def test_a_bad_line_of_the_data_is_named(grpo: Path) -> None:
+    data = grpo.parent / "mine.jsonl"
+    data.write_bytes(data.read_bytes() + b'{"messages": []}\n{"messages": 3}\n')
+    assert dovetail("validate", grpo / "job.yaml").exit_code == 0
+    done = dovetail("validate", grpo / "job.yaml", "--deep")
+    assert done.exit_code == 2
+    assert (
+        "mine.jsonl:81: field 'messages' holds no user message to answer; 1 more of its records are bad" in done.stderr
+    )
+
+
+def test_a_broken_reward_function_is_named_with_its_line(grpo: Path) -> None:
+    (grpo / "rewards.py").write_text(
+        "def correct(prompts, responses, **fields):\n    return fields['score']\n\n\nshort = correct\n"
+    )
+    done = dovetail("validate", grpo / "job.yaml", "--deep")
+    assert done.exit_code == 2
+    assert f"reward function correct ({grpo}/rewards.py:1) raised KeyError: 'score'" in done.stderr
+    (grpo / "rewards.py").write_text("import nothing_of_this_name\n")
+    missing = dovetail("validate", grpo / "job.yaml", "--deep")
+    assert missing.exit_code == 2
+    at = line_with(grpo / "job.yaml", "rewards:correct")
+    assert f"Error: {grpo}/job.yaml:{at}: spec.models.reward.functions[0].function: cannot import" in missing.stderr
+
+
+def test_sequences_longer_than_the_model_takes_are_a_problem(grpo: Path) -> None:
+    done = dovetail("validate", grpo / "job.yaml", "--deep", "--set", "spec.generation.maxTokens=4000")
+    assert done.exit_code == 2
+    assert (
+        "is 4512, but the model takes 2048 tokens (max_position_embeddings of its config.json); lower it."
+        in done.stderr
+    )
+
+
+def test_records_that_are_cut_are_a_warning(grpo: Path) -> None:
+    done = dovetail("validate", grpo / "job.yaml", "--deep", "--set", "spec.data.maxPromptTokens=4")
+    assert done.exit_code == 0, done.output
+    assert "40 are cut at 4 (prompt). To mend it: raise spec.data.maxPromptTokens" in " ".join(done.output.split())
+
+
+def test_data_on_a_clusters_volume_is_left_out(grpo: Path) -> None:
+    source = "spec.data.prompts=[{pvc: claim/prompts.jsonl}]"
+    done = dovetail("validate", grpo / "job.yaml", "--deep", "--set", source)
+    assert done.exit_code == 0, done.output
+    assert "spec.data.prompts[0].pvc is on a volume of a cluster" in done.output
+
+
+def line_with(file: Path, text: str) -> int:
+    return next(number for number, line in enumerate(file.read_text().splitlines(), 1) if text in line)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field"),
+    [
+        ("iterations: 100", "iteration: 100", "spec.ppo.iteration is not a field"),
+        ("temperature: 1.0", "temperature: warm", "spec.generation.temperature must be"),
+        ("roles: [rollout], replicas: 1", "roles: [rollout], replicas: 0", "spec.groups[1].replicas must be"),
+        ("microBatchSize: 4", "microBatchSize: 3", "spec.ppo.miniBatchSize is 16"),
+    ],
+)
+def test_a_problem_carries_the_manifests_line(grpo: Path, old: str, new: str, field: str) -> None:
+    file = grpo / "job.yaml"
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new))
+    done = dovetail("validate", file)
+    assert done.exit_code == 2
+    at = line_with(file, "miniBatchSize" if "miniBatchSize" in field else new)
+    assert f"Error: {file}:{at}: {field}" in done.stderr
+
+
+def test_a_field_that_is_missing_or_set_on_the_command_line(grpo: Path) -> None:
+    file = grpo / "job.yaml"
+    document = yaml.safe_load(file.read_text())
+    del document["spec"]["groups"]
+    file.write_text(yaml.safe_dump(document, sort_keys=False))
+    done = dovetail("validate", file)
+    assert f"{file}:{line_with(file, 'spec:')}: spec.groups is required" in done.stderr
+    lines = FieldLines(file, ["spec.ppo.clip"])
+    assert lines.located("spec.ppo.clip is wrong.") == "spec.ppo.clip is wrong."
+    assert lines.located("something else") == "something else"
+
+
+def test_gpus_are_counted_against_the_plan(grpo: Path) -> None:
+    text = (grpo / "job.yaml").read_text().replace("replicas: 1}", "replicas: 1, gpu: {product: NVIDIA-A10}}")
+    (grpo / "gpus.yaml").write_text(text)
+    job = load_manifest(grpo / "gpus.yaml")
+    plan = make_plan(job.spec, {"actor": 2}, {}, {}, None, None)
+    a10, a100 = (Device(i, name, (8, 0), 2**34) for i, name in enumerate(("NVIDIA A10", "NVIDIA A100")))
+    assert gpus_found(job, plan, [a10, a10]).state == "ok"
+    none = gpus_found(job, plan, [])
+    assert (none.state, none.says) == ("warning", "the plan uses 2 GPUs (NVIDIA-A10), and this machine has 0")
+    assert "--cpu" in none.mend
+    assert "of other products: NVIDIA A100" in gpus_found(job, plan, [a10, a100]).says
