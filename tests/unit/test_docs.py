@@ -1,11 +1,13 @@
 """Documents name files, pages, fields and commands that are there, and the site is built of them."""
 
+import ast
 import html.parser
 import re
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import click
@@ -41,11 +43,11 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def code_blocks(page: Path) -> Iterator[tuple[str, str]]:
+@cache
+def code_blocks(page: Path) -> list[tuple[str, str]]:
     """Language ("" if none) and text of each block of code, fenced or indented."""
-    for token in MarkdownIt().parse(page.read_text()):
-        if token.type in ("fence", "code_block"):
-            yield token.info.strip(), token.content
+    tokens = MarkdownIt().parse(page.read_text())
+    return [(token.info.strip(), token.content) for token in tokens if token.type in ("fence", "code_block")]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -264,6 +266,20 @@ def test_every_reason_of_a_condition_is_explained():
     ill = headings(ROOT / "docs/by-condition.md")
     assert told | set(health.REASONS) <= well | ill
     assert ill <= told | set(health.REASONS), "a section is of no reason"
+
+
+def test_every_event_of_a_run_is_explained():
+    called = {
+        (node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""), node.args[0].value)
+        for file in (ROOT / "src/dovetail/coordinator").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant)
+    }
+    logged = {str(text) for name, text in called if name in ("log", "_log") and re.fullmatch(r"\w+\.\w+", str(text))}
+    page = (ROOT / "docs/conditions.md").read_text().partition("## Events of a run")[2]
+    told = set(re.findall(r"`(\w+\.\w+)`", "\n".join(row.split("|")[1] for row in page.splitlines() if "|" in row)))
+    assert len(logged) > 30
+    assert told == logged
 
 
 def test_every_metric_of_prometheus_is_explained():
