@@ -62,6 +62,19 @@ def test_all_three_stages_leave_their_numbers(peaceful: Path) -> None:
     assert sorted(history(peaceful, "ppo")) == [1, 2, 3, 4]
 
 
+def test_models_say_what_they_are(peaceful: Path) -> None:
+    """The card has the run's own figures, and the settings are those of the training."""
+    facts = summary(peaceful)
+    card = (peaceful / "models/actor/README.md").read_text()
+    assert f"| SFT loss, held out | {facts['sft']['loss_before']:.3f} | {facts['sft']['loss_after']:.3f} |" in card
+    assert "after step 4" in card
+    assert "| prompts | generated records |" in card
+    for name in ("sft", "actor", "actor-best"):
+        settings = json.loads((peaceful / "models" / name / "generation_config.json").read_text())
+        assert settings["temperature"] == job().spec.generation.temperature
+    assert (peaceful / "models/reward/README.md").exists()
+
+
 def test_every_response_can_be_read_and_makes_up_the_curve(peaceful: Path) -> None:
     for iteration, metrics in history(peaceful, "ppo").items():
         done = CliRunner().invoke(cli, ["samples", str(peaceful), "-i", str(iteration), "--all", "--json"])

@@ -1,8 +1,10 @@
 """A small Hugging Face hub for tests. It speaks the protocol that `huggingface_hub` uses to read models: info, tree and
-resolve routes, ETags, redirects of large files, range requests, commits, private and gated repositories."""
+resolve routes, ETags, redirects of large files, range requests, commits, private and gated repositories; and to write
+them: new repositories and branches, the choice of how a file travels, git-lfs batches, and commits."""
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -18,18 +20,24 @@ from urllib.parse import unquote, urlsplit
 _INFO = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)(/revision/(?P<revision>[^/]+))?")
 _TREE = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/tree/(?P<revision>[^/]+)(/.*)?")
 _RESOLVE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<name>.+)")
+_CREATE = re.compile(r"/api/repos/create")
+_BRANCH = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/branch/(?P<revision>.+)")
+_PREUPLOAD = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/preupload/(?P<revision>.+)")
+_COMMIT = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)/commit/(?P<revision>.+)")
+_LFS = re.compile(r"/(?P<repo>[^/]+/[^/]+)\.git/info/lfs/objects/batch")
 _LARGE = (".safetensors", ".bin", ".pth")
 
 
 @dataclass
 class Repository:
     """`commits`: the files of each commit. `readers`: tokens that may see it; None: everybody. `gated`: only these
-    tokens may download files, though everybody sees the page."""
+    tokens may download files, though everybody sees the page. `private`: as it was asked for when it was made."""
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     readers: set[str] | None = None
     gated: set[str] | None = None
+    private: bool = False
 
     def push(self, files: dict[str, bytes], branch: str = "main") -> str:
         """The new commit."""
@@ -46,11 +54,14 @@ def folder_files(folder: Path) -> dict[str, bytes]:
 
 class FakeHub:
     """`asked`: method, path, token and range of each request. `cut`: so many answers with a large file's content end
-    after half of it. `status`: so many next answers have this status instead. `hold`: large files wait for it."""
+    after half of it. `status`: so many next answers have this status instead. `hold`: large files wait for it.
+    `writers`: tokens that may write."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
         self.repositories: dict[str, Repository] = {}
         self.tokens: set[str] = set()
+        self.writers: set[str] = set()
+        self.lfs: dict[str, bytes] = {}
         self.asked: list[tuple[str, str, str, str]] = []
         self.cut = 0
         self.status: list[int] = []
@@ -104,6 +115,96 @@ class FakeHub:
             def do_GET(self) -> None:
                 self.answer()
 
+            def do_POST(self) -> None:
+                self.write()
+
+            def do_PUT(self) -> None:
+                self.write()
+
+            def body(self) -> bytes:
+                if self.headers.get("Transfer-Encoding", "") != "chunked":
+                    return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                parts = []
+                while size := int(self.rfile.readline(), 16):
+                    parts.append(self.rfile.read(size))
+                    self.rfile.readline()
+                self.rfile.readline()
+                return b"".join(parts)
+
+            def write(self) -> None:
+                path, data = unquote(urlsplit(self.path).path), self.body()
+                self.token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+                hub.asked.append((self.command, path, self.token, ""))
+                if hub.status:
+                    self.send(hub.status.pop(0))
+                elif path.startswith("/lfs/"):  # its address is the permission
+                    hub.lfs[path.removeprefix("/lfs/")] = data
+                    assert hashlib.sha256(data).hexdigest() == path.removeprefix("/lfs/")
+                    self.send(200)
+                elif path == "/api/validate-yaml":
+                    document = json.loads(data)
+                    good = document["repoType"] == "model" and document["content"].startswith("---\n")
+                    self.json({"errors": [] if good else [{"message": "no metadata"}], "warnings": []})
+                elif self.token not in hub.tokens:
+                    self.send(401, {"X-Error-Message": "Invalid username or password."})
+                elif self.token not in hub.writers:
+                    self.send(403, {"X-Error-Message": "Forbidden: you have no write access"})
+                elif _CREATE.fullmatch(path):
+                    self.create(json.loads(data))
+                elif match := _BRANCH.fullmatch(path):
+                    self.branch(match)
+                elif match := _PREUPLOAD.fullmatch(path):
+                    files = [
+                        {
+                            "path": file["path"],
+                            "uploadMode": "lfs" if file["path"].endswith(_LARGE) else "regular",
+                            "shouldIgnore": False,
+                        }
+                        for file in json.loads(data)["files"]
+                    ]
+                    self.json({"files": files})
+                elif _LFS.fullmatch(path):
+                    objects = [self.upload(each) for each in json.loads(data)["objects"]]
+                    self.json({"transfer": "basic", "objects": objects})
+                elif match := _COMMIT.fullmatch(path):
+                    self.commit(match, [json.loads(line) for line in data.splitlines()])
+                else:
+                    self.send(404)
+
+            def create(self, asked: dict[str, Any]) -> None:
+                name = f"{asked['organization']}/{asked['name']}"
+                known = name in hub.repositories
+                if not known:
+                    made = hub.repository(name)
+                    made.push({".gitattributes": b"*.safetensors filter=lfs"})
+                    made.private = asked.get("visibility") == "private"
+                self.json({"url": f"{hub.url}/{name}", "id": name}, 409 if known else 200)
+
+            def branch(self, match: re.Match[str]) -> None:
+                branches, name = hub.repositories[match["repo"]].branches, match["revision"]
+                known = name in branches
+                branches.setdefault(name, branches["main"])
+                self.json({"error": "Reference already exists"} if known else {}, 409 if known else 200)
+
+            def upload(self, asked: dict[str, Any]) -> dict[str, Any]:
+                href = f"{hub._address(1)}/lfs/{asked['oid']}"
+                there = asked["oid"] in hub.lfs
+                return asked | ({} if there else {"actions": {"upload": {"href": href}}})
+
+            def commit(self, match: re.Match[str], lines: list[dict[str, Any]]) -> None:
+                repository, branch = hub.repositories[match["repo"]], match["revision"]
+                files = dict(repository.commits[repository.branches[branch]])
+                for line in lines:
+                    value = line["value"]
+                    if line["key"] == "file":
+                        files[value["path"]] = base64.b64decode(value["content"])
+                    elif line["key"] == "lfsFile":
+                        files[value["path"]] = hub.lfs[value["oid"]]
+                commit = repository.push(files, branch)
+                self.json(
+                    {"success": True, "commitOid": commit, "commitUrl": f"{hub.url}/{match['repo']}/commit/{commit}"}
+                )
+
             def answer(self) -> None:
                 path = unquote(urlsplit(self.path).path)
                 self.token = self.headers.get("Authorization", "").removeprefix("Bearer ")
@@ -153,7 +254,15 @@ class FakeHub:
                     for e in self.entries(repository.commits[commit])
                 ]
                 gated = "auto" if repository.gated is not None else False
-                self.json({"id": match["repo"], "sha": commit, "siblings": siblings, "private": False, "gated": gated})
+                self.json(
+                    {
+                        "id": match["repo"],
+                        "sha": commit,
+                        "siblings": siblings,
+                        "private": repository.private,
+                        "gated": gated,
+                    }
+                )
 
             def tree(self, match: re.Match[str]) -> None:
                 if (found := self.find(match)) is None:
@@ -201,10 +310,10 @@ class FakeHub:
                     self.wfile.write(part[: len(part) // 2] if cut else part)
                     self.close_connection = self.close_connection or cut
 
-            def json(self, document: Any) -> None:
+            def json(self, document: Any, status: int = 200) -> None:
                 data = json.dumps(document).encode()
-                self.head(200, {"Content-Type": "application/json"}, len(data))
-                if self.command == "GET":
+                self.head(status, {"Content-Type": "application/json"}, len(data))
+                if self.command != "HEAD":
                     self.wfile.write(data)
 
             def send(self, status: int, headers: dict[str, str] | None = None) -> None:

@@ -16,7 +16,7 @@ from local_fixtures import finished_run
 from dovetail.cli.common.extras import DISTRIBUTION, MARKS, require
 from dovetail.cli.common.overrides import apply_overrides
 from dovetail.cli.main import cli
-from dovetail.cli.run import Follower, event_line
+from dovetail.cli.run import Follower, event_line, next_steps
 from dovetail.supervision.errors import RunError, UsageError
 from dovetail.supervision.supervisor import Outcome
 
@@ -67,6 +67,8 @@ def test_help_lists_every_command():
         "run",
         "samples",
         "chat",
+        "serve",
+        "push",
         "report",
         "validate",
         "plan",
@@ -256,9 +258,22 @@ def test_run_ends_with_table_report_and_the_next_step(manifest, fake, tmp_path):
     result = call("run", manifest, "--run-dir", tmp_path / "r", "--seed", 5, "--set", "spec.ppo.iterations=9")
     assert result.exit_code == 0, result.output
     assert "Reward per sample" in result.output
-    assert f"dovetail chat {tmp_path / 'r'}" in result.output
+    # Nothing can be served yet: this launcher makes no models.
+    assert "dovetail serve" not in result.output
     assert (fake.made[0].job.spec.seed, fake.made[0].job.spec.ppo.iterations) == (5, 9)
     assert (tmp_path / "r" / "report.html").exists()
+
+
+@pytest.mark.parametrize(("models", "chosen"), [(["actor", "sft"], ""), (["sft"], " --model sft")])
+def test_a_run_says_how_its_model_is_used(tmp_path, models, chosen):
+    for name in models:
+        (tmp_path / "models" / name).mkdir(parents=True)
+        (tmp_path / "models" / name / "config.json").write_text("{}")
+    assert [line.split(maxsplit=1)[1] for line in next_steps(tmp_path)] == [
+        f"dovetail chat {tmp_path}{chosen}",
+        f"dovetail serve {tmp_path}{chosen}",
+        f"dovetail push {tmp_path}{chosen} OWNER/NAME",
+    ]
 
 
 def test_the_run_directory_is_named_after_the_job(manifest, fake, tmp_path, monkeypatch):

@@ -4,8 +4,11 @@ import pytest
 from click.testing import CliRunner
 
 from dovetail.cli.main import cli
-from dovetail.local.chat import ChatModel, Sampling, converse
+from dovetail.local.chat import ChatModel, Sampling
+from dovetail.local.conversation import PlainScreen, converse
 from dovetail.supervision.errors import RunError
+
+HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,7 @@ def test_a_missing_model_names_those_that_are_there(run_dir):
 def test_a_dialogue_longer_than_the_model_still_gets_replies(run_dir):
     model, written = ChatModel(run_dir, "sft"), []
     lines = ["hello there " * 20, "", "/what", "how are you", "/reset", "again", "/quit", "never read"]
-    converse(model, lines, written.append, Sampling(max_tokens=8, temperature=1.0))
+    converse({"sft": model}, iter(lines), written.append, Sampling(8, 1.0), PlainScreen(written.append))
     text = "".join(written)
     assert "commands: /reset" in text
     assert "(the dialogue starts anew)" in text
@@ -55,16 +58,16 @@ def test_a_dialogue_longer_than_the_model_still_gets_replies(run_dir):
 
 def test_temperature_zero_repeats_itself(run_dir):
     model = ChatModel(run_dir, "sft")
-    first, second = ("".join(model.reply([("user", "hello")], Sampling(8, 0.0))) for _ in range(2))
+    first, second = ("".join(model.reply(HELLO, Sampling(8, 0.0))) for _ in range(2))
     assert first == second
     assert len(first) > 0
 
 
 def test_a_chat_template_is_used_if_there_is_one(run_dir):
     model = ChatModel(run_dir, "sft")
-    assert model.prompt([("user", "hi")]) == "\n\nHuman: hi\n\nAssistant:"
+    assert model.prompt([{"role": "user", "content": "hi"}]) == "\n\nHuman: hi\n\nAssistant:"
     model._tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
-    assert model.prompt([("user", "hi")]) == "[user]hi[assistant]"
+    assert model.prompt([{"role": "user", "content": "hi"}]) == "[user]hi[assistant]"
 
 
 def test_the_command_reads_piped_lines(run_dir):

@@ -11,12 +11,14 @@ from hypothesis import strategies as st
 from local_fixtures import SUMMARY, finished_run
 from rich.console import Console
 
+from dovetail.coordinator.data.chat_template import HumanAssistant
 from dovetail.coordinator.telemetry.pace import Pace, position
-from dovetail.local.chat import hh_prompt, until_stop
+from dovetail.coordinator.telemetry.summary_rows import binomial_p
+from dovetail.local.chat import until_stop
 from dovetail.local.progress_bars import Bars, Lines, describe_metrics, time_left
 from dovetail.local.report import charts
 from dovetail.local.report.report import read_history, render_report, write_report
-from dovetail.local.report.run_summary import binomial_p, duration, read_summary, show, summary_table
+from dovetail.local.report.run_summary import duration, read_summary, show, summary_table
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.supervision.errors import RunError
 
@@ -342,7 +344,8 @@ def test_methods_have_the_names_that_people_use(ppo, name):
 
 
 def test_dialogue_as_text():
-    assert hh_prompt([("user", "hi"), ("assistant", "hello"), ("user", "bye")]) == (
+    turns = [("user", "hi"), ("assistant", "hello"), ("user", "bye")]
+    assert HumanAssistant().prompt([{"role": who, "content": said} for who, said in turns]) == (
         "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: bye\n\nAssistant:"
     )
 

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import click
 
+from dovetail.cli.chat_command import chat
 from dovetail.cli.common.extras import version as installed_version
 from dovetail.cli.data_command import data
 from dovetail.cli.debug import debug
@@ -16,10 +17,12 @@ from dovetail.cli.init_command import init
 from dovetail.cli.manifests import explain, validate
 from dovetail.cli.planning import plan
 from dovetail.cli.profile_command import profile
-from dovetail.cli.results_command import chat, report
+from dovetail.cli.push_command import push
+from dovetail.cli.results_command import report
 from dovetail.cli.run import INTERRUPTED, run
 from dovetail.cli.samples_command import samples
 from dovetail.cli.schedule_command import schedule
+from dovetail.cli.serve_command import serve
 from dovetail.manifest.documents import ManifestError
 from dovetail.supervision.errors import RunError, UsageError
 
@@ -94,7 +97,24 @@ def version() -> None:
     click.echo(f"dovetail {installed_version()}")
 
 
-COMMANDS = (init, data, run, samples, chat, report, validate, plan, schedule, profile, doctor, explain, debug, version)
+COMMANDS = (
+    init,
+    data,
+    run,
+    samples,
+    chat,
+    serve,
+    push,
+    report,
+    validate,
+    plan,
+    schedule,
+    profile,
+    doctor,
+    explain,
+    debug,
+    version,
+)
 for command in COMMANDS:
     cli.add_command(command)
 

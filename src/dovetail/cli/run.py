@@ -27,6 +27,8 @@ from dovetail.protocol.plan import Plan
 from dovetail.supervision.errors import RunError, UsageError
 
 INTERRUPTED = 130
+# The first of these that a run has is its result.
+USED = ("actor", "sft")
 
 
 class Follower:
@@ -127,8 +129,22 @@ def run_job(
     console.print(f"Report:  {report}", highlight=False, soft_wrap=True)
     if files(run_dir):
         console.print(f"Samples: dovetail samples {run_dir}", highlight=False, soft_wrap=True)
-    console.print(f"Chat:    dovetail chat {run_dir}", highlight=False, soft_wrap=True)
+    for line in next_steps(run_dir):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
+
+
+def next_steps(run_dir: Path) -> list[str]:
+    """The commands that use the run's model; none if it made no language model."""
+    model = next((name for name in USED if (run_dir / "models" / name / "config.json").is_file()), None)
+    if model is None:
+        return []
+    folder = shlex.quote(str(run_dir)) + (f" --model {model}" if model != USED[0] else "")
+    return [
+        f"Chat:    dovetail chat {folder}",
+        f"Serve:   dovetail serve {folder}",
+        f"Push:    dovetail push {folder} OWNER/NAME",
+    ]
 
 
 def needed_extras(job: RLHFJob, plan: Plan) -> list[Extra]:

@@ -103,6 +103,7 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
         host=env.host,
         port=env.port,
         base_dir=Path.cwd(),
+        job=env.job,
         pods=env.config_dir is not None,
     )
     engines = Engines(spec, plan, settings, log)

@@ -1,29 +1,40 @@
-"""Chat with a run's model, with replies streamed token by token. The model must be small enough for this machine.
-transformers is imported only when a chat starts."""
+"""A model that replies in this process, with transformers. It must be small enough for this machine. transformers is
+imported only when a chat starts."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Protocol
 
+from dovetail.coordinator.data.chat_template import HumanAssistant, Message
+from dovetail.local.served_result import model_folder
 from dovetail.supervision.errors import RunError
 
-Speaker = Literal["user", "assistant"]
-Turn = tuple[Speaker, str]
-# The dialogue format of Anthropic's HH data, which the built-in data uses as well.
-_MARKS = {"user": "\n\nHuman: ", "assistant": "\n\nAssistant:"}
+# What ends a reply in the dialogue format of Anthropic's HH data, which the built-in data uses as well.
 REPLY_ENDS = ("\n\nHuman:", "\n\nAssistant:")
 
 
-def hh_prompt(turns: Iterable[Turn]) -> str:
-    """The dialogue as HH text, ending where the assistant's next reply begins."""
-    text = "".join(
-        f"{_MARKS[speaker]}{text}" if speaker == "user" else f"{_MARKS[speaker]} {text}" for speaker, text in turns
-    )
-    return text + _MARKS["assistant"]
+@dataclass(frozen=True)
+class Sampling:
+    """With temperature 0 the likeliest token is taken each time."""
+
+    max_tokens: int = 128
+    temperature: float = 0.7
+
+
+class DialogueTooLong(RunError):
+    """The model does not take so many tokens."""
+
+
+class Replier(Protocol):
+    """A model to talk with."""
+
+    def reply(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[str]:
+        """The pieces of the assistant's next reply, as they are generated. Closing the iterator ends the reply. Raises
+        RunError."""
 
 
 def until_stop(pieces: Iterable[str], stops: tuple[str, ...] = REPLY_ENDS) -> Iterator[str]:
@@ -46,25 +57,11 @@ def until_stop(pieces: Iterable[str], stops: tuple[str, ...] = REPLY_ENDS) -> It
     yield held
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """With temperature 0 the likeliest token is taken each time."""
-
-    max_tokens: int = 128
-    temperature: float = 0.7
-
-
 class ChatModel:
     """A Hugging Face causal language model of a run. Raises RunError if the run has no such model."""
 
     def __init__(self, run_dir: Path, name: str = "actor") -> None:
-        folder = run_dir / "models" / name
-        if not (folder / "config.json").is_file():
-            models = run_dir / "models"
-            found = sorted(p.parent.name for p in models.glob("*/*.safetensors")) if models.is_dir() else []
-            there = [n for n in dict.fromkeys(found) if n in ("actor", "sft", "actor-best", "actor-ema")]
-            hint = f"it has: {', '.join(there)} (choose with --model)" if there else "has the run finished?"
-            raise RunError(f"{run_dir} has no trained model {name!r}; {hint}")
+        folder = model_folder(run_dir, name)
         import transformers
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -78,21 +75,20 @@ class ChatModel:
             raise RunError(f"cannot load the model in {folder}: {error}") from error
         self._model.eval()
 
-    def prompt(self, turns: list[Turn]) -> str:
+    def prompt(self, messages: Sequence[Message]) -> str:
         """The dialogue in the form of the model's training: the tokenizer's chat template if there is one, else HH
         text."""
         if getattr(self._tokenizer, "chat_template", None):
-            messages = [{"role": speaker, "content": text} for speaker, text in turns]
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-        return hh_prompt(turns)
+            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        return HumanAssistant().prompt(messages)
 
-    def reply(self, turns: list[Turn], sampling: Sampling) -> Iterator[str]:
-        """The pieces of the assistant's next reply, as they are generated."""
+    def reply(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[str]:
+        """See `Replier`. A dialogue that is too long loses its first tokens."""
         from transformers import StoppingCriteriaList, TextIteratorStreamer
 
         limit = int(getattr(self._model.config, "max_position_embeddings", 0) or 0)
         templated = bool(getattr(self._tokenizer, "chat_template", None))
-        ids = self._tokenizer(self.prompt(turns), return_tensors="pt", add_special_tokens=not templated)["input_ids"]
+        ids = self._tokenizer(self.prompt(messages), return_tensors="pt", add_special_tokens=not templated)["input_ids"]
         room = max(1, limit - sampling.max_tokens) if limit else ids.shape[1]
         ids = ids[:, -room:]
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=120.0)
@@ -126,34 +122,3 @@ class ChatModel:
             thread.join(10.0)
         if failure:
             raise RunError(f"the model could not reply: {failure[0]}")
-
-
-def converse(
-    model: ChatModel,
-    lines: Iterable[str],
-    write: Callable[[str], None],
-    sampling: Sampling,
-) -> None:
-    """Answer each line until the lines end or one is /quit. /reset starts a new dialogue."""
-    turns: list[Turn] = []
-    for line in lines:
-        said = line.strip()
-        if not said:
-            continue
-        if said in ("/quit", "/exit"):
-            return
-        if said == "/reset":
-            turns = []
-            write("(the dialogue starts anew)\n")
-            continue
-        if said.startswith("/"):
-            write("commands: /reset forgets the dialogue, /quit ends it\n")
-            continue
-        turns.append(("user", said))
-        reply = ""
-        for piece in model.reply(turns, sampling):
-            shown = piece if reply else piece.lstrip()
-            reply += shown
-            write(shown)
-        write("\n")
-        turns.append(("assistant", reply.strip()))

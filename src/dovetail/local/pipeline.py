@@ -207,6 +207,7 @@ class Pipeline:
             host=HOST,
             port=self._launcher.coordinator_port,
             base_dir=Path.cwd(),
+            job=self.job.metadata.name,
             reward_function=self._reward_function,
         )
         return await Engines(self.job.spec, self.plan, settings, self._log).__aenter__()

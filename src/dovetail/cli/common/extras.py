@@ -12,13 +12,14 @@ from typing import Literal
 from dovetail.supervision.errors import UsageError
 
 DISTRIBUTION = "dovetail-rlhf"
-Extra = Literal["coordinator", "trainer", "rollout-cpu", "rollout-gpu"]
+Extra = Literal["coordinator", "trainer", "rollout-cpu", "rollout-gpu", "client"]
 # One module of each extra that nothing else installs.
 MARKS: dict[Extra, tuple[str, ...]] = {
     "coordinator": ("aiohttp", "prometheus_client", "tensorboard", "tokenizers"),
     "trainer": ("torch", "transformers", "peft"),
     "rollout-cpu": ("torch", "vllm"),
     "rollout-gpu": ("torch", "vllm"),
+    "client": ("httpx2",),
 }
 
 

@@ -12,6 +12,22 @@ ASSISTANTS = ("assistant", "gpt")
 
 Message = dict[str, str]
 
+# HumanAssistant as a chat template, after a beginning-of-sequence token if the tokenizer writes one.
+HUMAN_ASSISTANT_TEMPLATE = (
+    "{%- for message in messages %}"
+    "{%- if message['role'] == 'user' %}{{- '\\n\\nHuman: ' + message['content'] }}"
+    "{%- elif message['role'] == 'assistant' %}{{- '\\n\\nAssistant: ' + message['content'] }}"
+    "{%- elif message['role'] == 'system' %}{{- '\\n\\nSystem: ' + message['content'] }}"
+    "{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '\\n\\nAssistant:' }}{%- endif %}"
+)
+
+
+def human_assistant_template(tokenizer: Any) -> str:
+    """The Human/Assistant format as a chat template of this tokenizer, for a model whose tokenizer has none."""
+    begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    return ("{{- bos_token }}" if begins else "") + HUMAN_ASSISTANT_TEMPLATE
+
 
 class ChatFormat(Protocol):
     """Turns messages (role, content) into text."""

@@ -46,6 +46,8 @@ from dovetail.coordinator.serving.served_batches import Batches, NotPrepared
 from dovetail.coordinator.store.delivery import check, deliver
 from dovetail.coordinator.store.identity import check_complete, identify
 from dovetail.coordinator.store.manifest_changes import Settled, adopt
+from dovetail.coordinator.store.model_card import CardFacts
+from dovetail.coordinator.store.model_files import describe_models, list_sizes
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.coordinator.telemetry.installed_versions import installed_versions
 from dovetail.coordinator.trackers.tracker_processes import TrackerProcesses
@@ -74,15 +76,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    """Where the coordinator serves and keeps its files. `reward_function`: used in place of the manifest's, if given,
-    and called in this process. `pods`: the other processes are pods, and the operator limits how long their start may
-    take."""
+    """Where the coordinator serves and keeps its files. `job`: the job's name. `reward_function`: used in place of the
+    manifest's, if given, and called in this process. `pods`: the other processes are pods, and the operator limits how
+    long their start may take."""
 
     run_dir: Path
     token: str
     host: str
     port: int
     base_dir: Path
+    job: str = ""
     reward_function: RewardCallable | None = None
     pods: bool = False
 
@@ -429,6 +432,7 @@ class Engines:
             await self._ppo.close_iterations()
             await self._ppo.finish()
         models = self.settings.run_dir / "models"
+        await asyncio.to_thread(describe_models, models, self._card_facts(), self.prepared.tokenizer)
         self._trained = await asyncio.to_thread(deliver, self.spec.output, models)
         if self.spec.output is not None:
             self.log("models.copied", models=self._trained, to=self.spec.output.place)
@@ -436,6 +440,11 @@ class Engines:
         self.records.progress.update(state="succeeded", phase=None, message="")
         self.log("job.succeeded")
         return document
+
+    def _card_facts(self) -> CardFacts:
+        """What the models' cards say, now that the results are known."""
+        found = self.records.results.document("succeeded")
+        return CardFacts(self.settings.job or self.settings.run_dir.name, self.spec, found, list_sizes(self.prepared))
 
     def fail(self, reason: str) -> None:
         """Record that the job failed, and why, as far as store and disk still allow it."""

@@ -90,10 +90,14 @@ class Results:
 
     def write(self, state: str, reason: str | None = None) -> dict[str, Any]:
         """Write summary.json; returns its content. Raises OSError."""
-        records = self._store.items("fact") | {key: self._store.get(key) for key in RECORDS}
-        document = summarise(records | {"job/seconds": self.wall_seconds()}, state, reason) | {"seed": self._seed}
+        document = self.document(state, reason)
         write_json(self._path, document)
         return document
+
+    def document(self, state: str, reason: str | None = None) -> dict[str, Any]:
+        """What summary.json says if it is written now."""
+        records = self._store.items("fact") | {key: self._store.get(key) for key in RECORDS}
+        return summarise(records | {"job/seconds": self.wall_seconds()}, state, reason) | {"seed": self._seed}
 
     def wall_seconds(self) -> float:
         """The job's wall time, over all restarts of its coordinator."""

@@ -11,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from dovetail.coordinator.telemetry.summary_rows import get, method, rows
 from dovetail.local.report import charts
 from dovetail.local.report.charts import ChartBar, Series
 from dovetail.local.report.report_run import read_job, run_section
@@ -20,14 +21,11 @@ from dovetail.local.report.run_summary import (
     PHASES,
     duration,
     fusion_rows,
-    get,
     health_rows,
     health_sentences,
     how_it_ended,
-    method,
     overlap_sentence,
     read_summary,
-    rows,
     stage_seconds,
 )
 from dovetail.protocol.row_stages import EVALUATION

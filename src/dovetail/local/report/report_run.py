@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from dovetail.local.report.run_summary import get
+from dovetail.coordinator.telemetry.summary_rows import get
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.training_types import Optimizer
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage, TrainedModel

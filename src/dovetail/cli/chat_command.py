@@ -1,0 +1,156 @@
+"""`dovetail chat`: a dialogue with a run's model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from dovetail.cli.common.extras import is_installed, require
+from dovetail.cli.serve_command import model_option, vllm_extra
+from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
+from dovetail.local.chat import Replier
+from dovetail.local.served_result import check_served, has_own_template, model_folder, own_server
+from dovetail.supervision.devices import cuda_devices
+from dovetail.supervision.errors import UsageError
+
+# Of a GPU's memory, for each of two servers.
+SHARE = 0.4
+
+
+@click.command()
+@click.argument("run_dir", metavar="[RUN_DIR]", required=False, type=click.Path(path_type=Path))
+@model_option
+@click.option(
+    "--compare",
+    nargs=2,
+    type=click.Choice(LANGUAGE_MODELS),
+    metavar="MODEL MODEL",
+    help="Ask two of the run's models at once, for example --compare sft actor.",
+)
+@click.option("--system", help="The system prompt.")
+@click.option(
+    "--url",
+    multiple=True,
+    help="Talk through this OpenAI-compatible server, such as that of dovetail serve. With --compare: one for each "
+    "model.",
+)
+@click.option(
+    "--engine",
+    type=click.Choice(["vllm", "transformers"]),
+    help="Without --url: start a vLLM server, or load the model in this process.  [default: vllm if there are GPUs]",
+)
+@click.option(
+    "--max-tokens", type=click.IntRange(1), default=128, show_default=True, help="The longest reply, in tokens."
+)
+@click.option(
+    "--temperature",
+    type=click.FloatRange(0.0),
+    default=0.7,
+    show_default=True,
+    help="0 always takes the likeliest token.",
+)
+def chat(
+    run_dir: Path | None,
+    model: str,
+    compare: tuple[str, str] | None,
+    system: str | None,
+    url: tuple[str, ...],
+    engine: str | None,
+    max_tokens: int,
+    temperature: float,
+) -> None:
+    """Talk with a run's model.
+
+    /reset forgets the dialogue so far, /system TEXT sets the system prompt, /quit ends the chat. Ctrl-C stops a reply.
+    You can also pipe lines in:
+
+    \b
+      echo "hello there" | dovetail chat runs/quickstart
+      dovetail chat runs/quickstart --compare sft actor
+      dovetail chat --url http://127.0.0.1:8000
+    """
+    from dovetail.local.chat import Sampling
+    from dovetail.local.conversation import ColumnScreen, PlainScreen, Screen, converse, typed_lines
+
+    if run_dir is None and not url:
+        raise UsageError("name the folder of a run, for example runs/quickstart, or a server with --url")
+    if engine is not None and url:
+        raise UsageError("--engine says how a model is loaded here, and --url where it is served; give one of them")
+    names = tuple(dict.fromkeys(compare)) if compare else (model,)
+    if url and len(url) != len(names):
+        raise UsageError(f"give --url {len(names)} times, once for each model: {', '.join(names)}")
+    person = sys.stdin.isatty()
+
+    def write(text: str) -> None:
+        click.echo(text, nl=False)
+
+    with contextlib.ExitStack() as stack:
+        models: dict[str, Replier] = {}
+        for number, name in enumerate(names):
+            if url:
+                require("dovetail chat --url", ["client"])
+                folder = None if run_dir is None else model_folder(run_dir, name)
+                key = os.environ.get("OPENAI_API_KEY") or os.environ.get("VLLM_API_KEY")
+                models[name] = stack.enter_context(_served(folder, name, url[number], key))
+            else:
+                assert run_dir is not None
+                chosen = engine or ("vllm" if cuda_devices() and is_installed("vllm") else "transformers")
+                share = ["--gpu-memory-utilization", str(SHARE)] if len(names) > 1 and cuda_devices() else []
+                models[name] = stack.enter_context(_loaded(run_dir, name, chosen, share))
+        if person:
+            what = " and ".join(url or [str(Path(str(run_dir)) / "models" / name) for name in names])
+            click.echo(f"Talking with {what}. Ctrl-C stops a reply, /reset starts anew, /quit ends.")
+        screen: Screen = PlainScreen(write)
+        if len(models) > 1 and sys.stdout.isatty():
+            screen = ColumnScreen(Console())
+        lines = typed_lines(_prompt(), write) if person else iter(sys.stdin)
+        tell = (lambda error: click.echo(f"Error: {error}", err=True)) if person else None
+        converse(models, lines, write, Sampling(max_tokens, temperature), screen, system, tell)
+
+
+def _prompt() -> Callable[[], str]:
+    """Asks for a line that can be edited; the arrow keys bring earlier ones back."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - input() uses it from now on
+    return lambda: input("you> ")
+
+
+@contextlib.contextmanager
+def _served(folder: Path | None, name: str, address: str, key: str | None) -> Iterator[Replier]:
+    """A model behind a server. `folder`: the model's, if it is of a run; then it has the name `name` there."""
+    from dovetail.local.chat import REPLY_ENDS
+    from dovetail.local.chat_server import ServedModel
+
+    ends = () if folder is None or has_own_template(folder) else REPLY_ENDS
+    served = ServedModel(address, None if folder is None else name, key, ends)
+    try:
+        yield served
+    finally:
+        served.close()
+
+
+@contextlib.contextmanager
+def _loaded(run_dir: Path, name: str, engine: str, given: list[str]) -> Iterator[Replier]:
+    """A model that this command loads, until the chat ends. `given`: further arguments for vLLM."""
+    if engine == "transformers":
+        require("dovetail chat", ["trainer"])
+        from dovetail.local.chat import ChatModel
+
+        yield ChatModel(run_dir, name)
+        return
+    require("dovetail chat --engine vllm", ["client", vllm_extra()])
+    folder = model_folder(run_dir, name)
+    on_cpu = not cuda_devices()
+    check_served(folder, on_cpu)
+    log = run_dir / "logs" / f"chat-{name}.log"
+    with (
+        own_server(folder, name, on_cpu, log, lambda text: click.echo(text, err=True), given) as (address, key),
+        _served(folder, name, address, key) as served,
+    ):
+        yield served

@@ -1,0 +1,71 @@
+"""What a trained model's folder holds beside weights, configuration and tokenizer: generation_config.json, a chat
+template and README.md."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from dovetail.coordinator.data.chat_template import human_assistant_template
+from dovetail.coordinator.data.prepare import Prepared
+from dovetail.coordinator.store.delivery import trained
+from dovetail.coordinator.store.model_card import LANGUAGE_MODELS, CardFacts, ListSize, model_card, source_name
+from dovetail.coordinator.telemetry.summary import write_json, write_whole
+from dovetail.manifest.types import Generation
+
+GENERATION_CONFIG = "generation_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+# Of the base model's settings. How samples are drawn, the manifest says.
+_KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "suppress_tokens")
+
+
+def generation_config(base: Mapping[str, Any], generation: Generation, eos: int, pad: int | None) -> dict[str, Any]:
+    """generation_config.json of a model that was trained with these sampling settings. `base`: that of the model from
+    which the training began. Its end tokens stay, beside the tokenizer's `eos`."""
+    config = {name: base[name] for name in _KEPT if base.get(name) is not None}
+    ends = config.get("eos_token_id", [])
+    every = list(dict.fromkeys([eos, *(ends if isinstance(ends, list) else [ends])]))
+    config["eos_token_id"] = every[0] if len(every) == 1 else every
+    if pad is not None:
+        config["pad_token_id"] = pad
+    # 0 says that top_k is off. Without it transformers would take 50.
+    sampling = {"do_sample": True, "temperature": generation.temperature, "top_p": generation.top_p}
+    return config | sampling | {"top_k": generation.top_k}
+
+
+def list_sizes(prepared: Prepared) -> list[ListSize]:
+    """How many records the job takes from each source."""
+    found = []
+    for name in ("demonstrations", "preferences", "prompts"):
+        data, sources = getattr(prepared.data, name), getattr(prepared.spec.data, name)
+        for source, part in zip(sources, data.parts if data is not None else [], strict=False):
+            found.append(ListSize(name, source_name(source), len(part.train), len(part.held_out)))
+    return found
+
+
+def describe_models(models: Path, facts: CardFacts, tokenizer: Any) -> None:
+    """Complete every whole model in the folder `models`. Files of an earlier end of the run are replaced. Raises
+    OSError."""
+    base = _read(models / "actor-config" / GENERATION_CONFIG)
+    config = generation_config(base, facts.spec.generation, tokenizer.eos_token_id, tokenizer.pad_token_id)
+    own = bool(getattr(tokenizer, "chat_template", None))
+    for name in trained(models):
+        folder = models / name
+        if name in LANGUAGE_MODELS:
+            write_json(folder / GENERATION_CONFIG, config)
+            if not own:
+                write_whole(folder / CHAT_TEMPLATE, human_assistant_template(tokenizer).encode())
+        step = _read(folder / "dovetail.json").get("step")
+        card = model_card(facts, name, step if isinstance(step, int) else None, own)
+        write_whole(folder / "README.md", card.encode())
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object; {} if there is none."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}

@@ -1,0 +1,77 @@
+"""The rows of a run's result: what a person compares before and after. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+
+def get(document: Mapping[str, Any], path: str) -> Any:
+    """get(d, 'ppo.reward_last.mean'), or None."""
+    value: Any = document
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def method(summary: Mapping[str, Any]) -> str:
+    """What people call the method of the stage ppo."""
+    return str(get(summary, "method") or "PPO")
+
+
+def interval(value: Any, digits: int = 3) -> str | None:
+    """'1.234 ± 0.056' of {mean, ci95}."""
+    if not isinstance(value, Mapping) or not isinstance(value.get("mean"), int | float):
+        return None
+    spread = value.get("ci95")
+    text = f"{round(value['mean'], digits) + 0.0:.{digits}f}"  # adding 0 turns -0.000 into 0.000
+    return f"{text} ± {spread:.{digits}f}" if isinstance(spread, int | float) else text
+
+
+def binomial_p(correct: int, pairs: int) -> float:
+    """The probability that coin flips get at least `correct` of `pairs` right (one-sided binomial test against 1/2)."""
+    if correct <= 0:
+        return 1.0
+    log_half = math.lgamma(pairs + 1) - pairs * math.log(2.0)
+    terms = (math.exp(log_half - math.lgamma(k + 1) - math.lgamma(pairs - k + 1)) for k in range(correct, pairs + 1))
+    return min(1.0, math.fsum(terms))
+
+
+def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Rows (what, before or first, after or last) of all results in the summary."""
+    found: list[tuple[str, str, str]] = []
+    before, after = get(summary, "sft.loss_before"), get(summary, "sft.loss_after")
+    if after is not None:
+        found.append(("SFT loss, held out", f"{before:.3f}" if before is not None else "", f"{after:.3f}"))
+    accuracy, pairs = get(summary, "reward_model.accuracy"), get(summary, "reward_model.pairs")
+    if accuracy is not None:
+        text = f"{accuracy:.1%}"
+        if pairs:
+            p = binomial_p(round(accuracy * pairs), int(pairs))
+            text += f" of {int(pairs)} pairs ({'p < 0.001' if p < 0.001 else f'p = {p:.3f}'})"
+        found.append(("Reward model accuracy, held out", "", text))
+    for key, label in (("reward", "Reward per sample"), ("kl", "KL to reference, nats per sample")):
+        first, last = interval(get(summary, f"ppo.{key}_first")), interval(get(summary, f"ppo.{key}_last"))
+        if first or last:
+            found.append((label, first or "", last or ""))
+    return found + evaluation_rows(summary)
+
+
+def evaluation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Rows (measure, before PPO, after PPO) of the answers to held-out prompts; none if none were measured."""
+    found = []
+    for name, value in (get(summary, "evaluation") or {}).items():
+        before, after = interval(get(value, "before_ppo")), interval(get(value, "after_ppo"))
+        if before or after:
+            prompts = get(summary, "evaluation.prompts")
+            found.append((f"{name[0].upper()}{name[1:]} of {prompts} held-out answers", before or "", after or ""))
+    best = get(summary, "evaluation.best")
+    if best is not None:
+        found.append(
+            (f"Highest {best['metric']} of an evaluation", f"iteration {best['iteration']}", interval(best) or "")
+        )
+    stopped = get(summary, "evaluation.stopped")
+    if stopped is not None:
+        found.append((f"{method(summary)} was ended by stopAfterNoGain", "", f"iteration {stopped['iteration']}"))
+    return found

@@ -1,0 +1,187 @@
+"""A run's model behind vLLM's own server, `vllm serve`: an OpenAI-compatible API. Nothing of vLLM is imported here."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.metadata
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dovetail.coordinator.data.chat_template import HUMAN_ASSISTANT_TEMPLATE
+from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
+from dovetail.manifest.checks.scratch import cpu_head_error
+from dovetail.supervision.errors import RunError, UsageError
+
+START_SECONDS = 900.0
+END_SECONDS = 20.0
+# What the user has set stays.
+_CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+TEMPLATES = ("chat_template.jinja", "chat_template.json")
+
+
+def model_folder(run_dir: Path, name: str) -> Path:
+    """The folder of a run's language model. Raises RunError if the run has no such model."""
+    folder = run_dir / "models" / name
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        return folder
+    if not run_dir.is_dir():
+        raise RunError(f"{run_dir} does not exist; name the folder of a run, for example runs/quickstart")
+    there = [other for other in LANGUAGE_MODELS if (run_dir / "models" / other / "config.json").is_file()]
+    hint = f"it has: {', '.join(there)} (choose with --model)" if there else "has the run finished?"
+    raise RunError(f"{run_dir} has no trained model {name!r}; {hint}")
+
+
+def has_template(folder: Path) -> bool:
+    """Whether the tokenizer in a model's folder has a chat template."""
+    if any((folder / name).is_file() for name in TEMPLATES):
+        return True
+    try:
+        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
+def has_own_template(folder: Path) -> bool:
+    """Whether it has a chat template that came with its tokenizer, so that replies end with the end token alone."""
+    try:
+        written = (folder / "chat_template.jinja").read_text(encoding="utf-8").endswith(HUMAN_ASSISTANT_TEMPLATE)
+    except OSError:
+        written = False
+    return has_template(folder) and not written
+
+
+def serve_arguments(
+    folder: Path, name: str, host: str, port: int, on_cpu: bool, given: Sequence[str] = ()
+) -> list[str]:
+    """The arguments of `vllm serve` after the model. `name`: how requests name the model. `given`: the user's own
+    arguments, which come last and win."""
+    arguments = ["--served-model-name", name, "--host", host, "--port", str(port)]
+    # The longest context for which there is memory, no longer than the model's positions.
+    arguments += ["--max-model-len", "auto", "--disable-uvicorn-access-log"]
+    if on_cpu:
+        # Elsewhere vLLM makes 16 bits of 32.
+        arguments += ["--enforce-eager", "--dtype", str(_config(folder).get("dtype") or "auto")]
+    if not has_template(folder):
+        arguments += ["--chat-template", HUMAN_ASSISTANT_TEMPLATE]
+    return [*arguments, *given]
+
+
+def serve_environment(on_cpu: bool, given: Mapping[str, str]) -> dict[str, str]:
+    """The environment of `vllm serve`. Dovetail's plug-ins, which are for rollouts, are left out."""
+    defaults = {"VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"} | (_CPU_ENVIRONMENT if on_cpu else {})
+    return {**defaults, **given}
+
+
+def serve_command(folder: Path, arguments: Sequence[str], whole: bool | None = None) -> list[str]:
+    """`vllm serve` of this Python, whatever is first on PATH. `whole`: whether the distribution is called vllm.
+
+    vLLM's command line asks for the version of the distribution `vllm`, so it does not work in the builds for CPUs,
+    which have another name. There its API server is started as a module, which takes the same arguments."""
+    if whole is None:
+        whole = any(importlib.metadata.distributions(name="vllm"))
+    module = ["vllm.entrypoints.cli.main", "serve"] if whole else ["vllm.entrypoints.openai.api_server", "--model"]
+    return [sys.executable, "-P", "-m", *module, str(folder), *arguments]
+
+
+def check_served(folder: Path, on_cpu: bool) -> None:
+    """Raises RunError for a model that vLLM does not compute on this machine, which would say so much later."""
+    if on_cpu and (problem := cpu_head_error(_config(folder))):
+        raise RunError(f"vLLM cannot serve this model on CPUs: {problem}")
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """config.json. Raises RunError."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        return dict(config)
+    except (OSError, ValueError, TypeError) as error:
+        raise RunError(f"{folder / 'config.json'} cannot be read: {error}") from error
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises UsageError if nothing can listen there. vLLM would say so after its imports."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family) as trial:
+            trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            trial.bind((host, port))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(f"port {port} on {host} is in use; choose another with --port") from error
+        raise UsageError(f"cannot listen on {host}, port {port}: {error.strerror}; change --host or --port") from error
+
+
+def free_local_port() -> int:
+    """A port of this machine that nothing listens on now."""
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        port: int = trial.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def own_server(
+    folder: Path, name: str, on_cpu: bool, log: Path, note: Callable[[str], None], given: Sequence[str] = ()
+) -> Iterator[tuple[str, str]]:
+    """A server on this machine for as long as the context lasts; yields its address and its key. `log`: where its
+    output goes. Raises RunError if it does not start."""
+    port, key = free_local_port(), secrets.token_hex(16)
+    environment = serve_environment(on_cpu, os.environ) | {"VLLM_API_KEY": key}
+    command = serve_command(folder, serve_arguments(folder, name, "127.0.0.1", port, on_cpu, given))
+    log.parent.mkdir(parents=True, exist_ok=True)
+    note(f"starting vLLM with {folder} (log: {log})")
+    with log.open("wb") as file:
+        # In a session of its own, so that Ctrl-C stops a reply and not the server.
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        url = f"http://127.0.0.1:{port}"
+        _wait(url, process, log)
+        yield url, key
+    finally:
+        _end(process)
+
+
+def _wait(url: str, process: subprocess.Popen[Any], log: Path) -> None:
+    import httpx2
+
+    end = time.monotonic() + START_SECONDS
+    while True:
+        with contextlib.suppress(httpx2.HTTPError):
+            if httpx2.get(f"{url}/health", timeout=5.0).status_code == 200:
+                return
+        if process.poll() is not None:
+            raise RunError(f"vLLM ended before it could serve: {last_error(log)} (log: {log})")
+        if time.monotonic() > end:
+            raise RunError(f"vLLM did not serve within {START_SECONDS:.0f} s (log: {log})")
+        time.sleep(0.2)
+
+
+def last_error(log: Path) -> str:
+    """The last line of a log that names an error, else its last line."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if "Error: " in line or "error: " in line]
+    return (errors or lines or ["it wrote nothing"])[-1][-400:]
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    """End the server and what it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+            break
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
