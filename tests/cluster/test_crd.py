@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from dovetail.manifest.checks.rules import RULES
+from dovetail.manifest.checks.rules.rule import Objects
 from dovetail.manifest.checks.validation import ManifestError, parse_manifest
 from dovetail.manifest.types import RLHFJob
 from helpers.cluster import REPOSITORY
@@ -162,8 +163,8 @@ def test_rules_say_what_dovetail_validate_says(dry_run, changes, sentence):
     """tests/unit/test_rules.py runs the same rules on far more manifests; here are the API server's own types, costs
     and messages."""
     manifest = changed(**changes)
-    spec = RLHFJob.model_validate(manifest).spec
-    broken = [(rule, told) for rule in RULES for _, told in rule.check(spec)]
+    objects = Objects(RLHFJob.model_validate(manifest).spec)
+    broken = [(rule, told) for rule in RULES for _, told in rule.check(objects)]
     assert [told for _, told in broken if sentence in told]
     refused = dry_run.create(manifest)
     assert bool(refused) == any(rule.cel or rule.by_type for rule, _ in broken)

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.manifest.checks.rules import CEL_RULES, RULES, check
+from dovetail.manifest.checks.rules.rule import Objects
 from dovetail.manifest.types import RLHFJob
 from helpers.cel import refused
 from helpers.manifests import GOOD, changed
@@ -16,11 +17,12 @@ from helpers.random_manifests import random_spec
 
 def in_python(spec):
     """The API server puts the path of an item before the sentence itself."""
+    objects = Objects(spec)
     return Counter(
         f"{path}|{sentence.removeprefix(path).lstrip('.: ') if '[' in path else sentence}"
         for rule in RULES
         if rule.cel is not None
-        for path, sentence in rule.check(spec)
+        for path, sentence in rule.check(objects)
     )
 
 
@@ -40,7 +42,7 @@ def test_both_predicates_agree_on_manifests_that_break_one_rule(spec):
 
 
 def test_every_rule_is_broken_by_a_manifest_of_the_tests():
-    broken = {rule.sentence for spec in CASE_SPECS for rule in RULES if list(rule.check(spec))}
+    broken = {rule.sentence for spec in CASE_SPECS for rule in RULES if list(rule.check(Objects(spec)))}
     assert [rule.sentence for rule in RULES if rule.sentence not in broken] == []
 
 

@@ -22,7 +22,7 @@ from dovetail.manifest.checks.rules.model_rules import (
 )
 from dovetail.manifest.checks.rules.pod_rules import POD_RULES
 from dovetail.manifest.checks.rules.ppo_rules import BATCH_RULES, PPO_RULES, SHARED_BODY_RULES
-from dovetail.manifest.checks.rules.rule import Rule
+from dovetail.manifest.checks.rules.rule import Objects, Rule
 from dovetail.manifest.checks.rules.tracker_rules import TRACKER_RULES
 from dovetail.manifest.types import RLHFJobSpec
 
@@ -49,4 +49,5 @@ CEL_RULES: tuple[CelRule, ...] = tuple(found for rule in RULES for found in rule
 
 def check(spec: RLHFJobSpec) -> list[str]:
     """One sentence for each rule that the spec breaks, each with the field's path and the fix; [] if none."""
-    return [sentence for rule in RULES for _, sentence in rule.check(spec)]
+    objects = Objects(spec)
+    return [sentence for rule in RULES for _, sentence in rule.check(objects)]

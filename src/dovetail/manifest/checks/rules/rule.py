@@ -41,10 +41,10 @@ class Rule:
     values: Mapping[str, Value] = field(default_factory=dict)
     by_type: bool = False
 
-    def check(self, spec: RLHFJobSpec) -> Iterator[tuple[str, str]]:
+    def check(self, objects: Objects) -> Iterator[tuple[str, str]]:
         """Path and sentence of each object that breaks the rule."""
         for place in self.at:
-            for path, found in _objects(spec, place):
+            for path, found in objects.at(place):
                 if not self.holds(found):
                     yield path, self._fill(partial(self._value, found, path))
 
@@ -79,16 +79,22 @@ class Rule:
         return "".join(f"{{{expression}}}" for expression in expressions)
 
 
-def _objects(spec: RLHFJobSpec, place: str) -> Iterator[tuple[str, Any]]:
-    """Path and value of each object at a place; objects that are not given are left out."""
-    found: list[tuple[str, Any]] = [("spec", spec)]
-    for step in place.split(".")[1:]:
-        name = step.removesuffix("[]")
-        found = [(f"{path}.{name}", get(value, name)) for path, value in found]
-        if step.endswith("[]"):
-            found = [(f"{path}[{i}]", item) for path, items in found for i, item in enumerate(items or ())]
-        found = [(path, value) for path, value in found if value is not None]
-    yield from found
+class Objects:
+    """The objects of a spec by their place. Each place is looked up once for all rules."""
+
+    def __init__(self, spec: RLHFJobSpec) -> None:
+        self._found: dict[str, list[tuple[str, Any]]] = {"spec": [("spec", spec)]}
+
+    def at(self, place: str) -> list[tuple[str, Any]]:
+        """Path and value of each object at a place; objects that are not given are left out."""
+        if place not in self._found:
+            parent, _, step = place.rpartition(".")
+            name = step.removesuffix("[]")
+            found = [(f"{path}.{name}", get(value, name)) for path, value in self.at(parent)]
+            if step.endswith("[]"):
+                found = [(f"{path}[{i}]", item) for path, items in found for i, item in enumerate(items or ())]
+            self._found[place] = [(path, value) for path, value in found if value is not None]
+        return self._found[place]
 
 
 def get(value: Any, alias: str) -> Any:
