@@ -1,4 +1,4 @@
-"""Whole jobs of models with kinds of layers that Llama has not: what vLLM says of its samples, the trainers say too."""
+"""Whole jobs of other families than Llama: what vLLM says of its samples, the trainers say too."""
 
 from __future__ import annotations
 
@@ -24,6 +24,14 @@ SIZES = {
     "initializer_range": 0.1,
     "sliding_window": 8,
 }
+LEARNT = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 128,
+}
+PLAIN = {**LEARNT, "initializer_range": 0.1}
+# By family: pipeline stages of the trainers, and sizes of the model. Qwen3 is in test_tied_job.py.
 KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     # Experts and sinks, whole on one stage.
     "gpt_oss": (1, {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
@@ -31,6 +39,12 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3_moe": (2, {**SIZES, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}),
     # On one stage the window, on the other none, with other rotary frequencies; a tied and scaled embedding.
     "gemma3_text": (2, {**SIZES, "query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]}),
+    # The tied ones have their embedding on both stages.
+    "mistral": (1, SIZES),
+    "qwen2": (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "phi3": (1, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2, "sliding_window": 8}),
+    "gpt_neox": (2, {**PLAIN, "intermediate_size": 96}),
+    "opt": (2, {**LEARNT, "ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.1, "tie_word_embeddings": True}),
 }
 ROUNDED = ("qwen3_moe",)
 
