@@ -394,6 +394,10 @@ RULES = [
     ),
     ({"groups.0.vllmArgs": ["--x"]}, "spec.groups[0].vllmArgs has no effect without the role rollout"),
     ({"groups.1.vllmArgs": ["--port=1"]}, "spec.groups[1].vllmArgs[0]: --port is set by Dovetail; remove it."),
+    (
+        {"ppo.routingReplay": True, "groups.1.vllmArgs": ["--no-enable-prefix-caching"]},
+        "spec.ppo.routingReplay needs vLLM's prefix cache, which --no-enable-prefix-caching turns off; remove it",
+    ),
     ({"groups.1.vllmArgs": ["-pp=2"]}, "spec.groups[1].vllmArgs[0]: -pp is set by Dovetail; remove it."),
     ({"groups.1.name": "trainer"}, "spec.groups[1].name 'trainer' is the name of other processes"),
     (

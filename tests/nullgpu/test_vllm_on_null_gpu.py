@@ -14,12 +14,18 @@ from helpers.null_gpu import Run
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
+@pytest.fixture
+def engines(null_gpu: Run) -> dict[str, dict[str, Any]]:
+    """What engines did, by name. Triton may compile kernels first, during which nothing is reported."""
+    (found,) = null_gpu("vllm", "vllm_engine.runners", patience=120).good()
+    engines: dict[str, dict[str, Any]] = found
+    return engines
+
+
 @pytest.fixture(params=["V1", "V2"])
-def engine(request: pytest.FixtureRequest, null_gpu: Run) -> dict[str, Any]:
-    """What an engine with the runner did. Triton may compile kernels first, during which nothing is reported."""
-    (engines,) = null_gpu("vllm", "vllm_engine.runners", patience=120).good()
-    found: dict[str, Any] = engines[request.param]
-    return found | {"name": request.param}
+def engine(request: pytest.FixtureRequest, engines: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What an engine with the runner did."""
+    return engines[request.param] | {"name": request.param}
 
 
 def test_an_engine_takes_weights_samples_and_moves_a_response(engine: dict[str, Any]) -> None:
@@ -33,3 +39,12 @@ def test_an_engine_takes_weights_samples_and_moves_a_response(engine: dict[str, 
     assert kept == 3 * 16 * 2 * 2 * 4 * 64 * 2, "three blocks of two layers' keys and values in bfloat16"
     assert engine["moved"]["brought"] >= kept, "the blocks came back to the device"
     assert engine["moved"]["tokens"] >= 1
+
+
+def test_the_runner_of_gpus_says_which_experts_each_token_got(engines: dict[str, dict[str, Any]]) -> None:
+    """Routing replay: vLLM chooses its V2 runner by itself, and collects with it. The experts' numbers are 0 here."""
+    found = engines["experts"]
+    assert found["runner"] == "vllm.v1.worker.gpu.model_runner"
+    # Of each token but the last, which was never computed: layers, experts of a token.
+    assert found["shapes"] == [[4 + 5 - 1, 2, 2], [2 + 5 - 1, 2, 2]]
+    assert found["dtype"] == "uint8"

@@ -41,6 +41,15 @@ MODEL = {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
 }
+EXPERTS = {
+    **MODEL,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 128,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
 # Compiled parts of vLLM's CUDA build.
 ABSENT = ("vllm._C_stable_libtorch", "vllm._moe_C_stable_libtorch", "vllm._C", "vllm.vllm_flash_attn")
 QUESTIONS = (
@@ -110,6 +119,8 @@ def become_cuda() -> set[str]:
         """The GPU would say how many tokens it has sampled: one a request."""
         self.copy_event.synchronize()
         self.num_sampled_tokens_np = np.ones_like(self.num_sampled_tokens_np)
+        if self.pending_aux_output is not None:  # experts
+            self.pending_aux_output.num_sampled = self.num_sampled_tokens_np
         return get_output(self)
 
     outputs.AsyncOutput.get_output = sampled
@@ -120,7 +131,7 @@ def become_cuda() -> set[str]:
         try:
             return find(self, name)
         except AttributeError:
-            if not self.name.startswith("_C") or name.startswith("__"):
+            if not self.name.startswith(("_C", "_moe_C")) or name.startswith("__"):
                 raise
             asked.add(name)
             return lambda *_, **__: library  # which must live on
@@ -130,18 +141,21 @@ def become_cuda() -> set[str]:
 
 
 def runners(place: Place) -> dict[str, Any]:
-    """What an engine with each of vLLM's model runners did. Both are forked from one import of vLLM."""
+    """What an engine with each of vLLM's model runners did, and what the V2 runner says of experts. All are forked from
+    one import of vLLM."""
     os.environ |= ENVIRONMENT | {"TRITON_LIBCUDA_PATH": os.environ["LD_LIBRARY_PATH"]}
-    (place.folder / "config.json").write_text(json.dumps(MODEL))
+    for name, config in (("model", MODEL), ("experts", EXPERTS)):
+        (place.folder / name).mkdir()
+        (place.folder / name / "config.json").write_text(json.dumps(config))
     asked = become_cuda()
     children = {}
-    for runner in ("V1", "V2"):
+    for runner in ("V1", "V2", "experts"):
         children[runner] = os.fork()
         if children[runner]:
             continue
         status = 1
         try:
-            found = engine(place.folder, runner)
+            found = experts(place.folder) if runner == "experts" else engine(place.folder, runner)
             (place.folder / f"{runner}.json").write_text(json.dumps(found | {"operations": sorted(asked)}))
             status = 0
         except BaseException:
@@ -157,26 +171,16 @@ def runners(place: Place) -> dict[str, Any]:
 def engine(folder: Path, runner: str) -> dict[str, Any]:
     """An engine takes weights, samples two responses, keeps the blocks of one that is aborted, and fetches them."""
     os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "V2"))
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
     from vllm.platforms import current_platform
 
     from dovetail.rollout.kv.kv_config import prepare
     from dovetail.rollout.serving.routes import COUNTER_SAMPLER, sampler_of
 
     kv = prepare("127.0.0.1", False, 1, "bfloat16 x 1", 4096)
-    llm = LLM(
-        model=str(folder),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        max_model_len=256,
-        max_num_seqs=4,
-        dtype="bfloat16",
-        kv_cache_memory_bytes=64 << 20,
-        weight_transfer_config={"backend": "dovetail"},
+    llm = made(
+        folder / "model",
         kv_transfer_config=json.loads(kv.arguments[1]),
-        compilation_config={"custom_ops": ["none"], "mode": 0},
-        attention_config={"backend": "TRITON_ATTN"},
         enable_prefix_caching=False,
         logits_processors=[COUNTER_SAMPLER] if runner == "V1" else None,
     )
@@ -201,6 +205,44 @@ def engine(folder: Path, runner: str) -> dict[str, Any]:
         "received": received,
         "moved": move(llm.llm_engine, params(50), kv.ability),
     }
+
+
+def experts(folder: Path) -> dict[str, Any]:
+    """An engine with experts, as a server of a job with routing replay has it; which runner it chose by itself, and the
+    shapes of what it says of two responses."""
+    os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+    from vllm import SamplingParams
+
+    llm = made(folder / "experts", enable_return_routed_experts=True)
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    prompts: Any = [{"prompt_token_ids": [3, 4, 5, 6]}, {"prompt_token_ids": [7, 8]}]
+    params = SamplingParams(max_tokens=5, logprobs=0, ignore_eos=True, detokenize=False, temperature=0.7, seed=7)
+    answers = [each.outputs[0] for each in llm.generate(prompts, params, use_tqdm=False)]
+    return {
+        "runner": type(worker.model_runner).__module__,
+        "shapes": [list(each.routed_experts.shape) for each in answers],
+        "dtype": str(answers[0].routed_experts.dtype),
+    }
+
+
+def made(model: Path, **more: Any) -> Any:
+    """vLLM's engine for the model in this folder, without what the null GPU cannot do."""
+    from vllm import LLM
+
+    return LLM(
+        model=str(model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        max_model_len=256,
+        max_num_seqs=4,
+        dtype="bfloat16",
+        kv_cache_memory_bytes=64 << 20,
+        weight_transfer_config={"backend": "dovetail"},
+        compilation_config={"custom_ops": ["none"], "mode": 0},
+        attention_config={"backend": "TRITON_ATTN"},
+        **more,
+    )
 
 
 def receive(worker: Any) -> int:

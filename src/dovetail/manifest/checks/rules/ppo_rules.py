@@ -252,6 +252,14 @@ PPO_RULES = (
         "spec.ppo.lag is {ppo.lag}, but a group of spec.groups has both roles, trainer and rollout, whose processes "
         "take turns on a GPU; give trainers and rollouts groups of their own, or set lag to 0.",
     ),
+    ppo_rule(
+        lambda spec: (
+            not spec.ppo.routing_replay or not any("--no-enable-prefix-caching" in g.vllm_args for g in spec.groups)
+        ),
+        "!self.ppo.routingReplay || !self.groups.exists(g, '--no-enable-prefix-caching' in g.vllmArgs)",
+        "spec.ppo.routingReplay needs vLLM's prefix cache, which --no-enable-prefix-caching turns off; remove it from "
+        "the vllmArgs of spec.groups.",
+    ),
     spec_rule(
         lambda spec: spec.generation.min_tokens <= spec.generation.max_tokens,
         "self.generation.minTokens <= self.generation.maxTokens",
