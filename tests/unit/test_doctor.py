@@ -1,18 +1,22 @@
-"""What `dovetail doctor --gpu` makes of the facts; tests/nullgpu runs the command."""
+"""What `dovetail doctor` makes of the facts; tests/nullgpu runs the checks of GPUs."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from dovetail.cli import doctor_command
 from dovetail.cli.doctor_command import findings_table
 from dovetail.cli.main import cli
 from dovetail.gpus.nvidia_driver import BrokenDriver, Device, Driver, NoDriver
+from dovetail.local.doctor import cluster_checks
 from dovetail.local.doctor import gpu_checks as gpu
+from dovetail.local.doctor import machine_checks as machine
 from dovetail.local.doctor.finding import Finding, report
 from dovetail.rollout import versions
 
@@ -134,9 +138,109 @@ def test_all_findings_about_a_gpu_are_one_row() -> None:
     assert str(next(iter(table.columns[2].cells))) == "a.\nc. To mend it: d."
 
 
-def test_it_asks_for_what_to_check() -> None:
-    done = CliRunner().invoke(cli, ["doctor"])
-    assert done.exit_code != 0
+def test_a_machine_without_gpus_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "ask_driver", raises(NoDriver("libcuda.so.1 is not there")))
+    monkeypatch.setattr(machine, "cuda_devices", list)
+    done = CliRunner().invoke(cli, ["doctor", "--json"])
+    found = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert done.exit_code == 0, done.stdout
+    assert {"Python", "packages", "CPUs", "memory", "shared memory", "disk of runs", "open files", "ports"} <= set(
+        found
+    )
+    assert (found["GPUs"]["state"], found["GPUs"]["says"]) == ("skipped", "there is no NVIDIA GPU, so jobs run on CPUs")
+    monkeypatch.setattr(machine, "cuda_devices", lambda: ["0"])
+    (finding,) = machine.check_gpus_if_any()
+    assert (finding.state, "driver" in finding.mend) == ("problem", True)
+
+
+def test_each_fault_of_a_machine_has_its_fix(tmp_path: Path) -> None:
+    assert machine.python_found((3, 13), "linux").mend == "make an environment with Python 3.11 or 3.12"
+    assert machine.python_found((3, 12), "darwin").state == "problem"
+    lacking = machine.packages_found(
+        [("the extra trainer", "pip install x"), ("the extra rollout-cpu", "pip install x")]
+    )
+    assert (lacking.state, lacking.says) == ("problem", "jobs need the extra trainer and the extra rollout-cpu")
+    assert lacking.mend == "install it: pip install x"
+    assert machine.cpus_found(1).state == machine.memory_size(4 * GIB).state == "warning"
+    assert machine.files_found(256, 256).state == "warning"
+    assert machine.files_found(256, -1).state == "ok"
+    assert machine.disk_found("disk", tmp_path, GIB // 2, True, "free some space").state == "problem"
+    assert machine.disk_found("disk", tmp_path, 5 * GIB, True, "free some space").state == "warning"
+    assert machine.disk_found("disk", tmp_path, 50 * GIB, False, "free some space").mend == "change its rights"
+    assert next(finding.check for finding in machine.disks(tmp_path / "runs")) == "disk of runs"
+
+
+def test_extras_that_are_missing_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_command, "is_installed", lambda module: module not in ("vllm", "aiohttp"))
+    monkeypatch.setattr(doctor_command, "cuda_devices", list)
+    names = [name for name, _ in doctor_command.missing_extras()]
+    assert names == ["the extra coordinator", "the extra rollout-cpu"]
+
+
+def cluster(**answers: Any) -> list[Finding]:
+    """Findings about a cluster that answers `kubectl get KIND` so."""
+
+    def ask(arguments: Any) -> Any:
+        answer = answers[arguments[0] if arguments[0] == "version" else arguments[1]]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    return list(cluster_checks.check_cluster(ask))
+
+
+KINDS = {"items": [{"metadata": {"name": name}} for name in (cluster_checks.OURS, cluster_checks.JOBSETS)]}
+READY = {"metadata": {"name": "op", "namespace": "d"}, "spec": {"replicas": 1}, "status": {"readyReplicas": 1}}
+NODE = {
+    "metadata": {"name": "n", "labels": {"nvidia.com/gpu.product": "A10"}},
+    "status": {"allocatable": {"nvidia.com/gpu": "4"}},
+}
+SERVER = {"serverVersion": {"gitVersion": "v1.34.1"}}
+
+
+def test_a_cluster_that_can_run_jobs() -> None:
+    found = cluster(
+        version=SERVER, customresourcedefinitions=KINDS, deployments={"items": [READY]}, nodes={"items": [NODE]}
+    )
+    assert {finding.state for finding in found} == {"ok"}
+    assert found[-1].says == "GPUs of nodes that are ready: 4 x A10"
+
+
+def test_what_a_cluster_lacks_is_named_with_the_command_that_mends_it() -> None:
+    bare = {"metadata": {"name": "n"}, "status": NODE["status"]}
+    found = cluster(
+        version=SERVER,
+        customresourcedefinitions={"items": []},
+        deployments={"items": [READY | {"status": {}}]},
+        nodes={"items": [bare]},
+    )
+    by = {finding.check: finding for finding in found}
+    assert {name: finding.state for name, finding in by.items()} == {
+        "cluster": "ok",
+        "RLHFJob": "problem",
+        "JobSet": "problem",
+        "operator": "problem",
+        "nodes": "problem",
+    }
+    assert "helm install" in by["RLHFJob"].mend
+    assert by["operator"].mend == "see why: kubectl -n d describe deployment op"
+    denied = cluster(
+        version=SERVER,
+        customresourcedefinitions=cluster_checks.NoAnswer("forbidden"),
+        deployments={"items": []},
+        nodes={"items": []},
+    )
+    assert [finding.state for finding in denied] == ["ok", "skipped", "problem", "warning"]
+
+
+def test_without_kubectl_or_an_api_server_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    done = CliRunner().invoke(cli, ["doctor", "--cluster", "--json"])
+    assert done.exit_code == 1
+    (finding,) = json.loads(done.stdout)["findings"]
+    assert finding["says"] == "kubectl is not installed"
+    (other,) = cluster(version={"clientVersion": {}})
+    assert other.says == "kubectl reaches no API server"
 
 
 def test_the_installed_vllm_is_in_the_range_and_others_are_named() -> None:

@@ -4,50 +4,80 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from pathlib import Path
 
 import click
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dovetail.cli.common.extras import DISTRIBUTION, MARKS, Extra, is_installed
 from dovetail.local.doctor.finding import Finding, report
-from dovetail.supervision.errors import UsageError
+from dovetail.supervision.devices import cuda_devices
 
 STYLES = {"skipped": "dim", "ok": "green", "warning": "yellow", "problem": "red"}
 STATES = list(STYLES)
 
 
 @click.command()
-@click.option("--gpu", is_flag=True, help="Check driver, GPUs, torch, NCCL and vLLM.")
+@click.option("--gpu", is_flag=True, help="Check GPUs alone: driver, torch, NCCL and vLLM. No GPU is a problem.")
+@click.option("--cluster", is_flag=True, help="Check the cluster of kubectl's present context alone.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of the table.")
 @click.pass_context
-def doctor(ctx: click.Context, gpu: bool, as_json: bool) -> None:
+def doctor(ctx: click.Context, gpu: bool, cluster: bool, as_json: bool) -> None:
     """Check whether this machine can run jobs.
 
-    Each line says what was found, and how to mend what is wrong. The exit code is 1 if there is a problem. Run it on a
-    GPU machine, or in a pod of the image that a job would use:
+    Python, packages, CPUs, memory, shared memory, disks, open files, ports, and the GPUs if there are any. Each line
+    says what was found, and how to mend what is wrong. The exit code is 1 if there is a problem. On a cluster run it
+    in a pod of the image that a job would use:
 
     \b
       kubectl run doctor --rm -it --restart=Never --image=IMAGE \\
         --overrides='{"spec": {"containers": [{"name": "doctor", "image": "IMAGE", "command":
           ["dovetail", "doctor", "--gpu"], "resources": {"limits": {"nvidia.com/gpu": 1}}}]}}'
     """
-    if not gpu:
-        raise UsageError("dovetail doctor checks GPUs; give --gpu.")
-    from dovetail.local.doctor.gpu_checks import check_gpus
-
+    checks = list(_checks(gpu, cluster))
     if as_json:
-        made = report(check_gpus())
+        made = report(chain.from_iterable(checks))
         click.echo(json.dumps(made, indent=2))
     else:
         console = Console()
         with console.status("checking"):
-            findings = list(check_gpus())
+            findings = list(chain.from_iterable(checks))
         made = report(findings)
         console.print(findings_table(findings))
     if not made["ok"]:
         ctx.exit(1)
+
+
+def _checks(gpu: bool, cluster: bool) -> Iterator[Iterable[Finding]]:
+    """What was asked for; without a choice, the machine and its GPUs."""
+    if gpu:
+        from dovetail.local.doctor.gpu_checks import check_gpus
+
+        yield check_gpus()
+    if cluster:
+        from dovetail.local.doctor.cluster_checks import check_cluster
+
+        yield check_cluster()
+    if not gpu and not cluster:
+        from dovetail.local.doctor.machine_checks import check_gpus_if_any, check_machine
+
+        yield check_machine(missing_extras, Path("runs"))
+        yield check_gpus_if_any()
+
+
+def missing_extras() -> list[tuple[str, str]]:
+    """The extras that runs on this machine lack, each with the command that installs them all."""
+    rollout: Extra = "rollout-gpu" if cuda_devices() else "rollout-cpu"
+    needed: list[Extra] = ["coordinator", "trainer", rollout]
+    found = []
+    for extra in needed:
+        if not all(map(is_installed, MARKS[extra])):
+            found.append((f"the extra {extra}", f"pip install '{DISTRIBUTION}[coordinator,{rollout}]'"))
+    return found
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
