@@ -226,7 +226,7 @@ def test_what_a_cluster_lacks_is_named_with_the_command_that_mends_it() -> None:
     assert by["operator"].mend == "see why: kubectl -n d describe deployment op"
     denied = cluster(
         version=SERVER,
-        customresourcedefinitions=cluster_checks.NoAnswer("forbidden"),
+        customresourcedefinitions=cluster_checks.KubectlFailed("forbidden"),
         deployments={"items": []},
         nodes={"items": []},
     )

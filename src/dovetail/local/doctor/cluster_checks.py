@@ -17,7 +17,7 @@ OPERATOR = "app.kubernetes.io/name=dovetail,app.kubernetes.io/component=operator
 INSTALL = "helm install dovetail helm/dovetail --namespace dovetail-system --create-namespace"
 
 
-class NoAnswer(Exception):
+class KubectlFailed(Exception):
     """kubectl failed. The message is its last line."""
 
 
@@ -25,16 +25,16 @@ Ask = Callable[[Sequence[str]], Any]
 
 
 def kubectl(arguments: Sequence[str]) -> Any:
-    """What `kubectl get ... -o json` answers. Raises NoAnswer."""
+    """What `kubectl get ... -o json` answers. Raises KubectlFailed."""
     command = ["kubectl", *arguments, "-o", "json", f"--request-timeout={SECONDS:.0f}s"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=2 * SECONDS, check=False)
     except FileNotFoundError as error:
-        raise NoAnswer("kubectl is not installed") from error
+        raise KubectlFailed("kubectl is not installed") from error
     except subprocess.TimeoutExpired as error:
-        raise NoAnswer(f"kubectl gave no answer within {2 * SECONDS:.0f} s") from error
+        raise KubectlFailed(f"kubectl gave no answer within {2 * SECONDS:.0f} s") from error
     if done.returncode:
-        raise NoAnswer((done.stderr.strip().splitlines() or ["kubectl gave no reason"])[-1].rstrip("."))
+        raise KubectlFailed((done.stderr.strip().splitlines() or ["kubectl gave no reason"])[-1].rstrip("."))
     return json.loads(done.stdout)
 
 
@@ -44,8 +44,8 @@ def check_cluster(ask: Ask = kubectl) -> Iterator[Finding]:
         version = ask(["version"])
         server = version.get("serverVersion")
         if not server:
-            raise NoAnswer("kubectl reaches no API server")
-    except NoAnswer as error:
+            raise KubectlFailed("kubectl reaches no API server")
+    except KubectlFailed as error:
         mend = "install kubectl, and choose a cluster (kubectl config use-context)"
         yield Finding("cluster", "problem", str(error), mend)
         return
@@ -53,7 +53,7 @@ def check_cluster(ask: Ask = kubectl) -> Iterator[Finding]:
     for check in (_kinds, _operator, _nodes):
         try:
             yield from check(ask)
-        except NoAnswer as error:
+        except KubectlFailed as error:
             name = check.__name__.lstrip("_")
             yield Finding(name, "skipped", str(error), "ask the cluster's administrator, who may read it")
 

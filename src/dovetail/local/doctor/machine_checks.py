@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from dovetail.gpus.nvidia_driver import BrokenDriver, NoDriver, ask_driver
-from dovetail.local.doctor.finding import Finding
+from dovetail.local.doctor.finding import Finding, State
 from dovetail.local.doctor.gpu_checks import SHARED, check_gpus, shared_memory
 from dovetail.rollout.versions import installed, version_problem
 from dovetail.supervision.devices import cuda_devices
@@ -120,7 +120,7 @@ def disk_found(name: str, path: Path, free: int, writable: bool, mend: str) -> F
         return Finding(
             name, "problem", f"{path} cannot be written", mend.replace("free some space", "change its rights")
         )
-    state = "problem" if free < LEAST_DISK else "warning" if free < LITTLE_DISK else "ok"
+    state: State = "problem" if free < LEAST_DISK else "warning" if free < LITTLE_DISK else "ok"
     return Finding(name, state, says, mend if state != "ok" else "", figures)
 
 
