@@ -88,12 +88,18 @@ def test_every_page_has_its_place_in_mkdocs_yml():
     assert sorted(listed) == [str(page.relative_to(ROOT / "docs")) for page in DOCS]
 
 
+def _inline_html(text: str) -> Iterator[str]:
+    for token in MarkdownIt().enable("table").parse(text):
+        yield from (child.content for child in token.children or () if child.type == "html_inline")
+
+
 @pytest.mark.parametrize("page", DOCS, ids=name_of)
 def test_the_site_shows_the_lists_and_blocks_that_github_shows(page):
     """MkDocs' Markdown wants an empty line before a list, and four spaces before what is inside an item."""
     text = page.read_text()
     shown = markdown.markdown(text, extensions=["tables", "fenced_code", "sane_lists"])
     meant = MarkdownIt().enable("table").render(text)
+    assert re.findall(r"<[a-z]+>", "".join(_inline_html(text))) == [], "a browser takes <name> for a tag"
     for tag in ("li", "table", "pre"):
         assert len(re.findall(f"<{tag}[ >]", shown)) == len(re.findall(f"<{tag}[ >]", meant)), f"<{tag}>"
 

@@ -88,4 +88,5 @@ def _type(field: FieldInfo) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+    """`<name>` would be a tag, and not be shown."""
+    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
