@@ -56,7 +56,7 @@ def _parents(path: str) -> tuple[str, str]:
 
 class FakeKube:
     """`objects` maps paths to objects (or a pod's log, as text); `users` tokens to user names; `rights` holds
-    (user, verb, resource[/subresource]); `asked` counts requests by path."""
+    (user, verb, resource[/subresource]); `asked` counts requests by path. RLHFJobs can be made, patched and deleted."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
@@ -67,6 +67,10 @@ class FakeKube:
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._answer)
         self._server = ServerThread(app)
+
+    @property
+    def url(self) -> str:
+        return self._server.url
 
     def kubeconfig(self, folder: Path) -> Path:
         """A kubeconfig for this server."""
@@ -93,6 +97,8 @@ class FakeKube:
         self.asked[path] = self.asked.get(path, 0) + 1
         if request.headers.get("Authorization") != "Bearer the-api-itself":
             return self._failure(401, "Unauthorized")
+        if "/rlhfjobs" in path and request.method != "GET":
+            return await self._change(request)
         if request.method == "POST":
             return web.json_response(self._review(path, await request.json()))
         if path == "/version":
@@ -115,6 +121,25 @@ class FakeKube:
             rest = str(start + limit) if start + limit < len(items) else None
             return web.json_response({"items": items[start : start + limit], "metadata": {"continue": rest}})
         return web.json_response(found)
+
+    async def _change(self, request: web.Request) -> web.Response:
+        """Make, patch or delete a job, as an API server does."""
+        path, body = request.path, await request.json() if request.can_read_body else {}
+        if request.method == "POST":
+            path = f"{path}/{body['metadata']['name']}"
+            if path in self.objects:
+                return self._failure(409, f'rlhfjobs.dovetail.dev "{body["metadata"]["name"]}" already exists')
+            about = {"namespace": "lab", "uid": f"uid-{len(self.objects)}", "creationTimestamp": "2026-11-21T09:00:00Z"}
+            self.objects[path] = body | {"metadata": body["metadata"] | about}
+        elif path not in self.objects:
+            return self._failure(404, f"{path} not found")
+        elif request.method == "DELETE":
+            return web.json_response(self.objects.pop(path))
+        else:
+            assert request.content_type == "application/merge-patch+json"
+            found = self.objects[path]
+            self.objects[path] = found | {"spec": found["spec"] | body["spec"]}
+        return web.json_response(self.objects[path])
 
     @staticmethod
     def _selected(request: web.Request, item: Object) -> bool:

@@ -20,6 +20,7 @@ NO_TORCH = (
     "statusapi",
     "supervision",
     "pod",
+    "client",
 )
 HEAVY = {"torch", "vllm"}
 # What reads or writes anything but its arguments.

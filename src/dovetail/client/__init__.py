@@ -1,0 +1,15 @@
+"""Jobs on a cluster, from Python.
+
+    from dovetail.client import Cluster
+
+    with Cluster("lab", kubernetes="http://127.0.0.1:8001", api="http://127.0.0.1:8080", api_token=token) as cluster:
+        name = cluster.submit("job.yaml")
+        job = cluster.wait(name, on_change=print)
+        print([row.metrics["reward"] for row in cluster.metrics(name, stage="ppo")])
+
+It asks the status API for what a job does, and the Kubernetes API to make, stop and delete jobs: the status API changes
+nothing."""
+
+from dovetail.client.cluster_client import ClientError, Cluster, ClusterJob, MetricsRow
+
+__all__ = ["ClientError", "Cluster", "ClusterJob", "MetricsRow"]

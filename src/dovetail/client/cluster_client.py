@@ -1,0 +1,237 @@
+"""The client of a cluster's two APIs. Both speak HTTP and take a Kubernetes bearer token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx2
+from pydantic import BaseModel, ConfigDict
+from pydantic.alias_generators import to_camel
+
+from dovetail.manifest.checks.validation import check
+from dovetail.manifest.documents import ManifestError, parse, read_yaml
+
+SECONDS = 60.0
+# After these states nothing happens any more by itself.
+ENDED = ("Completed", "Failed", "Suspended")
+_MERGE = {"Content-Type": "application/merge-patch+json"}
+
+
+class ClientError(Exception):
+    """A request failed. `status`: of the answer; None if there was none. The text is one sentence."""
+
+    def __init__(self, sentence: str, status: int | None = None) -> None:
+        super().__init__(sentence)
+        self.status = status
+
+
+class _Answer(BaseModel):
+    model_config = ConfigDict(alias_generator=to_camel, populate_by_name=True, extra="ignore", frozen=True)
+
+
+class ClusterJob(_Answer):
+    """What the status API says of a job. `state`: Completed, Failed, Suspended, Running, Scheduled, Planned or Pending.
+    `iteration` of `iterations`: finished PPO iterations, or steps of the stage. `kl`: nats per sample."""
+
+    namespace: str
+    name: str
+    uid: str
+    state: str
+    stage: str | None = None
+    iteration: int | None = None
+    iterations: int | None = None
+    reward: float | None = None
+    kl: float | None = None
+    samples_per_second: float | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing happens any more by itself."""
+        return self.state in ENDED
+
+
+class MetricsRow(_Answer):
+    """A finished PPO iteration, a step of SFT or of the reward model, or an evaluation."""
+
+    stage: str
+    step: int
+    metrics: dict[str, float]
+
+
+class Cluster:
+    """The RLHFJobs of one namespace. All methods raise ClientError.
+
+    `api`: address of the status API; `api_token`: a token that may read RLHFJobs there. `kubernetes`: address of the
+    Kubernetes API, for example that of `kubectl proxy`, which needs no token. It is needed to submit, cancel, resume
+    and delete. `verify`: a file with the certificates of authorities, or whether certificates are checked."""
+
+    def __init__(
+        self,
+        namespace: str = "default",
+        *,
+        api: str | None = None,
+        api_token: str | None = None,
+        kubernetes: str | None = None,
+        kubernetes_token: str | None = None,
+        verify: bool | str = True,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.namespace = namespace
+        self._clock, self._sleep = clock, sleep
+        self._api = _Service(
+            "the status API", "api", api, f"/api/v1/namespaces/{namespace}/rlhfjobs", api_token, verify
+        )
+        path = f"/apis/dovetail.dev/v1alpha1/namespaces/{namespace}/rlhfjobs"
+        self._kube = _Service("the Kubernetes API", "kubernetes", kubernetes, path, kubernetes_token, verify)
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._api.close()
+        self._kube.close()
+
+    # ------------------------------------------------------------ what changes jobs
+
+    def submit(self, manifest: Path | str | Mapping[str, Any]) -> str:
+        """Make a job of a manifest: a file, or its content; returns the job's name. The manifest is checked here first.
+        Raises ManifestError too."""
+        document = dict(manifest) if isinstance(manifest, Mapping) else read_yaml(manifest)
+        job = parse(document)
+        if errors := check(job.spec):
+            raise ManifestError(errors)
+        self._kube.ask("POST", "", json=document)
+        return job.metadata.name
+
+    def cancel(self, name: str) -> None:
+        """Stop a job and free its GPUs. Its files stay, and `resume` goes on from its last checkpoint."""
+        self._kube.ask("PATCH", f"/{name}", json={"spec": {"suspend": True}}, headers=_MERGE)
+
+    def resume(self, name: str) -> None:
+        """Let a job that was cancelled go on."""
+        self._kube.ask("PATCH", f"/{name}", json={"spec": {"suspend": False}}, headers=_MERGE)
+
+    def delete(self, name: str) -> None:
+        """Delete a job and its pods. The claim with its files stays unless spec.storage.retain is Delete."""
+        self._kube.ask("DELETE", f"/{name}")
+
+    # ------------------------------------------------------------ what looks at jobs
+
+    def jobs(self) -> list[ClusterJob]:
+        """All jobs of the namespace."""
+        found: list[ClusterJob] = []
+        rest: str | None = None
+        while True:
+            page = self._api.document("", params={"continue": rest} if rest else {})
+            found += [ClusterJob.model_validate(item) for item in page["items"]]
+            rest = page.get("continue")
+            if not rest:
+                return found
+
+    def job(self, name: str) -> ClusterJob:
+        """How far a job is."""
+        return ClusterJob.model_validate(self._api.document(f"/{name}"))
+
+    def wait(
+        self,
+        name: str,
+        *,
+        seconds: float | None = None,
+        every: float = 5.0,
+        on_change: Callable[[ClusterJob], object] | None = None,
+    ) -> ClusterJob:
+        """Wait until a job has ended, and return what it is then: Completed, Failed or Suspended. `on_change` is called
+        with each new state of it. A new job may be unknown to the API for a moment. An API that does not answer for a
+        while is asked again. Raises TimeoutError after `seconds`."""
+        end, last = None if seconds is None else self._clock() + seconds, None
+        while True:
+            try:
+                found = self.job(name)
+            except ClientError as error:
+                if error.status in (400, 401, 403):
+                    raise
+                if error.status == 404 and last is not None:
+                    raise ClientError(f"job {name} was deleted", 404) from error
+            else:
+                if found != last and on_change is not None:
+                    on_change(found)
+                last = found
+                if found.ended:
+                    return found
+            if end is not None and self._clock() >= end:
+                said = "is unknown" if last is None else f"is {last.state}"
+                raise TimeoutError(f"job {name} {said} after {seconds:g} s")
+            self._sleep(every)
+
+    def metrics(self, name: str, stage: str | None = None) -> list[MetricsRow]:
+        """The rows of a job's history: of all stages, or of sft, reward, ppo or evaluation."""
+        return list(self._rows(name, stage))
+
+    def _rows(self, name: str, stage: str | None) -> Iterator[MetricsRow]:
+        after = 0
+        while True:
+            params: dict[str, Any] = {"after": after} | ({"stage": stage} if stage else {})
+            page = self._api.document(f"/{name}/iterations", params=params)
+            yield from (MetricsRow.model_validate(item) for item in page["items"])
+            if page["next"] <= after:
+                return
+            after = page["next"]
+
+    def logs(self, name: str, pod: str | None = None, lines: int = 1000) -> dict[str, str]:
+        """The last lines of each pod's log, by name of the pod; of one pod only if `pod` names it."""
+        pods = [pod] if pod else [item["pod"] for item in self._api.document(f"/{name}/logs")["items"]]
+        return {each: self._api.ask("GET", f"/{name}/logs/{each}", params={"lines": lines}).text for each in pods}
+
+    def trace(self, name: str, iteration: int) -> bytes:
+        """The timeline of an iteration, which opens in Perfetto."""
+        return self._api.ask("GET", f"/{name}/iterations/{iteration}/trace").content
+
+
+class _Service:
+    """One of the two APIs. `option`: the argument of `Cluster` that names its address."""
+
+    def __init__(
+        self, what: str, option: str, url: str | None, base: str, token: str | None, verify: bool | str
+    ) -> None:
+        self._what, self._option, self._url, self._base = what, option, url, base
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http = httpx2.Client(base_url=(url or "").rstrip("/"), headers=headers, verify=verify, timeout=SECONDS)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def document(self, path: str, **options: Any) -> dict[str, Any]:
+        answer = self.ask("GET", path, **options)
+        try:
+            return dict(answer.json())
+        except (ValueError, TypeError) as error:
+            raise ClientError(f"what answers at {self._url} is not {self._what}") from error
+
+    def ask(self, method: str, path: str, **options: Any) -> httpx2.Response:
+        if self._url is None:
+            raise ClientError(f"this needs {self._what}; give Cluster its address with {self._option}=")
+        try:
+            answer = self._http.request(method, self._base + path, **options)
+        except (httpx2.HTTPError, httpx2.InvalidURL) as error:
+            raise ClientError(
+                f"{self._what} at {self._url} does not answer: {error or type(error).__name__}"
+            ) from error
+        if answer.is_success:
+            return answer
+        try:
+            document = answer.json()
+            said = document.get("detail") or document.get("message") or answer.text
+        except (ValueError, AttributeError):
+            said = answer.text.strip()[:400]
+        raise ClientError(f"{self._what} answered {answer.status_code}: {said}", answer.status_code)
