@@ -20,7 +20,17 @@ from dovetail.manifest.types import RLHFJob, ScratchModel, Stage
 from dovetail.protocol.messages import CommandResult, Probe, Publish, Receive, Receiver, Stop
 from dovetail.rollout.weight_receiver import WeightReceiver
 from helpers.local_trainer import LocalTrainer
-from helpers.trainer_ranks import TINY, TrainerRanks, job, layouts, load_command, ppo_batch, reward_batch, sft_batch
+from helpers.trainer_ranks import (
+    TINY,
+    TrainerRanks,
+    dpo_batch,
+    job,
+    layouts,
+    load_command,
+    ppo_batch,
+    reward_batch,
+    sft_batch,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +52,7 @@ def run_curves(ranks: TrainerRanks) -> dict[str, dict[str, list[float]]]:
     makers = {
         Stage.SFT: sft_batch,
         Stage.REWARD: reward_batch,
+        Stage.DPO: dpo_batch,
         Stage.PPO: lambda seed: ppo_batch(seed, ptx=6),
     }
     for stage, maker in makers.items():

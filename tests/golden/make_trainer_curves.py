@@ -18,6 +18,7 @@ STEPS = 4
 CURVES = {
     "sft": ["loss", "grad_norm"],
     "reward": ["loss", "accuracy", "grad_norm"],
+    "dpo": ["loss", "accuracy", "margin", "rewards/chosen", "grad_norm"],
     "ppo": [
         "policy_loss",
         "value_loss",
@@ -46,11 +47,11 @@ def curve_job():  # type: ignore[no-untyped-def]
 
 def curve_batch(stage: str, step: int) -> bytes:
     """Batch of a step."""
-    from helpers.trainer_ranks import ppo_batch, reward_batch, sft_batch
+    from helpers.trainer_ranks import dpo_batch, ppo_batch, reward_batch, sft_batch
 
     if stage == "ppo":
         return ppo_batch(step, ptx=6)
-    return (sft_batch if stage == "sft" else reward_batch)(step)
+    return {"sft": sft_batch, "reward": reward_batch, "dpo": dpo_batch}[stage](step)
 
 
 def curves() -> dict[str, dict[str, list[float]]]:
@@ -65,6 +66,7 @@ def curves() -> dict[str, dict[str, list[float]]]:
         for stage, models in (
             (Stage.SFT, ["actor"]),
             (Stage.REWARD, ["reward"]),
+            (Stage.DPO, ["actor"]),
             (Stage.PPO, ["actor", "critic"]),
         ):
             trainer.metrics(load_command(stage, id=f"load/{stage.value}"))

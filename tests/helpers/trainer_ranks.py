@@ -47,6 +47,7 @@ def job(**spec: Any) -> RLHFJob:
         ],
         "sft": {"steps": 8, "batchSize": 8, "microBatchSize": 2, "optimizer": fast},
         "reward": {"steps": 8, "batchSize": 8, "microBatchSize": 2, "optimizer": fast},
+        "dpo": {"steps": 8, "batchSize": 8, "microBatchSize": 2, "optimizer": fast},
         "ppo": {
             "iterations": 4,
             "globalBatchSize": 16,
@@ -170,9 +171,9 @@ class TrainerRanks:
             size, micro = spec.ppo.mini_batch_size, spec.ppo.micro_batch_size
             names = [name for name in ("actor", "critic") if name in self.layouts]
         else:
-            part = spec.sft if stage is Stage.SFT else spec.reward
+            part = spec.supervised(stage)
             size, micro = part.batch_size, part.micro_batch_size
-            names = ["actor" if stage is Stage.SFT else "reward"]
+            names = [stage.model]
         micro = micro if fields.get("micro_batch_tokens") is None else 1
         actions: list[list[Action]] = [[] for _ in range(self.world_size)]
         for name in names:
@@ -195,7 +196,7 @@ class TrainerRanks:
 def load_command(stage: Stage, total_steps: int = 8, checkpoint: Path | None = None, id: str = "load") -> Load:
     """The stage's tiny models from scratch, or from a checkpoint."""
     head = {"actor": "lm", "critic": "value", "reward": "value"}
-    names = {Stage.SFT: ["actor"], Stage.REWARD: ["reward"], Stage.PPO: ["actor", "critic"]}[stage]
+    names = ["actor", "critic"] if stage is Stage.PPO else [stage.model]
     models = {
         name: ModelRef(head=head[name], scratch=TINY, seed=i, path=None, tokenizer=None)  # type: ignore[arg-type]
         for i, name in enumerate(names)
@@ -252,6 +253,25 @@ def reward_batch(seed: int, count: int = 8, longest: int = 16) -> bytes:
             "rejected_lengths": rejected_lengths,
         }
     )
+
+
+def dpo_batch(seed: int, count: int = 8, longest: int = 16, reference: bool = True) -> bytes:
+    """The same preferences, and each response in the place of the one before for KTO. `reference`: with
+    log-probabilities near those of an untrained model."""
+    random = np.random.default_rng(seed)
+    parts = [_sequences(random, count, longest, step) for step in (1, 3)]
+    tokens, lengths = (np.concatenate(each) for each in zip(*parts, strict=True))
+    arrays = {}
+    for prefix, shift in (("", 0), ("kl_", 1)):
+        moved, ends = np.roll(tokens, -shift, axis=0), np.roll(lengths, -shift)
+        moved[:, :2] = tokens[:, :2]  # the prompt
+        places = np.arange(longest)[None, :]
+        mask = ((places >= 2) & (places < ends[:, None])).astype(np.uint8)
+        arrays |= {f"{prefix}tokens": moved, f"{prefix}lengths": ends, f"{prefix}loss_mask": mask}
+        if reference:
+            noise = 0.1 * random.standard_normal(2 * count)
+            arrays[f"{prefix}reference"] = (noise - np.log(VOCABULARY) * (ends - 2)).astype(np.float32)
+    return pack(arrays)
 
 
 def ppo_batch(seed: int, count: int = 16, prompt: int = 6, response: int = 10, ptx: int = 0) -> bytes:

@@ -21,7 +21,7 @@ def curves() -> dict[str, dict[str, list[float]]]:
     return maker.curves()
 
 
-@pytest.mark.parametrize("stage", ["sft", "reward", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo", "ppo"])
 def test_training_follows_the_stored_curve(curves: dict[str, dict[str, list[float]]], stage: str) -> None:
     stored = json.loads((GOLDEN / "trainer-curves.json").read_text())[stage]
     assert curves[stage].keys() == stored.keys()

@@ -151,7 +151,7 @@ def _context(spec: RLHFJobSpec, folder: Path) -> Finding | None:
     if Stage.PPO in spec.stages:
         longest = spec.data.max_prompt_tokens + spec.generation.max_tokens
         wanted.append(("spec.data.maxPromptTokens + spec.generation.maxTokens", longest))
-    if {Stage.SFT, Stage.REWARD} & set(spec.stages):
+    if {Stage.SFT, Stage.REWARD, Stage.DPO} & set(spec.stages):
         wanted.append(("spec.data.maxTokens", spec.data.max_tokens))
     for field, tokens in wanted:
         if tokens > limit:

@@ -18,6 +18,7 @@ from dovetail.manifest.types import RLHFJobSpec, Stage
 _SHOWN = {
     Stage.SFT: (("loss", "loss", "{:.3f}"),),
     Stage.REWARD: (("loss", "loss", "{:.3f}"), ("accuracy", "accuracy", "{:.1%}")),
+    Stage.DPO: (("loss", "loss", "{:.3f}"), ("accuracy", "accuracy", "{:.1%}"), ("margin", "margin", "{:.3f}")),
     Stage.PPO: (("reward", "reward", "{:.3f}"), ("kl", "KL", "{:.3f}"), ("samples_per_second", "samples/s", "{:.1f}")),
 }
 
@@ -37,8 +38,13 @@ def describe_metrics(stage: Stage, metrics: Mapping[str, Any]) -> str:
 
 
 def labels(spec: RLHFJobSpec) -> dict[Stage, str]:
-    """What people call the stages: PPO by the name of its method."""
-    return {Stage.SFT: "SFT", Stage.REWARD: "Reward model", Stage.PPO: spec.ppo.method}
+    """What people call the stages: DPO by its loss, PPO by the name of its method."""
+    return {
+        Stage.SFT: "SFT",
+        Stage.REWARD: "Reward model",
+        Stage.DPO: spec.dpo.loss,
+        Stage.PPO: spec.ppo.method,
+    }
 
 
 def time_left(status: Mapping[str, Any]) -> str:
@@ -136,7 +142,7 @@ class Bars:
         self._bars: dict[Stage, TaskID] = {}
         names = labels(spec)
         for stage in spec.stages:
-            total = {Stage.SFT: spec.sft.steps, Stage.REWARD: spec.reward.steps, Stage.PPO: spec.ppo.iterations}[stage]
+            total = spec.ppo.iterations if stage is Stage.PPO else spec.supervised(stage).steps
             self._bars[stage] = self._progress.add_task(names[stage], total=total, start=False, metrics="", left="")
         self._samples: TaskID | None = None
         if Stage.PPO in spec.stages:

@@ -29,7 +29,7 @@ def trainer_world(spec: RLHFJobSpec) -> int:
 def trained_models(spec: RLHFJobSpec) -> list[str]:
     """Models that the job's stages train, in the order actor, critic, reward."""
     found = []
-    if Stage.SFT in spec.stages or Stage.PPO in spec.stages:
+    if any(stage.model == "actor" for stage in spec.stages):
         found.append("actor")
     if Stage.PPO in spec.stages and has_critic(spec):
         found.append("critic")

@@ -41,7 +41,7 @@ class Optimizer(Model):
 
 
 class Supervised(Model):
-    """SFT or reward-model training."""
+    """Training on batches of records: SFT, the reward model, DPO."""
 
     steps: PositiveInt | None = Field(
         default=None, description="Optimizer steps; default: one pass over the data times epochs."
@@ -57,6 +57,35 @@ class Supervised(Model):
         description=MICRO_BATCH_TOKENS.format(what="sequences", auto=_AS_MANY.format(what="sequences")),
     )
     optimizer: Optimizer = Field(default_factory=Optimizer, description="Optimizer and learning rate.")
+
+
+class DPOOptimizer(Optimizer):
+    """AdamW with the learning rate that TRL takes for DPO."""
+
+    learning_rate: PositiveFloat = Field(default=1e-6, description="Peak learning rate, reached after warm-up.")
+
+
+class DPO(Supervised):
+    """Learning from preferences without a reward model. The reference is the actor as the stage begins with it."""
+
+    loss: Literal["DPO", "IPO", "KTO"] = Field(
+        default="DPO",
+        description="DPO: the logistic loss of a pair (Rafailov et al. 2023). IPO: the squared distance to a margin, "
+        "with token means (Azar et al. 2023). KTO: each response by itself, against a KL estimate of the batch "
+        "(Ethayarajh et al. 2024).",
+    )
+    beta: PositiveFloat = Field(
+        default=0.1, description="How strongly the reference holds the actor: the larger, the closer they stay."
+    )
+    label_smoothing: float = Field(
+        default=0.0,
+        ge=0,
+        lt=0.5,
+        description="DPO: the share of pairs that may be the wrong way round (conservative DPO); 0: none.",
+    )
+    desirable_weight: PositiveFloat = Field(default=1.0, description="KTO: weight of the loss of chosen responses.")
+    undesirable_weight: PositiveFloat = Field(default=1.0, description="KTO: weight of the loss of rejected responses.")
+    optimizer: DPOOptimizer = Field(default_factory=DPOOptimizer, description="Optimizer and learning rate.")
 
 
 class KL(Model):

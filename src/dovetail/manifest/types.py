@@ -25,10 +25,11 @@ from dovetail.manifest.base import (
 )
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.status import RLHFJobStatus
-from dovetail.manifest.training_types import KL, PPO, Generation, ImportanceSampling, Optimizer, Supervised
+from dovetail.manifest.training_types import DPO, KL, PPO, Generation, ImportanceSampling, Optimizer, Supervised
 
 __all__ = [
     "API_VERSION",
+    "DPO",
     "KIND",
     "KL",
     "PPO",
@@ -85,11 +86,22 @@ KIND = "RLHFJob"
 
 
 class Stage(StrEnum):
-    """The three steps of InstructGPT."""
+    """The three steps of InstructGPT, and DPO, which learns from preferences in place of the last two."""
 
     SFT = "sft"
     REWARD = "reward"
+    DPO = "dpo"
     PPO = "ppo"
+
+    @property
+    def model(self) -> Literal["actor", "reward"]:
+        """The model that the stage trains. PPO may train the critic as well."""
+        return "reward" if self is Stage.REWARD else "actor"
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether the stage learns from pairs of responses, which stay together in a micro-batch."""
+        return self in (Stage.REWARD, Stage.DPO)
 
 
 class Dtype(StrEnum):
@@ -320,7 +332,7 @@ class StageSplit(Model):
     """Shares of each data set that the three stages may use, disjointly (DeepSpeed-Chat's data_split)."""
 
     sft: float = Field(default=2.0, ge=0, description="Share of SFT.")
-    reward: float = Field(default=4.0, ge=0, description="Share of reward-model training.")
+    reward: float = Field(default=4.0, ge=0, description="Share of reward-model training, or of DPO.")
     ppo: float = Field(default=4.0, ge=0, description="Share of PPO.")
 
 
@@ -328,13 +340,17 @@ class Data(Model):
     """What the stages learn from: each list is blended by weight and split disjointly across the stages."""
 
     demonstrations: list[DataSource] = Field(default_factory=list, max_length=64, description="For SFT (and ptx).")
-    preferences: list[DataSource] = Field(default_factory=list, max_length=64, description="For the reward model.")
+    preferences: list[DataSource] = Field(
+        default_factory=list, max_length=64, description="For the reward model, or DPO."
+    )
     prompts: list[DataSource] = Field(default_factory=list, max_length=64, description="For PPO.")
     split: StageSplit = Field(
         default_factory=StageSplit, description="Shares of the stages in a data set that several of them use."
     )
     max_prompt_tokens: PositiveInt = Field(default=512, description="Longer prompts keep their last tokens.")
-    max_tokens: PositiveInt = Field(default=1024, description="Longest sequence in SFT and reward training, tokens.")
+    max_tokens: PositiveInt = Field(
+        default=1024, description="Longest sequence in SFT, reward training and DPO, tokens."
+    )
     held_out: Fraction = Field(default=0.1, description="Share of each stage's data kept for evaluation.")
 
 
@@ -741,15 +757,17 @@ class RLHFJobSpec(Model):
     )
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Seed of all random numbers of the job.")
     stages: list[Stage] = Field(
-        default_factory=lambda: list(Stage),
+        default_factory=lambda: [Stage.SFT, Stage.REWARD, Stage.PPO],
         min_length=1,
-        max_length=3,
-        description="Any of sft, reward, ppo, in this order; each stage's result feeds the next.",
+        max_length=4,
+        description="Any of sft, reward, ppo, in this order, or dpo alone or after sft; each stage's result feeds the "
+        "next.",
     )
     models: Models = Field(default_factory=Models, description="Actor, critic, reward, reference and tokenizer.")
     data: Data = Field(default_factory=Data, description="Demonstrations, preferences and prompts.")
     sft: Supervised = Field(default_factory=Supervised, description="Supervised fine-tuning.")
     reward: Supervised = Field(default_factory=Supervised, description="Reward-model training.")
+    dpo: DPO = Field(default_factory=DPO, description="Learning from preferences without a reward model.")
     ppo: PPO = Field(default_factory=PPO, description="Reinforcement learning.")
     generation: Generation = Field(default_factory=Generation, description="How rollouts generate responses.")
     evaluation: Evaluation = Field(
@@ -786,9 +804,14 @@ class RLHFJobSpec(Model):
         default=None, description="Delete the job this long after it finished."
     )
 
+    def supervised(self, stage: Stage) -> Supervised:
+        """What the manifest says of a stage other than PPO."""
+        found: Supervised = getattr(self, stage.value)
+        return found
+
 
 class RLHFJob(Model):
-    """An RLHF training job: SFT, reward model and PPO from one manifest."""
+    """An RLHF training job: SFT, reward model and PPO, or SFT and DPO, from one manifest."""
 
     api_version: Literal["dovetail.dev/v1alpha1"] = Field(description="dovetail.dev/v1alpha1")
     kind: Literal["RLHFJob"] = Field(description="RLHFJob")

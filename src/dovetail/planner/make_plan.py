@@ -252,6 +252,8 @@ def _tasks(spec: RLHFJobSpec) -> list[TaskPlacement]:
         tasks.append(TaskPlacement(task="sft", groups=trainers))
     if Stage.REWARD in spec.stages:
         tasks.append(TaskPlacement(task="reward_training", groups=trainers))
+    if Stage.DPO in spec.stages:
+        tasks.append(TaskPlacement(task="dpo", groups=trainers))
     if Stage.PPO in spec.stages:
         tasks += [TaskPlacement(task="generation", groups=rollouts), TaskPlacement(task="reference", groups=rollouts)]
         if not spec.models.reward.calls:

@@ -142,15 +142,20 @@ class Step(Message):
 
 
 class Evaluate(Message):
-    """Evaluate on whole batches, without gradients. The result's metrics are, for SFT, `loss` and `tokens`. For the
-    reward model they are `accuracy`, `pairs`, `correct`, `loss`, `chosen` and `rejected` of `batches`, and
-    `demonstrations` and `demonstration_score` of `demonstrations`."""
+    """Evaluate on whole batches, without gradients. The result's metrics are, for SFT, `loss` and `tokens`. For DPO
+    they are those of its step. For the reward model they are `accuracy`, `pairs`, `correct`, `loss`, `chosen` and
+    `rejected` of `batches`, and `demonstrations` and `demonstration_score` of `demonstrations`."""
 
     kind: Literal["evaluate"] = "evaluate"
     id: str
     stage: Stage
     batches: list[str]
     demonstrations: list[str] = Field(default_factory=list, description="Reward: batches in the layout of SFT batches.")
+    reference: bool = Field(
+        default=False,
+        description="DPO: the log-probabilities of the batches' responses are asked for, and no metrics. It is sent "
+        "before the first step, so they are the reference's.",
+    )
 
 
 class Save(Message):
@@ -240,6 +245,10 @@ class CommandResult(Message):
     ok: bool
     error: str | None = Field(default=None, description="One sentence. The traceback is in the rank's log.")
     damaged: bool = Field(default=False, description="Load: the checkpoint's files differ from what was saved.")
+    logprobs: list[float] = Field(
+        default_factory=list,
+        description="Evaluate with `reference`: of each response of each batch, nats; then of the batch's `kl_` rows.",
+    )
     metrics: dict[str, float] = Field(default_factory=dict)
     spans: list[Span] = Field(default_factory=list)
     times: list[StageTimes] = Field(default_factory=list, description="PPO step: times of every rank and model.")

@@ -13,7 +13,15 @@ from dovetail.manifest.types import Model, Parallelism, Stage
 from dovetail.protocol.prediction import PodMemory, Prediction
 
 Task = Literal[
-    "sft", "reward_training", "actor_training", "critic_training", "generation", "reference", "reward", "critic"
+    "sft",
+    "reward_training",
+    "dpo",
+    "actor_training",
+    "critic_training",
+    "generation",
+    "reference",
+    "reward",
+    "critic",
 ]
 Scored = Literal["reference", "reward", "critic"]
 """Models that scorers run."""

@@ -42,6 +42,7 @@ from dovetail.trainer.probe_logprobs import take_probe
 from dovetail.trainer.profile.transfers import measure_transfers
 from dovetail.trainer.rank.coordinator_client import CoordinatorClient, Refused
 from dovetail.trainer.spans import SpanRecorder
+from dovetail.trainer.steps import dpo_step as dpo
 from dovetail.trainer.steps import ppo_step as ppo
 from dovetail.trainer.steps import reward_step as reward
 from dovetail.trainer.steps import sft_step as sft
@@ -86,6 +87,7 @@ class CommandRunner:
         self._sender = WeightSender(sender_groups, self._post_offer, cancelled=lambda: cancelled(self._running))
         self._dirty = False
         self._probe: Probe | None = None  # of the command that runs
+        self._logprobs: list[float] = []  # likewise
 
     @property
     def stage(self) -> Stage | None:
@@ -109,6 +111,7 @@ class CommandRunner:
         self._running = command.id
         self._damaged = False
         self._probe = None
+        self._logprobs = []
         run: Run | None = None
         error: str | None = None
         try:
@@ -139,6 +142,7 @@ class CommandRunner:
             error=error,
             damaged=self._damaged,
             metrics=metrics if error is None else {},
+            logprobs=self._logprobs if error is None else [],
             spans=spans,
             times=times if error is None else [],
             probe=self._probe if error is None else None,
@@ -170,11 +174,16 @@ class CommandRunner:
             return self._prepare_step(command)
         if isinstance(command, Evaluate):
             if command.stage is Stage.PPO:
-                raise BadCommand("evaluate is for stages sft and reward")
+                raise BadCommand("evaluate is for stages sft, reward and dpo")
             self._check_stage(command.stage)
-            if command.stage is Stage.SFT:
-                return sft.prepare_evaluate(self._context, command)
-            return reward.prepare_evaluate(self._context, command)
+            if command.stage is Stage.DPO and command.reference:
+                return dpo.prepare_reference(self._context, command, self._logprobs)
+            evaluate = {
+                Stage.SFT: sft.prepare_evaluate,
+                Stage.REWARD: reward.prepare_evaluate,
+                Stage.DPO: dpo.prepare_evaluate,
+            }
+            return evaluate[command.stage](self._context, command)
         if isinstance(command, Save):
             self._require_loaded()
             return lambda: self._timed("save", lambda: self.engine.save(Path(command.path), command.run))
@@ -192,7 +201,12 @@ class CommandRunner:
         self._check_stage(command.stage)
         if command.step != self.engine.step + 1:
             raise BadCommand(f"step {command.step} cannot follow step {self.engine.step}")
-        prepare = {Stage.SFT: sft.prepare_step, Stage.REWARD: reward.prepare_step, Stage.PPO: ppo.prepare_step}
+        prepare = {
+            Stage.SFT: sft.prepare_step,
+            Stage.REWARD: reward.prepare_step,
+            Stage.DPO: dpo.prepare_step,
+            Stage.PPO: ppo.prepare_step,
+        }
         run = prepare[command.stage](self._context, command)
 
         def step() -> Metrics:

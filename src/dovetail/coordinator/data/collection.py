@@ -98,13 +98,13 @@ class Collection:
 
 
 def needed(spec: RLHFJobSpec) -> list[Kind]:
-    """The lists that the job's stages read: demonstrations for SFT and ptx, preferences for the reward model, prompts
-    for PPO."""
+    """The lists that the job's stages read: demonstrations for SFT and ptx, preferences for the reward model
+    and DPO, prompts for PPO."""
     stages = set(spec.stages)
     kinds: list[Kind] = []
     if Stage.SFT in stages or (Stage.PPO in stages and spec.ppo.ptx_coef > 0):
         kinds.append("demonstrations")
-    if Stage.REWARD in stages:
+    if {Stage.REWARD, Stage.DPO} & stages:
         kinds.append("preferences")
     if Stage.PPO in stages:
         kinds.append("prompts")
@@ -149,14 +149,14 @@ def collect(
                 shares = dict.fromkeys(shares, 1.0)
             if shares[kind] <= 0:
                 raise DataError(
-                    f"spec.data.split gives stage {STAGE_OF[kind].value} no share of {name}, which other stages use too"
+                    f"spec.data.split gives stage {_reader(kind, spec)} no share of {name}, which other stages use too"
                 )
             # The split must not depend on where the run's files lie: a path's own name is enough to tell sets apart.
             mine = split(len(records), shares, spec.seed, _label(key))[kind]
             train, held = hold_out(mine, spec.data.held_out)
             if not len(train):
                 raise DataError(
-                    f"{name} leaves stage {STAGE_OF[kind].value} nothing to train on: of {len(records)} records "
+                    f"{name} leaves stage {_reader(kind, spec)} nothing to train on: of {len(records)} records "
                     f"its share is {len(mine)}, and {len(held)} are held out; add data or lower spec.data.heldOut"
                 )
             parts.append(SourcePart(records, train, held, source.weight))
@@ -193,4 +193,6 @@ def _label(identity_key: str) -> str:
 def _reader(kind: Kind, spec: RLHFJobSpec) -> str:
     if kind == "demonstrations" and Stage.SFT not in spec.stages:
         return "ppo (ptxCoef > 0)"
+    if kind == "preferences" and Stage.DPO in spec.stages:
+        return Stage.DPO.value
     return STAGE_OF[kind].value

@@ -20,7 +20,7 @@ from dovetail.coordinator.data.fingerprints import Fingerprint
 from dovetail.coordinator.data.hub import Hub
 from dovetail.coordinator.data.model_folders import resolve, scratch_config
 from dovetail.coordinator.data.seeds import derived_seed
-from dovetail.coordinator.data.tokenize import Encoder, by_length, reward_batch, sft_batch
+from dovetail.coordinator.data.tokenize import Encoded, Encoder, by_length, dpo_batch, reward_batch, sft_batch
 from dovetail.manifest.types import ModelSource, RLHFJobSpec, ScratchModel, Stage, TrainedModel
 from dovetail.protocol.durable import sync
 from dovetail.protocol.messages import ModelRef
@@ -81,16 +81,17 @@ class Prepared:
         """The number of optimizer steps (PPO: iterations) that use every record once."""
         if stage is Stage.SFT:
             return _have(self.data.demonstrations, "demonstrations").steps_per_epoch(self.spec.sft.batch_size)
-        if stage is Stage.REWARD:
-            return _have(self.data.preferences, "preferences").steps_per_epoch(self.spec.reward.batch_size)
+        if stage.has_pairs:
+            size = self.spec.supervised(stage).batch_size
+            return _have(self.data.preferences, "preferences").steps_per_epoch(size)
         return _have(self.data.prompts, "prompts").steps_per_epoch(self._prompts_per_iteration)
 
     def total_steps(self, stage: Stage) -> int:
-        """The number of optimizer steps of SFT or reward training (`steps`, or epochs over the data); of PPO,
+        """The number of optimizer steps of SFT, reward training or DPO (`steps`, or epochs over the data); of PPO,
         iterations."""
         if stage is Stage.PPO:
             return self.spec.ppo.iterations
-        training = self.spec.sft if stage is Stage.SFT else self.spec.reward
+        training = self.spec.supervised(stage)
         return training.steps or training.epochs * self.steps_per_epoch(stage)
 
     def sft_batch(self, step: int) -> Arrays:
@@ -100,6 +101,10 @@ class Prepared:
     def reward_batch(self, step: int) -> Arrays:
         records = _have(self.data.preferences, "preferences").batch(step, self.spec.reward.batch_size)
         return reward_batch([self.encoder.preference(r) for r in records], self.encoder.pad)
+
+    def dpo_batch(self, step: int) -> Arrays:
+        records = _have(self.data.preferences, "preferences").batch(step, self.spec.dpo.batch_size)
+        return self._dpo_batch([self.encoder.preference(r) for r in records])
 
     def sft_eval_batches(self) -> list[Arrays]:
         """The held-out demonstrations in batches of `sft.batchSize`, sorted by length. The last batch may be
@@ -122,9 +127,20 @@ class Prepared:
 
     def reward_eval_batches(self) -> list[Arrays]:
         """The held-out pairs in batches of `reward.batchSize`, sorted by length. The last batch may be smaller."""
+        return [reward_batch(pairs, self.encoder.pad) for pairs in self._held_out_pairs(self.spec.reward.batch_size)]
+
+    def dpo_eval_batches(self) -> list[Arrays]:
+        """The held-out pairs in batches of `dpo.batchSize`, likewise."""
+        return [self._dpo_batch(pairs) for pairs in self._held_out_pairs(self.spec.dpo.batch_size)]
+
+    def _held_out_pairs(self, size: int) -> list[list[tuple[Encoded, Encoded]]]:
         held = [self.encoder.preference(r) for r in _have(self.data.preferences, "preferences").held_out()]
-        groups = by_length([len(c.tokens) + len(r.tokens) for c, r in held], self.spec.reward.batch_size)
-        return [reward_batch([held[i] for i in group], self.encoder.pad) for group in groups]
+        groups = by_length([len(c.tokens) + len(r.tokens) for c, r in held], size)
+        return [[held[i] for i in group] for group in groups]
+
+    def _dpo_batch(self, pairs: Sequence[tuple[Encoded, Encoded]]) -> Arrays:
+        longest = self.encoder.max_tokens if self.spec.dpo.loss == "KTO" else None
+        return dpo_batch(pairs, self.encoder.pad, longest)
 
     def prompts(self, iteration: int) -> list[PromptRecord]:
         """The prompts of a PPO iteration: globalBatchSize / samplesPerPrompt of them."""

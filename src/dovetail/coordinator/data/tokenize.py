@@ -97,6 +97,22 @@ def reward_batch(pairs: Sequence[tuple[Encoded, Encoded]], pad: int) -> Arrays:
     }
 
 
+def dpo_batch(pairs: Sequence[tuple[Encoded, Encoded]], pad: int, mismatched: int | None) -> Arrays:
+    """The arrays of an SFT batch of 2N sequences: the N chosen ones, then the rejected ones.
+
+    `mismatched`: KTO's estimate of the KL needs each prompt with the response of the next row as well, in at most so
+    many tokens: the same arrays with the prefix `kl_`. None: without them."""
+    rows = [c for c, _ in pairs] + [r for _, r in pairs]
+    arrays = sft_batch(rows, pad)
+    if mismatched is None:
+        return arrays
+    others = [
+        Encoded((row.tokens[: row.prompt_length] + other.tokens[other.prompt_length :])[:mismatched], row.prompt_length)
+        for row, other in zip(rows, [*rows[1:], rows[0]], strict=True)
+    ]
+    return arrays | sft_batch(others, pad, "kl_")
+
+
 def ppo_batch(prompts: Sequence[Row], responses: Sequence[Row], pad: int) -> Arrays:
     """`tokens` (N,T) int32, prompt then response; `prompt_lengths`, `response_lengths` (N,) int32."""
     tokens, _ = right_pad([np.concatenate([p, r]) for p, r in zip(prompts, responses, strict=True)], pad)

@@ -9,7 +9,7 @@ from dovetail.manifest.types import Stage
 
 
 async def run_job(engines: Engines) -> dict[str, Any]:
-    """Run SFT, reward-model training and PPO as the manifest says, and go on from where the store says the job is.
+    """Run SFT, reward-model training, DPO and PPO as the manifest says, and go on from where the store says the job is.
     Returns the summary."""
     stages = engines.spec.stages
     await engines.check_rewards()
@@ -18,6 +18,8 @@ async def run_job(engines: Engines) -> dict[str, Any]:
         await engines.run_sft()
     if Stage.REWARD in stages:
         await engines.run_reward()
+    if Stage.DPO in stages:
+        await engines.run_dpo()
     if Stage.PPO in stages:
         await engines.begin_ppo()
         while not engines.over:

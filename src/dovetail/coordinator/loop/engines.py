@@ -392,6 +392,11 @@ class Engines:
         .centre."""
         await self._supervised.reward()
 
+    async def run_dpo(self) -> None:
+        """Train the actor on preferences; the result is models/actor. Facts: dpo.loss_before, .loss_after, .accuracy,
+        .pairs."""
+        await self._supervised.dpo()
+
     # ------------------------------------------------------------ PPO
 
     @property
@@ -461,4 +466,6 @@ class Engines:
             self.records.metrics.generations.inc()
 
     def _record_result(self, result: CommandResult) -> None:
-        self.records.store.put(f"result/{result.id}", result.model_dump(mode="json", exclude={"spans", "probe"}))
+        self.records.store.put(
+            f"result/{result.id}", result.model_dump(mode="json", exclude={"spans", "probe", "logprobs"})
+        )

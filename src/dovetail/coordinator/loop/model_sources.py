@@ -75,14 +75,13 @@ def ppo_step(
 
 
 def supervised_step(spec: RLHFJobSpec, plan: Plan, stage: Stage, step: int) -> Step:
-    """The command of one SFT or reward step."""
-    model = "actor" if stage is Stage.SFT else "reward"
+    """The command of one SFT, reward or DPO step."""
     return Step(
         id=f"{stage.value}/{step}/step",
         stage=stage,
         step=step,
         batch=f"{stage.value}/{step}",
-        **schedule(spec, plan, stage, [model]),
+        **schedule(spec, plan, stage, [stage.model]),
     )
 
 
@@ -108,7 +107,7 @@ class ModelSources:
         return own
 
     def actor_for_ppo(self) -> ModelRef:
-        """The actor before PPO: SFT's result if the job runs SFT."""
+        """The actor before PPO or DPO: SFT's result if the job runs SFT."""
         return self._trained("sft", "lm") if Stage.SFT in self._stages else self.actor()
 
     def policy(self) -> ModelRef:

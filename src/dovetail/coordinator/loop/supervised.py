@@ -1,8 +1,8 @@
-"""The SFT and reward-model stages: an evaluation, steps with checkpoints, an evaluation, and the export."""
+"""The SFT, reward-model and DPO stages: an evaluation, steps with checkpoints, an evaluation, and the export."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,8 +22,9 @@ STEPS_PER_CHECKPOINT_UNIT = 10
 
 @dataclass(frozen=True)
 class SupervisedStage:
-    """`recompute`: models with activation checkpointing. `centred`: it is a reward model, which is centred when it is
-    exported: its mean score over `demonstrations` becomes 0, or over the preferred responses if there are none."""
+    """`recompute`: models with activation checkpointing. `references`: computes what the stage needs of the weights
+    that it starts from, before anything else. `centred`: it is a reward model, which is centred when it is exported:
+    its mean score over `demonstrations` becomes 0, or over the preferred responses if there are none."""
 
     stage: Stage
     model: str
@@ -36,6 +37,7 @@ class SupervisedStage:
     recompute: list[str] = field(default_factory=list)
     centred: bool = False
     demonstrations: list[str] = field(default_factory=list)
+    references: Callable[[], Awaitable[None]] | None = None
 
 
 @dataclass
@@ -61,6 +63,8 @@ async def run_supervised(stage: SupervisedStage, session: TrainerSession, record
         records.put(f"{name}/began", hooks.wall_seconds())
     began = records.get(f"{name}/began")
     assert isinstance(began, float)
+    if stage.references is not None and session.step == 0:
+        await stage.references()
     if records.get(f"{name}/before") is None and session.step == 0:
         records.put(f"{name}/before", await session.evaluate(stage.eval_batches))
     while session.step < stage.steps:
@@ -86,7 +90,7 @@ def centre(evaluation: Mapping[str, float]) -> float:
 
 
 class SupervisedStages:
-    """The job's SFT and reward-model stages. Each goes on from whatever the store says, and is left out when done.
+    """The job's SFT, reward-model and DPO stages. Each goes on from whatever the store says, and is left out when done.
 
     `steps(stage)`: how many the stage has. `run_id`: whose models are accepted as this run's."""
 
@@ -109,7 +113,7 @@ class SupervisedStages:
 
     async def sft(self) -> None:
         """Fine-tune the actor on demonstrations; the result is models/sft. Facts: sft.loss_before, sft.loss_after."""
-        await self._run(self._stage(Stage.SFT, "actor", self._sources.actor()))
+        await self._run(self._stage(Stage.SFT, self._sources.actor()))
         for when in ("before", "after"):
             metrics = self._records.store.get(f"sft/{when}")
             if metrics:
@@ -119,7 +123,7 @@ class SupervisedStages:
         """Train and centre the reward model; the result is models/reward. Facts: reward_model.accuracy, .pairs,
         .centre."""
         demonstrations = [f"demonstrations/{i}" for i in range(len(self._batches.demonstrations()))]
-        stage = self._stage(Stage.REWARD, "reward", self._sources.reward())
+        stage = self._stage(Stage.REWARD, self._sources.reward())
         await self._run(replace(stage, centred=True, demonstrations=demonstrations))
         self._batches.forget_demonstrations()
         after = self._records.store.get("reward/after")
@@ -128,10 +132,36 @@ class SupervisedStages:
             self._records.results.fact("reward_model.pairs", after["pairs"])
             self._records.results.fact("reward_model.centre", centre(after))
 
-    def _stage(self, stage: Stage, model: str, source: ModelRef) -> SupervisedStage:
+    async def dpo(self) -> None:
+        """Train the actor on preferences; the result is models/actor. Facts: dpo.loss_before, .loss_after, .accuracy,
+        .pairs."""
+        stage = self._stage(Stage.DPO, self._sources.actor_for_ppo())
+        batches = [f"dpo/{step + 1}" for step in range(stage.steps)] + stage.eval_batches
+        stage = replace(stage, export_to=self._models / "actor", references=lambda: self._references(batches))
+        await self._run(stage)
+        before, after = (self._records.store.get(f"dpo/{when}") for when in ("before", "after"))
+        if before:
+            self._records.results.fact("dpo.loss_before", before["loss"])
+        if after:
+            self._records.results.fact("dpo.loss_after", after["loss"])
+            self._records.results.fact("dpo.accuracy", after["accuracy"])
+            self._records.results.fact("dpo.pairs", after["pairs"])
+
+    async def _references(self, batches: list[str]) -> None:
+        """Have the trainers compute the reference's log-probabilities of all responses that the stage will see, each
+        once. They are kept in the store."""
+        known = self._batches.references
+        for key in batches:
+            arrays = self._batches.arrays(key)
+            if not known.has(arrays):
+                self._records.progress.update(message=f"computing the reference's log-probabilities of {key}")
+                known.add(key, arrays, await self._session.logprobs(key))
+        self._records.progress.update(message="")
+
+    def _stage(self, stage: Stage, source: ModelRef) -> SupervisedStage:
         return SupervisedStage(
             stage=stage,
-            model=model,
+            model=stage.model,
             source=source,
             steps=self._steps(stage),
             make_step=lambda k: self._settled.settle(supervised_step(self._spec, self._plan, stage, k)),

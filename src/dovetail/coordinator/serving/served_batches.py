@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from dovetail.coordinator.data.prepare import Prepared
 from dovetail.coordinator.store.experience_files import ExperienceFiles
+from dovetail.coordinator.store.reference_logprobs import ReferenceLogprobs
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import Stage
 from dovetail.protocol.wire import Arrays, pack
@@ -16,12 +17,14 @@ class NotPrepared(RuntimeError):
 
 
 class Batches:
-    """`sft/<step>`, `reward/<step>`, `ppo/<iteration>`, and for evaluations `sft-eval/<i>`, `reward-eval/<i>` and
-    `demonstrations/<i>`. The arrays are those of docs/architecture.md, "Batches"."""
+    """`sft/<step>`, `reward/<step>`, `dpo/<step>`, `ppo/<iteration>`, and for evaluations `sft-eval/<i>`,
+    `reward-eval/<i>`, `dpo-eval/<i>` and `demonstrations/<i>`. The arrays are those of docs/architecture.md,
+    "Batches". `references`: what is added to DPO's."""
 
     def __init__(self, prepared: Prepared | None, files: ExperienceFiles, store: Store) -> None:
         """`prepared`: None as long as the data are being prepared."""
         self._prepared, self._files, self._store = prepared, files, store
+        self.references = ReferenceLogprobs(store)
         self._held_out: dict[Stage, list[Arrays]] = {}
         self._demonstrations: list[Arrays] | None = None
 
@@ -33,26 +36,37 @@ class Batches:
             raise KeyError("a batch's name must be a stage and a number, as sft/1")
         if stage == "ppo":
             return self._files.read(int(number), self._store.get(f"ppo/{int(number)}/batch"))
+        arrays = self.arrays(key)
+        return pack(self.references.added(arrays) if stage.startswith(Stage.DPO) else arrays)
+
+    def arrays(self, key: str) -> Arrays:
+        """A batch of a stage other than PPO. Raises LookupError and NotPrepared."""
+        stage, _, number = key.partition("/")
         if self._prepared is None:
             raise NotPrepared("the coordinator is still preparing its data")
         makers: dict[str, Callable[[int], Arrays]] = {
             "sft": self._prepared.sft_batch,
             "reward": self._prepared.reward_batch,
+            "dpo": self._prepared.dpo_batch,
             "sft-eval": lambda i: self.held_out(Stage.SFT)[i],
             "reward-eval": lambda i: self.held_out(Stage.REWARD)[i],
+            "dpo-eval": lambda i: self.held_out(Stage.DPO)[i],
             "demonstrations": lambda i: self.demonstrations()[i],
         }
         if stage not in makers:
             raise KeyError(key)
-        return pack(makers[stage](int(number)))
+        return makers[stage](int(number))
 
     def held_out(self, stage: Stage) -> list[Arrays]:
         """The batches on which the stage is evaluated. Those of one stage are kept in memory."""
         if stage not in self._held_out:
             assert self._prepared is not None
-            supervised = stage is Stage.SFT
-            made = self._prepared.sft_eval_batches() if supervised else self._prepared.reward_eval_batches()
-            self._held_out = {stage: made}
+            makers = {
+                Stage.SFT: self._prepared.sft_eval_batches,
+                Stage.REWARD: self._prepared.reward_eval_batches,
+                Stage.DPO: self._prepared.dpo_eval_batches,
+            }
+            self._held_out = {stage: makers[stage]()}
         return self._held_out[stage]
 
     def demonstrations(self) -> list[Arrays]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dovetail.manifest.checks.changes import changes
-from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.manifest.types import Optimizer, RLHFJobSpec, Stage
 from dovetail.protocol.messages import Step
 
 SPEC, CHANGES = "run/spec", "run/changes"
@@ -115,9 +115,10 @@ class Settled:
     def settle(self, command: Step) -> Step:
         """The command, with its own learning rates and number of steps if the run has changed these."""
         spec, changed = self._spec, {c["field"] for c in self._changes}
-        optimizers = {
+        optimizers: dict[Stage, dict[str, tuple[str, Optimizer]]] = {
             Stage.SFT: {"actor": ("spec.sft.optimizer", spec.sft.optimizer)},
             Stage.REWARD: {"reward": ("spec.reward.optimizer", spec.reward.optimizer)},
+            Stage.DPO: {"actor": ("spec.dpo.optimizer", spec.dpo.optimizer)},
             Stage.PPO: {
                 "actor": ("spec.ppo.actorOptimizer", spec.ppo.actor_optimizer),
                 "critic": ("spec.ppo.criticOptimizer", spec.ppo.critic_optimizer),

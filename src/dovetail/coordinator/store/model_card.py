@@ -23,7 +23,7 @@ _WHAT = {
 }
 # How a model was trained. What a cluster needs to run the job is nobody else's business.
 _SHOWN = (
-    *("seed", "stages", "models", "data", "sft", "reward", "ppo", "generation", "evaluation", "groups", "plan"),
+    *("seed", "stages", "models", "data", "sft", "reward", "dpo", "ppo", "generation", "evaluation", "groups", "plan"),
     "trainer",
 )
 _HIDDEN_OF_GROUPS = ("image", "podTemplate", "vllmArgs")
@@ -97,7 +97,7 @@ def _about(facts: CardFacts, name: str, step: int | None) -> Iterator[str]:
         yield ""
 
 
-_STAGES = {"sft": "supervised fine-tuning", "reward": "a reward model"}
+_STAGES = {"sft": "supervised fine-tuning", "reward": "a reward model", "dpo": "preferences"}
 
 
 def _use(name: str, own_template: bool) -> Iterator[str]:

@@ -16,7 +16,7 @@ from dovetail.coordinator.telemetry.summary import build, write_json
 
 NOTE_SECONDS = 5.0
 # Records beside the facts. Stages are in the order in which they run.
-STEPS = {"sft": "sft/step", "reward": "reward/step", "ppo": "ppo/progress"}
+STEPS = {"sft": "sft/step", "reward": "reward/step", "dpo": "dpo/step", "ppo": "ppo/progress"}
 RECORDS = ("job/seconds", "ppo/totals", CHANGES, *STEPS.values())
 
 

@@ -44,13 +44,17 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     before, after = get(summary, "sft.loss_before"), get(summary, "sft.loss_after")
     if after is not None:
         found.append(("SFT loss, held out", f"{before:.3f}" if before is not None else "", f"{after:.3f}"))
-    accuracy, pairs = get(summary, "reward_model.accuracy"), get(summary, "reward_model.pairs")
-    if accuracy is not None:
-        text = f"{accuracy:.1%}"
-        if pairs:
-            p = binomial_p(round(accuracy * pairs), int(pairs))
-            text += f" of {int(pairs)} pairs ({'p < 0.001' if p < 0.001 else f'p = {p:.3f}'})"
-        found.append(("Reward model accuracy, held out", "", text))
+    before, after = get(summary, "dpo.loss_before"), get(summary, "dpo.loss_after")
+    if after is not None:
+        found.append(("DPO loss, held out", f"{before:.3f}" if before is not None else "", f"{after:.3f}"))
+    for key, label in (("reward_model", "Reward model"), ("dpo", "DPO")):
+        accuracy, pairs = get(summary, f"{key}.accuracy"), get(summary, f"{key}.pairs")
+        if accuracy is not None:
+            text = f"{accuracy:.1%}"
+            if pairs:
+                p = binomial_p(round(accuracy * pairs), int(pairs))
+                text += f" of {int(pairs)} pairs ({'p < 0.001' if p < 0.001 else f'p = {p:.3f}'})"
+            found.append((f"{label} accuracy, held out", "", text))
     for key, label in (("reward", "Reward per sample"), ("kl", "KL to reference, nats per sample")):
         first, last = interval(get(summary, f"ppo.{key}_first")), interval(get(summary, f"ppo.{key}_last"))
         if first or last:

@@ -213,6 +213,12 @@ class TrainerSession:
         )
         return (await self.at_target(lambda: self._command(command))).metrics
 
+    async def logprobs(self, batch: str) -> list[float]:
+        """The log-probabilities of the batch's responses under the current weights, nats."""
+        plan = self._need_plan()
+        command = Evaluate(id=self._id("reference"), stage=plan.stage, batches=[batch], reference=True)
+        return (await self.at_target(lambda: self._command(command))).logprobs
+
     async def export(self, model: str, path: Path, subtract: float = 0.0) -> None:
         """Write the current weights as a Hugging Face folder. `subtract` is subtracted from each value of a value
         head."""

@@ -62,6 +62,15 @@ _CHARTS: dict[str, tuple[_Chart, ...]] = {
         ("Reward model: loss", "step", (("loss", "loss", None),)),
         ("Reward model: accuracy on training pairs", "step", (("accuracy", "accuracy", None),)),
     ),
+    "dpo": (
+        ("DPO: loss", "step", (("loss", "loss", None),)),
+        ("DPO: accuracy on training pairs", "step", (("accuracy", "accuracy", None),)),
+        (
+            "DPO: rewards, beta times the log-ratio to the reference",
+            "step",
+            (("chosen", "rewards/chosen", None), ("rejected", "rewards/rejected", None)),
+        ),
+    ),
     "ppo": (
         ("Reward per sample, 95% interval", "iteration", (("reward", "reward", "reward_ci95"),)),
         ("KL to the reference, nats per sample", "iteration", (("KL", "kl", "kl_ci95"),)),
@@ -91,7 +100,7 @@ _CHARTS: dict[str, tuple[_Chart, ...]] = {
         ("Samples per second", "iteration", (("samples/s", "samples_per_second", None),)),
     ),
 }
-_STAGES = {"sft": "Supervised fine-tuning", "reward": "Reward model"}
+_STAGES = {"sft": "Supervised fine-tuning", "reward": "Reward model", "dpo": "Direct preference optimisation"}
 
 
 def read_history(run_dir: Path) -> dict[str, dict[int, dict[str, float]]]:

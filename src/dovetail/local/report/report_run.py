@@ -40,7 +40,7 @@ def run_section(job: RLHFJob | None, summary: Mapping[str, Any]) -> str:
 
 def _manifest_rows(job: RLHFJob) -> list[tuple[str, str]]:
     spec = job.spec
-    names = {Stage.SFT: "SFT", Stage.REWARD: "reward model", Stage.PPO: spec.ppo.method}
+    names = {Stage.SFT: "SFT", Stage.REWARD: "reward model", Stage.DPO: spec.dpo.loss, Stage.PPO: spec.ppo.method}
     rows = [
         ("Manifest", f"{job.metadata.name} ({job.kind} {job.api_version})"),
         ("Stages", ", ".join(names[stage] for stage in spec.stages)),
@@ -56,6 +56,7 @@ def _manifest_rows(job: RLHFJob) -> list[tuple[str, str]]:
     optimizers: dict[str, tuple[Stage, Optimizer]] = {
         "SFT": (Stage.SFT, spec.sft.optimizer),
         "reward model": (Stage.REWARD, spec.reward.optimizer),
+        spec.dpo.loss: (Stage.DPO, spec.dpo.optimizer),
         "actor": (Stage.PPO, spec.ppo.actor_optimizer),
     }
     if has_critic(spec) and not spec.models.critic.share_actor_body:

@@ -13,7 +13,7 @@ from rich.table import Table
 from dovetail.coordinator.telemetry.summary_rows import get, method, rows
 from dovetail.supervision.errors import RunError
 
-STAGES = ("sft", "reward", "ppo")
+STAGES = ("sft", "reward", "dpo", "ppo")
 PHASES = ("generation", "inference", "waiting", "training", "weights", "checkpoint", "other")
 
 

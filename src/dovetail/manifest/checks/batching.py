@@ -10,8 +10,8 @@ from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 
 
 class BatchRule(NamedTuple):
-    """One model's batch in one stage; sizes in sequences (reward training: pairs), fields as paths below the root.
-    `tokens`: the most of a micro-batch, where micro-batches are cut by tokens; `micro` is then 1."""
+    """One model's batch in one stage; sizes in sequences (reward training and DPO: pairs), fields as paths
+    below the root. `tokens`: the most of a micro-batch, where micro-batches are cut by tokens; `micro` is then 1."""
 
     stage: Stage
     model: str
@@ -42,19 +42,14 @@ def cannot_cut(batch_field: str, batch: object, micro_field: str, micro: object,
 def batch_rules(spec: RLHFJobSpec) -> list[BatchRule]:
     """A rule for each model that each of the job's stages trains."""
     rules = []
-    if Stage.SFT in spec.stages:
-        rules.append(_supervised(spec, Stage.SFT, "actor"))
-    if Stage.REWARD in spec.stages:
-        rules.append(_supervised(spec, Stage.REWARD, "reward"))
+    for stage in (Stage.SFT, Stage.REWARD, Stage.DPO):
+        if stage in spec.stages:
+            config = spec.supervised(stage)
+            rules.append(_rule(spec, stage, stage.model, config, config.batch_size, "batchSize"))
     if Stage.PPO in spec.stages:
         for model in ("actor", "critic") if has_critic(spec) else ("actor",):
             rules.append(_rule(spec, Stage.PPO, model, spec.ppo, spec.ppo.mini_batch_size, "miniBatchSize"))
     return rules
-
-
-def _supervised(spec: RLHFJobSpec, stage: Stage, model: str) -> BatchRule:
-    config = spec.sft if stage is Stage.SFT else spec.reward
-    return _rule(spec, stage, model, config, config.batch_size, "batchSize")
 
 
 def _rule(spec: RLHFJobSpec, stage: Stage, model: str, config: PPO | Supervised, batch: int, name: str) -> BatchRule:
@@ -64,10 +59,11 @@ def _rule(spec: RLHFJobSpec, stage: Stage, model: str, config: PPO | Supervised,
 
 
 def longest_sample(spec: RLHFJobSpec, stage: Stage) -> int:
-    """The most tokens of what stays together in a micro-batch: a sequence, in reward training a pair of them."""
+    """The most tokens of what stays together in a micro-batch: a sequence, in reward training and DPO a pair of
+    them."""
     if stage is Stage.PPO:
         return spec.data.max_prompt_tokens + spec.generation.max_tokens
-    return spec.data.max_tokens * (2 if stage is Stage.REWARD else 1)
+    return spec.data.max_tokens * (2 if stage.has_pairs else 1)
 
 
 def micro_batch_tokens(spec: RLHFJobSpec, stage: Stage) -> int | None:

@@ -49,7 +49,9 @@ CHANGEABLE = (
 # Releases before `ppo.kl.in` wrote this into job.json where a manifest did not say otherwise.
 EARLIER_REWARD_CLIP = 5.0
 # Why others may not, by the longest prefix.
-_NOT_EXTENDED = "SFT and reward-model training cannot be extended (of the stages only ppo can, by spec.ppo.iterations)"
+_NOT_EXTENDED = (
+    "SFT, reward-model training and DPO cannot be extended (of the stages only ppo can, by spec.ppo.iterations)"
+)
 REASONS = {
     "": "steps since the last checkpoint are run again on resume and must give the same weights",
     "seed": "everything random in the run so far came from it",
@@ -60,7 +62,8 @@ REASONS = {
     "plan": "the stored steps were cut for this plan",
     "sft": "the stage's steps and batches are counted in it",
     "reward": "the stage's steps and batches are counted in it",
-    **{f"{stage}.{length}": _NOT_EXTENDED for stage in ("sft", "reward") for length in ("steps", "epochs")},
+    "dpo": "the stage's steps and batches are counted in it",
+    **{f"{stage}.{length}": _NOT_EXTENDED for stage in ("sft", "reward", "dpo") for length in ("steps", "epochs")},
     "ppo.globalBatchSize": "stored batches have this size",
     "ppo.lag": "samples under way were drawn with the weights that it names",
     "generation": "samples under way were begun with it",

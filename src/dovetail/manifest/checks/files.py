@@ -65,7 +65,7 @@ def _layers(source: ModelSource | None, base: Path) -> int | None:
 def _data(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
     needed = {
         "demonstrations": Stage.SFT in spec.stages or spec.ppo.ptx_coef > 0,
-        "preferences": Stage.REWARD in spec.stages and not spec.models.reward.calls,
+        "preferences": Stage.DPO in spec.stages or (Stage.REWARD in spec.stages and not spec.models.reward.calls),
         "prompts": Stage.PPO in spec.stages,
     }
     for name, wanted in needed.items():

@@ -12,7 +12,20 @@ from dovetail.manifest.checks.cel import CelRule
 
 # Every field of spec is in one of the three; tests/unit/test_crd_rules.py sees to it.
 FIXED_IF_SET = ("managedBy",)
-FIXED = ("seed", "stages", "models", "data", "sft", "reward", "ppo", "generation", "evaluation", "plan", "trainer")
+FIXED = (
+    "seed",
+    "stages",
+    "models",
+    "data",
+    "sft",
+    "reward",
+    "dpo",
+    "ppo",
+    "generation",
+    "evaluation",
+    "plan",
+    "trainer",
+)
 CHANGEABLE = (
     "suspend",
     "retry",

@@ -174,6 +174,7 @@ def _pointless(spec: RLHFJobSpec) -> Iterator[str]:
         optimizers = {
             "spec.sft.optimizer": (spec.sft.optimizer, Stage.SFT),
             "spec.reward.optimizer": (spec.reward.optimizer, Stage.REWARD),
+            "spec.dpo.optimizer": (spec.dpo.optimizer, Stage.DPO),
             "spec.ppo.actorOptimizer": (spec.ppo.actor_optimizer, Stage.PPO),
             "spec.ppo.criticOptimizer": (spec.ppo.critic_optimizer, Stage.PPO),
         }

@@ -74,12 +74,12 @@ def _scratch(spec: RLHFJobSpec, source: ModelSource) -> dict[str, Any] | None:
 
 def sequence_tokens(spec: RLHFJobSpec, stage: Stage) -> int:
     """Tokens of the longest sequence in a stage."""
-    return longest_sample(spec, stage) // (2 if stage is Stage.REWARD else 1)
+    return longest_sample(spec, stage) // (2 if stage.has_pairs else 1)
 
 
 def rows(rule: BatchRule) -> int:
     """Sequences of one sample: a preference is a pair of them."""
-    return 2 if rule.stage is Stage.REWARD else 1
+    return 2 if rule.stage.has_pairs else 1
 
 
 def training_head(spec: RLHFJobSpec, model: str) -> Head:
@@ -134,4 +134,4 @@ def training_job(
 def _offload(spec: RLHFJobSpec, rule: BatchRule) -> bool:
     if rule.stage is Stage.PPO:
         return spec.ppo.actor_optimizer.offload if rule.model == "actor" else spec.ppo.critic_optimizer.offload
-    return (spec.sft if rule.stage is Stage.SFT else spec.reward).optimizer.offload
+    return spec.supervised(rule.stage).optimizer.offload

@@ -291,6 +291,7 @@ def _step_seconds(rule: BatchRule, job: Training, pool: Pool, tokens: int) -> fl
 _TASK = {
     (Stage.SFT, "actor"): "sft",
     (Stage.REWARD, "reward"): "reward_training",
+    (Stage.DPO, "actor"): "dpo",
     (Stage.PPO, "actor"): "actor_training",
     (Stage.PPO, "critic"): "critic_training",
 }

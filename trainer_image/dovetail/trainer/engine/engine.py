@@ -108,7 +108,7 @@ class Engine:
     def _optimizer_config(self, stage: Stage, model: str) -> Optimizer:
         if stage is Stage.PPO:
             return self.spec.ppo.actor_optimizer if model == "actor" else self.spec.ppo.critic_optimizer
-        return self.spec.sft.optimizer if stage is Stage.SFT else self.spec.reward.optimizer
+        return self.spec.supervised(stage).optimizer
 
     def save(self, path: Path, run: str = "") -> None:
         """Write a checkpoint folder, whole or not at all. Raises `RankFailed` on every rank when the disk is full."""

@@ -14,6 +14,7 @@ from dovetail.manifest.checks.rules.evaluation_rules import EVALUATION_RULES
 from dovetail.manifest.checks.rules.group_rules import GROUP_RULES
 from dovetail.manifest.checks.rules.layout_rules import CONFIGURATION_RULES, LAYOUT_RULES
 from dovetail.manifest.checks.rules.model_rules import (
+    DPO_RULES,
     MODEL_RULES,
     OUTPUT_RULES,
     REWARD_RULES,
@@ -28,6 +29,7 @@ from dovetail.manifest.types import RLHFJobSpec
 
 RULES: tuple[Rule, ...] = (
     *STAGE_RULES,
+    *DPO_RULES,
     *OUTPUT_RULES,
     *MODEL_RULES,
     *REWARD_RULES,

@@ -50,10 +50,11 @@ def _needed(stage: Stage, name: str) -> Rule:
 
 def _has_share(stage: Stage) -> Rule:
     trains, cel = _trains(stage)
+    share = "reward" if stage.has_pairs else stage.value
     return spec_rule(
-        lambda spec: not trains(spec) or getattr(spec.data.split, stage.value) > 0,
-        f"!({cel}) || self.data.split.{stage.value} > 0.0",
-        f"spec.data.split.{stage.value} is 0, but spec.stages has {stage.value}; give it a share above 0.",
+        lambda spec: not trains(spec) or getattr(spec.data.split, share) > 0,
+        f"!({cel}) || self.data.split.{share} > 0.0",
+        f"spec.data.split.{share} is 0, but spec.stages has {stage.value}; give it a share above 0.",
     )
 
 
@@ -80,6 +81,7 @@ DATA_RULES = (
     ),
     _needed(Stage.SFT, "demonstrations"),
     _needed(Stage.REWARD, "preferences"),
+    _needed(Stage.DPO, "preferences"),
     _needed(Stage.PPO, "prompts"),
     *(_has_share(stage) for stage in Stage),
     ppo_rule(

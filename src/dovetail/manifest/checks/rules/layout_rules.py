@@ -197,7 +197,7 @@ CONFIGURATION_RULES = (
     ),
     spec_rule(
         lambda spec: (
-            not {Stage.SFT, Stage.REWARD} & set(spec.stages)
+            not {Stage.SFT, Stage.REWARD, Stage.DPO} & set(spec.stages)
             or spec.data.max_tokens <= (_positions(spec) or spec.data.max_tokens)
         ),
         None,

@@ -41,14 +41,33 @@ STAGE_RULES = (
     Rule(
         ("spec.stages",),
         lambda stages: len(set(stages)) != len(stages) or stages == _in_order(stages),
-        "!self.all(s, self.exists_one(t, t == s)) || self == ['sft', 'reward', 'ppo'].filter(s, s in self)",
-        "{path} must be in the order sft, reward, ppo; write [{order}].",
+        "!self.all(s, self.exists_one(t, t == s)) || self == ['sft', 'reward', 'dpo', 'ppo'].filter(s, s in self)",
+        "{path} must be in the order sft, reward, dpo, ppo; write [{order}].",
         {
             "order": Value(
                 lambda stages: ", ".join(_in_order(stages)),
                 listed({stage.value: f"'{stage.value}' in self" for stage in _ORDER}, ", "),
             )
         },
+    ),
+    Rule(
+        ("spec.stages",),
+        lambda stages: Stage.DPO not in stages or not {Stage.REWARD, Stage.PPO} & set(stages),
+        "!('dpo' in self) || !('reward' in self || 'ppo' in self)",
+        "{path} has dpo beside reward or ppo, which it takes the place of; remove it or them.",
+    ),
+)
+
+DPO_RULES = (
+    spec_rule(
+        lambda spec: spec.dpo.label_smoothing == 0 or spec.dpo.loss == "DPO",
+        "self.dpo.labelSmoothing == 0.0 || self.dpo.loss == 'DPO'",
+        "spec.dpo.labelSmoothing is for loss DPO, but spec.dpo.loss is {dpo.loss}; remove one of them.",
+    ),
+    spec_rule(
+        lambda spec: Stage.DPO not in spec.stages or spec.dpo.loss != "KTO" or spec.dpo.batch_size >= 2,
+        "!('dpo' in self.stages) || self.dpo.loss != 'KTO' || self.dpo.batchSize >= 2",
+        "spec.dpo.batchSize is 1, but loss KTO compares the pairs of a batch; make it at least 2.",
     ),
 )
 

@@ -96,6 +96,7 @@ def _budget(stage: Stage, what: str, fields: str) -> Rule:
 _PPO_SIZES = ("ppo.miniBatchSize", "ppo.microBatchSize")
 _SFT_SIZES = ("sft.batchSize", "sft.microBatchSize")
 _REWARD_SIZES = ("reward.batchSize", "reward.microBatchSize")
+_DPO_SIZES = ("dpo.batchSize", "dpo.microBatchSize")
 
 BATCH_RULES = (
     _multiple_of("samplesPerPrompt", lambda spec: spec.ppo.samples_per_prompt),
@@ -103,17 +104,21 @@ BATCH_RULES = (
     _cut(Stage.PPO, "actor", *_PPO_SIZES, lambda spec: (spec.ppo.mini_batch_size, spec.ppo.micro_batch_size)),
     _cut(Stage.SFT, "actor", *_SFT_SIZES, lambda spec: (spec.sft.batch_size, spec.sft.micro_batch_size)),
     _cut(Stage.REWARD, "reward", *_REWARD_SIZES, lambda spec: (spec.reward.batch_size, spec.reward.micro_batch_size)),
+    _cut(Stage.DPO, "actor", *_DPO_SIZES, lambda spec: (spec.dpo.batch_size, spec.dpo.micro_batch_size)),
     _cut_on_ranks(Stage.PPO, "actor", *_PPO_SIZES),
     _cut_on_ranks(Stage.PPO, "critic", *_PPO_SIZES),
     _cut_on_ranks(Stage.SFT, "actor", *_SFT_SIZES),
     _cut_on_ranks(Stage.REWARD, "reward", *_REWARD_SIZES),
+    _cut_on_ranks(Stage.DPO, "actor", *_DPO_SIZES),
     _cut_on_ranks(Stage.PPO, "actor", *_PPO_SIZES, by_tokens=True),
     _cut_on_ranks(Stage.PPO, "critic", *_PPO_SIZES, by_tokens=True),
     _cut_on_ranks(Stage.SFT, "actor", *_SFT_SIZES, by_tokens=True),
     _cut_on_ranks(Stage.REWARD, "reward", *_REWARD_SIZES, by_tokens=True),
+    _cut_on_ranks(Stage.DPO, "actor", *_DPO_SIZES, by_tokens=True),
     _budget(Stage.PPO, "a prompt and its response", "data.maxPromptTokens and generation.maxTokens"),
     _budget(Stage.SFT, "a sequence", "data.maxTokens"),
     _budget(Stage.REWARD, "a pair of sequences", "twice data.maxTokens"),
+    _budget(Stage.DPO, "a pair of sequences", "twice data.maxTokens"),
     ppo_rule(
         lambda spec: spec.ppo.micro_batch_tokens is None or spec.plan.intra_stage_fusion in ("Auto", "Serial"),
         "!has(self.ppo.microBatchTokens) || self.plan.intraStageFusion in ['Auto', 'Serial']",

@@ -1,0 +1,71 @@
+"""The reference's log-probabilities of the responses that DPO learns from."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from dovetail.protocol.wire import Arrays
+
+NAMESPACE = "reference"
+PREFIXES = ("", "kl_")
+
+
+class Records(Protocol):
+    """The parts of the store used here."""
+
+    def items(self, namespace: str) -> dict[str, Any]: ...
+    def put(self, key: str, value: object) -> None: ...
+
+
+class ReferenceLogprobs:
+    """Each is computed once, by the weights that the stage starts from, and kept in the store.
+
+    They are known by their tokens, so a pair that comes again in a later epoch is not computed again."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+        self._found: dict[str, float] | None = None
+
+    def has(self, arrays: Arrays) -> bool:
+        """Whether all responses of a batch are known."""
+        return all(row in self._known for prefix in PREFIXES for row in _rows(arrays, prefix))
+
+    def add(self, key: str, arrays: Arrays, logprobs: Sequence[float]) -> None:
+        """Keep those of the batch `key`: of its rows, then of its `kl_` rows. Raises ValueError for another number."""
+        rows = [row for prefix in PREFIXES for row in _rows(arrays, prefix)]
+        made = dict(zip(rows, map(float, logprobs), strict=True))
+        self._records.put(f"{NAMESPACE}/{key}", made)
+        self._known.update(made)
+
+    def added(self, arrays: Arrays) -> Arrays:
+        """The batch with `reference` and `kl_reference` (N,) float32, if all are known."""
+        if not self.has(arrays):
+            return arrays
+        found = {
+            f"{prefix}reference": np.array([self._known[row] for row in rows], np.float32)
+            for prefix in PREFIXES
+            if (rows := list(_rows(arrays, prefix)))
+        }
+        return arrays | found
+
+    @property
+    def _known(self) -> dict[str, float]:
+        if self._found is None:
+            self._found = {}
+            for each in self._records.items(NAMESPACE).values():
+                self._found |= each
+        return self._found
+
+
+def _rows(arrays: Arrays, prefix: str) -> Iterator[str]:
+    """What each sequence is known by: a hash of its tokens, and of which of them are its response."""
+    if f"{prefix}tokens" not in arrays:
+        return
+    parts = (arrays[f"{prefix}{name}"] for name in ("tokens", "lengths", "loss_mask"))
+    for tokens, length, mask in zip(*parts, strict=True):
+        content = tokens[:length].astype("<i4").tobytes() + mask[:length].astype("u1").tobytes()
+        yield hashlib.blake2b(content, digest_size=16).hexdigest()

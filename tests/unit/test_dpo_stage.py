@@ -1,0 +1,104 @@
+"""DPO, IPO and KTO as a stage: on one real trainer rank, and what the coordinator keeps for them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dovetail.coordinator.data.tokenize import Encoded, dpo_batch
+from dovetail.coordinator.store.reference_logprobs import ReferenceLogprobs
+from dovetail.coordinator.store.store import Store
+from dovetail.manifest.types import Stage
+from dovetail.protocol.messages import Evaluate
+from dovetail.protocol.wire import pack, unpack
+from helpers import trainer_ranks
+from helpers.local_trainer import LocalTrainer
+from helpers.trainer_ranks import job, load_command
+
+
+def with_reference(trainer: LocalTrainer, references: ReferenceLogprobs, key: str, batch: bytes) -> bytes:
+    """The batch as the coordinator serves it once the trainer has computed the reference's log-probabilities."""
+    trainer.client.batches["asked"] = batch
+    asked = Evaluate(id=f"asked/{key}", stage=Stage.DPO, batches=["asked"], reference=True)
+    result = trainer.execute(asked)
+    assert result.ok, result.error
+    references.add(key, unpack(batch), result.logprobs)
+    return pack(references.added(unpack(batch)))
+
+
+@pytest.mark.parametrize(
+    ("dpo", "at_start"),
+    [
+        ({}, math.log(2)),
+        ({"labelSmoothing": 0.1, "microBatchTokens": 64}, math.log(2)),
+        ({"loss": "IPO"}, 25.0),
+        ({"loss": "KTO"}, 0.5),
+    ],
+    ids=["dpo", "conservative", "ipo", "kto"],
+)
+def test_an_actor_learns_to_prefer_the_chosen_responses(tmp_path: Path, dpo: dict[str, Any], at_start: float) -> None:
+    store = Store(tmp_path)
+    references = ReferenceLogprobs(store)
+    with LocalTrainer(job(dpo=dpo)) as trainer:
+        trainer.metrics(load_command(Stage.DPO))
+        plain = [trainer_ranks.dpo_batch(seed, reference=False) for seed in range(4)]
+        if dpo.get("loss") != "KTO":
+            plain = [pack({k: v for k, v in unpack(batch).items() if not k.startswith("kl_")}) for batch in plain]
+        batches = [with_reference(trainer, references, f"dpo/{i}", batch) for i, batch in enumerate(plain)]
+        trainer.client.batches["held-out"] = batches[0]
+        evaluate = Evaluate(id="before", stage=Stage.DPO, batches=["held-out"])
+        before = trainer.metrics(evaluate)
+        assert before["loss"] == pytest.approx(at_start, abs=1e-3)
+        assert before["rewards/chosen"] == pytest.approx(0.0, abs=1e-4)
+        # Cut by tokens, an actions list of more micro-batches than are needed is shortened.
+        cut = {"micro_batch_tokens": dpo["microBatchTokens"]} if "microBatchTokens" in dpo else {}
+        for step in range(1, 9):
+            command = trainer.step(Stage.DPO, step, batches[1 + step % 3], ["actor"], 8 if cut else 4, **cut)
+            metrics = trainer.metrics(command)
+            if step == 1:
+                assert metrics["loss"] == pytest.approx(at_start, abs=1e-3)
+        after = trainer.metrics(evaluate.model_copy(update={"id": "after"}))
+    assert after["loss"] < before["loss"]
+    assert after["accuracy"] == 1.0
+    assert after["margin"] == pytest.approx(after["rewards/chosen"] - after["rewards/rejected"], abs=1e-5)
+    assert after["margin"] > 0
+    store.close()
+
+
+def test_a_batch_without_the_reference_is_refused() -> None:
+    with LocalTrainer(job()) as trainer:
+        trainer.metrics(load_command(Stage.DPO))
+        batch = trainer_ranks.dpo_batch(1, reference=False)
+        result = trainer.execute(trainer.step(Stage.DPO, 1, batch, ["actor"], 4))
+    assert result.error == "batch dpo/1 has no log-probabilities of the reference"
+
+
+def test_references_are_known_again_after_a_restart_whatever_the_batch(tmp_path: Path) -> None:
+    pairs = [(Encoded([1, 2, 3], 1), Encoded([1, 4], 1)), (Encoded([5, 6, 7, 8], 2), Encoded([5, 6, 9], 2))]
+    store = Store(tmp_path)
+    before = ReferenceLogprobs(store)
+    first = dpo_batch(pairs, 0, None)
+    assert not before.has(first)
+    assert before.added(first).keys() == first.keys()
+    before.add("dpo/1", first, [-1.0, -2.0, -3.0, -4.0])
+    store.close()
+    store = Store(tmp_path)
+    after = ReferenceLogprobs(store)
+    # The same pairs in another order and with other padding.
+    longer = dpo_batch([pairs[1], pairs[0], (Encoded([1] * 9, 1), Encoded([1, 2], 1))], 0, None)
+    assert not after.has(longer)
+    turned = dpo_batch(pairs[::-1], 0, None)
+    assert after.added(turned)["reference"].tolist() == [-2.0, -1.0, -4.0, -3.0]
+    store.close()
+
+
+def test_mismatched_responses_answer_other_prompts() -> None:
+    pairs = [(Encoded([1, 2, 3], 1), Encoded([1, 4], 1)), (Encoded([5, 6, 7, 8], 2), Encoded([5, 6, 9], 2))]
+    arrays = dpo_batch(pairs, 0, 4)
+    rows = [row[:length].tolist() for row, length in zip(arrays["kl_tokens"], arrays["kl_lengths"], strict=True)]
+    assert rows == [[1, 7, 8], [5, 6, 4], [1, 9], [5, 6, 2, 3]]
+    assert np.array_equal(arrays["kl_loss_mask"].sum(axis=1), [2, 1, 1, 2])

@@ -1,0 +1,55 @@
+"""Losses of responses that people preferred or rejected: DPO, IPO and KTO.
+
+They take log-ratios, log pi(y|x) - log pi_ref(y|x), and like those of `losses.py` return a share of the mini-batch's
+mean, and sums."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from dovetail.manifest.training_types import DPO
+from dovetail.trainer.algorithms.losses import Stats
+
+
+def preference_loss(
+    chosen: Tensor, rejected: Tensor, config: DPO, *, normaliser: float | Tensor, kl: float | Tensor = 0.0
+) -> tuple[Tensor, Stats]:
+    """Mean over pairs; chosen, rejected (pairs,): log-ratios of a pair's two responses, in float32 or wider. These are
+    sums over tokens, for IPO means over tokens, as in TRL. With h = chosen - rejected:
+
+    DPO (Rafailov et al. 2023, eq. 7): -log sigmoid(beta h). With label smoothing e (conservative DPO, Mitchell 2023):
+    -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h).
+    IPO (Azar et al. 2023, eq. 17): (h - 1 / (2 beta))^2.
+    KTO (Ethayarajh et al. 2024, eq. 8): the mean of w_D (1 - sigmoid(beta (chosen - kl))) and of
+    w_U (1 - sigmoid(beta (kl - rejected))). `kl`: `kl_estimate` of the whole batch.
+
+    Stats: `pairs`; sums `loss`, `correct` (chosen strictly above rejected: a tie is wrong), `chosen` and `rejected`
+    (rewards, beta times the log-ratios), `margin` (of rewards)."""
+    margin = chosen - rejected
+    if config.loss == "IPO":
+        losses = (margin - 1 / (2 * config.beta)).square()
+    elif config.loss == "KTO":
+        desirable = config.desirable_weight * (1 - torch.sigmoid(config.beta * (chosen - kl)))
+        undesirable = config.undesirable_weight * (1 - torch.sigmoid(config.beta * (kl - rejected)))
+        losses = (desirable + undesirable) / 2
+    else:
+        smoothing = config.label_smoothing
+        right, wrong = logsigmoid(config.beta * margin), logsigmoid(-config.beta * margin)
+        losses = -(1 - smoothing) * right - smoothing * wrong
+    total = losses.sum()
+    sums = {
+        "loss": total,
+        "correct": (margin > 0).sum(),
+        "chosen": config.beta * chosen.sum(),
+        "rejected": config.beta * rejected.sum(),
+        "margin": config.beta * margin.sum(),
+    }
+    stats = {name: value.detach().float() for name, value in sums.items()}
+    return total / normaliser, {"pairs": torch.tensor(float(len(margin))), **stats}
+
+
+def kl_estimate(logratios: Tensor) -> float:
+    """KTO's z_0 (eq. 8): the mean log-ratio of responses to the prompts of others, and at least 0."""
+    return max(0.0, float(logratios.double().mean()))
