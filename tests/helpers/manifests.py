@@ -193,6 +193,8 @@ RULES = [
     ({"models.actor": HF}, "spec.models.tokenizer.train makes a new vocabulary"),
     ({"data.demonstrations": []}, "spec.data.demonstrations is empty, but the sft stage needs it"),
     ({"data.preferences": []}, "spec.data.preferences is empty, but the reward stage needs it"),
+    ({"stages": ["dpo"], "data.preferences": []}, "spec.data.preferences is empty, but the dpo stage needs it"),
+    ({"stages": ["dpo"], "data.split": {"reward": 0}}, "spec.data.split.reward is 0, but spec.stages has dpo"),
     ({"data.prompts": []}, "spec.data.prompts is empty, but the ppo stage needs it"),
     (
         {"data.prompts": [{}]},
@@ -294,6 +296,27 @@ RULES = [
         {"ppo.microBatchTokens": 1023},
         "spec.ppo.microBatchTokens is 1023, but a prompt and its response may have 1024 tokens (data.maxPromptTokens "
         "and generation.maxTokens); make it at least 1024.",
+    ),
+    *(
+        (
+            {"stages": ["dpo"], "groups.0.replicas": 4, "plan.parallelism": {"actor": {"dp": 4}}, "dpo": sizes},
+            f"spec.dpo.batchSize is 6, which {problem}",
+        )
+        for sizes, problem in (
+            (
+                {"batchSize": 6, "microBatchSize": 3},
+                "cannot be cut into micro-batches of 3 (spec.dpo.microBatchSize) on 4",
+            ),
+            ({"batchSize": 6, "microBatchTokens": 4096}, "4 data-parallel ranks of the actor cannot share"),
+        )
+    ),
+    (
+        {"stages": ["dpo"], "dpo.microBatchSize": 5},
+        "spec.dpo.batchSize is 32, which cannot be cut into micro-batches of 5",
+    ),
+    (
+        {"stages": ["dpo"], "dpo.microBatchTokens": 2047},
+        "spec.dpo.microBatchTokens is 2047, but a pair of sequences may have 2048",
     ),
     ({"sft.microBatchTokens": 100}, "spec.sft.microBatchTokens is 100, but a sequence may have 1024 tokens"),
     ({"reward.microBatchTokens": 2047}, "spec.reward.microBatchTokens is 2047, but a pair of sequences may have 2048"),

@@ -61,7 +61,7 @@ def test_each_field_says_whether_it_may_change_and_why_not() -> None:
     assert "spec.ppo.clip" in refused(ppo={"clip": 0.3})
     assert "spec.ppo.actorOptimizer.schedule" in refused(ppo={"actorOptimizer": {"schedule": "Linear"}})
     for stage in ("sft", "reward"):
-        assert "from 16 to 32 in a run: SFT and reward-model training cannot be extended" in refused(
+        assert "from 16 to 32 in a run: SFT, reward-model training and DPO cannot be extended" in refused(
             **{stage: {"steps": 32}}
         )
     assert "(may change: managedBy, suspend, retry, " in refused(seed=4)

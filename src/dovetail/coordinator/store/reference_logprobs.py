@@ -14,7 +14,7 @@ NAMESPACE = "reference"
 PREFIXES = ("", "kl_")
 
 
-class Records(Protocol):
+class ReferenceStore(Protocol):
     """The parts of the store used here."""
 
     def items(self, namespace: str) -> dict[str, Any]: ...
@@ -26,7 +26,7 @@ class ReferenceLogprobs:
 
     They are known by their tokens, so a pair that comes again in a later epoch is not computed again."""
 
-    def __init__(self, records: Records) -> None:
+    def __init__(self, records: ReferenceStore) -> None:
         self._records = records
         self._found: dict[str, float] | None = None
 
