@@ -53,6 +53,7 @@ class Host:
                 "reward_batch": lambda _, n: [][n],
                 "sft_eval_batches": lambda _: [],
                 "reward_eval_batches": lambda _: [],
+                "dpo_eval_batches": lambda _: [],
                 "scored_demonstrations": lambda _: [],
             },
         )()
