@@ -25,7 +25,7 @@ from pydantic import ValidationError
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.documents import ManifestError, parse
 from dovetail.manifest.resolve import resolve
-from dovetail.manifest.types import RLHFJobSpec
+from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.planner.inventory import read
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placement.configs import shapes
@@ -78,7 +78,7 @@ def examples() -> Iterator[tuple[str, Record]]:
         configs = hub_configs(path.stem)
         yield path.stem, planned(spec, configs)
         for inventory in sorted((EXAMPLES / "inventories").glob("*.yaml")):
-            if (path.stem == "rlhf-65b") == (inventory.stem == "a100x128"):
+            if Stage.PPO in spec.stages and (path.stem == "rlhf-65b") == (inventory.stem == "a100x128"):
                 yield f"{path.stem} on {inventory.stem}", recommended(spec, inventory.read_text(), configs)
 
 
