@@ -51,6 +51,7 @@ class Host:
             {
                 "sft_batch": lambda _, n: [][n],
                 "reward_batch": lambda _, n: [][n],
+                "dpo_batch": lambda _, n: [][n],
                 "sft_eval_batches": lambda _: [],
                 "reward_eval_batches": lambda _: [],
                 "dpo_eval_batches": lambda _: [],

@@ -18,7 +18,7 @@ from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.packed_batches import micro_batch_count, padded_tokens, split_tokens
 from helpers.local_trainer import LocalTrainer
 from helpers.manifests import changed
-from helpers.trainer_ranks import job, load_command, ppo_batch, reward_batch, sft_batch
+from helpers.trainer_ranks import dpo_batch, job, load_command, ppo_batch, reward_batch, sft_batch
 
 LENGTHS = st.lists(st.integers(1, 400), min_size=1, max_size=30)
 
@@ -80,6 +80,7 @@ def test_what_cannot_be_dealt_is_refused() -> None:
     [
         (Stage.SFT, ["actor"], sft_batch(1)),
         (Stage.REWARD, ["reward"], reward_batch(1)),
+        (Stage.DPO, ["actor"], dpo_batch(1)),
         (Stage.PPO, ["actor", "critic"], ppo_batch(1)),
     ],
 )

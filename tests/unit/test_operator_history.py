@@ -57,7 +57,7 @@ def test_a_long_job_fits_and_its_whole_length_is_there():
 @pytest.mark.parametrize(
     "item",
     [
-        *(None, 3, {}, {"stage": "ppo"}, row(1, "dpo"), row(1) | {"step": "x"}, row(1) | {"time": float("nan")}),
+        *(None, 3, {}, {"stage": "ppo"}, row(1, "dqn"), row(1) | {"step": "x"}, row(1) | {"time": float("nan")}),
         *(row(1) | {"metrics": None}, last_row({}, 0.0), last_row({"stage": "ppo", "iteration": None}, 0.0)),
     ],
 )

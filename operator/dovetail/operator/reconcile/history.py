@@ -18,7 +18,7 @@ MOST_ROWS = 100
 MOST_METRICS = 20
 MOST_CHARACTERS = 64  # of a metric's name
 # What the curves and the timeline show. `seconds_*`: where an iteration's time went.
-KEPT = {"loss", "accuracy", "reward", "reward_ci95", "kl", "kl_ci95", "response_length"}
+KEPT = {"loss", "accuracy", "margin", "reward", "reward_ci95", "kl", "kl_ci95", "response_length"}
 KEPT |= {"samples_per_second", "iteration_seconds"}
 
 

@@ -154,7 +154,7 @@ class SupervisedStages:
         for key in batches:
             arrays = self._batches.arrays(key)
             if not known.has(arrays):
-                self._records.progress.update(message=f"computing the reference's log-probabilities of {key}")
+                self._records.progress.update(message="computing the reference's log-probabilities")
                 known.add(key, arrays, await self._session.logprobs(key))
         self._records.progress.update(message="")
 
