@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from dovetail.cli.init_command import job_name
 from dovetail.cli.main import cli
 from dovetail.coordinator.data.formats import detect
+from helpers.model_folder import save_model_folder
 
 
 def init(*arguments: object) -> Result:
@@ -24,7 +25,7 @@ def test_each_method_begins_with_a_valid_job_and_its_data(method: str, stages: l
     folder = tmp_path / "My Job"
     done = init(method, folder)
     assert done.exit_code == 0, done.output
-    assert f"cd {folder} && dovetail run job.yaml" in done.output
+    assert f"cd {folder} && dovetail validate job.yaml --deep" in done.output
     checked = CliRunner().invoke(cli, ["validate", str(folder / "job.yaml")])
     assert checked.exit_code == 0, checked.output
     document = yaml.safe_load((folder / "job.yaml").read_text())
@@ -68,6 +69,43 @@ def test_a_model_and_data_of_ones_own_are_named_in_the_manifest(tmp_path: Path) 
     assert init("sft", tmp_path / "other", "--model", tmp_path / "model").exit_code == 0
     source = yaml.safe_load((tmp_path / "other/job.yaml").read_text())["spec"]["models"]["actor"]["source"]
     assert source == {"path": str(tmp_path / "model")}
+
+
+def test_the_rewards_fit_the_users_own_records_and_the_lengths_the_model(tmp_path: Path) -> None:
+    model, data = tmp_path / "model", tmp_path / "mine.jsonl"
+    save_model_folder(model, context=256)
+    rows = {"solution": '{"prompt": "2 + 2?", "solution": 4}', "none": '{"prompt": "Tell me a story.", "id": 3}'}
+    for name, row in rows.items():
+        data.write_text("\ufeff" + f"{row}\r\n\r\n" * 30, encoding="utf-8")
+        assert init("grpo", tmp_path / name, "--model", model, "--data", data).exit_code == 0
+        checked = CliRunner().invoke(cli, ["validate", str(tmp_path / name / "job.yaml"), "--deep"])
+        assert checked.exit_code == 0, checked.output
+    names = [
+        yaml.safe_load((tmp_path / name / "job.yaml").read_text())["spec"]["models"]["reward"]["functions"][0][
+            "function"
+        ]
+        for name in rows
+    ]
+    assert names == ["rewards:correct", "rewards:words"]
+
+
+@pytest.mark.parametrize(
+    ("method", "row", "sentence"),
+    [
+        ("sft", '{"prompt": "a"}', "mine.jsonl:1: field 'response' (or completion, output, answer) is missing"),
+        ("ppo", '{"prompt": "a"}', "mine.jsonl:1: spec.data.preferences needs records with chosen and rejected"),
+        ("grpo", '{"x": 1}', "mine.jsonl:1: cannot tell the format of a record with only 'x'"),
+        ("grpo", "{", "mine.jsonl:1: not valid JSON"),
+    ],
+)
+def test_data_that_a_method_cannot_read_is_refused_at_once(
+    method: str, row: str, sentence: str, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.jsonl").write_text(row + "\n")
+    done = init(method, tmp_path / "job", "--data", tmp_path / "mine.jsonl")
+    assert done.exit_code == 2
+    assert sentence in done.stderr
+    assert not (tmp_path / "job").exists()
 
 
 def test_a_model_that_is_neither_a_folder_nor_a_hubs_is_refused(tmp_path: Path) -> None:

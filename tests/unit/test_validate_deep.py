@@ -10,25 +10,12 @@ import yaml
 from click.testing import CliRunner, Result
 
 from dovetail.cli.main import cli
-from dovetail.coordinator.data import tokenizer
 from dovetail.gpus.nvidia_driver import Device
 from dovetail.local.deep_check import gpus_found
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.documents import FieldLines
 from dovetail.planner.make_plan import make_plan
-
-CONFIG = {
-    "model_type": "qwen3",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 300,
-    "max_position_embeddings": 2048,
-    "tie_word_embeddings": True,
-}
+from helpers.model_folder import save_model_folder
 
 
 def dovetail(*arguments: object) -> Result:
@@ -38,13 +25,7 @@ def dovetail(*arguments: object) -> Result:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as users have it: a configuration, weights, and a tokenizer with a chat template."""
-    folder = tmp_path_factory.mktemp("model")
-    made = tokenizer.train(["What is it?"], 300)
-    made.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-    made.save_pretrained(str(folder))
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    (folder / "model.safetensors").write_bytes(b"x")
-    return folder
+    return save_model_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import os
 import re
+from keyword import iskeyword
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 import click
 
+from dovetail.cli.common.one_line_options import folder_context
 from dovetail.local.starter import Method, starter
 from dovetail.supervision.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    from dovetail.coordinator.data.records import Kind
 
 NAME_LENGTH = 40
 
@@ -19,6 +24,25 @@ def job_name(folder: Path) -> str:
     """A job's name made of the folder's: what Kubernetes takes as a name."""
     found = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")[:NAME_LENGTH].strip("-")
     return found if found[:1].isalpha() else f"job-{found}".strip("-")
+
+
+def record_fields(method: Method, data: Path) -> list[str]:
+    """The fields of the first record that reward functions get. Raises UsageError if the method cannot read it."""
+    from dovetail.coordinator.data.chat_template import HumanAssistant
+    from dovetail.coordinator.data.data_error import DataError
+    from dovetail.coordinator.data.formats import convert, detect
+    from dovetail.coordinator.data.sources import source_files
+    from dovetail.local.data_look import rows_of
+
+    kinds: dict[str, Kind] = {"sft": "demonstrations", "ppo": "preferences", "grpo": "prompts"}
+    try:
+        where, row = next(rows_of(source_files(data, "--data")), (str(data), {}))
+        if isinstance(row, DataError):
+            raise row
+        record = convert(row, detect(row, where), kinds[method], HumanAssistant(), where)
+    except DataError as error:
+        raise UsageError(str(error).removeprefix("--data.path: ")) from error
+    return [name for name in getattr(record, "fields", {}) if name.isidentifier() and not iskeyword(name)]
 
 
 @click.command("init")
@@ -48,7 +72,9 @@ def init(method: Method, folder: Path, model: str | None, data: Path | None) -> 
         raise UsageError(f"--model {model} is no folder, and no model of a hub (owner/name)")
     where = str(Path(model).expanduser().resolve()) if model is not None and is_folder else model
     given = None if data is None else os.path.relpath(data.resolve(), folder.resolve())
-    files = starter(method, job_name(folder), where, is_folder, given)
+    context = folder_context(where) if where is not None else None
+    fields = ("answer",) if data is None else record_fields(method, data)
+    files = starter(method, job_name(folder), where, is_folder, given, context, fields)
     there = [name for name in files if (folder / name).exists()]
     if there:
         raise UsageError(f"{folder / there[0]} exists; name another folder, or delete the file")
@@ -60,4 +86,4 @@ def init(method: Method, folder: Path, model: str | None, data: Path | None) -> 
         raise RunError(f"cannot write {error.filename}: {error.strerror}") from error
     click.echo(f"Wrote {', '.join(str(folder / name) for name in files)}.")
     here = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
-    click.echo(f"Next:  {here}dovetail run job.yaml")
+    click.echo(f"Next:  {here}dovetail validate job.yaml --deep && dovetail run job.yaml")

@@ -77,7 +77,7 @@ def look(
     chat = chat or chat_format(None if encoder is None else encoder.tokenizer)
     files = source_files(path, where)
     found = _FileReading(kind, fmt, chat, encoder)
-    for place, row in _rows(files):
+    for place, row in rows_of(files):
         found.read(row, place)
     if not found.records and not found.errors:
         raise DataError(f"{files[0]}: the file is empty; every line should hold one JSON record")
@@ -167,7 +167,7 @@ def kind_of(row: Any, fmt: str, chat: ChatFormat, where: str) -> Kind:
     return "demonstrations"
 
 
-def _rows(files: Sequence[Path]) -> Iterator[tuple[str, Any]]:
+def rows_of(files: Sequence[Path]) -> Iterator[tuple[str, Any]]:
     """Where each row is, and the row or a DataError. After an error of a whole file, the next file follows."""
     for file in files:
         try:

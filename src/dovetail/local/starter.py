@@ -18,21 +18,44 @@ _SUMS = [(2, 3), (4, 4), (7, 2), (5, 6), (9, 1)]
 _ASKED = ["Name a colour.", "Name a fruit.", "Name a river.", "Name a metal.", "Name a planet."]
 _ANSWERS = ["Red is a colour.", "An apple is a fruit.", "The Nile is a river.", "Iron is a metal.", "Mars is a planet."]
 
-REWARDS = '''"""Rewards for GRPO.
+_HEAD = '''"""Rewards for GRPO.
 
-A function gets a list of prompts, a list of responses, and one list for each other field of the prompts' records (here:
-answer). It returns one number for each response."""
+A function gets a list of prompts, a list of responses, and one list for each other field of the prompts' records{have}.
+It returns one number for each response."""
+'''
+_CORRECT = '''
 
-
-def correct(prompts: list[str], responses: list[str], answer: list[str], **fields: list) -> list[float]:
+def correct(prompts: list[str], responses: list[str], {field}: list, **fields: list) -> list[float]:
     """1 if the response contains the right answer."""
-    return [1.0 if right in response else 0.0 for response, right in zip(responses, answer)]
+    return [1.0 if str(right) in response else 0.0 for response, right in zip(responses, {field})]
+'''
+_WORDS = '''
 
+def words(prompts: list[str], responses: list[str], **fields: list) -> list[float]:
+    """The share of different words in the response. Write here what a good answer is."""
+    return [len(set(text.split())) / max(len(text.split()), 1) for text in responses]
+'''
+_SHORT = '''
 
 def short(prompts: list[str], responses: list[str], **fields: list) -> list[float]:
     """Between 0 for a long response and 1 for an empty one."""
     return [1.0 / (1.0 + len(response) / 100.0) for response in responses]
 '''
+# Fields of users' records that hold the right answer.
+ANSWER_FIELDS = ("answer", "solution", "ground_truth", "target", "reference", "label", "gold", "output", "response")
+
+
+def answer_field(fields: Sequence[str]) -> str | None:
+    """The field with the right answer, if one of the records' fields is called so."""
+    return next((name for name in ANSWER_FIELDS if name in fields), None)
+
+
+def rewards(fields: Sequence[str]) -> str:
+    """rewards.py for prompts whose records have these other fields."""
+    right = answer_field(fields)
+    have = f" (here:\n{', '.join(fields)})" if fields else ""
+    head = _HEAD.format(have=have)
+    return head + (_WORDS if right is None else _CORRECT.format(field=right)) + _SHORT
 
 
 def _jsonl(records: Sequence[object]) -> str:
@@ -49,20 +72,38 @@ def _preferences() -> str:
 
 
 def starter(
-    method: Method, name: str, model: str | None = None, model_is_folder: bool = False, data: str | None = None
+    method: Method,
+    name: str,
+    model: str | None = None,
+    model_is_folder: bool = False,
+    data: str | None = None,
+    context: int | None = None,
+    fields: Sequence[str] = ("answer",),
 ) -> dict[str, str]:
     """The files by name. `model`: a folder or a hub's repository; without it, a tiny model from random weights. `data`:
-    the user's own records in place of five examples."""
-    files = {"job.yaml": _manifest(method, name, _source(model, model_is_folder), model is None, data)}
+    the user's own records in place of five examples. `context`: the longest sequence of the model, tokens, if it is
+    known. `fields`: those of the records, except the prompt."""
+    scratch = model is None
+    source, limits = _source(model, model_is_folder), _lengths(scratch, context)
+    manifest = _manifest(method, name, source, scratch, data, limits, fields)
+    files = {"job.yaml": manifest}
     if data is not None:
-        return files | ({"rewards.py": REWARDS} if method == "grpo" else {})
+        return files | ({"rewards.py": rewards(fields)} if method == "grpo" else {})
     if method == "grpo":
         sums = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in _SUMS]
-        return files | {"prompts.jsonl": _jsonl(sums), "rewards.py": REWARDS}
+        return files | {"prompts.jsonl": _jsonl(sums), "rewards.py": rewards(fields)}
     files["demonstrations.jsonl"] = _demonstrations()
     if method == "ppo":
         files |= {"preferences.jsonl": _preferences(), "prompts.jsonl": _jsonl([{"prompt": p} for p in _ASKED])}
     return files
+
+
+def _lengths(scratch: bool, context: int | None) -> tuple[int, int]:
+    """The most tokens of a prompt and of a response."""
+    prompt, response = (64, 32) if scratch else (512, 512)
+    if context is None or prompt + response <= context:
+        return prompt, response
+    return context // 2, context - context // 2
 
 
 def _source(model: str | None, folder: bool) -> str:
@@ -101,8 +142,8 @@ _REWARD = """\
 reward:
   # The score is the weighted sum. dovetail samples shows what each function gave to each response.
   functions:
-  - {function: "rewards:correct", needs: Sample}
-  - {function: "rewards:short", needs: Sample, weight: 0.1}"""
+  - {{function: "rewards:{function}", needs: Sample}}
+  - {{function: "rewards:short", needs: Sample, weight: 0.1}}"""
 
 _SUPERVISED = """\
 {stage}:
@@ -128,13 +169,23 @@ def _ppo(method: Method, scratch: bool) -> str:
     )
 
 
-def _manifest(method: Method, name: str, source: str, scratch: bool, data: str | None) -> str:
+def _manifest(
+    method: Method,
+    name: str,
+    source: str,
+    scratch: bool,
+    data: str | None,
+    limits: tuple[int, int],
+    fields: Sequence[str],
+) -> str:
+    prompt, response = limits
+
     def at(indent: int, text: str) -> str:
         return textwrap.indent(text, " " * indent)
 
     models = [f"    actor:\n{at(6, source)}"]
     if method == "grpo":
-        models.append(at(4, _REWARD))
+        models.append(at(4, _REWARD.format(function="words" if answer_field(fields) is None else "correct")))
     if scratch:
         models.append("    tokenizer: {train: {vocabSize: 300}}")
     stages = {"sft": ["sft"], "ppo": ["sft", "reward", "ppo"], "grpo": ["ppo"]}[method]
@@ -143,7 +194,7 @@ def _manifest(method: Method, name: str, source: str, scratch: bool, data: str |
     parts = [_SUPERVISED.format(stage=stage, steps=steps, rate=rate) for stage in stages if stage != "ppo"]
     if "ppo" in stages:
         parts.append(_ppo(method, scratch))
-        parts.append(f"generation:\n  maxTokens: {32 if scratch else 512}\n  temperature: 1.0")
+        parts.append(f"generation:\n  maxTokens: {response}\n  temperature: 1.0")
     roles = "{name: trainers, roles: [trainer], replicas: 1}"
     groups = f"groups:\n# GPUs: gpu: {{product: NVIDIA-A100-SXM4-80GB, perPod: 1}} in a group\n- {roles}"
     if "ppo" in stages:
@@ -157,7 +208,7 @@ def _manifest(method: Method, name: str, source: str, scratch: bool, data: str |
         (f"dovetail explain RLHFJob.spec.{stages[-1]}", "describes a field, and the fields below it"),
     ]
     width = max(len(command) for command, _ in commands)
-    lengths = "maxPromptTokens: 64\nmaxTokens: 128" if scratch else "maxPromptTokens: 512\nmaxTokens: 1024"
+    lengths = f"maxPromptTokens: {prompt}\nmaxTokens: {128 if scratch else prompt + response}"
     return (
         f"# {_WHAT[method]}\n"
         + "".join(f"#   {command:<{width}}  {what}\n" for command, what in commands)

@@ -61,7 +61,7 @@ def manifest_text(line: OneLine, overrides: Sequence[str], seed: int | None, cpu
     Raises UsageError."""
     names = {line.model, *line.demonstrations, *line.preferences, *line.prompts}
     local = frozenset(name for name in names if Path(name).exists())
-    made = document(line, local, None if cpu else machine_gpus(), _context(line.model))
+    made = document(line, local, None if cpu else machine_gpus(), folder_context(line.model))
     apply_overrides(made, [*overrides, *([f"spec.seed={seed}"] if seed is not None else [])])
     return yaml.safe_dump(made, sort_keys=False, default_flow_style=None, width=WIDTH, allow_unicode=True)
 
@@ -77,7 +77,7 @@ def machine_gpus() -> GPUs | None:
     return GPUs(product_label(devices[0].name), sum(device.name == devices[0].name for device in devices))
 
 
-def _context(model: str) -> int | None:
+def folder_context(model: str) -> int | None:
     """The longest sequence of a model in a folder, tokens."""
     try:
         config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
