@@ -5,6 +5,7 @@ same one, which begins with them: they mostly wait, and leave the other worker a
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -61,6 +62,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     else:
         # One process alone comes to the clusters last: nothing then runs beside them.
         items.sort(key=lambda item: item.path.parent.name == "cluster")
+
+
+def pytest_collection_finish() -> None:
+    """A million objects of imported modules live as long as the tests. Else each `gc.collect()` would visit them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def below_dovetail(path: Path) -> tuple[str, ...]:
     return parts[len(parts) - parts[::-1].index("dovetail") :]
 
 
+@cache
 def imports(path: Path) -> list[tuple[int, str, bool]]:
     """(line, absolute module, whether only type checkers see it) of every import, wherever in the file."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
