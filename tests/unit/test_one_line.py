@@ -93,15 +93,16 @@ def test_the_run_is_that_of_the_printed_manifest_and_its_resume_too(
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_makes_a_manifest_without_mistakes(method: str, gpus: one_line_options.GPUs | None) -> None:
     files = {"d.jsonl", "p.jsonl", "q.jsonl"}
-    data = {"demonstrations": ["d.jsonl"]} if method == "sft" else {"prompts": ["q.jsonl"]}
-    lines = [OneLine(method, "Qwen/Qwen2.5-0.5B", rewards=() if method == "sft" else ("r:a", "r:b"), **data)]
+    own = {"sft": {"demonstrations": ["d.jsonl"]}, "dpo": {"preferences": ["p.jsonl"]}}
+    data = own.get(method, {"prompts": ["q.jsonl"], "rewards": ("r:a", "r:b")})
+    lines = [OneLine(method, "Qwen/Qwen2.5-0.5B", **data)]
     if method == "ppo":
         lines.append(OneLine(method, "a/b", ["d.jsonl"], ["p.jsonl"], ["q.jsonl"]))
     for line in lines:
         job = parse(document(line, frozenset(files), gpus))
         assert check(job.spec) == []
         assert next(group.gpu.product for group in job.spec.groups) == (gpus.product if gpus else None)
-        if method != "sft":
+        if method not in own:
             assert job.spec.ppo.method.replace(". ", "-").lower() == {"dapo": "grpo"}.get(method, method)
 
 
@@ -110,7 +111,7 @@ def test_the_methods_are_those_of_the_table_in_the_docs() -> None:
     rows = dict(re.findall(r"^\| ([^|]+?) \| `(\{.*?\})` \|", page, re.MULTILINE))
     named = {name.split(",")[0].replace(". ", "-").lower(): yaml.safe_load(ppo) for name, ppo in rows.items()}
     for method, ppo in METHODS.items():
-        if method != "sft":
+        if method not in ("sft", "dpo"):
             assert {k: v for k, v in named[method].items() if k != "overlong"} == ppo
 
 
@@ -131,6 +132,8 @@ def test_a_reward_may_be_a_file(here: Path) -> None:
         (("--method", "grpo"), "--method grpo needs --model"),
         (("job.yaml", "--reward", "a:b"), "--reward is for runs without a manifest"),
         (("--method", "sft", "--model", "my-Model"), "--method sft needs --demonstrations FILE"),
+        (("--method", "dpo", *GRPO[2:]), "--method dpo does not read --prompts"),
+        (("--method", "dpo", "--model", "my-Model"), "--method dpo needs --preferences FILE"),
         ((*GRPO[:-2],), "--method grpo needs --reward module:function, or --preferences FILE"),
         ((*GRPO, "--preferences", "p/q"), "give one of them"),
         ((*GRPO[:-1], "correct"), "--reward correct: write it as module:function"),

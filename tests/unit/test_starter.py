@@ -20,7 +20,10 @@ def init(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["init", *map(str, arguments)])
 
 
-@pytest.mark.parametrize(("method", "stages"), [("sft", ["sft"]), ("ppo", ["sft", "reward", "ppo"]), ("grpo", ["ppo"])])
+@pytest.mark.parametrize(
+    ("method", "stages"),
+    [("sft", ["sft"]), ("ppo", ["sft", "reward", "ppo"]), ("grpo", ["ppo"]), ("dpo", ["sft", "dpo"])],
+)
 def test_each_method_begins_with_a_valid_job_and_its_data(method: str, stages: list[str], tmp_path: Path) -> None:
     folder = tmp_path / "My Job"
     done = init(method, folder)

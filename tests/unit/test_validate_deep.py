@@ -50,7 +50,7 @@ def test_a_good_job_is_read_through(grpo: Path) -> None:
     assert "is valid: job" in text
 
 
-@pytest.mark.parametrize("method", ["sft", "ppo", "grpo"])
+@pytest.mark.parametrize("method", ["sft", "ppo", "grpo", "dpo"])
 def test_what_init_writes_passes(method: str, tmp_path: Path) -> None:
     assert dovetail("init", method, tmp_path).exit_code == 0
     done = dovetail("validate", tmp_path / "job.yaml", "--deep")

@@ -34,7 +34,7 @@ def record_fields(method: Method, data: Path) -> list[str]:
     from dovetail.coordinator.data.sources import source_files
     from dovetail.local.data_look import rows_of
 
-    kinds: dict[str, Kind] = {"sft": "demonstrations", "ppo": "preferences", "grpo": "prompts"}
+    kinds: dict[str, Kind] = {"sft": "demonstrations", "ppo": "preferences", "grpo": "prompts", "dpo": "preferences"}
     try:
         where, row = next(rows_of(source_files(data, "--data")), (str(data), {}))
         if isinstance(row, DataError):
@@ -57,7 +57,7 @@ def record_fields(method: Method, data: Path) -> list[str]:
     "--data",
     type=click.Path(path_type=Path, exists=True),
     help="Your own records, a .jsonl, .jsonl.gz or .parquet file or a folder of them: demonstrations for sft, "
-    "preferences for ppo, prompts for grpo.  [default: five examples are written]",
+    "preferences for ppo and dpo, prompts for grpo.  [default: five examples are written]",
 )
 def init(method: Method, folder: Path, model: str | None, data: Path | None) -> None:
     """Write a first job into FOLDER: a commented job.yaml, five records of each data set, and for grpo a reward

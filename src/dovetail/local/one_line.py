@@ -17,6 +17,7 @@ NAME_LENGTH = 40
 # `spec.ppo` of each method, as the table of docs/algorithms.md has it. DAPO's penalty depends on the lengths.
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "sft": {},
+    "dpo": {},
     "ppo": {},
     "grpo": {"advantage": "grpo", "samplesPerPrompt": 8, "lossAggregation": "Sequence"},
     "dr-grpo": {
@@ -94,10 +95,10 @@ def document(line: OneLine, local: frozenset[str], gpus: GPUs | None, context: i
     spec: dict[str, Any] = {"stages": stages, "models": models, "data": data}
     ranks = gpus.count if gpus is not None else 1
     micro = 8 if gpus is not None else 4
-    for stage in ("sft", "reward"):
+    for stage, rate in (("sft", 1e-5), ("reward", 1e-5), ("dpo", 1e-6)):
         if stage in stages:
             size = _multiple(32 if gpus is not None else 8, ranks * micro)
-            spec[stage] = {"batchSize": size, "microBatchSize": micro, "optimizer": {"learningRate": 1e-5}}
+            spec[stage] = {"batchSize": size, "microBatchSize": micro, "optimizer": {"learningRate": rate}}
     if "ppo" in stages:
         spec["ppo"] = _ppo(line, ranks, micro, gpus is not None, response)
         spec["generation"] = {"maxTokens": response}
@@ -112,13 +113,18 @@ def job_name(line: OneLine) -> str:
 
 
 def _stages(line: OneLine) -> list[str]:
+    unread = {"sft": ("preferences", "prompts", "rewards"), "dpo": ("prompts", "rewards")}.get(line.method, ())
+    for name in unread:
+        if getattr(line, name):
+            raise UsageError(f"--method {line.method} does not read --{'reward' if name == 'rewards' else name}")
     if line.method == "sft":
         if not line.demonstrations:
             raise UsageError("--method sft needs --demonstrations FILE: records with a prompt and a response")
-        for name in ("preferences", "prompts", "rewards"):
-            if getattr(line, name):
-                raise UsageError(f"--method sft does not read --{name.removesuffix('s' * (name == 'rewards'))}")
         return ["sft"]
+    if line.method == "dpo":
+        if not line.preferences:
+            raise UsageError("--method dpo needs --preferences FILE: records with prompt, chosen and rejected")
+        return ["sft"] * bool(line.demonstrations) + ["dpo"]
     if not line.prompts:
         raise UsageError(f"--method {line.method} needs --prompts FILE: records with a prompt")
     if not line.rewards and not line.preferences:

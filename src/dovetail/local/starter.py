@@ -7,12 +7,13 @@ import textwrap
 from collections.abc import Sequence
 from typing import Literal
 
-Method = Literal["sft", "ppo", "grpo"]
+Method = Literal["sft", "ppo", "grpo", "dpo"]
 
 _WHAT = {
     "sft": "Supervised fine-tuning: the model learns to answer as the demonstrations do.",
     "ppo": "RLHF in three stages: SFT on demonstrations, a reward model on preferences, and PPO on prompts.",
     "grpo": "GRPO: the model answers each prompt several times, and a Python function scores the answers.",
+    "dpo": "SFT on demonstrations, and DPO: the model learns from preferences, without a reward model.",
 }
 _SUMS = [(2, 3), (4, 4), (7, 2), (5, 6), (9, 1)]
 _ASKED = ["Name a colour.", "Name a fruit.", "Name a river.", "Name a metal.", "Name a planet."]
@@ -93,8 +94,10 @@ def starter(
         sums = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in _SUMS]
         return files | {"prompts.jsonl": _jsonl(sums), "rewards.py": rewards(fields)}
     files["demonstrations.jsonl"] = _demonstrations()
+    if method in ("ppo", "dpo"):
+        files["preferences.jsonl"] = _preferences()
     if method == "ppo":
-        files |= {"preferences.jsonl": _preferences(), "prompts.jsonl": _jsonl([{"prompt": p} for p in _ASKED])}
+        files["prompts.jsonl"] = _jsonl([{"prompt": p} for p in _ASKED])
     return files
 
 
@@ -127,14 +130,14 @@ def _data(method: Method, data: str | None) -> str:
     lines = []
     if method != "grpo":
         lines.append(f"demonstrations: {source('demonstrations.jsonl')}  # prompt and response")
-    if method == "ppo":
+    if method in ("ppo", "dpo"):
         lines.append(f"preferences: {source('preferences.jsonl')}  # prompt, chosen and rejected")
-    if method != "sft":
+    if method in ("ppo", "grpo"):
         fields = "prompt; the reward function gets all other fields" if method == "grpo" else "prompt"
         lines.append(f"prompts: {source('prompts.jsonl')}  # {fields}")
-    if data is not None and method == "ppo":
+    if data is not None and method in ("ppo", "dpo"):
         lines.append("# The stages share the file. No record is used by two of them.")
-        lines.append("split: {sft: 2, reward: 4, ppo: 4}")
+        lines.append("split: {sft: 2, reward: 4, ppo: 4}" if method == "ppo" else "split: {sft: 2, reward: 8}")
     return "\n".join(lines)
 
 
@@ -188,10 +191,10 @@ def _manifest(
         models.append(at(4, _REWARD.format(function="words" if answer_field(fields) is None else "correct")))
     if scratch:
         models.append("    tokenizer: {train: {vocabSize: 300}}")
-    stages = {"sft": ["sft"], "ppo": ["sft", "reward", "ppo"], "grpo": ["ppo"]}[method]
+    stages = {"sft": ["sft"], "ppo": ["sft", "reward", "ppo"], "grpo": ["ppo"], "dpo": ["sft", "dpo"]}[method]
     steps = 20 if scratch else 200
-    rate = "1.0e-3" if scratch else "1.0e-5"
-    parts = [_SUPERVISED.format(stage=stage, steps=steps, rate=rate) for stage in stages if stage != "ppo"]
+    rates = dict.fromkeys(stages, "1.0e-3" if scratch else "1.0e-5") | {"dpo": "5.0e-4" if scratch else "1.0e-6"}
+    parts = [_SUPERVISED.format(stage=each, steps=steps, rate=rates[each]) for each in stages if each != "ppo"]
     if "ppo" in stages:
         parts.append(_ppo(method, scratch))
         parts.append(f"generation:\n  maxTokens: {response}\n  temperature: 1.0")
@@ -200,7 +203,9 @@ def _manifest(
     if "ppo" in stages:
         groups += "\n- {name: rollouts, roles: [rollout], replicas: 1}"
     parts.append(groups)
-    shows = f"dovetail samples runs/{name}" if "ppo" in stages else f"dovetail chat runs/{name} --model sft"
+    shows = f"dovetail samples runs/{name}" if "ppo" in stages else f"dovetail chat runs/{name}"
+    if stages == ["sft"]:
+        shows += " --model sft"
     commands = [
         ("dovetail validate job.yaml", "checks this file"),
         ("dovetail run job.yaml", "runs it on this machine"),

@@ -25,7 +25,10 @@ def one_line_options(command: F) -> F:
     files = (
         ("--prompts", "Prompts to answer: a file, a folder, or a data set of a hub."),
         ("--demonstrations", "Demonstrations for SFT; with another method SFT runs first."),
-        ("--preferences", "Preferences, in place of --reward: a reward model is trained on them."),
+        (
+            "--preferences",
+            "Preferences, for DPO; with another method a reward model is trained on them, in place of --reward.",
+        ),
     )
     options = [
         click.option("--method", type=click.Choice(list(METHODS)), help="Run this method, without a manifest."),
