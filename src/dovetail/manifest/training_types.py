@@ -80,7 +80,7 @@ class DPO(Supervised):
     label_smoothing: float = Field(
         default=0.0,
         ge=0,
-        lt=0.5,
+        le=0.5,
         description="DPO: the share of pairs that may be the wrong way round (conservative DPO); 0: none.",
     )
     desirable_weight: PositiveFloat = Field(default=1.0, description="KTO: weight of the loss of chosen responses.")
