@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -144,11 +145,13 @@ def test_grpo_on_a_reward_function_with_another_family(tmp_path: Path) -> None:
 
 
 def test_a_loop_of_ones_own(tmp_path: Path) -> None:
-    """The Python API with one's own prompts, reward and advantages."""
+    """The Python API with one's own prompts and their fields, reward, advantages and evaluations."""
     calls: list[int] = []
+    numbers: list[int] = []
 
-    def reward(prompts: list[str], responses: list[str], **fields: object) -> list[float]:
+    def reward(prompts: list[str], responses: list[str], **fields: Any) -> list[float]:
         calls.append(len(responses))
+        numbers.extend(fields.get("number", []))
         return [quality(p, r) for p, r in zip(prompts, responses, strict=True)]
 
     def advantages(experience: Experience) -> np.ndarray:
@@ -157,20 +160,29 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
         return experience.per_token(experience.scores - experience.scores.mean())
 
     job = tiny_job(sft={"steps": 4})
-    with Pipeline(job, tmp_path, reward_function=reward, advantage_function=advantages) as pipeline:
+    told: list[dict[str, Any]] = []
+    functions = {"reward_function": reward, "advantage_function": advantages}
+    with Pipeline(job, tmp_path, **functions, on_progress=told.append) as pipeline:
         pipeline.run_sft()
         pipeline.begin_ppo()
         with pytest.raises(ValueError, match="1 prompts given, 16 expected"):
             pipeline.generate_experience(["Human: hi\n\nAssistant:"])
         mine = [f"Human: what is a cat number {i}?\n\nAssistant:" for i in range(16)]
-        experience = pipeline.generate_experience(mine)
+        assert [record["prompt"] for record in pipeline.prompt_records()] == pipeline.prompts()
+        first = pipeline.evaluate()["reward"]["mean"]
+        experience = pipeline.generate_experience([{"prompt": text, "number": i} for i, text in enumerate(mine)])
         assert experience.prompts == mine
+        assert sorted(numbers) == list(range(16))
         assert len(experience.responses) == 16
         metrics = pipeline.train(experience)
         assert metrics["reward"] == pytest.approx(float(experience.scores.mean()))
         assert pipeline.iteration == 1
+        last = pipeline.evaluate()["reward"]["mean"]
         document = pipeline.finish()
     # One for each prompt: two of a rehearsal, and 20 of the evaluations before and after.
     assert calls == [1] * (2 + 20 + 16 + 20)
     assert json.loads((tmp_path / "summary.json").read_text()) == document
+    measured = document["evaluation"]["reward"]
+    assert (measured["before_ppo"]["mean"], measured["after_ppo"]["mean"]) == (first, last)
+    assert {status["stage"] for status in told} >= {"sft", "ppo"}
     assert (tmp_path / "models" / "actor" / "config.json").exists()

@@ -13,7 +13,7 @@ import pytest
 
 from dovetail.coordinator.data.collection import collect
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.prepare import Prepared, prepare
+from dovetail.coordinator.data.prepare import Prepared, given_prompt, prepare
 from dovetail.manifest.types import RLHFJobSpec, Stage
 
 CONFIG = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
@@ -335,3 +335,10 @@ def test_the_revision_of_a_hub_data_set_is_asked_for_and_its_commit_kept(
     assert f"who/what has changed since the run began: it was at commit {'a' * 40} and is at {newest}" in message
     assert f"set spec.data.demonstrations[0].revision to {'a' * 40}" in message
     collect(job("a" * 40), tmp_path, tmp_path, None, known)
+
+
+def test_a_prompt_of_ones_own_is_a_text_or_a_record():
+    assert given_prompt("hello") == ("hello", {})
+    assert given_prompt({"prompt": "hello", "answer": 3}) == ("hello", {"answer": 3})
+    with pytest.raises(ValueError, match='the text in "prompt"'):
+        given_prompt({"text": "hello"})

@@ -15,12 +15,14 @@ are processes on this machine, and only the coordinator runs in your process."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from dovetail.coordinator.data.prepare import GivenPrompt
 from dovetail.coordinator.health.failure import sentence
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.rewards.live import RewardCallable
@@ -28,6 +30,7 @@ from dovetail.coordinator.telemetry.eventlog import EventLog
 from dovetail.local.aftermath import with_cause, write_results
 from dovetail.local.launcher import Launcher
 from dovetail.local.rundir import lag_of_run
+from dovetail.local.status_poll import StatusPoller
 from dovetail.manifest.accelerators import no_gpus, on_cpus
 from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.checks.validation import load_manifest, parse_manifest, resolve
@@ -52,8 +55,9 @@ class Pipeline:
     `reward_function(prompts, responses, **fields)` returns one float per response and replaces the reward model; it is
     called in this process, for each prompt's responses (or for each one: docs/custom.md), while others are generated.
     `advantage_function(experience)` returns advantages (N,R), or these and the returns that the critic learns, and
-    replaces the job's estimator; a manifest can name the same function (`ppo.advantageFunction`). Errors of the job
-    are raised as `RunError` with one sentence."""
+    replaces the job's estimator; a manifest can name the same function (`ppo.advantageFunction`).
+    `on_progress(status)` is called twice a second, from another thread, with the coordinator's status
+    (docs/run-files.md). Errors of the job are raised as `RunError` with one sentence."""
 
     def __init__(
         self,
@@ -64,6 +68,7 @@ class Pipeline:
         advantage_function: AdvantageFunction | None = None,
         resume: bool = False,
         overwrite: bool = False,
+        on_progress: Callable[[dict[str, Any]], object] | None = None,
     ) -> None:
         if reward_function is not None and job.spec.ppo.reward_clip == "Auto":
             job = without_clip(job)
@@ -82,6 +87,8 @@ class Pipeline:
         self._finished = False
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
+        self._on_progress = on_progress
+        self._watching = contextlib.ExitStack()
 
     @classmethod
     def from_manifest(
@@ -121,14 +128,19 @@ class Pipeline:
         return self.engines.over
 
     def prompts(self) -> list[str]:
-        """The job's own prompts of the next iteration."""
+        """The texts of the job's own prompts of the next iteration."""
         return [record.text for record in self.engines.prepared.prompts(self.iteration + 1)]
 
-    def generate_experience(self, prompts: Sequence[str] | None = None) -> Experience:
+    def prompt_records(self) -> list[dict[str, Any]]:
+        """The same prompts as records: the text in "prompt", and the other fields of the data."""
+        return [{**r.fields, "prompt": r.text} for r in self.engines.prepared.prompts(self.iteration + 1)]
+
+    def generate_experience(self, prompts: Sequence[GivenPrompt] | None = None) -> Experience:
         """Generate responses to `prompts` (by default the job's own), with log-probabilities, reference, values and
         scores.
 
-        There must be ppo.globalBatchSize / ppo.samplesPerPrompt prompts."""
+        There must be ppo.globalBatchSize / ppo.samplesPerPrompt prompts. Each is a text, or a record with the text in
+        "prompt"; its other fields are what reward functions get. Raises ValueError."""
         ppo = self.job.spec.ppo
         expected = ppo.global_batch_size // ppo.samples_per_prompt
         if prompts is not None and len(prompts) != expected:
@@ -140,6 +152,11 @@ class Pipeline:
         if self._advantage_function is not None:
             experience.set_advantages(*advantages_of(self._advantage_function, experience, "advantage_function"))
         return self._call(self.engines.train(experience))
+
+    def evaluate(self) -> dict[str, dict[str, float]]:
+        """Evaluate the newest weights on the prompts of spec.evaluation, which nothing trains on. Returns mean and
+        ci95 of each metric, by name; {} if there are no such prompts. Raises ValueError in a job with ppo.lag."""
+        return self._call(self.engines.evaluate())
 
     def finish(self) -> dict[str, Any]:
         """Export the trained models to run_dir/models and write summary.json; returns its content."""
@@ -164,6 +181,8 @@ class Pipeline:
             # Each call has its own deadline.
             self._submit(self._engines.check_rewards())
             self._start_thread(self._supervise, "dovetail-launcher")
+            if self._on_progress is not None:
+                self._watching.enter_context(StatusPoller(self._launcher.url, self._launcher.token, self._on_progress))
         except BaseException as error:
             self.close()
             self._leave(error)
@@ -180,6 +199,7 @@ class Pipeline:
     def close(self) -> None:
         """End every process. Idempotent."""
         self._closing.set()
+        self._watching.close()
         if self._engines is not None:
             engines, self._engines = self._engines, None
             self._submit(engines.__aexit__(None, None, None), START_SECONDS)

@@ -30,7 +30,7 @@ def fetch_status(url: str, token: str, timeout: float = TIMEOUT_SECONDS) -> dict
 class StatusPoller:
     """Keeps the newest status. `on_status` is called with each one, from the polling thread."""
 
-    def __init__(self, url: str, token: str, on_status: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, url: str, token: str, on_status: Callable[[dict[str, Any]], object]) -> None:
         self._url = url
         self._token = token
         self._on_status = on_status

@@ -41,6 +41,20 @@ class PromptRecord:
     fields: dict[str, Any]
 
 
+# A prompt that a user gives: its text, or a record with the text in "prompt" and further fields for reward functions.
+GivenPrompt = str | Mapping[str, Any]
+
+
+def given_prompt(given: GivenPrompt) -> tuple[str, dict[str, Any]]:
+    """Text and fields. Raises ValueError for a record without a text."""
+    if isinstance(given, str):
+        return given, {}
+    text = given.get("prompt")
+    if not isinstance(text, str):
+        raise ValueError(f'a prompt is a string, or a record with the text in "prompt"; this one is {dict(given)!r}')
+    return text, {name: value for name, value in given.items() if name != "prompt"}
+
+
 class Prepared:
     """The batches of every stage, which depend only on the step, and the folders of the job's models.
 
@@ -146,6 +160,10 @@ class Prepared:
         """The prompts of a PPO iteration: globalBatchSize / samplesPerPrompt of them."""
         records = _have(self.data.prompts, "prompts").batch(iteration, self._prompts_per_iteration)
         return self._prompt_records([(r.prompt, r.fields) for r in records])
+
+    def given_prompts(self, prompts: Sequence[GivenPrompt]) -> list[PromptRecord]:
+        """Prompts of the user's own. Raises ValueError."""
+        return self._prompt_records([given_prompt(each) for each in prompts])
 
     def evaluation_prompts(self) -> list[PromptRecord]:
         """The prompts that evaluations answer. PPO never trains on them, unless the manifest names them twice."""

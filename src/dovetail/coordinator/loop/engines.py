@@ -28,7 +28,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from dovetail.coordinator.data.hub import Hub
-from dovetail.coordinator.data.prepare import Prepared, prepare
+from dovetail.coordinator.data.prepare import GivenPrompt, Prepared, prepare
 from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
 from dovetail.coordinator.loop.evaluation import Evaluator
 from dovetail.coordinator.loop.evaluation_metrics import EvaluationMetrics
@@ -413,7 +413,11 @@ class Engines:
         """Load actor and critic, and send their weights to the rollouts and scorers."""
         await self._ppo.begin()
 
-    async def generate_experience(self, prompts: Sequence[str] | None = None) -> Experience:
+    async def evaluate(self) -> dict[str, dict[str, float]]:
+        """Evaluate the newest weights; see `PPOStage.evaluate`."""
+        return await self._ppo.evaluate()
+
+    async def generate_experience(self, prompts: Sequence[GivenPrompt] | None = None) -> Experience:
         """Generate and score responses to the next iteration's prompts: to `prompts` if they are given, else to the
         job's own. With `ppo.lag` the next iterations' samples are made in the background from now on, and `prompts`
         must be None.

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dovetail.coordinator.data.prepare import Prepared, PromptRecord
+from dovetail.coordinator.data.prepare import GivenPrompt, Prepared
 from dovetail.coordinator.generation.lineup import Turn
 from dovetail.coordinator.health.health import UnhealthyError, Verdict
 from dovetail.coordinator.health.health_watch import HealthWatch
@@ -139,7 +139,7 @@ class PPOStage:
             await self._evaluate(self._session.step)
         self._records.timeline.begin()
 
-    async def generate_experience(self, prompts: Sequence[str] | None = None) -> Experience:
+    async def generate_experience(self, prompts: Sequence[GivenPrompt] | None = None) -> Experience:
         """Generate and score responses to the next iteration's prompts: to `prompts` if they are given, else to the
         job's own.
 
@@ -161,8 +161,7 @@ class PPOStage:
         elif prompts is None:
             made = await self._maker.make(iteration, prepared.prompts(iteration))
         else:
-            records = [PromptRecord(i, text, prepared.encoder.prompt(text), {}) for i, text in enumerate(prompts)]
-            made = await self._maker.make(iteration, records)
+            made = await self._maker.make(iteration, prepared.given_prompts(prompts))
         return replace(made, config=ppo_config(self._spec), kl_coef=self._kl.coef)
 
     async def _draw(self, iteration: int) -> Experience:
@@ -212,6 +211,18 @@ class PPOStage:
         if self._kept.wants(version):
             await self._saved()
             await self._kept.export(version)
+
+    async def evaluate(self) -> dict[str, dict[str, float]]:
+        """Evaluate the newest weights now, unless that is done: mean and 95% interval of each metric. {} if there is
+        nothing to answer. It counts as an evaluation for keepBest and stopAfterNoGain. Raises ValueError in a job with
+        `ppo.lag`, whose rollouts hold other weights."""
+        if self._open is not None:
+            raise ValueError("the newest weights cannot be evaluated with spec.ppo.lag above 0; set lag to 0")
+        version = self._session.step
+        if self._evaluation.wanted(version):
+            await self._answer(version)
+        found = await self._evaluation.run(version)
+        return {} if found is None else {name: dict(value) for name, value in found.metrics.items()}
 
     async def _answer(self, version: int) -> None:
         ends = version in (0, self._spec.ppo.iterations)
