@@ -88,7 +88,9 @@ def _about(facts: CardFacts, name: str, step: int | None) -> Iterator[str]:
     yield f"# {facts.job}: {name}"
     yield ""
     when = f" It was exported after step {step} of its stage." if step else ""
-    trained = ", ".join(method(facts.summary) if stage == "ppo" else _STAGES[stage] for stage in facts.spec.stages)
+    trained = ", ".join(
+        method(facts.summary) if stage == "ppo" else _STAGES.get(stage, stage.upper()) for stage in facts.spec.stages
+    )
     yield f"This is {_WHAT.get(name, name)} of the job `{facts.job}`, trained with Dovetail ({trained}).{when}"
     yield ""
     if found:
@@ -97,7 +99,7 @@ def _about(facts: CardFacts, name: str, step: int | None) -> Iterator[str]:
         yield ""
 
 
-_STAGES = {"sft": "supervised fine-tuning", "reward": "a reward model", "dpo": "preferences"}
+_STAGES = {"sft": "supervised fine-tuning", "reward": "a reward model"}
 
 
 def _use(name: str, own_template: bool) -> Iterator[str]:
