@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft  # noqa: F401  once for all ranks, as are the layers below
 import torch
 import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401  once for all ranks
