@@ -45,7 +45,9 @@ def plan_tables(plan: Plan) -> Group:
     for name, layout in _layouts(plan):
         layouts.add_row(name, str(layout.pp), str(layout.dp), str(layout.tp))
 
-    batches = Table(title="Batches (sequences; pairs for the reward model)", title_justify="left", show_edge=False)
+    batches = Table(
+        title="Batches (sequences; pairs for the reward model and DPO)", title_justify="left", show_edge=False
+    )
     batches.add_column("stage")
     batches.add_column("model")
     for heading in ("per step", "micro-batch", "micro-batches a rank"):
