@@ -33,7 +33,8 @@ CONFIGS = {
 
 def load(case: dict[str, Any], checkpoint: str | None = None) -> Load:
     """Actor and critic of the case, placed as its layouts say."""
-    scratch = ScratchModel(architecture=case["architecture"], config=CONFIGS[case["architecture"]])
+    config = CONFIGS[case["architecture"]] | {"num_hidden_layers": case.get("layers", 4)}
+    scratch = ScratchModel(architecture=case["architecture"], config=config)
     models = {
         "actor": ModelRef(head="lm", scratch=scratch, seed=1),
         "critic": ModelRef(head="value", scratch=scratch, seed=2),
@@ -146,7 +147,8 @@ def schedules(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict
         result = {}
         expected: dict[str, Any] = {}
         for name, (together, lists) in case["schedules"].items():
-            actions = [Action(model={"a": "actor", "c": "critic"}[m], kind=k, micro_batch=i) for m, k, i in lists[rank]]
+            models = {"a": "actor", "c": "critic"}
+            actions = [Action(model=models[m], kind=k, micro_batch=i, chunk=c) for m, k, i, c in lists[rank]]
             got = {"weights": trial.weights(actions, together)}
             if together == 1:
                 got["gradients"] = trial.gradients(actions)
@@ -155,7 +157,7 @@ def schedules(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict
         moved = [n for n in trial.start if not torch.equal(local(trial.start[n]), expected["weights"][n])]
         found[str(number)] = {"differs": result, "moved": len(moved), "parameters": len(trial.start)}
         found[str(number)]["final"] = by_whole_name(engine, expected["weights"])
-        if any(layout.pipelines > 1 or layout.first for layout in layouts.values()):
+        if any(layout.pipelines > 1 or layout.first or layout.chunks > 1 for layout in layouts.values()):
             found[str(number)]["lost"] = after_restart(trial, case, folder / f"checkpoint-{number}")
     groups.close()
     return found

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,17 @@ import numpy as np
 import pytest
 
 from dovetail.manifest.types import Parallelism
-from dovetail.pipelines import DEDICATED, FAMILIES, ModelPipelines, Schedule, ScheduleProblem, SearchEffort
+from dovetail.pipelines import (
+    DEDICATED,
+    FAMILIES,
+    ModelPipelines,
+    Schedule,
+    ScheduleProblem,
+    SearchEffort,
+    find,
+)
+from dovetail.pipelines.families import CHUNKED
+from dovetail.pipelines.instance import Shape
 from dovetail.planner.placement.layouts import divisions, same_batches
 from dovetail.planner.training_schedule import (
     PINS,
@@ -45,6 +56,18 @@ SETTINGS = [
     (4, Parallelism(pp=2, dp=2), Parallelism(dp=4), "qwen2", False, "Auto"),
 ]
 IDS = [f"{w}-{a.pp}x{a.dp}-{c.pp}x{c.dp}-{name}{'-lora' if lora else ''}-{s}" for w, a, c, name, lora, s in SETTINGS]
+
+
+# The same with so many stages of each model on a rank: world, model, chunks, architecture, LoRA, and plan.sharding.
+CHUNKED_SETTINGS = [
+    (2, EVENLY[2], 2, "llama", False, "Always"),
+    (2, EVENLY[2], 4, "qwen2", False, "Auto"),
+    (3, EVENLY[3], 2, "opt", True, "Auto"),
+    (4, Parallelism(pp=2, dp=2), 2, "llama", False, "Always"),
+    (4, EVENLY[4], 2, "llama", False, "Auto"),
+]
+LAYERS = 8
+CHUNKED_IDS = [f"{w}-{b.pp}x{b.dp}-{c} chunks-{name}" for w, b, c, name, _, _ in CHUNKED_SETTINGS]
 
 
 def some_problem(layouts: dict[str, Any], counts: dict[str, int], mini_batches: int, seed: int) -> ScheduleProblem:
@@ -92,13 +115,49 @@ def make_case(number: int) -> list[dict[str, Any]]:
     return cases
 
 
-def letters(found: Schedule, layouts: dict[str, Layout]) -> list[list[tuple[str, str, int]]]:
-    return [[(a.model[0], a.kind, a.micro_batch) for a in mine] for mine in rank_actions(found, layouts)]
+def chunked_cases(number: int) -> list[dict[str, Any]]:
+    """One stage a rank, one model after the other; then several stages a rank, the critic's either way round, each with
+    the schedules that can run there."""
+    world, both, chunks, architecture, lora, sharding = CHUNKED_SETTINGS[number]
+    plain = {"actor": both, "critic": both}
+    case = {"world": world, "architecture": architecture, "lora": lora, "copies": both.dp, "sharding": sharding}
+    case |= {"layers": LAYERS, "setting": f"chunks {number}"}
+    effort = SearchEffort(scale=0.02, memory=False, seed=number)
+    cases = []
+    for reverse in (None, False, True):
+        layouts = shared_layouts(plain, bool(reverse))
+        counts = dict.fromkeys(layouts, 4)
+        if reverse is not None:
+            layouts = {name: layout.model_copy(update={"chunks": chunks}) for name, layout in layouts.items()}
+        schedules: dict[str, Any] = {}
+        for together in (1, 2):
+            problem = some_problem(layouts, counts, together, 100 * number + together)
+            if reverse is None:
+                schedules[f"serial {together}"] = (
+                    together,
+                    letters(find(problem, FAMILIES["serial"], effort), layouts),
+                )
+                continue
+            placed = [f for f in CHUNKED.values() if f.chunks == chunks and f.shape is Shape.ZIGZAG]
+            serial = replace(CHUNKED["zb-v"], chunks=chunks, reverse=reverse, name="one by one", split=False)
+            families = [serial, *(f for f in placed if f.reverse == reverse)]
+            for family in families:
+                if together == 2 or not family.name.endswith("-rolled"):
+                    name = f"{family.name} {together}"
+                    schedules[name] = (together, letters(find(problem, family, effort), layouts))
+        where = {name: layout.model_dump() for name, layout in layouts.items()}
+        cases.append(case | {"layouts": where, "schedules": schedules, "reverse": reverse})
+    return cases
+
+
+def letters(found: Schedule, layouts: dict[str, Layout]) -> list[list[tuple[str, str, int, int]]]:
+    return [[(a.model[0], a.kind, a.micro_batch, a.chunk) for a in mine] for mine in rank_actions(found, layouts)]
 
 
 @pytest.fixture(scope="module")
 def cases() -> list[dict[str, Any]]:
-    return [case for number in range(len(SETTINGS)) for case in make_case(number)]
+    plain = [case for number in range(len(SETTINGS)) for case in make_case(number)]
+    return plain + [case for number in range(len(CHUNKED_SETTINGS)) for case in chunked_cases(number)]
 
 
 @pytest.fixture(scope="module")
@@ -118,8 +177,12 @@ def results(cases: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactor
     return [[found[str(n)] for found in ranks[case["world"]]] for n, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize("setting", range(len(SETTINGS)), ids=IDS)
-def test_same_bits_as_serial(cases: list[dict[str, Any]], results: list[list[dict[str, Any]]], setting: int) -> None:
+@pytest.mark.parametrize(
+    "setting",
+    [*range(len(SETTINGS)), *(f"chunks {number}" for number in range(len(CHUNKED_SETTINGS)))],
+    ids=[*IDS, *CHUNKED_IDS],
+)
+def test_same_bits_as_serial(cases: list[dict[str, Any]], results: list[list[dict[str, Any]]], setting: object) -> None:
     for case, found in zip(cases, results, strict=True):
         if case["setting"] != setting:
             continue
@@ -160,7 +223,8 @@ def test_dedicated_ranks_give_the_weights_of_shared_ones(
     shared = {c["setting"]: found for c, found in zip(cases, results, strict=True) if c["reverse"] is False}
     compared = set()
     for case, found in zip(cases, results, strict=True):
-        if case["reverse"] is not None or case["lora"]:  # LoRA's dropout is seeded by stage
+        # LoRA's dropout is seeded by stage.
+        if case["reverse"] is not None or case["lora"] or case["setting"] not in range(len(SETTINGS)):
             continue
         mine, theirs = weights(found), weights(shared[case["setting"]])
         assert mine.keys() == theirs.keys()
@@ -169,3 +233,22 @@ def test_dedicated_ranks_give_the_weights_of_shared_ones(
         assert all({key[0] for key in rank["final"]} in ({"actor"}, {"critic"}) for rank in found)
         compared |= {(case["world"], model) for model in models}
     assert compared == {(2, "actor"), (4, "actor"), (2, "critic"), (3, "critic"), (4, "critic")}
+
+
+def test_stages_in_a_v_give_the_weights_of_one_stage_a_rank(
+    cases: list[dict[str, Any]], results: list[list[dict[str, Any]]]
+) -> None:
+    """Bit by bit, tied embeddings too."""
+    import torch
+
+    compared = 0
+    for number in range(len(CHUNKED_SETTINGS)):
+        line, *others = [
+            (c, r) for c, r in zip(cases, results, strict=True) if c["setting"] == f"chunks {number}" and not c["lora"]
+        ] or [None]
+        for _, found in others:
+            mine, theirs = weights(found), weights(line[1])
+            assert mine.keys() == theirs.keys()
+            assert [key for key in mine if not torch.equal(mine[key], theirs[key])] == []
+            compared += 1
+    assert compared == 8

@@ -57,9 +57,13 @@ class PipelineStage(nn.Module):
     of transformers' `...ForSequenceClassification` with `num_labels=1`, plus the configuration's `score_bias`, if there
     is one. Head `lm+value`: both, on one body.
 
+    With several `chunks` it is as many stages of chunks * pp_size, where these go there and back again
+    (`dovetail.protocol.plan.stage_path`). A rank that holds both ends of the model has both halves of a tied pair too,
+    so that the order of the two stages' passes changes no bit of their sum.
+
     Dropout is off. `mode` train/eval only matters to LoRA dropout."""
 
-    def __init__(self, config: Any, head: Head, pp_rank: int = 0, pp_size: int = 1) -> None:
+    def __init__(self, config: Any, head: Head, pp_rank: int = 0, pp_size: int = 1, chunks: int = 1) -> None:
         super().__init__()
         from transformers import AutoModelForCausalLM
 
@@ -69,9 +73,14 @@ class PipelineStage(nn.Module):
         self.head: Head = head
         lm, value = head != "value", head != "lm"
         self.pp_rank, self.pp_size = pp_rank, pp_size
-        self.is_first, self.is_last = pp_rank == 0, pp_rank == pp_size - 1
+        self._last_stage = chunks * pp_size - 1
+        # The stages that are here, in their order.
+        there_and_back = (pp_rank, pp_size - 1 - pp_rank)
+        self.stages = [chunk * pp_size + there_and_back[chunk % 2] for chunk in range(chunks)]
+        self.is_first, self.is_last = 0 in self.stages, self._last_stage in self.stages
         self.family = MODEL_FAMILIES[config.model_type]
-        self.layer_ids = layer_range(config.num_hidden_layers, pp_rank, pp_size)
+        self.chunk_layers = [layer_range(config.num_hidden_layers, s, self._last_stage + 1) for s in self.stages]
+        self.layer_ids = [layer for layers in self.chunk_layers for layer in layers]
         self.hidden_size = int(config.hidden_size)
         self.score_bias = float(getattr(config, SCORE_BIAS, 0.0)) if head == "value" else 0.0
         with torch.device("meta"):
@@ -96,7 +105,7 @@ class PipelineStage(nn.Module):
         setattr(place, last, body)
         narrow = self.family.embedding_field
         width = self.hidden_size if narrow is None else int(getattr(config, narrow))
-        shares = lm and is_tied(config) and self.is_first
+        shares = lm and is_tied(config) and self._last_stage == 0
         if self.is_last and lm and not shares:
             self.lm_head = nn.Linear(width, config.vocab_size, bias=False, device="meta")
         if self.is_last and value:
@@ -114,15 +123,24 @@ class PipelineStage(nn.Module):
 
     @property
     def tied_copy(self) -> str | None:
-        """Name of this stage's parameter that is one half of a tied pair living in two stages, or None."""
-        if self.head == "value" or not is_tied(self.config) or self.pp_size == 1:
+        """Name of this stage's parameter that is one half of a tied pair living in two stages, or None. Of both halves
+        here, the head's."""
+        if self.head == "value" or not is_tied(self.config) or self._last_stage == 0:
             return None
-        return self.embedding_name if self.is_first else "lm_head.weight" if self.is_last else None
+        return "lm_head.weight" if self.is_last else self.embedding_name if self.is_first else None
 
     @property
     def beside_policy(self) -> str | None:
         """Name of this stage's parameter that is no part of the language model that it trains, or None."""
         return f"{VALUE_HEAD}.weight" if self.head == "lm+value" and self.is_last else None
+
+    def begins(self, chunk: int = 0) -> bool:
+        """Whether a chunk takes tokens."""
+        return self.stages[chunk] == 0
+
+    def ends(self, chunk: int = 0) -> bool:
+        """Whether a chunk has the head."""
+        return self.stages[chunk] == self._last_stage
 
     def checkpoint_name(self, name: str) -> str:
         """Name of this stage's parameter `name` in the whole model's checkpoint: that of the embedding for the
@@ -150,8 +168,10 @@ class PipelineStage(nn.Module):
         predictions: Predictions | None = None,
         balance: float = 0.0,
         pasts: Sequence[Past | None] | None = None,
+        chunk: int = 0,
     ) -> Tensor | Predicted | Outputs:
-        """First stage: token ids int64. Later stages: the previous stage's output. Attention is causal.
+        """First stage: token ids int64. Later stages: the previous stage's output. Attention is causal. `chunk`: which
+        of the stages that are here.
 
         With `lengths`, inputs are (1, total[, H]): sequences of these lengths, one after the other, of which some may
         go on from another one (`prefixes`: see `dovetail.models.packing`). Without, (B, T[, H]): every row is a
@@ -174,9 +194,10 @@ class PipelineStage(nn.Module):
             packing = Packing(lengths, prefixes, device, pasts)
             longest, positions = packing.longest, packing.positions.unsqueeze(0)
             extra = {"packing": packing}
-        hidden = self._embed(inputs, positions, longest) if self.is_first else inputs
+        hidden = self._embed(inputs, positions, longest) if self.begins(chunk) else inputs
         rotations = self._rotations(hidden, positions)
-        for number, layer in zip(self.layer_ids, body.layers.values(), strict=True):
+        for number in self.chunk_layers[chunk]:
+            layer = body.layers[str(number)]
             if rotations:
                 extra["position_embeddings"] = rotations[self._kind(number)]
             if routing is not None:
@@ -184,7 +205,7 @@ class PipelineStage(nn.Module):
             if balance:
                 extra["balance"] = balance / self.config.num_hidden_layers
             hidden = layer(hidden, attention_mask=None, position_ids=positions, **extra)
-        if not self.is_last:
+        if not self.ends(chunk):
             return hidden
         return self._head(hidden if wanted is None else hidden.flatten(0, 1)[wanted], predictions)
 

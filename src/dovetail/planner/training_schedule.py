@@ -339,7 +339,8 @@ def rank_actions(schedule: Schedule, layouts: Mapping[str, Layout]) -> list[list
     check_steps(schedule.instance.problem, steps(schedule))
     by_position: list[list[Action]] = [[] for _ in range(schedule.instance.ranks)]
     for p in schedule.passes():
-        by_position[p.rank].append(Action(model=p.model, micro_batch=p.micro_batch, kind=p.kind))  # type: ignore[arg-type]
+        chunk = p.stage // layouts[p.model].pp
+        by_position[p.rank].append(Action(model=p.model, micro_batch=p.micro_batch, kind=p.kind, chunk=chunk))  # type: ignore[arg-type]
     actor = layouts["actor"]
     if not _apart(layouts):
         width = world_size(actor) // len(by_position)

@@ -74,11 +74,13 @@ class ModelRef(Message):
 
 
 class Action(Message):
-    """One entry of a rank's schedule. Micro-batches are counted through all mini-batches of the schedule."""
+    """One entry of a rank's schedule. Micro-batches are counted through all mini-batches of the schedule. `chunk`:
+    which of the rank's stages of the model, in the order of the stages."""
 
     model: str
     micro_batch: int
     kind: Kind
+    chunk: int = 0
 
 
 class Load(Message):

@@ -40,11 +40,13 @@ class Layout(Parallelism):
 
     The ranks are N = pp * pipelines positions of D = dp / pipelines * tp ranks each, the same N and D for both models.
     Pipeline k has positions [k * pp, (k + 1) * pp), its first stage at the last of them where `reverse` is true.
-    Where each model has ranks of its own, `first` is the first of them."""
+    Where each model has ranks of its own, `first` is the first of them. With several `chunks` each rank holds
+    as many of chunks * pp shorter stages, which go there and back again (`stage_path`): two make a V."""
 
     pipelines: int = Field(default=1, ge=1, description="Pipelines side by side (the fusion factor K).")
     reverse: bool = Field(default=False, description="Stages run from the last position to the first.")
     first: int = Field(default=0, ge=0, description="First trainer rank that holds a part of the model.")
+    chunks: int = Field(default=1, ge=1, description="Stages of the model on each of its ranks.")
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
@@ -75,6 +77,18 @@ def rank_at(place: Coordinates, layout: Parallelism) -> int:
     pipeline, d = divmod(place.dp, copies)
     pp = layout.pp - 1 - place.pp if reverse else place.pp
     return first + ((pipeline * layout.pp + pp) * copies + d) * layout.tp + place.tp
+
+
+def chunks_of(layout: Parallelism) -> int:
+    """Stages of the model on each of its ranks."""
+    return layout.chunks if isinstance(layout, Layout) else 1
+
+
+def stage_path(layout: Parallelism) -> list[int]:
+    """The place in a pipeline (`Coordinates.pp`) of every stage: 0 to pp - 1, back again with the second chunk, and so
+    on."""
+    there = list(range(layout.pp))
+    return [place for chunk in range(chunks_of(layout)) for place in (there[::-1] if chunk % 2 else there)]
 
 
 def holds(rank: int, layout: Parallelism) -> bool:

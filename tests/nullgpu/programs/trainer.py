@@ -183,7 +183,8 @@ def backends(place: Place) -> dict[str, Any]:
     layouts = {name: Parallelism(pp=place.world) for name in ("actor", "critic")}
     groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, layouts, DEADLINE)
     model = groups.model["actor"]
-    found = [model.everyone, model.tied, model.forward_in, model.forward_out, model.backward_in, model.backward_out]
+    (edge,) = model.edges
+    found = [model.everyone, model.tied, edge.forward_in, edge.forward_out, edge.backward_in, edge.backward_out]
     names = [str(dist.get_backend_config(group)) for group in found if group is not None]
     every = [*found, *(model.mesh.get_group(name) for name in model.mesh.mesh_dim_names or ())]
     deadlines = [g._get_backend(groups.device).options._timeout.total_seconds() for g in every if g is not None]

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, Self
 
 import torch
@@ -24,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
 from dovetail.models.transfer import store_at, store_on
-from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds
+from dovetail.protocol.plan import Coordinates, Layout, chunks_of, coordinates, holds, stage_path
 from dovetail.trainer import compat
 
 _FORMING_SECONDS = 60.0
@@ -64,14 +65,27 @@ def transport_sentence(error: BaseException) -> str:
 
 
 @dataclass
+class Edges:
+    """The neighbours of one of this rank's stages: global ranks, None at an end of the model and where the neighbour
+    is on this rank too. A two-rank group for each edge and direction, so that two models, or two stages, that share a
+    pair of ranks can never take each other's tensors."""
+
+    previous: int | None = None
+    next: int | None = None
+    forward_in: dist.ProcessGroup | None = None
+    forward_out: dist.ProcessGroup | None = None
+    backward_in: dist.ProcessGroup | None = None
+    backward_out: dist.ProcessGroup | None = None
+
+
+@dataclass
 class ModelGroups:
     """One model's place in the world (`dovetail.protocol.plan.coordinates`).
 
-    `forward` and `backward` hold the two-rank groups of this rank's pipeline edges, one for each direction, so that
-    two models that share a pair of ranks can never take each other's tensors. `mesh` has a dimension dp, over which a
-    stage is sharded, and as its last one tp, under a name that no other mesh has; where a layout has several pipelines
-    side by side, `copies` joins their ranks of one shard. `replicas` joins all ranks of one stage (and tp rank): copies
-    of each other where a stage is not sharded."""
+    `edges`: of each of its stages that is here (`Layout.chunks`). `pp_rank`: place in the pipeline. `mesh` has a
+    dimension dp, over which a stage is sharded, and as its last one tp, under a name that no other mesh has; where
+    a layout has several pipelines side by side, `copies` joins their ranks of one shard. `replicas` joins all ranks
+    of one stage (and tp rank): copies of each other where a stage is not sharded."""
 
     name: str
     layout: Parallelism
@@ -88,10 +102,7 @@ class ModelGroups:
     everyone: dist.ProcessGroup  # all ranks that hold a part of it, for its gradient norm alone
     copies: dist.ProcessGroup | None
     replicas: dist.ProcessGroup
-    forward_in: dist.ProcessGroup | None
-    forward_out: dist.ProcessGroup | None
-    backward_in: dist.ProcessGroup | None
-    backward_out: dist.ProcessGroup | None
+    edges: list[Edges]
     tied: dist.ProcessGroup | None  # first and last stage
 
     @property
@@ -108,14 +119,14 @@ class ModelGroups:
         return others_of(groups)
 
     @property
-    def previous(self) -> int:
-        """Global rank of the stage before this one."""
-        return self.pp_ranks[self.pp_rank - 1]
+    def chunks(self) -> int:
+        """Stages of the model on this rank."""
+        return len(self.edges)
 
     @property
-    def next(self) -> int:
-        """Global rank of the stage after this one."""
-        return self.pp_ranks[self.pp_rank + 1]
+    def last_rank(self) -> int:
+        """Global rank of the model's last stage."""
+        return self.pp_ranks[stage_path(self.layout)[-1]]
 
 
 def others_of(groups: Iterable[dist.ProcessGroup]) -> str:
@@ -231,17 +242,25 @@ class Groups:
                 for t in range(layout.tp):
                     group = self._new_group(ranks[stage, :, t].tolist())
                     replicas = group if (stage, t) == (pp, tp) else replicas
-        edges: dict[tuple[str, int], dist.ProcessGroup] = {}
+        path = stage_path(layout)
+        own = [stage for stage, place in enumerate(path) if place == pp]
+        edges = {stage: Edges() for stage in own}
         tied = None
         for d in range(layout.dp):
             for t in range(layout.tp):
                 mine = (d, t) == (dp, tp)
                 column = ranks[:, d, t].tolist()
-                for stage in range(layout.pp - 1):
-                    for way in ("forward", "backward"):
-                        group = self._new_group(column[stage : stage + 2])
-                        if mine and pp in (stage, stage + 1):
-                            edges[way, stage] = group
+                for stage, (place, onward) in enumerate(pairwise(path)):
+                    if place == onward:
+                        continue
+                    pair = [column[place], column[onward]]
+                    there, back = self._new_group(pair), self._new_group(pair)
+                    if mine and pp == place:
+                        before = edges[stage]
+                        before.next, before.forward_out, before.backward_in = pair[1], there, back
+                    if mine and pp == onward:
+                        after = edges[stage + 1]
+                        after.previous, after.forward_in, after.backward_out = pair[0], there, back
                 if layout.pp > 1:
                     group = self._new_group([column[0], column[-1]])
                     if mine and pp in (0, layout.pp - 1):
@@ -268,10 +287,7 @@ class Groups:
             everyone=everyone,
             copies=mesh.get_group("copies") if pipelines > 1 else None,
             replicas=replicas,
-            forward_in=edges.get(("forward", pp - 1)),
-            forward_out=edges.get(("forward", pp)),
-            backward_in=edges.get(("backward", pp)),
-            backward_out=edges.get(("backward", pp - 1)),
+            edges=[edges[stage] for stage in own],
             tied=tied,
         )
 
@@ -304,12 +320,13 @@ class Groups:
                     dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             # Edge s before edge s + 1 on every rank, each forward and then backward.
             message = torch.zeros(1, device=self.device)
-            if model.forward_in is not None:
-                dist.recv(message, src=model.previous, group=model.forward_in)
-                dist.send(message, dst=model.previous, group=model.backward_out)
-            if model.forward_out is not None:
-                dist.send(message, dst=model.next, group=model.forward_out)
-                dist.recv(message, src=model.next, group=model.backward_in)
+            for edge in model.edges:
+                if edge.previous is not None:
+                    dist.recv(message, src=edge.previous, group=edge.forward_in)
+                    dist.send(message, dst=edge.previous, group=edge.backward_out)
+                if edge.next is not None:
+                    dist.send(message, dst=edge.next, group=edge.forward_out)
+                    dist.recv(message, src=edge.next, group=edge.backward_in)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -470,7 +487,8 @@ def _same_places(a: Parallelism, b: Parallelism, world: int) -> bool:
     def places(layout: Parallelism) -> list[Coordinates | None]:
         return [coordinates(rank, layout) if holds(rank, layout) else None for rank in range(world)]
 
-    return places(a) == places(b) and getattr(a, "pipelines", 1) == getattr(b, "pipelines", 1)
+    same = getattr(a, "pipelines", 1) == getattr(b, "pipelines", 1) and chunks_of(a) == chunks_of(b)
+    return same and places(a) == places(b)
 
 
 class RankFailed(RuntimeError):

@@ -15,7 +15,8 @@ from dovetail.protocol.messages import Kind, StageTimes
 from dovetail.trainer.compat import viewed
 from dovetail.trainer.engine.optim import local
 
-Key = tuple[str, Kind, int]
+# Kind; model, chunk and micro-batch.
+Key = tuple[Kind, tuple[str, int, int]]
 
 
 class ActionStopwatch:
@@ -129,13 +130,23 @@ class Collected:
         self.peak_bytes = 0
 
     def add(
-        self, seconds: dict[Key, float], saved: dict[tuple[str, int], int], peak_bytes: int, counts: dict[str, int]
+        self,
+        seconds: dict[Key, float],
+        saved: dict[tuple[str, int, int], int],
+        peak_bytes: int,
+        counts: dict[str, int],
     ) -> None:
-        """`counts[model]`: micro-batches of a mini-batch."""
-        for (model, kind, index), value in seconds.items():
+        """`counts[model]`: micro-batches of a mini-batch. What a rank's chunks of a model take counts together."""
+        whole: dict[tuple[str, Kind, int], float] = {}
+        for (kind, (model, _, index)), value in seconds.items():
+            whole[model, kind, index] = whole.get((model, kind, index), 0.0) + value
+        for (model, kind, index), value in whole.items():
             self._seconds.setdefault((model, kind, index % counts[model]), []).append(value)
-        for (model, index), size in saved.items():
-            self._bytes.setdefault((model, index % counts[model]), []).append(float(size))
+        sizes: dict[tuple[str, int], float] = {}
+        for (model, _, index), size in saved.items():
+            sizes[model, index] = sizes.get((model, index), 0.0) + size
+        for (model, index), held in sizes.items():
+            self._bytes.setdefault((model, index % counts[model]), []).append(held)
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
 
     def take(self, rank: int) -> list[StageTimes]:

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dovetail.models.export import write_text
 from dovetail.trainer.engine.engine_model import EngineModel, like
+from dovetail.trainer.engine.optim import local
 from dovetail.trainer.files.storage import causes, write_together
 from dovetail.trainer.groups import PeerLost, RankFailed, peer_errors
 
@@ -106,6 +107,7 @@ def restore(engine: Engine, path: Path, run: str = "") -> int:
         error = str(damage[0]) if damage else error
     _agree(engine, error, damaged)
     for name, model in engine.models.items():
+        _fill_tied(model, engine.ema if name == "actor" else {})
         model.optimizer.steps = int(state["optimizer_steps"][name])
     if len(state["rng"]) == engine.groups.world_size:
         _set_rng(engine, state["rng"][engine.groups.rank])
@@ -183,10 +185,24 @@ def _named(model: EngineModel, tensors: dict[str, Tensor], saving: bool, wrapped
     copy = model.module.tied_copy
     named: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if saving and name == copy and name != model.module.embedding_name:
-            continue  # the first stage stores it
+        if name == copy and name != model.module.embedding_name and (saving or model.is_first):
+            continue  # the first stage stores it; where that is here too, `_fill_tied` copies it
         named[model.module.checkpoint_name(name)] = tensor if wrapped else like(parameters[name], tensor)
     return named
+
+
+def _fill_tied(model: EngineModel, average: dict[str, Tensor]) -> None:
+    """Give the head what was restored of the embedding that it is tied to, where both are here. `average`: of the
+    model's parameters, if that is kept."""
+    name, embedding, parameters = model.module.tied_copy, model.module.embedding_name, model.trainable()
+    if name is None or name == embedding or not {name, embedding} <= parameters.keys():
+        return
+    moments = model.optimizer.moments
+    pairs = [*zip((parameters[embedding], *moments[embedding]), (parameters[name], *moments[name]), strict=True)]
+    pairs += [(average[embedding], average[name])] if average else []
+    with torch.no_grad():
+        for source, target in pairs:
+            local(target).copy_(local(source))
 
 
 def _rng(engine: Engine) -> str:

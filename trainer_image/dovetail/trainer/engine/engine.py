@@ -143,7 +143,8 @@ class Engine:
         `schedule` is compared among all ranks. Returns, on every rank alike, each model's loss statistics summed over
         micro-batches and dp ranks."""
         self.settle()
-        check_actions(actions, {name: len(batches) for name, batches in work.items()}, True, mini_batches)
+        chunks = {name: self.models[name].groups.chunks for name in work}
+        check_actions(actions, {name: len(batches) for name, batches in work.items()}, True, mini_batches, chunks)
         steps: dict[str, list[dict[str, float]]] = {}
 
         def keep(name: str, applied: dict[str, float]) -> None:
@@ -204,8 +205,8 @@ class Engine:
             return []
         held = self.models[model]
         pipe = Pipe(held.module, held.groups, batches, self.groups.device, held.compute, read=read)
-        actions = [Action(model=model, micro_batch=i, kind="F") for i in range(len(batches))]
-        check_actions(actions, {model: len(batches)}, False)
+        actions = _forwards(model, len(batches), held)
+        check_actions(actions, {model: len(batches)}, False, chunks={model: held.groups.chunks})
         agree_on_work({model: pipe}, [model], "", self.groups.control, self.groups.rank)
         # Of one pass nothing is used again; and a probe is taken while a vLLM server may be awake on this GPU.
         gather_by_layer(held.module, len(batches) <= 1)
@@ -343,13 +344,13 @@ class Engine:
         if held.alone:
             take_gradients(held.module)
 
-    def _seeder(self, held: EngineModel) -> Callable[[int], None] | None:
+    def _seeder(self, held: EngineModel) -> Callable[[int, int], None] | None:
         """Seeds LoRA dropout by position, so that neither the schedule nor a restart changes it."""
         if held.trained.lora is None or held.trained.lora.dropout == 0.0:
             return None
-        place = f"{held.groups.pp_rank}/{held.groups.dp_rank}"
 
-        def seed(micro_batch: int) -> None:
+        def seed(chunk: int, micro_batch: int) -> None:
+            place = f"{held.module.stages[chunk]}/{held.groups.dp_rank}"
             now = f"{self.spec.seed}/{held.name}/{held.optimizer.steps}"
             digest = hashlib.sha256(f"{now}/{place}/{micro_batch}".encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
@@ -357,7 +358,7 @@ class Engine:
         return seed
 
     def _share_results(self, held: EngineModel, results: list[Tensor]) -> list[Tensor]:
-        source, group = held.groups.pp_ranks[-1], held.groups.pp_group
+        source, group = held.groups.last_rank, held.groups.pp_group
         dtypes = {str(result.dtype).removeprefix("torch.") for result in results}
         if len(dtypes) > 1:
             raise ValueError(f"results of one forward call must have one dtype, not {sorted(dtypes)}")
@@ -371,6 +372,19 @@ class Engine:
         with peer_errors(f"sharing results of {held.name} along its pipeline"):
             dist.broadcast(flat, src=source, group=group)
         return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
+
+
+def _forwards(model: str, count: int, held: EngineModel) -> list[Action]:
+    """Forward passes of all micro-batches on this rank. A later chunk's follow when what the first one has sent can
+    have come back, so that few tensors wait in between."""
+    stages = held.module.stages
+    behind = [-((stages[0] - stage) // len(stages)) for stage in stages]
+    return [
+        Action(model=model, micro_batch=step - late, kind="F", chunk=chunk)
+        for step in range(count + behind[-1])
+        for chunk, late in enumerate(behind)
+        if 0 <= step - late < count
+    ]
 
 
 def _sum(stats: list[dict[str, Tensor]]) -> dict[str, float]:

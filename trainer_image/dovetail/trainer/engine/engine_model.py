@@ -62,7 +62,7 @@ class EngineModel:
         layers keep only their input and run again in the backward pass. `compiling`: layers are compiled on
         GPUs, where that is known to work."""
         compute = compute_dtype(trained.dtype, device)
-        stage = PipelineStage(load_config(ref), ref.head, groups.pp_rank, groups.pp_size)
+        stage = PipelineStage(load_config(ref), ref.head, groups.pp_rank, groups.pp_size, groups.chunks)
         if trained.lora is not None:
             if groups.tp_size > 1:
                 raise ModelError(f"models.{name}.lora: adapters are not trained with tp above 1; use pp and dp")

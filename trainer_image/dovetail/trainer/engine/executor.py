@@ -1,14 +1,16 @@
 """Run a rank's list of actions of several pipelined models: forwards, and backwards whole or in two halves.
 
-One host thread; one two-rank group per (model, direction) edge; receives are posted ahead of their action and sends
-are never waited for before the end, so compute only ever waits for the tensor it needs. Micro-batches are
-packed and have no padding; both ends know their sizes from the batch, so no shape travels."""
+A rank may hold several stages of a model (chunks, see `dovetail.protocol.plan.stage_path`). What goes from one of them
+to the next is handed over without a message. One host thread; one two-rank group per (model, direction) edge; receives
+are posted ahead of their action and sends are never waited for before the end, so compute only ever waits for the
+tensor it needs. Micro-batches are packed and have no padding; both ends know their sizes from the batch, so no shape
+travels."""
 
 from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -41,6 +43,8 @@ _PASSES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 
 Loss = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
 Record = Callable[[str, float, float], None]
+# Model, chunk and micro-batch.
+Piece = tuple[str, int, int]
 
 
 @dataclass
@@ -71,7 +75,7 @@ class Pipe:
     device: torch.device
     dtype: torch.dtype  # of activations between stages
     read: Callable[[Any, MicroBatch], Tensor] | None = None  # forward only
-    before_forward: Callable[[int], None] | None = None  # called with the micro-batch's index in its mini-batch
+    before_forward: Callable[[int, int], None] | None = None  # with the chunk, and the index in the mini-batch
     before_last_backward: Callable[[], None] | None = None
     after_weight_gradient: Callable[[bool], None] | None = None  # called with whether it was the mini-batch's last
     mini_batch: int = 0
@@ -80,6 +84,21 @@ class Pipe:
     balance: float = 0.0
     stats: list[dict[str, Tensor]] = field(default_factory=list)
     results: list[Tensor] = field(default_factory=list)
+    _ended: int = 0  # backward passes of the present mini-batch, of all chunks
+
+    @property
+    def chunks(self) -> int:
+        return len(self.stage.stages)
+
+    def last_backward(self) -> bool:
+        """Whether the next backward pass on this rank is the last one of its mini-batch."""
+        return self._ended + 1 == self.mini_batch * self.chunks
+
+    def end_backward(self) -> bool:
+        """Count a backward pass that is over; whether it was the last one of its mini-batch."""
+        last = self.last_backward()
+        self._ended = 0 if last else self._ended + 1
+        return last
 
     def __post_init__(self) -> None:
         self.mini_batch = self.mini_batch or max(1, len(self.batches))
@@ -88,12 +107,18 @@ class Pipe:
         """Those trained; under FSDP2 whole ones from the first forward to the last backward of a mini-batch."""
         return (p for p in self.stage.parameters() if p.requires_grad)
 
-    def gathered_bytes(self) -> int:
-        """Of this stage's weights when FSDP2 has gathered them, without its padding."""
+    def gathered_bytes(self, chunk: int = 0) -> int:
+        """Of the weights that FSDP2 gathers in a mini-batch's first forward pass of a chunk, without its padding: the
+        chunk's layers, and with chunk 0 all that is in no layer."""
         if not is_sharded(self.stage):
             return 0
         shards = int(self.groups.mesh["dp"].size())
-        return sum(int(local(p).numel()) for p in self.stage.parameters()) * shards * int(self.dtype.itemsize)
+        layers = self.stage.body.layers
+        mine = [p for number in self.stage.chunk_layers[chunk] for p in layers[str(number)].parameters()]
+        if chunk == 0:
+            inside = {id(p) for p in layers.parameters()}
+            mine += [p for p in self.stage.parameters() if id(p) not in inside]
+        return sum(int(local(p).numel()) for p in mine) * shards * int(self.dtype.itemsize)
 
     def boundary(self) -> torch.Size:
         """The shape (1, tokens, H) of what crosses a stage boundary for the micro-batch of middling size."""
@@ -111,43 +136,48 @@ def check_actions(
     micro_batches: dict[str, int],
     training: bool,
     mini_batches: int = 1,
+    chunks: Mapping[str, int] | None = None,
 ) -> None:
     """Raise `ValueError` unless every micro-batch of every model goes forward once and (when training) backward once,
     later, each kind in ascending order; a backward is B, or I and later W. A mini-batch's forwards come after all
-    backwards of the model's mini-batch before.
+    backwards of the model's mini-batch before. All that holds for each of a model's `chunks` on the rank (default 1).
 
     Ascending order makes both ends of a channel agree on the order of its messages, and gradients are then added in
     micro-batch order, so they are the same bits whatever the interleaving of the models."""
-    done: dict[tuple[str, str], int] = {}
+    done: dict[tuple[str, int, str], int] = {}
+    held = {name: (chunks or {}).get(name, 1) for name in micro_batches}
     for action in actions:
         if action.model not in micro_batches:
             raise ValueError(f"the schedule runs model {action.model!r}, which has no work")
+        name, chunk = action.model, action.chunk
+        if not 0 <= chunk < held[name]:
+            raise ValueError(f"the schedule runs chunk {chunk} of {name}, of which the rank has {held[name]}")
         per = micro_batches[action.model] // mini_batches or 1
         before = {"F": None, "B": "F", "I": "F", "W": "I"}[action.kind]
         for part in "IW" if action.kind == "B" else action.kind:
-            count = done.get((action.model, part), 0)
+            count = done.get((name, chunk, part), 0)
             if action.micro_batch != count:
                 raise ValueError(
                     f"the schedule runs {action.kind} of {action.model} micro-batch {action.micro_batch} where "
                     f"{count} is next; each kind must run in ascending order"
                 )
-            done[action.model, part] = count + 1
-        if before is not None and action.micro_batch >= done.get((action.model, before), 0):
+            done[name, chunk, part] = count + 1
+        if before is not None and action.micro_batch >= done.get((name, chunk, before), 0):
             raise ValueError(
                 f"the schedule runs {action.kind} of {action.model} micro-batch {action.micro_batch} before its "
                 f"{before}"
             )
-        if action.kind == "F" and training and done.get((action.model, "W"), 0) < action.micro_batch // per * per:
+        least = min(done.get((name, each, "W"), 0) for each in range(held[name]))
+        if action.kind == "F" and training and least < action.micro_batch // per * per:
             raise ValueError(
                 f"the schedule runs F of {action.model} micro-batch {action.micro_batch} before the optimizer step of "
                 "the mini-batch before it"
             )
     for model, count in micro_batches.items():
         for kind, part in (("F", "F"), ("B", "W")) if training else (("F", "F"),):
-            if done.get((model, part), 0) != count:
-                raise ValueError(
-                    f"the schedule runs {done.get((model, part), 0)} {kind} of {model}, there are {count} micro-batches"
-                )
+            for chunk in range(held[model]):
+                if (found := done.get((model, chunk, part), 0)) != count:
+                    raise ValueError(f"the schedule runs {found} {kind} of {model}, there are {count} micro-batches")
 
 
 def agree_on_work(pipes: dict[str, Pipe], models: Sequence[str], schedule: str, control: Any, rank: int) -> None:
@@ -181,12 +211,16 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
+def _piece(action: Action) -> Piece:
+    return action.model, action.chunk, action.micro_batch
+
+
 class Executor:
     """Runs one action list. `deadline` bounds every wait of a CPU. `awaiting` is told about every wait of a GPU, with a
     sentence about the peer.
 
-    After `run`: `watch` has the times of compute by (model, kind, micro-batch), `saved_bytes` the bytes of activations
-    by (model, micro-batch), `peak_bytes` the most of these held at once by both models together."""
+    After `run`: `watch` has the times of compute by kind and (model, chunk, micro-batch), `saved_bytes` the bytes of
+    activations by the latter, `peak_bytes` the most of these held at once by both models together."""
 
     def __init__(
         self,
@@ -201,13 +235,14 @@ class Executor:
         device = next((pipe.device for pipe in pipes.values()), torch.device("cpu"))
         self.nccl = device.type == "cuda"
         self.watch = ActionStopwatch(device, clock)
-        self.saved_bytes: dict[tuple[str, int], int] = {}
+        self.saved_bytes: dict[Piece, int] = {}
         self.peak_bytes = 0
         self._held_bytes = 0
-        self._received: dict[tuple[str, str, int], tuple[Tensor, Any, int]] = {}
-        self._saved: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
-        self._split: dict[tuple[str, int], list[dict[str, Any]]] = {}
-        self._sends: dict[tuple[str, str, int], tuple[Any, Tensor, int]] = {}
+        self._received: dict[tuple[str, Piece], tuple[Tensor, Any, int]] = {}
+        self._handed: dict[tuple[str, Piece], Tensor] = {}  # from one stage here to the next
+        self._saved: dict[Piece, tuple[Tensor, Tensor]] = {}
+        self._split: dict[Piece, list[dict[str, Any]]] = {}
+        self._sends: dict[tuple[str, Piece], tuple[Any, Tensor, int]] = {}
         self._meters: dict[str, Meter] = {
             name: AllocatedBytes(device) if self.nccl else SavedBytes(pipe.stage.parameters())
             for name, pipe in pipes.items()
@@ -226,7 +261,7 @@ class Executor:
         for index, action in enumerate(actions):
             self._post_ahead(actions[index : index + 1 + WINDOW])
             pipe = self.pipes[action.model]
-            first = action.kind == "F" and action.micro_batch % pipe.mini_batch == 0
+            first = action.kind == "F" and not action.chunk and action.micro_batch % pipe.mini_batch == 0
             if first and action.micro_batch and pipe.step is not None:
                 pipe.step()
             arrived = self._arrived(action, pipe)
@@ -240,8 +275,7 @@ class Executor:
             if self.nccl and pipe.groups.beside:
                 # FSDP2 or tensor-parallel layers wait for them on the GPU.
                 self.awaiting(f"{pipe.groups.beside} was lost in a {_PASSES[action.kind]} pass of {action.model}")
-            last = action.kind in "BW" and (action.micro_batch + 1) % pipe.mini_batch == 0
-            if last and pipe.reduce is not None:
+            if action.kind in "BW" and pipe.end_backward() and pipe.reduce is not None:
                 pipe.reduce()
         if training:
             for pipe in self.pipes.values():
@@ -254,47 +288,55 @@ class Executor:
     def report(self) -> None:
         """Tell `record` when each action ran. Waits for the device."""
         if self.record is not None:
-            for (model, kind, micro_batch), (start, seconds) in self.watch.spans().items():
-                self.record(f"{model} {kind}{micro_batch}", start, start + seconds)
+            for (kind, (model, chunk, micro_batch)), (start, seconds) in self.watch.spans().items():
+                which = f".{chunk}" if self.pipes[model].chunks > 1 else ""
+                self.record(f"{model} {kind}{micro_batch}{which}", start, start + seconds)
 
     # ------------------------------------------------------------ compute
 
     def _forward(self, action: Action, pipe: Pipe, arrived: Tensor | None, training: bool) -> None:
         batch = pipe.batches[action.micro_batch]
-        packed = batch.packed
-        key = (action.model, action.micro_batch)
+        packed, chunk, key = batch.packed, action.chunk, _piece(action)
+        ends = pipe.stage.ends(chunk)
         inputs = packed.tokens.to(pipe.device, non_blocking=True) if arrived is None else arrived
         wanted = predictions = None
-        if pipe.stage.is_last:
+        if ends:
             wanted, targets = moved_together([packed.wanted, packed.targets], pipe.device)
             predictions = None if batch.asks is None else batch.asks(targets)
         routing = None if packed.routing is None else packed.routing.to(pipe.device, non_blocking=True)
         if arrived is not None and training:
             inputs.requires_grad_(True)
         if pipe.before_forward is not None:
-            pipe.before_forward(action.micro_batch % pipe.mini_batch)
+            pipe.before_forward(chunk, action.micro_batch % pipe.mini_batch)
         meter = self._meters[action.model]
         if isinstance(meter, AllocatedBytes):
             # The mini-batch's first forward pass gathers the weights, which stay until its last backward pass.
-            meter.gathered = 0 if action.micro_batch % pipe.mini_batch else pipe.gathered_bytes()
+            meter.gathered = 0 if action.micro_batch % pipe.mini_batch else pipe.gathered_bytes(chunk)
         with (
             torch.set_grad_enabled(training),
-            self.watch.time((action.model, "F", action.micro_batch)),
+            self.watch.time(("F", key)),
             meter if training else nullcontext(),
         ):
             with peer_errors(f"a forward pass of {action.model}"):
                 output = pipe.stage(
-                    inputs, packed.lengths, wanted, routing=routing, predictions=predictions, balance=pipe.balance
+                    inputs,
+                    packed.lengths,
+                    wanted,
+                    routing=routing,
+                    predictions=predictions,
+                    balance=pipe.balance,
+                    chunk=chunk,
                 )
-            if pipe.stage.is_last and training:
+            if ends and training:
                 if batch.loss is None:
                     raise ValueError(f"micro-batch {action.micro_batch} of {action.model} has no loss")
                 output, stats = batch.loss(output)
                 pipe.stats.append(stats)
             if action.model in self._splits and is_view(output):
                 output = output.clone()  # torch's split backward detaches it in place, which no view allows
-        if not pipe.stage.is_last:
-            self._send(("F", *key), output.detach().contiguous(), pipe.groups.forward_out, pipe.groups.next)
+        if not ends:
+            edge = pipe.groups.edges[chunk]
+            self._give("F", action, output.detach().contiguous(), edge.forward_out, edge.next)
         elif not training:
             assert pipe.read is not None
             pipe.results.append(pipe.read(output, batch))
@@ -307,39 +349,40 @@ class Executor:
 
     def _backward(self, action: Action, pipe: Pipe, gradient: Tensor | None) -> None:
         """The whole backward (B), or its first half (I), which the previous stage waits for."""
-        key = (action.model, action.micro_batch)
+        key, begins = _piece(action), pipe.stage.begins(action.chunk)
         inputs, output = self._saved[key]
         whole = action.kind == "B"
         if whole:
-            self._before_gradient(action, pipe)
-        with self.watch.time((action.model, action.kind, action.micro_batch)):
+            self._before_gradient(pipe)
+        with self.watch.time((action.kind, key)):
             if whole:
                 with peer_errors(f"a backward pass of {action.model}"):
                     if output.requires_grad:
                         torch.autograd.backward(output, gradient)
-            elif pipe.stage.is_first:
+            elif begins:
                 # Nobody waits for the gradient of tokens.
                 self._saved[key] = (output, gradient if gradient is not None else torch.ones_like(output))
             else:
                 given = None if gradient is None else [gradient]
                 with peer_errors(f"a backward pass of {action.model}"), gradients_of("inputs"):
                     _, self._split[key] = stage_backward_input([output], given, [inputs], pipe.weights())
-        if not pipe.stage.is_first:
+        if not begins:
             upstream = inputs.grad if inputs.grad is not None else torch.zeros_like(inputs)
-            self._send(("B", *key), upstream.contiguous(), pipe.groups.backward_out, pipe.groups.previous)
+            edge = pipe.groups.edges[action.chunk]
+            self._give("B", action, upstream.contiguous(), edge.backward_out, edge.previous)
             inputs.grad = None
         if whole:
             self._release(key)
-        elif not pipe.stage.is_first:
+        elif not begins:
             del self._saved[key]
 
     def _weight_gradient(self, action: Action, pipe: Pipe) -> None:
         """The second half of a split backward (W)."""
-        key = (action.model, action.micro_batch)
+        key = _piece(action)
         doing = peer_errors(f"a backward pass of {action.model}")
-        with self.watch.time((action.model, "W", action.micro_batch)), doing:
-            if pipe.stage.is_first:
-                self._before_gradient(action, pipe)
+        with self.watch.time(("W", key)), doing:
+            if pipe.stage.begins(action.chunk):
+                self._before_gradient(pipe)
                 output, gradient = self._saved[key]
                 if output.requires_grad:
                     torch.autograd.backward(output, gradient)
@@ -347,14 +390,14 @@ class Executor:
                 with gradients_of("weights"):
                     stage_backward_weight(pipe.weights(), self._split.pop(key))
                 if pipe.after_weight_gradient is not None:
-                    pipe.after_weight_gradient((action.micro_batch + 1) % pipe.mini_batch == 0)
+                    pipe.after_weight_gradient(pipe.last_backward())
         self._release(key)
 
-    def _before_gradient(self, action: Action, pipe: Pipe) -> None:
-        if (action.micro_batch + 1) % pipe.mini_batch == 0 and pipe.before_last_backward is not None:
+    def _before_gradient(self, pipe: Pipe) -> None:
+        if pipe.before_last_backward is not None and pipe.last_backward():
             pipe.before_last_backward()
 
-    def _release(self, key: tuple[str, int]) -> None:
+    def _release(self, key: Piece) -> None:
         self._saved.pop(key, None)
         self._held_bytes -= self.saved_bytes.get(key, 0)
 
@@ -362,11 +405,10 @@ class Executor:
 
     def _source(self, action: Action, pipe: Pipe) -> tuple[int, Any] | None:
         """The rank and group that an action's input comes from, if from another rank."""
+        edge = pipe.groups.edges[action.chunk]
         if action.kind == "F":
-            return None if pipe.stage.is_first else (pipe.groups.previous, pipe.groups.forward_in)
-        if action.kind == "W" or pipe.stage.is_last:
-            return None
-        return pipe.groups.next, pipe.groups.backward_in
+            return None if edge.previous is None else (edge.previous, edge.forward_in)
+        return None if action.kind == "W" or edge.next is None else (edge.next, edge.backward_in)
 
     def _post_ahead(self, actions: Sequence[Action]) -> None:
         """Post the receives of the first action and of those after it, in their order, as far as they may be."""
@@ -377,7 +419,7 @@ class Executor:
 
     def _post(self, action: Action) -> None:
         """Post the receive that `action` needs, once."""
-        pipe, key = self.pipes[action.model], (action.model, action.kind, action.micro_batch)
+        pipe, key = self.pipes[action.model], (action.kind, _piece(action))
         source = self._source(action, pipe)
         if source is None or key in self._received:
             return
@@ -387,24 +429,29 @@ class Executor:
             self._received[key] = (buffer, dist.irecv(buffer, src=peer, group=group), peer)
 
     def _arrived(self, action: Action, pipe: Pipe) -> Tensor | None:
-        """The input that another rank sends for the action."""
+        """The input that another stage gives the action."""
+        key = (action.kind, _piece(action))
         if self._source(action, pipe) is None:
-            return None
-        key = (action.model, action.kind, action.micro_batch)
+            return self._handed.pop(("F" if action.kind == "F" else "B", key[1]), None)
         buffer, work, peer = self._received[key]
         self._wait(work, peer, "receiving from")
         # The key stays, so that a later look-ahead does not post it again; the tensor is the caller's.
         self._received[key] = (torch.empty(0), None, peer)
         if action.kind != "F":
             # The gradient of what was sent forward: that send is over, whether the transport says so or not.
-            sent = self._sends.pop(("F", action.model, action.micro_batch), None)
+            sent = self._sends.pop(("F", key[1]), None)
             if sent is not None:
                 self._wait(sent[0], sent[2], "sending to")
         return buffer
 
-    def _send(self, key: tuple[str, str, int], tensor: Tensor, group: Any, peer: int) -> None:
+    def _give(self, way: str, action: Action, tensor: Tensor, group: Any, peer: int | None) -> None:
+        """Give the next stage (way F), or the one before (B), what it waits for. Without a peer that stage is here."""
+        if peer is None:
+            onward = action.chunk + 1 if way == "F" else action.chunk - 1
+            self._handed[way, (action.model, onward, action.micro_batch)] = tensor
+            return
         with peer_errors(f"sending to trainer rank {peer}"):
-            self._sends[key] = (dist.isend(tensor, dst=peer, group=group), tensor, peer)
+            self._sends[way, _piece(action)] = (dist.isend(tensor, dst=peer, group=group), tensor, peer)
 
     def _reap(self) -> None:
         """Let go of buffers whose sends are done."""

@@ -80,9 +80,14 @@ class Reduction:
         skip: set[str] = set()
         if name is not None:
             parameter = dict(self._held.module.named_parameters())[name]
+            embedding = self._held.module.embedding_name
             if parameter.requires_grad and parameter.grad is not None:
-                yield dist.all_reduce(local(parameter.grad), group=groups.tied, async_op=True)
-            if not self._held.is_first:
+                if embedding in trainable and name != embedding:  # both halves are here
+                    both = local(trainable[embedding].grad).add_(local(parameter.grad))
+                    local(parameter.grad).copy_(both)
+                else:
+                    yield dist.all_reduce(local(parameter.grad), group=groups.tied, async_op=True)
+            if name != embedding:
                 skip = {name}  # the first stage counts it
         if groups.tp_rank:
             skip |= trainable.keys() - split.shared.keys()  # of what all tp ranks hold, the first counts it

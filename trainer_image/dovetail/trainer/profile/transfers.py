@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from dovetail.trainer.groups import ModelGroups, peer_errors
+from dovetail.trainer.groups import Edges, ModelGroups, peer_errors
 
 REPEATS = 7
 
@@ -17,7 +17,7 @@ REPEATS = 7
 def measure_transfers(
     models: Mapping[str, ModelGroups], boundaries: Mapping[str, tuple[torch.Size, torch.dtype]], device: torch.device
 ) -> dict[str, float]:
-    """Seconds to the next stage by model, on every rank that is not a model's last stage.
+    """Seconds to the next stage by model, on every rank that is not a model's last place.
 
     Half a round trip of a tensor of the shape and dtype in `boundaries`, the median of several. A collective call:
     every rank makes it with the same models, and edges that share a rank take turns. Raises PeerLost."""
@@ -26,28 +26,28 @@ def measure_transfers(
         groups = models[name]
         for turn in (0, 1):
             first = groups.pp_rank % 2 == turn
-            neighbour = groups.forward_out if first else groups.forward_in
-            if neighbour is None:
+            edge = groups.edges[0]
+            peer = edge.next if first else edge.previous
+            if peer is None:
                 continue
-            peer = groups.next if first else groups.previous
             shape, dtype = boundaries[name]
             tensor = torch.zeros(shape, dtype=dtype, device=device)
             with peer_errors(f"measuring messages to trainer rank {peer}"):
-                seconds = [_round_trip(groups, tensor, first) for _ in range(REPEATS + 1)]
+                seconds = [_round_trip(edge, peer, tensor, first) for _ in range(REPEATS + 1)]
             if first:
                 # The first trip warms up.
                 found[name] = statistics.median(seconds[1:]) / 2
     return found
 
 
-def _round_trip(groups: ModelGroups, tensor: torch.Tensor, first: bool) -> float:
+def _round_trip(edge: Edges, peer: int, tensor: torch.Tensor, first: bool) -> float:
     start = time.perf_counter()
     if first:
-        dist.send(tensor, dst=groups.next, group=groups.forward_out)
-        dist.recv(tensor, src=groups.next, group=groups.backward_in)
+        dist.send(tensor, dst=peer, group=edge.forward_out)
+        dist.recv(tensor, src=peer, group=edge.backward_in)
     else:
-        dist.recv(tensor, src=groups.previous, group=groups.forward_in)
-        dist.send(tensor, dst=groups.previous, group=groups.backward_out)
+        dist.recv(tensor, src=peer, group=edge.forward_in)
+        dist.send(tensor, dst=peer, group=edge.backward_out)
     if tensor.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - start

@@ -77,14 +77,15 @@ class Context:
             # What is left of a serial schedule of more micro-batches is the serial schedule of these.
             mine = [action for action in mine if action.micro_batch < micro_batches[action.model]]
         for model, count in micro_batches.items():
-            forwards = sum(action.model == model and action.kind == "F" for action in mine)
+            forwards = sum(a.model == model and a.kind == "F" and not a.chunk for a in mine)
             if forwards != count * mini_batches:
                 raise BadCommand(
                     f"the schedule of rank {self.groups.rank} runs {forwards} F of {model}, the batch makes "
                     f"{count * mini_batches} micro-batches; check batch size, microBatchSize and dp"
                 )
         try:
-            check_actions(mine, {m: n * mini_batches for m, n in micro_batches.items()}, True, mini_batches)
+            chunks = {name: self.engine.models[name].groups.chunks for name in micro_batches}
+            check_actions(mine, {m: n * mini_batches for m, n in micro_batches.items()}, True, mini_batches, chunks)
         except ValueError as error:
             raise BadCommand(f"rank {self.groups.rank}: {error}") from error
         return mine
@@ -154,7 +155,7 @@ def cut(
 
 def digest(actions: Sequence[Sequence[Action]]) -> str:
     """Hash of all ranks' lists: what the ranks compare before they run them."""
-    text = ";".join(",".join(f"{a.model} {a.kind}{a.micro_batch}" for a in mine) for mine in actions)
+    text = ";".join(",".join(f"{a.model} {a.kind}{a.micro_batch}.{a.chunk}" for a in mine) for mine in actions)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
