@@ -117,12 +117,13 @@ class Bench:
         times = []
         for _ in range(12):
             start = time.perf_counter()
+            edge = model.edges[0]
             if self.rank == 0:
-                dist.send(tensor, 1, group=model.forward_out)
-                dist.recv(tensor, 1, group=model.backward_in)
+                dist.send(tensor, 1, group=edge.forward_out)
+                dist.recv(tensor, 1, group=edge.backward_in)
             elif self.rank == 1:
-                dist.recv(tensor, 0, group=model.forward_in)
-                dist.send(tensor, 0, group=model.backward_out)
+                dist.recv(tensor, 0, group=edge.forward_in)
+                dist.send(tensor, 0, group=edge.backward_out)
             times.append((time.perf_counter() - start) / 2)
         return float(self.groups.broadcast_json(statistics.median(times[2:])))
 

@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -18,11 +19,20 @@ from dovetail.trainer.engine.executor import Executor, MicroBatch, Pipe
 from dovetail.trainer.groups import Groups
 from dovetail.trainer.packed_batches import Sequences
 
-FAMILIES = ("serial", "overlapped", "stitched", "fused", "fused-rolled", "fused-split")
+# Of the placements that are tried: whether the critic's stages run against the actor's, stages of a model on a rank.
+FAMILIES = {
+    (True, 1): ("serial", "overlapped", "fused", "fused-rolled", "fused-split"),
+    (False, 1): ("stitched",),
+    (False, 2): ("zb-v", "v-half", "v-min"),
+    (True, 2): ("fused-v", "fused-v-rolled"),
+    (True, 4): ("fused-w",),
+}
 WIDTH = 8
 
 
 class _Sleep(torch.autograd.Function):
+    """The identity. Its forward and its backward pass take as long as they are told."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
         ctx.seconds = backward
@@ -36,19 +46,31 @@ class _Sleep(torch.autograd.Function):
 
 
 class SleepingStage(nn.Module):
-    """(1, T) tokens or (1, T, H) to (1, T, H); the weight's gradient takes no time."""
+    """(1, T) tokens or (1, T, H) to (1, T, H). `forward`: seconds of a stage's forward pass; each of the gradients of
+    its input and of its weight takes as long. `chunks`: as `dovetail.models.PipelineStage` has them."""
 
     hidden_size = WIDTH
 
-    def __init__(self, first: bool, last: bool, forward: float, backward: float) -> None:
+    def __init__(self, rank: int, size: int, chunks: int, forward: float) -> None:
         super().__init__()
-        self.is_first, self.is_last = first, last
-        self.seconds = (forward, backward)
-        self.weight = nn.Parameter(torch.ones(WIDTH))
+        self._last = size * chunks - 1
+        self.stages = [c * size + (size - 1 - rank if c % 2 else rank) for c in range(chunks)]
+        self.is_first, self.is_last = 0 in self.stages, self._last in self.stages
+        self.seconds = forward
+        self.weight = nn.Parameter(torch.ones(chunks, WIDTH))
 
-    def forward(self, inputs: torch.Tensor, *_: Any) -> torch.Tensor:
-        hidden = inputs[..., None].expand(-1, -1, WIDTH).float() if self.is_first else inputs
-        found: torch.Tensor = _Sleep.apply(hidden * self.weight, *self.seconds)
+    def begins(self, chunk: int = 0) -> bool:
+        return self.stages[chunk] == 0
+
+    def ends(self, chunk: int = 0) -> bool:
+        return self.stages[chunk] == self._last
+
+    def forward(self, inputs: torch.Tensor, *_: Any, chunk: int = 0, **__: Any) -> torch.Tensor:
+        begins = self.begins(chunk)
+        hidden = inputs[..., None].expand(-1, -1, WIDTH).float() if begins else inputs
+        # The first stage's input has no gradient: its weight's takes the time of both.
+        weight = _Sleep.apply(self.weight[chunk], 0.0, (2 if begins else 1) * self.seconds)
+        found: torch.Tensor = _Sleep.apply(hidden, self.seconds, self.seconds) * weight
         return found
 
 
@@ -58,15 +80,15 @@ def run(rank: int, world: int, port: int, settings: dict[str, Any]) -> dict[str,
     plain = {m: Parallelism(pp=world) for m in ("actor", "critic")}
     groups = Groups.form("127.0.0.1", port, rank, world, dict(plain), 900.0)
     rows: dict[str, Any] = {}
-    for reverse in (True, False):
-        layouts = shared_layouts(plain, reverse)
+    for (reverse, chunks), names in FAMILIES.items():
+        layouts = {n: x.model_copy(update={"chunks": chunks}) for n, x in shared_layouts(plain, reverse).items()}
         for name, layout in layouts.items():
             groups.place(name, layout)
         problem = _problem(settings, layouts)
-        names = [n for n in FAMILIES if n not in rows and not n.endswith("split")]
         lists = None
         if rank == 0:
-            choice = choose_schedule(problem, names, SearchEffort(workers=1, scale=0.1, memory=False), reverse)
+            effort = SearchEffort(workers=1, scale=0.1, memory=False)
+            choice = choose_schedule(problem, names, effort, reverse, chunks)
             lists = {n: (s.makespan, encode(rank_actions(s, layouts))) for n, s in choice.schedules.items()}
         for name, (predicted, words) in groups.broadcast_json(lists).items():
             mine = StoredSchedule(name, settings["mini_batches"], words).actions()[rank]
@@ -81,7 +103,12 @@ def _problem(settings: dict[str, Any], layouts: dict[str, Layout]) -> SchedulePr
     count, unit = settings["micro_batches"], settings["unit"]
 
     def model(name: str, forward: float) -> ModelPipelines:
-        return ModelPipelines(name, layouts[name].pp, count, forward, 2 * forward, forward)
+        pp, chunks = layouts[name].pp, layouts[name].chunks
+        share = np.full((pp * chunks, 1), 0.5)
+        share[0] = 1e-6
+        both = 2 * forward / chunks
+        halves = both * share, both * (1 - share)
+        return ModelPipelines(name, pp, count, forward / chunks, both, forward / chunks, 1, *halves, parts=chunks)
 
     return ScheduleProblem(
         (model("actor", unit), model("critic", unit * settings["ratio"])), 0.0, settings["mini_batches"]
@@ -94,8 +121,8 @@ def _once(groups: Groups, layouts: dict[str, Layout], actions: Any, settings: di
     pipes = {}
     for name in layouts:
         held = groups.of(name)
-        forward = settings["unit"] * (1 if name == "actor" else settings["ratio"])
-        stage: Any = SleepingStage(held.pp_rank == 0, held.pp_rank == held.pp_size - 1, forward, 2 * forward)
+        forward = settings["unit"] * (1 if name == "actor" else settings["ratio"]) / held.chunks
+        stage: Any = SleepingStage(held.pp_rank, held.pp_size, held.chunks, forward)
         total = settings["micro_batches"] * settings["mini_batches"]
         batches = [MicroBatch(packed, lambda output: (output.sum(), {})) for _ in range(total)]
         pipes[name] = Pipe(

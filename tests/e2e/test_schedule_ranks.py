@@ -205,8 +205,9 @@ def weights(ranks: list[dict[str, Any]]) -> dict[tuple[str, str], Any]:
     import torch
 
     pieces: dict[tuple[str, str], list[Any]] = {}
-    found = [item for rank in ranks for item in rank["final"].items()]
-    for (model, name, _), (piece, is_part) in sorted(found, key=lambda item: item[0]):
+    # Both halves of a tied pair have one name.
+    found = {place: part for rank in reversed(ranks) for place, part in rank["final"].items()}
+    for (model, name, _), (piece, is_part) in sorted(found.items(), key=lambda item: item[0]):
         held = pieces.setdefault((model, name), [])
         if is_part or not held:
             held.append(piece)

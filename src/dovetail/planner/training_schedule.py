@@ -22,17 +22,19 @@ from dovetail.pipelines import (
     Schedule,
     ScheduleProblem,
     SearchEffort,
+    Shape,
     check_steps,
     choose,
     dedicated_schedule,
     family_names,
+    family_of,
     find,
     steps,
 )
 from dovetail.planner.measured import stage_times, transfer_seconds
 from dovetail.protocol.machine_profile import Profile
 from dovetail.protocol.messages import Action, StageTimes
-from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds, rank_at
+from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds, rank_at, stage_path
 
 # What splitting a backward costs beside the two halves, in parts of the whole backward, where not measured.
 SPLIT_OVERHEAD = 0.1
@@ -136,16 +138,18 @@ class Times:
 
     def array(self, model: str, kind: str, layout: Layout, count: int, mini_batches: int) -> Floats | None:
         """Seconds (or `bytes`) as (pipelines, stages, micro-batches of all mini-batches), the slowest copy's; None if
-        any stage was neither measured nor profiled. Of another layout than the measured one: the same work in
-        equal stages and micro-batches."""
+        any stage was neither measured nor profiled. Stages of a rank that holds several take equal shares of what was
+        measured of them together. Of another layout than the measured one: the same work in equal stages and
+        micro-batches."""
         measured = self._measured.get(model)
-        if measured is not None and (measured.pp, measured.dp) != (layout.pp, layout.dp):
+        if measured is not None and _cut(measured) != _cut(layout):
             # Micro-batches of a mini-batch in the measurements.
             number = next((len(v) for key, v in self._known.items() if (key[0], key[4]) == (model, kind)), None)
             other = None if number is None else self.array(model, kind, measured, number, 1)
             if other is not None:
-                each = float(other.sum(axis=1).mean()) / layout.pp
-                return np.full((layout.pipelines, layout.pp, count * mini_batches), each)
+                stages = layout.pp * layout.chunks
+                each = float(other.sum(axis=1).mean()) / stages
+                return np.full((layout.pipelines, stages, count * mini_batches), each)
         result = np.zeros((layout.pipelines, layout.pp, count))
         for k in range(layout.pipelines):
             for stage in range(layout.pp):
@@ -155,7 +159,7 @@ class Times:
                     assumed = self._assumed(model, kind, layout, count)
                     return None if assumed is None else np.tile(assumed, mini_batches)
                 result[k, stage] = np.max(np.array(known), axis=0)
-        return np.tile(result, mini_batches)
+        return np.tile(result[:, stage_path(layout)] / layout.chunks, mini_batches)
 
     def _assumed(self, model: str, kind: str, layout: Layout, count: int) -> Floats | None:
         """A profile's value (of bytes, else the plan's); of a model that was measured here, only the shares of its two
@@ -166,13 +170,14 @@ class Times:
                 return None
             if len(sizes) != layout.pp:
                 sizes = np.full(layout.pp, sizes.sum() / layout.pp)
+            sizes = np.repeat(sizes / layout.chunks, layout.chunks)
             return np.tile(sizes[None, :, None], (layout.pipelines, 1, count))
         stages = stage_times(model, self._profile.models[model], layout.pp, self._micro_batch)
-        share = stages[kind]
+        share = np.repeat(stages[kind], layout.chunks)
         if any(key[0] == model for key in self._known):
             whole = self.array(model, "B", layout, count, 1) if kind in "IW" else None
-            return None if whole is None else whole * (share / stages["B"])[None, :, None]
-        return np.tile(share[None, :, None], (layout.pipelines, 1, count))
+            return None if whole is None else whole * (share / np.repeat(stages["B"], layout.chunks))[None, :, None]
+        return np.tile(share[None, :, None] / layout.chunks, (layout.pipelines, 1, count))
 
     def complete(self, kind: str, layouts: Mapping[str, Layout], counts: Mapping[str, int]) -> bool:
         """Whether `array` knows it of both models; `counts`: micro-batches of a mini-batch."""
@@ -217,10 +222,10 @@ def training_problem(
         def values(kind: str) -> Floats | None:
             return known.array(name, kind, layout, count, mini_batches)
 
-        shape = (layout.pipelines, layout.pp, count * mini_batches)
+        shape = (layout.pipelines, layout.pp * layout.chunks, count * mini_batches)
         forward = values("F")
         # A model with fewer stages has longer ones.
-        unit = (positions if whole is None else whole) / layout.pp
+        unit = (positions if whole is None else whole) / layout.pp / layout.chunks
         least = 1e-9 if forward is not None else 1e-3
         forward = np.full(shape, unit) if forward is None else np.maximum(forward, least)
         both, first, second = values("B"), values("I"), values("W")
@@ -245,6 +250,7 @@ def training_problem(
             layout.pipelines,
             *halves,
             first=_offset(name, layouts),
+            parts=layout.chunks,
         )
 
     apart = _apart(layouts)
@@ -283,14 +289,19 @@ def profiled_problem(
 
 
 def choose_schedule(
-    problem: ScheduleProblem, families: Sequence[str], effort: SearchEffort, reverse: bool | None = None
+    problem: ScheduleProblem,
+    families: Sequence[str],
+    effort: SearchEffort,
+    reverse: bool | None = None,
+    chunks: int = 1,
 ) -> Choice:
-    """The fastest of `families` that fits. `reverse`: only those of that placement (a
-    serial schedule runs in both). Raises ProblemError where none fits."""
-    names = [n for n in family_names(problem) if n in families and placeable(FAMILIES[n], reverse)]
+    """The fastest of `families` that fits. `reverse`: only those of that placement (a serial schedule runs in both).
+    `chunks`: stages of a model on each rank. Raises ProblemError where none fits."""
+    known = [n for n in family_names(problem, chunked=True) if n in families]
+    names = [n for n in known if placeable(family_of(n), reverse, chunks)]
 
     def finder(_: ScheduleProblem, name: str, share: SearchEffort) -> Schedule:
-        family = FAMILIES[name]
+        family = family_of(name)
         # A serial schedule is the same either way; its words are placed as the ranks are.
         return find(problem, replace(family, reverse=bool(reverse)) if is_serial(family) else family, share)
 
@@ -327,11 +338,17 @@ def is_serial(family: Family) -> bool:
     return family.name in ("serial", "zero-bubble")
 
 
-def placeable(family: Family, reverse: bool | None) -> bool:
-    """Whether the family runs where the critic's stages are, on the actor's ranks (None: anywhere)."""
-    if family is DEDICATED:
+def placeable(family: Family, reverse: bool | None, chunks: int = 1) -> bool:
+    """Whether the family runs where the critic's stages are, on the actor's ranks (None: either way round), with so
+    many stages of a model on each rank. What goes round in a loop does not run."""
+    if family is DEDICATED or family.chunks != chunks or (chunks > 1 and family.shape is not Shape.ZIGZAG):
         return False
     return reverse is None or is_serial(family) or family.reverse == reverse
+
+
+def _cut(layout: Layout) -> tuple[int, int, int]:
+    """What decides which layers and which samples a rank has."""
+    return layout.pp, layout.dp, layout.chunks
 
 
 def rank_actions(schedule: Schedule, layouts: Mapping[str, Layout]) -> list[list[Action]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +31,8 @@ def applies(spec: RLHFJobSpec, plan: Plan) -> bool:
 @dataclass(frozen=True)
 class StoredSchedule:
     """`encoded`: one string for each trainer rank, one letter for each action. F, B, I and W are the actor's kinds of
-    action (`Kind`), f, b, i and w the critic's. The micro-batches of each letter ascend."""
+    action (`Kind`), f, b, i and w the critic's. A number behind it is the chunk, without one it is the first. The
+    micro-batches of each letter and chunk ascend."""
 
     family: str
     mini_batches: int
@@ -49,19 +52,19 @@ class StoredSchedule:
 
 
 def _decode(letters: str) -> list[Action]:
-    count = dict.fromkeys(LETTERS, 0)
+    count: Counter[str] = Counter()
     actions = []
-    for letter in letters:
-        model, kind = LETTERS[letter]
-        actions.append(Action(model=model, micro_batch=count[letter], kind=kind))
-        count[letter] += 1
+    for code in re.findall(r"[A-Za-z]\d*", letters):
+        model, kind = LETTERS[code[0]]
+        actions.append(Action(model=model, micro_batch=count[code], kind=kind, chunk=int(code[1:] or 0)))
+        count[code] += 1
     return actions
 
 
 def encode(lists: Sequence[Sequence[Action]]) -> list[str]:
     """One string for each rank's list. The micro-batches of each kind of action must ascend."""
     code = {key: letter for letter, key in LETTERS.items()}
-    return ["".join(code[action.model, action.kind] for action in mine) for mine in lists]
+    return ["".join(code[a.model, a.kind] + (str(a.chunk) if a.chunk else "") for a in mine) for mine in lists]
 
 
 def scheduled(step: Step, chosen: Mapping[str, Any] | None, world: int) -> Step:
