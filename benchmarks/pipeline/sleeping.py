@@ -58,6 +58,8 @@ class SleepingStage(nn.Module):
         self.is_first, self.is_last = 0 in self.stages, self._last in self.stages
         self.seconds = forward
         self.weight = nn.Parameter(torch.ones(chunks, WIDTH))
+        self.body = nn.Module()
+        self.body.layers = nn.ModuleDict()
 
     def begins(self, chunk: int = 0) -> bool:
         return self.stages[chunk] == 0
