@@ -258,7 +258,9 @@ def test_memory_grows_with_work_and_shrinks_with_ranks(job: Training, data: st.D
     assert device(fsdp=3) <= device(fsdp=2) + 1e-6 * memory.device_bytes
     assert device(fsdp=1) <= device(fsdp=0) + 1e-6 * memory.device_bytes
     assert device(lora=None) >= memory.device_bytes * 0.999 or job.lora is None
-    assert device(recompute=True) <= device(recompute=False) + 1e-6 * memory.device_bytes or job.in_flight == 1
+    # The first gradients take the place of activations, of which there are fewer then, and inputs are kept beside them.
+    kept = memory.device.get("pipeline buffers", 0.0) * job.in_flight * job.shape.layers
+    assert device(recompute=True) <= device(recompute=False) + kept + 1e-6 * memory.device_bytes or job.in_flight == 1
     assert device(offload=True) <= device(offload=False)
     assert device(ema=None) <= device(ema="host") <= device(ema="device")
     if job.sharded:
