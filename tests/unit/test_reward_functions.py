@@ -420,7 +420,9 @@ def test_a_rehearsal_is_on_two_of_the_job_s_prompts_and_once_a_run(tmp_path: Pat
     spec = tiny(tmp_path, "unused").spec
 
     async def start() -> list[str]:
-        settings = CoordinatorSettings(tmp_path, "secret", "127.0.0.1", free_port("127.0.0.1"), tmp_path, mine)
+        settings = CoordinatorSettings(
+            tmp_path, "secret", "127.0.0.1", free_port("127.0.0.1"), tmp_path, reward_function=mine
+        )
         async with Engines(spec, make_plan(spec), settings, lambda *_, **__: None) as engines:
             await engines.check_rewards()
             return [record.text for record in engines.prepared.prompts(1)]

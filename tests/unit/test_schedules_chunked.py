@@ -121,7 +121,7 @@ def replay(written):
 
 @pytest.mark.parametrize("name", ["fused-v", "fused-w", "zb-v", "v-min"])
 def test_anyone_can_check_a_schedule_from_its_document(name):
-    problem = fused_problem(4, 2, 4, 2, 1, communication=0.25)
+    problem = fused_problem(4, 2, 2, 1, 1, communication=0.25)
     found = find(problem, CHUNKED[name], QUICK)
     written = document(found)
     chunks = found.instance.placement.chunks
