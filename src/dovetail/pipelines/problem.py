@@ -109,8 +109,20 @@ class ScheduleProblem:
 
     @property
     def least_memory(self) -> float:
-        """The activation memory that every schedule needs: that of the largest micro-batch in one stage."""
-        return float(max(self.array(m, "activation").max() for m in (0, 1)))
+        """The activation memory that every schedule with one stage a rank needs: that of the largest micro-batch in one
+        stage."""
+        return self.least_memory_of(1)
+
+    def least_memory_of(self, chunks: int, loop: bool = False) -> float:
+        """The activation memory that every schedule with so many stages a rank needs. A rank holds a micro-batch in all
+        of its stages when it has run the last one forward. `loop`: stages go round and not back."""
+        most = 0.0
+        for index, m in enumerate(self.models):
+            each = self.along(index, "activation", chunks).reshape(m.pipelines, chunks, m.stages, -1)
+            if not loop:
+                each = np.stack([each[:, c, :: -1 if c % 2 else 1] for c in range(chunks)], axis=1)
+            most = max(most, float(each.sum(axis=1).max()))
+        return most
 
     @property
     def digest(self) -> str:
@@ -226,10 +238,15 @@ def _check(problem: ScheduleProblem) -> None:
     for index, m in enumerate(problem.models):
         _check_values(problem, index, m)
     limit = problem.memory_limit
-    if limit is not None and not limit >= problem.least_memory * (1 - 1e-9):
+    if limit is None or limit >= problem.least_memory * (1 - 1e-9):
+        return
+    least = min(
+        problem.least_memory_of(chunks, loop) for chunks, loop in ((1, False), (2, False), (2, True), (4, False))
+    )
+    if not limit >= least * (1 - 1e-9):
         raise ProblemError(
             f"a memory limit of {limit:g} is below what any schedule needs: one micro-batch's activations alone take "
-            f"{problem.least_memory:g} on a rank, which is the least limit possible"
+            f"{least:g} on a rank, which is the least limit possible"
         )
 
 
