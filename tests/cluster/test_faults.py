@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from dovetail.operator.cluster.leader import LEASE
+from dovetail.pod.main import STEADY_SECONDS
 from helpers.cluster import DEVCLUSTER, REPOSITORY, KubeCluster, external, wait_for
 from helpers.cluster_jobs import PACED_TEMPLATE, ClusterJob, is_true, kill, paced, tiny_manifest
 from helpers.jobs import events
@@ -61,9 +62,22 @@ def delete_pod(group: str, job: ClusterJob) -> set[str]:
 
 
 def kill_process(group: str, module: str, job: ClusterJob) -> set[str]:
-    """A server or scorer is started again in its pod; of any other process the pod is new."""
+    """A server or scorer that has worked for a while is started again in its pod; of any other process the pod is
+    new."""
+    if not module.startswith("dovetail.rollout"):
+        job.kill(group, module)
+        return {group}
+    job.pace(STARTING_PACE_SECONDS)
+    wait_for(f"{group} is steady", partial(is_steady, job, group), STEADY_SECONDS + RECOVERY_SECONDS, POLL_SECONDS)
+    job.pace(PACE_SECONDS)
     job.kill(group, module)
-    return set() if module.startswith("dovetail.rollout") else {group}
+    return set()
+
+
+def is_steady(job: ClusterJob, group: str) -> bool:
+    """Whether the processes of a group's pod would be started again in it."""
+    begun = [e["time"] for e in events(job.run_dir(), "instance.registered") if str(e["instance"]).startswith(group)]
+    return time.time() - max(begun) > STEADY_SECONDS
 
 
 def restart_kubelet(job: ClusterJob) -> set[str]:

@@ -251,7 +251,9 @@ def test_memory_grows_with_work_and_shrinks_with_ranks(job: Training, data: st.D
 
     # Moments that come back for the step may be the peak, whatever the passes need.
     stepping = memory.device.get("optimizer, stepping", 0.0) > 0
-    assert device(tokens=job.tokens + 1) > memory.device_bytes or stepping
+    # If all micro-batches are under way at once, the first gradients take the place of activations.
+    in_place = job.micro_batches <= job.in_flight and device(tokens=job.tokens + 1) == memory.device_bytes
+    assert device(tokens=job.tokens + 1) > memory.device_bytes or stepping or in_place
     # Without more micro-batches, there are no gradients yet when all are under way.
     if job.micro_batches > job.in_flight + 1:
         assert device(in_flight=job.in_flight + 1) > memory.device_bytes or stepping
