@@ -54,6 +54,7 @@ test: lint ## The whole test suite
 	@$(DEVCLUSTER) build --where-supported >/dev/null
 	$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
 
+test-fast: TEST_WORKERS := 3
 test-fast: install ## Tests that start no vLLM servers or trainers
 	$(PYTEST) -m "not slow and not nightly" $(PYTEST_ARGS)
 
