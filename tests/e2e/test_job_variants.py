@@ -11,12 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dovetail.coordinator.data.synthetic import quality
 from dovetail.local.launcher import Launcher
 from dovetail.local.pipeline import Pipeline
 from dovetail.manifest.checks.validation import check
+from dovetail.planner.training_schedule import PINS
 from dovetail.protocol.experience import Experience
 from helpers.jobs import Fault, Injector, history, read_status, run_job, summary, tied_actor, tiny_job
 
@@ -186,3 +189,29 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert (measured["before_ppo"]["mean"], measured["after_ppo"]["mean"]) == (first, last)
     assert {status["stage"] for status in told} >= {"sft", "ppo"}
     assert (tmp_path / "models" / "actor" / "config.json").exists()
+
+
+def test_stages_in_a_v_train_the_weights_of_one_stage_a_rank(tmp_path: Path) -> None:
+    """Bit by bit: actor and critic, the first iteration with the critic alone."""
+    actor = tiny_job().spec.models.actor.model_dump(by_alias=True, exclude_none=True)
+    actor["source"]["scratch"]["config"]["num_hidden_layers"] = 4
+    weights = {}
+    for pin in ("VShaped", "Serial"):
+        job = tiny_job(
+            models={"actor": actor},
+            ppo={"iterations": 3, "criticWarmupIterations": 1},
+            plan={"parallelism": {"actor": {"pp": 2}}, "intraStageFusion": pin},
+        )
+        outcome, _ = run_job(job, tmp_path / pin)
+        assert outcome.succeeded, outcome.reason
+        folders = [tmp_path / pin / "models" / model for model in ("actor", "critic")]
+        weights[pin] = {
+            (folder.name, name): tensor
+            for folder in folders
+            for file in folder.glob("*.safetensors")
+            for name, tensor in load_file(file).items()
+        }
+    chosen = json.loads((tmp_path / "VShaped" / "schedule.json").read_text())["chosen"]
+    assert chosen in PINS["VShaped"]
+    assert weights["VShaped"].keys() == weights["Serial"].keys()
+    assert [n for n, tensor in weights["VShaped"].items() if not torch.equal(tensor, weights["Serial"][n])] == []

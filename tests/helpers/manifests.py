@@ -324,6 +324,10 @@ RULES = [
         {"ppo.microBatchTokens": "Auto", "plan.intraStageFusion": "Fused"},
         "spec.plan.intraStageFusion is Fused, but spec.ppo.microBatchTokens makes as many micro-batches as",
     ),
+    (
+        {"plan.intraStageFusion": "VShaped", "plan.recompute": "Always"},
+        "spec.plan.intraStageFusion is VShaped, whose schedules run backward passes in two halves, but",
+    ),
     ({"ppo.advantage": "grpo"}, "spec.ppo.samplesPerPrompt is 1, but grpo compares samples of the same prompt"),
     (
         {"ppo.advantage": "rloo", "ppo.samplesPerPrompt": 4, "ppo.criticWarmupIterations": 1},
@@ -339,8 +343,12 @@ RULES = [
             ("spec.ppo.criticWarmupIterations", {}, {"ppo.criticWarmupIterations": 1}),
             ("spec.plan.parallelism.critic", {}, {"plan.parallelism": {"actor": {"dp": 2}, "critic": {"dp": 2}}}),
             *(
-                ("spec.plan.intraStageFusion Fused, TimeSharing or Dedicated", {}, {"plan.intraStageFusion": pin})
-                for pin in ("Fused", "TimeSharing", "Dedicated")
+                (
+                    "spec.plan.intraStageFusion Fused, TimeSharing, VShaped or Dedicated",
+                    {},
+                    {"plan.intraStageFusion": pin},
+                )
+                for pin in ("Fused", "TimeSharing", "VShaped", "Dedicated")
             ),
         )
     ),
@@ -450,6 +458,13 @@ RULES = [
     (
         {"plan.parallelism": {"actor": {"dp": 4}, "critic": {"pp": 4}}, "groups.0.replicas": 4},
         "spec.plan.parallelism.critic.pp is 4, but the critic has only 2 layers; lower it.",
+    ),
+    *(
+        (
+            {"plan.parallelism": {"actor": {"pp": 2}, name: {"pp": 2}}, "plan.intraStageFusion": "VShaped"},
+            f"spec.plan.parallelism.{name}.pp is 2, and spec.plan.intraStageFusion VShaped puts two stages of a model",
+        )
+        for name in ("actor", "critic")
     ),
     *(
         (

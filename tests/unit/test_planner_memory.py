@@ -96,12 +96,12 @@ def reference(folder: Path, config: dict[str, Any], head: str = "lm") -> ModelRe
 def test_parameters_are_those_of_the_stages_that_are_trained(tmp_path: Path, name: str, head: Any) -> None:
     config = load_config(reference(tmp_path, CONFIGS[name], head))
     shape = ModelShape.of(CONFIGS[name])
-    for pp in (1, 2, 3):
-        job = Training(shape, head, Parallelism(pp=pp), Dtype.FLOAT32, 64)
+    for pp, chunks in ((1, 1), (2, 1), (3, 1), (1, 2), (2, 2)):
+        job = Training(shape, head, Parallelism(pp=pp), Dtype.FLOAT32, 64, chunks=chunks)
         for stage in range(pp):
-            module = PipelineStage(config, head, stage, pp)
+            module = PipelineStage(config, head, stage, pp, chunks)
             count = sum(p.numel() for p in module.parameters())
-            assert trained_parameters(job, stage) == (count, count), (name, head, pp, stage)
+            assert trained_parameters(job, stage) == (count, count), (name, head, pp, chunks, stage)
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,13 @@ def test_a_schedule_is_replaced_when_times_move_enough_and_only_then(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("pin", "allowed"), [("Fused", "fused"), ("TimeSharing", ("stitched", "shared")), ("Serial", "serial")]
+    ("pin", "allowed"),
+    [
+        ("Fused", "fused"),
+        ("TimeSharing", ("stitched", "shared")),
+        ("VShaped", ("zb-v", "v-half", "v-min", "fused-v")),
+        ("Serial", "serial"),
+    ],
 )
 def test_a_pin_is_obeyed(tmp_path: Path, pin: str, allowed: str | tuple[str, ...]) -> None:
     spec, plan = job(intraStageFusion=pin)

@@ -550,10 +550,10 @@ class PlanPins(Model):
         description="Start inference while generation still runs: Auto, Off, or the share of samples left at which the "
         'remaining ones migrate. Quote "Off": YAML 1.1 reads it as false.',
     )
-    intra_stage_fusion: Literal["Auto", "Fused", "TimeSharing", "Dedicated", "Serial"] = Field(
+    intra_stage_fusion: Literal["Auto", "Fused", "TimeSharing", "VShaped", "Dedicated", "Serial"] = Field(
         default="Auto",
-        description="How actor and critic training share the pipeline. Dedicated: each model on trainer ranks of its "
-        "own, both at once.",
+        description="How actor and critic training share the pipeline. VShaped: each rank holds two stages of each "
+        "model, which go there and back again. Dedicated: each model on trainer ranks of its own, both at once.",
     )
     activation_memory: PositiveFloat | None = Field(
         default=None,
@@ -574,6 +574,11 @@ class PlanPins(Model):
         description="Data-parallel ranks share a stage's weights, gradients and optimizer state (FSDP2). Auto: except "
         "on CPUs below 1 GiB of them, where each rank holds all and only gradients travel.",
     )
+
+    @property
+    def chunks(self) -> int:
+        """Stages of a model on each rank of a pipeline of PPO."""
+        return 2 if self.intra_stage_fusion == "VShaped" else 1
 
 
 class Trainer(Model):

@@ -83,7 +83,7 @@ def family_of(name: str) -> Family:
 
 def family_names(problem: ScheduleProblem, chunked: bool = False) -> list[str]:
     """The families that make sense for the problem: rolled ones need a border to roll over. `chunked`: also those that
-    lay several stages on a rank, which Dovetail's coordinator does not choose yet."""
+    lay several stages on a rank, which Dovetail runs where the manifest pins them."""
     names = [*FAMILIES, *(CHUNKED if chunked else ())]
     return [n for n in names if problem.mini_batches > 1 or not n.endswith("-rolled")]
 

@@ -19,7 +19,7 @@ Task = Literal["generation", "reference", "reward", "critic", "actor_training", 
 TASKS: tuple[Task, ...] = ("generation", "reference", "reward", "critic", "actor_training", "critic_training")
 TRAINING: tuple[Task, ...] = ("actor_training", "critic_training")
 INFERENCE: tuple[Task, ...] = ("reference", "reward", "critic")
-Schedule = Literal["Serial", "TimeSharing", "Fused", "Dedicated"]
+Schedule = Literal["Serial", "TimeSharing", "Fused", "VShaped", "Dedicated"]
 
 
 class Placement(StrEnum):

@@ -88,6 +88,12 @@ def _planned(
         always = spec.plan.model_copy(update={"recompute": "Always"})
         return _planned(spec.model_copy(update={"plan": always}), layers, configs, measured, profile, no_lag)
     models = {model for stage, model in checkpointed if stage is Stage.PPO}
+    if models and spec.plan.chunks > 1:
+        raise Infeasible(
+            "spec.plan.intraStageFusion is VShaped, whose schedules run backward passes in two halves, but the "
+            f"{min(models)} keeps within spec.plan.activationMemory only with activation checkpointing; raise it, or "
+            "set spec.plan.intraStageFusion to Auto"
+        )
     schedule = "Dedicated" if placed.apart else _schedule(spec, layouts)
     memory = pod_memory(spec, configs, layouts, schedule, models)
     return Plan(
@@ -273,7 +279,7 @@ def _pipelined(spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism]) -> boo
 
 def _schedule(
     spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism]
-) -> Literal["Auto", "Fused", "TimeSharing", "Dedicated", "Serial"]:
+) -> Literal["Auto", "Fused", "TimeSharing", "VShaped", "Dedicated", "Serial"]:
     """Ranks can be divided between the models without pipelines too. Raises Infeasible where they cannot be."""
     pin = spec.plan.intra_stage_fusion
     if pin == "Dedicated" and Stage.PPO in spec.stages and "critic" in parallelism:
@@ -293,8 +299,8 @@ def _useless_pins(spec: RLHFJobSpec, layouts: Mapping[str, Parallelism]) -> list
     """One sentence where spec.plan.intraStageFusion has no effect."""
     pin = spec.plan.intra_stage_fusion
     if "critic" not in layouts:
-        why = "no critic is trained" if pin in ("Fused", "TimeSharing", "Dedicated") else ""
+        why = "no critic is trained" if pin in ("Fused", "TimeSharing", "VShaped", "Dedicated") else ""
     else:
-        useless = pin in ("Fused", "TimeSharing") and not _pipelined(spec, layouts)
+        useless = pin in ("Fused", "TimeSharing", "VShaped") and not _pipelined(spec, layouts)
         why = "neither actor nor critic has pipeline stages" if useless else ""
     return [f"spec.plan.intraStageFusion is {pin}, which has no effect: {why}"] if why else []

@@ -12,6 +12,7 @@ import numpy as np
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
 from dovetail.pipelines import (
+    CHUNKED,
     DEDICATED,
     FAMILIES,
     Choice,
@@ -45,14 +46,16 @@ PINS = {
     "Auto": (*FAMILIES, DEDICATED.name),
     "Fused": tuple(name for name in FAMILIES if name.startswith("fused")),
     "TimeSharing": tuple(name for name in FAMILIES if name.startswith(("stitched", "shared"))),
+    "VShaped": tuple(f.name for f in CHUNKED.values() if f.chunks == 2 and f.shape is Shape.ZIGZAG),
     "Dedicated": (DEDICATED.name,),
     "Serial": ("serial",),
 }
 """Families that each value of plan.intraStageFusion allows."""
 
 
-def shared_layouts(layouts: Mapping[str, Parallelism], reverse: bool) -> dict[str, Layout]:
-    """Both models' places on the positions that they share; the critic's stages the other way round if `reverse`.
+def shared_layouts(layouts: Mapping[str, Parallelism], reverse: bool, chunks: int = 1) -> dict[str, Layout]:
+    """Both models' places on the positions that they share; the critic's stages the other way round if `reverse`, and
+    `chunks` of each model on a rank.
 
     Raises ValueError where they do not occupy the same ranks in the same tensor-parallel groups."""
     actor, critic = layouts["actor"], layouts["critic"]
@@ -64,7 +67,8 @@ def shared_layouts(layouts: Mapping[str, Parallelism], reverse: bool) -> dict[st
     positions = math.lcm(actor.pp, critic.pp)
 
     def placed(layout: Parallelism, reverse: bool) -> Layout:
-        return Layout(pp=layout.pp, dp=layout.dp, tp=layout.tp, pipelines=positions // layout.pp, reverse=reverse)
+        sizes = {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp}
+        return Layout(**sizes, pipelines=positions // layout.pp, reverse=reverse, chunks=chunks)
 
     return {"actor": placed(actor, False), "critic": placed(critic, reverse)}
 
@@ -170,7 +174,7 @@ class Times:
                 return None
             if len(sizes) != layout.pp:
                 sizes = np.full(layout.pp, sizes.sum() / layout.pp)
-            sizes = np.repeat(sizes / layout.chunks, layout.chunks)
+            sizes = sizes[stage_path(layout)] / layout.chunks
             return np.tile(sizes[None, :, None], (layout.pipelines, 1, count))
         stages = stage_times(model, self._profile.models[model], layout.pp, self._micro_batch)
         share = np.repeat(stages[kind], layout.chunks)

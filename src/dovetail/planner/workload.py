@@ -67,7 +67,7 @@ class Workload:
     `actor_lora`, `critic_lora`: adapters in place of all weights. `ema`: averaged weights of the actor are kept, in
     host memory. `kept_versions`: so many versions of actor and critic are kept there, to be sent while training goes
     on. `micro_batch_tokens`: training cuts micro-batches by tokens, and a share's `micro_batch` counts so many of them;
-    None: it counts samples."""
+    None: it counts samples. `chunks`: stages of actor and critic on each rank of their pipelines."""
 
     actor: ModelShape
     reference: ModelShape
@@ -86,6 +86,7 @@ class Workload:
     per_prompt: int = 1
     kept_versions: int = 0
     micro_batch_tokens: int | None = None
+    chunks: int = 1
 
     def longest_micro_batch(self, dp: int, micro: int) -> int:
         """Most tokens of a micro-batch of a share in training."""

@@ -171,7 +171,7 @@ class Plan(Model):
         description="By trained model: actor, critic, reward. On all trainer ranks."
     )
     batching: list[Batching]
-    schedule: Literal["Auto", "Fused", "TimeSharing", "Dedicated", "Serial"] = Field(
+    schedule: Literal["Auto", "Fused", "TimeSharing", "VShaped", "Dedicated", "Serial"] = Field(
         default="Auto",
         description="Families that the schedule of actor and critic is chosen from. Serial where there is no choice.",
     )

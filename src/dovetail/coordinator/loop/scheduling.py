@@ -10,8 +10,8 @@ import copy
 import math
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,6 @@ from dovetail.coordinator.telemetry.summary import write_json
 from dovetail.manifest.types import RLHFJobSpec, Role, Stage
 from dovetail.pipelines import (
     DEDICATED,
-    FAMILIES,
     Choice,
     Family,
     ProblemError,
@@ -64,23 +63,33 @@ class ScheduleRecords(Protocol):
     def put(self, key: str, value: object) -> None: ...
 
 
-def stored_placement(records: ScheduleRecords) -> tuple[bool, dict[str, Layout]] | None:
-    """The placement that a run keeps to: whether the critic's stages run against the actor's, and the layouts of
-    models that have ranks of their own. None before the first PPO iteration."""
+@dataclass(frozen=True)
+class KeptPlacement:
+    """The placement that a run keeps to: whether the critic's stages run against the actor's, how many stages of each
+    model a rank holds, and the layouts of models that have ranks of their own."""
+
+    reverse: bool
+    chunks: int = 1
+    own: Mapping[str, Layout] = field(default_factory=dict)
+
+    def layouts(self, plan: Plan) -> dict[str, Layout]:
+        """Where the stages of actor and critic are."""
+        return dict(self.own) or shared_layouts(plan.parallelism, self.reverse, self.chunks)
+
+
+def stored_placement(records: ScheduleRecords) -> KeptPlacement | None:
+    """None before the first PPO iteration."""
     kept = records.get("ppo/placement")
     if not isinstance(kept, dict):
         return None
     own = {name: Layout.model_validate(layout) for name, layout in (kept.get("apart") or {}).items()}
-    return bool(kept["reverse"]), own
+    return KeptPlacement(bool(kept["reverse"]), int(kept.get("chunks") or 1), own)
 
 
 def stored_layouts(records: ScheduleRecords, plan: Plan) -> dict[str, Layout]:
     """Where the stages of actor and critic are in a run; {} if they are where the plan puts them."""
     kept = stored_placement(records)
-    if kept is None:
-        return {}
-    reverse, own = kept
-    return own or shared_layouts(plan.parallelism, reverse)
+    return {} if kept is None else kept.layouts(plan)
 
 
 class Scheduling:
@@ -99,25 +108,28 @@ class Scheduling:
         self._learned = 0
         self._peak_bytes = 0.0
         self._seconds: list[float] = []
-        self._layouts: dict[str, Layout] = {}
-        self._reverse: bool | None = None
-        self._apart = False  # each model has ranks of its own
+        self._kept: KeptPlacement | None = None
         self._allowed = PINS["Dedicated" if plan.apart else spec.plan.intra_stage_fusion]
 
     @property
     def layouts(self) -> dict[str, Layout]:
         """Where the stages of actor and critic are."""
-        return self._layouts
+        return {} if self._kept is None else self._kept.layouts(self._plan)
+
+    @property
+    def _apart(self) -> bool:
+        """Whether each model has ranks of its own."""
+        return self._kept is not None and bool(self._kept.own)
 
     async def begin(self) -> None:
         """Choose the first schedule. It decides where the critic's stages are, and the job keeps that placement."""
-        kept = stored_placement(self._records)
-        if kept is not None:
-            self._place(*kept)
+        self._kept = stored_placement(self._records)
         self._assume()
         await asyncio.to_thread(self._choose, self._times)
-        apart = {name: layout.model_dump() for name, layout in self._layouts.items()} if self._apart else {}
-        self._records.put("ppo/placement", {"reverse": bool(self._reverse), "apart": apart})
+        assert self._kept is not None
+        apart = {name: layout.model_dump() for name, layout in self._kept.own.items()}
+        kept = {"reverse": self._kept.reverse, "chunks": self._kept.chunks, "apart": apart}
+        self._records.put("ppo/placement", kept)
 
     async def current(self) -> StoredSchedule | None:
         """The schedule of the next iteration. It does not wait for a search that is running; a later iteration uses its
@@ -127,7 +139,7 @@ class Scheduling:
         current = self._current
         if current is None:
             return None
-        lists = rank_actions(current, self._layouts)
+        lists = rank_actions(current, self.layouts)
         return StoredSchedule(current.family, current.instance.problem.mini_batches, encode(lists))
 
     def learn(self, result: CommandResult) -> None:
@@ -136,7 +148,7 @@ class Scheduling:
         core from the rollouts."""
         if self._current is None or not result.times:
             return
-        self._times.add(result.times, self._layouts)
+        self._times.add(result.times, self.layouts)
         self._learned += 1
         self._peak_bytes = result.metrics.get("activation_peak_bytes", 0.0)
         self._seconds = [
@@ -171,15 +183,12 @@ class Scheduling:
         except (OSError, ValueError) as error:
             self._log("schedule.profile_ignored", reason=str(error))
 
-    def _place(self, reverse: bool, own: dict[str, Layout] | None = None) -> None:
-        self._reverse, self._apart = reverse, bool(own)
-        self._layouts = own or shared_layouts(self._plan.parallelism, reverse)
-
     def _runs(self, family: str) -> bool:
         """Whether a family runs where the stages are."""
+        assert self._kept is not None
         if self._apart or family == DEDICATED.name:
             return self._apart and family == DEDICATED.name
-        return placeable(FAMILIES[family], self._reverse)
+        return placeable(family_of(family), self._kept.reverse, self._kept.chunks)
 
     def _limited(self) -> bool:
         """On GPUs a job that fits with one model after the other must fit with both at once."""
@@ -204,7 +213,9 @@ class Scheduling:
     def _choose(self, times: Times) -> None:
         """Evaluate every family with what is known; take the best one, if it gains enough."""
         spec = self._spec
-        either = shared_layouts(self._plan.parallelism, False)
+        # Families with one stage a rank take the sums of what those with several take.
+        chunks = max((family_of(name).chunks for name in self._allowed), default=1)
+        either = shared_layouts(self._plan.parallelism, False, chunks)
         size = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
         counts = {name: size // layout.dp for name, layout in either.items()}
         together = mini_batches_together(optimizer_steps(spec) // spec.ppo.iterations) if not spec.ppo.ptx_coef else 1
@@ -217,6 +228,8 @@ class Scheduling:
         split = [name for name in PINS["Auto"] if family_of(name).split] if self._again and pipelined else []
         names = [name for name in PINS["Auto" if pipelined else "Serial"] if name not in split]
         choice = choose_schedule(problem, names, effort)
+        if chunks > 1:
+            self._add_chunked(choice, problem, effort, chunks)
         choice.refused.update(dict.fromkeys(split, SPLIT_RECOMPUTES))
         own = self._dedicated(choice, times, size, together, limit)
         found = {n: s for n, s in choice.schedules.items() if n in self._allowed}
@@ -225,9 +238,9 @@ class Scheduling:
                 f"spec.plan.intraStageFusion is {spec.plan.intra_stage_fusion}, but none of its schedules can run: "
                 + "; ".join(choice.refused.values())
             )
-        if self._reverse is None:
+        if self._kept is None:
             family = self._placement(found)
-            self._place(family.reverse, own if family is DEDICATED else None)
+            self._kept = KeptPlacement(family.reverse, family.chunks, own if family is DEDICATED else {})
         here = {n: s for n, s in found.items() if self._runs(n)}
         best = self._turned(min(here.values(), key=_rank), problem, effort)
         now = None if self._current is None else here.get(self._current.family)
@@ -237,7 +250,22 @@ class Scheduling:
             self._current = best
         else:
             self._current = self._turned(now, problem, effort)
-        self._write(choice, choose_schedule(free, ["serial"], effort, self._reverse).best, in_bytes)
+        self._write(choice, choose_schedule(free, ["serial"], effort, self._kept.reverse).best, in_bytes)
+
+    def _add_chunked(self, choice: Choice, problem: ScheduleProblem, effort: SearchEffort, chunks: int) -> None:
+        """Add the families with several stages a rank, or why they cannot run."""
+        names = [name for name in self._allowed if family_of(name).chunks == chunks]
+        if self._again:
+            choice.refused.update(dict.fromkeys(names, SPLIT_RECOMPUTES))
+            return
+        reverse = None if self._kept is None else self._kept.reverse
+        try:
+            found = choose_schedule(problem, names, effort, reverse, chunks)
+        except ProblemError as error:
+            choice.refused.update(dict.fromkeys(names, str(error)))
+            return
+        choice.schedules.update(found.schedules)
+        choice.refused.update(found.refused)
 
     def _dedicated(
         self, choice: Choice, times: Times, size: int, together: int, limit: float | None
@@ -246,7 +274,7 @@ class Scheduling:
         layouts. Unless pinned, only where it changes neither micro-batches nor, on GPUs, what ranks hold."""
         shared = self._plan.parallelism
         if self._apart:
-            found = [self._layouts]
+            found = [self.layouts]
         elif self._plan.apart:
             found = [self._plan.apart]
         else:
@@ -274,9 +302,10 @@ class Scheduling:
 
     def _turned(self, found: Schedule, problem: ScheduleProblem, effort: SearchEffort) -> Schedule:
         """A serial schedule, which runs either way, for the way that the stages are placed."""
-        if self._apart or found.instance.placement.reverse == self._reverse:
+        assert self._kept is not None
+        if self._apart or found.instance.placement.reverse == self._kept.reverse:
             return found
-        return choose_schedule(problem, [found.family], effort, self._reverse).best
+        return choose_schedule(problem, [found.family], effort, self._kept.reverse).best
 
     # ------------------------------------------------------------ report
 

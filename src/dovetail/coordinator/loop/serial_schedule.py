@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
-from dovetail.pipelines import ScheduleError, one_f_one_b
-from dovetail.protocol.messages import Action
-from dovetail.protocol.plan import coordinates, holds
+from dovetail.pipelines import CHUNKED, ScheduleError, fused_problem, one_f_one_b
+from dovetail.pipelines.families import fixed_schedule
+from dovetail.protocol.messages import Action, Kind
+from dovetail.protocol.plan import chunks_of, coordinates, holds
 
 
 def serial_1f1b(
     layouts: Mapping[str, Parallelism], micro_batches: Mapping[str, int], order: Sequence[str], world: int | None = None
 ) -> list[list[Action]]:
-    """Each model's 1F1B, one model after another in `order`: one list for each rank, of the models that it holds.
+    """Each model's 1F1B, one model after another in `order`: one list for each rank, of the models that it holds. Of a
+    model with several stages on each rank its ZB-V.
 
     `micro_batches[model]`: of one data-parallel rank. `world`: the number of ranks, needed where models have ranks of
     their own. Raises ScheduleError when the layouts have different numbers of ranks and `world` is None, or when a
@@ -26,9 +29,31 @@ def serial_1f1b(
         if micro_batches[model] < 1:
             raise ScheduleError(f"{model} has {micro_batches[model]} micro-batches; a schedule needs at least 1")
     lists: list[list[Action]] = []
+    chunked = {m: _there_and_back(m, layouts[m], micro_batches[m]) for m in order if chunks_of(layouts[m]) > 1}
     for rank in range(next(iter(sizes.values())) if world is None else world):
-        held = [model for model in order if holds(rank, layouts[model])]
-        lists.append([a for model in held for a in _of_one_model(model, rank, layouts[model], micro_batches[model])])
+        mine: list[Action] = []
+        for model in (each for each in order if holds(rank, layouts[each])):
+            if model in chunked:
+                mine += chunked[model][coordinates(rank, layouts[model]).pp]
+            else:
+                mine += _of_one_model(model, rank, layouts[model], micro_batches[model])
+        lists.append(mine)
+    return lists
+
+
+def _there_and_back(model: str, layout: Parallelism, micro_batches: int) -> list[list[Action]]:
+    """The list of each place of a pipeline whose ranks hold several stages: ZB-V for two, else one micro-batch after
+    another."""
+    chunks = chunks_of(layout)
+    problem = fused_problem(layout.pp, layout.pp, micro_batches, 1.0, 1.0)
+    family = CHUNKED["zb-v"] if chunks == 2 else replace(CHUNKED["zb-v"], name="one by one", chunks=chunks)
+    found = fixed_schedule(problem, family)
+    lists: list[list[Action]] = [[] for _ in range(layout.pp)]
+    for p in found.passes():
+        if p.model == "actor":
+            kind: Kind = p.kind  # type: ignore[assignment]
+            action = Action(model=model, micro_batch=p.micro_batch, kind=kind, chunk=p.stage // layout.pp)
+            lists[p.rank].append(action)
     return lists
 
 

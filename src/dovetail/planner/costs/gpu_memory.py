@@ -154,7 +154,7 @@ class GPUMemoryModel:
                     left = UTILISATION * pool.gpu.memory - taken - load.resident - load.transient
                     room = int(left // self._kv_bytes(share))
                     rooms[share] = min(room, rooms.get(share, room))
-        both = candidate.schedule in ("TimeSharing", "Fused")
+        both = candidate.schedule in ("TimeSharing", "Fused", "VShaped")
         return tuple(self._peak(pool, where, tasks, rooms, both) for pool, where, tasks in cells), rooms
 
     def server_memory(self, candidate: Candidate) -> dict[Share, float]:
@@ -183,7 +183,7 @@ class GPUMemoryModel:
             return [(task, share, self.load(task, share, candidate)) for task, share in on]
         last = actor.pp - 1
         # The critic runs against the actor in the schedules that fuse them.
-        pairs = [(0, last), (last, 0)] if candidate.schedule == "Fused" else [(0, 0), (last, last)]
+        pairs = [(0, last), (last, 0)] if candidate.schedule in ("Fused", "VShaped") else [(0, 0), (last, last)]
         found = []
         for pair in pairs:
             stages: dict[Task, int] = dict(zip(TRAINING, pair, strict=True))
@@ -285,6 +285,7 @@ class GPUMemoryModel:
         # Of rows the responses are known; what is cut by tokens may be responses for the most part.
         by_rows = self.work.micro_batch_tokens is None
         outputs = tokens // self.work.longest * self.work.response.longest if by_rows else tokens
+        chunks = self.work.chunks if share.pp > 1 else 1
         return Training(
             shape,
             head,
@@ -292,7 +293,7 @@ class GPUMemoryModel:
             self.inventory[share.pool].gpu.training.dtype,
             tokens=tokens,
             micro_batches=count,
-            in_flight=min(share.pp - stage, count),
+            in_flight=min(share.pp - (stage if chunks == 1 else 0), count),
             lora=self.work.actor_lora if task == "actor_training" else self.work.critic_lora,
             recompute=share.recompute,
             offload=share.offload,
@@ -300,6 +301,7 @@ class GPUMemoryModel:
             fsdp=share.fsdp,
             kept=self.work.kept_versions,
             outputs=outputs,
+            chunks=chunks,
         )
 
     def stage_load(self, job: Training, stage: int) -> TaskMemory:

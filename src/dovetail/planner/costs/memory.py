@@ -13,6 +13,7 @@ from typing import Literal
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
 from dovetail.planner.shape import Head, ModelShape
 from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES, OFFLOAD_NUMBERS
+from dovetail.protocol.plan import Layout, stage_path
 from dovetail.protocol.weights import layer_range
 
 GIB = 2**30
@@ -100,10 +101,12 @@ class Training:
     """The training of one model.
 
     `tokens`: of one micro-batch, padding included. `outputs`: those of them whose logits are needed; None: all.
-    `micro_batches`: of a mini-batch. `in_flight`: the most micro-batches whose activations a rank holds at once under
-    the schedule. `recompute`: activation checkpointing; only the inputs of the blocks are kept. `offload`: the
-    optimizer's moments are in host memory between steps. `ema`: where the averaged weights are, if there are any.
-    `kept`: versions of the weights that a rank keeps in host memory to send them (`ppo.lag`).
+    `chunks`: stages on each rank, which go there and back again (`dovetail.protocol.plan.stage_path`); what is said of
+    a stage is said of a rank's place in the pipeline then. `micro_batches`: of a mini-batch. `in_flight`: the most
+    micro-batches whose activations a rank holds at once under the schedule. `recompute`: activation checkpointing; only
+    the inputs of the blocks are kept. `offload`: the optimizer's moments are in host memory between steps. `ema`: where
+    the averaged weights are, if there are any. `kept`: versions of the weights that a rank keeps in host memory to send
+    them (`ppo.lag`).
     `fsdp`: the ZeRO stage over the dp ranks: 0 shards nothing, 1 masters and moments, 2 gradients too (ours), 3 weights
     too."""
 
@@ -122,6 +125,11 @@ class Training:
     fsdp: Literal[0, 1, 2, 3] = 2
     outputs: int | None = None
     kept: int = 0
+    chunks: int = 1
+
+    def ends(self, stage: int) -> bool:
+        """Whether the head is there."""
+        return stage == (self.layout.pp - 1 if self.chunks % 2 else 0)
 
     @property
     def sharded(self) -> bool:
@@ -129,22 +137,29 @@ class Training:
         return self.gpu or self.layout.dp > 1 or self.dtype is not Dtype.FLOAT32
 
 
-def stage_parameters(shape: ModelShape, head: Head, pp: int, tp: int, stage: int) -> int:
-    """Parameters of pipeline stage `stage` on one tensor parallel rank, without adapters."""
-    total = len(layer_range(shape.layers, stage, pp)) * shape.layer_parameters(tp)
+def stage_parameters(shape: ModelShape, head: Head, pp: int, tp: int, stage: int, chunks: int = 1) -> int:
+    """Parameters of pipeline stage `stage` on one tensor parallel rank, without adapters; with several `chunks`, of the
+    place `stage`."""
+    total = layers_of(shape.layers, pp, stage, chunks) * shape.layer_parameters(tp)
     if stage == 0:
         total += shape.embedding_parameters(tp)
-    if stage == pp - 1:
-        total += shape.head_parameters(head, shape.tied and pp == 1, tp)
+    if stage == (pp - 1 if chunks % 2 else 0):
+        total += shape.head_parameters(head, shape.tied and pp * chunks == 1, tp)
     return total
+
+
+def layers_of(layers: int, pp: int, place: int, chunks: int = 1) -> int:
+    """How many layers a place of a pipeline has. Raises LayoutError for more stages than layers."""
+    path = stage_path(Layout(pp=pp, chunks=chunks))
+    return sum(len(layer_range(layers, s, len(path))) for s, each in enumerate(path) if each == place)
 
 
 def trained_parameters(job: Training, stage: int) -> tuple[int, int]:
     """Parameters of pipeline stage `stage` on one tensor parallel rank: all, and those that are trained."""
-    total = stage_parameters(job.shape, job.head, job.layout.pp, job.layout.tp, stage)
+    total = stage_parameters(job.shape, job.head, job.layout.pp, job.layout.tp, stage, job.chunks)
     if job.lora is None:
         return total, total
-    layers, each = len(_layers(job, stage)), _layer_adapters(job)
+    layers, each = _layers(job, stage), _layer_adapters(job)
     return total + layers * each, layers * each + _value_head(job, stage)
 
 
@@ -156,7 +171,7 @@ def two_blocks(total: int, layer: int, layers: int) -> int:
 
 
 def _value_head(job: Training, stage: int) -> int:
-    return job.shape.hidden if job.head != "lm" and stage == job.layout.pp - 1 else 0
+    return job.shape.hidden if job.head != "lm" and job.ends(stage) else 0
 
 
 def _layer_adapters(job: Training) -> int:
@@ -182,7 +197,7 @@ def training_memory(job: Training, stage: int) -> Memory:
     masters. On a GPU the parts are what torch's allocator reserves: it has memory for each stream. Raises LayoutError
     for more stages than layers."""
     total, trained = trained_parameters(job, stage)
-    b, layers = ITEMSIZE[job.dtype], max(1, len(_layers(job, stage)))
+    b, layers = ITEMSIZE[job.dtype], max(1, _layers(job, stage))
     dp = job.layout.dp if job.fsdp else 1
     own = 4 * trained / (dp if job.fsdp > 1 else 1)
     device = {"weights": 4 * total / dp, "gradients": own}
@@ -226,28 +241,29 @@ def _on_gpu(job: Training, parts: Mapping[str, float]) -> dict[str, float]:
     return {
         **parts,
         "fragments": FRAGMENTS * sum(parts.values()),
-        "NCCL buffers": communication_bytes(job.layout),
+        "NCCL buffers": communication_bytes(job.layout, job.chunks),
         "CUDA context": CONTEXT_BYTES,
     }
 
 
-def communication_bytes(layout: Parallelism) -> float:
-    """NCCL's buffers of a rank of one model: its communicators over all ranks, dp and tp, and four with neighbours."""
+def communication_bytes(layout: Parallelism, chunks: int = 1) -> float:
+    """NCCL's buffers of a rank of one model: its communicators over all ranks, dp and tp, and four with the neighbours
+    of each of its stages."""
     collectives = (layout.pp * layout.dp * layout.tp > 1) + (layout.dp > 1) + (layout.tp > 1)
-    return collectives * COLLECTIVE_BYTES + (layout.pp > 1) * 4 * EDGE_BYTES
+    return collectives * COLLECTIVE_BYTES + (layout.pp > 1) * 4 * chunks * EDGE_BYTES
 
 
-def _layers(job: Training, stage: int) -> range:
-    return layer_range(job.shape.layers, stage, job.layout.pp)
+def _layers(job: Training, stage: int) -> int:
+    return layers_of(job.shape.layers, job.layout.pp, stage, job.chunks)
 
 
 def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> dict[str, float]:
     """`layer`, `outer`: trained parameters of each layer, and of the others."""
-    shape, tp, layers = job.shape, job.layout.tp, len(_layers(job, stage))
+    shape, tp, layers = job.shape, job.layout.tp, _layers(job, stage)
     boundary = job.tokens * shape.hidden * b
     block = job.tokens * shape.saved_bytes(b, tp)
     saved = job.in_flight * layers * (boundary if job.recompute else block)
-    if stage == job.layout.pp - 1:
+    if job.ends(stage):
         saved += job.tokens * shape.hidden * (4 + 2 * b)  # the last norm
     parts = {"activations": float(saved)}
     if job.layout.pp > 1:
@@ -257,14 +273,14 @@ def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> d
     if not job.gpu:
         if again:
             parts["activations of a layer"] = again
-        if stage == job.layout.pp - 1 and job.head != "value":
+        if job.ends(stage) and job.head != "value":
             # The logits of the micro-batch whose loss is computed, and their gradient.
             parts["logits"] = 2.0 * job.tokens * shape.vocabulary * b
         return parts
     # A layer's gradients, in the compute dtype and of its activations; those of embedding and head wait for the end.
     backward = b * (layer + outer) + job.tokens * b * (2 * shape.intermediate / tp + 2 * shape.hidden) + again
     logits = 0.0
-    if stage == job.layout.pp - 1 and job.head != "value":
+    if job.ends(stage) and job.head != "value":
         logits = logit_bytes(shape, job.tokens if job.outputs is None else job.outputs, b, tp)
         parts["logits"] = logits
     parts["a layer's backward"] = max(0.0, backward - logits)
@@ -287,7 +303,7 @@ def with_stages(job: Training, pp: int) -> Training | None:
     None if the ranks, the layers or the micro-batches cannot be divided so."""
     ranks = job.layout.pp * job.layout.dp
     total = job.micro_batches * job.layout.dp
-    if pp > job.shape.layers or ranks % pp or total % (ranks // pp):
+    if pp * job.chunks > job.shape.layers or ranks % pp or total % (ranks // pp):
         return None
     micro_batches = total // (ranks // pp)
     layout = job.layout.model_copy(update={"pp": pp, "dp": ranks // pp})
@@ -300,7 +316,7 @@ def remedies(job: Training) -> Iterator[tuple[str, Training]]:
         yield "set spec.plan.recompute to Auto", replace(job, recompute=True)
     if job.gpu and not job.offload:
         yield "set the optimizer's offload to true", replace(job, offload=True)
-    more = range(job.layout.pp + 1, job.shape.layers + 1)
+    more = range(job.layout.pp + 1, job.shape.layers // job.chunks + 1)
     staged = [(pp, other) for pp in more if (other := with_stages(job, pp)) is not None]
     for pp, other in staged:
         yield f"raise pp to {pp}", other

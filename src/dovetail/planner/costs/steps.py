@@ -50,7 +50,8 @@ def together(actor: StepTimes, critic: StepTimes, schedule: str, filling: float 
 
     TimeSharing: PUZZLE's equation 1, M (T1 + T2) + (P - 1) max(T1, T2), T = f + b. Fused: RLHFuse's lower bound
     (section 7.3), which the search of `dovetail.pipelines` reaches or nearly so: on each position the earliest
-    arrival, all work, the least that then remains, and each model alone. `filling`: a fused schedule instead takes
+    arrival, all work, the least that then remains, and each model alone. VShaped: the same with two half stages a rank:
+    it is reached and left in half the time, and a model alone has no bubbles. `filling`: a fused schedule instead takes
     TimeSharing's time with so much of the pipeline's filling, as measured. Serial: one after the other."""
     serial = actor.alone + critic.alone
     if schedule == "Serial" or max(actor.stages, critic.stages) == 1:
@@ -60,10 +61,11 @@ def together(actor: StepTimes, critic: StepTimes, schedule: str, filling: float 
         filled = max(actor.bubble, critic.bubble) * (1.0 if schedule == "TimeSharing" or filling is None else filling)
         return min(serial, actor.work + critic.work + filled + rest)
     positions = math.lcm(actor.stages, critic.stages)
-    bound = max(s.work + s.bubble for s in (actor, critic))
+    way = 0.5 if schedule == "VShaped" else 1.0
+    bound = max(s.work + (s.bubble if way == 1.0 else 0.0) for s in (actor, critic))
     for x in range(positions):
         i, j = x % actor.stages, critic.stages - 1 - x % critic.stages
         arrival = min(i * actor.forward * actor.skew, j * critic.forward * critic.skew)
         left = min(i * actor.backward * actor.skew, j * critic.backward * critic.skew)
-        bound = max(bound, arrival + actor.work + critic.work + left)
+        bound = max(bound, way * (arrival + left) + actor.work + critic.work)
     return min(serial, bound + max(actor.hops, critic.hops) + actor.fixed + critic.fixed)

@@ -112,6 +112,7 @@ def training_job(
     if rule.tokens is not None:
         tokens = outputs = min(rule.tokens, count * tokens)
         count = math.ceil(count * rows(rule) * sequence_tokens(spec, rule.stage) / tokens)
+    chunks = spec.plan.chunks if ppo and layout.pp > 1 else 1
     averaged = ppo and rule.model == "actor" and spec.ppo.ema is not None
     return Training(
         shape,
@@ -120,7 +121,7 @@ def training_job(
         dtype if given.dtype is Dtype.AUTO else given.dtype,
         tokens=tokens,
         micro_batches=count,
-        in_flight=max(1, min(layout.pp - stage, count)),
+        in_flight=max(1, min(layout.pp - (stage if chunks == 1 else 0), count)),
         lora=given.lora,
         recompute=recompute,
         offload=_offload(spec, rule),
@@ -128,6 +129,7 @@ def training_job(
         gpu=gpu,
         kept=spec.ppo.kept_versions if ppo else 0,
         outputs=outputs if ppo else None,
+        chunks=chunks,
     )
 
 

@@ -33,6 +33,7 @@ def place(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], layers: M
             continue
         field, layout = pinned[model]
         _check_pinned(field, layout, model, world, mine, layers.get(model))
+        _check_chunks(spec, field, layout, model, layers.get(model))
         if known is not None and (problem := known[model].split_problem(layout.tp, model)):
             raise Infeasible(f"{field}.tp is {layout.tp}, {problem}")
         layouts[model] = layout
@@ -52,6 +53,14 @@ def _check_pinned(
     for rule in rules:
         if problem := rule.problem(layout.dp):
             raise Infeasible(problem)
+
+
+def _check_chunks(spec: RLHFJobSpec, field: str, layout: Parallelism, model: str, layers: int | None) -> None:
+    if layers is not None and layout.pp > 1 and layers < layout.pp * spec.plan.chunks:
+        raise Infeasible(
+            f"{field}.pp is {layout.pp}, and spec.plan.intraStageFusion VShaped puts two stages of a model on each "
+            f"rank, but the {model} has only {layers} layers; lower pp, or set spec.plan.intraStageFusion to Auto"
+        )
 
 
 def _warnings(layouts: Mapping[str, Parallelism]) -> list[str]:

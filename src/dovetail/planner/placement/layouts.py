@@ -46,6 +46,11 @@ def tensor_degrees(spec: RLHFJobSpec, model: str, pool: Pool, shape: ModelShape)
     return [t for t in range(1, most + 1) if pool.per_node % t == 0 and shape.split_problem(t) is None]
 
 
+def most_stages(spec: RLHFJobSpec, layers: int) -> int:
+    """The most ranks of a pipeline of a model with so many layers."""
+    return max(1, layers // spec.plan.chunks)
+
+
 def allowed_layouts(
     spec: RLHFJobSpec, model: str, ranks: int, layers: int | None, degrees: Sequence[int] = (1,)
 ) -> list[Parallelism]:
@@ -55,7 +60,7 @@ def allowed_layouts(
     pins = pinned_layouts(spec)
     return [
         layout
-        for layout in every_layout(ranks, degrees, layers or ranks)
+        for layout in every_layout(ranks, degrees, ranks if layers is None else most_stages(spec, layers))
         if all(rule.problem(layout.dp) is None for rule in rules) and (pins is None or pins[model][1] == layout)
     ]
 

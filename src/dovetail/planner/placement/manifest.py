@@ -13,7 +13,13 @@ from dovetail.manifest.types import Group, RLHFJobSpec, Role, Stage
 from dovetail.planner.candidate import Placement, Schedule
 from dovetail.planner.hardware import GPU, UnknownProduct, gpu
 from dovetail.planner.inventory import NETWORK_GBPS, Inventory, Pool
-from dovetail.planner.placement.layouts import TRAINING_TASKS, pinned_shares, tensor_degrees, trainable_layouts
+from dovetail.planner.placement.layouts import (
+    TRAINING_TASKS,
+    most_stages,
+    pinned_shares,
+    tensor_degrees,
+    trainable_layouts,
+)
 from dovetail.planner.placement.search.limits import MIGRATIONS, Limits, every_layout
 from dovetail.planner.placement.search.structures import part_sizes
 from dovetail.planner.shape import ModelShape
@@ -23,6 +29,7 @@ _SCHEDULES: dict[str, tuple[Schedule, ...]] = {
     "Auto": ("Serial", "TimeSharing", "Fused"),
     "Fused": ("Fused",),
     "TimeSharing": ("TimeSharing",),
+    "VShaped": ("VShaped",),
     "Dedicated": ("Serial",),
     "Serial": ("Serial",),
 }
@@ -52,6 +59,7 @@ def workload(spec: RLHFJobSpec, shapes: Mapping[str, ModelShape]) -> Workload:
         value_head=shares_body(spec),
         per_prompt=spec.ppo.samples_per_prompt,
         micro_batch_tokens=_unit(spec),
+        chunks=spec.plan.chunks,
     )
 
 
@@ -168,7 +176,8 @@ def with_parts(spec: RLHFJobSpec, limits: Limits, inventory: Inventory, shapes: 
     found = dict(limits.layouts)
     for model, task in TRAINING_TASKS.items():
         degrees = tensor_degrees(spec, model, trainers, shapes[model])
-        every = (e for part in part_sizes(trainers) for e in every_layout(part, degrees, shapes[model].layers))
+        stages = most_stages(spec, shapes[model].layers)
+        every = (e for part in part_sizes(trainers) for e in every_layout(part, degrees, stages))
         found[task] += pins[task] if pins else tuple(e for e in every if micro_batches % e.dp == 0)
     return replace(limits, layouts=found)
 
@@ -190,5 +199,6 @@ def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
         # Values of a shared body come from the forward pass that a fold would save.
         folded=spec.ppo.old_log_probs == "Rollout" and not shares_body(spec),
         shared_body=shares_body(spec),
-        recompute=RECOMPUTE[spec.plan.recompute],
+        # Halves of backward passes would recompute a layer for every weight.
+        recompute=RECOMPUTE["Never" if together == "VShaped" else spec.plan.recompute],
     )

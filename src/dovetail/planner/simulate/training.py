@@ -11,13 +11,13 @@ from typing import NamedTuple
 import numpy as np
 
 from dovetail.pipelines import (
-    FAMILIES,
     ModelPipelines,
     Schedule,
     ScheduleProblem,
     SearchEffort,
     evaluate,
     family_instance,
+    family_of,
     find,
     fixed_orders,
     simulate_1f1b,
@@ -28,7 +28,7 @@ from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.costs.steps import StepTimes
 from dovetail.planner.workload import Ints, Lengths
 
-FAMILY = {"Serial": "serial", "TimeSharing": "stitched", "Fused": "fused"}
+FAMILY = {"Serial": "serial", "TimeSharing": "stitched", "Fused": "fused", "VShaped": "fused-v"}
 # One round of the search: its answer is within a few percent of the bound.
 EFFORT = SearchEffort(seconds=0.0, workers=1, memory=False, exact=False)
 
@@ -140,7 +140,7 @@ def _problem(actor: StepTimes, critic: StepTimes, lengths: Sequence[Floats]) -> 
 
 
 def _schedule(actor: StepTimes, critic: StepTimes, a: Floats, k: Floats, name: str) -> Schedule:
-    family = FAMILIES[FAMILY[name]]
+    family = family_of(FAMILY[name])
     problem = _problem(actor, critic, (a, k))
     instance = family_instance(problem, family)
     if family.fixed:
@@ -153,7 +153,7 @@ def _schedule(actor: StepTimes, critic: StepTimes, a: Floats, k: Floats, name: s
 def _orders(actor: StepTimes, critic: StepTimes, a: tuple[int, int], k: tuple[int, int], family: str) -> Ints:
     """The order of passes for micro-batches of equal length."""
     problem = _problem(actor, critic, (np.ones(a), np.ones(k)))
-    found = find(problem, FAMILIES[family], EFFORT)
+    found = find(problem, family_of(family), EFFORT)
     return found.orders
 
 

@@ -77,6 +77,25 @@ def _layer_for_each_stage(name: str) -> Rule:
     )
 
 
+def _layers_for_two_stages(name: str) -> Rule:
+    def holds(spec: RLHFJobSpec) -> bool:
+        found = _laid_out(spec, name)
+        layers = _layers(spec, found[0]) if found else None
+        return found is None or layers is None or not found[1].pp <= layers < found[1].pp * spec.plan.chunks
+
+    return spec_rule(
+        holds,
+        None,
+        f"spec.plan.parallelism.{name}.pp is {{pp}}, and spec.plan.intraStageFusion VShaped puts two stages of a model "
+        "on each rank, but the {model} has only {layers} layers; lower pp, or set spec.plan.intraStageFusion to Auto.",
+        {
+            "pp": _of_layout(name, lambda spec, model, layout: layout.pp),
+            "model": _of_layout(name, lambda spec, model, layout: model),
+            "layers": _of_layout(name, lambda spec, model, layout: _layers(spec, model)),
+        },
+    )
+
+
 def _whole_adapters(model: str) -> Rule:
     def pinned(spec: RLHFJobSpec) -> tuple[str, Parallelism]:
         return (pinned_layouts(spec) or {}).get(model, ("", Parallelism()))
@@ -120,8 +139,12 @@ def _divisors(spec: RLHFJobSpec) -> str:
     return ", ".join(str(pp) for pp in range(1, high + 1) if high % pp == 0)
 
 
+def _rules_of(name: str) -> tuple[Rule, ...]:
+    return _fills_the_ranks(name), _layer_for_each_stage(name), _layers_for_two_stages(name)
+
+
 LAYOUT_RULES = (
-    *(rule for name in ("actor", "critic") for rule in (_fills_the_ranks(name), _layer_for_each_stage(name))),
+    *(rule for name in ("actor", "critic") for rule in _rules_of(name)),
     *(_whole_adapters(model) for model in ("actor", "critic", "reward")),
     spec_rule(
         _same_tensor_parallel,
