@@ -14,7 +14,7 @@ from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
 from dovetail.manifest.types import Parallelism
 from dovetail.pipelines import ModelPipelines, ScheduleProblem, SearchEffort
 from dovetail.planner.training_schedule import choose_schedule, rank_actions, shared_layouts
-from dovetail.protocol.plan import Layout
+from dovetail.protocol.plan import Layout, stages_at
 from dovetail.trainer.engine.executor import Executor, MicroBatch, Pipe
 from dovetail.trainer.groups import Groups
 from dovetail.trainer.packed_batches import Sequences
@@ -54,7 +54,7 @@ class SleepingStage(nn.Module):
     def __init__(self, rank: int, size: int, chunks: int, forward: float) -> None:
         super().__init__()
         self._last = size * chunks - 1
-        self.stages = [c * size + (size - 1 - rank if c % 2 else rank) for c in range(chunks)]
+        self.stages = stages_at(rank, size, chunks)
         self.is_first, self.is_last = 0 in self.stages, self._last in self.stages
         self.seconds = forward
         self.weight = nn.Parameter(torch.ones(chunks, WIDTH))

@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from dovetail.cli.common import one_line_options
 from dovetail.cli.main import cli
+from dovetail.gpus import nvidia_driver
 from dovetail.gpus.nvidia_driver import Device, Driver, NoDriver
 from dovetail.local.one_line import METHODS, OneLine, document, product_label
 from dovetail.manifest.checks.validation import check, parse_manifest
@@ -39,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     def no_driver() -> Driver:
         raise NoDriver("none")
 
-    monkeypatch.setattr(one_line_options, "ask_driver", no_driver)
+    monkeypatch.setattr(nvidia_driver, "ask_driver", no_driver)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my-Model").mkdir()
     (tmp_path / "my-Model/config.json").write_text(json.dumps(CONFIG))
@@ -151,7 +152,7 @@ def test_a_mistake_is_one_sentence(here: Path, arguments: tuple[str, ...], sente
 
 def test_this_machines_gpus_take_turns_at_training_and_generation(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     devices = tuple(Device(i, "NVIDIA A100-SXM4-80GB", (8, 0), 80 * 2**30) for i in range(2))
-    monkeypatch.setattr(one_line_options, "ask_driver", lambda: Driver((13, 0), devices))
+    monkeypatch.setattr(nvidia_driver, "ask_driver", lambda: Driver((13, 0), devices))
     monkeypatch.setattr("dovetail.supervision.devices.cuda_devices", lambda: ["0", "1"])
     done = run(*GRPO, "--print-only")
     assert done.exit_code == 0, done.output

@@ -58,6 +58,14 @@ def ask_driver(library: str = LIBRARY) -> Driver:
     return Driver((version // 1000, version % 1000 // 10), devices)
 
 
+def driver_devices() -> tuple[Device, ...]:
+    """The same GPUs; none where there is no driver, or one that does not start."""
+    try:
+        return ask_driver().devices
+    except (NoDriver, BrokenDriver):
+        return ()
+
+
 def _device(cuda: ctypes.CDLL, index: int) -> Device:
     handle = _integer(cuda, "cuDeviceGet", index)
     name = ctypes.create_string_buffer(_NAME_BYTES)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from dovetail.coordinator.loop.evaluation_metrics import EvaluationMetrics
 from dovetail.coordinator.rewards.calls import Calls, RewardError
 from dovetail.coordinator.rewards.rehearsal import rehearse
 from dovetail.coordinator.rewards.workers import Workers
-from dovetail.gpus.nvidia_driver import BrokenDriver, Device, NoDriver, ask_driver
+from dovetail.gpus.nvidia_driver import Device, driver_devices
 from dovetail.local.data_look import DataLook, look
 from dovetail.local.doctor.finding import Finding
 from dovetail.local.one_line import product_label
@@ -46,7 +45,7 @@ def check_deeply(job: RLHFJob, plan: Plan, folder: Path, scratch: Path) -> Itera
 
     `job`: with absolute paths. `folder`: where functions are looked for. `scratch`: an empty folder to write to."""
     spec = job.spec
-    yield gpus_found(job, plan, _devices())
+    yield gpus_found(job, plan, driver_devices())
     if remote := _on_claims(spec):
         yield Finding("claims", "skipped", f"{remote[0]} is on a volume of a cluster, so data and models are not read")
         return
@@ -99,12 +98,6 @@ def gpus_found(job: RLHFJob, plan: Plan, devices: Sequence[Device]) -> Finding:
     if others:
         return Finding("GPUs", "warning", f"{says}, of other products: {', '.join(others)}", "name them in spec.groups")
     return Finding("GPUs", "ok", says)
-
-
-def _devices() -> Sequence[Device]:
-    with suppress(NoDriver, BrokenDriver):
-        return ask_driver().devices
-    return ()
 
 
 def _on_claims(spec: RLHFJobSpec) -> list[str]:

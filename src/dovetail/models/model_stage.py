@@ -17,6 +17,7 @@ from dovetail.models.config import ModelError, is_tied, without_dropout
 from dovetail.models.expert_routing import replays
 from dovetail.models.packing import Packing, Past
 from dovetail.models.predictions import Predicted, Predictions, Vocabulary, predict
+from dovetail.protocol.plan import stages_at
 
 Head = Literal["lm", "value", "lm+value"]
 VALUE_HEAD = "score"
@@ -75,8 +76,7 @@ class PipelineStage(nn.Module):
         self.pp_rank, self.pp_size = pp_rank, pp_size
         self._last_stage = chunks * pp_size - 1
         # The stages that are here, in their order.
-        there_and_back = (pp_rank, pp_size - 1 - pp_rank)
-        self.stages = [chunk * pp_size + there_and_back[chunk % 2] for chunk in range(chunks)]
+        self.stages = stages_at(pp_rank, pp_size, chunks)
         self.is_first, self.is_last = 0 in self.stages, self._last_stage in self.stages
         self.family = MODEL_FAMILIES[config.model_type]
         self.chunk_layers = [layer_range(config.num_hidden_layers, s, self._last_stage + 1) for s in self.stages]

@@ -163,7 +163,7 @@ class Times:
                     assumed = self._assumed(model, kind, layout, count)
                     return None if assumed is None else np.tile(assumed, mini_batches)
                 result[k, stage] = np.max(np.array(known), axis=0)
-        return np.tile(result[:, stage_path(layout)] / layout.chunks, mini_batches)
+        return np.tile(result[:, stage_path(layout.pp, layout.chunks)] / layout.chunks, mini_batches)
 
     def _assumed(self, model: str, kind: str, layout: Layout, count: int) -> Floats | None:
         """A profile's value (of bytes, else the plan's); of a model that was measured here, only the shares of its two
@@ -174,7 +174,7 @@ class Times:
                 return None
             if len(sizes) != layout.pp:
                 sizes = np.full(layout.pp, sizes.sum() / layout.pp)
-            sizes = sizes[stage_path(layout)] / layout.chunks
+            sizes = sizes[stage_path(layout.pp, layout.chunks)] / layout.chunks
             return np.tile(sizes[None, :, None], (layout.pipelines, 1, count))
         stages = stage_times(model, self._profile.models[model], layout.pp, self._micro_batch)
         share = np.repeat(stages[kind], layout.chunks)

@@ -84,11 +84,16 @@ def chunks_of(layout: Parallelism) -> int:
     return layout.chunks if isinstance(layout, Layout) else 1
 
 
-def stage_path(layout: Parallelism) -> list[int]:
+def stage_path(pp: int, chunks: int = 1) -> list[int]:
     """The place in a pipeline (`Coordinates.pp`) of every stage: 0 to pp - 1, back again with the second chunk, and so
     on."""
-    there = list(range(layout.pp))
-    return [place for chunk in range(chunks_of(layout)) for place in (there[::-1] if chunk % 2 else there)]
+    there = list(range(pp))
+    return [place for chunk in range(chunks) for place in (there[::-1] if chunk % 2 else there)]
+
+
+def stages_at(place: int, pp: int, chunks: int = 1) -> list[int]:
+    """The stages at a place of a pipeline, one of each chunk."""
+    return [stage for stage, each in enumerate(stage_path(pp, chunks)) if each == place]
 
 
 def holds(rank: int, layout: Parallelism) -> bool:

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
 from dovetail.models.transfer import store_at, store_on
-from dovetail.protocol.plan import Coordinates, Layout, chunks_of, coordinates, holds, stage_path
+from dovetail.protocol.plan import Coordinates, Layout, chunks_of, coordinates, holds, stage_path, stages_at
 from dovetail.trainer import compat
 
 _FORMING_SECONDS = 60.0
@@ -126,7 +126,7 @@ class ModelGroups:
     @property
     def last_rank(self) -> int:
         """Global rank of the model's last stage."""
-        return self.pp_ranks[stage_path(self.layout)[-1]]
+        return self.pp_ranks[stage_path(self.pp_size, self.chunks)[-1]]
 
 
 def others_of(groups: Iterable[dist.ProcessGroup]) -> str:
@@ -242,8 +242,8 @@ class Groups:
                 for t in range(layout.tp):
                     group = self._new_group(ranks[stage, :, t].tolist())
                     replicas = group if (stage, t) == (pp, tp) else replicas
-        path = stage_path(layout)
-        own = [stage for stage, place in enumerate(path) if place == pp]
+        path = stage_path(layout.pp, chunks_of(layout))
+        own = stages_at(pp, layout.pp, chunks_of(layout))
         edges = {stage: Edges() for stage in own}
         tied = None
         for d in range(layout.dp):

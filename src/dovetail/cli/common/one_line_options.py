@@ -11,7 +11,7 @@ import click
 import yaml
 
 from dovetail.cli.common.overrides import apply_overrides
-from dovetail.gpus.nvidia_driver import BrokenDriver, NoDriver, ask_driver
+from dovetail.gpus.nvidia_driver import driver_devices
 from dovetail.local.one_line import METHODS, GPUs, OneLine, document, product_label
 from dovetail.supervision.errors import UsageError
 
@@ -71,10 +71,7 @@ def manifest_text(line: OneLine, overrides: Sequence[str], seed: int | None, cpu
 
 def machine_gpus() -> GPUs | None:
     """The GPUs of the first one's product. None if there is no GPU, or no driver for it."""
-    try:
-        devices = ask_driver().devices
-    except (NoDriver, BrokenDriver):
-        return None
+    devices = driver_devices()
     if not devices:
         return None
     return GPUs(product_label(devices[0].name), sum(device.name == devices[0].name for device in devices))

@@ -28,10 +28,7 @@ class BestWeights:
 
     def wants(self, version: int) -> bool:
         """Whether these weights are the best so far, and are not kept yet."""
-        if not self._spec.evaluation.keep_best:
-            return False
-        best = self._evaluation.best()
-        return best is not None and best.version == version and self._store.get(KEPT) != version
+        return self._unkept() == version
 
     async def export(self, version: int) -> None:
         """Keep the weights that the trainers hold, those of `version`."""
@@ -49,12 +46,12 @@ class BestWeights:
         """After the evaluation of `version`: keep the best weights if they were set aside, and drop what is older.
 
         The best may be of an older version, if the coordinator was killed after it was evaluated."""
-        best = self._evaluation.best()
-        if best is not None and self.wants(best.version) and (folder := self._folder(best.version)).is_dir():
+        best = self._unkept()
+        if best is not None and (folder := self._folder(best)).is_dir():
             shutil.rmtree(self._best, ignore_errors=True)
             self._best.parent.mkdir(parents=True, exist_ok=True)
             folder.rename(self._best)
-            self._store.put(KEPT, best.version)
+            self._store.put(KEPT, best)
         for older in self._aside.glob("*"):
             if older.name.isdecimal() and int(older.name) <= version:
                 shutil.rmtree(older, ignore_errors=True)
@@ -63,6 +60,11 @@ class BestWeights:
         """After the run's last evaluation, of `version`: drop what was set aside and never evaluated."""
         self.choose(version)
         shutil.rmtree(self._aside, ignore_errors=True)
+
+    def _unkept(self) -> int | None:
+        """The version of the best weights so far, if they are to be kept and are not yet."""
+        best = self._evaluation.best() if self._spec.evaluation.keep_best else None
+        return None if best is None or self._store.get(KEPT) == best.version else best.version
 
     def _folder(self, version: int) -> Path:
         return self._aside / f"{version}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
@@ -29,32 +30,31 @@ def serial_1f1b(
         if micro_batches[model] < 1:
             raise ScheduleError(f"{model} has {micro_batches[model]} micro-batches; a schedule needs at least 1")
     lists: list[list[Action]] = []
-    chunked = {m: _there_and_back(m, layouts[m], micro_batches[m]) for m in order if chunks_of(layouts[m]) > 1}
     for rank in range(next(iter(sizes.values())) if world is None else world):
         mine: list[Action] = []
         for model in (each for each in order if holds(rank, layouts[each])):
-            if model in chunked:
-                mine += chunked[model][coordinates(rank, layouts[model]).pp]
+            layout, count = layouts[model], micro_batches[model]
+            if chunks_of(layout) > 1:
+                places = _there_and_back(model, layout.pp, chunks_of(layout), count)
+                mine += places[coordinates(rank, layout).pp]
             else:
-                mine += _of_one_model(model, rank, layouts[model], micro_batches[model])
+                mine += _of_one_model(model, rank, layout, count)
         lists.append(mine)
     return lists
 
 
-def _there_and_back(model: str, layout: Parallelism, micro_batches: int) -> list[list[Action]]:
+@lru_cache(maxsize=16)
+def _there_and_back(model: str, pp: int, chunks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
     """The list of each place of a pipeline whose ranks hold several stages: ZB-V for two, else one micro-batch after
-    another."""
-    chunks = chunks_of(layout)
-    problem = fused_problem(layout.pp, layout.pp, micro_batches, 1.0, 1.0)
+    another. Kept: each step asks for it, also one that runs another schedule."""
     family = CHUNKED["zb-v"] if chunks == 2 else replace(CHUNKED["zb-v"], name="one by one", chunks=chunks)
-    found = fixed_schedule(problem, family)
-    lists: list[list[Action]] = [[] for _ in range(layout.pp)]
+    found = fixed_schedule(fused_problem(pp, pp, micro_batches, 1.0, 1.0), family)
+    lists: list[list[Action]] = [[] for _ in range(pp)]
     for p in found.passes():
         if p.model == "actor":
             kind: Kind = p.kind  # type: ignore[assignment]
-            action = Action(model=model, micro_batch=p.micro_batch, kind=kind, chunk=p.stage // layout.pp)
-            lists[p.rank].append(action)
-    return lists
+            lists[p.rank].append(Action(model=model, micro_batch=p.micro_batch, kind=kind, chunk=p.stage // pp))
+    return tuple(map(tuple, lists))
 
 
 def _of_one_model(model: str, rank: int, layout: Parallelism, micro_batches: int) -> Iterator[Action]:

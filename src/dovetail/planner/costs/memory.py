@@ -13,7 +13,7 @@ from typing import Literal
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
 from dovetail.planner.shape import Head, ModelShape
 from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES, OFFLOAD_NUMBERS
-from dovetail.protocol.plan import Layout, stage_path
+from dovetail.protocol.plan import stage_path, stages_at
 from dovetail.protocol.weights import layer_range
 
 GIB = 2**30
@@ -129,7 +129,7 @@ class Training:
 
     def ends(self, stage: int) -> bool:
         """Whether the head is there."""
-        return stage == (self.layout.pp - 1 if self.chunks % 2 else 0)
+        return stage == stage_path(self.layout.pp, self.chunks)[-1]
 
     @property
     def sharded(self) -> bool:
@@ -143,15 +143,14 @@ def stage_parameters(shape: ModelShape, head: Head, pp: int, tp: int, stage: int
     total = layers_of(shape.layers, pp, stage, chunks) * shape.layer_parameters(tp)
     if stage == 0:
         total += shape.embedding_parameters(tp)
-    if stage == (pp - 1 if chunks % 2 else 0):
+    if stage == stage_path(pp, chunks)[-1]:
         total += shape.head_parameters(head, shape.tied and pp * chunks == 1, tp)
     return total
 
 
 def layers_of(layers: int, pp: int, place: int, chunks: int = 1) -> int:
     """How many layers a place of a pipeline has. Raises LayoutError for more stages than layers."""
-    path = stage_path(Layout(pp=pp, chunks=chunks))
-    return sum(len(layer_range(layers, s, len(path))) for s, each in enumerate(path) if each == place)
+    return sum(len(layer_range(layers, stage, pp * chunks)) for stage in stages_at(place, pp, chunks))
 
 
 def trained_parameters(job: Training, stage: int) -> tuple[int, int]:
