@@ -489,7 +489,8 @@ def test_whatever_refuses_the_pods_is_told(server: KubeCluster, leader: Operator
         told_of_jobs = "JobSet jobless cannot make its Jobs: Job.batch is invalid: dnsPolicy"
         # Events of an object that was looked at in vain are asked for once a minute.
         wait_for("the JobSet's Event", lambda: sentence("jobless") == told_of_jobs, 180)
-        assert sentence("taken").startswith("Job taken-train-0 exists and does not belong to this job")
+        conflict = "Job taken-train-0 exists and does not belong to this job"
+        wait_for("the Job of another", lambda: sentence("taken").startswith(conflict), 180)
         assert condition(server, "Scheduled", "taken")["reason"] == "NameConflict"
         wait_for(
             "the claim of the template",
