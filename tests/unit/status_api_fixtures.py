@@ -14,6 +14,8 @@ import httpx
 import uvicorn
 from prometheus_client import CollectorRegistry
 
+from dovetail.coordinator.page.page_documents import PageDocuments
+from dovetail.coordinator.page.run_folder import RunFolder
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.coordinator.telemetry.timeline import Timeline
@@ -79,7 +81,9 @@ class Api:
         self.kube = FakeKube()
         monkeypatch.setenv("KUBECONFIG", str(self.kube.kubeconfig(folder)))
         self.run = Run(folder)
-        self.coordinator = ServerThread(make_app(self.run, TOKEN, CollectorRegistry()))  # type: ignore[arg-type]
+        documents = PageDocuments(RunFolder(folder))
+        app = make_app(self.run, TOKEN, CollectorRegistry(), lambda q: documents.answer(q, time.time(), True))  # type: ignore[arg-type]
+        self.coordinator = ServerThread(app)
         defaults = {
             "coordinator_url": self.coordinator.url,
             "poll_seconds": 0.05,

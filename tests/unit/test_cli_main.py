@@ -65,6 +65,7 @@ def test_help_lists_every_command():
         "init",
         "data",
         "run",
+        "ui",
         "samples",
         "chat",
         "serve",

@@ -22,6 +22,8 @@ PACKAGES = {
     "/usr/lib/cni/bridge": "containernetworking-plugins",
     "/bin/busybox": "busybox-static",
 }
+# What tests need beside it.
+TEST_PACKAGES = {"chromium": "chromium"}
 
 
 def unsupported() -> str | None:
@@ -41,11 +43,11 @@ def _missing(programs: Iterable[str] = PACKAGES) -> list[str]:
     def there(program: str) -> bool:
         return Path(program).exists() if program.startswith("/") else shutil.which(program) is not None
 
-    return sorted({PACKAGES[program] for program in programs if not there(program)})
+    return sorted({(PACKAGES | TEST_PACKAGES)[program] for program in programs if not there(program)})
 
 
 def install_packages() -> None:
-    missing = _missing()
+    missing = _missing([*PACKAGES, *TEST_PACKAGES])
     if missing:
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         subprocess.run(["apt-get", "update", "-qq"], check=True, env=environment)

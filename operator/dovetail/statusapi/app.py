@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import re
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from importlib import resources
 from typing import Annotated, Any
 
 from fastapi import Depends, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from fastapi.security import HTTPBearer
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from dovetail.kube.connection import KubeError
 from dovetail.manifest.base import NAME_PATTERN
+from dovetail.protocol.page_questions import QUESTION
 from dovetail.statusapi.answers import IterationList, JobDetail, JobList, PodLogList, Problem
 from dovetail.statusapi.api_metrics import ApiMetrics
 from dovetail.statusapi.auth import Forbidden, Unauthenticated
 from dovetail.statusapi.coordinator_reader import Unreachable
 from dovetail.statusapi.jobs import NotFound, Service, TooMany
+from dovetail.web.page_files import HEADERS, INDEX, PageFile, page_files
 
 Namespace = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN, description="Kubernetes namespace.")]
 Name = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN, description="The RLHFJob's name.")]
@@ -157,6 +155,23 @@ def _routes(app: FastAPI) -> None:
     ) -> Response:
         return Response(await ask.trace(token, namespace, name, iteration), media_type="application/json")
 
+    @app.get(
+        base + "/{name}/run/{question:path}",
+        operation_id="getRunPage",
+        summary="What the run page shows: overview, metrics, samples, timelines, schedule",
+        response_class=Response,
+        **(common | {"responses": _ERRORS | {200: {"content": {"application/json": {}}}}}),
+    )
+    async def get_run_page(
+        ask: Ask,
+        namespace: Namespace,
+        name: Name,
+        question: Annotated[str, Path(max_length=64, pattern=f"^(?:{QUESTION})$", description="As in `samples/12`.")],
+        token: Token = None,
+    ) -> Response:
+        content = await ask.page(token, namespace, name, question)
+        return Response(content, media_type="application/json", headers={"X-Content-Type-Options": "nosniff"})
+
     @app.get(base + "/{name}/plan", operation_id="getPlan", summary="The plan document", **common)
     async def get_plan(ask: Ask, namespace: Namespace, name: Name, token: Token = None) -> dict[str, Any]:
         return await ask.plan(token, namespace, name)
@@ -207,19 +222,23 @@ def _routes(app: FastAPI) -> None:
 
 
 def _open_routes(app: FastAPI, registry: CollectorRegistry) -> None:
-    page = (resources.files("dovetail.statusapi") / "static" / "index.html").read_text(encoding="utf-8")
-    headers = {
-        "Content-Security-Policy": f"default-src 'none'; connect-src 'self'; img-src data:; base-uri 'none'; "
-        "form-action 'none'; frame-ancestors 'none'; "
-        f"script-src {_hash(page, 'script')}; style-src {_hash(page, 'style')}",
-        "X-Content-Type-Options": "nosniff",
-        "Referrer-Policy": "no-referrer",
-        "Cache-Control": "no-cache",
-    }
+    def served(found: PageFile) -> Response:
+        return Response(found.content, media_type=f"{found.kind}; charset=utf-8", headers=HEADERS)
 
     @app.get("/", include_in_schema=False)
-    async def index() -> HTMLResponse:
-        return HTMLResponse(page, headers=headers)
+    async def index() -> Response:
+        return served(page_files()[INDEX])
+
+    @app.get("/static/{name}", include_in_schema=False)
+    async def static(name: str) -> Response:
+        found = page_files().get(name)
+        if found is None:
+            raise NotFound("there is no such file")
+        return served(found)
+
+    @app.get("/api/v1/about", include_in_schema=False)
+    async def about() -> dict[str, str]:
+        return {"source": "cluster"}
 
     @app.get("/healthz", include_in_schema=False)
     async def healthz() -> PlainTextResponse:
@@ -233,13 +252,6 @@ def _open_routes(app: FastAPI, registry: CollectorRegistry) -> None:
     @app.get("/metrics", include_in_schema=False)
     async def metrics() -> Response:
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
-
-
-def _hash(page: str, tag: str) -> str:
-    """What a content security policy calls the page's one <script> or <style>."""
-    inside = re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
-    assert inside is not None
-    return f"'sha256-{base64.b64encode(hashlib.sha256(inside[1].encode()).digest()).decode()}'"
 
 
 def _errors(app: FastAPI) -> None:

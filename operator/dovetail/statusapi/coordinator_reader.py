@@ -102,6 +102,11 @@ class CoordinatorReader:
         """The iteration's timeline in Chrome's trace format. Raises Unreachable or KubeError."""
         return await self._fetch(job, await self._token(job), f"/v1/traces/{iteration}", coordinator_http.TRACE_BYTES)
 
+    async def page(self, job: Object, question: str) -> bytes:
+        """The answer to one of the run page's questions (`protocol.page_questions`), as the coordinator gave it. Raises
+        Unreachable or KubeError."""
+        return await self._fetch(job, await self._token(job), f"/v1/page/{question}", coordinator_http.TRACE_BYTES)
+
     async def _ask(self, job: Object, found: JobProgress) -> None:
         token = await self._token(job)
         content = await self._fetch(job, token, "/v1/status", STATUS_BYTES)

@@ -75,6 +75,10 @@ class Service:
         await self._allow(header, Access("get", namespace, name))
         return await self._coordinators.trace(await self._job(namespace, name), iteration)
 
+    async def page(self, header: str | None, namespace: str, name: str, question: str) -> bytes:
+        await self._allow(header, Access("get", namespace, name))
+        return await self._coordinators.page(await self._job(namespace, name), question)
+
     async def plan(self, header: str | None, namespace: str, name: str) -> dict[str, Any]:
         await self._allow(header, Access("get", namespace, name))
         job = await self._job(namespace, name)

@@ -23,6 +23,7 @@ from dovetail.cli.run import INTERRUPTED, run
 from dovetail.cli.samples_command import samples
 from dovetail.cli.schedule_command import schedule
 from dovetail.cli.serve_command import serve
+from dovetail.cli.ui_command import ui
 from dovetail.manifest.documents import ManifestError
 from dovetail.supervision.errors import RunError, UsageError
 
@@ -101,6 +102,7 @@ COMMANDS = (
     init,
     data,
     run,
+    ui,
     samples,
     chat,
     serve,

@@ -54,6 +54,10 @@ class PodMemory(Model):
         return sum(self.parts.values())
 
 
+# What a coordinator calls the planner's phases, where it is something else.
+MEASURED_NAMES = {"transfer": "weights"}
+
+
 class Alternative(Model):
     """The best of a kind of placement that was not chosen."""
 

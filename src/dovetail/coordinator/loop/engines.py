@@ -37,6 +37,8 @@ from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.ppo_stage import PPOStage
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.loop.supervised import SupervisedStages
+from dovetail.coordinator.page.page_documents import PageDocuments
+from dovetail.coordinator.page.run_folder import RunFolder
 from dovetail.coordinator.rewards.calls import Calls
 from dovetail.coordinator.rewards.live import LiveFunction, RewardCallable
 from dovetail.coordinator.rewards.rehearsal import rehearse
@@ -138,6 +140,10 @@ class Engines:
         self.session = TrainerSession(
             self.trainers, store, settings.run_dir, spec.checkpoint.keep, self.start_seconds, log, self.run_id
         )
+        head = {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "metadata": {"name": settings.job or "job"}}
+        job = {**head, "spec": spec.model_dump(mode="json", by_alias=True)}
+        documents = {"job.json": job, "plan.json": plan.model_dump(mode="json", by_alias=True)}
+        self._documents = PageDocuments(RunFolder(settings.run_dir, documents))
         self._kinds = ("rollout", "scorer") if has_critic(spec) else ("rollout",)
         self._trained: list[str] = []
         self.fleet = Fleet(
@@ -164,7 +170,7 @@ class Engines:
         self._publisher = Publisher(
             self.trainers, http, float(spec.failure_policy.peer_timeout_seconds), beside=spec.ppo.lag > 0
         )
-        app = make_app(self, settings.token, self.registry)
+        app = make_app(self, settings.token, self.registry, self._page)
         self._runner = serving.Runner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS)
         await self._runner.setup()
         await self._listen(self._runner)
@@ -349,6 +355,10 @@ class Engines:
     async def batch(self, key: str) -> bytes:
         """See `Batches.read`."""
         return self._batches.read(key)
+
+    def _page(self, question: str) -> bytes:
+        """Answers the run page's questions. Raises NotKept."""
+        return self._documents.answer(question, time.time(), alive=True)
 
     # ------------------------------------------------------------ parts that others use
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from statistics import median
 
+from dovetail.protocol.prediction import MEASURED_NAMES
+
 # A plan is off when so many iterations in a row take so much longer or shorter than expected. It holds again when so
 # many in a row are as expected.
 TOLERANCE = 0.25
 ITERATIONS = 3
-# What the coordinator calls the planner's phases.
-_NAMES = {"transfer": "weights"}
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Expected:
     @classmethod
     def predicted(cls, seconds: float, phases: Mapping[str, float]) -> Expected:
         """Of a plan's prediction."""
-        return cls(seconds, {_NAMES.get(name, name): value for name, value in phases.items()})
+        return cls(seconds, {MEASURED_NAMES.get(name, name): value for name, value in phases.items()})
 
 
 def off(expected: float, measured: float, tolerance: float = TOLERANCE) -> bool:

@@ -12,6 +12,7 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from pydantic import BaseModel, ValidationError
 
+from dovetail.coordinator.page.page_documents import NotKept
 from dovetail.coordinator.serving.served_batches import NotPrepared
 from dovetail.coordinator.trainers.trainer_group import StaleGeneration, TrainerGroup
 from dovetail.protocol import serving
@@ -40,6 +41,10 @@ class Host(Protocol):
     def trace(self, iteration: int) -> bytes: ...
 
 
+# Answers a question of the run page with JSON. Raises NotKept. Called in a thread.
+Page = Callable[[str], bytes]
+
+
 async def _read(request: web.Request, model: type[M]) -> M:
     try:
         return model.model_validate_json(await request.read())
@@ -51,8 +56,9 @@ def _reply(message: BaseModel) -> web.Response:
     return web.Response(text=message.model_dump_json(), content_type="application/json")
 
 
-def make_app(host: Host, token: str, registry: CollectorRegistry) -> web.Application:
-    """The routes of docs/architecture.md. Every one but /metrics and /healthz asks for the job's token."""
+def make_app(host: Host, token: str, registry: CollectorRegistry, page: Page | None = None) -> web.Application:
+    """The routes of docs/architecture.md. Every one but /metrics and /healthz asks for the job's token. `page`: None
+    for hosts without a run's folder."""
 
     @web.middleware
     async def authenticate(
@@ -129,6 +135,15 @@ def make_app(host: Host, token: str, registry: CollectorRegistry) -> web.Applica
         except FileNotFoundError as error:
             raise web.HTTPNotFound(text=f"no trace of iteration {iteration}") from error
 
+    async def page_document(request: web.Request) -> web.Response:
+        if page is None:
+            raise web.HTTPNotFound(text="this host has no run page")
+        try:
+            body = await asyncio.to_thread(page, request.match_info["question"])
+        except NotKept as error:
+            raise web.HTTPNotFound(text=str(error)) from error
+        return web.Response(body=body, content_type="application/json")
+
     async def metrics(_: web.Request) -> web.Response:
         return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -148,6 +163,7 @@ def make_app(host: Host, token: str, registry: CollectorRegistry) -> web.Applica
             web.get("/v1/status", status),
             web.get("/v1/history", history),
             web.get("/v1/traces/{iteration:[0-9]{1,9}}", trace),
+            web.get("/v1/page/{question:.+}", page_document),
             web.get("/metrics", metrics),
             web.get("/healthz", healthz),
         ]

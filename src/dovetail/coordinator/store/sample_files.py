@@ -33,7 +33,7 @@ def sample_rows(
 
     `samples` are those of the experience, in the same order. `rewards` are what reward functions returned, by sample
     and function; they become `rewards`, and `reward` is the score that was trained on. `kl` is in nats, summed over
-    the response."""
+    the response. `first_version` and `weight_version` are the weights of the first token and of the last server."""
     scores, kl = experience.scores, experience.kl
     return [
         {
@@ -48,6 +48,7 @@ def sample_rows(
             "rewards": dict(sorted(rewards.get(sample.key, {}).items())),
             "kl": _number(divergence),
             "weight_version": sample.weight_version,
+            "first_version": sample.first_version,
             "rollout": sample.instance,
             "assignments": sample.attempt,
             "fields": sample.fields,

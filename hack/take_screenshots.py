@@ -1,0 +1,54 @@
+"""Take the pictures of docs/run-page.md: the demo's runs in Chromium, light and dark, wide and narrow.
+
+python hack/take_screenshots.py [CHROMIUM]"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+TARGET = ROOT / "docs" / "images"
+WIDE, NARROW = {"width": 1100, "height": 760}, {"width": 400, "height": 760}
+
+
+def main() -> None:
+    from playwright.sync_api import sync_playwright
+
+    from helpers.demo_runs import demo_runs, serve_page
+
+    chromium = sys.argv[1] if len(sys.argv) > 1 else "/usr/bin/chromium"
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        run = demo_runs(Path(folder))
+        server = serve_page(run.parent)
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
+
+        def take(
+            name: str, path: str, ready: str, size: dict[str, int] = WIDE, dark: bool = False, **more: Any
+        ) -> None:
+            scheme = "dark" if dark else "light"
+            page = browser.new_page(viewport=size, color_scheme=scheme)  # type: ignore[arg-type]
+            page.goto(f"{server.url}/#/{path}")
+            page.locator(ready).first.wait_for()
+            if "focus" in more:
+                page.locator(more["focus"]).first.scroll_into_view_if_needed()
+            page.screenshot(path=TARGET / f"run-page-{name}.png")
+            page.close()
+
+        last = "12"
+        take("overview", f"run/{run.name}/overview", "svg[data-chart]")
+        take("sample", f"run/{run.name}/sample/{last}/5/0", ".tokens span", dark=True)
+        take("schedule", f"run/{run.name}/schedule", "svg[data-lanes] rect")
+        take("timeline", f"run/{run.name}/timeline", "svg[data-lanes] rect", dark=True)
+        take("narrow", f"run/{run.name}/samples", "table", size=NARROW)
+        names = "/".join(path.name for path in sorted(run.parent.iterdir()))
+        take("compare", f"compare/{names}", "svg[data-chart]")
+        browser.close()
+        server.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""`dovetail ui`: a web page of runs, live or finished."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+import click
+
+from dovetail.cli.common.extras import require, version
+from dovetail.supervision.errors import UsageError
+
+PORT = 8470
+
+
+@click.command()
+@click.argument("runs_folder", metavar="[RUNS_FOLDER]", required=False, type=click.Path(path_type=Path))
+@click.option("--demo", is_flag=True, help="Play a recorded run. No folder is needed.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on. 0.0.0.0: all.")
+@click.option("--port", type=click.IntRange(0, 65535), default=PORT, show_default=True, help="0: any that is free.")
+@click.option("--open/--no-open", "show", default=False, help="Open the page in a browser.")
+def ui(runs_folder: Path | None, demo: bool, host: str, port: int, show: bool) -> None:
+    """Show runs in the browser: metrics, samples, timelines, schedules and health.
+
+    RUNS_FOLDER holds runs, or is one. A run that goes on is shown live. Nothing is written, and the page loads nothing
+    from elsewhere.
+
+    \b
+      dovetail ui runs/
+      dovetail ui --demo
+    """
+    require("dovetail ui", ["coordinator"])
+    if demo and runs_folder is not None:
+        raise UsageError("--demo plays a recorded run; leave out the folder")
+    folder = runs_folder if runs_folder is not None else Path("runs")
+    if not demo and not folder.is_dir():
+        raise UsageError(f"{folder} is no folder; give the one that holds your runs, or --demo")
+    with contextlib.suppress(KeyboardInterrupt), tempfile.TemporaryDirectory(prefix="dovetail-ui-") as scratch:
+        asyncio.run(_serve(folder if not demo else None, Path(scratch), host, port, show))
+
+
+async def _serve(folder: Path | None, scratch: Path, host: str, port: int, show: bool) -> None:
+    """`folder`: None plays the demo in `scratch`."""
+    from dovetail.local.run_page.demo_run import play, unpack
+    from dovetail.local.run_page.page_server import LOOPBACK, make_page_app, page_server
+    from dovetail.local.run_page.run_list import RunList
+
+    mine = host in (*LOOPBACK, "::1")
+    about: dict[str, Any] = {"source": "folder", "demo": folder is None, "version": version()}
+    playing: asyncio.Task[None] | None = None
+    if folder is None:
+        recorded = unpack(scratch)
+        playing = asyncio.create_task(play(recorded))
+    runs = RunList(folder or scratch)
+    about["folder"] = "demo" if folder is None else str(folder)
+    app = make_page_app(runs, about, any_host=not mine)
+    try:
+        async with page_server(app, host, port) as found:
+            address = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{found}/"
+            if not mine:
+                click.echo(
+                    "Warning: everyone who reaches this address can read the runs; nobody is asked for a password.",
+                    err=True,
+                )
+            click.echo(f"{about['folder']}: {address}  (Ctrl-C ends it)")
+            if show:
+                webbrowser.open(address)
+            await asyncio.Event().wait()
+    finally:
+        if playing is not None:
+            playing.cancel()

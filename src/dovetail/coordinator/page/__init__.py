@@ -1,0 +1,1 @@
+"""What the run page shows of a run, as JSON documents made of its folder."""

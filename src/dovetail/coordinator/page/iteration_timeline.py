@@ -1,0 +1,129 @@
+"""An iteration's trace as bars on lanes, and its training schedule as it was drawn and as it was run. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+Document = dict[str, Any]
+# Bars of one timeline. A browser draws so many without delay.
+BARS = 6000
+_ACTION = re.compile(r"(actor|critic) ([FBIW])(\d+)")
+
+
+def timeline(trace: Mapping[str, Any]) -> Document:
+    """`lanes`: process, lane, and bars [name, start, end, detail] in seconds from the iteration's beginning. `curves`:
+    counters as [seconds, value]. `left_out`: the shortest bars beyond BARS."""
+    events = [event for event in trace.get("traceEvents") or [] if isinstance(event, Mapping)]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+    spans = [event for event in events if event.get("ph") == "X"]
+    kept = sorted(spans, key=lambda event: -event["dur"])[:BARS]
+    lanes: dict[tuple[Any, Any], list[list[Any]]] = {}
+    for event in sorted(kept, key=lambda event: event["ts"]):
+        start = event["ts"] / 1e6
+        bar = [event["name"], start, start + event["dur"] / 1e6, _detail(event.get("args") or {})]
+        lanes.setdefault((event["pid"], event["tid"]), []).append(bar)
+    curves: dict[str, list[list[float]]] = {}
+    for event in events:
+        if event.get("ph") == "C":
+            curves.setdefault(str(event["name"]), []).append([event["ts"] / 1e6, float(event["args"]["value"])])
+    return {
+        "lanes": [
+            {"process": processes.get(pid, str(pid)), "lane": names.get((pid, tid), str(tid)), "bars": lanes[pid, tid]}
+            for pid, tid in sorted(lanes)
+        ],
+        "curves": curves,
+        "left_out": len(spans) - len(kept),
+    }
+
+
+def _detail(args: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in list(args.items())[:6] if isinstance(value, str | int | float))
+
+
+def drawn(schedule: Mapping[str, Any]) -> list[list[Document]]:
+    """A schedule document's actions by rank."""
+    return [
+        [
+            {
+                "model": action["model"],
+                "kind": action["kind"],
+                "micro_batch": action["micro_batch"],
+                "stage": action["stage"],
+                "start": float(action["start"]),
+                "end": float(action["end"]),
+            }
+            for action in rank
+        ]
+        for rank in schedule.get("actions") or []
+    ]
+
+
+def as_run(timeline: Mapping[str, Any]) -> list[list[Document]]:
+    """The actions of the first run of mini-batches in a timeline by trainer rank, from its beginning."""
+    lanes = [lane for lane in timeline["lanes"] if str(lane["process"]).startswith("trainer")]
+    runs = [bar for lane in lanes if lane["lane"] == "phases" for bar in lane["bars"] if "mini-batches" in bar[0]]
+    if not runs:
+        return []
+    first = min(bar[0] for bar in runs)
+    begin = min(bar[1] for bar in runs if bar[0] == first)
+    end = max(bar[2] for bar in runs if bar[0] == first)
+    ranks: dict[int, list[Document]] = {}
+    for lane in lanes:
+        if not str(lane["lane"]).startswith("actions"):
+            continue
+        rank = int(re.sub(r"\D", "", str(lane["process"])) or 0)
+        for name, start, stop, _ in lane["bars"]:
+            found = _ACTION.fullmatch(name)
+            if found is None or not begin <= start <= end:
+                continue
+            ranks.setdefault(rank, []).append(
+                {
+                    "model": found[1],
+                    "kind": found[2],
+                    "micro_batch": int(found[3]),
+                    "stage": None,
+                    "start": start - begin,
+                    "end": stop - begin,
+                }
+            )
+    return [ranks[rank] for rank in sorted(ranks)]
+
+
+def schedule_document(schedule: Mapping[str, Any], run: list[list[Document]], iteration: int | None) -> Document:
+    """Serial 1F1B and the chosen family as they were drawn, and the last as it was run in `iteration`.
+
+    All times are in seconds where `in_seconds`, else those drawn are in units of the default times, and the run is left
+    out. {} without a schedule."""
+    if not schedule:
+        return {}
+    in_seconds = bool(schedule.get("measured") or schedule.get("profiled"))
+    best = float(schedule["after"]["makespan"])
+    families = sorted((schedule.get("families") or {}).items(), key=lambda item: float(item[1]["makespan"]))
+    return {
+        "chosen": schedule.get("chosen"),
+        "in_seconds": in_seconds,
+        "mini_batches": schedule.get("mini_batches"),
+        "speedup": schedule.get("speedup"),
+        "serial": {"seconds": float(schedule["before"]["makespan"]), "ranks": drawn(schedule["before"])},
+        "drawn": {"seconds": best, "ranks": drawn(schedule["after"])},
+        "run": {
+            "iteration": iteration,
+            "seconds": max((action["end"] for rank in run for action in rank), default=0.0),
+            "ranks": run,
+        }
+        if run and in_seconds
+        else None,
+        "families": [
+            {
+                "name": name,
+                "description": family.get("description"),
+                "slower": float(family["makespan"]) / best - 1 if best else None,
+                "runs_here": family.get("runs_here"),
+            }
+            for name, family in families
+        ],
+        "refused": schedule.get("refused") or {},
+    }

@@ -1,0 +1,178 @@
+"""The run page's first document: how far a run is, whether it is well, and what there is to look at. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dovetail.coordinator.health.health import Rules
+from dovetail.coordinator.page.manifest_facts import manifest_facts
+from dovetail.coordinator.page.page_health import health
+from dovetail.coordinator.telemetry.pace import Pace
+from dovetail.coordinator.telemetry.summary_rows import get, rows
+from dovetail.manifest.types import RLHFJob, Stage
+from dovetail.protocol.prediction import MEASURED_NAMES
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SeenRun:
+    """What is known of a run. `rows`: those of history.jsonl. `alive`: whether its coordinator is at work; None:
+    unknown. `now`: seconds since the epoch. `kept`: what there is to look at, by kind."""
+
+    folder: str
+    job: Mapping[str, Any]
+    parsed: RLHFJob | None
+    plan: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    rows: Sequence[Document]
+    alive: bool | None
+    now: float
+    kept: Mapping[str, Any] = field(default_factory=dict)
+
+
+def last_of_each_step(rows: Sequence[Document], stage: str) -> dict[int, Document]:
+    """The rows of a stage by step; of a step that was replayed the last one."""
+    return {row["step"]: row for row in rows if row["stage"] == stage}
+
+
+def state(seen: SeenRun) -> str:
+    """`succeeded`, `failed` or `interrupted` as the run itself said; else `running`, or `stopped` if its processes are
+    gone without a word."""
+    said = str(seen.summary.get("state") or "")
+    if said:
+        return said
+    return "stopped" if seen.alive is False else "running"
+
+
+def line(seen: SeenRun) -> Document:
+    """The run's line in the list."""
+    spec = _of(seen.job, "spec")
+    last = seen.rows[-1] if seen.rows else None
+    stage = str(last["stage"]) if last is not None else None
+    if stage == "evaluation":
+        stage = Stage.PPO.value
+    steps = last_of_each_step(seen.rows, stage) if stage else {}
+    figures = steps[max(steps)]["metrics"] if steps else {}
+    return {
+        "id": seen.folder,
+        "name": str(_of(seen.job, "metadata").get("name") or seen.folder),
+        "group": group(seen.job),
+        "seed": spec.get("seed"),
+        "state": state(seen),
+        "stage": stage,
+        "done": max(steps, default=0),
+        "total": _total(seen, stage),
+        "method": seen.parsed.spec.ppo.method if seen.parsed is not None else None,
+        "reward": figures.get("reward"),
+        "kl": figures.get("kl"),
+        "samples_per_second": figures.get("samples_per_second"),
+        "began": seen.rows[0].get("time") if seen.rows else None,
+        "ended": last.get("time") if last is not None else None,
+    }
+
+
+def group(job: Mapping[str, Any]) -> str:
+    """Equal for runs of one manifest that differ in their seed and name only."""
+    spec = {name: value for name, value in _of(job, "spec").items() if name != "seed"}
+    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def overview(seen: SeenRun) -> Document:
+    """All that the page's first view shows."""
+    ppo = last_of_each_step(seen.rows, Stage.PPO.value)
+    prediction = seen.plan.get("prediction") if isinstance(seen.plan.get("prediction"), Mapping) else None
+    spec = seen.parsed.spec if seen.parsed is not None else None
+    found = line(seen)
+    running = found["state"] == "running"
+    return {
+        **found,
+        "reason": _why(found["state"], seen.summary),
+        "seconds_left": _left(seen, found) if running else None,
+        "wall_seconds": seen.summary.get("wall_seconds"),
+        "health": health(
+            [(step, row["metrics"]) for step, row in sorted(ppo.items())],
+            [row["time"] for row in seen.rows if isinstance(row.get("time"), int | float)],
+            rules=Rules.of(spec) if spec is not None else Rules(),
+            lag=spec.ppo.lag if spec is not None else 0,
+            predicted=prediction.get("iterationSeconds") if prediction else None,
+            now=seen.now if running else None,
+        ),
+        "results": [list(row) for row in rows(seen.summary)],
+        "facts": [list(row) for row in manifest_facts(seen.parsed)] if seen.parsed is not None else [],
+        "versions": get(seen.summary, "versions") or {},
+        "changes": seen.summary.get("changes") or [],
+        "plan": plan_against_actual(prediction, [row["metrics"] for _, row in sorted(ppo.items())]),
+        "placement": {
+            "trainers": [entry.get("name") for entry in seen.plan.get("trainers") or []],
+            "rollouts": [entry.get("name") for entry in seen.plan.get("rollouts") or []],
+            "parallelism": seen.plan.get("parallelism") or {},
+            "lag": seen.plan.get("lag"),
+            "alternatives": (prediction or {}).get("alternatives") or [],
+        },
+        **seen.kept,
+    }
+
+
+# Iterations whose mean is compared with the plan.
+COMPARED = 10
+
+
+def plan_against_actual(prediction: Mapping[str, Any] | None, metrics: Sequence[Mapping[str, float]]) -> list[Document]:
+    """Seconds of each phase: predicted, measured in the last iteration, and the mean of the last COMPARED. Without a
+    prediction in the plan, the coordinator's own of generation with inference is there."""
+    if not metrics:
+        return []
+    last, recent = metrics[-1], metrics[-COMPARED:]
+    phases = (prediction or {}).get("phases") or {}
+    planned = {MEASURED_NAMES.get(name, name): seconds for name, seconds in phases.items()}
+    total = {"iteration": (prediction or {}).get("iterationSeconds")}
+
+    def entry(name: str, metric: str, predicted: Any) -> Document | None:
+        values = [row[metric] for row in recent if row.get(metric) is not None]
+        if not values and predicted is None:
+            return None
+        mean = sum(values) / len(values) if values else None
+        return {"phase": name, "planned": predicted, "last": last.get(metric), "mean": mean}
+
+    names = [name.removeprefix("seconds_") for name in last if name.startswith("seconds_")]
+    found = [entry(name, f"seconds_{name}", planned.get(name)) for name in dict.fromkeys([*planned, *names])]
+    found.append(entry("iteration", "iteration_seconds", total["iteration"]))
+    if last.get("fusion_predicted_seconds") is not None:
+        found.append(entry("generation and inference", "fusion_stage_seconds", last["fusion_predicted_seconds"]))
+    return [one for one in found if one is not None]
+
+
+def _why(state: str, summary: Mapping[str, Any]) -> str:
+    if state == "stopped":
+        return "the run's processes are gone and left no result; dovetail run --resume goes on"
+    return str(summary.get("reason") or "")
+
+
+def _total(seen: SeenRun, stage: str | None) -> int | None:
+    if seen.parsed is None or stage is None:
+        return None
+    spec = seen.parsed.spec
+    if stage == Stage.PPO.value:
+        return spec.ppo.iterations
+    return {"sft": spec.sft.steps, "reward": spec.reward.steps, "dpo": spec.dpo.steps}.get(stage)
+
+
+def _left(seen: SeenRun, found: Mapping[str, Any]) -> float | None:
+    """Seconds until the present stage ends, at the pace of its last steps."""
+    if found["total"] is None or found["stage"] is None:
+        return None
+    pace = Pace()
+    for step, row in sorted(last_of_each_step(seen.rows, found["stage"]).items()):
+        if isinstance(row.get("time"), int | float):
+            pace.see(Stage(found["stage"]), step, found["total"], row["time"])
+    return pace.left(seen.now)
+
+
+def _of(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = document.get(name)
+    return value if isinstance(value, Mapping) else {}

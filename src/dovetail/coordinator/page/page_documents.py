@@ -1,0 +1,156 @@
+"""The run page's questions about a run, answered from its folder. A question is a path such as `samples/12`."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from dovetail.coordinator.page.iteration_timeline import as_run, schedule_document, timeline
+from dovetail.coordinator.page.overview import SeenRun, last_of_each_step, line, overview, plan_against_actual
+from dovetail.coordinator.page.rollout_table import life, staleness, table, turns
+from dovetail.coordinator.page.run_folder import RunFolder
+from dovetail.coordinator.page.sample_tokens import not_learnt, token_document
+from dovetail.manifest.types import Stage
+from dovetail.protocol.page_questions import QUESTION
+
+Document = dict[str, Any]
+# Rows of history in one answer.
+ROWS = 5000
+
+
+class NotKept(LookupError):
+    """The run has nothing of this, or no more. The message is one sentence for the user."""
+
+
+class PageDocuments:
+    """Answers about one run. Use from several threads is safe."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.folder = folder
+        self._answers: dict[str, Callable[..., Document]] = {
+            "history": self._history,
+            "samples": self._samples,
+            "evaluation": self._evaluation,
+            "sample": self._sample,
+            "timeline": self._timeline,
+            "schedule": self._schedule,
+        }
+
+    def line(self, now: float, alive: bool | None) -> Document:
+        """The run's line in a list of runs."""
+        return line(self._seen(now, alive))
+
+    def answer(self, question: str, now: float, alive: bool | None) -> bytes:
+        """JSON. `now`: seconds since the epoch. `alive`: whether the run's coordinator is at work; None: unknown.
+
+        Raises NotKept."""
+        if not re.fullmatch(QUESTION, question):
+            raise NotKept("there is no such page")
+        kind, *numbers = question.split("/")
+        if kind == "overview":
+            return encode(overview(self._seen(now, alive)))
+        if kind == "events":
+            return encode({"events": self.folder.events()})
+        return encode(self._answers[kind](*map(int, numbers)))
+
+    def _seen(self, now: float, alive: bool | None) -> SeenRun:
+        folder = self.folder
+        kept = {
+            "sample_iterations": folder.sample_iterations(),
+            "evaluations": folder.evaluations(),
+            "trace_iterations": folder.trace_iterations(),
+            "token_iterations": folder.batch_iterations(),
+            "has_schedule": bool(folder.schedule()),
+            "models": folder.models(),
+        }
+        job, plan, summary = folder.job(), folder.plan(), folder.summary()
+        name = folder.path.name
+        return SeenRun(name, job, folder.parsed_job(), plan, summary, folder.rows(), alive, now, kept)
+
+    def _history(self, offset: int) -> Document:
+        rows = self.folder.rows()
+        part = rows[offset : offset + ROWS]
+        return {"rows": part, "next": min(len(rows), offset + len(part)), "more": offset + len(part) < len(rows)}
+
+    def _samples(self, iteration: int) -> Document:
+        rows = self.folder.samples(iteration)
+        if not rows:
+            raise NotKept(
+                f"the samples of iteration {iteration} are not kept; spec.samples.keepMegabytes says how many are"
+            )
+        return {"iteration": iteration, **table(rows, self.folder.moves(iteration))}
+
+    def _evaluation(self, version: int) -> Document:
+        rows = self.folder.evaluation(version)
+        if not rows:
+            raise NotKept(f"the answers of the evaluation after iteration {version} are not kept")
+        return {"iteration": version, **table(rows, ())}
+
+    def _sample(self, iteration: int, prompt: int, sample: int) -> Document:
+        rows = self.folder.samples(iteration)
+        place = next(
+            (i for i, r in enumerate(rows) if (r["prompt_index"], r["sample_index"]) == (prompt, sample)), None
+        )
+        if place is None:
+            raise NotKept(f"iteration {iteration} keeps no sample {sample} of prompt {prompt}")
+        row = rows[place]
+        moves = [move for move in self.folder.moves(iteration) if move["sample"] == [iteration, prompt, sample]]
+        group = [r.get("reward") for r in rows if r["prompt_index"] == prompt]
+        equal = len(group) > 1 and len(set(group)) == 1
+        return {
+            **{key: row.get(key) for key in _SHOWN},
+            "staleness": staleness(row),
+            "turns": turns(str(row.get("prompt") or ""), str(row.get("response") or "")),
+            "life": life(row, moves),
+            "not_learnt": not_learnt(self.folder.parsed_job(), row, equal),
+            "tokens_of": token_document(self.folder.batch(iteration), place, self.folder.path),
+            "before": _place(rows, place - 1),
+            "after": _place(rows, place + 1),
+        }
+
+    def _timeline(self, iteration: int) -> Document:
+        trace = self.folder.trace(iteration)
+        if not trace:
+            raise NotKept(f"there is no timeline of iteration {iteration}")
+        steps = last_of_each_step(self.folder.rows(), Stage.PPO.value)
+        row = steps.get(iteration)
+        prediction = self.folder.plan().get("prediction")
+        plan = plan_against_actual(prediction, [row["metrics"]]) if row is not None else []
+        return {"iteration": iteration, "plan": plan, **timeline(trace)}
+
+    def _schedule(self, iteration: int) -> Document:
+        schedule = self.folder.schedule()
+        if not schedule:
+            raise NotKept("this run has only one possible schedule of training")
+        trace = self.folder.trace(iteration)
+        return schedule_document(schedule, as_run(timeline(trace)) if trace else [], iteration)
+
+
+_SHOWN = (
+    *("iteration", "prompt_index", "sample_index", "prompt", "response", "tokens", "reward", "rewards", "kl"),
+    *("finish_reason", "weight_version", "first_version", "rollout", "assignments", "fields"),
+)
+
+
+def _place(rows: list[Document], index: int) -> list[int] | None:
+    """The [prompt, sample] of a row that there may be."""
+    return [rows[index]["prompt_index"], rows[index]["sample_index"]] if 0 <= index < len(rows) else None
+
+
+def encode(document: Any) -> bytes:
+    """JSON. Numbers that are not finite, which JSON lacks, become null."""
+    try:
+        return json.dumps(document, ensure_ascii=False, allow_nan=False).encode(errors="replace")
+    except ValueError:
+        return json.dumps(_finite(document), ensure_ascii=False).encode(errors="replace")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,190 @@
+"""A run's folder, read while the run goes on or when it is over. Nothing in it is changed or locked."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from safetensors import SafetensorError
+
+from dovetail.coordinator.store.sample_files import Row, evaluation_files, files, read_rows
+from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.wire import Arrays, unpack
+
+# Events that are kept for the page, beside the moves of samples.
+EVENTS = 200
+# Too many and of too little interest for a list of events.
+_UNLISTED = frozenset({"sample.moved", "sample.retried", "sample.shown", "iteration.finished", "requests.aborted"})
+_MOVES = frozenset({"sample.moved", "sample.retried"})
+_TRACE = re.compile(r"iteration-(\d{1,9})\.json")
+_BATCH = re.compile(r"(\d{1,9})\.safetensors")
+Document = dict[str, Any]
+
+
+class RunFolder:
+    """Files that grow are read on from where they were read to. Use from several threads is safe.
+
+    What is missing or damaged is empty: a run that has just begun lacks most of its files. `given`: documents by the
+    name of their file that are known already; in a pod job.json and plan.json are elsewhere."""
+
+    def __init__(self, path: Path, given: Mapping[str, Document] | None = None) -> None:
+        self.path = path
+        self._given = dict(given or {})
+        self._lock = threading.Lock()
+        self._read: dict[str, int] = {}
+        self._rows: list[Document] = []
+        self._events: deque[Document] = deque(maxlen=EVENTS)
+        self._moves: dict[int, list[Document]] = {}
+
+    # ------------------------------------------------------------ documents
+
+    def job(self) -> Document:
+        return self._json("job.json")
+
+    def parsed_job(self) -> RLHFJob | None:
+        """job.json as a manifest; None if it is of another release, or not there."""
+        try:
+            return RLHFJob.model_validate(self.job())
+        except ValidationError:
+            return None
+
+    def plan(self) -> Document:
+        return self._json("plan.json")
+
+    def summary(self) -> Document:
+        return self._json("summary.json")
+
+    def schedule(self) -> Document:
+        """schedule.json; {} for a run with only one possible schedule."""
+        found = self._json("schedule.json")
+        return found if "after" in found and "before" in found else {}
+
+    def trace(self, iteration: int) -> Document:
+        return self._json(f"traces/iteration-{iteration:04d}.json")
+
+    def samples(self, iteration: int) -> list[Row]:
+        return self._sample_rows(files(self.path).get(iteration))
+
+    def evaluation(self, version: int) -> list[Row]:
+        return self._sample_rows(evaluation_files(self.path).get(version))
+
+    def batch(self, iteration: int) -> Arrays:
+        """The iteration's tokens, log-probabilities and values; {} if the run does not keep them any more."""
+        try:
+            return unpack((self.path / "experience" / f"{iteration:06d}.safetensors").read_bytes())
+        except (OSError, SafetensorError):
+            return {}
+
+    # ------------------------------------------------------------ what there is
+
+    def sample_iterations(self) -> list[int]:
+        return sorted(files(self.path))
+
+    def evaluations(self) -> list[int]:
+        return sorted(evaluation_files(self.path))
+
+    def trace_iterations(self) -> list[int]:
+        return self._numbers("traces", _TRACE)
+
+    def batch_iterations(self) -> list[int]:
+        return self._numbers("experience", _BATCH)
+
+    def models(self) -> list[str]:
+        """The models that the run has exported."""
+        found = (self.path / "models").glob("*/dovetail.json")
+        return sorted(path.parent.name for path in found)
+
+    # ------------------------------------------------------------ files that grow
+
+    def rows(self) -> list[Document]:
+        """The rows of history.jsonl, of a step that was replayed each time."""
+        with self._lock:
+            for row in self._new_lines("history.jsonl"):
+                if isinstance(row.get("metrics"), dict) and isinstance(row.get("step"), int) and "stage" in row:
+                    self._rows.append(row)
+            return list(self._rows)
+
+    def events(self) -> list[Document]:
+        """The newest events that tell of the run as a whole, in order."""
+        with self._lock:
+            self._read_events()
+            return list(self._events)
+
+    def moves(self, iteration: int) -> list[Document]:
+        """The moves and failures of the iteration's samples, in order."""
+        with self._lock:
+            self._read_events()
+            return list(self._moves.get(iteration, []))
+
+    def stamp(self) -> Document:
+        """What changes when the run goes on."""
+        sizes = {name: self._size(name) for name in ("history.jsonl", "events.jsonl", "summary.json", "schedule.json")}
+        newest = {"samples": max(files(self.path), default=0), "traces": max(self.trace_iterations(), default=0)}
+        return sizes | newest | {"evaluations": len(self.evaluations())}
+
+    def _read_events(self) -> None:
+        for event in self._new_lines("events.jsonl"):
+            name, sample = event.get("event"), event.get("sample")
+            if name in _MOVES and isinstance(sample, list) and len(sample) == 3:
+                self._moves.setdefault(sample[0], []).append(event)
+            if name not in _UNLISTED:
+                self._events.append(event)
+
+    def _new_lines(self, name: str) -> Iterator[Document]:
+        """The JSON objects on whole lines since the last call. A file that became shorter is read anew."""
+        start = self._read.get(name, 0)
+        if self._size(name) < start:
+            start = 0
+            for known in (self._rows,) if name == "history.jsonl" else (self._events, self._moves):
+                known.clear()
+        try:
+            with (self.path / name).open("rb") as file:
+                file.seek(start)
+                whole, newline, _ = file.read().rpartition(b"\n")
+        except OSError:
+            return
+        self._read[name] = start + len(whole) + len(newline)
+        for line in whole.split(b"\n"):
+            try:
+                document = json.loads(line)
+            except ValueError:  # cut off by a crash
+                continue
+            if isinstance(document, dict):
+                yield document
+
+    # ------------------------------------------------------------ inner parts
+
+    def _size(self, name: str) -> int:
+        try:
+            return (self.path / name).stat().st_size
+        except OSError:
+            return 0
+
+    def _json(self, name: str) -> Document:
+        if name in self._given:
+            return self._given[name]
+        try:
+            document = json.loads((self.path / name).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}
+        return document if isinstance(document, dict) else {}
+
+    def _numbers(self, folder: str, pattern: re.Pattern[str]) -> list[int]:
+        try:
+            names = [path.name for path in (self.path / folder).iterdir()]
+        except OSError:
+            return []
+        return sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
+
+    @staticmethod
+    def _sample_rows(path: Path | None) -> list[Row]:
+        try:
+            return [] if path is None else read_rows(path)
+        except (OSError, ValueError):
+            return []

@@ -1,0 +1,147 @@
+"""Serves the run page of a folder of runs over HTTP, to browsers on this machine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from dovetail.coordinator.page.page_documents import NotKept, PageDocuments, encode
+from dovetail.local.run_page.run_list import RunList
+from dovetail.protocol import serving
+from dovetail.supervision.errors import RunError
+from dovetail.web.page_files import HEADERS, INDEX, PageFile, page_files
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+# How often files are looked at for a page that is open, and how often a quiet stream says that it is there.
+LOOK_SECONDS = 0.5
+KEEP_ALIVE_SECONDS = 15.0
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def make_page_app(runs: RunList, about: dict[str, Any], *, any_host: bool = False) -> web.Application:
+    """The routes. `about`: what the page shows of this server.
+
+    Unless `any_host`, a request must be addressed to this machine by a loopback name. Else a page of another site could
+    read the runs through a name that leads here."""
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not any_host and request.host.rpartition(":")[0] not in LOOPBACK and request.host not in LOOPBACK:
+            return web.json_response({"detail": "this address is not served; use 127.0.0.1"}, status=403)
+        try:
+            reply = await handler(request)
+        except web.HTTPException as error:
+            reply = web.json_response({"detail": error.reason}, status=error.status)
+        if not reply.prepared:
+            reply.headers.update(HEADERS)
+        return reply
+
+    async def index(_: web.Request) -> web.Response:
+        return _file(page_files()[INDEX])
+
+    async def static(request: web.Request) -> web.Response:
+        found = page_files().get(request.match_info["name"])
+        return _problem(404, "there is no such file") if found is None else _file(found)
+
+    async def describe(_: web.Request) -> web.Response:
+        return _json(encode(about))
+
+    async def listed(_: web.Request) -> web.Response:
+        def lines() -> list[dict[str, Any]]:
+            now = time.time()
+            return [run.line(now, runs.alive(run)) for run in runs.runs().values()]
+
+        return _json(encode({"runs": await asyncio.to_thread(lines)}))
+
+    async def document(request: web.Request) -> web.Response:
+        run = runs.get(request.match_info["run"])
+        if run is None:
+            return _problem(404, f"there is no run of this name in {runs.folder}")
+        try:
+            question = request.match_info["question"]
+            return _json(await asyncio.to_thread(lambda: run.answer(question, time.time(), runs.alive(run))))
+        except NotKept as error:
+            return _problem(404, str(error))
+
+    async def changes(request: web.Request) -> web.StreamResponse:
+        def stamp() -> Any:
+            return {name: _stamp(run, runs) for name, run in runs.runs().items()}
+
+        return await _stream(request, stamp)
+
+    async def run_changes(request: web.Request) -> web.StreamResponse:
+        run = runs.get(request.match_info["run"])
+        if run is None:
+            return _problem(404, f"there is no run of this name in {runs.folder}")
+        return await _stream(request, lambda: _stamp(run, runs))
+
+    app = web.Application(middlewares=[guarded])
+    app.add_routes(
+        [
+            web.get("/", index),
+            web.get("/static/{name}", static),
+            web.get("/api/v1/about", describe),
+            web.get("/api/v1/runs", listed),
+            web.get("/api/v1/changes", changes),
+            web.get("/api/v1/runs/{run}/changes", run_changes),
+            web.get("/api/v1/runs/{run}/{question:.+}", document),
+        ]
+    )
+    return app
+
+
+def _stamp(run: PageDocuments, runs: RunList) -> dict[str, Any]:
+    return run.folder.stamp() | {"alive": runs.alive(run)}
+
+
+async def _stream(request: web.Request, stamp: Callable[[], Any]) -> web.StreamResponse:
+    """Server-sent events: `changed`, with what changed it, at the beginning and whenever files change."""
+    reply = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+    said, spoke = "", 0.0
+    with contextlib.suppress(ConnectionError):  # the browser has gone
+        await reply.prepare(request)
+        while True:
+            text = json.dumps(await asyncio.to_thread(stamp))
+            if text != said:
+                await reply.write(f"event: changed\ndata: {text}\n\n".encode())
+                said, spoke = text, time.monotonic()
+            elif time.monotonic() - spoke > KEEP_ALIVE_SECONDS:
+                await reply.write(b": still here\n\n")
+                spoke = time.monotonic()
+            await asyncio.sleep(LOOK_SECONDS)
+    return reply
+
+
+def _file(found: PageFile) -> web.Response:
+    return web.Response(body=found.content, content_type=found.kind, charset="utf-8")
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json", charset="utf-8")
+
+
+def _problem(status: int, detail: str) -> web.Response:
+    return web.json_response({"detail": detail}, status=status)
+
+
+@asynccontextmanager
+async def page_server(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
+    """Serve while the context is open; gives the port. Raises RunError if the address cannot be had."""
+    runner = serving.Runner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise RunError(f"cannot listen on {host}, port {port}: {error.strerror}; give another --port") from error
+        yield int(runner.addresses[0][1])
+    finally:
+        await runner.cleanup()

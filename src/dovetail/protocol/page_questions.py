@@ -1,0 +1,9 @@
+"""What the run page may ask about a run: paths below a coordinator's /v1/page/, and below a run in `dovetail ui`."""
+
+from __future__ import annotations
+
+_NUMBER = "[0-9]{1,9}"
+# A regular expression for a whole path. Only numbers of it ever reach a file's name.
+QUESTION = (
+    f"overview|events|(?:history|samples|evaluation|timeline|schedule)/{_NUMBER}|sample/{_NUMBER}/{_NUMBER}/{_NUMBER}"
+)

@@ -1,0 +1,67 @@
+// Metrics by category, as docs/metrics.md has them: [name, what it means]. What is in no category is shown last.
+
+export const STAGES = {sft: "Supervised fine-tuning", reward: "Reward model", dpo: "Preferences (DPO)", ppo: "Iterations", evaluation: "Evaluation"};
+
+export const CATEGORIES = [
+  ["Look here first", [
+    ["reward", "mean score of the samples"], ["kl", "distance to the reference, nats per response"], ["entropy", "nats per token"],
+    ["response_length", "mean tokens of a response"], ["finished_fraction", "share of responses that ended by themselves"], ["samples_per_second", ""],
+  ]],
+  ["Rewards", [
+    ["reward_std", "spread of the scores"], ["reward_min", ""], ["reward_max", ""], [/^reward\//, "one reward function, before its weight"],
+    ["reward_with_kl", "less the KL penalty"], ["reward_clipped", "share beyond ppo.rewardClip"], ["equal_reward_groups", "share of prompts with one score"],
+    ["distinct_responses", ""], ["response_length_max", "longest response, tokens"],
+  ]],
+  ["Policy", [
+    ["approx_kl", "how far the steps moved the policy, nats per token"], ["clipfrac", "share of clipped tokens"], ["dual_clipfrac", ""], ["ratio", "new to old probability"],
+    ["policy_loss", ""], ["actor_grad_norm", "before clipping"], ["actor_learning_rate", ""], ["kl_coef", ""], ["kl_loss", ""], ["counted_fraction", "share of samples that train"],
+    ["advantage_std", ""],
+  ]],
+  ["Critic", [
+    ["explained_variance", "of the returns; 1 is all"], ["value_loss", ""], ["value_clipfrac", ""], ["value", "mean prediction"], ["critic_grad_norm", ""], ["critic_learning_rate", ""],
+  ]],
+  ["Lag, and engines that differ", [
+    ["staleness", "iterations"], ["effective_sample_size", "share of tokens that count"], [/^importance_/, ""], ["behaviour_kl", ""], [/^mismatch_/, "rollouts against trainers"], [/^routing_/, ""],
+  ]],
+  ["Time", [
+    ["iteration_seconds", ""], [/^seconds_/, "seconds of an iteration"], ["seconds", "the trainers' step"], [/^fusion_/, "inter-stage fusion"],
+  ]],
+];
+
+// [[category, [[metric, meaning]]]] of the metrics that there are.
+export function categorized(names) {
+  const left = new Set([...names].filter((name) => !/_ci95$/.test(name)));
+  const found = [];
+  for (const [category, entries] of CATEGORIES) {
+    const here = [];
+    for (const [pattern, meaning] of entries) {
+      for (const name of [...left].sort()) {
+        if (typeof pattern === "string" ? name === pattern : pattern.test(name)) {
+          here.push([name, meaning]);
+          left.delete(name);
+        }
+      }
+    }
+    if (here.length) found.push([category, here]);
+  }
+  if (left.size) found.push(["Other", [...left].sort().map((name) => [name, ""])]);
+  return found;
+}
+
+export const axisOf = (stage) => (stage === "ppo" || stage === "evaluation" ? "iteration" : "step");
+
+// The points of a metric over a stage's steps, with its 95% interval where there is one.
+export function points(steps, name) {
+  const found = [];
+  for (const [step, row] of steps) {
+    const value = row.metrics[name], spread = row.metrics[`${name}_ci95`];
+    if (Number.isFinite(value)) found.push(spread > 0 ? [step, value, value - spread, value + spread] : [step, value]);
+  }
+  return found;
+}
+
+export function namesOf(steps) {
+  const names = new Set();
+  for (const row of steps.values()) for (const name of Object.keys(row.metrics)) names.add(name);
+  return names;
+}

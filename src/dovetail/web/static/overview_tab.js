@@ -1,0 +1,93 @@
+// How the run is: verdicts first, then advice if there are none, then progress, plan against actual and results.
+
+import {duration, h, moment, number, percent, swap, table} from "./dom.js";
+import {LineChart} from "./line_chart.js";
+import {points} from "./metric_catalog.js";
+import {stageOf, stateMark} from "./runs_view.js";
+import {byStage} from "./source.js";
+
+const PROBLEM_CODES = [404, 502, 503];
+
+// The overview of the run's own documents; of a job whose coordinator cannot be asked, what its status tells.
+export async function overviewOf(source, id, signal) {
+  if (source.kind !== "cluster") return source.document(id, "overview", signal);
+  const [job, document] = await Promise.all([source.job(id, signal),
+    source.document(id, "overview", signal).catch((error) => { if (PROBLEM_CODES.includes(error.code)) return {problem: error.message}; throw error; })]);
+  const live = job.live?.status || {};
+  return {
+    ...document, job, id, state: job.state, stage: job.stage ?? document.stage, done: job.iteration ?? document.done, total: job.iterations ?? document.total,
+    reward: job.reward ?? document.reward, kl: job.kl ?? document.kl, samples_per_second: job.samplesPerSecond ?? document.samples_per_second,
+    seconds_left: live.seconds_left ?? live.stage_seconds_left ?? document.seconds_left, method: live.method || document.method, phase: live.phase,
+    reason: whyNot(job) || document.reason || "", health: document.health || healthOf(job),
+  };
+}
+
+// The sentence of the condition that says why a job does not run, or why it failed.
+export function whyNot(job) {
+  const held = (type, status = "True") => job.conditions.find((c) => c.type === type && c.status === status);
+  const said = held("Failed") || held("Suspended") || (["Running", "Completed"].includes(job.state) ? held("Degraded") : held("Scheduled", "False") || held("Planned", "False") || held("Running", "False"));
+  return said ? `${said.reason}: ${said.message}` : "";
+}
+
+function healthOf(job) {
+  const unwell = job.conditions.find((c) => c.type === "Healthy" && c.status === "False");
+  return {iteration: job.iteration, verdicts: unwell ? [{reason: unwell.reason, message: unwell.message}] : [], earlier: [], unhealthy: [], advice: []};
+}
+
+export function healthPanel(health) {
+  if (health.verdicts.length) {
+    return health.verdicts.map((verdict) => h("div", {class: "note bad", role: "alert"}, h("b", {}, verdict.reason), verdict.message, "."));
+  }
+  if (health.iteration === null || health.iteration === undefined) return [];
+  return [h("div", {class: "note good"}, h("b", {}, "Healthy"), health.unhealthy.length ? `in iteration ${health.iteration}.` : `in all ${health.iteration} iterations.`),
+    health.advice.length ? h("div", {class: "note"}, h("b", {}, "Could be better"), h("ul", {}, health.advice.map((sentence) => h("li", {}, sentence)))) : ""];
+}
+
+function earlier(health) {
+  if (!health.earlier.length) return "";
+  return h("details", {}, h("summary", {}, `What was wrong earlier (${health.earlier.length})`), table([{label: "Verdict"}, {label: "First", n: true}, {label: "Last", n: true}, {label: "Iterations", n: true}, {label: "What it said"}],
+    health.earlier.map((known) => [known.reason, known.first, known.last, known.count, known.message]), "Earlier verdicts"));
+}
+
+// `single`: of one iteration, and not of the last ten.
+export function planTable(plan, single = false) {
+  if (!plan.length) return "";
+  const measured = single ? [{label: "Measured, s", n: true}] : [{label: "Last, s", n: true}, {label: "Mean of the last ten, s", n: true}];
+  const off = ({planned, mean}) => (planned && mean !== null ? mean / planned - 1 : null);
+  return [h("h3", {}, "Plan against actual"), table([{label: "Phase"}, {label: "Planned, s", n: true}, ...measured, {label: "Difference", n: true}],
+    plan.map((row) => [row.phase, number(row.planned), number(row.last), ...(single ? [] : [number(row.mean)]),
+      off(row) === null ? "–" : h("span", {class: Math.abs(off(row)) > 0.25 ? "warn" : ""}, `${off(row) > 0 ? "+" : ""}${percent(off(row))}`)]), "Plan against actual")];
+}
+
+export async function overviewTab({source, id, body, signal}) {
+  const top = h("div"), figures = h("div", {class: "charts"}), rest = h("div");
+  body.replaceChildren(top, figures, rest);
+  const charts = Object.entries({reward: "Reward per sample", kl: "KL to the reference, nats per response", loss: "Loss"}).map(([metric, title]) => [metric, new LineChart({title, axis: metric === "loss" ? "step" : "iteration"})]);
+  figures.append(...charts.map(([, chart]) => chart.node));
+
+  async function refresh() {
+    const seen = await overviewOf(source, id, signal);
+    const stages = byStage(await source.history(id, signal));
+    const fact = (name, value) => h("div", {class: "card"}, h("span", {}, name), h("b", {}, value));
+    swap(top, ...healthPanel(seen.health).flat(), seen.reason ? h("div", {class: /fail|stop/i.test(seen.state) ? "note bad" : "note warn"}, h("b", {}, seen.state), seen.reason) : "",
+      seen.problem && !seen.reason ? h("p", {class: "mute"}, seen.problem) : "",
+      h("div", {class: "facts"}, fact("State", stateMark(seen.state)), fact("Stage", stageOf(seen)), fact("Time left", duration(seen.seconds_left)), fact("Reward", number(seen.reward)),
+        fact("KL, nats", number(seen.kl)), fact("Samples per second", number(seen.samples_per_second)), fact("Seed", seen.seed ?? "–"), fact("Took", duration(seen.wall_seconds))),
+      seen.total ? h("progress", {max: seen.total, value: seen.done || 0, "aria-label": "Progress of the stage"}) : "");
+    const ppo = stages.ppo || new Map();
+    const last = [...(stages.dpo || stages.reward || stages.sft || new Map())];
+    for (const [metric, chart] of charts) {
+      const steps = metric === "loss" ? (ppo.size ? [] : last) : ppo;
+      chart.update([{label: metric, colour: "#3b82c4", points: points(steps, metric)}], metric === "loss" ? [] : seen.health.unhealthy);
+    }
+    const pairs = (rows, caption) => h("table", {"aria-label": caption}, h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, cell))))));
+    swap(rest, earlier(seen.health), ...[planTable(seen.plan || [])].flat(),
+      ...((seen.results || []).length ? [h("h3", {}, "Results"), table([{label: "What"}, {label: "Before or first", n: true}, {label: "After or last", n: true}], seen.results, "Results")] : []),
+      ...((seen.placement?.alternatives || []).length ? [h("details", {}, h("summary", {}, "Plans that were not chosen"), table([{label: "Placement"}, {label: "Seconds", n: true}, {label: "Why"}],
+        seen.placement.alternatives.map((other) => [other.placement, number(other.seconds), other.problem || other.note || "slower"]), "Other plans"))] : []),
+      ...((seen.facts || []).length ? [h("h3", {}, "The run"), pairs([...seen.facts, ...(seen.models?.length ? [["Models", seen.models.join(", ")]] : []), ["Began", moment(seen.began)]], "The run")] : []),
+      ...((seen.changes || []).length ? [h("h3", {}, "Changes of the manifest"), table([{label: "After"}, {label: "Field"}, {label: "Old"}, {label: "New"}], seen.changes.map((c) => [`${c.stage} ${c.step}`, c.field, String(c.old), String(c.new)]), "Changes")] : []));
+  }
+  await refresh();
+  return {refresh};
+}

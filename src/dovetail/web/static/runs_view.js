@@ -1,0 +1,63 @@
+// The list of runs, from which some are chosen for comparison.
+
+import {duration, h, moment, number, swap, table} from "./dom.js";
+
+export const hrefOf = (id, ...rest) => `#/run/${[id, ...rest].map(encodeURIComponent).join("/")}`;
+
+export function stateMark(state) {
+  const kind = /^(failed|stopped)$/i.test(state) ? "bad" : /^(succeeded|completed)$/i.test(state) ? "good" : /^running$/i.test(state) ? "live" : /^interrupted$/i.test(state) ? "warn" : "";
+  return h("span", {class: kind}, state);
+}
+
+export const STAGE_NAMES = {sft: "SFT", reward: "reward model", dpo: "DPO", ppo: "PPO"};
+export function stageOf(run) {
+  if (!run.stage) return "–";
+  const name = run.stage === "ppo" ? run.method || "PPO" : STAGE_NAMES[run.stage] || run.stage;
+  return `${name} ${run.done ?? 0}${run.total ? ` / ${run.total}` : ""}`;
+}
+
+export async function runsView({source, root, signal, say}) {
+  const chosen = new Set();
+  const box = h("div"), compare = h("a", {href: "#/", role: "button", hidden: true}, "");
+  root.replaceChildren(h("div", {class: "bar"}, h("h2", {}, source.kind === "cluster" ? `Jobs in namespace ${source.namespace}` : "Runs"), compare), box);
+  const count = () => {
+    compare.hidden = chosen.size < 2;
+    compare.textContent = `Compare ${chosen.size} runs`;
+    compare.href = `#/compare/${[...chosen].map(encodeURIComponent).join("/")}`;
+  };
+  async function refresh() {
+    if (source.kind === "cluster" && !source.token) {
+      try { await show(); } catch (error) {
+        if (error.code !== 401) throw error;
+        box.replaceChildren(h("p", {class: "mute"}, "Give a bearer token, such as that of ", h("code", {}, "kubectl create token ACCOUNT"), "."));
+      }
+      return;
+    }
+    await show();
+  }
+  async function show() {
+    const runs = await source.list(signal);
+    if (!runs.length) {
+      box.replaceChildren(h("p", {class: "mute"}, source.kind === "cluster" ? `No RLHFJobs in namespace ${source.namespace}.` : "No runs here yet. A run appears as soon as dovetail run has begun it."));
+      return;
+    }
+    runs.sort((a, b) => (b.began || 0) - (a.began || 0));
+    const rows = runs.map((run) => [
+      h("input", {type: "checkbox", checked: chosen.has(run.id), "data-run": run.id, "aria-label": `Compare ${run.id}`, onchange: (event) => {
+        if (event.target.checked) chosen.add(run.id); else chosen.delete(run.id);
+        count();
+      }}),
+      h("a", {href: hrefOf(run.id, "overview")}, run.id), stateMark(run.state), stageOf(run), number(run.reward), number(run.kl), number(run.samples_per_second),
+      run.seed ?? "–", moment(run.began), run.ended && run.began ? duration(run.ended - run.began) : "–",
+    ]);
+    swap(box, table([{label: "", head: "Compare"}, {label: "Run"}, {label: "State"}, {label: "Stage"}, {label: "Reward", n: true}, {label: "KL", n: true},
+      {label: "Samples/s", n: true}, {label: "Seed", n: true}, {label: "Began"}, {label: "Took"}], rows, "Runs"));
+  }
+  await refresh();
+  let last = 0;
+  source.follow(null, () => {
+    if (Date.now() - last < 900) return;
+    last = Date.now();
+    refresh().catch((error) => { if (error.name !== "AbortError") say(error.message); });
+  }, signal, say);
+}

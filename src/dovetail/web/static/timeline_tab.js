@@ -1,0 +1,31 @@
+// An iteration's timeline: every process, and the plan against what was measured.
+
+import {h, select, swap} from "./dom.js";
+import {lanes} from "./lanes.js";
+import {LineChart} from "./line_chart.js";
+import {planTable} from "./overview_tab.js";
+
+export async function timelineTab({source, id, body, args, signal}) {
+  let iteration = args[0] ? Number(args[0]) : null, follow = iteration === null, there = [], shown = null;
+  const controls = h("div", {class: "bar"}), box = h("div");
+  body.replaceChildren(controls, box);
+  async function load() {
+    there = (await source.document(id, "overview", signal)).trace_iterations;
+    if (follow) iteration = there.length ? there[there.length - 1] : null;
+    if (iteration === null) { box.replaceChildren(h("p", {class: "mute"}, "No iteration has ended yet.")); return; }
+    swap(controls, select("Iteration", [...there].reverse().map((n) => [n, n]), iteration, (value) => { iteration = Number(value); follow = false; load(); }),
+      h("span", {class: "mute"}, "Drag to zoom. Arrow keys choose a bar."));
+    if (iteration === shown) return;
+    const found = await source.document(id, `timeline/${iteration}`, signal);
+    shown = iteration;
+    const left = new LineChart({title: "Samples still to generate", axis: "second"});
+    left.update(Object.entries(found.curves).map(([name, points]) => ({label: name, colour: "#3b82c4", points})));
+    box.replaceChildren(...[planTable(found.plan, true)].flat(), lanes({title: `Timeline of iteration ${iteration}`, note: found.left_out ? `The ${found.left_out} shortest bars are left out.` : "",
+      lanes: found.lanes.map((lane) => ({label: lane.lane === "main" ? lane.process : `${lane.process} / ${lane.lane}`, bars: lane.bars}))}), left.node);
+  }
+  await load();
+  return {
+    refresh: async () => { if (follow && !box.contains(document.activeElement)) await load(); },
+    key: (key) => { const next = there[there.indexOf(iteration) + (key === "j" ? 1 : key === "k" ? -1 : NaN)]; if (next !== undefined) { iteration = next; follow = false; load(); } },
+  };
+}

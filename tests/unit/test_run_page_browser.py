@@ -1,0 +1,176 @@
+"""The run page in Chromium: what a person sees and does. The server plays no part in it but to answer."""
+
+import json
+import re
+import shutil
+import time
+
+import pytest
+
+from helpers.demo_runs import append, demo_runs, serve_page
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
+HOSTILE = "</td><img src=x onerror=\"document.title='taken'\"><script>document.title='taken'</script>"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # Root has no sandbox; a page without a GPU draws as well.
+        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield found
+        found.close()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    run = demo_runs(folder)
+    samples = run / "samples" / "iteration-000012.jsonl"
+    rows = [json.loads(line) for line in samples.read_text().splitlines()]
+    rows[0] |= {"prompt": HOSTILE, "response": HOSTILE}
+    samples.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run
+
+
+@pytest.fixture(scope="module")
+def url(runs):
+    server = serve_page(runs.parent)
+    yield server.url
+    server.close()
+
+
+@pytest.fixture
+def page(browser, url):
+    context = browser.new_context(viewport={"width": 1200, "height": 900})
+    found = context.new_page()
+    asked, problems = [], []
+    found.on("request", lambda request: asked.append(request.url))
+    found.on("pageerror", lambda error: problems.append(str(error)))
+    found.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
+    found.set_default_timeout(20_000)
+    yield found
+    context.close()
+    assert [address for address in asked if not address.startswith((url, "data:"))] == [], "asked somebody else"
+    assert problems == []
+
+
+def open_tab(page, url, run, *parts):
+    page.goto(f"{url}/#/run/{'/'.join([run.name, *map(str, parts)])}")
+
+
+def test_a_finished_run_from_the_list_to_its_schedule(page, url, runs):
+    page.goto(url)
+    page.get_by_role("link", name=runs.name, exact=True).click()
+    page.get_by_text("Healthy", exact=True).wait_for()
+    # What is said of its health stands above all figures.
+    assert (
+        page.evaluate("document.querySelector('.note.good').compareDocumentPosition(document.querySelector('.facts'))")
+        == 4
+    )
+    assert page.get_by_role("table", name="Plan against actual").get_by_text("generation", exact=True).count() == 1
+    page.get_by_role("link", name="Timeline").click()
+    lanes = page.locator("svg[data-lanes]")
+    lanes.wait_for()
+    assert lanes.locator("rect").count() > 20
+    lanes.focus()
+    page.keyboard.press("ArrowDown")
+    page.locator("output", has_text=re.compile(r"coordinator.*: .* s, from")).wait_for()
+    page.get_by_role("link", name="Schedule").click()
+    page.get_by_text(re.compile("as run in iteration 12: ")).wait_for()
+    assert page.locator("svg[data-lanes]").count() == 3
+
+
+def test_metrics_zoom_together_and_are_filtered(page, url, runs):
+    open_tab(page, url, runs, "metrics")
+    chart = page.locator("svg[data-chart=reward]").first
+    chart.wait_for()
+    box = chart.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 60, steps=4)
+    page.mouse.up()
+    for name in ("reward", "kl"):
+        shown = page.locator(f"svg[data-chart={name}] circle")
+        assert 2 <= shown.count() < 12, name
+    chart.focus()
+    page.keyboard.press("Escape")
+    assert page.locator("svg[data-chart=kl] circle").count() == 12
+    page.keyboard.press("/")
+    page.keyboard.type("value_loss")
+    assert page.locator("figure:visible").count() == 1
+
+
+def test_samples_are_sorted_and_one_is_read_token_by_token(page, url, runs):
+    open_tab(page, url, runs, "samples")
+    page.get_by_role("button", name="Sort by Reward").click()
+    rewards = [float(text.rstrip(" =")) for text in page.locator("td[data-label=Reward]").all_inner_texts()]
+    assert rewards == sorted(rewards, reverse=True)
+    page.locator("td[data-label=Prompt] a").first.click()
+    page.locator(".turn.assistant.learnt").wait_for()
+    assert page.locator(".turn.user.masked").count() == 1
+    assert page.locator(".tokens .masked").count() == 1
+    page.locator(".tokens").focus()
+    page.keyboard.press("ArrowRight")
+    page.get_by_text(re.compile(r"token 1 .*log-probability -?[\d.e-]+")).wait_for()
+    assert page.get_by_text(re.compile("begun on rollouts-")).count() == 1
+    before = page.url
+    page.keyboard.press("j")
+    page.wait_for_url(lambda address: address != before)
+
+
+def test_a_models_text_is_shown_as_text(page, url, runs):
+    open_tab(page, url, runs, "sample", 12, 0, 0)
+    page.locator(".turn.assistant", has_text="</td><img src=x").wait_for()
+    open_tab(page, url, runs, "samples", 12)
+    page.locator("td", has_text="<script>").first.wait_for()
+    assert page.locator("main img, main script").count() == 0
+    assert page.title() != "taken"
+
+
+def test_seeds_are_compared_on_one_axis(page, url, runs):
+    page.goto(url)
+    boxes = page.locator("input[data-run]")
+    boxes.first.wait_for()
+    for number in range(boxes.count()):
+        boxes.nth(number).check()
+    page.get_by_role("button", name=re.compile("Compare")).click()
+    page.locator("svg[data-chart=reward]").wait_for()
+    assert page.get_by_text(re.compile(r", \d seeds")).count() >= 1
+
+
+def test_a_run_that_goes_on_is_followed(page, url, runs):
+    live = runs.parent / "live"
+    live.mkdir()
+    (live / "job.json").write_text((runs / "job.json").read_text())
+    rows = [json.loads(line) for line in (runs / "history.jsonl").read_text().splitlines()]
+    ppo = [row | {"time": time.time()} for row in rows if row["stage"] == "ppo"]
+    append(live / "history.jsonl", *ppo[:2])
+    open_tab(page, url, live, "overview")
+    page.get_by_text("2 / 12").wait_for()
+    append(live / "history.jsonl", ppo[2])
+    page.get_by_text("3 / 12").wait_for()
+    shutil.rmtree(live)
+
+
+def test_400_pixels_keys_and_the_dark(page, url, runs):
+    page.set_viewport_size({"width": 400, "height": 800})
+    page.emulate_media(color_scheme="dark")
+    for parts in (("overview",), ("metrics",), ("samples",), ("sample", 12, 1, 0), ("timeline",), ("schedule",)):
+        open_tab(page, url, runs, *parts)
+        page.locator("main h3:visible, main table:visible, main svg:visible").first.wait_for()
+        wide = page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= 400, f"{parts[0]} is {wide} pixels wide"
+    colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert sum(map(int, re.findall(r"\d+", colour)[:3])) < 150, colour
+    page.keyboard.press("2")
+    page.wait_for_url(re.compile("/metrics$"))
+    page.keyboard.press("?")
+    page.get_by_role("heading", name="Keys").wait_for()
+    page.keyboard.press("Escape")
+    page.goto(url)
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
