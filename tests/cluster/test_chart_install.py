@@ -9,11 +9,17 @@ import pytest
 import yaml
 from golden import make_objects
 
+from dovetail.manifest.documents import parse
+from dovetail.manifest.resolve import resolve
+from dovetail.operator.operator_settings import OperatorSettings
+from dovetail.operator.render.context import RenderContext
+from dovetail.operator.render.objects import jobset, surplus_jobs
+from dovetail.planner.make_plan import make_plan
 from helpers.chart_tools import CHART
 from helpers.cluster import KubeCluster, wait_for
 from helpers.earlier_chart import earlier_chart
 from helpers.operator_process import kubeconfig, operator, preserving
-from helpers.rlhfjobs import NAME, condition, install_crd
+from helpers.rlhfjobs import NAME, condition, install_crd, quickstart
 
 SPACE = "chart-system"
 MINE = ("-l", "app.kubernetes.io/instance=charted,app.kubernetes.io/managed-by=Helm")
@@ -45,6 +51,33 @@ def test_every_object_is_accepted_and_no_pod_breaks_the_restricted_standard(serv
     assert "PodSecurity" not in done.stderr
     careless = dry_run(server, text.replace("runAsNonRoot: true", "runAsNonRoot: false"))
     assert "would violate PodSecurity" in careless.stderr, "so the above says something"
+
+
+@pytest.mark.parametrize("user", [65532, 0])
+def test_the_api_server_lets_pods_of_jobs_into_a_restricted_namespace(server, user):
+    """Also if the platform chooses the user, as OpenShift does."""
+    job = parse(quickstart("strict", SPACE))
+    job = job.model_copy(update={"spec": resolve(job.spec)})
+    context = RenderContext(job, make_objects.UID, make_plan(job.spec), OperatorSettings(pod_user=user))
+    templates = {
+        each["name"]: each["template"]["spec"]["template"] for each in jobset(context)["spec"]["replicatedJobs"]
+    }
+    templates |= {each["metadata"]["name"]: each["spec"]["template"] for each in surplus_jobs(context)}
+    assert len(templates) > 3
+    pods = []
+    for name, template in templates.items():
+        spec = template["spec"] | {"serviceAccountName": "default", "priorityClassName": ""}
+        pods.append({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "namespace": SPACE}, "spec": spec})
+    wait_for("the account", lambda: server.get("serviceaccount", "default", "-n", SPACE))
+
+    def created(*things):
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": things})
+        return server.try_kubectl("create", "--dry-run=server", "-f", "-", stdin=text)
+
+    done = created(*pods)
+    assert done.returncode == 0, done.stderr
+    pods[0]["spec"]["securityContext"] = {}
+    assert "violates PodSecurity" in created(pods[0]).stderr, "so the above says something"
 
 
 def test_install_upgrade_uninstall(server):

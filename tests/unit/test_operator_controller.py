@@ -14,6 +14,7 @@ from dovetail.kube import names
 from dovetail.kube.connection import KubeError
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.operator.cluster.client import Page
+from dovetail.operator.cluster.multikueue import LOOK_SECONDS, Dispatch
 from dovetail.operator.job_controller import GATHER_SECONDS, Controller
 from dovetail.operator.job_metrics import JobMetrics
 from dovetail.operator.log import log_libraries
@@ -67,8 +68,13 @@ class Client:
         self.others = {}
         self.made = {}
         self.nodes = 0
+        self.workload = None
 
     async def get(self, resource, namespace, name):
+        if resource.kind == "Workload":
+            if self.workload is None:
+                raise KubeError(404, "not found")
+            return copy.deepcopy(self.workload)
         assert resource.kind == "RLHFJob"
         return copy.deepcopy(self.job)
 
@@ -135,6 +141,56 @@ def test_a_job_of_another_controller_is_left_alone():
     controller, client = a_controller(managedBy=names.MANAGER)
     asyncio.run(controller.process(KEY))
     assert ("create", "JobSet") in client.calls
+
+
+def sent(**spec):
+    """A controller in the cluster of the queues, a job that MultiKueue sends elsewhere, and Kueue's Workloads."""
+    controller, client = a_controller(managedBy=names.MULTIKUEUE, **spec)
+    client.job["metadata"]["labels"] = {names.QUEUE_LABEL: "team"}
+    client.job["metadata"]["resourceVersion"] = "2"
+    controller.store.put(copy.deepcopy(client.job))
+    settings = OperatorSettings(multi_kueue=True)
+    controller._dispatch = Dispatch(client, Planner(), settings)
+    return controller, client
+
+
+def test_the_workload_of_a_job_that_is_sent_elsewhere():
+    controller, client = sent()
+    assert asyncio.run(controller.process(KEY)) == LOOK_SECONDS
+    assert client.calls == [("create", "Workload")]
+    (made,) = client.made.values()
+    uid = client.job["metadata"]["uid"]
+    assert made["metadata"]["name"] == f"demo-{uid[:8]}"
+    client.workload = made
+    asyncio.run(controller.process(KEY))
+    assert client.calls == [("create", "Workload")], "it is there"
+    client.workload = made | {"status": {"conditions": [{"type": "Evicted", "status": "True"}]}}
+    asyncio.run(controller.process(KEY))
+    assert client.calls[1:] == [("delete", "Workload")], "it enters the queue anew"
+    client.workload = None
+    asyncio.run(controller.process(KEY))
+    assert client.calls[2:] == [("create", "Workload")]
+
+
+def test_a_suspended_job_has_no_workload():
+    controller, client = sent(suspend=True)
+    asyncio.run(controller.process(KEY))
+    assert client.calls == []
+    owner = controlled("RLHFJob", client.job["metadata"]["uid"]) | {"apiVersion": "dovetail.dev/v1alpha1"}
+    client.workload = {"metadata": {"name": "w", "uid": "u", "ownerReferences": [owner]}, "spec": {}}
+    asyncio.run(controller.process(KEY))
+    assert client.calls == [("delete", "Workload")]
+
+
+def test_a_workload_of_somebody_else_is_left_alone_and_told_once():
+    controller, client = sent()
+    client.workload = {"metadata": {"name": "w", "uid": "u"}, "spec": {}}
+    for _ in range(2):
+        asyncio.run(controller.process(KEY))
+    assert client.calls == [("create", "Event")]
+    (event,) = client.made.values()
+    assert event["reason"] == "NameConflict"
+    assert "exists and does not belong to this job" in event["message"]
 
 
 def test_of_two_jobs_with_the_same_names_for_their_jobs_the_older_one_starts():

@@ -20,10 +20,12 @@ from dovetail.operator.reconcile.replan import needs
 from dovetail.operator.render.config_map import in_pods, spec_hash
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.objects import jobset, supporting_objects, surplus_jobs
+from dovetail.operator.render.sent_workload import workload
 from dovetail.planner.make_plan import make_plan
 from dovetail.planner.placement.pods import quantity
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.env import ProcessEnv
+from helpers import openshift
 
 
 def a_context(settings=None, labels=None, namespace="default", **changes):
@@ -459,6 +461,73 @@ def test_no_user_is_named_where_the_platform_chooses_one():
     assert OperatorSettings.read({"DOVETAIL_POD_USER": "0", "DOVETAIL_EGRESS": "[]"}).egress == []
 
 
+def examples():
+    """Every job of the examples that a cluster can run, as OpenShift's operator renders it."""
+    settings = OperatorSettings(pod_user=0, surplus_priority_class="low")
+    for path in sorted(make_objects.EXAMPLES.glob("**/*.yaml")):
+        for document in yaml.safe_load_all(path.read_text()):
+            if document and document.get("kind") == "RLHFJob" and not deep_path(document["spec"]):
+                document["metadata"].setdefault("namespace", "default")
+                job = parse(document)
+                job = job.model_copy(update={"spec": resolve(job.spec)})
+                yield RenderContext(job, make_objects.UID, make_plan(job.spec), settings)
+
+
+def deep_path(spec):
+    """Whether it reads files of one machine."""
+    return "path" in json.dumps(spec.get("data", {}))
+
+
+def test_openshift_admits_every_pod_of_the_examples():
+    """Its policy restricted-v2, which every account has."""
+    contexts = list(examples())
+    assert len(contexts) > 3
+    for context in contexts:
+        for name, spec, _ in pods(context):
+            run, why = openshift.admit(spec)
+            assert why == [], (context.name, name)
+            assert run["containers"][0]["securityContext"]["runAsUser"] == openshift.USERS[0]
+    _, why = openshift.admit(next(iter(pods(a_context())))[1])
+    assert why == ["fsGroup 65532 is not of the namespace", "dovetail: runAsUser 65532 is not of the namespace"]
+    careless = {"hostNetwork": True, "volumes": [{"name": "h", "hostPath": {"path": "/"}}]}
+    careless["containers"] = [
+        {"name": "c", "securityContext": {"privileged": True, "capabilities": {"add": ["SYS_PTRACE"]}}}
+    ]
+    assert len(openshift.admit(careless)[1]) == 4, "so the above says something"
+
+
+def test_what_multikueue_sends_has_the_same_pods_in_the_other_cluster():
+    """Kueue compares all containers with the Workload's. The copy of the job has another uid."""
+    queue = {"kueue.x-k8s.io/queue-name": "q"}
+    here = a_context(labels=queue)
+    made = workload(here)
+    assert made["metadata"]["name"] == f"quickstart-{make_objects.UID[:8]}"
+    assert made["metadata"]["ownerReferences"][0]["kind"] == "RLHFJob"
+    assert made["spec"]["queueName"] == "q"
+    note = {"kueue.x-k8s.io/prebuilt-workload-name": made["metadata"]["name"]}
+    copied = here.job.metadata.model_copy(update={"annotations": note})
+    there = replace(here, uid="another-uid", job=here.job.model_copy(update={"metadata": copied}))
+    theirs = jobset(there)
+    assert theirs["metadata"]["annotations"] == note, "Kueue 0.18 reads it there, earlier ones read a label"
+    sets = {each["name"]: each for each in made["spec"]["podSets"]}
+    for job in theirs["spec"]["replicatedJobs"]:
+        template = job["template"]["spec"]["template"]["spec"]
+        mine = sets[job["name"]]["template"]["spec"]
+        assert [template[key] for key in ("containers",)] == [mine[key] for key in ("containers",)]
+        assert template.get("tolerations") == mine.get("tolerations")
+        assert sets[job["name"]]["count"] == job["replicas"] * job["template"]["spec"]["parallelism"]
+    assert names.run_dir(there.job, there.uid) == names.run_dir(here.job, here.uid)
+
+
+@pytest.mark.parametrize("name", ["../others", "quickstart-", "other-0123abcd", "quickstart-0123abcd/.."])
+def test_a_workloads_name_is_a_folder_only_if_an_operator_made_it(name):
+    context = a_context()
+    note = {"kueue.x-k8s.io/prebuilt-workload-name": name}
+    copied = context.job.metadata.model_copy(update={"annotations": note})
+    job = context.job.model_copy(update={"metadata": copied})
+    assert names.folder(job, "89abcdef-1") == "quickstart-89abcdef"
+
+
 def test_a_preemptible_group_runs_on_spot_nodes_of_the_usual_clouds():
     document = yaml.safe_load((make_objects.EXAMPLES / "quickstart-cluster.yaml").read_text())
     groups = document["spec"]["groups"]
@@ -528,6 +597,20 @@ def test_gangs_of_yunikorn_give_gpus_back_after_the_deadline():
     assert tasks["a100"]["minResource"] == asked["requests"] | asked["limits"]
     assert tasks["a100"]["minResource"]["nvidia.com/gpu"] == "1"
     assert tasks["a100"]["nodeSelector"] == {"nvidia.com/gpu.product": "NVIDIA-A100-SXM4-80GB"}
+
+
+def test_gangs_of_kai_come_from_the_jobset():
+    """KAI makes the PodGroup. Of the JobSet it reads the queue, and earlier versions the number of pods."""
+    queue = {"kai.scheduler/queue": "research"}
+    group, pods, surplus = ganged("KAI", labels={**queue, "team": "a"})
+    assert group is None
+    assert {pod["spec"]["schedulerName"] for pod in pods.values()} == {"kai-scheduler"}
+    assert all(queue.items() <= pod["metadata"]["labels"].items() for pod in pods.values())
+    assert "schedulerName" not in surplus["spec"], "surplus rollouts come and go"
+    made = jobset(a_context(OperatorSettings(gang="KAI"), {**queue, "team": "a"}))["metadata"]
+    assert made["annotations"] == {"kai.scheduler/batch-min-member": "5"}
+    assert (made["labels"]["kai.scheduler/queue"], "team" in made["labels"]) == ("research", False)
+    assert "annotations" not in jobset(a_context(labels=queue))["metadata"]
 
 
 def test_jobs_in_a_queue_of_kueue_have_no_second_gang():

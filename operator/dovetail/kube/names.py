@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.process.env import COORDINATOR_PORT, HUB_CACHE
 from dovetail.protocol.process.process_names import COORDINATOR
@@ -28,7 +30,11 @@ INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 REPLICA_ANNOTATION = "jobset.sigs.k8s.io/job-index"
 KUEUE = "kueue.x-k8s.io/"
 QUEUE_LABEL = f"{KUEUE}queue-name"
+# A label until Kueue 0.17, an annotation since.
 WORKLOAD_LABEL = f"{KUEUE}prebuilt-workload-name"
+JOB_UID_LABEL = f"{KUEUE}job-uid"  # of a Workload
+ORIGIN_LABEL = f"{KUEUE}multikueue-origin"
+MULTIKUEUE = f"{KUEUE}multikueue"  # in spec.managedBy
 PRIORITY_LABEL = f"{KUEUE}priority-class"
 
 VOLUME_MOUNT = "/var/dovetail"
@@ -87,7 +93,25 @@ def run_dir(job: RLHFJob, uid: str) -> str:
 
 def folder(job: RLHFJob, uid: str) -> str:
     """The last part of `run_dir`."""
-    return job.spec.storage.folder or f"{job.metadata.name}-{uid[:8]}"
+    return job.spec.storage.folder or _sent_as(job) or workload(job.metadata.name, uid)
+
+
+def workload(job: str, uid: str) -> str:
+    """The Workload of a job that MultiKueue sends to another cluster. The copy there has another uid. Kueue compares
+    the copy's containers with the Workload's, so what is made from the uid is made from this name instead."""
+    return f"{job}-{uid[:8]}"
+
+
+def sent_workload(job: RLHFJob) -> str | None:
+    """The Workload that MultiKueue has made for this copy of a job; None if the job is no copy."""
+    metadata = job.metadata
+    return metadata.annotations.get(WORKLOAD_LABEL) or metadata.labels.get(WORKLOAD_LABEL)
+
+
+def _sent_as(job: RLHFJob) -> str | None:
+    """`sent_workload` if an operator made it. Whoever may create jobs may write another name there."""
+    name = sent_workload(job) or ""
+    return name if re.fullmatch(re.escape(job.metadata.name) + "-[0-9a-f]{8}", name) else None
 
 
 def labels(job: str, uid: str, component: str) -> dict[str, str]:

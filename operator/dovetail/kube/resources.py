@@ -45,7 +45,7 @@ EVENT = Resource("Event", "", "v1", "events", watched=False)
 NODE = Resource("Node", "", "v1", "nodes", watched=False)
 # Not watched: the operator has no right to list Secrets.
 SECRET = Resource("Secret", "", "v1", "secrets", watched=False)
-# Not watched: it is looked at only while a job waits in a queue of Kueue.
+# Not watched: it is looked at while a job waits in a queue of Kueue, and made for jobs that MultiKueue sends elsewhere.
 WORKLOAD = Resource("Workload", "kueue.x-k8s.io", "v1beta2", "workloads", watched=False)
 JOBSET = Resource("JobSet", "jobset.x-k8s.io", "v1alpha2", "jobsets")
 JOB = Resource("Job", "batch", "v1", "jobs")
@@ -81,6 +81,7 @@ class Gang(StrEnum):
     VOLCANO = "Volcano"
     COSCHEDULING = "Coscheduling"
     YUNIKORN = "YuniKorn"
+    KAI = "KAI"
 
 
 POD_GROUP = "PodGroup"
@@ -90,4 +91,4 @@ POD_GROUPS: dict[str, Resource] = {
     Gang.VOLCANO: Resource(POD_GROUP, "scheduling.volcano.sh", "v1beta1", "podgroups"),
     Gang.COSCHEDULING: Resource(POD_GROUP, "scheduling.x-k8s.io", "v1alpha1", "podgroups"),
 }
-BY_KIND = {resource.kind: resource for resource in (*CHILDREN, RLHFJOB, EVENT, NODE, SECRET)}
+BY_KIND = {resource.kind: resource for resource in (*CHILDREN, RLHFJOB, EVENT, NODE, SECRET, WORKLOAD)}

@@ -32,6 +32,7 @@ from dovetail.operator.cluster.client import Client
 from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
 from dovetail.operator.cluster.gpu_nodes import Nodes
 from dovetail.operator.cluster.mounts import Mounts
+from dovetail.operator.cluster.multikueue import LOOK_SECONDS, Dispatch
 from dovetail.operator.cluster.notices import Notices
 from dovetail.operator.cluster.object_cache import Key, ObjectCache, key_of
 from dovetail.operator.cluster.own_objects import NameTaken
@@ -96,6 +97,7 @@ class Controller:
         self._metrics = metrics
         metrics.count_requests(lambda: client.requests)
         self._now = now
+        self._dispatch = Dispatch(client, planner, settings)
         self._tokens = Tokens(client, settings.namespace)
         self._mounts = Mounts(client, time.monotonic)
         self._drift = Drift()
@@ -199,7 +201,13 @@ class Controller:
             self._status_rate.forget(key)
             if self._metrics.jobs.forget(key):
                 log("job.gone", job="/".join(key))
-            return None
+            if document is None or not self._dispatch.sends(document):
+                self._dispatch.forget(key)
+                return None
+            if (event := await self._dispatch.look(key, document)) is not None:
+                log("job.event", level="warning", job="/".join(key), reason=event.reason, message=event.message)
+                await self._record(document, event)
+            return LOOK_SECONDS
         uid = str(document["metadata"]["uid"])
         children = self.store.children(key).of_job(uid)
         token = self._tokens.known(uid)

@@ -30,7 +30,8 @@ class OperatorSettings:
     what jobs' pods may connect to besides each other; None: anything. `pod_user`: the number of the user and group of
     jobs' pods; 0: the platform chooses. `notice_taints`: more taints of nodes that
     will end soon, besides those of `render/spot.py`. `gang`: the scheduler that starts a job's pods together
-    (`render/gang.py`); empty: none, pods start one by one, apart from jobs in Kueue's queues."""
+    (`render/gang.py`); empty: none, pods start one by one, apart from jobs in Kueue's queues. `multi_kueue`: make the
+    Workloads of jobs that MultiKueue sends to other clusters."""
 
     namespace: str = "dovetail-system"
     namespaces: tuple[str, ...] = ()
@@ -59,6 +60,7 @@ class OperatorSettings:
     pod_user: int = 65532
     notice_taints: tuple[str, ...] = ()
     gang: str = ""
+    multi_kueue: bool = False
 
     @staticmethod
     def read(environ: Mapping[str, str] = os.environ) -> OperatorSettings:
@@ -82,6 +84,8 @@ class OperatorSettings:
                 raise ValueError(f"DOVETAIL_GANG is {text!r}; use one of {', '.join(Gang)}")
             elif name.endswith("_capabilities"):
                 found[name] = _capabilities(name, text)
+            elif isinstance(default, bool):
+                found[name] = text == "true"
             elif isinstance(default, tuple):
                 found[name] = tuple(part.strip() for part in text.split(",") if part.strip())
             else:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dovetail.kube.connection import KubeError
+from dovetail.kube.names import JOB_UID_LABEL
 from dovetail.kube.resources import EVENT, VOLUME_CLAIM, WORKLOAD
 from dovetail.operator.cluster.client import Client
 from dovetail.operator.cluster.object_cache import Key
 from dovetail.operator.reconcile.children import Children
-from dovetail.operator.reconcile.queueing import JOB_UID_LABEL, waiting, why
+from dovetail.operator.reconcile.queueing import waiting, why
 from dovetail.operator.reconcile.rootcause import LOOK_SECONDS, LOOK_SELDOM_SECONDS, claim_of, stuck, waiting_pods
 
 # What else is asked for may stay as it is for days.

@@ -9,7 +9,6 @@ from dovetail.kube import names
 from dovetail.kube.resources import JOBSET
 from dovetail.operator.reconcile.children import Children, deleting, label
 
-JOB_UID_LABEL = f"{names.KUEUE}job-uid"  # of a Workload
 LONGEST_MESSAGE = 1500
 
 

@@ -15,7 +15,10 @@ SCHEDULERS: dict[str, str] = {
     Gang.VOLCANO: "volcano",
     Gang.COSCHEDULING: "scheduler-plugins-scheduler",
     Gang.YUNIKORN: "yunikorn",
+    Gang.KAI: "kai-scheduler",
 }
+KAI = "kai.scheduler/"
+KAI_MEMBERS = f"{KAI}batch-min-member"
 
 
 def pod_group(context: RenderContext) -> Object | None:
@@ -24,6 +27,14 @@ def pod_group(context: RenderContext) -> Object | None:
     if (resource := POD_GROUPS.get(_gang(context))) is None:
         return None
     return {**resource.type_meta, "metadata": context.metadata(_name(context), "gang"), "spec": _spec(context)}
+
+
+def mark(context: RenderContext, metadata: Object) -> None:
+    """Say on the JobSet what its scheduler reads there. KAI makes the PodGroup itself, from the JobSet. Its later
+    versions start all parts of a JobSet together, and the number says no more than that. Earlier versions need it."""
+    if _gang(context) == Gang.KAI:
+        metadata["labels"] |= _kai(context)
+        _annotate(metadata, {KAI_MEMBERS: str(_members(context))})
 
 
 def join(context: RenderContext, templates: Sequence[tuple[str, int, Object]]) -> None:
@@ -42,6 +53,8 @@ def join(context: RenderContext, templates: Sequence[tuple[str, int, Object]]) -
             _annotate(metadata, {"scheduling.k8s.io/group-name": _name(context)})
         elif gang == Gang.COSCHEDULING:
             metadata["labels"]["scheduling.x-k8s.io/pod-group"] = _name(context)
+        elif gang == Gang.KAI:
+            metadata["labels"] |= _kai(context)
         else:
             metadata["labels"]["applicationId"] = f"{context.namespace}-{context.name}-{context.uid[:8]}"
             wait = f" placeholderTimeoutInSeconds={limit}" if (limit := _limit(context)) else ""
@@ -67,13 +80,22 @@ def _limit(context: RenderContext) -> int | None:
 
 
 def _spec(context: RenderContext) -> Object:
-    members = 1 + sum(context.guaranteed(group) for group in context.job.spec.groups)
+    members = _members(context)
     if _gang(context) == Gang.KUBERNETES:
         return {"schedulingPolicy": {"gang": {"minCount": members}}}
     spec: Object = {"minMember": members}
     if _gang(context) == Gang.COSCHEDULING and (limit := _limit(context)):
         spec["scheduleTimeoutSeconds"] = limit
     return spec
+
+
+def _members(context: RenderContext) -> int:
+    return 1 + sum(context.guaranteed(group) for group in context.job.spec.groups)
+
+
+def _kai(context: RenderContext) -> dict[str, str]:
+    """The RLHFJob's labels for KAI, such as the queue's."""
+    return {key: value for key, value in context.job.metadata.labels.items() if key.startswith(KAI)}
 
 
 def _name(context: RenderContext) -> str:

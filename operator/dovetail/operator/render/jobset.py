@@ -58,6 +58,9 @@ def jobset(context: RenderContext) -> Object:
     gang.join(context, [(name, copies * int(spec["completions"]), spec["template"]) for name, copies, spec in jobs])
     metadata = context.metadata(context.name, "jobset")
     metadata["labels"] |= context.queueing() | pods_labels(context.job.spec)
+    gang.mark(context, metadata)
+    if workload := names.sent_workload(context.job):
+        metadata["annotations"] = {**metadata.get("annotations", {}), names.WORKLOAD_LABEL: workload}
     return {
         **JOBSET.type_meta,
         "metadata": metadata,
