@@ -6,16 +6,29 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+
+from dovetail.coordinator.page.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 TARGET = ROOT / "docs" / "images"
-WIDE, NARROW = {"width": 1100, "height": 760}, {"width": 400, "height": 760}
+WIDE, NARROW = {"width": 1000, "height": 680}, {"width": 400, "height": 700}
+# Colours of a picture. A page has few, and the file becomes a third as large.
+COLOURS = 96
+
+
+def moved(run: Path) -> tuple[int, int]:
+    """The newest iteration whose tokens are kept, and a prompt of which a sample went on on another server."""
+    folder = RunFolder(run)
+    iteration = folder.batch_iterations()[-1]
+    moves = folder.moves(iteration)
+    return iteration, moves[0]["sample"][1] if moves else 5
 
 
 def main() -> None:
+    from PIL import Image
     from playwright.sync_api import sync_playwright
 
     from helpers.demo_runs import demo_runs, serve_page
@@ -26,21 +39,18 @@ def main() -> None:
         server = serve_page(run.parent)
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
 
-        def take(
-            name: str, path: str, ready: str, size: dict[str, int] = WIDE, dark: bool = False, **more: Any
-        ) -> None:
+        def take(name: str, path: str, ready: str, size: dict[str, int] = WIDE, dark: bool = False) -> None:
             scheme = "dark" if dark else "light"
             page = browser.new_page(viewport=size, color_scheme=scheme)  # type: ignore[arg-type]
             page.goto(f"{server.url}/#/{path}")
             page.locator(ready).first.wait_for()
-            if "focus" in more:
-                page.locator(more["focus"]).first.scroll_into_view_if_needed()
-            page.screenshot(path=TARGET / f"run-page-{name}.png")
+            image = Image.open(BytesIO(page.screenshot())).convert("RGB")
+            image.quantize(COLOURS, dither=Image.Dither.NONE).save(TARGET / f"run-page-{name}.png", optimize=True)
             page.close()
 
-        last = "12"
+        last, prompt = moved(run)
         take("overview", f"run/{run.name}/overview", "svg[data-chart]")
-        take("sample", f"run/{run.name}/sample/{last}/5/0", ".tokens span", dark=True)
+        take("sample", f"run/{run.name}/sample/{last}/{prompt}/0", ".tokens span", dark=True)
         take("schedule", f"run/{run.name}/schedule", "svg[data-lanes] rect")
         take("timeline", f"run/{run.name}/timeline", "svg[data-lanes] rect", dark=True)
         take("narrow", f"run/{run.name}/samples", "table", size=NARROW)

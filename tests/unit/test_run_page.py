@@ -1,5 +1,6 @@
 """What the run page shows of a run's folder, over HTTP and as documents."""
 
+import asyncio
 import json
 import math
 
@@ -12,6 +13,7 @@ from dovetail.coordinator.page.page_documents import NotKept, PageDocuments
 from dovetail.coordinator.page.rollout_table import life, table, turns
 from dovetail.coordinator.page.run_folder import RunFolder
 from dovetail.coordinator.store.database import Database
+from dovetail.local.run_page.demo_run import play, unpack
 from dovetail.local.run_page.run_list import at_work
 from helpers.demo_runs import append, demo_runs, serve_page
 
@@ -226,3 +228,18 @@ def test_scripts_come_from_this_server_alone(client):
     assert "unsafe" not in policy
     assert "<script>" not in reply.text
     assert client.get("/static/main.js").headers["content-type"].startswith("text/javascript")
+
+
+def test_the_demo_plays_a_run_that_ends(tmp_path):
+    run = unpack(tmp_path)
+    documents, seen = PageDocuments(RunFolder(run.folder)), []
+
+    async def pause(seconds):
+        seen.append((seconds, ask(documents, "overview", alive=None)))
+
+    asyncio.run(play(run, pause))
+    assert sum(seconds for seconds, _ in seen) < 60
+    states = [(found["state"], found["stage"], found["done"]) for _, found in seen[-3:]]
+    assert states[0] == ("running", "ppo", states[0][2])
+    assert ask(documents, "overview")["state"] == "succeeded"
+    assert {path.name for path in tmp_path.iterdir()} > {run.folder.name}

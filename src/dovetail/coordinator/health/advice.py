@@ -43,7 +43,8 @@ def advice(rows: Sequence[Mapping[str, float]], lag: int = 0, predicted: float |
             f"The steps of an iteration move the policy far ({clipped:.0%} of the tokens are clipped): lower "
             "ppo.actorOptimizer.learningRate or ppo.epochs."
         )
-    if len(rows) >= CRITIC_ITERATIONS and mean.get("explained_variance", 0.0) < 0:
+    explained = [row["explained_variance"] for row in rows[-LAST // 2 :] if "explained_variance" in row]
+    if len(rows) >= CRITIC_ITERATIONS and explained and max(explained) < 0:
         found.append(
             "The critic predicts returns worse than their mean would: raise ppo.criticOptimizer.learningRate, or give "
             "ppo.criticWarmupIterations."
