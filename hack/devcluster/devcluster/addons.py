@@ -1,4 +1,5 @@
-"""What runs on the cluster before anybody's own: storage, CoreDNS, JobSet, and on request Kueue and kwok."""
+"""What runs on the cluster before anybody's own: storage, CoreDNS, JobSet, and on request Kueue, kwok and what
+executes NetworkPolicies."""
 
 import os
 import subprocess
@@ -6,7 +7,7 @@ from string import Template
 
 from devcluster import binaries, images, nodes
 from devcluster.control_plane import kubectl
-from devcluster.settings import REPOSITORY, SOURCES, Cluster, ClusterError, digest
+from devcluster.settings import NODES, REPOSITORY, SOURCES, Cluster, ClusterError, digest
 from devcluster.supervisor import Supervisor
 
 MANIFESTS = SOURCES / "manifests"
@@ -92,6 +93,14 @@ def install_kueue(cluster: Cluster, supervisor: Supervisor) -> None:
     nodes.load_everywhere(supervisor, images.kueue_archive())
     _chart(cluster, "kueue", "sigs.k8s.io/kueue", "kueue-values.yaml")
     wait_rollout(cluster, "kueue-system", "kueue-controller-manager")
+
+
+def start_policies(cluster: Cluster, supervisor: Supervisor) -> None:
+    """Executes NetworkPolicies. `stop policies` ends that, and takes its rules away."""
+    node = NODES[0]
+    flags = [f"-node={node.name}", f"-address={cluster.node_address(node)}", f"-services={cluster.services}"]
+    program = str(binaries.path_of("kube-router"))
+    supervisor.start("policies", [program, f"-kubeconfig={cluster.kubeconfig}", *flags])
 
 
 def start_kwok(cluster: Cluster, supervisor: Supervisor, *flags: str) -> None:

@@ -22,9 +22,8 @@ def _running(arguments: argparse.Namespace) -> tuple[Cluster, Supervisor]:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    cluster = lifecycle.up(
-        arguments.name, api_only=arguments.api_only, kueue=arguments.kueue, kwok=arguments.kwok, gangs=arguments.gangs
-    )
+    wanted = ("api_only", "kueue", "kwok", "gangs", "policies")
+    cluster = lifecycle.up(arguments.name, **{name: getattr(arguments, name) for name in wanted})
     print(f"export KUBECONFIG={cluster.kubeconfig}")
     return 0
 
@@ -157,6 +156,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--kueue", action="store_true", help="with the Kueue controller")
     command.add_argument("--kwok", action="store_true", help="with kwok, for nodes that are not there")
     command.add_argument("--gangs", action="store_true", help="with Kubernetes' own gangs, which are alpha")
+    command.add_argument("--policies", action="store_true", help="with kube-router, which executes NetworkPolicies")
     add("down", _down, "end it and remove all of it")
     add("status", _status, "what runs, as JSON")
     add("kubeconfig", _kubeconfig, "print the path of the administrator's kubeconfig")

@@ -36,7 +36,15 @@ def _clear(cluster: Cluster) -> None:
         nodes.forget(cluster)
 
 
-def up(name: str, *, api_only: bool = False, kueue: bool = False, kwok: bool = False, gangs: bool = False) -> Cluster:
+def up(
+    name: str,
+    *,
+    api_only: bool = False,
+    kueue: bool = False,
+    kwok: bool = False,
+    gangs: bool = False,
+    policies: bool = False,
+) -> Cluster:
     """Brings the cluster up, or adds to it what is missing; returns when all of it is ready. `gangs`: only of a cluster
     that does not run yet.
 
@@ -64,6 +72,9 @@ def up(name: str, *, api_only: bool = False, kueue: bool = False, kwok: bool = F
         if kwok:
             addons.start_kwok(cluster, supervisor)
             progress("kwok started")
+        if policies:
+            addons.start_policies(cluster, supervisor)
+            progress("NetworkPolicies executed from now on")
     return cluster
 
 

@@ -14,6 +14,7 @@ PACKAGES = {
     "conntrack": "conntrack",
     "debootstrap": "debootstrap",
     "ip": "iproute2",
+    "ipset": "ipset",
     "iptables": "iptables",
     "nsenter": "util-linux",
     "openssl": "openssl",

@@ -1,0 +1,192 @@
+"""NetworkPolicies executed by kube-router on real kubelets: what the chart and the operator make keeps others out, and
+jobs' pods in."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from devcluster.settings import find
+
+from dovetail.kube import names
+from dovetail.manifest.documents import parse
+from dovetail.manifest.resolve import resolve
+from dovetail.operator.operator_settings import OperatorSettings
+from dovetail.operator.render.context import RenderContext
+from dovetail.operator.render.network_policy import network_policy
+from dovetail.planner.make_plan import make_plan
+from dovetail.protocol.process import env
+from helpers.chart_tools import CHART
+from helpers.cluster import KubeCluster, external, wait_for
+from helpers.rlhfjobs import quickstart
+
+pytestmark = pytest.mark.skipif(external() is not None, reason="another's cluster may execute no policies")
+PRODUCTS = {"a100": "NVIDIA-A100-SXM4-80GB", "v100": "Tesla-V100-SXM2-32GB", "a10": "NVIDIA-A10"}
+OTHER = 7777  # no process of Dovetail's listens there
+API = 8080
+SERVED = (env.COORDINATOR_PORT, env.SERVER_PORT, env.TRAINER_METRICS_PORT, OTHER)
+HUB, CLOSED = 443, 8443
+SERVE = """
+import selectors, socket, sys
+selector = selectors.DefaultSelector()
+for port in map(int, sys.argv[1:]):
+    server = socket.create_server(("", port))
+    selector.register(server, selectors.EVENT_READ)
+while True:
+    for key, _ in selector.select():
+        key.fileobj.accept()[0].close()
+"""
+REACH = """
+import json, socket, sys
+from concurrent.futures import ThreadPoolExecutor
+def reached(place):
+    try:
+        socket.create_connection(tuple(place), timeout=2).close()
+    except OSError:
+        return False
+    return True
+places = json.loads(sys.argv[1])
+with ThreadPoolExecutor(20) as pool:
+    print(json.dumps(list(pool.map(reached, places))))
+"""
+
+
+def a_pod(name: str, node: str, labels: dict[str, str]) -> dict[str, Any]:
+    command = ["python", "-c", SERVE, *map(str, (*SERVED, API))]
+    spec = {
+        "terminationGracePeriodSeconds": 1,
+        "nodeSelector": {"nvidia.com/gpu.product": PRODUCTS[node]},
+        "containers": [{"name": "main", "image": "dovetail-dev/operator:dev", "command": command}],
+    }
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec}
+
+
+@contextmanager
+def listening(host: str, *ports: int) -> Iterator[None]:
+    """This machine, as the cluster sees it."""
+    with ExitStack() as stack:
+        for port in ports:
+            server = stack.enter_context(socket.create_server((host, port)))
+
+            def accept(server: socket.socket = server) -> None:
+                while True:
+                    try:
+                        server.accept()[0].close()
+                    except OSError:
+                        return
+
+            threading.Thread(target=accept, daemon=True).start()
+            stack.callback(server.shutdown, socket.SHUT_RDWR)
+        yield
+
+
+def policies(
+    cluster: KubeCluster, space: str, system: str, values: dict[str, Any], folder: Path
+) -> list[dict[str, Any]]:
+    """The chart's, installed with these values, and the job's, as its operator makes it."""
+    (folder / "values.yaml").write_text(yaml.safe_dump({"networkPolicy": values}))
+    text = cluster.helm("template", "d", str(CHART), "--namespace", system, "--values", str(folder / "values.yaml"))
+    things = [thing for thing in yaml.safe_load_all(text) if thing]
+    found = [thing for thing in things if thing["kind"] == "NetworkPolicy"]
+    (operator,) = (t for t in things if t["kind"] == "Deployment" and t["metadata"]["name"].endswith("-operator"))
+    (container,) = operator["spec"]["template"]["spec"]["containers"]
+    given = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    settings = OperatorSettings.read({key: given[key] for key in ("DOVETAIL_EGRESS", "DOVETAIL_METRICS_FROM")})
+    settings = OperatorSettings(namespace=system, egress=settings.egress, metrics_from=settings.metrics_from)
+    job = parse(quickstart("job", space))
+    job = job.model_copy(update={"spec": resolve(job.spec)})
+    made = network_policy(RenderContext(job, "0" * 36, make_plan(job.spec), settings))
+    del made["metadata"]["ownerReferences"]
+    return [*found, made]
+
+
+def test_pods_reach_whom_the_chart_says_and_nobody_else(cluster: KubeCluster, tmp_path: Path) -> None:
+    assert cluster.name is not None
+    state = find(cluster.name)
+    assert state is not None
+    mine = {names.JOB_LABEL: "job"}
+    chart = {"app.kubernetes.io/name": "dovetail", "app.kubernetes.io/instance": "d"}
+    with (
+        cluster.namespace() as space,
+        cluster.namespace() as tenant,
+        cluster.namespace() as system,
+        listening(state.host, HUB, CLOSED),
+    ):
+        where = {
+            "coordinator": (space, a_pod("coordinator", "a100", mine)),
+            "rollout": (space, a_pod("rollout", "v100", mine)),
+            "neighbour": (space, a_pod("neighbour", "a100", {"app": "other"})),
+            "tenant": (tenant, a_pod("tenant", "a10", mine)),
+            "prometheus": (tenant, a_pod("prometheus", "a10", {"app": "prometheus"})),
+            "operator": (system, a_pod("operator", "v100", chart | {"app.kubernetes.io/component": "operator"})),
+            "api": (system, a_pod("api", "a10", chart | {"app.kubernetes.io/component": "api"})),
+        }
+        for namespace, pod in where.values():
+            cluster.apply(pod, namespace=namespace)
+        address = {
+            name: cluster.wait_pod(namespace, name, "Running")["status"]["podIP"]
+            for name, (namespace, _) in where.items()
+        }
+        places: list[tuple[str, str, int]] = [
+            *(("coordinator", address["coordinator"], port) for port in SERVED),
+            *(("rollout", address["rollout"], port) for port in SERVED),
+            ("tenant", address["tenant"], OTHER),
+            *((name, address[name], port) for name in ("operator", "api") for port in (API, OTHER)),
+            ("name server", state.dns, 53),
+            ("hub", state.host, HUB),
+            ("machine", state.host, CLOSED),
+            ("API server", state.address, 6443),
+        ]
+
+        def reached(name: str) -> set[tuple[str, int]]:
+            asked = json.dumps([place[1:] for place in places])
+            words = ("exec", name, "-n", where[name][0], "--", "python", "-c", REACH, asked)
+            answers = json.loads(cluster.kubectl(*words))
+            return {(to, port) for (to, _, port), yes in zip(places, answers, strict=True) if yes}
+
+        everything = {(to, port) for to, _, port in places}
+        wait_for("all to serve", lambda: reached("neighbour") == everything)
+
+        block = {"ipBlock": {"cidr": f"{state.host}/32"}}
+        space_of = {"matchLabels": {"kubernetes.io/metadata.name": tenant}}
+        scraper = {"namespaceSelector": space_of, "podSelector": {"matchLabels": {"app": "prometheus"}}}
+        values = {"metricsFrom": [scraper], "jobEgress": {"hub": [block]}}
+        text = json.dumps(
+            {"apiVersion": "v1", "kind": "List", "items": policies(cluster, space, system, values, tmp_path)}
+        )
+        cluster.kubectl("apply", "--server-side", "-f", "-", stdin=text)
+        assert reached("tenant") == everything, "without a plug-in that executes it, a policy says nothing"
+        cluster.devcluster("up", "--policies", timeout=600)
+        try:
+            inside = {(to, port) for to in ("coordinator", "rollout") for port in SERVED}
+            ours = {(to, port) for to in ("operator", "api") for port in (API, OTHER)}
+            # The status API is for everybody, on its port.
+            outside = everything - inside - ours | {("api", API)}
+            metrics = {(to, port) for to, port in inside if port != OTHER}
+            wanted = {
+                # Each other on all ports, the name servers, and the hub that values name. Not even the API server.
+                "coordinator": inside | {("name server", 53), ("hub", HUB)},
+                "rollout": inside | {("name server", 53), ("hub", HUB)},
+                # Neither a pod beside them nor one of another namespace with the same labels.
+                "neighbour": outside,
+                "tenant": outside,
+                "prometheus": outside | metrics | {("operator", API)},
+                **{
+                    name: outside
+                    | {(to, env.COORDINATOR_PORT) for to in ("coordinator", "rollout")}
+                    | {(name, port) for port in (API, OTHER)}
+                    for name in ("operator", "api")
+                },
+            }
+            wait_for("the rules", lambda: reached("tenant") == outside)
+            assert {name: reached(name) for name in where} == wanted
+        finally:
+            cluster.devcluster("stop", "policies")
+        wait_for("no rules", lambda: reached("tenant") == everything)
