@@ -259,6 +259,7 @@ def test_run_ends_with_table_report_and_the_next_step(manifest, fake, tmp_path):
     result = call("run", manifest, "--run-dir", tmp_path / "r", "--seed", 5, "--set", "spec.ppo.iterations=9")
     assert result.exit_code == 0, result.output
     assert "Reward per sample" in result.output
+    assert f"dovetail ui {tmp_path / 'r'}" in result.output
     # Nothing can be served yet: this launcher makes no models.
     assert "dovetail serve" not in result.output
     assert (fake.made[0].job.spec.seed, fake.made[0].job.spec.ppo.iterations) == (5, 9)

@@ -14,6 +14,7 @@ from dovetail.coordinator.page.rollout_table import life, table, turns
 from dovetail.coordinator.page.run_folder import RunFolder
 from dovetail.coordinator.store.database import Database
 from dovetail.local.run_page.demo_run import play, unpack
+from dovetail.local.run_page.live_status import coordinator_port
 from dovetail.local.run_page.run_list import at_work
 from helpers.demo_runs import append, demo_runs, serve_page
 
@@ -243,3 +244,16 @@ def test_the_demo_plays_a_run_that_ends(tmp_path):
     assert states[0] == ("running", "ppo", states[0][2])
     assert ask(documents, "overview")["state"] == "succeeded"
     assert {path.name for path in tmp_path.iterdir()} > {run.folder.name}
+
+
+@pytest.mark.parametrize(
+    ("events", "port"),
+    [
+        ([], None),
+        ([{"event": "coordinator.ready", "host": "127.0.0.1", "port": 1234}], 1234),
+        ([{"event": "coordinator.ready", "host": "10.0.0.1", "port": 1234}], None),
+        ([{"event": "coordinator.ready", "host": "127.0.0.1", "port": "1@evil.example"}], None),
+    ],
+)
+def test_a_runs_token_is_sent_to_this_machine_only(events, port):
+    assert coordinator_port(events) == port

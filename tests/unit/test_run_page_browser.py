@@ -3,13 +3,18 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
 
 import pytest
-from status_api_fixtures import JOBS, Api, condition, job
+from prometheus_client import CollectorRegistry
+from status_api_fixtures import JOBS, Api, Run, condition, job
 
+from dovetail.coordinator.serving.coordinator_routes import make_app
 from helpers.demo_runs import append, demo_runs, serve_page
+from helpers.fake_kube import ServerThread
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium: apt-get install chromium")
@@ -151,17 +156,39 @@ def test_seeds_are_compared_on_one_axis(page, url, runs):
     assert page.get_by_text(re.compile(r", \d seeds")).count() >= 1
 
 
-def test_a_run_that_goes_on_is_followed(page, url, runs):
+@contextmanager
+def coordinator(folder):
+    """A process that holds the run's store as a coordinator does, and the coordinator's routes. Gives its status."""
+    (folder / "token").write_text("secret")
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+    command = [sys.executable, "-c", hold, folder / "store.lock"]
+    run = Run(folder)
+    server = ServerThread(make_app(run, "secret", CollectorRegistry()))
+    ready = {"event": "coordinator.ready", "host": "127.0.0.1", "port": server.port, "time": time.time()}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        holder.stdout.readline()
+        append(folder / "events.jsonl", ready)
+        yield run
+        holder.stdin.close()
+    server.close()
+    run.history.close()
+
+
+def test_a_run_that_goes_on_is_followed_until_it_is_gone(page, url, runs):
     live = runs.parent / "live"
     live.mkdir()
     (live / "job.json").write_text((runs / "job.json").read_text())
-    rows = [json.loads(line) for line in (runs / "history.jsonl").read_text().splitlines()]
-    ppo = [row | {"time": time.time()} for row in rows if row["stage"] == "ppo"]
-    append(live / "history.jsonl", *ppo[:2])
-    open_tab(page, url, live, "overview")
-    page.get_by_text("2 / 12").wait_for()
-    append(live / "history.jsonl", ppo[2])
-    page.get_by_text("3 / 12").wait_for()
+    with coordinator(live) as run:
+        run.document |= {"iteration": 3, "samples_done": 57, "samples_total": 128}
+        run.add(1, reward=0.5)
+        run.add(2, reward=0.6)
+        open_tab(page, url, live, "overview")
+        page.get_by_text("2 / 12").wait_for()
+        page.get_by_text("iteration 3: generation, 57 of 128 samples").wait_for()
+        run.add(3, reward=0.7)
+        page.get_by_text("3 / 12").wait_for()
+    # The process is gone, and left no summary.
+    page.get_by_text("dovetail run --resume goes on").wait_for()
     shutil.rmtree(live)
 
 

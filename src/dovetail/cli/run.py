@@ -127,6 +127,7 @@ def run_job(
     show(console, read_summary(run_dir))
     console.print()
     console.print(f"Report:  {report}", highlight=False, soft_wrap=True)
+    console.print(f"Page:    dovetail ui {shlex.quote(str(run_dir))}", highlight=False, soft_wrap=True)
     if files(run_dir):
         console.print(f"Samples: dovetail samples {run_dir}", highlight=False, soft_wrap=True)
     for line in next_steps(run_dir):

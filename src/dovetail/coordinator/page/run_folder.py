@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -106,8 +107,10 @@ class RunFolder:
         """The rows of history.jsonl, of a step that was replayed each time."""
         with self._lock:
             for row in self._new_lines("history.jsonl"):
-                if isinstance(row.get("metrics"), dict) and isinstance(row.get("step"), int) and "stage" in row:
-                    self._rows.append(row)
+                metrics = row.get("metrics")
+                if isinstance(metrics, dict) and isinstance(row.get("step"), int) and "stage" in row:
+                    # The names of metrics are the same in thousands of rows.
+                    self._rows.append(row | {"metrics": {sys.intern(name): metrics[name] for name in metrics}})
             return list(self._rows)
 
     def events(self) -> list[Document]:

@@ -13,6 +13,7 @@ from typing import Any
 from aiohttp import web
 
 from dovetail.coordinator.page.page_documents import NotKept, PageDocuments, encode
+from dovetail.local.run_page.live_status import live_status
 from dovetail.local.run_page.run_list import RunList
 from dovetail.protocol import serving
 from dovetail.supervision.errors import RunError
@@ -70,6 +71,14 @@ def make_page_app(runs: RunList, about: dict[str, Any], *, any_host: bool = Fals
         except NotKept as error:
             return _problem(404, str(error))
 
+    async def live(request: web.Request) -> web.Response:
+        run = runs.get(request.match_info["run"])
+        if run is None:
+            return _problem(404, f"there is no run of this name in {runs.folder}")
+        at_work = runs.alive(run)
+        found = await asyncio.to_thread(live_status, run.folder.path, run.folder.events()) if at_work else None
+        return _json(encode({"status": found}))
+
     async def changes(request: web.Request) -> web.StreamResponse:
         def stamp() -> Any:
             return {name: _stamp(run, runs) for name, run in runs.runs().items()}
@@ -91,6 +100,7 @@ def make_page_app(runs: RunList, about: dict[str, Any], *, any_host: bool = Fals
             web.get("/api/v1/runs", listed),
             web.get("/api/v1/changes", changes),
             web.get("/api/v1/runs/{run}/changes", run_changes),
+            web.get("/api/v1/runs/{run}/live", live),
             web.get("/api/v1/runs/{run}/{question:.+}", document),
         ]
     )

@@ -8,7 +8,7 @@ import {source as connect} from "./source.js";
 
 const $ = (id) => document.getElementById(id);
 const SHORTCUTS = [
-  ["1 to 6", "the tabs of a run"], ["j, k", "the next and the last sample or iteration"], ["/", "the filter of a table or of metrics"],
+  ["1 to 7", "the tabs of a run"], ["j, k", "the next and the last sample or iteration"], ["/", "the filter of a table or of metrics"],
   ["arrow keys", "in a chart: read values; in a timeline: choose a bar"], ["+, −, 0", "in a chart or timeline: zoom, and see all"], ["?", "this help"],
 ];
 let about, from, stop = new AbortController(), view = {};

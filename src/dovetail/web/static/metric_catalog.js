@@ -1,27 +1,27 @@
-// Metrics by category, as docs/metrics.md has them: [name, what it means]. What is in no category is shown last.
+// Metrics by category, as docs/metrics.md has them: [name, what it means, and what is healthy]. What is in no category is shown last.
 
 export const STAGES = {sft: "Supervised fine-tuning", reward: "Reward model", dpo: "Preferences (DPO)", ppo: "Iterations", evaluation: "Evaluation"};
 
 export const CATEGORIES = [
   ["Look here first", [
-    ["reward", "mean score of the samples"], ["kl", "distance to the reference, nats per response"], ["entropy", "nats per token"],
-    ["response_length", "mean tokens of a response"], ["finished_fraction", "share of responses that ended by themselves"], ["samples_per_second", ""],
+    ["reward", "mean score of the samples; healthy: rises over tens of iterations"], ["kl", "distance to the reference, nats per response; healthy: below 0.3 for each token"], ["entropy", "nats per token; healthy: falls slowly"],
+    ["response_length", "mean tokens of a response"], ["finished_fraction", "share of responses that ended by themselves; healthy: above 0.9"], ["samples_per_second", ""],
   ]],
   ["Rewards", [
     ["reward_std", "spread of the scores"], ["reward_min", ""], ["reward_max", ""], [/^reward\//, "one reward function, before its weight"],
-    ["reward_with_kl", "less the KL penalty"], ["reward_clipped", "share beyond ppo.rewardClip"], ["equal_reward_groups", "share of prompts with one score"],
+    ["reward_with_kl", "less the KL penalty"], ["reward_clipped", "share beyond ppo.rewardClip; healthy: below 0.05"], ["equal_reward_groups", "share of prompts with one score; healthy: below 0.5"],
     ["distinct_responses", ""], ["response_length_max", "longest response, tokens"],
   ]],
   ["Policy", [
-    ["approx_kl", "how far the steps moved the policy, nats per token"], ["clipfrac", "share of clipped tokens"], ["dual_clipfrac", ""], ["ratio", "new to old probability"],
+    ["approx_kl", "how far the steps moved the policy, nats per token; healthy: below 0.02"], ["clipfrac", "share of clipped tokens; healthy: at most 0.2"], ["dual_clipfrac", ""], ["ratio", "new to old probability; healthy: near 1"],
     ["policy_loss", ""], ["actor_grad_norm", "before clipping"], ["actor_learning_rate", ""], ["kl_coef", ""], ["kl_loss", ""], ["counted_fraction", "share of samples that train"],
     ["advantage_std", ""],
   ]],
   ["Critic", [
-    ["explained_variance", "of the returns; 1 is all"], ["value_loss", ""], ["value_clipfrac", ""], ["value", "mean prediction"], ["critic_grad_norm", ""], ["critic_learning_rate", ""],
+    ["explained_variance", "of the returns, 1 is all; healthy: above 0, and rises"], ["value_loss", ""], ["value_clipfrac", ""], ["value", "mean prediction"], ["critic_grad_norm", ""], ["critic_learning_rate", ""],
   ]],
   ["Lag, and engines that differ", [
-    ["staleness", "iterations"], ["effective_sample_size", "share of tokens that count"], [/^importance_/, ""], ["behaviour_kl", ""], [/^mismatch_/, "rollouts against trainers"], [/^routing_/, ""],
+    ["staleness", "iterations"], ["effective_sample_size", "share of tokens that count; healthy: above 0.7"], [/^importance_/, ""], ["behaviour_kl", ""], [/^mismatch_/, "rollouts against trainers"], [/^routing_/, ""],
   ]],
   ["Time", [
     ["iteration_seconds", ""], [/^seconds_/, "seconds of an iteration"], ["seconds", "the trainers' step"], [/^fusion_/, "inter-stage fusion"],

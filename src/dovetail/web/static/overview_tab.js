@@ -10,14 +10,17 @@ const PROBLEM_CODES = [404, 502, 503];
 
 // The overview of the run's own documents; of a job whose coordinator cannot be asked, what its status tells.
 export async function overviewOf(source, id, signal) {
-  if (source.kind !== "cluster") return source.document(id, "overview", signal);
+  if (source.kind !== "cluster") {
+    const seen = await source.document(id, "overview", signal), live = seen.state === "running" ? await source.live(id, signal) : null;
+    return {...seen, live, seconds_left: live?.seconds_left ?? live?.stage_seconds_left ?? seen.seconds_left};
+  }
   const [job, document] = await Promise.all([source.job(id, signal),
     source.document(id, "overview", signal).catch((error) => { if (PROBLEM_CODES.includes(error.code)) return {problem: error.message}; throw error; })]);
   const live = job.live?.status || {};
   return {
     ...document, job, id, state: job.state, stage: job.stage ?? document.stage, done: job.iteration ?? document.done, total: job.iterations ?? document.total,
     reward: job.reward ?? document.reward, kl: job.kl ?? document.kl, samples_per_second: job.samplesPerSecond ?? document.samples_per_second,
-    seconds_left: live.seconds_left ?? live.stage_seconds_left ?? document.seconds_left, method: live.method || document.method, phase: live.phase,
+    seconds_left: live.seconds_left ?? live.stage_seconds_left ?? document.seconds_left, method: live.method || document.method, live: job.live?.reachable ? live : null,
     reason: whyNot(job) || document.reason || "", health: document.health || healthOf(job),
   };
 }
@@ -59,9 +62,21 @@ export function planTable(plan, single = false) {
       off(row) === null ? "–" : h("span", {class: Math.abs(off(row)) > 0.25 ? "warn" : ""}, `${off(row) > 0 ? "+" : ""}${percent(off(row))}`)]), "Plan against actual")];
 }
 
+// The step under way, and the servers that are not well.
+function now(live) {
+  if (!live) return "";
+  const drawn = live.phase === "generation" && live.samples_total ? `, ${live.samples_done} of ${live.samples_total} samples` : "";
+  const step = live.stage ? `${live.stage === "ppo" ? `iteration ${live.iteration}` : `${live.stage} step ${live.step}`}${live.phase ? `: ${live.phase}${drawn}` : ""}` : live.message;
+  const unwell = Object.entries(live.instances || {}).filter(([, instance]) => instance.state !== "healthy");
+  return [step ? h("p", {class: "live"}, step) : "", unwell.length ? h("details", {}, h("summary", {}, `${unwell.length} of ${Object.keys(live.instances).length} servers are not healthy`),
+    h("ul", {}, unwell.map(([name, instance]) => h("li", {}, h("b", {}, name), ` ${instance.state}${instance.reason ? `: ${instance.reason}` : ""}`)))) : ""];
+}
+
+const LIVE_SECONDS = 3;
+
 export async function overviewTab({source, id, body, signal}) {
-  const top = h("div"), figures = h("div", {class: "charts"}), rest = h("div");
-  body.replaceChildren(top, figures, rest);
+  const top = h("div"), present = h("div"), figures = h("div", {class: "charts"}), rest = h("div");
+  body.replaceChildren(top, present, figures, rest);
   const charts = Object.entries({reward: "Reward per sample", kl: "KL to the reference, nats per response", loss: "Loss"}).map(([metric, title]) => [metric, new LineChart({title, axis: metric === "loss" ? "step" : "iteration"})]);
   figures.append(...charts.map(([, chart]) => chart.node));
 
@@ -74,6 +89,7 @@ export async function overviewTab({source, id, body, signal}) {
       h("div", {class: "facts"}, fact("State", stateMark(seen.state)), fact("Stage", stageOf(seen)), fact("Time left", duration(seen.seconds_left)), fact("Reward", number(seen.reward)),
         fact("KL, nats", number(seen.kl)), fact("Samples per second", number(seen.samples_per_second)), fact("Seed", seen.seed ?? "–"), fact("Took", duration(seen.wall_seconds))),
       seen.total ? h("progress", {max: seen.total, value: seen.done || 0, "aria-label": "Progress of the stage"}) : "");
+    swap(present, now(seen.live));
     const ppo = stages.ppo || new Map();
     const last = [...(stages.dpo || stages.reward || stages.sft || new Map())];
     for (const [metric, chart] of charts) {
@@ -89,5 +105,12 @@ export async function overviewTab({source, id, body, signal}) {
       ...((seen.changes || []).length ? [h("h3", {}, "Changes of the manifest"), table([{label: "After"}, {label: "Field"}, {label: "Old"}, {label: "New"}], seen.changes.map((c) => [`${c.stage} ${c.step}`, c.field, String(c.old), String(c.new)]), "Changes")] : []));
   }
   await refresh();
+  // Within a step no file changes, but the coordinator knows how far it is.
+  if (source.kind === "folder") {
+    const timer = setInterval(async () => {
+      if (signal.aborted) clearInterval(timer);
+      else if (!document.hidden && present.childElementCount) swap(present, now(await source.live(id, signal).catch(() => null)));
+    }, 1000 * LIVE_SECONDS);
+  }
   return {refresh};
 }

@@ -2,6 +2,7 @@
 
 import {h} from "./dom.js";
 import {hrefOf} from "./runs_view.js";
+import {eventsTab} from "./events_tab.js";
 import {jobTab} from "./job_tab.js";
 import {metricsTab} from "./metrics_tab.js";
 import {overviewTab, whyNot} from "./overview_tab.js";
@@ -10,7 +11,7 @@ import {sampleTab} from "./sample_tab.js";
 import {scheduleTab} from "./schedule_tab.js";
 import {timelineTab} from "./timeline_tab.js";
 
-const TABS = {overview: ["Overview", overviewTab], metrics: ["Metrics", metricsTab], samples: ["Samples", samplesTab], timeline: ["Timeline", timelineTab], schedule: ["Schedule", scheduleTab]};
+const TABS = {overview: ["Overview", overviewTab], metrics: ["Metrics", metricsTab], samples: ["Samples", samplesTab], timeline: ["Timeline", timelineTab], schedule: ["Schedule", scheduleTab], events: ["Events", eventsTab]};
 
 export async function runView(context) {
   const {source, root, signal, say, args} = context;

@@ -65,6 +65,11 @@ export class FolderSource {
     return (await ask(`api/v1/runs/${encodeURIComponent(id)}/${question}`, {signal})).json();
   }
 
+  // What the coordinator says of the step under way; null if there is none on this machine.
+  async live(id, signal) {
+    return (await (await ask(`api/v1/runs/${encodeURIComponent(id)}/live`, {signal})).json()).status;
+  }
+
   // All rows so far; only new ones are fetched, by one caller at a time.
   history(id, signal) {
     const known = this.#history.get(id) || {rows: [], next: 0, work: Promise.resolve()};

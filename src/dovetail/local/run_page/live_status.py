@@ -1,0 +1,39 @@
+"""What the coordinator of a run on this machine says of the step under way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dovetail.local.status_poll import fetch_status
+
+HOST = "127.0.0.1"
+SECONDS = 1.0
+# What the page shows of a status document.
+SHOWN = (
+    *("stage", "phase", "step", "total_steps", "iteration", "total_iterations", "samples_done", "samples_total"),
+    *("message", "seconds_left", "stage_seconds_left", "weight_version", "instances"),
+)
+
+
+def coordinator_port(events: Sequence[Mapping[str, Any]]) -> int | None:
+    """Where the run's last coordinator listens, by the run's events. None if it is not on this machine's loopback: the
+    run's token is sent nowhere else."""
+    ready = [event for event in events if event.get("event") == "coordinator.ready"]
+    if not ready or ready[-1].get("host") != HOST or not isinstance(ready[-1].get("port"), int):
+        return None
+    return int(ready[-1]["port"])
+
+
+def live_status(run_dir: Path, events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Fields SHOWN of the coordinator's status; None if it does not answer."""
+    port = coordinator_port(events)
+    try:
+        token = (run_dir / "token").read_text(encoding="utf-8").strip()
+    except OSError:
+        return None
+    if port is None or not token.isalnum():
+        return None
+    found = fetch_status(f"http://{HOST}:{port}", token, SECONDS)
+    return None if found is None else {name: found[name] for name in SHOWN if name in found}
