@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import socket
 import statistics
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -25,6 +24,7 @@ from dovetail.manifest.training_types import kept_versions
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.make_plan import make_plan
 from dovetail.planner.simulate import StageProfile
+from dovetail.supervision.ports import PortReservation
 
 MANIFEST = """
 apiVersion: dovetail.dev/v1alpha1
@@ -129,11 +129,12 @@ def _busy(intervals: Sequence[Interval], window: Interval) -> float:
 def run(job: Job, lag: int, folder: Path) -> Ran:
     """The job from its first iteration to its last, in a new run directory `folder`."""
     folder.mkdir()
-    port = free_port()
+    ports = PortReservation()
+    port = ports.reserve(["coordinator"])["coordinator"]
     url = f"http://127.0.0.1:{port}"
     kept = kept_versions(lag)
     world = World(url, job.instances, job.profile, job.max_tokens, job.weights, job.token_seconds, kept)
-    with emulated(world) as pipe:
+    with closing(ports), emulated(world) as pipe:
         return asyncio.run(_run(job, lag, CoordinatorSettings(folder, TOKEN, "127.0.0.1", port, folder), pipe))
 
 
@@ -182,8 +183,3 @@ def emulated(world: World) -> Iterator[Pipe]:
         ours.close()
         process.join(10)
         process.kill()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])

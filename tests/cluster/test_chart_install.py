@@ -18,7 +18,7 @@ from dovetail.planner.make_plan import make_plan
 from helpers.chart_tools import CHART
 from helpers.cluster import KubeCluster, wait_for
 from helpers.earlier_chart import earlier_chart
-from helpers.operator_process import kubeconfig, operator, preserving
+from helpers.operator_process import established, kubeconfig, operator, preserving
 from helpers.rlhfjobs import NAME, condition, install_crd, quickstart
 
 SPACE = "chart-system"
@@ -128,7 +128,7 @@ def test_two_releases_and_an_upgrade_with_a_job_that_runs(server, tmp_path):
         server.apply(preserving("JobSet", "jobsets", "jobset.x-k8s.io", "v1alpha2"))
     for space in ("upgrade-jobs", "other-jobs", "other-system"):
         server.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": space}})
-    server.kubectl("wait", "--for=condition=Established", "crd/jobsets.jobset.x-k8s.io", "--timeout=60s")
+    established(server, "jobsets.jobset.x-k8s.io")
     adopt = ("--take-ownership", "--force-conflicts")
     mine = ("--set", "namespaces={upgrade-jobs}", *adopt)
     helm(server, "install", "first", str(earlier_chart(tmp_path)), *mine)
@@ -144,13 +144,13 @@ def test_two_releases_and_an_upgrade_with_a_job_that_runs(server, tmp_path):
         server.kubectl(*retry)
         assert "retry" not in server.get("rlhfjob", "demo", "-n", "upgrade-jobs")["spec"], "it does not know the field"
         helm(server, "upgrade", "first", str(CHART), *mine)
-        wait_for("the new field", lambda: server.kubectl(*retry) and asked(server).get("retry") == 1)
+        wait_for("the new field", lambda: server.try_kubectl(*retry).returncode == 0 and asked(server).get("retry") == 1)
         config = kubeconfig(server, tmp_path, "first-dovetail-operator", SPACE)
         with operator(config, tmp_path, "new", ["upgrade-jobs"], DOVETAIL_NAMESPACE=SPACE) as process:
             wait_for("leadership", process.leads)
             wait_for("its status", lambda: condition(server, "Planned", "demo", "upgrade-jobs"))
             policy = ("networkpolicy", "demo", "-n", "upgrade-jobs")
-            wait_for("the new version's small objects", lambda: server.get(*policy)["spec"]["policyTypes"])
+            wait_for("the new version's small objects", lambda: (server.get(*policy) or {"spec": {}})["spec"].get("policyTypes"))
             assert server.get("jobset", "demo", "-n", "upgrade-jobs")["metadata"]["uid"] == pods
             helm(server, "rollback", "first", "1", "--force-conflicts")
             server.kubectl("annotate", "jobset", "demo", "-n", "upgrade-jobs", "looked=again")
@@ -158,7 +158,7 @@ def test_two_releases_and_an_upgrade_with_a_job_that_runs(server, tmp_path):
             assert process.stop() == 0
         assert server.get("jobset", "demo", "-n", "upgrade-jobs")["metadata"]["uid"] == pods
     finally:
-        server.kubectl("delete", "rlhfjobs", "--all", "-n", "upgrade-jobs", "--wait=true", "--timeout=60s")
+        server.delete("rlhfjobs", "--all", "-n", "upgrade-jobs")
         helm(server, "uninstall", "first")
         server.helm("uninstall", "second", "--namespace", "other-system")
         install_crd(server)

@@ -10,7 +10,7 @@ from dovetail.manifest.checks.rules import RULES
 from dovetail.manifest.checks.rules.rule import Objects
 from dovetail.manifest.checks.validation import ManifestError, parse_manifest
 from dovetail.manifest.types import RLHFJob
-from helpers.cluster import REPOSITORY
+from helpers.cluster import REPOSITORY, wait_for
 from helpers.manifests import DELETE, GOOD, changed
 from helpers.manifests import RULES as CASES
 from helpers.rlhfjobs import CRD, DryRun, create, install_crd, mark_planned, sentences
@@ -334,13 +334,16 @@ def test_an_upgrade_from_an_older_definition_keeps_jobs(server):
     del older["spec"]["versions"][0]["selectableFields"]
     odd = changed(**{"ppo.miniBatchSize": 48, "models": {"actor": {"source": {"path": "x"}}}})
     with server.namespace() as namespace:
+        dry = ("-n", namespace, "--dry-run=server")
         try:
             install_crd(server, json.dumps(older))
+            newer = changed(ttlSecondsAfterFinished=5)
+            wait_for("the older rules", lambda: create(server, odd, *dry).returncode == 0)
+            wait_for("the older fields", lambda: "unknown field" in create(server, newer, *dry).stderr)
             assert create(server, odd, "-n", namespace).returncode == 0
-            assert "unknown field" in create(server, changed(ttlSecondsAfterFinished=5), "-n", namespace).stderr
         finally:
             install_crd(server)
-        assert create(server, odd, "-n", namespace, "--dry-run=server").returncode == 1
+        wait_for("today's rules", lambda: create(server, odd | {"metadata": {"name": "new"}}, *dry).returncode == 1)
         server.kubectl("label", "rlhfjob", "job", "-n", namespace, "seen=yes")
         mark_planned(server, namespace, "job")
         assert server.get("rlhfjob", "job", "-n", namespace)["spec"]["ppo"]["miniBatchSize"] == 48
@@ -361,8 +364,10 @@ def test_names_columns_and_selectors(server, namespace):
         assert [row.split()[0] for row in rows] == ["one", "two"]
     wide = server.kubectl("get", "rlhf", "-n", namespace, "-o", "wide").splitlines()[0].split()
     assert {"KL", "RUNNING", "COMPLETED", "REASON", "SUSPENDED"} <= set(wide)
-    chosen = server.kubectl("get", "rlhf", "-n", namespace, "--field-selector", "spec.suspend=true", "-o", "name")
-    assert chosen.split() == ["rlhfjob.dovetail.dev/two"]
+    words = ("get", "rlhf", "-n", namespace, "--field-selector", "spec.suspend=true", "-o", "name")
+    # The definition of the test before had no such selector.
+    wait_for("the selector", lambda: server.try_kubectl(*words).returncode == 0)
+    assert server.kubectl(*words).split() == ["rlhfjob.dovetail.dev/two"]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from helpers.cluster_jobs import PACED_TEMPLATE, ClusterJob, is_true, kill, pace
 from helpers.jobs import events
 
 pytestmark = [
-    pytest.mark.timeout(1800),
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(external() is not None, reason="the cluster's components must be ours to break"),
 ]
 SYSTEM = "faults-system"
@@ -89,8 +89,8 @@ def drain_node(job: ClusterJob) -> set[str]:
     """Of a rollout that does not share it with the coordinator; the other rollout goes on alone meanwhile."""
     pods = job.pods()
     group = "v100" if pods["coordinator"]["spec"]["nodeName"] != "v100" else "a10"
-    words = ("--ignore-daemonsets", "--delete-emptydir-data", "--timeout=150s")
-    job.cluster.kubectl("drain", group, *words, timeout=180)
+    words = ("--ignore-daemonsets", "--delete-emptydir-data", "--timeout=400s")
+    job.cluster.kubectl("drain", group, *words, timeout=430)
     try:
         assert job.uids().get(group) != pods[group]["metadata"]["uid"]
         go_on(job, 2)
@@ -130,10 +130,10 @@ def stop_etcd(job: ClusterJob) -> set[str]:
 
 def kill_leader(job: ClusterJob) -> set[str]:
     """SIGKILL, so that it cannot give its lease back."""
-    kill("dovetail.operator.main", "DOVETAIL_IDENTITY", holder(job.cluster))
+    kill("dovetail.operator.main", "DOVETAIL_IDENTITY", wait_for("a leader", lambda: holder(job.cluster)))
     # Whoever leads now writes the status.
     target = job.iteration() + 1
-    wait_for("the next leader", lambda: job.document()["status"]["iteration"] >= target, 120)
+    wait_for("the next leader", lambda: job.document()["status"]["iteration"] >= target, RECOVERY_SECONDS)
     return set()
 
 
@@ -186,10 +186,10 @@ def go_on(job: ClusterJob, iterations: int) -> None:
 
 FAULTS: dict[str, Callable[[ClusterJob], set[str]]] = {
     "trainer's pod deleted": partial(delete_pod, "a100"),
-    "vLLM killed": partial(kill_process, "v100", "dovetail.rollout.serving.vllm_server"),
     "coordinator killed": partial(kill_process, "coordinator", "dovetail.coordinator.main"),
     "rollout's pod deleted": partial(delete_pod, "a10"),
     "kubelet restarted": restart_kubelet,
+    "vLLM killed": partial(kill_process, "v100", "dovetail.rollout.serving.vllm_server"),
     "node drained": drain_node,
     "node taken and given back": take_node,
     "API server restarted": restart_api_server,

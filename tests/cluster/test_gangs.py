@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from helpers.cluster import KubeCluster, external, wait_for
-from helpers.operator_process import OperatorProcess, install, kubeconfig, operator, preserving
+from helpers.operator_process import OperatorProcess, established, install, kubeconfig, operator, preserving
 from helpers.rlhfjobs import condition, quickstart
 
 pytestmark = pytest.mark.skipif(external() is not None, reason="it needs feature gates that are alpha")
@@ -45,9 +45,7 @@ def server(gang_server: KubeCluster) -> KubeCluster:
     server.apply(thing("PersistentVolume", "v1", "files", spec=volume))
     server.apply(thing("PersistentVolumeClaim", "v1", "files", spec=claim), namespace=SPACE)
     install(server, [SPACE], "jobs.gangScheduler=Kubernetes")
-    for name in ("rlhfjobs.dovetail.dev", "jobsets.jobset.x-k8s.io"):
-        words = ("wait", "--for=condition=Established", f"crd/{name}", "--timeout=60s")
-        wait_for("the definition", lambda words=words: server.try_kubectl(*words).returncode == 0)
+    established(server, "rlhfjobs.dovetail.dev", "jobsets.jobset.x-k8s.io")
     return server
 
 
@@ -95,7 +93,8 @@ def test_a_gang_is_placed_as_a_whole_or_not_at_all(server: KubeCluster) -> None:
     """There is a GPU for one of two trainers: not even what needs no GPU is placed. The job says why."""
     server.apply(node("one", 1))
     submit(server, "whole")
-    (group,) = server.get("podgroups.scheduling.k8s.io", "-n", SPACE)["items"]
+    found = wait_for("the gang", lambda: server.get("podgroups.scheduling.k8s.io", "-n", SPACE)["items"])
+    (group,) = found
     assert group["spec"]["schedulingPolicy"] == {"gang": {"minCount": 4}}
     wait_for("four pods", lambda: len(pods(server, "whole")) == 4)
     wait_for("the scheduler's word", lambda: any(map(told, pods(server, "whole"))))
@@ -103,7 +102,7 @@ def test_a_gang_is_placed_as_a_whole_or_not_at_all(server: KubeCluster) -> None:
     assert condition(server, "Scheduled", "whole", SPACE)["message"].startswith("pod whole-")
     assert placed(server, "whole") == 0
     server.apply(node("two", 1))
-    wait_for("all at once", lambda: placed(server, "whole") == 4)
+    wait_for("all at once", lambda: placed(server, "whole") == 4, 300)
     wait_for("the condition", lambda: condition(server, "Scheduled", "whole", SPACE).get("status") == "True")
     server.kubectl("delete", "rlhfjob", "whole", "-n", SPACE, "--wait=true")
     server.kubectl("delete", "jobs", "--all", "-n", SPACE)
@@ -125,7 +124,7 @@ def test_gpus_come_through_a_claim(server: KubeCluster) -> None:
     request = {"name": "gpu", "exactly": {"deviceClassName": DRIVER, "count": 1}}
     template = {"spec": {"devices": {"requests": [request]}}}
     server.apply(thing("ResourceClaimTemplate", "resource.k8s.io/v1", "one-gpu", spec=template), namespace=SPACE)
-    wait_for("all at once", lambda: placed(server, "claimed") == 4, 180)
+    wait_for("all at once", lambda: placed(server, "claimed") == 4, 300)
     wait_for("they run", lambda: condition(server, "Running", "claimed", SPACE).get("status") == "True")
     claims = server.get("resourceclaims", "-n", SPACE)["items"]
     given = {each["status"]["allocation"]["devices"]["results"][0]["device"] for each in claims}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from helpers.cluster import KubeCluster, wait_for
-from helpers.operator_process import install, kubeconfig, operator, preserving
+from helpers.operator_process import established, install, kubeconfig, operator, preserving
 from helpers.rlhfjobs import condition, create, quickstart
 
 SPACE = "kinds"
@@ -22,10 +22,10 @@ def server(api_server: KubeCluster) -> Iterator[KubeCluster]:
         pytest.skip("this test removes the JobSet controller's CustomResourceDefinition")
     api_server.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SPACE}})
     install(api_server, [SPACE])
-    api_server.kubectl("wait", "--for=condition=Established", "crd/rlhfjobs.dovetail.dev", "--timeout=60s")
-    api_server.kubectl("delete", "crd", JOBSETS, "--ignore-not-found", "--wait=true")
+    established(api_server, "rlhfjobs.dovetail.dev")
+    api_server.delete("crd", JOBSETS, "--ignore-not-found")
     yield api_server
-    api_server.kubectl("delete", "rlhfjobs", "--all", "-n", SPACE, "--wait=true", "--timeout=60s")
+    api_server.delete("rlhfjobs", "--all", "-n", SPACE)
 
 
 def finish(server: KubeCluster, name: str) -> None:
@@ -49,12 +49,10 @@ def test_jobset_may_be_installed_after_the_operator_and_come_back(server: KubeCl
             wait_for("the JobSet", lambda name=name: server.try_kubectl("get", "jobset", name, "-n", SPACE).stdout)
             finish(server, name)
             # A watch tells it; the operator lists JobSets every ten minutes only.
-            wait_for(
-                "the end", lambda name=name: condition(server, "Completed", name, SPACE).get("status") == "True", 60
-            )
+            wait_for("the end", lambda name=name: condition(server, "Completed", name, SPACE).get("status") == "True")
             if name == "first":
                 before = len(process.events("kind.missing"))
-                server.kubectl("delete", "crd", JOBSETS, "--wait=true")
+                server.delete("crd", JOBSETS)
                 wait_for("notice", lambda before=before: len(process.events("kind.missing")) > before)
         assert process.stop() == 0, "it was the same process all the time"
 

@@ -16,7 +16,7 @@ from helpers.jobs import events
 from helpers.operator_process import OperatorProcess, install, kubeconfig, operator
 
 pytestmark = [
-    pytest.mark.timeout(1800),
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(external() is not None, reason="quotas of somebody's cluster are not ours to set"),
 ]
 SECONDS = 600.0
@@ -53,7 +53,7 @@ def leader(cluster: KubeCluster, tmp_path_factory: pytest.TempPathFactory) -> It
     images["DOVETAIL_POD_TEMPLATE"] = str(template)
     config = kubeconfig(cluster, folder)
     with operator(config, folder, "leader", [], DOVETAIL_SURPLUS_PRIORITY_CLASS=SURPLUS, **images) as process:
-        wait_for("leadership", process.leads, 120)
+        wait_for("leadership", process.leads)
         yield process
 
 
@@ -77,7 +77,7 @@ def urgent(cluster: KubeCluster, namespace: str, product: str) -> None:
     # Kueue's webhooks may not answer at once.
     wait_for("the job", lambda: cluster.try_kubectl("apply", "-n", namespace, "-f", "-", stdin=text).returncode == 0)
     words = ("job", f"urgent-{product}", "-n", namespace)
-    wait_for("its admission", lambda: not cluster.get(*words)["spec"]["suspend"], 120)
+    wait_for("its admission", lambda: not cluster.get(*words)["spec"]["suspend"], 300)
 
 
 def suspended(cluster: KubeCluster, *job: str) -> bool | None:
@@ -101,8 +101,8 @@ def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
     cluster.apply(config_map, document, namespace=namespace)
     wait_for("the queue", lambda: job.condition("Suspended").get("reason") == "WaitingForQuota")
     why = "waits for quota in queue team: couldn't assign flavors to pod set "
-    wait_for("why", lambda: job.condition("Suspended")["message"].startswith(why), 60)
-    assert "flavor v100" in job.condition("Suspended")["message"]
+    wait_for("why", lambda: job.condition("Suspended")["message"].startswith(why), 180)
+    wait_for("which", lambda: "flavor v100" in job.condition("Suspended")["message"], 180)
     assert job.pods() == {}
     cluster.kubectl("delete", "rlhfjob", "tiny", "-n", namespace)
     document["spec"]["groups"][1]["replicas"] = 1
@@ -110,17 +110,17 @@ def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
     cluster.apply(document, namespace=namespace)
     wait_for("an iteration", lambda: job.condition("Running").get("status") == "True" and job.iteration() > 1, SECONDS)
     surplus = ("job", "tiny-a10-s1", "-n", namespace)
-    wait_for("room for a surplus rollout", lambda: suspended(cluster, *surplus) is False)
-    wait_for("a checkpoint", lambda: job.document()["status"].get("lastCheckpoint", {}).get("step"))
+    wait_for("room for a surplus rollout", lambda: suspended(cluster, *surplus) is False, SECONDS)
+    wait_for("a checkpoint", lambda: job.document()["status"].get("lastCheckpoint", {}).get("step"), SECONDS)
 
     before = job.uids()
     urgent(cluster, namespace, "a10")
-    wait_for("the surplus goes first", lambda: suspended(cluster, *surplus))
+    wait_for("the surplus goes first", lambda: suspended(cluster, *surplus), 300)
     assert job.uids().items() >= {name: uid for name, uid in before.items() if name != "a10"}.items()
     assert job.condition("Suspended").get("status") == "False"
 
     urgent(cluster, namespace, "a100")
-    wait_for("eviction", lambda: job.condition("Suspended").get("reason") == "WaitingForQuota" and not job.pods(), 180)
+    wait_for("eviction", lambda: job.condition("Suspended").get("reason") == "WaitingForQuota" and not job.pods(), SECONDS)
     done = job.iteration()
     wait_for("why", lambda: "Preempted to accommodate a workload" in job.condition("Suspended")["message"], 180)
     assert done < ITERATIONS, "the job must outlast its eviction"

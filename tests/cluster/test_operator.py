@@ -12,9 +12,9 @@ import yaml
 
 from helpers.cluster import KubeCluster, wait_for
 from helpers.jobs import MANIFEST
-from helpers.operator_process import OperatorProcess, install, kubeconfig, operator
+from helpers.operator_process import OperatorProcess, established, install, kubeconfig, operator
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = pytest.mark.timeout(3600)
 JOB_SECONDS = 1500.0
 GROUPS = [
     {"name": "a100", "roles": ["trainer"], "gpu": {"product": "NVIDIA-A100-SXM4-80GB", "perPod": 1}},
@@ -27,12 +27,12 @@ GROUPS = [
 def leader(cluster: KubeCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
     """The operator, on this machine with the rights of the chart's account."""
     install(cluster, [])
-    cluster.kubectl("wait", "--for=condition=Established", "crd/rlhfjobs.dovetail.dev", "--timeout=60s")
+    established(cluster, "rlhfjobs.dovetail.dev")
     folder = tmp_path_factory.mktemp("operator")
     images = {f"DOVETAIL_{name.upper()}_IMAGE": f"dovetail-dev/{name}:dev" for name in ("trainer", "rollout")}
     images["DOVETAIL_COORDINATOR_IMAGE"] = "dovetail-dev/operator:dev"
     with operator(kubeconfig(cluster, folder), folder, "leader", [], **images) as process:
-        wait_for("leadership", process.leads, 120)
+        wait_for("leadership", process.leads)
         yield process
 
 
@@ -185,14 +185,14 @@ def test_pods_that_cannot_start_are_explained(
 ) -> None:
     groups, kind, reason, words = CAUSES[name]
     cluster.apply(manifest(namespace, groups), namespace=namespace)
-    wait_for(reason, lambda: condition(cluster, namespace, kind).get("reason") == reason, 180)
+    wait_for(reason, lambda: condition(cluster, namespace, kind).get("reason") == reason, 400)
 
     def explained() -> bool:
         # Another pod may be the first to be refused, for as long as the job's own volume is being made.
         message = condition(cluster, namespace, kind).get("message", "")
         return words in message and "a100" in message
 
-    wait_for(f"{words!r} of a100's pod", explained, 180)
+    wait_for(f"{words!r} of a100's pod", explained, 400)
     described = cluster.kubectl("describe", "rlhfjob", "tiny", "-n", namespace)
     assert reason in described
 
@@ -203,7 +203,7 @@ def test_a_job_that_finds_no_node_gives_up_in_time_and_holds_no_gpus(
     groups = with_trainer(gpu={"product": "NVIDIA-H100-PCIe", "perPod": 1})
     document = manifest(namespace, groups, failurePolicy={"startTimeoutSeconds": 30})
     cluster.apply(document, namespace=namespace)
-    assert wait_end(cluster, namespace, 300).startswith("Unschedulable: pod tiny-a100-0-0-")
+    assert wait_end(cluster, namespace, 600).startswith("Unschedulable: pod tiny-a100-0-0-")
     wait_for("no pods", lambda: not (cluster.get("pods", "-n", namespace) or {}).get("items"))
 
 

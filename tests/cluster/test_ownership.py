@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from helpers.cluster import KubeCluster, wait_for
-from helpers.operator_process import OperatorProcess, install, kubeconfig, operator, preserving
+from helpers.operator_process import OperatorProcess, established, install, kubeconfig, operator, preserving
 from helpers.rlhfjobs import condition, quickstart
 
 SPACE = "ownership"
@@ -59,8 +59,7 @@ def server(api_server: KubeCluster) -> KubeCluster:
     for space in SPACES:
         api_server.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": space}})
     install(api_server, SPACES)
-    for name in ("rlhfjobs.dovetail.dev", "jobsets.jobset.x-k8s.io"):
-        api_server.kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=60s")
+    established(api_server, "rlhfjobs.dovetail.dev", "jobsets.jobset.x-k8s.io")
     return api_server
 
 
@@ -75,8 +74,8 @@ def leader(server: KubeCluster, tmp_path_factory: pytest.TempPathFactory) -> Ite
 @pytest.fixture(autouse=True)
 def clean(server: KubeCluster) -> Iterator[None]:
     yield
-    server.kubectl("delete", "rlhfjobs", "--all", "-n", SPACE, "--wait=true", "--timeout=60s")
-    server.kubectl("delete", "pvc", "--all", "-n", SPACE, "--timeout=60s")  # kept
+    server.delete("rlhfjobs", "--all", "-n", SPACE)
+    server.delete("pvc", "--all", "-n", SPACE)  # kept
     theirs = [f"{item['kind']}/{item['metadata']['name']}" for item in TAKEN.values()]
     server.kubectl("delete", "--ignore-not-found", "-n", SPACE, *theirs)
     selector = ("-l", "app.kubernetes.io/managed-by=dovetail-operator", "-o", "name")
@@ -205,7 +204,7 @@ def events(server: KubeCluster, reason: str, uid: str) -> list[str]:
 
 
 def delete_job(server: KubeCluster) -> None:
-    server.kubectl("delete", "rlhfjob", JOB, "-n", SPACE, "--wait=true", "--timeout=60s")
+    server.delete("rlhfjob", JOB, "-n", SPACE)
 
 
 def mine(server: KubeCluster) -> list[str]:
@@ -399,7 +398,7 @@ def test_tenants_who_attack_each_other_lose_nothing(server: KubeCluster) -> None
 
     for user, space in TENANTS.items():
         names = [f"greedy-{number}" for number in range(4)]
-        server.kubectl("delete", "rlhfjob", *names, "-n", space, "--as", user, "--wait=true", "--timeout=60s")
+        server.delete("rlhfjob", *names, "-n", space, "--as", user)
         server.kubectl("delete", "pod,configmap", "forged", "-n", space, "--ignore-not-found", "--force")
     for space in TENANTS.values():
         with contextlib.suppress(AssertionError):  # what differs is shown below
@@ -420,7 +419,7 @@ def test_who_may_only_create_rlhfjobs_gains_nothing_in_the_same_namespace(server
         wait_for("the conflict", lambda: f"PersistentVolumeClaim {JOB}-files" in conflict(server))
         for words in (("get", "secret", f"{JOB}-token"), ("get", "configmap", f"{JOB}-plan"), ("get", "pods")):
             assert "forbidden" in server.try_kubectl(*words, "-n", SPACE, "--as", "eve").stderr.lower()
-        server.kubectl("delete", "rlhfjob", JOB, "-n", SPACE, "--as", "eve", "--wait=true", "--timeout=60s")
+        server.delete("rlhfjob", JOB, "-n", SPACE, "--as", "eve")
         for kind, before in theirs.items():
             assert untouched(before, get(server, TAKEN[kind])), kind
     server.kubectl("delete", "role,rolebinding", "submitter", "eve", "-n", SPACE, "--ignore-not-found")

@@ -8,7 +8,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -23,12 +22,17 @@ from torch.nn import functional as F
 
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
 from dovetail.protocol.messages import Action, Load, ModelRef
+from dovetail.supervision.ports import PortReservation
 from dovetail.trainer.engine.engine import Engine, MicroBatch
 from dovetail.trainer.engine.optim import local
 from dovetail.trainer.groups import Groups, PeerLost, RankFailed
 from dovetail.trainer.packed_batches import Sequences
 
-DEADLINE = 400.0
+DEADLINE = 1200.0
+# Nobody else gets them until this process ends.
+PORTS = PortReservation()
+# After so many seconds without any news from its peer a rank gives up.
+LOST_SECONDS = 600.0
 VOCAB = 64
 LLAMA = {
     "vocab_size": VOCAB,
@@ -59,7 +63,7 @@ def load_command(checkpoint: str | None = None, actor: ModelRef | None = None) -
     return Load(id="load", stage="ppo", models=models, total_steps=10, checkpoint=checkpoint)
 
 
-def form(rank: int, world: int, port: int, pp: int, dp: int, timeout: float = 60.0, tp: int = 1) -> Groups:
+def form(rank: int, world: int, port: int, pp: int, dp: int, timeout: float = 240.0, tp: int = 1) -> Groups:
     layout = Parallelism(pp=pp, dp=dp, tp=tp)
     return Groups.form("127.0.0.1", port, rank, world, {"actor": layout, "critic": layout}, timeout)
 
@@ -285,7 +289,7 @@ def survivor(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[
     """Rank 0 in one process through all cases: each time its peer is lost in the middle of step 3, except the last."""
     out: dict[str, Any] = {}
     for axis, fault in CASES:
-        groups = form(rank, world, next(ports), *_layout(axis), timeout=10.0 if fault == "stop" else 60.0)
+        groups = form(rank, world, next(ports), *_layout(axis), timeout=10.0 if fault == "stop" else LOST_SECONDS)
         engine = Engine(spec(), groups)
         engine.load(load_command(_checkpoint(folder, axis)))
         start = time.monotonic()
@@ -301,7 +305,7 @@ def survivor(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[
 def victim(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[str, Any]:
     """Rank 1 of one case, given by the environment."""
     axis, fault = CASES[int(os.environ["CASE"])]
-    groups = form(rank, world, list(ports)[int(os.environ["CASE"])], *_layout(axis), timeout=300.0)
+    groups = form(rank, world, list(ports)[int(os.environ["CASE"])], *_layout(axis), timeout=LOST_SECONDS)
     engine = Engine(spec(), groups)
     engine.load(load_command(_checkpoint(folder, axis)))
     if fault != "none":
@@ -338,7 +342,7 @@ def lazy(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[str,
     real = {name: getattr(dist, name) for name in (*names, "all_reduce")}
     for name in names:
         setattr(dist, name, patient(real[name]))
-    groups = form(rank, world, next(ports), world, 1, timeout=20.0)
+    groups = form(rank, world, next(ports), world, 1, timeout=120.0)
     try:
         engine = Engine(spec(), groups)
         engine.load(load_command())
@@ -380,7 +384,7 @@ def child(job: dict[str, Any], ports: list[int], folder: Path) -> None:
 def run_together(jobs: list[dict[str, Any]], folder: Path) -> list[int]:
     """Fork a process for each job; once every job that counts has ended (or one of them failed), kill the others.
     Returns exit statuses, negative for signals."""
-    ports = free_ports(6)
+    ports = list(PORTS.reserve(str(number) for number in range(6)).values())
     pids = []
     for job in jobs:
         pid = os.fork()
@@ -400,14 +404,6 @@ def run_together(jobs: list[dict[str, Any]], folder: Path) -> list[int]:
         os.kill(pid, signal.SIGKILL)
         statuses[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return [statuses[pid] for pid in pids]
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [s.getsockname()[1] for s in sockets]
-    for s in sockets:
-        s.close()
-    return ports
 
 
 def main() -> None:

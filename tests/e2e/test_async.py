@@ -31,7 +31,7 @@ from helpers.jobs import (
     tiny_job,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ITERATIONS, SAMPLES = 5, 16
 # Both halves of an iteration sleep, so that they can overlap on a machine of few cores.
 CODE = """

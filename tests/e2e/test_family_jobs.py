@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from dovetail.manifest.checks.validation import check
 from helpers.jobs import history, run_job, tiny_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 SIZES = {
     "hidden_size": 64,

@@ -32,10 +32,10 @@ from helpers.weight_trainer import Alone, actor_of, probe_of, prove, weights_of
 
 if find_spec("vllm") is None:
     pytest.skip("needs vLLM", allow_module_level=True)
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SAMPLES, MAX_TOKENS = 24, 160
-START_SECONDS = 240.0
+START_SECONDS = 400.0
 JOB = {
     "apiVersion": "dovetail.dev/v1alpha1",
     "kind": "RLHFJob",
@@ -93,9 +93,9 @@ class Run:
         ]
         offers: queue.Queue[Offer] = queue.Queue()
         sender = WeightSender(Alone(), offers.put, host="127.0.0.1")
-        command = Publish(id="p", version=version, epoch=version, receivers=receivers, deadline_seconds=60.0)
+        command = Publish(id="p", version=version, epoch=version, receivers=receivers, deadline_seconds=240.0)
         sending = asyncio.create_task(asyncio.to_thread(sender.publish, command, {"actor": lambda: weights_of(model)}))
-        offer = await asyncio.to_thread(offers.get, True, 60)
+        offer = await asyncio.to_thread(offers.get, True, 240)
         async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as session:
             pairs = list(zip(receivers, (t.url for t in targets), strict=True))
             assert await push_offer(session, offer, pairs, True) == {t.name: None for t in targets}
@@ -168,11 +168,11 @@ def test_killing_a_server_in_the_middle_changes_no_answer(tmp_path: Path) -> Non
             assert [s.args["samples"] for s in result.spans] == [SAMPLES // 2] * 2
 
             def kill(done: int, total: int, tokens: int) -> None:
-                if tokens > SAMPLES * 24 and servers["rollout-1"].poll() is None:
+                if tokens > SAMPLES * 6 and servers["rollout-1"].poll() is None:
                     servers["rollout-1"].send_signal(signal.SIGKILL)
 
             disturbed, result = await run.generate("disturbed", kill)
-            assert servers["rollout-1"].wait(10) == -signal.SIGKILL
+            assert servers["rollout-1"].wait(60) == -signal.SIGKILL
             assert result.retries >= 1
             assert len(disturbed) == SAMPLES
             moved = [s for s in disturbed if s.attempt > 1]

@@ -138,7 +138,7 @@ def unigram_loss(prepared: Prepared) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_sft_lowers_held_out_loss_on_real_dialogues(run: tuple[Path, Prepared]) -> None:
     run_dir, prepared = run
     sft = summary(run_dir)["sft"]
@@ -149,7 +149,7 @@ def test_sft_lowers_held_out_loss_on_real_dialogues(run: tuple[Path, Prepared]) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_the_reward_model_beats_chance_on_held_out_real_pairs(run: tuple[Path, Prepared]) -> None:
     facts = summary(run[0])["reward_model"]
     pairs = int(facts["pairs"])
@@ -166,7 +166,7 @@ def padded(batch: dict[str, Any], name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @torch.inference_mode()
 def test_transformers_finds_the_same_numbers_in_the_exported_models(run: tuple[Path, Prepared]) -> None:
     """Accuracy and loss computed again, by other code: stock transformers on the exported folders."""

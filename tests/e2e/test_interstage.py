@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from helpers.jobs import Reaper, events, history, run_job, stored_samples, summary, tiny_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ITERATIONS, SAMPLES = 4, 48
 # So early that both servers still have samples, however unevenly a machine runs them.
 FRACTION = 0.75

@@ -17,7 +17,7 @@ from dovetail.local.report.report import write_report
 from dovetail.manifest.types import RLHFJob
 from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, sample_rows, summary, tiny_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 def job(iterations: int = 4, **spec: Any) -> RLHFJob:

@@ -34,7 +34,7 @@ from helpers.weight_trainer import Trainer, actor_of
 
 if find_spec("vllm") is None:
     pytest.skip("needs vLLM", allow_module_level=True)
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 IDS = (f"sample-{i}" for i in itertools.count())
 SAMPLED = Generation(max_tokens=200, temperature=0.8, top_k=100, top_p=0.95)
@@ -86,7 +86,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     trainer = Trainer(servers)
     try:
         for server in servers:
-            wait_for(server.healthy, 240, f"{server.name} to be healthy")
+            wait_for(server.healthy, 400, f"{server.name} to be healthy")
         made = World(servers, trainer, config)
         made.publish(3)
         yield made
@@ -236,11 +236,11 @@ def test_new_weights_arrive_although_a_request_waits_for_a_silent_source(world: 
         body = {"model": "actor", "token_ids": prompt, "kv_transfer_params": pull}
         body["sampling_params"] = params_of("sampled", 1, 20)
         asking = pool.submit(two.call, "/inference/v1/generate", body)
-        silent.settimeout(60)
+        silent.settimeout(240)
         connection, _ = silent.accept()
         with connection:
             world.publish(5)
-        status, reply = asking.result(60)
+        status, reply = asking.result(240)
         assert (status, reply["choices"][0]["finish_reason"]) == (200, "abort")
     expected = world.servers[0].generate(prompt, **params_of("sampled", 1, 20))
     assert two.generate(prompt, **params_of("sampled", 1, 20))[0] == expected[0]
@@ -310,13 +310,17 @@ def pretend_slow_prefills(generator: Generator, instance: Any) -> None:
 
 def test_the_coordinator_moves_keys_and_values_of_a_drained_server(world: World, tmp_path: Path) -> None:
     undisturbed, _, _ = generated(world, tmp_path / "undisturbed", drain=False)
-    before = prompt_tokens(world.servers[1])
-    drained, events, generator = generated(world, tmp_path / "drained", drain=True)
-    moved = [e for e in events if e["event"] == "sample.moved"]
+    for attempt in range(10):
+        before = prompt_tokens(world.servers[1])
+        drained, events, generator = generated(world, tmp_path / f"drained-{attempt}", drain=True)
+        moved = [e for e in events if e["event"] == "sample.moved"]
+        # On a busy machine a sample may not have made a token yet: then there are no keys and values to move. Or the
+        # server has made them all before it hears that it shall leave: then it is tried again.
+        begun = [e for e in moved if e["tokens"] > 17 + e["sample"][1]]
+        if begun:
+            break
     assert {(e["source"], e["instance"]) for e in moved} == {("rollout-0", "rollout-1")}
     assert events.index(moved[-1]) < events.index({"event": "left"}), "it may end when all have arrived"
-    # On a busy machine a sample may not have made a token yet: then there are no keys and values to move.
-    begun = [e for e in moved if e["tokens"] > 17 + e["sample"][1]]
     assert {e["mechanism"] for e in begun} == {"kv"}
     assert generator.kv.moves[Mechanism.KV] == len(begun)
     assert generator.kv.nbytes > 0
@@ -334,7 +338,7 @@ def test_a_source_that_was_killed_costs_a_prefill(world: World) -> None:
     key, part, _ = world.stopped(one, prompt, 20, **params_of("sampled", 3, 200))
     pull = world.pull(key, one)
     one.process.send_signal(signal.SIGKILL)
-    one.process.wait(30)
+    one.process.wait(60)
     rest, _, _ = two.generate(prompt + part, pull, **params_of("sampled", 3, 200 - len(part), len(part)))
     assert part + rest == whole
     assert two.healthy()

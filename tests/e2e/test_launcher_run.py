@@ -38,8 +38,9 @@ if __name__ == "__main__":
     sys.exit(main())
 """
 COMMAND = """
-import sys
+import os, sys
 import dovetail.local.launcher as launcher, dovetail.supervision.spawn as spawn
+launcher.Launcher.__init__.__kwdefaults__["grace"] = float(os.environ["TEST_GRACE"])
 original = launcher.render
 def render(*args, **options):
     specs = original(*args, **options)
@@ -75,10 +76,12 @@ class Run:
         (folder / "job.yaml").write_text(yaml.safe_dump(job))
         self.process: subprocess.Popen[str] | None = None
 
-    def start(self, *more: str) -> None:
+    def start(self, *more: str, grace: float = 5.0) -> None:
+        """`grace`: for how many seconds the processes may end by themselves."""
         for old in self.dir.glob("pids-*"):
             old.unlink()
         env = os.environ | {"PYTHONPATH": str(self.folder), "DOVETAIL_SPAWN": self.kind, "OMP_NUM_THREADS": "1"}
+        env["TEST_GRACE"] = str(grace)
         arguments = ["run", str(self.folder / "job.yaml"), "--run-dir", str(self.dir), *more]
         self.process = subprocess.Popen(
             [sys.executable, str(self.folder / "command.py"), *arguments],
@@ -111,12 +114,12 @@ class Run:
     def summary(self) -> dict[str, Any]:
         return json.loads((self.dir / "summary.json").read_text())
 
-    def end(self, seconds: float = 20.0) -> tuple[int, str]:
+    def end(self, seconds: float = 240.0) -> tuple[int, str]:
         output, _ = self.process.communicate(timeout=seconds)
         return self.process.returncode, output
 
 
-def until(condition, what: str, seconds: float = 60.0) -> None:
+def until(condition, what: str, seconds: float = 240.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"timed out waiting for {what}"
@@ -130,7 +133,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def all_gone(pids: list[int], seconds: float = 5.0) -> None:
+def all_gone(pids: list[int], seconds: float = 60.0) -> None:
     assert pids
     until(lambda: not any(map(alive, pids)), f"the end of {[p for p in pids if alive(p)]}", seconds)
 
@@ -156,7 +159,7 @@ def test_ctrl_c_ends_everything_and_resume_continues(run):
     assert "--resume" in output
     assert run.summary()["state"] == "interrupted"
     assert "interrupted" in (run.dir / "report.html").read_text()
-    all_gone(pids, 0.5)
+    all_gone(pids)
 
     run.start()
     code, output = run.end()
@@ -174,23 +177,21 @@ def test_ctrl_c_ends_everything_and_resume_continues(run):
     assert code == 0, output
     assert "Wall time" in output
     assert (run.dir / "report.html").exists()
-    all_gone(pids, 0.5)
+    all_gone(pids)
 
 
 def test_a_second_ctrl_c_does_not_wait(run):
-    run.start()
+    run.start(grace=3600.0)
     for name in NAMES:
         run.wait_for(name)
     pids = run.all_pids()
     os.kill(run.wait_for("trainer-0")[0], signal.SIGSTOP)  # won't end on SIGTERM
     os.kill(run.process.pid, signal.SIGINT)
     until(lambda: not alive(run.wait_for("coordinator")[0]), "the first processes to end")
-    begun = time.monotonic()
     os.kill(run.process.pid, signal.SIGINT)
     code, _ = run.end()
     assert code == 130
-    assert time.monotonic() - begun < 4.0  # the grace is 5 s
-    all_gone(pids, 0.5)
+    all_gone(pids)
 
 
 def test_kill_9_of_the_launcher_ends_everything(run):
@@ -222,7 +223,7 @@ def test_dead_processes_come_back_on_their_ports_until_there_were_too_many(run):
     assert run.summary()["state"] == "failed"
     assert run.summary()["reason"].startswith("gen-0 died (signal SIGKILL) and failurePolicy.maxRestarts")
     assert "gen-0 died" in (run.dir / "report.html").read_text()
-    all_gone(run.all_pids(), 0.5)
+    all_gone(run.all_pids())
 
 
 def test_a_failed_coordinator_fails_the_run_with_its_reason(run):
@@ -262,14 +263,14 @@ def test_a_full_disk_of_logs_is_told_and_is_the_cause_of_a_failure(run):
 def test_two_runs_do_not_share_a_directory(run):
     run.start()
     run.wait_for("coordinator")
-    env = os.environ | {"PYTHONPATH": str(run.folder), "DOVETAIL_SPAWN": run.kind}
+    env = os.environ | {"PYTHONPATH": str(run.folder), "DOVETAIL_SPAWN": run.kind, "TEST_GRACE": "5"}
     arguments = ["run", str(run.folder / "job.yaml"), "--run-dir", str(run.dir), "--resume"]
     result = subprocess.run(
         [sys.executable, str(run.folder / "command.py"), *arguments],
         env=env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert result.returncode == 2
@@ -279,18 +280,18 @@ def test_two_runs_do_not_share_a_directory(run):
 
 def test_a_run_ends_after_its_deadline_in_all_its_resumes(run):
     run.start("--set", "spec.activeDeadlineSeconds=2")
-    code, output = run.end(120)
+    code, output = run.end()
     assert code == 1
     assert "activeDeadlineSeconds is not executed" not in output
     assert "took longer than spec.activeDeadlineSeconds, 2 s" in output
     assert "activeDeadlineSeconds" in run.summary()["reason"]
     run.start("--set", "spec.activeDeadlineSeconds=2", "--resume")
-    code, output = run.end(120)
+    code, output = run.end()
     assert (code, "activeDeadlineSeconds, 2 s" in output) == (1, True), "its time was up before"
     run.start("--set", "spec.activeDeadlineSeconds=1000", "--resume")
     run.wait_for("coordinator")
     run.order("coordinator", 0)
-    assert "took longer" not in run.end(120)[1]
+    assert "took longer" not in run.end()[1]
 
 
 @pytest.mark.parametrize("content", ["", "ä"])
@@ -298,11 +299,11 @@ def test_a_token_file_without_a_token_is_named_before_anything_starts(run, conte
     run.start()
     run.wait_for("coordinator")
     run.process.send_signal(signal.SIGINT)
-    run.end(60)
+    run.end()
     (run.dir / "token").write_text(content)
     lives = len(run.lives("coordinator"))
     run.start("--resume")
-    code, output = run.end(60)
+    code, output = run.end()
     assert code == 2
     assert f"token file, {run.dir / 'token'}, " in output
     assert len(run.lives("coordinator")) in (0, lives)

@@ -34,7 +34,7 @@ from helpers.weight_trainer import EPOCHS, Alone, Trainer, actor_of, probe_of, p
 
 if find_spec("vllm") is None:
     pytest.skip("needs vLLM", allow_module_level=True)
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 class Coordinator:
@@ -85,7 +85,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     servers = [Server.start(f"rollout-{i}", run_dir, coordinator.url) for i in range(2)]
     try:
         for server in servers:
-            wait_for(server.healthy, 240, f"{server.name} to be healthy")
+            wait_for(server.healthy, 400, f"{server.name} to be healthy")
         slow = [half_request(server, b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: ") for server in servers]
         yield World(run_dir, coordinator, servers, config, slow)
     finally:
@@ -122,7 +122,7 @@ def test_servers_register_and_refuse_to_generate_before_weights_came(world: Worl
         assert status == 503
         assert "weights" in text
         wait_for(
-            lambda server=server: any(m["ready"] for m in world.coordinator.seen.get(server.name, [])), 20, "ready"
+            lambda server=server: any(m["ready"] for m in world.coordinator.seen.get(server.name, [])), 120, "ready"
         )
         last = world.coordinator.seen[server.name][-1]
         assert (last["kind"], last["group"], last["url"]) == ("rollout", "rollout", server.url)
@@ -137,7 +137,7 @@ def test_every_route_but_probes_asks_for_the_token(world: World) -> None:
         for token in ("", "wrong", TOKEN[:-1]):
             assert server.call(path, token=token)[0] == 401, path
     for path in ("/health", "/metrics"):
-        with urllib.request.urlopen(server.url + path, timeout=10) as reply:
+        with urllib.request.urlopen(server.url + path, timeout=60) as reply:
             assert reply.status == 200
 
 
@@ -152,7 +152,7 @@ def test_greedy_output_is_the_published_models(world: World, trainer: Trainer) -
             assert got == tokens
             assert their == pytest.approx(logprobs, abs=1e-5)
             assert server.weight_version() == version
-    wait_for(lambda: world.coordinator.seen["rollout-1"][-1]["weight_version"] == 2, 20, "the new version's report")
+    wait_for(lambda: world.coordinator.seen["rollout-1"][-1]["weight_version"] == 2, 120, "the new version's report")
 
 
 @pytest.mark.parametrize(
@@ -225,6 +225,10 @@ def test_a_wrong_checksum_leaves_servers_stale_until_a_whole_version_arrives(
         assert server.generate([8, 8], **GREEDY)[0] == hf_greedy(model, [8, 8], 40)[0]
 
 
+# Of a transfer whose sender dies: long enough to tell that nobody waited for it.
+DEADLINE_SECONDS = 300.0
+
+
 def send_and_stall(command: Publish, state: dict[str, torch.Tensor], pipe: Any) -> None:
     from dovetail.trainer.weight_sender import WeightSender
 
@@ -252,7 +256,7 @@ def test_a_sender_killed_in_mid_transfer_leaves_servers_stale_and_another_recove
     world: World, trainer: Trainer
 ) -> None:
     model = actor_of(world.config, 13)
-    command = publish_command(world.servers, 5, next(EPOCHS), 60.0)
+    command = publish_command(world.servers, 5, next(EPOCHS), DEADLINE_SECONDS)
     # A forked child would hang in its first parallel region: this process has used OpenMP's threads.
     spawning = multiprocessing.get_context("spawn")
     here, there = spawning.Pipe()
@@ -263,7 +267,7 @@ def test_a_sender_killed_in_mid_transfer_leaves_servers_stale_and_another_recove
         offer = Offer.model_validate_json(here.recv())
         with ThreadPoolExecutor(1) as pool:
             pushing = pool.submit(push, world.servers, command, offer, True)
-            assert here.poll(60), "the sender did not come to its second iteration"
+            assert here.poll(240), "the sender did not come to its second iteration"
             assert here.recv() == "stalled"
             process.kill()
             start_time = time.monotonic()
@@ -272,7 +276,7 @@ def test_a_sender_killed_in_mid_transfer_leaves_servers_stale_and_another_recove
         process.kill()
         process.join()
     assert all(errors.values()), errors
-    assert time.monotonic() - start_time < 30, "a dead sender must be noticed before the deadline"
+    assert time.monotonic() - start_time < DEADLINE_SECONDS / 2, "a dead sender must be noticed before the deadline"
     for server in world.servers:
         assert server.weight_version() is None
     trainer.epoch, trainer.new = next(EPOCHS), True
@@ -288,9 +292,9 @@ def test_a_receiver_that_never_comes_is_named_and_the_sender_goes_on(world: Worl
     command = publish_command(world.servers, 7, trainer.epoch, 3.0)
     with ThreadPoolExecutor(1) as pool:
         sending = pool.submit(trainer.sender.publish, command, {"actor": lambda: weights_of(model)})
-        trainer.offers.get(timeout=30)
+        trainer.offers.get(timeout=120)
         with pytest.raises(TransferError, match="rollout-0, rollout-1"):
-            sending.result(timeout=30)
+            sending.result(timeout=120)
     # Nothing reached the servers: they still answer with what they had.
     assert world.servers[0].weight_version() == 6
     trainer.epoch, trainer.new = next(EPOCHS), True
@@ -359,8 +363,8 @@ def test_a_killed_server_leaves_no_engine_behind_and_a_terminated_one_goes_at_on
     engines = children(killed.process.pid)
     assert engines
     os.kill(killed.process.pid, signal.SIGKILL)
-    killed.process.wait(10)
-    wait_for(lambda: not any(running(pid) for pid in engines), 10, "the engine core to end with its server")
+    killed.process.wait(60)
+    wait_for(lambda: not any(running(pid) for pid in engines), 60, "the engine core to end with its server")
 
     engines = children(other.process.pid)
     # With a client still reading a response.
@@ -368,6 +372,6 @@ def test_a_killed_server_leaves_no_engine_behind_and_a_terminated_one_goes_at_on
     with ThreadPoolExecutor(1) as pool:
         reading = pool.submit(other.generate, [1, 2], **params)
         os.kill(other.process.pid, signal.SIGTERM)
-        assert other.process.wait(15) == 0
-        reading.exception(timeout=30)
-    wait_for(lambda: not any(running(pid) for pid in engines), 10, "the engine core to end")
+        assert other.process.wait(60) == 0
+        reading.exception(timeout=120)
+    wait_for(lambda: not any(running(pid) for pid in engines), 60, "the engine core to end")

@@ -17,7 +17,7 @@ from helpers.free_ports import free_port
 from helpers.nursery import NURSERY
 from helpers.vllm_servers import Server, tiny_llama, wait_for
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 START_SECONDS = 400.0
 
 

@@ -157,8 +157,11 @@ def test_a_server_says_which_experts_each_token_got(forks: Forks, tmp_path: Path
     prompt = [3 + 7 * i % 290 for i in range(260)]
     fresh = asyncio.run(ask(server, prompt, 0, 12))
     cached = asyncio.run(ask(server, prompt, 0, 12))
-    broken = asyncio.run(ask(server, prompt, 0, 200, abort_after=5))
     assert fresh.reason == cached.reason == "length"
+    for _ in range(10):  # a busy server may hear of an abort too late
+        broken = asyncio.run(ask(server, prompt, 0, 200, abort_after=5))
+        if broken.reason == "abort":
+            break
     assert broken.reason == "abort"
     longer = prompt + broken.tokens
     rest = asyncio.run(ask(server, longer, len(longer) - 1, 7))

@@ -12,7 +12,7 @@ from dovetail.coordinator.data import tokenizer as tokenizers
 from dovetail.manifest.types import RLHFJob
 from helpers.jobs import history, run_job, stored_samples, tiny_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 QWEN3 = {
     "hidden_size": 64,

@@ -28,6 +28,7 @@ T = TypeVar("T")
 # kubectl's words where the API server has not got the command, as while it restarts or the machine is overloaded.
 NOT_SENT = ("TLS handshake timeout", "was refused - did you specify the right host", "connect: connection refused")
 CONNECT_SECONDS = 90.0
+DELETE_SECONDS = 240
 
 
 def wait_for(what: str, check: Callable[[], T], seconds: float = 120, interval: float = 0.2) -> T:
@@ -81,6 +82,10 @@ class KubeCluster:
         """`kubectl get`, parsed; None for an object that is not there."""
         output = self.kubectl("get", *words, "--output=json", "--ignore-not-found")
         return json.loads(output) if output.strip() else None
+
+    def delete(self, *words: str) -> None:
+        """`kubectl delete`; returns when the objects are gone."""
+        self.kubectl("delete", *words, "--wait=true", f"--timeout={DELETE_SECONDS}s", timeout=DELETE_SECONDS + 60)
 
     def apply(self, *manifests: dict[str, Any], namespace: str = "default") -> str:
         """Server-side apply of these objects; `namespace` is for those that name none."""

@@ -4,7 +4,6 @@ from the test, and nothing is stored."""
 from __future__ import annotations
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Coroutine
@@ -16,6 +15,7 @@ from prometheus_client import CollectorRegistry
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.trainers.trainer_group import TrainerGroup, TrainerPosition
 from dovetail.protocol.messages import Command, CommandResult, Offer, Register
+from helpers.free_ports import free_port
 
 T = TypeVar("T")
 TOKEN = "a-test-token"
@@ -36,9 +36,7 @@ class FakeCoordinator:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.trainers: TrainerGroup
         self.start()
 
@@ -59,7 +57,7 @@ class FakeCoordinator:
     def close(self) -> None:
         self.stop()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
 
     async def _start(self) -> None:
         generation, formed = self._generation
@@ -90,7 +88,7 @@ class FakeCoordinator:
 
     # ------------------------------------------------------------ what tests ask for
 
-    def execute(self, command: Command, timeout: float = 120.0) -> CommandResult:
+    def execute(self, command: Command, timeout: float = 400.0) -> CommandResult:
         """Raises TrainerLost, TrainerError, TimeoutError."""
         return self._call(self._execute(command, timeout), timeout + 200)
 
@@ -98,7 +96,7 @@ class FakeCoordinator:
         """Wait until a generation is formed and rank 0 asks for work."""
         return self._call(self.trainers.wait_position(timeout), timeout + 5)
 
-    def wait_until(self, condition: Any, timeout: float = 60.0) -> None:
+    def wait_until(self, condition: Any, timeout: float = 240.0) -> None:
         """Poll `condition()`; raises TimeoutError."""
         deadline = time.monotonic() + timeout
         while not condition():
@@ -110,7 +108,7 @@ class FakeCoordinator:
         await self.trainers.wait_position(180)
         return await self.trainers.execute(command, timeout)
 
-    def _call(self, work: Coroutine[Any, Any, T], timeout: float = 60.0) -> T:
+    def _call(self, work: Coroutine[Any, Any, T], timeout: float = 240.0) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
     # ------------------------------------------------------------ what the routes ask for

@@ -25,7 +25,7 @@ class ServerThread:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self._runner = self.runner(app)
-        self.port: int = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(30)
+        self.port: int = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result(120)
 
     def runner(self, app: web.Application) -> web.AppRunner:
         return web.AppRunner(app, shutdown_timeout=0.1)
@@ -42,9 +42,9 @@ class ServerThread:
 
     def close(self) -> None:
         with contextlib.suppress(TimeoutError):
-            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(30)
+            asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(120)
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(30)
+        self._thread.join(120)
         self._loop.close()
 
 

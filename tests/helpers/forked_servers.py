@@ -41,9 +41,8 @@ class Forks:
         port = free_port()
         env = ProcessEnv("test", name, run_dir, coordinator, TOKEN, "127.0.0.1", port, 0, "rollout", 0, 1)
         log = run_dir / f"{name}.log"
-        spec = ProcessSpec(
-            name, "dovetail.rollout.serving.vllm_server", {**os.environ, "OMP_NUM_THREADS": "1", **env.write()}, log
-        )
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_PORT": str(free_port()), **env.write()}
+        spec = ProcessSpec(name, "dovetail.rollout.serving.vllm_server", variables, log)
         self._spawner.spawn(spec)
         return ForkedServer(name, f"http://127.0.0.1:{port}", None, log)  # type: ignore[arg-type]
 

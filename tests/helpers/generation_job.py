@@ -19,8 +19,8 @@ from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import Generation
 from helpers.fake_vllm import TOKEN, FakeVllm, logprob_of, response_of
 
-# However busy the machine is, no server seems to stall: tests that want one to let time pass.
-FAST = GenerationSettings(flush=0.02, stall=60.0, wait=60.0, connect=30.0, abort=0.5, stream_interval=4)
+# However busy the machine is, no server seems to stall or to ignore an abort: tests that want one to let time pass.
+FAST = GenerationSettings(flush=0.02, stall=60.0, wait=60.0, connect=30.0, abort=20.0, stream_interval=4)
 MAX_TOKENS = 40
 
 
@@ -106,7 +106,7 @@ class Job:
         self.store.close()
 
 
-async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen in time"
@@ -117,7 +117,7 @@ def play(folder: Path, scenario: Callable[[Job], Awaitable[None]], **options: An
     async def main() -> None:
         job = Job(folder, **options)
         try:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 await scenario(job)
         finally:
             await job.close()

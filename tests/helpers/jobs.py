@@ -28,6 +28,7 @@ from dovetail.planner.make_plan import make_plan
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.supervisor import Outcome
 from helpers.nursery import NURSERY, NurserySpawner
+from helpers.whole_lines import whole_lines
 
 MANIFEST = """
 apiVersion: dovetail.dev/v1alpha1
@@ -300,10 +301,11 @@ class Reaper(_Watcher):
         for line in whole.splitlines():
             for name in self.victims(json.loads(line)):
                 if (pid := launcher.pids.get(name)) is not None:
-                    os.kill(pid, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
                     self.killed.append(name)
 
 
 def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in whole_lines(run_dir / "events.jsonl")]
     return [line for line in lines if line["event"] == name]

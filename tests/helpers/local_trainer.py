@@ -33,7 +33,7 @@ class LocalTrainer:
         self.client = _Batches()
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.failed: dict[str, str] = {}
-        self.groups = Groups.form("127.0.0.1", free_port("127.0.0.1"), 0, 1, layouts(), 60.0)
+        self.groups = Groups.form("127.0.0.1", free_port("127.0.0.1"), 0, 1, layouts(), 240.0)
         self.runner = CommandRunner(
             job.spec,
             self.groups,

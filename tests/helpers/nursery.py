@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Mapping
@@ -32,14 +33,16 @@ class Adopted:
     def __init__(self, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self._lock = threading.Lock()
 
     def poll(self) -> int | None:
         """Its exit code, once it has ended."""
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+        with self._lock:  # a second thread would find no child
+            if self.returncode is None:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+                if pid:
+                    self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
 
     def wait(self, seconds: float | None = None) -> int:
         end = None if seconds is None else time.monotonic() + seconds
@@ -63,6 +66,7 @@ class Nursery:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
+        self._lock = threading.Lock()
 
     def start(self) -> socket.socket:
         """Once it has the imports."""
@@ -89,9 +93,9 @@ class Nursery:
         mine = self.start()
         proctree.adopt_orphans()
         request = json.dumps({"env": dict(env), "module": module, "arguments": arguments, "keep": keep > 0})
-        with log.open("ab") as file:
+        with log.open("ab") as file, self._lock:
             socket.send_fds(mine, [request.encode()], [file.fileno(), keep or file.fileno()])
-        return Adopted(int(mine.recv(16)))
+            return Adopted(int(mine.recv(16)))
 
 
 NURSERY = Nursery()

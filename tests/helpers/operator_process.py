@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +13,9 @@ from typing import Any
 
 import yaml
 
-from helpers.cluster import REPOSITORY, KubeCluster
+from helpers.cluster import REPOSITORY, KubeCluster, wait_for
+from helpers.free_ports import free_port
+from helpers.whole_lines import whole_lines
 
 SYSTEM = "dovetail-system"
 RBAC = ("ServiceAccount", "Role", "RoleBinding", "ClusterRole", "ClusterRoleBinding", "Lease")
@@ -61,6 +62,14 @@ def install(cluster: KubeCluster, namespaces: list[str], *values: str) -> None:
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=json.dumps(items))
 
 
+def established(cluster: KubeCluster, *names: str) -> None:
+    """Returns when the API server serves these CustomResourceDefinitions."""
+    for name in names:
+        # kubectl fails where there is no status yet.
+        words = ("wait", "--for=condition=Established", f"crd/{name}", "--timeout=60s")
+        wait_for(f"the definition {name}", lambda words=words: cluster.try_kubectl(*words).returncode == 0)  # type: ignore[misc]
+
+
 def kubeconfig(cluster: KubeCluster, folder: Path, account: str = "dovetail-operator", system: str = SYSTEM) -> Path:
     """For the ServiceAccount of that name in namespace `system`."""
     token = cluster.kubectl("create", "token", account, "-n", system, "--duration=2h").strip()
@@ -76,9 +85,7 @@ class OperatorProcess:
     """`log` is what it wrote."""
 
     def __init__(self, config: Path, folder: Path, identity: str, namespaces: list[str], **variables: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.log = folder / f"{identity}.log"
         environ = os.environ | {
             "KUBECONFIG": str(config),
@@ -102,7 +109,7 @@ class OperatorProcess:
         return '"leader.started"' in self.log.read_text()
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        lines = [line for line in self.log.read_text().splitlines() if line.startswith("{")]
+        lines = [line for line in whole_lines(self.log) if line.startswith("{")]
         return [event for line in lines if (event := json.loads(line))["event"] == name]
 
     def stop(self) -> int:

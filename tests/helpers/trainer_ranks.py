@@ -1,11 +1,10 @@
-"""Real trainer ranks as processes, and a tiny job for them."""
+"""Real trainer ranks as processes, forked as `dovetail run` forks them on CPUs, and a tiny job for them."""
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,8 @@ from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.wire import pack
 from helpers.fake_coordinator import TOKEN, FakeCoordinator
+from helpers.nursery import NURSERY, Adopted
+from helpers.whole_lines import whole_lines
 
 VOCABULARY = 64
 TINY = ScratchModel(
@@ -92,7 +93,8 @@ class TrainerRanks:
         plan = Plan(world_size=self.world_size, parallelism=layouts, batching=[], tasks=[], trainers=[], rollouts=[])
         (folder / "plan.json").write_text(plan.model_dump_json(by_alias=True))
         self.coordinator = FakeCoordinator(self.world_size)
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.processes: dict[int, Adopted] = {}
+        self._starting = threading.Lock()
 
     def __enter__(self) -> TrainerRanks:
         for rank in range(self.world_size):
@@ -102,7 +104,7 @@ class TrainerRanks:
     def __exit__(self, *_: object) -> None:
         for process in self.processes.values():
             process.kill()
-            process.wait(10)
+            process.wait(60)
         self.coordinator.close()
 
     def process_env(self, name: str, rank: int) -> ProcessEnv:
@@ -124,31 +126,36 @@ class TrainerRanks:
     def start(self, rank: int) -> None:
         """Start a rank, also in place of one that died."""
         env = self.process_env(f"trainer-{rank}", rank)
-        with (self.folder / f"rank-{rank}.log").open("ab") as log:
-            self.processes[rank] = subprocess.Popen(
-                [sys.executable, "-m", "dovetail.trainer.main", "--patience", str(self._patience)],
-                env={**os.environ, **env.write(), "OMP_NUM_THREADS": "1", **self._environment},
-                stderr=log,
-                stdout=log,
-            )
+        variables = {**os.environ, **env.write(), "OMP_NUM_THREADS": "1", **self._environment}
+        patience = ("--patience", str(self._patience))
+        self.processes[rank] = NURSERY.fork(
+            self.folder / f"rank-{rank}.log", variables, "dovetail.trainer.main", *patience
+        )
 
     def kill(self, rank: int) -> None:
         """SIGKILL."""
         self.processes[rank].kill()
-        self.processes[rank].wait(10)
+        self.processes[rank].wait(60)
+
+    def replace(self, rank: int) -> None:
+        """SIGKILL, and start it anew."""
+        with self._starting:
+            self.kill(rank)
+            self.start(rank)
 
     def restart_exited(self) -> None:
         """What a launcher does: start every rank anew whose process has ended."""
-        for rank, process in list(self.processes.items()):
-            if process.poll() is not None:
-                self.start(rank)
+        with self._starting:
+            for rank, process in list(self.processes.items()):
+                if process.poll() is not None:
+                    self.start(rank)
 
     def log(self, rank: int) -> list[dict[str, Any]]:
         """The rank's events."""
-        lines = (self.folder / f"rank-{rank}.log").read_text(errors="replace").splitlines()
+        lines = whole_lines(self.folder / f"rank-{rank}.log")
         return [json.loads(line) for line in lines if line.startswith("{")]
 
-    def wait_for_event(self, rank: int, event: str, timeout: float = 60.0, **fields: Any) -> None:
+    def wait_for_event(self, rank: int, event: str, timeout: float = 240.0, **fields: Any) -> None:
         """Until the rank has logged such an event; raises TimeoutError with the log's end."""
         deadline = time.monotonic() + timeout
         while True:

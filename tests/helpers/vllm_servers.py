@@ -99,7 +99,7 @@ class Server:
         port = free_port()
         env = ProcessEnv("test", name, run_dir, coordinator, TOKEN, "127.0.0.1", port, 0, "rollout", 0, 1)
         log = run_dir / f"{name}.log"
-        variables = {**os.environ, "OMP_NUM_THREADS": "1", **env.write()}
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "VLLM_PORT": str(free_port()), **env.write()}
         process = NURSERY.fork(log, variables, "dovetail.rollout.serving.vllm_server", *arguments)
         return Server(name, f"http://127.0.0.1:{port}", process, log)
 
@@ -129,7 +129,7 @@ class Server:
             method=method,
         )
         try:
-            with urllib.request.urlopen(request, timeout=60) as reply:
+            with urllib.request.urlopen(request, timeout=240) as reply:
                 return reply.status, json.loads(reply.read() or b"null")
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()
@@ -167,7 +167,7 @@ class Server:
             headers={"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"},
         )
         aborted = False
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=240) as reply:
             for line in reply:
                 if not line.startswith(b"data: {"):
                     continue

@@ -102,16 +102,16 @@ class Trainer:
         self.epoch = next(EPOCHS)
         self.new = True
 
-    def publish(self, model: Any, version: int, seconds: float = 60.0) -> dict[str, str | None]:
+    def publish(self, model: Any, version: int, seconds: float = 240.0) -> dict[str, str | None]:
         """Errors by receiver; raises what the sender raised if the receivers saw nothing wrong."""
         command = publish_command(self.servers, version, self.epoch, seconds)
         new, self.new = self.new, False
         with ThreadPoolExecutor(1) as pool:
             sending = pool.submit(self.sender.publish, command, {"actor": lambda: weights_of(model)})
             try:
-                offer = self.offers.get(timeout=30)
+                offer = self.offers.get(timeout=120)
             except queue.Empty:
-                sending.result(timeout=30)  # why it made no offer
+                sending.result(timeout=120)  # why it made no offer
                 raise
             errors = push(self.servers, command, offer, new)
             if any(errors.values()):

@@ -19,7 +19,7 @@ from gpu_memory.predicted import predicted
 from dovetail.planner.costs.memory import logit_bytes
 from dovetail.planner.shape import ModelShape
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: str(case.name))

@@ -6,7 +6,7 @@ import pytest
 
 from helpers.null_gpu import Run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 TENSORS = 8
 # Of a transfer: the receivers that are well must come in time on a busy machine too.
 SECONDS = 6.0
@@ -59,7 +59,7 @@ def test_a_receiver_that_is_lost_costs_only_itself(null_gpu: Run, fault: str, gp
     else:
         assert f"within {SECONDS:.0f} s" in error or f"deadline of {SECONDS:.0f} s" in error
         assert "not there: rollout-2" in error
-    assert seconds < 30
+    assert seconds < 120, "not the deadline of a generation"
     assert again == ["NcclLink"]
     for failed, whole in ended.results[1:3]:
         assert "called off" in failed, "the others are not to blame"

@@ -16,7 +16,6 @@ import importlib
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -44,7 +43,9 @@ class Place:
 
 
 Program = Callable[..., Any]
-sys.path.append(str(Path(__file__).parents[1]))  # helpers
+sys.path.append(str(Path(__file__).parents[1]))
+
+from helpers.free_ports import free_port  # noqa: E402
 
 
 def program(name: str) -> Program:
@@ -132,12 +133,6 @@ def run(
         "results": [results.get(rank) for rank in sorted(pids)],
         "seconds": time.monotonic() - started,
     }
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from helpers.image_modules import FOLDERS, IMAGES, ROOT, third_party
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 UV = Path(sys.executable).with_name("uv")
 # The search for schedules does without the first two (the extra `schedules`), and an image has no debugger. Users add
@@ -22,7 +22,7 @@ OPTIONAL = {"numba", "ortools", "debugpy", "wandb", "mlflow", "trackio", "opente
 
 def run(*words, env=None, check=True):
     environ = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], **(env or {})}
-    done = subprocess.run(list(map(str, words)), env=environ, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(list(map(str, words)), env=environ, capture_output=True, text=True, timeout=1200, check=False)
     assert not check or done.returncode == 0, done.stderr
     return done
 

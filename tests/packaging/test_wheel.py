@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 UV = Path(sys.executable).parent / "uv"
@@ -25,7 +25,7 @@ LEFT_OUT = {"PYTHONPATH", "VIRTUAL_ENV", "MYPYPATH"}
 def call(*command: object, folder: Path) -> subprocess.CompletedProcess[str]:
     env = {name: value for name, value in os.environ.items() if name not in LEFT_OUT}
     words = list(map(str, command))
-    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=1200, check=False)
 
 
 def uv(*command: object, folder: Path) -> None:

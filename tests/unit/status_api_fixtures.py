@@ -137,13 +137,13 @@ class Api:
     def close(self) -> None:
         self.client.close()
         self._server.should_exit = True
-        self._thread.join(30)
+        self._thread.join(240)
         self.coordinator.close()
         self.run.history.close()
         self.kube.close()
 
 
-def wait(ready: Callable[[], bool], what: str, seconds: float = 60) -> None:
+def wait(ready: Callable[[], bool], what: str, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not ready():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"

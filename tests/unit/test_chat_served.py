@@ -63,7 +63,7 @@ def test_closing_a_reply_hangs_up():
         reply = model.reply([{"role": "user", "content": "one"}], SAMPLING)
         assert next(reply) == " "
         reply.close()
-        assert server.hung_up.wait(30)
+        assert server.hung_up.wait(120)
         model.close()
 
 

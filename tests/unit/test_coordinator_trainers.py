@@ -56,7 +56,7 @@ async def form(group: TrainerGroup, *incarnations: str) -> list[JoinReply]:
 
 
 def run(coroutine: Any) -> Any:
-    return asyncio.run(asyncio.wait_for(coroutine, 20))
+    return asyncio.run(asyncio.wait_for(coroutine, 240))
 
 
 def test_all_ranks_get_rank_zeros_address_once_the_world_is_complete() -> None:
@@ -115,12 +115,12 @@ def test_a_command_that_turns_out_to_be_longer_gets_more_time() -> None:
     async def scenario() -> None:
         group = make_group(1)
         await form(group, "a")
-        running = asyncio.create_task(group.execute(Load(id="x", stage=Stage.SFT, models={}, total_steps=1), 0.05))
+        running = asyncio.create_task(group.execute(Load(id="x", stage=Stage.SFT, models={}, total_steps=1), 0.5))
         await group.next(NextRequest(generation=1))
         group.extend("another", 0.0)
         group.extend("x", 60.0)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(running), 0.2)
+            await asyncio.wait_for(asyncio.shield(running), 1.0)
         group.extend("x", 0.0)
         with pytest.raises(TrainerLost, match="x took longer than"):
             await running

@@ -12,6 +12,7 @@ import threading
 import pytest
 
 from dovetail.protocol.process.debugger import DEBUG, asked_port, wait_for_debugger
+from helpers.free_ports import free_port
 
 
 def test_it_names_processes_and_their_ports():
@@ -31,7 +32,7 @@ class Client:
     """The few messages of the debug adapter protocol that attach a debugger."""
 
     def __init__(self, port: int) -> None:
-        self._file = socket.create_connection(("127.0.0.1", port), timeout=60).makefile("rwb")
+        self._file = socket.create_connection(("127.0.0.1", port), timeout=300).makefile("rwb")
         self._sent = 0
 
     def send(self, command: str, **arguments: object) -> None:
@@ -57,16 +58,14 @@ def test_a_debugger_attaches_and_stops_at_a_breakpoint():
         "breakpoint()\n"
         "print('went on')\n"
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-c", code],
         env={**os.environ, DEBUG: f"trainer-0:{port}"},
         stdout=subprocess.PIPE,
         text=True,
     )
-    timer = threading.Timer(90, process.kill)
+    timer = threading.Timer(300, process.kill)
     timer.start()
     try:
         assert process.stdout is not None
@@ -81,7 +80,7 @@ def test_a_debugger_attaches_and_stops_at_a_breakpoint():
         assert stopped["body"]["reason"] == "breakpoint"
         client.send("continue", threadId=stopped["body"]["threadId"])
         assert process.stdout.readline() == "went on\n"
-        assert process.wait(30) == 0
+        assert process.wait(120) == 0
     finally:
         timer.cancel()
         process.kill()

@@ -61,9 +61,7 @@ def server(tmp_path_factory):
     """The URL of an S3 server with the bucket `models`."""
     root = tmp_path_factory.mktemp("s3")
     (root / "models").mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     keys = ("--access", KEYS["AWS_ACCESS_KEY_ID"], "--secret", KEYS["AWS_SECRET_ACCESS_KEY"])
     words = (tool("versitygw"), *keys, "--port", address, "posix", str(root))
     process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

@@ -251,7 +251,7 @@ def test_a_coordinator_on_a_full_disk_says_so_and_ends(disk: Path, tmp_path: Pat
             [sys.executable, "-m", "dovetail.coordinator.main"],
             env=os.environ | env.write() | {"OMP_NUM_THREADS": "1"},
             stderr=log,
-            timeout=120,
+            timeout=300,
         )
     assert ended.returncode == JOB_FAILED, "failed, and no restart would help"
     outcome = with_cause(Outcome(False, "x"), (disk,))

@@ -123,7 +123,7 @@ def test_without_servers_it_waits_and_then_says_for_what(tmp_path: Path) -> None
 def test_a_server_that_comes_late_gets_work(tmp_path: Path) -> None:
     async def scenario(job: Job) -> None:
         task = asyncio.create_task(job.generate())
-        a = await job.server("r0", step=0.005)
+        a = await job.server("r0", step=0.02)
         await until(lambda: a.tokens_sent > 30)
         b = await job.server("r1")
         await task

@@ -75,7 +75,7 @@ class Beside:
 
 def test_a_free_server_begins_the_next_iteration_while_the_tail_is_drawn(tmp_path: Path) -> None:
     async def scenario(job: Job) -> None:
-        slow = await job.server("r0", step=0.05)
+        slow = await job.server("r0", step=1.0)
         await job.server("r1")
         beside = Beside(job)
 
@@ -87,6 +87,7 @@ def test_a_free_server_begins_the_next_iteration_while_the_tail_is_drawn(tmp_pat
 
             await until(overlapped)
             beside.taken.append(("overlapped", 0))
+            slow.step = 0.001
 
         await beside.all(watch)
         assert ("overlapped", 0) in beside.taken
@@ -98,8 +99,8 @@ def test_a_tail_whose_server_dies_goes_on_with_the_same_weights(tmp_path: Path) 
     """The other server has begun the next iteration. It takes the older weights again."""
 
     async def scenario(job: Job) -> None:
-        slow = await job.server("r0", step=0.05)
-        other = await job.server("r1", step=0.005)
+        slow = await job.server("r0", step=1.0)
+        other = await job.server("r1", step=0.02)
         beside = Beside(job)
 
         async def kill() -> None:

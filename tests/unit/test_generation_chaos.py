@@ -78,4 +78,4 @@ def test_chaos(seed: int) -> None:
         assert len(keys) == len(set(keys))
 
     with tempfile.TemporaryDirectory() as folder:
-        play(Path(folder), scenario, settings=dataclasses.replace(FAST, stall=0.5))
+        play(Path(folder), scenario, settings=dataclasses.replace(FAST, stall=0.5, abort=0.5))

@@ -129,6 +129,15 @@ async def exchange(port: int, sent: bytes, seconds: float = 60, whole: bool = Tr
         writer.close()
 
 
+def answer(port: int, sent: bytes, whole: bool = True) -> bytes:
+    """What the server says to a whole request. On a busy machine half a second may pass before it has read the request,
+    and it closes the connection: then it is asked again."""
+    for _ in range(20):
+        if reply := asyncio.run(exchange(port, sent, whole=whole)):
+            return reply
+    raise AssertionError("twenty requests in a row were not answered")
+
+
 def status(reply: bytes) -> int:
     return int(reply.split(b" ", 2)[1])
 
@@ -140,7 +149,7 @@ PATHS = {"coordinator": "/v1/status", "scorer": "/v1/info", "api": "/api/v1/name
 @pytest.mark.parametrize("header", [b"Bearer \xff", b"\xff\xfe", b"Bearer " + b"a" * 4000, b"Basic eA==", b""])
 def test_any_authorization_is_judged(ports: dict[str, int], server: str, header: bytes) -> None:
     request = b"GET %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: %s\r\n\r\n"
-    reply = asyncio.run(exchange(ports[server], request % (PATHS[server].encode(), header)))
+    reply = answer(ports[server], request % (PATHS[server].encode(), header))
     assert status(reply) == 401
     assert b"Traceback" not in reply
 
@@ -161,7 +170,7 @@ def test_headers_that_come_byte_by_byte_are_closed(ports: dict[str, int], server
         reader, writer = await asyncio.open_connection("127.0.0.1", ports[server])
         writer.write(b"GET /metrics HTTP/1.1\r\nX-Slow: ")
         closed = asyncio.ensure_future(reader.read())
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             while not closed.done():
                 writer.write(b"x")
                 await asyncio.wait([closed], timeout=0.1)
@@ -176,7 +185,7 @@ def test_half_bodies_are_given_up(ports: dict[str, int], server: str, monkeypatc
     monkeypatch.setattr(serving, "BODY_SECONDS", 0.2)
     path = {"coordinator": "/v1/heartbeat", "scorer": "/v1/load"}[server]
     head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: 100\r\n\r\n{{"
-    assert status(asyncio.run(exchange(ports[server], head.encode(), whole=False))) == 408
+    assert status(answer(ports[server], head.encode(), whole=False)) == 408
 
 
 # ---------------------------------------------------------------- with a token
@@ -260,7 +269,7 @@ API = st.one_of(
 def ask(port: int, asked: tuple[str, str, bytes], token: str) -> bytes:
     method, path, body = asked
     head = f"{method} {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nAuthorization: Bearer {token}\r\n"
-    return asyncio.run(exchange(port, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body))
+    return answer(port, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def push(hub: FakeHub, run_dir: Path, *arguments: str) -> subprocess.CompletedPr
         env=os.environ | own,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
 
 

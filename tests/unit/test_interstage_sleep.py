@@ -46,7 +46,7 @@ def play(
             sleepers = Sleepers(
                 fleet, session, lambda event, **fields: None, lambda name, way, _: swaps.append((name, way))
             )
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(240):
                 await scenario(server, fleet, sleepers, swaps)
             sleepers.close()
         await runner.cleanup()

@@ -106,4 +106,4 @@ def test_a_wait_ends_when_the_generation_is_over() -> None:
         waiting = pool.submit(second.broadcast_json, None, True)
         over.set()
         with pytest.raises(PeerLost, match="the generation is over"):
-            waiting.result(20)
+            waiting.result(120)

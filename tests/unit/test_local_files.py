@@ -17,7 +17,7 @@ def run(hard, soft, code):
     def limit():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
-    done = subprocess.run([sys.executable, "-c", code], preexec_fn=limit, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], preexec_fn=limit, capture_output=True, text=True, timeout=300)
     return done.returncode, done.stdout + done.stderr
 
 

@@ -19,7 +19,7 @@ from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.errors import RunError, UsageError
 from dovetail.supervision.logs import last_line
 from dovetail.supervision.ports import PortReservation
-from dovetail.supervision.processes import process_names, render
+from dovetail.supervision.processes import port_names, render
 
 
 def a_job(groups, **spec):
@@ -58,7 +58,7 @@ CPU_PLAN = a_plan(["train", "train"], [("gen-0", "gen"), ("gen-1", "gen")])
 
 
 def rendered(job, plan, **more):
-    ports = {name: 20_000 + i for i, name in enumerate(process_names(plan))}
+    ports = {name: 20_000 + i for i, name in enumerate(port_names(plan))}
     return {s.name: s for s in render(job, plan, Path("/runs/x"), ports, "secret", **more)}
 
 
@@ -94,6 +94,16 @@ def test_every_process_can_read_its_environment():
 
 def test_the_users_thread_count_wins():
     assert rendered(a_job(CPU), CPU_PLAN, base_env={"OMP_NUM_THREADS": "7"})["gen-0"].env["OMP_NUM_THREADS"] == "7"
+
+
+def test_a_server_has_a_port_of_its_own_for_its_inside():
+    specs = rendered(a_job(CPU), CPU_PLAN)
+    inside = {name: spec.env["VLLM_PORT"] for name, spec in specs.items() if "VLLM_PORT" in spec.env}
+    assert inside.keys() == {"gen-0", "gen-1"}
+    assert len(set(inside.values())) == 2
+    assert not set(inside.values()) & {spec.env["DOVETAIL_PORT"] for spec in specs.values()}
+    given = rendered(a_job(CPU), CPU_PLAN, base_env={"VLLM_PORT": "7"})
+    assert given["gen-0"].env["VLLM_PORT"] == "7"
 
 
 def test_the_secret_is_not_in_the_repr():

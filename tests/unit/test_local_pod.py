@@ -25,7 +25,7 @@ from dovetail.supervision.processes import ProcessSpec
 from dovetail.supervision.proctree import snapshot
 from dovetail.supervision.spawn import ExecSpawner, Exited
 
-SECONDS = 60.0
+SECONDS = 240.0
 
 
 def a_job(groups):

@@ -109,7 +109,7 @@ async def following(server):
 
 
 async def until(true):
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while not true():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 

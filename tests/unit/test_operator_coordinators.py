@@ -55,13 +55,13 @@ def test_a_job_is_looked_at_again_only_when_its_coordinator_has_news(monkeypatch
     async def check():
         async with serving(monkeypatch, answer) as (follower, changed):
             assert follower.report(KEY, children("127.0.0.1"), "secret") is None, "nobody waits for the answer"
-            assert await asyncio.wait_for(changed.get(), 10) == KEY
+            assert await asyncio.wait_for(changed.get(), 120) == KEY
             assert follower.report(KEY, children("127.0.0.1"), "secret")["step"] == 1
             often.clear()
-            await asyncio.wait_for(often.wait(), 10)
+            await asyncio.wait_for(often.wait(), 120)
             assert changed.empty(), "answers that say the same"
             steps["step"] = 2
-            await asyncio.wait_for(changed.get(), 10)
+            await asyncio.wait_for(changed.get(), 120)
             assert follower.report(KEY, children("127.0.0.1"), "secret")["step"] == 2
 
     asyncio.run(check())
@@ -85,7 +85,7 @@ def test_of_many_jobs_each_is_asked_less_often(monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(asyncio, "sleep", sleep)
                 follower.report(KEY, children("127.0.0.1"), "secret")
-                return await asyncio.wait_for(slept, 10)
+                return await asyncio.wait_for(slept, 120)
 
     assert asyncio.run(pause()) == 0.25
     monkeypatch.setattr(coordinators, "ASKS_PER_SECOND", 0.5)
@@ -106,7 +106,7 @@ def test_what_cannot_be_read_is_no_answer(monkeypatch):
     async def check():
         async with serving(monkeypatch, answer) as (follower, changed):
             follower.report(KEY, children("127.0.0.1"), "secret")
-            await asyncio.wait_for(done.wait(), 10)
+            await asyncio.wait_for(done.wait(), 120)
             assert follower.report(KEY, children("127.0.0.1"), "secret") is None
             assert changed.empty()
 
@@ -120,9 +120,9 @@ def test_a_coordinator_without_a_running_pod_is_asked_no_more(monkeypatch):
     async def check():
         async with serving(monkeypatch, answer) as (follower, changed):
             follower.report(KEY, children("127.0.0.1"), "secret")
-            await asyncio.wait_for(changed.get(), 10)
+            await asyncio.wait_for(changed.get(), 120)
             assert follower.report(KEY, children("127.0.0.1", "Failed"), "secret") is None
             assert follower.report(KEY, children("127.0.0.1"), "secret") is None, "asked anew"
-            await asyncio.wait_for(changed.get(), 10)
+            await asyncio.wait_for(changed.get(), 120)
 
     asyncio.run(check())

@@ -20,7 +20,7 @@ from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.protocol.plan import Plan
 from helpers.fake_cluster import manifest, running
 
-SECONDS = 60.0
+SECONDS = 300.0
 
 
 def run(coroutine):

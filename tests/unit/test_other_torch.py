@@ -14,7 +14,7 @@ WHEEL = "requirements/vllm-0.32.0+cu126-cp38-abi3-linux_x86_64.whl"
 
 def listed(lock, *given):
     command = [sys.executable, TOOL, ROOT / "requirements" / lock, *given]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
 
 
 def test_torch_and_vllm_take_the_places_of_the_locks():

@@ -32,6 +32,7 @@ from dovetail.manifest.types import RewardModel, RLHFJob
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.process.exit_codes import JOB_FAILED
+from helpers.cluster import wait_for
 from helpers.free_ports import free_port
 from helpers.jobs import tiny_job
 
@@ -162,8 +163,15 @@ def run(
     try:
         return asyncio.run(main())
     finally:
-        left = [p for p in psutil.Process().children() if p.pid not in before]
-        assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE], "no worker outlives the pool"
+        left = [p.pid for p in psutil.Process().children() if p.pid not in before]
+        assert not [pid for pid in left if lives(pid)], "no worker outlives the pool"
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def failing(name: str, folder: Path, call: Call, **options: Any) -> str:
@@ -204,8 +212,8 @@ def test_every_failure_is_one_sentence(folder: Path, name: str, says: str, in_fr
 
 
 def test_a_hang_ends_at_its_deadline_and_says_where_it_hung(folder: Path) -> None:
-    text = failing("hangs", folder, of("a"), timeoutSeconds=0.5)
-    assert ") gave no answer within 0.5 s (spec.models.reward.timeoutSeconds)" in text
+    text = failing("hangs", folder, of("a"), timeoutSeconds=1.5)
+    assert ") gave no answer within 1.5 s (spec.models.reward.timeoutSeconds)" in text
     assert f"last frames: {folder}/mine.py:{line('hangs') + 1} in hangs, {folder}/mine.py:" in text
     assert text.endswith("in inner")
 
@@ -215,9 +223,8 @@ def test_a_coroutine_that_hangs_ends_too(folder: Path) -> None:
 
 
 def test_what_a_hung_function_started_ends_with_it(folder: Path) -> None:
-    failing("child", folder, of("a"), timeoutSeconds=2)
-    pid = int((folder / "tried").read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    failing("child", folder, of("a"), timeoutSeconds=4)
+    wait_for("its end", lambda: not lives(int((folder / "tried").read_text())), 60)
 
 
 def test_what_comes_from_outside_is_tried_again_on_a_fresh_worker(folder: Path) -> None:
@@ -359,7 +366,7 @@ def test_a_worker_that_hangs_dies_with_its_coordinator(folder: Path) -> None:
         assert coordinator.stdout is not None
         worker = psutil.Process(int(coordinator.stdout.readline()))
         coordinator.kill()
-    worker.wait(30)
+    worker.wait(120)
 
 
 def test_workers_serve_a_loop_of_another_thread(folder: Path) -> None:
@@ -371,7 +378,7 @@ def test_workers_serve_a_loop_of_another_thread(folder: Path) -> None:
 
     thread = threading.Thread(target=lambda: found.append(run(reward("good"), folder, work)))
     thread.start()
-    thread.join(60)
+    thread.join(240)
     assert found == [[3.0]]
 
 
@@ -488,12 +495,12 @@ def test_a_function_of_the_python_api_has_a_deadline() -> None:
         return []
 
     try:
-        with pytest.raises(RewardError, match=r"gave no answer within 0.2 s .*; last frames: .*in stuck"):
-            live(stuck, of("a"), 0.2)
+        with pytest.raises(RewardError, match=r"gave no answer within 0.5 s .*; last frames: .*in stuck"):
+            live(stuck, of("a"), 0.5)
     finally:
         forever.set()
-    with pytest.raises(RewardError, match=r"gave no answer within 0.2 s"):
-        live(sleeps, of("a"), 0.2)
+    with pytest.raises(RewardError, match=r"gave no answer within 0.5 s"):
+        live(sleeps, of("a"), 0.5)
 
 
 # ---------------------------------------------------------------- one iteration
@@ -560,7 +567,7 @@ def scores(*keys: tuple[int, int]) -> list[Scores]:
 
 
 async def settled(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(240):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 

@@ -351,7 +351,7 @@ def test_a_server_reports_itself_ready_once_it_is_healthy(tmp_path: Path) -> Non
         state = ServerState(name="rollout-0", incarnation="i", vllm_version="0", max_model_len=7)
         reporter = Registrar(env(tmp_path, coordinator=f"http://127.0.0.1:{port}/", port=port), state, 0.02)
         reporter.start()
-        assert thrice.wait(20)
+        assert thrice.wait(120)
         reporter.stop()
         web.shutdown()
     assert [p["ready"] for p in posts[:2]] == [False, False]

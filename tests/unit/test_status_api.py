@@ -123,14 +123,17 @@ def test_iterations_in_order_with_the_last_of_a_replayed_step(api):
     def newer():
         return api.get(f"{BASE}/job/iterations", params={"after": found["next"]}).json()
 
-    api_rows = newer()
-    while not api_rows["items"]:  # an answer may be as old as poll_seconds
-        api_rows = newer()
-    assert [row["step"] for row in api_rows["items"]] == [4]
+    wait(lambda: newer()["items"], "the row: an answer may be as old as poll_seconds")
+    assert [row["step"] for row in newer()["items"]] == [4]
     assert api.get(f"{BASE}/job/iterations", params={"stage": "sft"}).json()["items"] == []
     api.run.history.add("evaluation", 4, {"exactMatch": 0.5})
-    while not (rows := api.get(f"{BASE}/job/iterations", params={"stage": "evaluation"}).json()["items"]):
-        pass
+
+
+    def evaluations():
+        return api.get(f"{BASE}/job/iterations", params={"stage": "evaluation"}).json()["items"]
+
+    wait(evaluations, "the evaluation")
+    rows = evaluations()
     assert [(row["step"], row["metrics"]) for row in rows] == [(4, {"exactMatch": 0.5})]
     first = api.get(f"{BASE}/job/iterations", params={"limit": 1}).json()
     assert ([row["step"] for row in first["items"]], first["next"]) == ([1], 1)
@@ -140,10 +143,8 @@ def test_what_is_known_outlives_the_coordinator(api):
     api.run.add(1, reward=0.1)
     assert api.get(f"{BASE}/job/iterations").json()["complete"] is True
     api.coordinator.close()
-    deadline = 200
-    while (found := api.get(f"{BASE}/job/iterations").json())["complete"]:
-        deadline -= 1
-        assert deadline
+    wait(lambda: not api.get(f"{BASE}/job/iterations").json()["complete"], "the loss of the coordinator")
+    found = api.get(f"{BASE}/job/iterations").json()
     assert [row["step"] for row in found["items"]] == [1]
     live = api.get(f"{BASE}/job").json()["live"]
     assert live["reachable"] is False

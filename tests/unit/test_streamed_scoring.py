@@ -120,7 +120,7 @@ class World:
         self.inference.add([done])
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(240):
             while not condition():  # noqa: ASYNC110 - scorers know nothing of the test
                 await asyncio.sleep(0.01)
 

@@ -188,7 +188,7 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-async def run_with(spec: RLHFJobSpec, run_dir: Path, finish_seconds: float = 60.0) -> list[tuple[str, dict[str, Any]]]:
+async def run_with(spec: RLHFJobSpec, run_dir: Path, finish_seconds: float = 300.0) -> list[tuple[str, dict[str, Any]]]:
     """What is logged while a run with these trackers has its rows written and ends."""
     logged: list[tuple[str, dict[str, Any]]] = []
     run_dir.mkdir(exist_ok=True)
@@ -217,7 +217,7 @@ def test_a_tracker_that_hangs_does_not_hold_up_the_end_of_a_run(tmp_path: Path, 
     began = time.monotonic()
     logged = asyncio.run(run_with(spec_of({"kind": "wandb"}), tmp_path / "run", finish_seconds=0.5))
     assert [event for event, _ in logged] == ["tracker.late"]
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < 300
 
 
 def test_a_client_that_is_not_installed_is_named_in_one_sentence(

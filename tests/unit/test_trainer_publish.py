@@ -51,7 +51,7 @@ def publish(trainer: LocalTrainer, seconds: float, here: bool = True, dtype: str
     def receive() -> Weights:
         if not here:
             return {}
-        message = Receive(offer=offers.get(timeout=60), rank_offset=1, world_size=2)
+        message = Receive(offer=offers.get(timeout=240), rank_offset=1, world_size=2)
         return {name: tensor.clone() for name, tensor in WeightReceiver().receive(message)}
 
     with ThreadPoolExecutor(1) as pool:
@@ -144,7 +144,7 @@ def test_weights_that_are_not_finite_are_not_served(trainer: LocalTrainer) -> No
     trainer.client.offer = offers.put  # type: ignore[attr-defined]
 
     def receive() -> None:
-        message = Receive(offer=offers.get(timeout=60), rank_offset=1, world_size=2)
+        message = Receive(offer=offers.get(timeout=240), rank_offset=1, world_size=2)
         list(WeightReceiver().receive(message))
 
     with ThreadPoolExecutor(1) as pool:

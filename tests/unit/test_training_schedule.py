@@ -292,9 +292,9 @@ def test_an_iteration_waits_for_no_search(tmp_path: Path, monkeypatch: pytest.Mo
         scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
         await scheduling.begin()
         before = await scheduling.current()
-        monkeypatch.setattr(scheduling, "_choose", lambda times: searching.wait(60))
+        monkeypatch.setattr(scheduling, "_choose", lambda times: searching.wait(600))
         scheduling.learn(measured(0.01))
-        meanwhile = await asyncio.wait_for(scheduling.current(), 30)
+        meanwhile = await asyncio.wait_for(scheduling.current(), 240)
         searching.set()
         await scheduling.close()
         return before, meanwhile
@@ -317,7 +317,7 @@ def test_a_search_that_has_ended_does_not_stand_in_the_next_ones_way(
         for _ in range(2):
             scheduling.learn(measured(0.01))
             assert scheduling._choosing is not None
-            await asyncio.wait_for(asyncio.wait([scheduling._choosing]), 60)  # nobody has collected it
+            await asyncio.wait_for(asyncio.wait([scheduling._choosing]), 240)  # nobody has collected it
         await scheduling.close()
 
     asyncio.run(go())

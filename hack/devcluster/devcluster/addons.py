@@ -11,7 +11,7 @@ from devcluster.settings import NODES, REPOSITORY, SOURCES, Cluster, ClusterErro
 from devcluster.supervisor import Supervisor
 
 MANIFESTS = SOURCES / "manifests"
-ROLLOUT_SECONDS = 300
+ROLLOUT_SECONDS = 900
 # Without the one that ends the pods of Jobs as soon as they run.
 KWOK_STAGES = (
     "node/fast/node-initialize",

@@ -49,7 +49,7 @@ def _create(hierarchy: Path, cluster: Cluster) -> None:
             (top / name).write_text(str(value))
 
 
-def remove(cluster: Cluster, seconds: float = 30) -> None:
+def remove(cluster: Cluster, seconds: float = 120) -> None:
     """Once all processes in them are dead, which takes the kernel a moment. Raises: ClusterError past the deadline."""
     deadline = time.monotonic() + seconds
     while True:

@@ -149,7 +149,7 @@ def start(cluster: Cluster, supervisor: Supervisor, *, scheduler: bool, gangs: b
     wait_ready(cluster)
 
 
-def wait_ready(cluster: Cluster, seconds: float = 180) -> None:
+def wait_ready(cluster: Cluster, seconds: float = 400) -> None:
     def ready() -> bool:
         return kubectl(cluster, "get", "--raw", "/readyz", check=False) == "ok"
 

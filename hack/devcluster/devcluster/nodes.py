@@ -227,7 +227,7 @@ def start(cluster: Cluster, supervisor: Supervisor, archive: Path) -> None:
     supervisor.start("kube-proxy", [str(binaries.build("kubernetes") / "kube-proxy"), *flags])
 
 
-def wait_ready(cluster: Cluster, seconds: float = 300) -> None:
+def wait_ready(cluster: Cluster, seconds: float = 600) -> None:
     """All nodes Ready, with their GPUs."""
 
     def ready() -> bool:

@@ -36,7 +36,7 @@ class Supervisor:
         """The first process's id out here, None when the cluster does not run."""
         try:
             with socket.socket(socket.AF_UNIX) as connection:
-                connection.settimeout(5)
+                connection.settimeout(30)
                 connection.connect(self._socket)
                 credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
         except OSError:
@@ -73,7 +73,7 @@ class Supervisor:
         """The state of all components after the request."""
         try:
             with socket.socket(socket.AF_UNIX) as connection:
-                connection.settimeout(30)
+                connection.settimeout(120)
                 connection.connect(self._socket)
                 connection.sendall(json.dumps(request).encode() + b"\n")
                 reply = json.loads(connection.makefile().readline())

@@ -26,7 +26,7 @@ from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.errors import RunError
 from dovetail.supervision.liveness import Liveness, LivenessLimits, Pulses
 from dovetail.supervision.ports import PortReservation
-from dovetail.supervision.processes import HOST, ProcessSpec, process_names, render
+from dovetail.supervision.processes import HOST, ProcessSpec, port_names, render
 from dovetail.supervision.spawn import ExecSpawner, ForkSpawner, Spawner
 from dovetail.supervision.supervisor import Outcome, Supervisor, cpu_threads
 
@@ -120,7 +120,7 @@ class Launcher:
                 self._dir.write_profile(self._profile)
             self.token = self._dir.token()
             self._stopwatch = Stopwatch(self.run_dir / "elapsed.json")
-            ports = self._ports.reserve(process_names(self._plan))
+            ports = self._ports.reserve(port_names(self._plan))
             self.coordinator_port = ports[COORDINATOR]
             self._prepare(kind, devices, ports)
         except BaseException:

@@ -44,7 +44,7 @@ from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.errors import RunError, UsageError
 from dovetail.supervision.ports import PortReservation
-from dovetail.supervision.processes import HOST, ProcessSpec, process_names, render
+from dovetail.supervision.processes import HOST, ProcessSpec, port_names, render
 from dovetail.supervision.supervisor import cpu_threads
 
 JOIN_SECONDS = 300.0
@@ -270,7 +270,7 @@ async def _run(replay: Replay, folder: Path, tell: Callable[[str], None]) -> Rep
     reservation = PortReservation(HOST)
     try:
         await runner.setup()
-        ports = reservation.reserve(process_names(replay.plan))
+        ports = reservation.reserve(port_names(replay.plan))
         await web.TCPSite(runner, HOST, ports[COORDINATOR], reuse_address=True).start()
         with _ranks(_specs(replay, folder, ports, token)) as ranks:
             watching = asyncio.create_task(_watch(ranks, folder))

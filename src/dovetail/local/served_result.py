@@ -21,7 +21,9 @@ from dovetail.coordinator.data.chat_template import HUMAN_ASSISTANT_TEMPLATE
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
 from dovetail.manifest.checks.scratch import cpu_head_error
 from dovetail.supervision.errors import RunError, UsageError
+from dovetail.supervision.ports import PortReservation
 
+HOST = "127.0.0.1"
 START_SECONDS = 900.0
 END_SECONDS = 20.0
 # What the user has set stays.
@@ -121,23 +123,17 @@ def check_port(host: str, port: int) -> None:
         raise UsageError(f"cannot listen on {host}, port {port}: {error.strerror}; change --host or --port") from error
 
 
-def free_local_port() -> int:
-    """A port of this machine that nothing listens on now."""
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        port: int = trial.getsockname()[1]
-        return port
-
-
 @contextlib.contextmanager
 def own_server(
     folder: Path, name: str, on_cpu: bool, log: Path, note: Callable[[str], None], given: Sequence[str] = ()
 ) -> Iterator[tuple[str, str]]:
     """A server on this machine for as long as the context lasts; yields its address and its key. `log`: where its
     output goes. Raises RunError if it does not start."""
-    port, key = free_local_port(), secrets.token_hex(16)
+    key = secrets.token_hex(16)
     environment = serve_environment(on_cpu, os.environ) | {"VLLM_API_KEY": key}
-    command = serve_command(folder, serve_arguments(folder, name, "127.0.0.1", port, on_cpu, given))
+    ports = PortReservation(HOST)
+    port = ports.reserve(["vLLM"])["vLLM"]
+    command = serve_command(folder, serve_arguments(folder, name, HOST, port, on_cpu, given))
     log.parent.mkdir(parents=True, exist_ok=True)
     note(f"starting vLLM with {folder} (log: {log})")
     with log.open("wb") as file:
@@ -146,11 +142,12 @@ def own_server(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
         )
     try:
-        url = f"http://127.0.0.1:{port}"
+        url = f"http://{HOST}:{port}"
         _wait(url, process, log)
         yield url, key
     finally:
         _end(process)
+        ports.close()
 
 
 def _wait(url: str, process: subprocess.Popen[Any], log: Path) -> None:

@@ -20,6 +20,8 @@ from dovetail.protocol.process.process_names import (
 )
 
 HOST = "127.0.0.1"
+# Where the processes of one vLLM server meet. Else vLLM looks for a free port, closes it and opens it seconds later.
+VLLM_PORT = "VLLM_PORT"
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,20 @@ class ProcessSpec:
 
 
 def process_names(plan: Plan) -> list[str]:
-    """The names of all processes, the coordinator first. Each needs one port."""
+    """The names of all processes, the coordinator first."""
     names = [COORDINATOR, *(trainer.name for trainer in plan.trainers)]
     for rollout in plan.rollouts:
         names += [rollout.name, scorer_name(rollout.name)]
     return names
+
+
+def port_names(plan: Plan) -> list[str]:
+    """What needs a port: all processes, and the inside of each server."""
+    return [*process_names(plan), *(_inside(rollout) for rollout in plan.rollouts)]
+
+
+def _inside(rollout: Rollout) -> str:
+    return f"{rollout.name}/inside"
 
 
 def gpu_slots(job: RLHFJob, plan: Plan) -> dict[str, tuple[int, ...]]:
@@ -75,7 +86,7 @@ def render(
 ) -> list[ProcessSpec]:
     """The processes to start, the coordinator first.
 
-    `ports` has one free port for each name of `process_names`, where the process serves HTTP (trainers: metrics).
+    `ports` has one free port for each name of `port_names`, where the process serves HTTP (trainers: metrics).
     Every process inherits `base_env`. `devices` are the machine's GPUs. Each GPU of a group takes the next one; if
     there are too few, several share one. Processes of CPU groups see none. `threads`: OMP_NUM_THREADS, unless
     `base_env` sets it."""
@@ -109,6 +120,8 @@ def render(
         if devices:
             mine = slots.get(place.name, ()) if place else ()
             env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(devices[s % len(devices)] for s in mine))
+        if module == SERVER_MODULE and isinstance(place, Rollout) and VLLM_PORT not in inherited:
+            env[VLLM_PORT] = str(ports[_inside(place)])
         log = run_dir / "logs" / f"{name}.log"
         return ProcessSpec(name, module, inherited | env, log, shares_imports, finishes=isinstance(place, TrainerRank))
 
