@@ -81,7 +81,8 @@ def coordinator_url(job: str, namespace: str) -> str:
 
 
 def surplus_job(job: str, group: str, index: int) -> str:
-    """The Job of a rollout beyond the group's minimum; `index` counts on from the guaranteed ones."""
+    """The Job of a surplus rollout, one beyond the group's minimum. `index`: its number; the guaranteed rollouts have
+    the first numbers."""
     return f"{job}-{group}-s{index}"
 
 

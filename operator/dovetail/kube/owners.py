@@ -23,13 +23,13 @@ def controlled_by(thing: Mapping[str, Any], uid: str) -> bool:
 
 
 def labelled_for(thing: Mapping[str, Any], uid: str) -> bool:
-    """Whether nobody controls the object and its labels say that it is of the RLHFJob with this uid. That is all that a
-    claim which outlives its job can say; whoever may make claims in the namespace may write these labels, too."""
+    """Whether no object controls this one and its labels name the RLHFJob with this uid. A claim that outlives its job
+    has no other link to it. Anybody who may create claims in the namespace can write these labels, too."""
     return not controller(thing) and (thing["metadata"].get("labels") or {}).get(UID_LABEL) == uid
 
 
 def kept_for(thing: Mapping[str, Any], job: str) -> bool:
-    """Whether nobody controls the object and its labels say that it was kept of a job with this name."""
+    """Whether no object controls this one and its labels say that it was kept for a job with this name."""
     labels = thing["metadata"].get("labels") or {}
     ours = labels.get(JOB_LABEL) == job and labels.get("app.kubernetes.io/managed-by") == FIELD_MANAGER
     return ours and not controller(thing)

@@ -142,7 +142,7 @@ class Controller:
                     group.create_task(self._notices.run())
 
     async def _list_jobs(self) -> None:
-        """Before their children, which nobody would look at otherwise."""
+        """List the RLHFJobs first: children of unknown jobs are ignored."""
         while True:
             try:
                 for namespace in self._settings.namespaces or (None,):
@@ -153,7 +153,7 @@ class Controller:
                 await asyncio.sleep(FIRST_SYNC_SECONDS)
 
     async def _listed(self, resource: Resource, first: asyncio.Event, there: bool) -> None:
-        """Jobs say what the cluster lacks, so all are looked at when it gets or loses a kind."""
+        """Reconcile all jobs when the cluster gets or loses a kind, because their conditions name missing kinds."""
         if there != (resource.kind not in self._missing):
             self._missing ^= {resource.kind}
             log("kind.served" if there else "kind.missing", kind=resource.kind, api_version=resource.api_version)
@@ -264,7 +264,7 @@ class Controller:
         return _sooner(later, result.requeue, GATHER_SECONDS if result.apply else None)
 
     def _outlook(self, key: Key, uid: str, planned: tuple[RLHFJob, Plan] | PlanRefused, children: Children) -> Outlook:
-        """What the nodes have room for, and the plan for so much as soon as it is made."""
+        """How many rollouts the nodes have room for, and the plan for that number once it is made."""
         pools, refused = self.nodes.pools, self.nodes.refused
         if isinstance(planned, PlanRefused) or not (pools is not None or refused):
             return Outlook()
@@ -286,8 +286,8 @@ class Controller:
     async def _make(
         self, document: Object, result: Reconciled, planned: tuple[RLHFJob, Plan] | PlanRefused, children: Children
     ) -> None:
-        """Create and change what `result` asks for. The token comes after the Service: whoever has a Service of that
-        name would be sent it. Raises NameTaken and KubeError."""
+        """Create and change what `result` asks for. The Service comes before the token, because pods send the token to
+        the owner of a Service with that name. Raises NameTaken and KubeError."""
         if isinstance(planned, PlanRefused):
             return
         context = RenderContext(planned[0], str(document["metadata"]["uid"]), planned[1], self._settings)
@@ -317,8 +317,8 @@ class Controller:
         return shared(document, find, started)
 
     async def _apply(self, things: list[Object], context: RenderContext, children: Children) -> list[JobEvent]:
-        """All at once. Returns what is to be told of them. Raises NameTaken or the first KubeError when all have been
-        answered."""
+        """Write all objects at the same time. Returns the events to record. Raises NameTaken or the first KubeError,
+        after all requests were answered."""
 
         async def put(thing: Object) -> Object:
             there = children.get(thing["kind"], thing["metadata"]["name"])
@@ -347,7 +347,7 @@ class Controller:
         return news
 
     async def _keep_history(self, key: Key, context: RenderContext, children: Children) -> None:
-        """Of a job that ends, before its status says so; one that cannot be kept holds up nothing."""
+        """Keep the history of a job that ends, before its status says so. A failure is only logged."""
         found = self._coordinators.history(key) or JobHistory("")
         status, at = progress.last_status(children)
         found.take([last_row(status, (parse_time(at) or self._now()).timestamp())], missing=True)
@@ -387,8 +387,8 @@ class Controller:
         return await self._report(document, status, events)
 
     async def _report(self, document: Object, status: RLHFJobStatus, events: list[JobEvent]) -> float | None:
-        """Write the status if it says something new, and then the events of what is new. Seconds until the job wants
-        to be looked at again, for that or because it is too soon."""
+        """Write the status if it has changed, then the events of the change. Returns the seconds until the job must be
+        reconciled again, because it asks for that or because it is too early to write; None if it need not."""
         status = status.model_copy(update={"state": state(status.conditions)})
         wanted = json.loads(status.model_dump_json(by_alias=True, exclude_none=True))
         key = document["metadata"]["namespace"], document["metadata"]["name"]
@@ -420,7 +420,7 @@ class Controller:
         return GATHER_SECONDS
 
     async def _record(self, document: Object, event: JobEvent) -> None:
-        """A core/v1 Event; one that cannot be written is no trouble."""
+        """Write a core/v1 Event. A failure is ignored."""
         metadata, at = document["metadata"], self._now().strftime("%Y-%m-%dT%H:%M:%SZ")
         reference = {key: metadata[key] for key in ("name", "namespace", "uid", "resourceVersion")}
         thing = {
@@ -446,8 +446,8 @@ class Controller:
     # ------------------------------------------------------------ resync
 
     async def _resync_forever(self) -> None:
-        """kopf may miss that an RLHFJob was deleted while it reconnects, and an API server may be restored from an
-        older copy: compare with lists from time to time."""
+        """Compare the cache with lists from time to time. kopf may miss the deletion of an RLHFJob while it reconnects,
+        and an API server may be restored from an older copy."""
         while True:
             await asyncio.sleep(RESYNC_SECONDS)
             try:
@@ -491,7 +491,7 @@ class Controller:
 
 
 def _shell(kind: str, key: Key, name: str, uid: str) -> Object:
-    """As much of an object as tells which it is."""
+    """The fields that identify an object."""
     labels = {names.JOB_LABEL: key[1]}
     return {"kind": kind, "metadata": {"name": name, "namespace": key[0], "uid": uid, "labels": labels}}
 

@@ -22,8 +22,8 @@ _WAITS = ("Planned", "Scheduled", "Running")
 
 @dataclass
 class _Job:
-    """`pending`: the reason why the job does not run though it wants to, and since when. `seconds`: by reason, before
-    that."""
+    """`pending`: the reason why the job does not run although it should, and since when. `seconds`: the earlier waiting
+    time by reason."""
 
     state: str
     reason: str
@@ -42,7 +42,7 @@ class _Job:
 
 
 class JobMetrics(Collector):
-    """Of each job what its status says. `clock`: monotonic seconds."""
+    """The metrics of each job, taken from its status. `clock`: monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

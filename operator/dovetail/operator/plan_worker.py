@@ -49,7 +49,7 @@ def read_job(document: Object, *, started: bool = False) -> RLHFJob | PlanRefuse
 
 
 def _serve(pipe: Connection, make: Callable[[RLHFJobSpec], Plan] | None, gpus: Mapping[str, GPU]) -> None:
-    """The worker process: specs in, plans or sentences out."""
+    """The worker process. It reads specs and answers with plans or error sentences."""
     # Here only: it takes more memory than the rest of the operator.
     from dovetail.planner.make_plan import PlanError, make_plan
 
@@ -105,7 +105,7 @@ class _Read:
 
 
 def _remember(known: dict[str, V], key: str, value: V) -> None:
-    """The oldest make room."""
+    """Drop the oldest entries above the limit."""
     known.pop(key, None)
     while len(known) >= REMEMBERED:
         known.pop(next(iter(known)))

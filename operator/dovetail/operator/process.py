@@ -92,7 +92,7 @@ async def run(settings: OperatorSettings) -> int:
 
 
 async def _guard(lock: Lock, work: object) -> None:
-    """`lead`, which would not notice that its work died."""
+    """Run `lead`, and end when its work dies: `lead` alone would not notice."""
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def watched() -> None:
@@ -124,7 +124,7 @@ async def _operate(
     health: ProbeHealth,
     on_signals: Callable[[], None],
 ) -> None:
-    """What only the leader does. Ends when a watch dies, or by being cancelled."""
+    """Do the leader's work. Ends when a watch dies or when it is cancelled."""
     planner = Planner(settings.planner_seconds, problems=image_check(settings))
     planner.use(given=settings.gpu_products)
     async with coordinator_http.session() as session:

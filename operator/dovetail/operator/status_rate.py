@@ -61,7 +61,7 @@ class StatusRate:
         self._ready.pop(key, None)
 
     def _turn(self, key: Key) -> float:
-        """When it is the turn of this job that starts: a token bucket."""
+        """When this starting job may be written: a token bucket."""
         if key not in self._turns:
             now = self._clock()
             self._next_turn = max(self._next_turn, now) + 1 / STARTS_PER_SECOND
@@ -71,7 +71,7 @@ class StatusRate:
 
 
 def _changed(known: Mapping[str, Any], wanted: Mapping[str, Any]) -> set[str]:
-    """The reasons, old and new, of conditions that say something else than before."""
+    """The old and new reasons of the conditions that have changed."""
     old, new = (
         {c["type"]: (c["status"], c["reason"]) for c in status.get("conditions", ())} for status in (known, wanted)
     )

@@ -26,7 +26,7 @@ class WorkQueue(Generic[K]):
         self._changed = asyncio.Condition()
 
     def __len__(self) -> int:
-        """Keys that wait, those asked for later among them."""
+        """The number of keys that wait, including those for later."""
         return len(self._due)
 
     def lag(self) -> float:
@@ -85,7 +85,7 @@ class WorkQueue(Generic[K]):
             self._changed.notify()
 
     def _next(self) -> tuple[K | None, float | None]:
-        """A key that is due and at no worker's, else how long to wait."""
+        """A key that is due and that no worker has; else the seconds to wait."""
         now = self._clock()
         while self._heap:
             due, _, key = self._heap[0]

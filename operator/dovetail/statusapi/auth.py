@@ -51,7 +51,7 @@ class Access:
 
 
 class _Cache(Generic[T]):
-    """The newest entries, each for a while."""
+    """A cache of the newest entries. Each is kept for a limited time."""
 
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
         self._seconds, self._clock = seconds, clock

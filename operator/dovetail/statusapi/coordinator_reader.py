@@ -89,7 +89,7 @@ class CoordinatorReader:
         return found
 
     def _forget(self) -> None:
-        """The jobs that nobody asked about for longest, where there are too many, or too many rows in all."""
+        """Forget the jobs that nobody asked about for longest, if there are too many jobs or rows."""
         rows = sum(len(progress.rows) for progress in self._jobs.values())
         size = sum(progress.size for progress in self._jobs.values())
         while len(self._jobs) > 1 and (
@@ -136,7 +136,7 @@ class CoordinatorReader:
             found.offset = offset
 
     async def _kept(self, job: Object) -> list[Iteration]:
-        """What the operator kept of a job that is over."""
+        """The rows that the operator kept of a job that is over."""
         namespace, name = job["metadata"]["namespace"], names.history_config_map(job["metadata"]["name"])
         try:
             found = await get(self._kube, core_path(namespace, "configmaps", name))
@@ -166,7 +166,7 @@ class CoordinatorReader:
 
 
 def _row(item: Any) -> Iteration | None:
-    """A row of history.jsonl; None for what is none."""
+    """A row of history.jsonl; None if it is not one."""
     try:
         metrics = {
             sys.intern(key): float(value)

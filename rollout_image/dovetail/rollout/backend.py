@@ -20,11 +20,10 @@ VARIABLE = "DOVETAIL_ROLLOUT_BACKEND"
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """What a server process is to serve, and with what.
-
-    `config`: the actor's config.json. `on_cpu`: without GPUs. `dtype`: of weights and KV cache, as `float16`.
-    `stages` x `ranks`: pipeline stages and tensor-parallel ranks. `memory`: the share of each GPU's memory that it may
-    take, None for the backend's own. `arguments`: given on this process's command line."""
+    """What a server process serves, and how. `config`: the actor's config.json. `on_cpu`: it uses no GPU. `dtype`: of
+    weights and KV cache, such as `float16`. `stages` and `ranks`: the numbers of pipeline stages and of tensor-parallel
+    ranks. `memory`: the share of each GPU's memory that it may use; None: the backend's default. `arguments`: those of
+    this process's command line."""
 
     env: ProcessEnv
     job: RLHFJob
@@ -47,7 +46,7 @@ class RolloutBackend(Protocol):
     """A kind of server. An instance is made without arguments."""
 
     def problem(self, plan: ServerPlan) -> str | None:
-        """Why it can never serve this, in one sentence; None if it can."""
+        """One sentence that says why it can never serve this; None if it can."""
         ...
 
     def serve(self, plan: ServerPlan) -> int:

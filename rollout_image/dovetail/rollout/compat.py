@@ -122,15 +122,15 @@ PRIVATE = (
 
 
 def registered_backends() -> Any:
-    """Names of the weight-transfer backends that vLLM knows in this process."""
+    """The names of the weight-transfer backends that vLLM knows in this process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     return WeightTransferEngineFactory._registry.keys()
 
 
 def forget_partial_loads(model: Any) -> None:
-    """Drop what a reload that broke off left: fused modules with some of their tensors (q without k and v), which
-    vLLM would count as part of the next reload and so take a module for complete too early."""
+    """Drop what an interrupted reload has left: fused modules with some of their tensors (q without k and v). vLLM
+    would count these in the next reload, and take a module for complete too early."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for module in model.modules():
@@ -148,7 +148,7 @@ def holds_partial_loads(model: Any) -> bool:
 
 
 def begin_reload(model: Any) -> None:
-    """New weights come for `model`, through its `load_weights`."""
+    """Announce that new weights come for `model`, through its `load_weights`."""
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import materialize_layer
@@ -159,7 +159,7 @@ def begin_reload(model: Any) -> None:
 
 
 def finish_reload(model: Any, model_config: Any) -> None:
-    """All weights have come."""
+    """Announce that all weights have come."""
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
     from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process, get_layerwise_info
 
@@ -192,8 +192,8 @@ def is_vocabulary(module: Any) -> bool:
 
 
 def pack_vocabulary(module: Any) -> None:
-    """Make anew what an embedding or head keeps beside its weight: on CPUs a packed copy, on GPUs nothing. A quantised
-    one is left as vLLM makes it: to quantise a weight twice would spoil it."""
+    """Recompute what an embedding or head keeps beside its weight: a packed copy on CPUs, nothing on GPUs. A quantised
+    one is left as vLLM made it, because quantising a weight twice would spoil it."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     method = module.quant_method
@@ -225,7 +225,7 @@ def weight_operation(name: str) -> Any:
 
 
 def parse_serve_arguments(arguments: list[str], program: str) -> Any:
-    """vLLM's own parse and check of the arguments of `vllm serve`, logging set up as they say."""
+    """Parse and check the arguments of `vllm serve` with vLLM's own code, and set logging up as they say."""
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -237,7 +237,7 @@ def parse_serve_arguments(arguments: list[str], program: str) -> Any:
 
 
 def tensor_parallel_rank() -> int:
-    """This worker's place among those that share each layer."""
+    """This worker's tensor-parallel rank."""
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return int(get_tensor_model_parallel_rank())
@@ -272,7 +272,7 @@ def make_room_for_arrivals(runner: Any, dtype: Any, device: Any) -> None:
 
 
 def experts_collector(model: Any, config: Any, kv_cache_config: Any) -> Any:
-    """What vLLM's V2 runner collects the experts of each token with."""
+    """The object with which vLLM's V2 runner collects the experts of each token."""
     from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
 
     return get_aux_output_connector(model, config, kv_cache_config)

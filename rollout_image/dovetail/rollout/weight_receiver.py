@@ -49,7 +49,7 @@ def _columns(stage: Sequence[Segment]) -> list[tuple[Bucket, ...]]:
 
 
 def _deadline(receive: Receive) -> Deadline:
-    """The offer's. The sender's passes first: it knows which receivers are missing, and the others are not to blame."""
+    """The deadline of the offer. The sender's deadline passes first, because it knows which receivers are missing."""
     return Deadline(receive.offer.deadline_seconds, extra=LATER_SECONDS)
 
 

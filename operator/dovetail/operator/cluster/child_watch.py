@@ -20,10 +20,11 @@ LIST_ANEW = frozenset({400, 404, 410, 504})
 
 
 class Listener(Protocol):
-    """Who is told. Both may raise KubeError."""
+    """Receives lists and events. Both methods may raise KubeError."""
 
     async def relist(self, resource: Resource, namespace: str | None) -> str | None:
-        """List everything and take it, also what is gone. Returns the list's version; None: there is no such kind."""
+        """List all objects, store them, and drop those that are gone. Returns the list's version, or None if the API
+        server does not have the kind."""
 
     async def observe(self, thing: Object, deleted: bool) -> None:
         """Take one event."""
@@ -40,7 +41,7 @@ async def follow(
 ) -> None:
     """Tell `listener` of each object until cancelled, in the API server's order. After a break the watch goes on from
     the last version that it knows, so no event is lost. If the API server has forgotten that version, everything is
-    listed anew. `listed` is called after each list, with whether there is such a kind."""
+    listed anew. `listed` is called after each list; its argument says whether the API server has the kind."""
     version: str | None = None
     failures = 0
     while True:

@@ -31,8 +31,8 @@ class Page(NamedTuple):
 
 
 class Client:
-    """`seconds`: the deadline of each call. `requests` counts them. `gang`: the kind of PodGroups, if jobs have some.
-    Every method raises KubeError."""
+    """`seconds`: the deadline of each call. `requests` counts the calls. `gang`: the kind of PodGroups, if a gang
+    scheduler is used. Every method raises KubeError."""
 
     def __init__(self, api: client.ApiClient, seconds: float = 30.0, gang: Resource | None = None) -> None:
         self._kinds = BY_KIND | ({gang.kind: gang} if gang else {})
@@ -54,7 +54,7 @@ class Client:
         return any(each["name"] == resource.plural for each in found["resources"])
 
     async def find(self, kind: str, namespace: str, name: str) -> Object | None:
-        """The object of that name; None if there is none. The operator may not get most kinds, but list them."""
+        """The object with that name, or None. The operator may list most kinds but not `get` them, so this lists."""
         if kind != SECRET.kind:
             found = await self.list(self._kinds[kind], namespace, fields=f"metadata.name={name}")
             return found[0] if found else None
@@ -74,7 +74,7 @@ class Client:
     async def pages(
         self, resource: Resource, namespace: str | None, selector: str = "", fields: str = "", size: int = PAGE
     ) -> AsyncIterator[Page]:
-        """As `list`, `size` objects at a time."""
+        """Do the same as `list`, but return `size` objects at a time."""
         query = {"limit": str(size)} | ({"labelSelector": selector} if selector else {})
         query |= {"fieldSelector": fields} if fields else {}
         while True:
@@ -89,8 +89,8 @@ class Client:
     async def watch(
         self, resource: Resource, namespace: str | None, selector: str, version: str
     ) -> AsyncGenerator[tuple[str, Object], None]:
-        """What changes after `version`: ADDED, MODIFIED, DELETED or BOOKMARK, and the object, of which a bookmark has
-        the version only."""
+        """Yield each change after `version`: ADDED, MODIFIED, DELETED or BOOKMARK, and the object. A bookmark has only
+        the version."""
         query = {"watch": "1", "allowWatchBookmarks": "true", "resourceVersion": version} | (
             {"labelSelector": selector} if selector else {}
         )
@@ -107,13 +107,13 @@ class Client:
                 yield kind, thing
 
     async def create(self, thing: Object) -> Object:
-        """Create the object. The API server refuses (409) if there is one of that name."""
+        """Create the object. The API server answers 409 if an object with that name exists."""
         resource, metadata = self._kinds[thing["kind"]], thing["metadata"]
         return await self._call("POST", resource.path(metadata["namespace"]), {"fieldManager": _MANAGER}, thing)
 
     async def apply(self, thing: Mapping[str, Any], uid: str) -> Object:
-        """Server-side apply to the object with this uid. It takes back fields that others have taken. The API server
-        refuses (409) if there is no such object, or another one of that name."""
+        """Apply (server-side) to the object with this uid. Fields that other managers have changed are taken back. The
+        API server answers 409 if the object does not exist or another object has its name."""
         resource, metadata = self._kinds[thing["kind"]], thing["metadata"]
         query = {"fieldManager": _MANAGER, "force": "true"}
         path = resource.path(metadata["namespace"], metadata["name"])
@@ -132,8 +132,8 @@ class Client:
                 raise
 
     async def release(self, kind: str, thing: Mapping[str, Any]) -> Object:
-        """Remove the owners of the object, as it was read: nothing deletes it with them. The API server refuses (422)
-        if they have changed since."""
+        """Remove the owner references of the object as it was read, so that it is not deleted with its owner. The API
+        server answers 422 if they have changed since."""
         metadata = thing["metadata"]
         patch = [
             {"op": "test", "path": "/metadata/uid", "value": metadata["uid"]},

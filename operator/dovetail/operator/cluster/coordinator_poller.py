@@ -28,13 +28,13 @@ ASKS_PER_SECOND = 50.0
 
 
 def _told(document: Mapping[str, Any]) -> object:
-    """All that a job's status takes from an answer."""
+    """The fields of an answer that go into a job's status."""
     return progress.fields(document), progress.plan_problem(document), progress.health(document)
 
 
 @dataclass
 class _Followed:
-    """`answer`: what counts of the last one, None while there is none."""
+    """`answer`: these fields of the last answer; None before the first."""
 
     address: str
     task: asyncio.Task[None]

@@ -39,8 +39,8 @@ class SteadyNodes:
 
 
 class Nodes:
-    """`seconds` between lists; `changed` is called when the pools, or the right to list nodes, are others. `found` gets
-    all GPUs of nodes that no table knows, before that."""
+    """`seconds`: the time between two lists. `changed` is called when the pools change, or the right to list nodes.
+    Before that, `found` is called with the GPUs that no table knows."""
 
     def __init__(self, client: Client, seconds: float, changed: Callable[[], Awaitable[None]]) -> None:
         self._client = client

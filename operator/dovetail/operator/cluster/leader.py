@@ -1,4 +1,5 @@
-"""Leader election by Lease: the `kubernetes` package's own, which also bears an API server that does not answer."""
+"""Leader election by Lease, with the code of the `kubernetes` package. It tolerates an API server that does not
+answer."""
 
 from __future__ import annotations
 

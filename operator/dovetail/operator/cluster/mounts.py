@@ -24,7 +24,7 @@ REST = 20.0
 
 @dataclass
 class _Told:
-    """In a namespace, by the object's uid: when it was said, and what; when to ask again."""
+    """What the Events of one namespace say: time and message by the object's uid, and when to ask again."""
 
     complaints: dict[str, tuple[str, str]] = field(default_factory=dict)
     until: float = float("-inf")
@@ -65,8 +65,8 @@ class Mounts:
         self._stuck.pop(key, None)
 
     async def _complaints(self, namespace: str, reason: str) -> dict[str, tuple[str, str]]:
-        """By the object's uid the newest, of something that is not there if there is one. Empty if they cannot be
-        had."""
+        """The newest message about each object, by uid. A message about something that is missing is preferred. Empty
+        if the Events cannot be read."""
         told = self._told[namespace, reason]
         async with told.lock:
             if (began := self._clock()) < told.until:
@@ -90,7 +90,8 @@ class Mounts:
             return told.complaints
 
     async def _workloads(self, namespace: str) -> dict[str, str]:
-        """Why Kueue does not admit Workloads, by the uid of what they were made for. Empty if they cannot be had."""
+        """Why Kueue does not admit Workloads, by the uid of the object that each was made for. Empty if they cannot be
+        read."""
         told = self._told[namespace, WORKLOAD.kind]
         async with told.lock:
             if (began := self._clock()) < told.until:

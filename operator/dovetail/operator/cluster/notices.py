@@ -61,4 +61,4 @@ class Notices:
 
 
 async def _ignore(there: bool) -> None:
-    """Nodes are always there."""
+    """Do nothing: every API server has nodes."""

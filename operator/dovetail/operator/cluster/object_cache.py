@@ -26,7 +26,7 @@ _CONTAINER_STATUS = ("name", "image", "state")
 
 
 class _Kept(NamedTuple):
-    """A child as text, which takes a quarter of the memory of dicts; a job's are read when it is looked at."""
+    """A child as JSON text. It takes a quarter of the memory of dicts, and is parsed when the job is reconciled."""
 
     version: int
     uid: str
@@ -143,7 +143,8 @@ def _only(thing: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
 
 
 def _sizes_only(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Of a JobSet: whether it is suspended, and how many pods of which images each of its Jobs has."""
+    """The parts of a JobSet that are read: whether it is suspended, and the number of pods and the images of each
+    Job."""
 
     def kept(job: Mapping[str, Any]) -> dict[str, Any]:
         pods = job["template"]["spec"]

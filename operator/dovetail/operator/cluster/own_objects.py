@@ -31,7 +31,7 @@ class NameTaken(Exception):
 
     @staticmethod
     def all_of(problems: Sequence[NameTaken]) -> NameTaken:
-        """One exception for several."""
+        """Combine several errors into one."""
         things = [thing for each in problems for thing in each.things]
         others = [str(each) for each in problems if not each.things and not each.leaving]
         if things or others:
@@ -86,7 +86,7 @@ def _folders(annotations: Mapping[str, str]) -> list[str]:
 
 
 def not_ours(found: Object, kind: str, context: RenderContext) -> NameTaken:
-    """`found`: an object that another controls, or nobody."""
+    """The error for a name that is taken. `found` has the name, and this job does not control it."""
     name = found["metadata"]["name"]
     if left_by(found, context.name, context.uid):
         return NameTaken(left_over(kind, name), leaving=True)

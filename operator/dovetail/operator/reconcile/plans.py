@@ -36,9 +36,9 @@ def publish(
     outlook: Outlook,
     config_map: Mapping[str, Any] | None,
 ) -> PlanStatus | None:
-    """The plan in the status, and condition Planned: with the reason PlanOff while iterations take other times than the
-    plan says, Replanned while the nodes have room for something else than when it was made. `config_map`: the plan's,
-    of a job that has started."""
+    """The plan in the status, and the condition Planned. Its reason is PlanOff while iterations take other times than
+    the plan says, and Replanned while the nodes have other room than when the plan was made. `config_map`: the plan's
+    ConfigMap, for a job that has started."""
     before = next((c for c in old.conditions if c.type == "Planned" and c.status == "True"), None)
     if outlook.pending and before is not None and old.plan is not None:
         return old.plan  # what it says stays until the new plan is there
@@ -60,7 +60,7 @@ def publish(
 
 
 def summary(context: RenderContext, outlook: Outlook) -> str:
-    """The plan in short, and what a user may not expect of it."""
+    """A summary of the plan, with what may surprise the user."""
     plan = outlook.plan or context.plan
     parts = [f"{plan.world_size} trainer ranks, {len(plan.rollouts)} rollouts", *_predicted(plan)]
     if outlook.problem is not None:
@@ -72,7 +72,7 @@ def summary(context: RenderContext, outlook: Outlook) -> str:
 
 
 def _predicted(plan: Plan) -> list[str]:
-    """The choice and the next best, each with its time or the number that failed."""
+    """The chosen placement and the next best one, each with its time or with the limit that it breaks."""
     found = plan.prediction
     if found is None:
         return []

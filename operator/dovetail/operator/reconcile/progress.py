@@ -36,8 +36,8 @@ _COUNTS = ("step", "total_steps", "iteration", "total_iterations", "weight_versi
 
 
 def judged(document: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a coordinator's status counts, copied: the rest of it need not be kept. Raises ValueError for what no
-    coordinator of ours says."""
+    """The fields of a coordinator's status that the operator uses, copied so that the rest need not be kept. Raises
+    ValueError for an answer that no coordinator of ours gives."""
     if document.get("stage") not in {None, *(stage.value for stage in Stage)}:
         raise ValueError("there is no such stage")
     found = {key: document[key] for key in ("stage", *_COUNTS) if key in document}
@@ -84,7 +84,7 @@ def _judged_models(told: object) -> dict[str, dict[str, str]]:
 
 
 def _judged_evaluation(told: object) -> dict[str, Any]:
-    """`EvaluationStatus`, six digits of each figure."""
+    """`EvaluationStatus`, with six digits of each figure."""
     try:
         assert isinstance(told, dict)
         metric = str(told["metric"])
@@ -116,7 +116,7 @@ def _judged_health(told: object) -> dict[str, Any]:
 
 
 def fields(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of RLHFJobStatus that a coordinator knows; those it doesn't know yet are left out."""
+    """The fields of RLHFJobStatus that the coordinator knows. Those that it does not know yet are left out."""
     found: dict[str, Any] = {}
     stage = document.get("stage")
     if not isinstance(stage, str):
@@ -153,7 +153,7 @@ def fields(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def artifacts(context: RenderContext, document: Mapping[str, Any]) -> list[ArtifactStatus]:
-    """Where the models are that the coordinator has named. Of documents that are `judged`."""
+    """The places of the models that the coordinator has named. `document` has passed `judged`."""
     folder, output = names.folder(context.job, context.uid), context.job.spec.output
     place = output.place.rstrip("/") if output is not None else ""
     return [
@@ -168,19 +168,19 @@ def artifacts(context: RenderContext, document: Mapping[str, Any]) -> list[Artif
 
 
 def download(document: Mapping[str, Any]) -> str:
-    """How far the coordinator's download is; empty if it downloads nothing. Of documents that are `judged`."""
+    """The progress of the coordinator's download; empty if it downloads nothing. The document has passed `judged`."""
     return str(document.get("message") or "")
 
 
 def plan_problem(document: Mapping[str, Any]) -> str | None:
-    """How far the coordinator's measured iterations are from the plan's, if they are far; one sentence."""
+    """One sentence if the measured iterations differ much from the plan's."""
     told = (document.get("plan") or {}).get("problem")
     return told if isinstance(told, str) and told else None
 
 
 @dataclass(frozen=True)
 class RunHealth:
-    """What the coordinator found of the last PPO iteration: `reason` for programs, a sentence for people."""
+    """The verdict of the coordinator on the last PPO iteration: `reason` for programs, a sentence for people."""
 
     healthy: bool
     reason: str
@@ -188,7 +188,7 @@ class RunHealth:
 
 
 def health(document: Mapping[str, Any]) -> RunHealth | None:
-    """None before the first iteration. Of documents that are `judged`."""
+    """The verdict's iteration; None before the first iteration. The document has passed `judged`."""
     told = document.get("health")
     if not told:
         return None
@@ -205,7 +205,7 @@ def coordinator_pod(children: Children) -> Object | None:
 
 
 def last_status(children: Children) -> tuple[dict[str, Any], str]:
-    """The status that a coordinator left when it ended well, and when that was; else nothing."""
+    """The last status of a coordinator that ended well, and the time of its end; else an empty status."""
     pod = coordinator_pod(children) or {}
     for container in pod.get("status", {}).get("containerStatuses") or []:
         ended = container.get("state", {}).get("terminated") or {}
@@ -222,7 +222,7 @@ def last_status(children: Children) -> tuple[dict[str, Any], str]:
 
 
 def last_health(children: Children) -> dict[str, Any]:
-    """A status with the verdict that a coordinator ended its job for; empty if it did not."""
+    """The status with the verdict that made the coordinator end its job; empty if there was none."""
     pod = coordinator_pod(children) or {}
     for container in pod.get("status", {}).get("containerStatuses") or []:
         ended = container.get("state", {}).get("terminated") or {}

@@ -21,8 +21,8 @@ def waiting(children: Children) -> str | None:
 
 
 def why(workload: Mapping[str, Any]) -> str:
-    """Why it waits: it was evicted, its quota is used, its topology has no room, a check is not over. "" if it does not
-    say."""
+    """Why the Workload waits: it was evicted, its quota is used, its topology has no room, or a check is not over. ""
+    if it does not say."""
     status = workload.get("status") or {}
     held = {c.get("type"): c for c in status.get("conditions") or []}
     told = []

@@ -52,7 +52,7 @@ STEADY = timedelta(minutes=1)
 
 @dataclass(frozen=True)
 class PlanRefused:
-    """There is no plan: a reason of condition Planned and a sentence."""
+    """Why there is no plan: a reason of condition Planned and a sentence."""
 
     reason: str
     message: str
@@ -60,10 +60,11 @@ class PlanRefused:
 
 @dataclass(frozen=True)
 class Seen:
-    """`document`: the RLHFJob as the API server has it. `planned`: what came of reading and planning it. `children`:
-    what the job controls. `reported`: the coordinator's own status, if it answered. `mounts`: what is said of volumes
-    that pods wait for, by uid. `drift`: a memory that spares work and changes no answer. `outlook`: what the nodes have
-    room for. `ending`: nodes that will end soon, with the time at which that was noticed."""
+    """What is known of one job. `document`: the RLHFJob as the API server has it. `planned`: the result of reading and
+    planning it. `children`: the objects that the job controls. `reported`: the coordinator's own status, if it
+    answered. `mounts`: messages about volumes that pods wait for, by uid. `drift`: a memory that saves work and changes
+    no answer. `outlook`: the room on the nodes. `ending`: nodes that will end soon, with the time at which that was
+    noticed."""
 
     document: Object
     planned: tuple[RLHFJob, Plan] | PlanRefused
@@ -78,10 +79,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Reconciled:
-    """What to create or change, then what to delete, then what to report (of a job that is over: report first, so that
-    nobody can take it up again). Ask again in `requeue` seconds at the latest. `expired`: delete the RLHFJob itself.
-    `token`: the token's Secret must be there before the pods. `release`: objects of the job that lose their owner
-    before all else, so that they outlive the job."""
+    """What to create or change, then what to delete, then what to report. A job that is over is reported first, so that
+    nobody starts it again. Reconcile again within `requeue` seconds. `expired`: delete the RLHFJob itself. `token`: the
+    token's Secret must exist before the pods. `release`: objects that lose their owner before all else, so that they
+    outlive the job."""
 
     status: RLHFJobStatus
     apply: list[Object] = field(default_factory=list)
@@ -114,15 +115,15 @@ def tries_again(document: Object, status: RLHFJobStatus) -> bool:
 
 
 def reconcile(seen: Seen, now: datetime) -> Reconciled:
-    """See the module's docstring. `now` is aware of its time zone."""
+    """Decide what to do for one job; the module's docstring says how. `now` has a time zone."""
     if deleting(seen.document):
         return Reconciled(old_status(seen.document))  # the garbage collector does the rest
     return replace(_reconcile(seen, now), release=_released(seen))
 
 
 def _released(seen: Seen) -> list[Ref]:
-    """The claim, if it is to be kept and goes with the job: an earlier release made it, or the manifest said so
-    before."""
+    """The claim that must outlive the job but is still owned by it, because an earlier release made it or the manifest
+    said so before."""
     name = names.volume_claim(str(seen.document["metadata"]["name"]))
     claim = seen.children.get(VOLUME_CLAIM.kind, name)
     storage = (seen.document.get("spec") or {}).get("storage") or {}
@@ -155,7 +156,7 @@ def _reconcile(seen: Seen, now: datetime) -> Reconciled:
 
 
 class _Reconciler:
-    """A job with a plan that is not over."""
+    """Reconciles a job that has a plan and is not over."""
 
     def __init__(
         self, seen: Seen, context: RenderContext, conditions: Conditions, status: RLHFJobStatus, now: datetime
@@ -228,7 +229,7 @@ class _Reconciler:
         self._status = self._status.model_copy(update=ended)
 
     def _suspended(self) -> Reconciled:
-        """Pods are deleted, everything else stays; the volume holds what the job resumes from."""
+        """Delete the pods and keep everything else; the job resumes from its volume."""
         self._conditions.set("Suspended", True, reasons.SUSPENDED, "spec.suspend is true")
         self._say_stopped(reasons.STOPPED, "spec.suspend is true")
         gone = [] if self._jobset is None or deleting(self._jobset) else [(JOBSET.kind, self._context.name)]
@@ -252,7 +253,7 @@ class _Reconciler:
         return self._result(apply=apply, delete=self._surplus_gone(), token=True)
 
     def _look_again_in_queue(self) -> float:
-        """How soon to ask again why the job waits for its quota. It may wait for days."""
+        """The seconds until the operator asks again why the job waits for its quota. It may wait for days."""
         was = next((c for c in self._old.conditions if c.type == "Suspended" and c.status == "True"), None)
         new = was is None or self._now - was.last_transition_time < timedelta(seconds=2 * rootcause.LOOK_SECONDS)
         return rootcause.LOOK_SECONDS if new else rootcause.LOOK_SELDOM_SECONDS
@@ -306,7 +307,8 @@ class _Reconciler:
         self._status = self._status.model_copy(update={"groups": self._groups()})
 
     def _look_again(self, pods: list[Object]) -> float:
-        """How soon to ask again why pods get no nodes, or why there are none. They may wait for days."""
+        """The seconds until the operator asks again why pods get no nodes, or why there are no pods. They may wait for
+        days."""
         made = [str(thing["metadata"].get("creationTimestamp") or "") for thing in (self._jobset or {}, *pods) if thing]
         since = parse_time(max(made)) or self._now
         new = self._now - since < timedelta(seconds=2 * rootcause.LOOK_SECONDS)
@@ -327,7 +329,7 @@ class _Reconciler:
         return (self._too_many_restarts(cause) if cause else None) or self._too_long() or self._never_started()
 
     def _of_failed_jobs(self) -> rootcause.Cause | None:
-        """Of the pods whose Job gave up first."""
+        """The cause in the pods of the Job that failed first."""
         jobs = [j for j in self._children.jobs(surplus=False) if is_true(j, "Failed")]
         first = min(jobs, key=lambda j: changed_at(j, "Failed"), default=None)
         if first is None:
@@ -379,8 +381,9 @@ class _Reconciler:
     # ------------------------------------------------------------ objects
 
     def _supporting_objects(self) -> list[Object]:
-        """What is missing or was changed by somebody else. Running pods read the plan they started with, a claim cannot
-        change, and what is about pods comes with the first that runs: before, each pod would change it once more."""
+        """The supporting objects that are missing or that somebody else changed. A claim is never changed, and neither
+        is the plan of a job that has started. Objects that concern pods are made with the first pod that runs: before,
+        each new pod would change them again."""
         found: list[Object] = []
         running = any(p.get("status", {}).get("phase") == "Running" for p in live(self._pods))
         look = look_at(self._context, self._children, started := self._jobset is not None, running)
@@ -399,12 +402,13 @@ class _Reconciler:
         return found
 
     def _changed(self, jobset: Object) -> bool:
-        """Whether the user changed images or pod templates since the JobSet was made. That another version of the
-        operator would render the pods otherwise is no change: running pods stay."""
+        """Whether the user changed images or pod templates since the JobSet was made. If only another version of the
+        operator would render other pods, running pods stay."""
         return pods_changed(jobset["metadata"].get("labels") or {}, self._context.job.spec)
 
     def _surplus(self) -> tuple[list[Object], list[Ref]]:
-        """Once the coordinator runs, so that no surplus rollout takes a GPU that the job needs to start."""
+        """The surplus rollouts to create and to delete. They start once the coordinator runs, so that they take no GPU
+        that the job needs to start."""
         pod = progress.coordinator_pod(Children({(POD.kind, p["metadata"]["name"]): p for p in live(self._pods)}))
         if pod is None or pod.get("status", {}).get("phase") != "Running":
             return [], []
@@ -415,9 +419,9 @@ class _Reconciler:
         return [j for name, j in wanted.items() if name not in there], self._surplus_gone(keep=set(wanted) - again)
 
     def _starts_anew(self, job: Object) -> bool:
-        """Whether a surplus rollout's Job is made anew, so that the rollout works again at once. The Job itself would
-        wait 10 s and more before it makes the next pod, and makes none after a pod that ended well, as a drained one
-        does. A rollout that fails by itself soon after its start keeps the Job's pauses."""
+        """Whether the Job of a surplus rollout is replaced, so that the rollout works again at once. The Job itself
+        would wait 10 s or more before it makes the next pod. After a pod that ended well, such as a drained one, it
+        makes none. A rollout that fails by itself soon after its start keeps the Job's back-off."""
         pods = [p for p in self._children.of(POD.kind) if label(p, names.JOB_NAME_LABEL) == job["metadata"]["name"]]
         if any(deleting(p) or p.get("status", {}).get("phase") not in ("Failed", "Succeeded") for p in pods):
             return False
@@ -428,9 +432,9 @@ class _Reconciler:
         return rootcause.lasted(pods) >= STEADY or all(rootcause.failed_at(p) is None for p in pods)
 
     def _anew(self) -> list[Ref]:
-        """Jobs of the JobSet that are made anew: each has one rollout, whose pod was deleted or disrupted. The JobSet
-        makes such a Job again at once. The Job itself would wait 10 s after the first such pod, and up to 10 minutes
-        after some more. A pod that failed by itself is left to the Job, and counts."""
+        """The Jobs of the JobSet that are replaced: each has one rollout, whose pod was deleted or disrupted. The
+        JobSet makes such a Job again at once. The Job itself would wait 10 s after the first such pod, and up to 10
+        minutes after more. A pod that failed by itself is left to the Job, and counts as a failure."""
         jobs, found = jobs_of(self._jobset), []
         for job in self._children.jobs(surplus=False):
             name = job["metadata"]["name"]
@@ -443,8 +447,8 @@ class _Reconciler:
         return found
 
     def _leaving(self) -> list[Ref]:
-        """Pods of rollouts on nodes that will end soon. Deleted, they are drained. A pod that was made after the notice
-        tolerates it, and stays."""
+        """Pods of rollouts on nodes that will end soon. They are deleted, which drains them. A pod that was made after
+        the notice tolerates it and stays."""
         ending, found = self._seen.ending, []
         for pod in live(self._children.of(POD.kind)):
             since = ending.get(str(pod.get("spec", {}).get("nodeName")))
@@ -459,7 +463,7 @@ class _Reconciler:
         return found
 
     def _rollouts(self) -> set[str]:
-        """Names of the groups that only generate."""
+        """The names of the groups that only generate."""
         return {group.name for group in self._context.job.spec.groups if Role.TRAINER not in group.roles}
 
     def _surplus_gone(self, keep: set[str] = frozenset()) -> list[Ref]:  # type: ignore[assignment]
@@ -474,13 +478,14 @@ class _Reconciler:
             self._say_health(self._seen.reported)
 
     def _say_health(self, document: Mapping[str, Any]) -> None:
-        """What was said of the last iteration stays while the coordinator is away."""
+        """Set the condition Healthy from the coordinator's verdict on the last iteration. It stays while the
+        coordinator is away."""
         health = progress.health(document)
         if health is not None:
             self._conditions.set("Healthy", health.healthy, health.reason, health.message)
 
     def _take(self, fields: dict[str, Any]) -> None:
-        """Over what is known; figures of PPO mean nothing in another stage."""
+        """Add fields to the status."""
         merged = self._status.model_dump() | fields
         self._status = RLHFJobStatus.model_validate(merged)
 
@@ -504,8 +509,8 @@ class _Reconciler:
 
 
 def _again(seen: Seen, conditions: Conditions, status: RLHFJobStatus) -> Reconciled:
-    """A failed job that its user tries again. It stays failed until its old pods are gone, and then it is as new. The
-    job's files stay, so it goes on from its last checkpoint."""
+    """Handle a failed job that its user tries again. It stays failed until its old pods are gone. Then it starts like a
+    new job. Its files stay, so it resumes from its last checkpoint."""
     old = old_status(seen.document)
     delete = [(JOB.kind, j["metadata"]["name"]) for j in seen.children.jobs(surplus=True) if not deleting(j)]
     if (jobset := _jobset(seen)) is not None:
@@ -522,7 +527,8 @@ def _again(seen: Seen, conditions: Conditions, status: RLHFJobStatus) -> Reconci
 
 
 def _after_the_end(seen: Seen, status: RLHFJobStatus, now: datetime) -> Reconciled:
-    """Nothing is created. A finished JobSet stays, for its logs, until the job goes; an unfinished one holds GPUs."""
+    """Handle a job that is over. Nothing is created. A finished JobSet stays for its logs until the job is deleted; an
+    unfinished one is deleted, because it holds GPUs."""
     delete = [(JOB.kind, j["metadata"]["name"]) for j in seen.children.jobs(surplus=True) if not deleting(j)]
     delete += _unfinished(_jobset(seen))
     ttl = (seen.document.get("spec") or {}).get("ttlSecondsAfterFinished")
@@ -533,8 +539,8 @@ def _after_the_end(seen: Seen, status: RLHFJobStatus, now: datetime) -> Reconcil
 
 
 def _refused(problem: PlanRefused, conditions: Conditions, status: RLHFJobStatus, now: datetime) -> Reconciled:
-    """The manifest must change, unless the planner itself had trouble. It is asked again when the job has waited for
-    twice as long."""
+    """Handle a job without a plan. The manifest must change, unless the planner itself failed: then it is asked again
+    when the job has waited twice as long."""
     conditions.set("Planned", False, problem.reason, problem.message)
     for kind in ("Scheduled", "Running"):
         conditions.set(kind, False, reasons.NOT_PLANNED)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from dovetail.operator.reconcile.conditions import Conditions, JobEvent
 
 
 def taken(things: Sequence[tuple[str, str]]) -> str:
-    """Objects with names that the job needs are not the job's. `things`: kind and name of each."""
+    """The sentence for names that the job needs and other objects have. `things`: kind and name of each."""
     claimed = any(kind == VOLUME_CLAIM.kind for kind, _ in things)
     use = " To use the claim, name it in spec.checkpoint.volume." if claimed else ""
     them = " and ".join(f"{kind} {name}" for kind, name in things)
@@ -26,8 +26,8 @@ def taken(things: Sequence[tuple[str, str]]) -> str:
 
 
 def started_anew(claim: Mapping[str, Any]) -> JobEvent | None:
-    """What to tell of a claim that was kept of an earlier job, and that a job has taken up which names no folder. None
-    if there was no earlier job."""
+    """The event for a claim of an earlier job that this job uses, if the manifest names no folder. None if there was no
+    earlier job."""
     metadata = claim["metadata"]
     told = metadata.get("annotations") or {}
     earlier = told.get(names.EARLIER_FOLDERS)
@@ -43,12 +43,12 @@ def started_anew(claim: Mapping[str, Any]) -> JobEvent | None:
 
 
 def forged(name: str) -> str:
-    """A Secret with a token says that it is the job's, but the operator did not make it."""
+    """The sentence for a Secret that claims to be the job's token, but was not made by the operator."""
     return f"Secret {name} names this job as its owner, but the operator did not make it. Delete it."
 
 
 def left_over(kind: str, name: str) -> str:
-    """An object of an earlier job with the same name is not deleted yet."""
+    """The sentence for an object of an earlier job with the same name that is not deleted yet."""
     return f"the job waits until {kind} {name} of an earlier job with this name is deleted"
 
 
@@ -63,8 +63,8 @@ def held_up(
     generation: int,
     now: datetime,
 ) -> tuple[RLHFJobStatus, list[JobEvent]]:
-    """The status and events of a job that lacks an object. `old`: the status before; `status` and `events`: what there
-    would be to tell otherwise. A job that has started goes on as well as it can."""
+    """The status and events of a job that lacks an object. `old`: the status before. `status` and `events`: those
+    without this problem. A job that has started goes on."""
     conditions = Conditions(old.conditions, generation, now)
     for told in status.conditions:
         conditions.set(told.type, told.status == "True", told.reason, told.message)

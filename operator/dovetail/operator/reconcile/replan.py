@@ -1,7 +1,8 @@
-"""What another number of GPU nodes means for a job: how many pods of each group have room, what to say of it. Pure.
+"""What another number of GPU nodes means for a job: how many pods of each group have room, and what the status says
+about it. Pure.
 
-A running job's plan stays: its trainers are one world of a fixed size, and surplus rollouts come and go as it runs
-anyway. What changes is what its status says."""
+A running job keeps its plan: its trainers are one world of a fixed size, and its surplus rollouts come and go anyway.
+Only its status changes."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ Counts = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Need:
-    """A group with GPUs: `least` pods start with the job, `most` are wanted when there is room; `planned`: those that
-    the manifest's plan counts on."""
+    """A group with GPUs. The job starts with `least` pods and takes up to `most` when there is room. `planned`: the
+    number that the manifest's plan counts on."""
 
     group: str
     product: str
@@ -40,9 +41,9 @@ class Need:
 
 @dataclass(frozen=True)
 class Outlook:
-    """`room`: pods of each GPU group that the nodes have GPUs for, None if they were not seen. `plan`: with as many
-    rollouts, None where that is the job's own; `pending`: it is being made; `problem`: why there is none. `refused`:
-    nodes may not be listed."""
+    """`room`: how many pods of each GPU group fit on the nodes; None if the nodes were not seen. `plan`: a plan with as
+    many rollouts; None if the job's own plan has as many. `pending`: that plan is being made. `problem`: why there is
+    no such plan. `refused`: the operator may not list nodes."""
 
     room: Counts | None = None
     plan: Plan | None = None
@@ -52,8 +53,8 @@ class Outlook:
 
 
 def needs(context: RenderContext) -> list[Need]:
-    """Of all groups with GPUs. Those that the administrator describes, and those that come
-    through claims, may be resources that are not counted."""
+    """The needs of all groups with GPUs. Not counted are GPUs that the administrator describes and GPUs that come
+    through claims: their resources may have other names."""
     return [
         Need(
             group.name,
@@ -72,9 +73,9 @@ def needs(context: RenderContext) -> list[Need]:
 
 
 def room(wanted: Sequence[Need], pools: Pools) -> dict[str, int]:
-    """How many pods of each group, at most `most`, the nodes have GPUs for if the job had them for itself: first those
-    that it starts with, large ones first, then one more of each group in turn, each on the fullest node that takes it.
-    """
+    """How many pods of each group fit on the nodes, at most `most`, if nobody else used the nodes. The pods that the
+    job starts with are placed first, large ones before small ones. Then each group in turn gets one more. Each pod goes
+    to the fullest node that has room for it."""
     free: dict[str, Counter[int]] = {}
     for (product, gpus), nodes in pools.items():
         free.setdefault(product, Counter())[gpus] += nodes
@@ -91,7 +92,7 @@ def room(wanted: Sequence[Need], pools: Pools) -> dict[str, int]:
 
 
 def _node(free: Mapping[str, Counter[int]], need: Need) -> int | None:
-    """Free GPUs of the fullest node with enough of them."""
+    """The number of free GPUs of the fullest node that has enough; None if no node has."""
     there: Mapping[int, int] = free.get(need.product, {})
     return min((gpus for gpus, nodes in there.items() if nodes and gpus >= need.per_pod), default=None)
 
@@ -106,13 +107,15 @@ def _take(free: Mapping[str, Counter[int]], need: Need) -> bool:
 
 
 def counted(need: Need, there: Counts | None) -> int:
-    """Pods that a plan may count on: as many as fit, never fewer than the job starts with nor more than it wants."""
+    """How many pods a plan may count on: as many as fit, but never fewer than the job starts with or more than it
+    wants."""
     return need.planned if there is None else max(need.least, min(need.most, there.get(need.group, need.planned)))
 
 
 def resized(spec: RLHFJobSpec, plan: Plan, wanted: Sequence[Need], there: Counts) -> RLHFJobSpec | None:
-    """The PPO stage to plan anew, with as many rollouts as fit, pinned to the layouts, the placement and, where all
-    models are alike in it, the recomputation that processes started with; None if the plan counts on as many."""
+    """The spec of the PPO stage to plan again, with as many rollouts as fit. It is pinned to what the processes started
+    with: layouts, placement and, where all models have the same, activation checkpointing. None if the plan already has
+    as many rollouts."""
     sizes = {need.group: counted(need, there) for need in wanted}
     actor = plan.parallelism.get("actor")
     if Stage.PPO not in spec.stages or actor is None or all(sizes[need.group] == need.planned for need in wanted):
@@ -133,8 +136,8 @@ def resized(spec: RLHFJobSpec, plan: Plan, wanted: Sequence[Need], there: Counts
 
 
 def honoured(plan: Plan, other: Plan) -> Plan:
-    """`plan` with the rollouts of `other`, which `resized` asked for, and with what it predicts, unless that takes for
-    granted what the running processes will not do."""
+    """`plan` with the rollouts of `other`, which `resized` asked for. The predictions of `other` are taken only if the
+    running processes work as it assumes."""
     kept = all(plan.layout(Stage.PPO, m) == other.layout(Stage.PPO, m) for m in other.parallelism)
     kept &= _servers(other) == _servers(plan)
     kept &= other.recomputed(Stage.PPO) == plan.recomputed(Stage.PPO)
@@ -143,13 +146,13 @@ def honoured(plan: Plan, other: Plan) -> Plan:
 
 
 def _servers(plan: Plan) -> dict[tuple[str, str], int]:
-    """GPUs of each group's servers and of what their scorers split."""
+    """The GPUs of each group's servers and of the models that its scorers split."""
     found = {(rollout.group, "generation"): rollout.pp for rollout in plan.rollouts}
     return found | {(r.group, model): count for r in plan.rollouts for model, count in r.split.items()}
 
 
 def remembered(config_map: Object | None) -> Counts | None:
-    """The room that there was when the job was planned; None if nobody knew."""
+    """The room when the job was planned; None if it was not known."""
     text = ((config_map or {}).get("metadata", {}).get("annotations") or {}).get(names.ROOM)
     try:
         found = json.loads(text or "null")
@@ -160,8 +163,8 @@ def remembered(config_map: Object | None) -> Counts | None:
 
 @dataclass(frozen=True)
 class News:
-    """`sentence`: what is other than planned and what lacks, may be empty; `changed`: some of it since the plan;
-    `short`: a group has not the room that it needs."""
+    """`sentence`: what differs from the plan and what is missing; it may be empty. `changed`: whether something differs
+    since the plan was made. `short`: whether a group has too little room."""
 
     sentence: str = ""
     changed: bool = False
@@ -169,7 +172,7 @@ class News:
 
 
 def news(wanted: Sequence[Need], before: Counts | None, now: Counts | None) -> News:
-    """`before`: the room when the job was planned, where it is known; `now`: None while nodes were not seen."""
+    """`before`: the room when the job was planned, if known. `now`: the room now; None while nodes were not seen."""
     if now is None:
         return News()
     said, changed, any_short = [], False, False
@@ -188,7 +191,7 @@ def news(wanted: Sequence[Need], before: Counts | None, now: Counts | None) -> N
 
 
 def _lack(need: Need, wanted: Sequence[Need], now: Counts) -> str:
-    """What lacks, and what remains possible."""
+    """What is missing, and what is still possible."""
     pods = f"{need.least} pod{'s' if need.least > 1 else ''}"
     if now[need.group] > 0:
         return f"group {need.group}: nodes with {need.product} have room for {now[need.group]} of its {pods}"

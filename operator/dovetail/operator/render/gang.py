@@ -1,4 +1,4 @@
-"""Pods that start together or not at all, on clusters whose jobs do not go through Kueue: for the scheduler that the
+"""Pods that start together or not at all, on clusters that do not use Kueue. The scheduler is the one that the
 administrator names (`Settings.gang`). Surplus rollouts are in no gang: they come and go one by one."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ KAI_MEMBERS = f"{KAI}batch-min-member"
 
 
 def pod_group(context: RenderContext) -> Object | None:
-    """The PodGroup of coordinator, trainers and minimum rollouts; None if the scheduler needs none. Its name has a hash
-    of its content, which may not change: a job that starts anew with other sizes gets another one."""
+    """The PodGroup of coordinator, trainers and minimum rollouts; None if the scheduler needs none. Its content may not
+    change, so its name has a hash of the content: a job that starts again with other sizes gets another PodGroup."""
     if (resource := POD_GROUPS.get(_gang(context))) is None:
         return None
     return {**resource.type_meta, "metadata": context.metadata(_name(context), "gang"), "spec": _spec(context)}
@@ -69,12 +69,12 @@ def join(context: RenderContext, templates: Sequence[tuple[str, int, Object]]) -
 
 
 def _gang(context: RenderContext) -> str:
-    """Kueue admits all or nothing by itself."""
+    """Whether Kueue admits the job. It admits all or nothing by itself."""
     return "" if context.queueing() else context.settings.gang
 
 
 def _limit(context: RenderContext) -> int | None:
-    """After so many seconds a gang that is placed in part gives its GPUs back, where the scheduler knows of this. The
+    """After how many seconds a gang that is partly placed gives its GPUs back, if the scheduler supports that. The
     operator ends the job then in any case."""
     return context.job.spec.failure_policy.start_timeout_seconds
 
@@ -114,6 +114,7 @@ def _task(name: str, count: int, template: Object) -> Object:
 
 
 def _requests(containers: Sequence[Object]) -> dict[str, str]:
-    """What a pod's main container asks for. It is the first one; those that a podTemplate adds are small."""
+    """The resources that a pod's main container requests. It is the first container; those that a podTemplate adds are
+    small."""
     resources = containers[0].get("resources") or {}
     return {**(resources.get("limits") or {}), **(resources.get("requests") or {})}

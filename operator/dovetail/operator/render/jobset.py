@@ -46,8 +46,8 @@ def pods_changed(labels: Mapping[str, str], spec: RLHFJobSpec) -> bool:
 
 
 def jobset(context: RenderContext) -> Object:
-    """Success is the coordinator's; a Job that failed for good fails the whole. Programs wait for each other, so
-    nothing here says in which order they start."""
+    """The JobSet succeeds when the coordinator does, and fails when a Job has failed for good. Programs wait for each
+    other, so it sets no order of start."""
     final = (BAD_CONFIGURATION, JOB_FAILED)
     jobs = [(COORDINATOR, 1, job_spec(coordinator_pod(context), 1, hopeless=final))]
     for group in context.job.spec.groups:

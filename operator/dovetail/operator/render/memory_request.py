@@ -26,7 +26,7 @@ SERVER_PROCESSES = 3
 
 
 def memory_request(plan: Plan, group: Group) -> str:
-    """A Kubernetes quantity: what the plan predicts for the group's pod with most."""
+    """The predicted memory of the group's largest pod, as a Kubernetes quantity."""
     wanted = _on_gpus(plan, group) if not group.on_cpu else _on_cpus(plan, group)
     steps = math.ceil(max(wanted, LEAST_BYTES) / STEP_BYTES)
     return f"{steps // 4}Gi" if steps % 4 == 0 else f"{steps * 256}Mi"
@@ -37,8 +37,8 @@ def _on_cpus(plan: Plan, group: Group) -> float:
 
 
 def _on_gpus(plan: Plan, group: Group) -> float:
-    """Processes, and what each GPU has in host memory: moments, models that are away, weights of a server that
-    sleeps."""
+    """The memory of a pod's processes, and of what each GPU keeps in host memory: optimizer moments, models that are
+    offloaded, and weights of a server that sleeps."""
     rollout, trainer = Role.ROLLOUT in group.roles, Role.TRAINER in group.roles
     processes = (trainer + rollout) * group.gpu.per_pod + SERVER_PROCESSES * rollout
     sleeps = rollout and (trainer or SLEEP in group.vllm_args)

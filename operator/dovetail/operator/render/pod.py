@@ -123,20 +123,20 @@ def comes_and_goes(group: Group) -> bool:
 
 
 def image(context: RenderContext, group: Group) -> str:
-    """The image of the group's pods that run already: a job's pods are of one version. Else the group's image, else the
-    operator's default; the rollout image can train, too."""
+    """The image of the group. Running pods decide, because all pods of a job have one version. Else it is the
+    manifest's image, else the operator's default. The rollout image can train, too."""
     default = context.settings.rollout_image if Role.ROLLOUT in group.roles else context.settings.trainer_image
     return context.images.get(group.name) or group.image or default
 
 
 def claims(spec: RLHFJobSpec) -> list[str]:
-    """Claims that models are read from, by all pods."""
+    """The claims with models, which all pods read."""
     sources = (spec.models.actor, spec.models.critic, spec.models.reward, spec.models.reference)
     return sorted({_claim(m.source.pvc) for m in sources if m.source and m.source.pvc})
 
 
 def coordinator_claims(spec: RLHFJobSpec) -> list[str]:
-    """Further claims, which the coordinator alone reads: data, tokenizer and reward functions."""
+    """The claims that only the coordinator reads: data, tokenizer and reward functions."""
     paths = [spec.models.tokenizer.pvc, spec.models.reward.code.pvc if spec.models.reward.code else None]
     paths += [source.pvc for source in _data_sources(spec)]
     return sorted({_claim(path) for path in paths if path} - set(claims(spec)))
@@ -254,8 +254,8 @@ def _key(secret: str, name: str) -> Object:
 
 
 def _security(user: int) -> Object:
-    """Any user will do that is not root, but the same for all images: all pods write the job's files. `user` 0: the
-    platform chooses one for the namespace."""
+    """The security context. All images run as the same user, because all pods write the job's files. It is not root.
+    `user` 0: the platform chooses the user for the namespace."""
     fixed = {"runAsUser": user, "runAsGroup": user, "fsGroup": user, "fsGroupChangePolicy": "OnRootMismatch"}
     return {"runAsNonRoot": True, **(fixed if user else {}), "seccompProfile": {"type": "RuntimeDefault"}}
 

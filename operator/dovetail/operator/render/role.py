@@ -9,8 +9,9 @@ from dovetail.operator.render.context import Object, RenderContext
 
 
 def role(context: RenderContext) -> Object:
-    """The job, its plan and its history, and the token with which the status API asks the coordinator. Pods have the
-    token anyway. Users' programs in pods can read the rest; Dovetail's own do not."""
+    """The Role allows reading the job, its plan and its history, and the token with which the status API asks the
+    coordinator. Pods have the token anyway. Users' programs in pods can read the rest; Dovetail's own programs do
+    not."""
     texts = [names.plan_config_map(context.name), names.history_config_map(context.name)]
     token = [names.token_secret(context.name)]
     return {

@@ -77,7 +77,8 @@ class Metadata(KVConnectorMetadata):
 
 
 class DovetailConnector(KVConnectorBase_V1):
-    """Both roles; vLLM makes one per process and role. One KV cache group, one port per tensor-parallel rank."""
+    """The connector in both roles. vLLM makes one per process and role. There is one KV cache group, and one port per
+    tensor-parallel rank."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any):
         super().__init__(vllm_config=vllm_config, role=role, kv_cache_config=kv_cache_config)
@@ -194,7 +195,7 @@ class SchedulerHalf:
         self._next.loads.append(BlockLoad(request.request_id, params, list(ids[first:last]), first, tokens))
 
     def take(self) -> Metadata:
-        """What the workers are to do in the step that is being scheduled."""
+        """What the workers must do in the step that is being scheduled."""
         metadata, self._next = self._next, Metadata()
         return metadata
 
@@ -239,7 +240,7 @@ class WorkerHalf:
         self._cancelled: set[str] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Begin to serve. With caches that are not made of blocks nothing is kept, and what is asked for fails."""
+        """Begin to serve. If the caches are not made of blocks, nothing is kept and every request fails."""
         caches: dict[int, torch.Tensor] = {}  # by address: a layer may share another one's
         for name, cache in kv_caches.items():
             shape = tuple(getattr(cache, "shape", ()))
@@ -290,7 +291,7 @@ class WorkerHalf:
         )
 
     def refuse(self, keys: Sequence[str]) -> None:
-        """Nobody needs to wait for these."""
+        """Refuse these keys, so that nobody waits for them."""
         for key in keys:
             self._held.refuse(key)
 
@@ -301,7 +302,7 @@ class WorkerHalf:
         self._fetching[load.request_id] = (load, future, time.monotonic())
 
     def cancel(self, request_id: str) -> None:
-        """Wait no more: what still comes is thrown away."""
+        """Stop waiting. Blocks that still arrive are dropped."""
         found = self._fetching.pop(request_id, None)
         if found is not None:
             found[1].cancel()
@@ -328,7 +329,7 @@ class WorkerHalf:
             cache.index_copy_(0, ids, layer.view(cache.dtype).view(len(ids), *cache.shape[1:]).to(cache.device))
 
     def results(self) -> KVConnectorTransferResults:
-        """What ended since the last step. Blocks that came are in the cache when this returns."""
+        """The transfers that ended since the last step. Blocks that have arrived are in the cache when this returns."""
         results = KVConnectorTransferResults(finished_sending=self._copied, finished_recving=self._cancelled)
         self._copied, self._cancelled = set(), set()
         for request_id in [r for r, (_, future, _) in self._fetching.items() if future.done()]:

@@ -1,4 +1,5 @@
-"""What a worker keeps of aborted requests for a while, so that another server may fetch it. No vLLM, no sockets."""
+"""The KV cache blocks of aborted requests, which a worker keeps for a while so that another server can fetch them. No
+vLLM, no sockets."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class HeldBlocks:
         return weights == self._weights() and used + nbytes <= self._capacity
 
     def put(self, key: str, held: Held) -> bool:
-        """Keep an entry; False (and nothing kept) if there is no room or its weights are not the current ones."""
+        """Keep an entry. Returns False, and keeps nothing, if there is no room or its weights are not the current
+        ones."""
         if not self.may_hold(held.weights, held.nbytes):
             return False
         with self._changed:
@@ -64,7 +66,7 @@ class HeldBlocks:
         return True
 
     def refuse(self, key: str) -> None:
-        """There will be no such entry: who waits for it, now or later, is told at once."""
+        """Record that this entry will never come. Whoever waits for it, now or later, is told at once."""
         with self._changed:
             self._purge()
             self._entries[key] = (self._clock() + self._seconds, None)
@@ -84,7 +86,7 @@ class HeldBlocks:
             self._entries.pop(key, None)
 
     def purge(self) -> None:
-        """Forget what is too old."""
+        """Drop entries that are too old."""
         with self._changed:
             self._purge()
 

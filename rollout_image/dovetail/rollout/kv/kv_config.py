@@ -41,7 +41,8 @@ def choose_transport(on_cpu: bool) -> Transport:
 
 
 def reserve_ports(host: str, count: int) -> list[socket.socket]:
-    """Bound, not listening: while these are open, only sockets of this user with SO_REUSEPORT get the ports."""
+    """Reserve ports with sockets that are bound and do not listen. While they are open, only sockets of this user with
+    SO_REUSEPORT can bind the ports."""
     family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
     sockets = []
     for _ in range(count):

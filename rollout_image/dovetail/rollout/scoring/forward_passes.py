@@ -40,7 +40,7 @@ class NotReady(Exception):
 
 
 def filled(values: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
-    """(n,) with zeros behind, (a multiple of `multiple`,)."""
+    """Pad (n,) with zeros to the next multiple of `multiple`."""
     return np.pad(values, (0, -len(values) % multiple))
 
 
@@ -83,17 +83,17 @@ class ModelScorer:
 
     @property
     def device(self) -> torch.device:
-        """The first one, where new weights arrive."""
+        """The first device. New weights arrive there."""
         return self.devices[0]
 
     @property
     def place(self) -> str:
-        """All devices in words."""
+        """The names of all devices."""
         return ", ".join(map(str, self.devices))
 
     @property
     def models(self) -> dict[Model, ModelRef]:
-        """What is loaded, and from where."""
+        """The loaded models and their sources."""
         return dict(self._refs)
 
     def load(self, models: Mapping[str, ModelRef]) -> None:
@@ -127,12 +127,12 @@ class ModelScorer:
         return built
 
     def bring(self) -> list[str]:
-        """Begin to copy weights to the device, as far as there is room, and do not wait; the models whose weights are
-        there or on their way: all, where weights have no other place."""
+        """Begin to copy weights to the device, as far as there is room, and do not wait. Returns the models whose
+        weights are there or on their way. Without `copies` these are all models."""
         return list(self._refs) if self.host is None else self.host.bring()
 
     def leave(self) -> None:
-        """Take no device memory but for what the process itself needs, if weights have another place."""
+        """Free the device memory of the weights, if they are also in host memory."""
         self._prefixes.forget()
         if self.host is not None:
             self.host.leave()
@@ -202,8 +202,8 @@ class ModelScorer:
 
     @property
     def room(self) -> int:
-        """Tokens of unfinished samples that it keeps; 0 if a model is of a family whose bits would depend on the parts
-        in which a sample comes: with experts, how many tokens an expert gets."""
+        """How many tokens of unfinished samples it keeps. 0 if a model has experts: there the bits depend on the parts
+        in which a sample comes, because these decide how many tokens an expert gets."""
         families = (MODEL_FAMILIES[model.config.model_type] for model in list(self._models.values()))
         return 0 if any(family.experts is not None for family in families) else self._prefixes.room
 
@@ -226,7 +226,7 @@ class ModelScorer:
         return models
 
     def _found(self, samples: SamplesToScore) -> dict[int, Prefix]:
-        """By row, what is kept of the samples."""
+        """The kept prefixes of the samples, by row."""
         found: dict[int, Prefix] = {}
         for row, (prompt, whole) in enumerate(zip(samples.prompts, samples.lengths, strict=True)):
             prefix = self._prefixes.find(samples.tokens[row, :prompt], samples.tokens[row, prompt:whole])

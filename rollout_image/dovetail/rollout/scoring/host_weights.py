@@ -18,7 +18,7 @@ MARGIN_BYTES = 2 * 2**30
 
 
 class Copies(Protocol):
-    """What has to be done on the device, in a few calls."""
+    """The operations on a device that weights in host memory need."""
 
     def pinned(self, tensor: Tensor) -> Tensor:
         """The same values in page-locked host memory."""
@@ -29,7 +29,7 @@ class Copies(Protocol):
         ...
 
     def arrived(self, tensors: Mapping[str, Tensor]) -> None:
-        """What the device is told from now on waits for what `bring` began."""
+        """Make the device's later work wait for the copies that `bring` has begun."""
         ...
 
     def drop(self) -> None:
@@ -103,7 +103,7 @@ class HostWeights:
         return self._there is not None
 
     def bring(self) -> None:
-        """Begin to copy, unless that was done."""
+        """Begin to copy, if that was not done yet."""
         if self._there is None:
             self._there, self._arrived = self._copies.bring(self._host), False
 
@@ -118,7 +118,7 @@ class HostWeights:
             self._arrived = True
 
     def leave(self) -> None:
-        """Off the device; `Copies.drop` then frees the memory."""
+        """Remove the weights from the device; `Copies.drop` then frees the memory."""
         for name, parameter in self._parameters.items():
             parameter.data = self._host[name]
         self._there, self._arrived = None, False
@@ -154,7 +154,7 @@ class HostModels:
         return [name for name, stages in self._models.items() if all(stage.on_device for stage in stages)]
 
     def use(self, name: str) -> None:
-        """Before a forward pass of that model. The others make room for it if there is none."""
+        """Prepare for a forward pass of that model. If there is no room, the other models leave the device."""
         stages = self._models[name]
         if not self._has_room(stages):
             self.leave()
@@ -173,7 +173,7 @@ class HostModels:
             stage.write(tensors)
 
     def leave(self) -> None:
-        """All of them off the devices, before the server wakes."""
+        """Remove all models from the devices, before the server wakes."""
         for stages in self._models.values():
             for stage in stages:
                 stage.leave()

@@ -60,12 +60,12 @@ class SamplesToScore:
 
     @cached_property
     def begins(self) -> NDArray[np.int64]:
-        """`held` of every sample."""
+        """`held` of every sample; zeros if it is None."""
         return np.zeros(len(self.tokens), np.int64) if self.held is None else self.held
 
     @cached_property
     def new(self) -> NDArray[np.int64]:
-        """Response tokens that go through the model."""
+        """The response tokens that go through the model."""
         return self.responses - self.begins - self.unfinished
 
 
@@ -132,7 +132,7 @@ def packs(samples: SamplesToScore, max_tokens: int, max_outputs: int, enough: in
 
 
 def _pack(samples: SamplesToScore, chosen: Sequence[Sequence[int]]) -> Pack:
-    """Of groups that share a prompt."""
+    """Packs of groups that share a prompt."""
     parts: list[NDArray[np.int64]] = []
     prefixes: list[int | None] = []
     last, places, at, before = [], [], [], []

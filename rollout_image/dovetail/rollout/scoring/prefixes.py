@@ -39,7 +39,7 @@ class Prefix:
 
     @property
     def tokens(self) -> int:
-        """That the fullest of the models keeps."""
+        """The largest number of tokens that a model keeps."""
         return len(self.prompt) + max((seen.held for seen in self.models.values()), default=0)
 
     def begins(self, prompt: Tokens, response: Tokens) -> bool:
@@ -53,8 +53,8 @@ class Prefix:
 
 
 def held_of(response: int) -> int:
-    """How many of so many response tokens of an unfinished sample go through the models: whole blocks, and never the
-    last token."""
+    """How many of an unfinished sample's `response` tokens go through the models: whole blocks, and never the last
+    token."""
     return max(0, response - 1) // RESPONSE_BLOCK * RESPONSE_BLOCK
 
 
@@ -70,12 +70,12 @@ class Prefixes:
         return sum(prefix.tokens for prefix in self._kept)
 
     def find(self, prompt: Tokens, response: Tokens) -> Prefix | None:
-        """The longest one that the sample begins with."""
+        """The longest prefix that the sample begins with."""
         found = [prefix for prefix in self._kept if prefix.begins(prompt, response)]
         return max(found, key=lambda prefix: len(prefix.response), default=None)
 
     def keep(self, new: Sequence[Prefix]) -> None:
-        """These are used now, and the last of them longest from now on. What there is no room for is dropped."""
+        """Mark these prefixes as just used, the last one as the newest. Prefixes without room are dropped."""
         kept = [prefix for prefix in self._kept if prefix not in new]
         self._kept = [*kept, *new]
         while self.tokens > self.room:
@@ -86,7 +86,7 @@ class Prefixes:
             self._kept.remove(prefix)
 
     def forget(self, model: str | None = None) -> None:
-        """What a model has seen, whose weights change; None: everything."""
+        """Drop what one model has computed, because its weights change. None: drop everything."""
         for prefix in self._kept:
             if model is not None:
                 prefix.models.pop(model, None)

@@ -55,10 +55,10 @@ def event_log(process: str) -> Log:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the job says about this process. `temperature`: the reference's log-probabilities must share the
-    sampler's; `dtype` and `on_gpu` of its group. `shared`: the server beside it sleeps while it works. `split`: by
-    model, GPUs that the plan splits it over, where there are more than one. `room`: tokens of unfinished samples whose
-    keys and values it may keep."""
+    """What the job says about this process. `temperature`: the sampler's, which the reference's log-probabilities must
+    share. `dtype` and `on_gpu`: those of its group. `shared`: the server beside it sleeps while the scorer works.
+    `split`: by model, over how many GPUs the plan splits it, if more than one. `room`: how many tokens of unfinished
+    samples may keep their keys and values."""
 
     temperature: float = 1.0
     dtype: Dtype = Dtype.AUTO
@@ -69,7 +69,8 @@ class Settings:
 
 
 def read_settings(env: ProcessEnv) -> Settings:
-    """From job.json and plan.json; the defaults without a job. Raises ValueError when one is not what it should be."""
+    """Read the settings from job.json and plan.json; the defaults without a job. Raises ValueError if a file is
+    wrong."""
     path = env.job_file
     if not path.is_file():
         return Settings()

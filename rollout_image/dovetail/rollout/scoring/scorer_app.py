@@ -98,7 +98,7 @@ class ScorerService:
         self._progress = ThreadProgress(threading.get_ident())
 
     def alive(self) -> bool:
-        """Whether the thread of forward passes does something, if it has something to do. For the event loop."""
+        """Whether the thread of forward passes makes progress, if it has work. Call it in the event loop."""
         moved = self._progress is None or self._progress.moved()
         return moved or not self._at_work
 
@@ -127,7 +127,7 @@ class ScorerService:
         await self._run(self.scorer.leave)
 
     async def score(self, want: list[str], body: bytes, temperature: float) -> bytes:
-        """Packed arrays in, packed arrays out. Raises NotReady and ValueError."""
+        """Score packed arrays. Returns packed arrays. Raises NotReady and ValueError."""
 
         def work() -> bytes:
             with self.metrics.seconds.time():
@@ -176,7 +176,7 @@ class ScorerService:
         }
 
     def close(self) -> None:
-        """Stop taking work; what runs in a thread is not waited for."""
+        """Stop taking work. Work that runs in a thread is not waited for."""
         self._forward.shutdown(wait=False, cancel_futures=True)
         self._transfer.shutdown(wait=False, cancel_futures=True)
 

@@ -48,7 +48,7 @@ class SplitModel:
         return self.stages[0].config
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Of all stages; names are those of the whole model."""
+        """The parameters of all stages, with the names of the whole model."""
         for stage in self.stages:
             yield from stage.named_parameters()
 

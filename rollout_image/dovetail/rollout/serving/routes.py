@@ -47,7 +47,7 @@ class ServerState:
         return {key: value for key, value in self.described().items() if key not in own}
 
     def described(self) -> dict[str, Any]:
-        """All of it, as JSON."""
+        """The whole state as JSON."""
         return asdict(self) | {"kv": None if self.kv is None else self.kv.model_dump()}
 
 
@@ -80,8 +80,8 @@ def sampler_of(config: Any) -> Sampler:
 
 
 async def beat(engine_client: Any, pulse: Pulse) -> None:
-    """Beats for as long as the engine core answers: it does so between two steps, through the queue that requests take.
-    Ends when the engine has died; the server then does, too."""
+    """Beat as long as the engine core answers. It answers between two steps, through the queue that requests use. Ends
+    when the engine has died; the server then ends, too."""
     while not engine_client.errored:
         with contextlib.suppress(Exception):  # an error is an answer, too
             await engine_client.is_paused()

@@ -26,7 +26,7 @@ class Tied:
 
 
 def tied_modules(model: torch.nn.Module) -> list[Tied]:
-    """Of a loaded model: heads that share an embedding's weight (on each pipeline stage that has both)."""
+    """The heads of a loaded model that share an embedding's weight, on each pipeline stage that has both."""
     first: dict[int, Any] = {}
     found = []
     for name, module in model.named_modules():
@@ -38,8 +38,8 @@ def tied_modules(model: torch.nn.Module) -> list[Tied]:
 
 
 def renew(tied: list[Tied]) -> None:
-    """Make anew what each module keeps beside the weight that it shares; after vLLM has finished a reload. Raises
-    TransferError where a module does not share it any more: it would serve older weights."""
+    """Recompute what each module keeps beside the weight that it shares, after vLLM has finished a reload. Raises
+    TransferError if a module no longer shares the weight: it would serve older weights."""
     for one in tied:
         if one.module.weight is not one.source.weight:
             raise TransferError(f"{one.name} is tied to the embedding and did not get its new weights")

@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 class VLLM:
-    """The backend that Dovetail brings."""
+    """Dovetail's own backend: vLLM."""
 
     def problem(self, plan: ServerPlan) -> str | None:
         """A vLLM that the plug-ins do not work with, and sizes of attention heads that it does not compute on CPUs."""
@@ -89,7 +89,7 @@ class VLLM:
         return cpu_head_error(plan.config) if plan.on_cpu else None
 
     def serve(self, plan: ServerPlan) -> int:
-        """vLLM's API server in this process."""
+        """Run vLLM's API server in this process."""
         env, job, group, config, on_cpu = plan.env, plan.job, plan.group, plan.config, plan.on_cpu
         os.environ.update(environment(on_cpu, os.environ))
         os.environ[SERVED_TEMPERATURE] = repr(served_temperature(job.spec))
@@ -127,7 +127,7 @@ def wait_for_config(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> dict[str, Any]:
-    """config.json of `folder` once it is there and whole; raises TimeoutError after `seconds`."""
+    """The config.json of `folder`, once it exists and is complete. Raises TimeoutError after `seconds`."""
     end = clock() + seconds
     path = folder / "config.json"
     while True:
@@ -143,7 +143,8 @@ def wait_for_config(
 
 
 def environment(on_cpu: bool, given: Mapping[str, str]) -> dict[str, str]:
-    """Variables to set for vLLM. What the user has set in `given` stays, except what the plug-ins depend on."""
+    """The variables to set for vLLM. Variables that the user has set in `given` stay, except those that the plug-ins
+    depend on."""
     from dovetail.rollout.serving.preload import CPU_ENVIRONMENT
 
     must = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "dovetail,dovetail_info", "VLLM_NO_USAGE_STATS": "1"}
