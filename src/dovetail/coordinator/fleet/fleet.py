@@ -33,7 +33,7 @@ class InstanceHealth(StrEnum):
 
 @dataclass(frozen=True)
 class Timeouts:
-    """In seconds. Instances report every 2 s, but machines may be busy."""
+    """The limits of an instance's health, in seconds. Instances report every 2 s, but machines may be busy."""
 
     suspect: float = 15.0
     dead: float = 120.0

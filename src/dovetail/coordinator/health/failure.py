@@ -45,7 +45,7 @@ def is_final(error: Exception) -> bool:
 
 
 def disk_full(error: BaseException) -> OSError | None:
-    """The error, or one that it comes from, that says so."""
+    """The error itself, or one of its causes, that says that a disk is full; else None."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in FULL:

@@ -113,7 +113,7 @@ def judge(
 
 
 def kl_per_token(metrics: Mapping[str, float]) -> float | None:
-    """Nats; None where the row lacks it."""
+    """A metric in nats; None if the row lacks it."""
     kl, length = metrics.get("kl"), metrics.get("response_length")
     if kl is None or not length or not math.isfinite(kl):
         return None

@@ -32,7 +32,7 @@ class HealthWatch:
             gauge.labels(reason).set(0)
 
     def judge(self, iteration: int, metrics: Mapping[str, float]) -> list[Verdict]:
-        """The verdicts, the worst first. Changes nothing."""
+        """Judge the iteration. Returns the verdicts, the worst first. Changes nothing."""
         before = self._trend(iteration)
         return judge(metrics, before["first"], before["previous"], self._rules)
 
@@ -88,7 +88,7 @@ class HealthWatch:
             )
 
     def _trend(self, iteration: int) -> dict[str, Any]:
-        """Rows of the first iteration and of the one before `iteration`, also where that one was noted already."""
+        """The rows of the first iteration and of the one before `iteration`, even if `iteration` was noted already."""
         trend = self._store.get("health/trend") or {"first": {}, "previous": {}, "last": [0, {}]}
         noted, last = trend["last"]
         return {"first": trend["first"], "previous": last if noted < iteration else trend["previous"]}

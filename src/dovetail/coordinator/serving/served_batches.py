@@ -13,7 +13,7 @@ from dovetail.protocol.wire import Arrays, pack
 
 
 class NotPrepared(RuntimeError):
-    """The data are not there yet."""
+    """The data are not prepared yet."""
 
 
 class Batches:

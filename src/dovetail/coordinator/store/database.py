@@ -84,7 +84,8 @@ class Database:
     run then goes on from the state before them and computes the same bits again."""
 
     def __init__(self, path: Path) -> None:
-        """Create or open. Raises StoreError: in use by another process, of another version, unreadable, disk full."""
+        """Create or open the store. Raises StoreError if it is in use by another process, of another version or
+        unreadable, or if the disk is full."""
         self.path = path
         self._depth = 0
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +141,7 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """A transaction. Nested calls join the outer one. sqlite errors become StoreError."""
+        """Run the block in a transaction. Nested calls join the outer one. sqlite errors become StoreError."""
         if self._depth:
             yield self._connection
             return
@@ -159,7 +160,7 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """For queries: sqlite errors become StoreError."""
+        """Run the block's queries. sqlite errors become StoreError."""
         with self._explained():
             yield self._connection
 
@@ -183,7 +184,7 @@ class Database:
         return f"the store {self.path} failed: {error}"
 
     def sync(self) -> None:
-        """Everything committed so far is on the disk on return."""
+        """Write everything that was committed so far to the disk."""
         with self._explained():
             # A commit with synchronous=FULL ends with an fsync of the log, which holds the earlier commits, too.
             self._connection.execute("PRAGMA synchronous=FULL")
@@ -197,7 +198,8 @@ class Database:
                 self._connection.execute("PRAGMA synchronous=NORMAL")
 
     def close(self) -> None:
-        """Idempotent. Everything committed stays; the log is merged into the main file."""
+        """Close the store. Everything that was committed stays, and the log is merged into the main file. A second call
+        does nothing."""
         if self._lock_file < 0:
             return
         self._connection.close()

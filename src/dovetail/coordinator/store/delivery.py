@@ -26,13 +26,13 @@ class OutputError(RuntimeError):
 
 
 def trained(models: Path) -> list[str]:
-    """Names of the models in the folder `models` that are whole."""
+    """The names of the complete models in the folder `models`."""
     return [name for name in TRAINED_MODELS if (models / name / LAST).is_file()]
 
 
 def check(output: Output | None) -> None:
-    """Write a small file where the models will go, and delete it: a wrong bucket or key is to be noticed before the
-    training. Raises OutputError, or OSError for trouble that may pass."""
+    """Write a small file where the models will go, and delete it, so that a wrong bucket or key is noticed before the
+    training. Raises OutputError, or OSError for an error that may pass."""
     if output is None:
         return
     with _explained(output):
@@ -51,7 +51,7 @@ def check(output: Output | None) -> None:
 
 def deliver(output: Output | None, models: Path) -> list[str]:
     """Copy all trained models in the folder `models`, and return their names. Models that were copied before are
-    replaced. Raises OutputError, or OSError for trouble that may pass."""
+    replaced. Raises OutputError, or OSError for an error that may pass."""
     names = trained(models)
     if output is not None:
         with _explained(output):
@@ -64,7 +64,7 @@ def deliver(output: Output | None, models: Path) -> list[str]:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """A reader of `target` finds the old model, nothing, or the new one."""
+    """Copy a model to a folder. A reader of `target` finds the old model, nothing, or the new one."""
     fresh, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
     shutil.rmtree(fresh, ignore_errors=True)
     shutil.copytree(source, fresh, copy_function=shutil.copyfile)
@@ -89,7 +89,7 @@ def _key(storage: ObjectStorage, name: str) -> str:
 
 
 def _connect(storage: ObjectStorage) -> Any:
-    """Credentials come from the environment. Files of any size are sent in parts."""
+    """Copy models to object storage. Credentials come from the environment. Files of any size are sent in parts."""
     from pyarrow import fs  # its SDK takes a second to load
 
     scheme, _, server = (storage.endpoint or "https://").rstrip("/").partition("://")

@@ -21,8 +21,8 @@ FloatArray = NDArray[np.float32]
 def experience_arrays(
     samples: Sequence[Sample], pad: int, experts: Mapping[Key, Sequence[tuple[int, bytes]]] | None = None
 ) -> Arrays:
-    """Scored samples as the arrays of docs/architecture.md, "Batches", ppo; `groups` are the prompts' positions.
-    `experts`: what servers said of samples' tokens, if they did (`SampleTable.experts`)."""
+    """The arrays of scored samples, as docs/architecture.md, "Batches", ppo describes them. `groups` are the prompts'
+    positions. `experts`: the experts of samples' tokens, if servers reported them (`SampleTable.experts`)."""
     arrays = ppo_batch([s.prompt_tokens for s in samples], [s.tokens for s in samples], pad)
     longest = max(len(s.tokens) for s in samples)
 
@@ -50,7 +50,7 @@ def experience_arrays(
 def routed_experts(
     samples: Sequence[Sample], experts: Mapping[Key, Sequence[tuple[int, bytes]]], longest: int
 ) -> NDArray[np.int16]:
-    """(N, longest, layers, experts of a token), UNKNOWN where no server said anything."""
+    """The experts as one array (N, longest, layers, experts of a token). It is UNKNOWN where no server reported any."""
     rows = [whole(experts.get(s.key, ()), len(s.prompt_tokens) + len(s.tokens)) for s in samples]
     shape = next(row.shape[1:] for row in rows if row is not None)
     table = np.full((len(samples), longest, *shape), UNKNOWN, np.int16)
@@ -72,15 +72,15 @@ class ExperienceFiles:
         return self._dir / f"{iteration:06d}.safetensors"
 
     def write(self, iteration: int, arrays: Arrays) -> str:
-        """On the disk on return; returns the content's digest."""
+        """Write the iteration's batch. It is on the disk on return. Returns the content's digest."""
         data = pack(arrays)
         write_whole(self._path(iteration), data)
         self._known[iteration] = digest = hashlib.sha256(data).hexdigest()
         return digest
 
     def read(self, iteration: int, digest: str | None = None) -> bytes:
-        """Raises KeyError when the iteration has not been stored, or was forgotten after a checkpoint, and ValueError
-        with a sentence when the file is not what `digest` says."""
+        """Read the iteration's batch. Raises KeyError if it was not stored, or was dropped after a checkpoint, and
+        ValueError with a sentence if the file does not have this `digest`."""
         try:
             data = self._path(iteration).read_bytes()
         except FileNotFoundError:

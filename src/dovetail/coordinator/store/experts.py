@@ -1,5 +1,5 @@
-"""The experts that a rollout chose for the tokens of a sample (routing replay), as servers send them, as the store
-keeps them, and as one array."""
+"""The experts that a rollout chose for the tokens of a sample (routing replay). They have three forms: the messages of
+servers, the rows of the store, and one array."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ UNKNOWN = -1
 
 
 def rows_of(encoded: str) -> bytes:
-    """A server's answer as a file of numpy's: (tokens, layers, experts of a token) whole numbers. Raises ValueError."""
+    """The array (tokens, layers, experts of a token) in a server's answer, which is a numpy file of whole numbers.
+    Raises ValueError."""
     try:
         data = base64.b64decode(encoded, validate=True)
     except binascii.Error as error:
@@ -33,16 +34,16 @@ def _array(data: bytes) -> NDArray[np.integer]:
 
 
 def first_wanted(prompt: int, kept: int) -> int:
-    """The first token whose experts a server shall say, if `kept` tokens of the response are from servers before.
-
-    These said what they knew of all tokens but the last, which no server has computed yet. What this server computes of
-    them again is not what their log-probabilities come from."""
+    """The first token for which a server must report experts. `kept` tokens of the response are from earlier servers.
+    These reported the experts of all tokens but the last, which no server has computed yet. This server computes the
+    earlier tokens again, but their log-probabilities come from the first computation."""
     return prompt + kept - 1 if kept else 0
 
 
 def whole(pieces: Sequence[tuple[int, bytes]], tokens: int) -> NDArray[np.int16] | None:
-    """(tokens, layers, experts of a token) from what servers said, one after the other: each piece has its first token.
-    UNKNOWN where none did, and for the last token, which no server computes. None if no server said anything."""
+    """One array (tokens, layers, experts of a token) from the reports of several servers, in order. Each piece has its
+    first token. Missing tokens are UNKNOWN, and so is the last token, which no server computes. None if there are no
+    reports."""
     result: NDArray[np.int16] | None = None
     for start, data in pieces:
         rows = _array(data)

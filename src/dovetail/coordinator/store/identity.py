@@ -17,12 +17,12 @@ RESULTS = ("checkpoints", "experience", "models")
 
 
 def new_id() -> str:
-    """Sixteen hexadecimal digits."""
+    """A new run's id: sixteen hexadecimal digits."""
     return secrets.token_hex(8)
 
 
 def read_id(run_dir: Path) -> str | None:
-    """The id in run.json; None where there is no such file. Raises StoreError."""
+    """The id in run.json; None if there is no such file. Raises StoreError."""
     path = run_dir / "run.json"
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])
@@ -33,12 +33,12 @@ def read_id(run_dir: Path) -> str | None:
 
 
 def write_id(run_dir: Path, run: str) -> None:
-    """Whole or not at all."""
+    """Write the id atomically."""
     write_json(run_dir / "run.json", {"id": run})
 
 
 def has_store(run_dir: Path) -> bool:
-    """An empty file is none: SQLite would take it for a new one."""
+    """Whether the run has a store. An empty file does not count, because SQLite would take it for a new store."""
     path = run_dir / "store.sqlite"
     return path.is_file() and path.stat().st_size > 0
 

@@ -48,8 +48,8 @@ def position(stages: list[Stage], records: RunFacts) -> RunPosition:
 
 
 def check(spec: RLHFJobSpec, records: RunFacts, *, fitted: bool = False) -> None:
-    """Raises ChangeError if the run that `records` are of cannot go on as `spec` says. `fitted`: groups and plan may
-    differ."""
+    """Check that the run with these `records` can go on as `spec` says. Raises ChangeError if it cannot. `fitted`:
+    groups and plan may differ."""
     found = _found(spec, records)
     for change in found:
         if not change.allowed and not (fitted and change.field.startswith(FITTED)):

@@ -62,7 +62,7 @@ class ReferenceLogprobs:
 
 
 def _rows(arrays: Arrays, prefix: str) -> Iterator[str]:
-    """What each sequence is known by: a hash of its tokens, and of which of them are its response."""
+    """The key of each sequence: a hash of its tokens and of its response mask."""
     if f"{prefix}tokens" not in arrays:
         return
     parts = (arrays[f"{prefix}{name}"] for name in ("tokens", "lengths", "loss_mask"))

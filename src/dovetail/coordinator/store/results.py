@@ -95,7 +95,7 @@ class Results:
         return document
 
     def document(self, state: str, reason: str | None = None) -> dict[str, Any]:
-        """What summary.json says if it is written now."""
+        """The content of summary.json, if it were written now."""
         records = self._store.items("fact") | {key: self._store.get(key) for key in RECORDS}
         return summarise(records | {"job/seconds": self.wall_seconds()}, state, reason) | {"seed": self._seed}
 
@@ -115,7 +115,7 @@ def write_final_summary(run_dir: Path, state: str, reason: str | None) -> None:
 
 
 def _records(path: Path) -> dict[str, Any]:
-    """All that `summarise` needs; {} of a store that is missing or cannot be read."""
+    """Everything that `summarise` needs; {} if the store is missing or cannot be read."""
     try:
         # Not `Store`, which would recover the samples of a dead coordinator.
         with contextlib.closing(sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True, timeout=5.0)) as db:

@@ -60,7 +60,7 @@ def sample_rows(
 
 
 def _number(value: SupportsFloat) -> float | None:
-    """JSON has no number that is not finite."""
+    """The number for JSON, which has no infinity and no NaN: None in their place."""
     return float(value) if math.isfinite(value) else None
 
 

@@ -149,7 +149,7 @@ def _float32(values: Sequence[float] | Floats) -> bytes:
 
 
 class SampleTable:
-    """Each method is one transaction."""
+    """The table of samples. Each method is one transaction."""
 
     def __init__(self, database: Database) -> None:
         self._db = database
@@ -348,7 +348,8 @@ class SampleTable:
         return found
 
     def experts(self, iteration: int) -> dict[Key, list[tuple[int, bytes]]]:
-        """What servers said of the experts of samples' tokens, in order: the first token, and a file of numpy's."""
+        """The reports of servers on the experts of a sample's tokens, in order: each has its first token and a numpy
+        file."""
         found: dict[Key, list[tuple[int, bytes]]] = {}
         with self._db.reading() as db:
             rows = db.execute(
@@ -366,7 +367,7 @@ class SampleTable:
             return self._select(db, where, (iteration, *states))
 
     def get(self, key: Key) -> Sample:
-        """Raises StoreError for an unknown key."""
+        """One sample. Raises StoreError for an unknown key."""
         with self._db.reading() as db:
             found = self._select(db, _WHERE, key)
         if not found:
@@ -374,7 +375,7 @@ class SampleTable:
         return found[0]
 
     def counts(self, iteration: int) -> dict[State, int]:
-        """Samples by state."""
+        """The number of samples by state."""
         with self._db.reading() as db:
             return self._counts(db, iteration)
 

@@ -37,7 +37,7 @@ class KeyValues:
                 )
 
     def put_all(self, values: dict[str, object]) -> None:
-        """Several keys in one transaction."""
+        """Store several keys in one transaction."""
         with self._db.transaction():
             for key, value in values.items():
                 self.put(key, value)
@@ -57,7 +57,7 @@ class KeyValues:
         self._db.sync()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the store. A second call does nothing."""
         self._db.close()
 
 
@@ -84,6 +84,7 @@ class Store(KeyValues):
             raise
 
     def take_interrupted(self) -> list[Sample]:
-        """Samples that were on a server when the coordinator died, as they were then; empty the second time."""
+        """The samples that were on a server when the coordinator died, as they were then. A second call returns
+        none."""
         interrupted, self._interrupted = self._interrupted, []
         return interrupted

@@ -42,7 +42,7 @@ def build(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write a JSON document atomically."""
     write_whole(path, (json.dumps(document, indent=2, sort_keys=False) + "\n").encode())
 
 

@@ -125,7 +125,7 @@ class MetricsHistory:
         self._board = Writer(str(run_dir / "tensorboard"))
 
     def add(self, stage: str, step: int, metrics: dict[str, float]) -> None:
-        """`stage`: one of ROW_STAGES."""
+        """Add the entry of one step. `stage`: one of ROW_STAGES."""
         line = {"stage": str(stage), "step": step, "time": round(time.time(), 3), "metrics": metrics}
         self._file.write(json.dumps(line) + "\n")
         for name, value in metrics.items():
