@@ -70,7 +70,7 @@ def compare_models(one: Path, other: Path) -> Comparison:
 
 
 def difference(name: str, one: Tensor, other: Tensor) -> Difference | None:
-    """None where both tensors have the same bits."""
+    """The difference of two tensors; None if they have the same bits."""
     if one.dtype != other.dtype or one.shape != other.shape:
         kinds = [f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in (one, other)]
         return Difference(name, reason=f"{kinds[0]} in one and {kinds[1]} in the other")

@@ -62,8 +62,8 @@ class Sequences:
         return int(self.tokens.shape[0])
 
     def pack(self, rows: Sequence[int], wanted: Tensor) -> Packed:
-        """These rows without their padding, where `wanted` (rows, T) bool marks the positions whose outputs matter;
-        none of them beyond a row's length."""
+        """Pack these rows without their padding. `wanted` (rows, T) bool marks the positions whose outputs matter; none
+        of them is beyond a row's length."""
         index = torch.tensor(rows, dtype=torch.int64)
         lengths = self.lengths[index]
         width = int(lengths.max())

@@ -172,7 +172,8 @@ class Prepared:
         )
 
     def ptx_batch(self, iteration: int) -> Arrays:
-        """As many demonstrations as the iteration has samples: `ptx_tokens`, `ptx_lengths`, `ptx_loss_mask`."""
+        """The arrays `ptx_tokens`, `ptx_lengths` and `ptx_loss_mask` of as many demonstrations as the iteration has
+        samples."""
         demonstrations = _have(self.data.demonstrations, "demonstrations")
         records = demonstrations.batch(iteration, self.spec.ppo.global_batch_size)
         return sft_batch([self.encoder.demonstration(r) for r in records], self.encoder.pad, "ptx_")

@@ -158,7 +158,7 @@ class Fusion:
 
 
 def arrivals(migrations: Sequence[Migration]) -> dict[str, list[Migration]]:
-    """By destination, the samples of the tail that were prefilled there. The last one waited for all of them."""
+    """The samples of the tail that were prefilled at each destination. The last one waited for all of them."""
     found: dict[str, list[Migration]] = {}
     for move in migrations:
         if (move.mechanism, move.reason) == ("tokens", "tail"):
@@ -167,7 +167,7 @@ def arrivals(migrations: Sequence[Migration]) -> dict[str, list[Migration]]:
 
 
 def describe(decision: Decision) -> dict[str, Any]:
-    """For the event log."""
+    """The fields for the event log."""
     return {
         "threshold": decision.threshold,
         "fraction": decision.fraction,

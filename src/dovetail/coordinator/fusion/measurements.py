@@ -1,4 +1,4 @@
-"""From what a run measures to a `StageProfile`."""
+"""Makes a `StageProfile` of what a run measures."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Line:
 
 
 class Measurements:
-    """Of one instance, or of all that are alike. `assumed` stands in for whatever was not measured yet."""
+    """The measurements of one instance, or of all that are alike. `assumed` is used for what was not measured yet."""
 
     def __init__(self, assumed: StageProfile) -> None:
         self._assumed = assumed

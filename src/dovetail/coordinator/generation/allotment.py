@@ -72,7 +72,8 @@ class Allotment:
             self._of |= {s: left.iteration for s in servers if s not in self._of and servers[s] == left.version}
 
     def _need(self, left: Left, servers: int) -> int:
-        """As many servers as have room for what is left, if each takes as much as at the iteration's beginning."""
+        """How many servers it needs: so many have room for the remaining samples, if each takes as many as at the
+        iteration's beginning."""
         share = min(self._capacity, -(-left.total // max(1, servers)))
         return min(servers, -(-left.count // max(1, share)))
 

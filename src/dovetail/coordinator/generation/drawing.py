@@ -221,8 +221,8 @@ class Drawing:
             self._end(moving, "tail")
 
     def _greet(self, eligible: Sequence[Instance]) -> None:
-        """On the first sight of an instance, abort requests that an earlier coordinator left there, and give it a share
-        of the work."""
+        """Handle a new instance: abort requests that an earlier coordinator left there, and give it a share of the
+        work."""
         new = [i for i in eligible if (i.name, i.incarnation) not in self._known]
         first = not self._known
         for instance in new:

@@ -62,7 +62,7 @@ class Turn:
         await self._is_first.wait()
 
     def give(self, first: bool = False) -> None:
-        """It was given a server, or is the `first` now."""
+        """Note that it was given a server, or is the `first` now."""
         self._given.set()
         if first:
             self._is_first.set()

@@ -41,7 +41,7 @@ class MigrationCosts:
         return Mechanism.KV if cheaper else Mechanism.TOKENS
 
     def least_tokens(self) -> int | None:
-        """With fewer tokens than this, moving keys and values is never the cheaper way; None: it is with no number."""
+        """The number of tokens from which on moving keys and values can be cheaper. None: it never is."""
         gain = self.prefill_seconds_per_token - self.token_bytes / self.bytes_per_second
         if gain <= 0:
             return None

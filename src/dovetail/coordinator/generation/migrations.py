@@ -64,7 +64,7 @@ class Migration:
     ended: float
 
     def fields(self) -> dict[str, Any]:
-        """For the event log."""
+        """The fields for the event log."""
         return {
             "sample": list(self.key),
             "instance": self.destination,

@@ -43,9 +43,8 @@ class BestWeights:
             await self._session.export("actor", folder)
 
     def choose(self, version: int) -> None:
-        """After the evaluation of `version`: keep the best weights if they were set aside, and drop what is older.
-
-        The best may be of an older version, if the coordinator was killed after it was evaluated."""
+        """Call this after the evaluation of `version`. It keeps the best weights if they were set aside, and drops
+        older ones. The best may be of an older version, if the coordinator was killed after that was evaluated."""
         best = self._unkept()
         if best is not None and (folder := self._folder(best)).is_dir():
             shutil.rmtree(self._best, ignore_errors=True)
@@ -57,7 +56,8 @@ class BestWeights:
                 shutil.rmtree(older, ignore_errors=True)
 
     def close(self, version: int) -> None:
-        """After the run's last evaluation, of `version`: drop what was set aside and never evaluated."""
+        """Call this after the run's last evaluation, of `version`. It drops weights that were set aside and never
+        evaluated."""
         self.choose(version)
         shutil.rmtree(self._aside, ignore_errors=True)
 

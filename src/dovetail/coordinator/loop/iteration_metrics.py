@@ -60,7 +60,7 @@ def distinct_responses(arrays: Arrays) -> int:
 
 
 def equal_groups(arrays: Arrays) -> float:
-    """Of the prompts with several samples, the fraction whose samples all have the same score. 0 without such
+    """The fraction of the prompts with several samples whose samples all have the same score. 0 without such
     prompts."""
     _, group, sizes = np.unique(arrays["groups"], return_inverse=True, return_counts=True)
     low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)

@@ -25,7 +25,7 @@ class KLController:
 
     @staticmethod
     def from_config(config: KL, coef: float | None = None) -> KLController:
-        """From `spec.ppo.kl`; `coef` is a checkpoint's."""
+        """A controller as `spec.ppo.kl` asks for it. `coef`: the coefficient in a checkpoint."""
         return KLController(config.coef if coef is None else coef, config.target, config.horizon)
 
     def update(self, kl: float, samples: int) -> float:

@@ -68,7 +68,7 @@ class LiveFunction:
             return RewardAnswer(rewards, started, time.time())
 
     async def close(self) -> None:
-        """Nothing to end."""
+        """Do nothing: no process has to end."""
 
 
 class _Thread:

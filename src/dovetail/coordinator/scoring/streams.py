@@ -64,7 +64,7 @@ class Streams:
             self.end([key])
 
     def end(self, keys: Collection[Key]) -> None:
-        """These are scored, or will be by anybody."""
+        """Forget the homes of these samples: they are scored, or will be by any scorer."""
         for key in keys:
             self._homes.pop(key, None)
 

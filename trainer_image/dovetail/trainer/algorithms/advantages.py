@@ -65,7 +65,8 @@ def discounted_sums(x: Tensor, w: float) -> Tensor:
 
 @contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
-    """On a CPU: many small products, which threads that others keep from running would slow down a hundredfold."""
+    """Compute on a CPU with one thread. The products are many and small: with several threads that wait for a CPU, they
+    would take a hundred times as long."""
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1:
         yield

@@ -47,7 +47,7 @@ class LossInputs:
     samples: int
 
     def sequence_mean(self, x: Tensor) -> Tensor:
-        """For each token, the mean of x (n,) over its sample's tokens; (n,), differentiable."""
+        """The mean of x (n,) over the sample of each token; (n,), differentiable."""
         keep = kept(self.mask)
         sums = x.new_zeros(self.samples).index_add(0, self.sequence_ids, torch.where(keep, x, 0.0))
         sizes = x.new_zeros(self.samples).index_add(0, self.sequence_ids, keep.to(x.dtype))

@@ -20,8 +20,8 @@ Key = tuple[Kind, tuple[str, int, int]]
 
 
 class ActionStopwatch:
-    """When blocks of compute began and how long they took, by key. On a GPU it uses events, so that nothing waits for
-    the device before `spans` or `seconds`. `clock` gives seconds since the epoch."""
+    """Measures when blocks of compute began and how long they took, by key. On a GPU it uses events, so nothing waits
+    for the device before `spans` or `seconds`. `clock` gives seconds since the epoch."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.time) -> None:
         self._gpu = device.type == "cuda"
@@ -44,7 +44,7 @@ class ActionStopwatch:
         self._events.append((key, first, last))
 
     def spans(self) -> dict[Key, tuple[float, float]]:
-        """When each block began, and its seconds. Waits for the device."""
+        """The begin of each block and its seconds. Waits for the device."""
         if self._events:
             # The device's clock is compared with the host's once, at the end. The stream's order makes this event the
             # last one.

@@ -23,8 +23,8 @@ class Damaged(RuntimeError):
 
 
 def digest(path: Path) -> str:
-    """Of a file's size and content, at about the speed of memory: the checksum of weights in transit, chunk by chunk,
-    hashed. It tells any damage; it is no defence against a forger."""
+    """A digest of a file's size and content, computed at about the speed of memory: the checksum of weights in transit,
+    chunk by chunk, hashed. It detects any damage. It is no defence against a forger."""
     buffer = torch.empty(_CHUNK, dtype=torch.uint8)
     total, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:

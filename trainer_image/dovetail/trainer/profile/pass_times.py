@@ -83,7 +83,7 @@ def _stage(config: Any, ref: ModelRef, rank: int, device: torch.device, dtype: t
 
 
 def _median(values: Sequence[float], less: Sequence[float] | None = None) -> float:
-    """Of the values, or of what they are above those measured next to them; at least 0."""
+    """The median of the values, or of their differences to the values measured next to them; at least 0."""
     taken = values if less is None else [a - b for a, b in zip(values, less, strict=True)]
     return max(0.0, statistics.median(taken))
 

@@ -53,7 +53,7 @@ class Rank:
     _failed: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Until `stop`. Raises CoordinatorUnreachable or Refused."""
+        """Run until `stop`. Raises CoordinatorUnreachable or Refused."""
         while True:
             # Open until the groups are formed: a port that was only looked for could be another's by then.
             door = listening_at(self.env.host)

@@ -95,7 +95,7 @@ class PPOSamples:
         return len(self.sequences)
 
     def arrays(self, old_logprobs: Tensor) -> Arrays:
-        """As the batch has them, with the log-probabilities of the policy that sampled, (N, R)."""
+        """The batch's arrays, with the log-probabilities of the policy that sampled, (N, R)."""
         tables = {
             "tokens": self.sequences.tokens.int(),
             "prompt_lengths": self.prompt_lengths.int(),

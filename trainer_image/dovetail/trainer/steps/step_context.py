@@ -51,12 +51,12 @@ class Context:
     advantages: UserAdvantages | None
 
     def model(self, name: str) -> EngineModel:
-        """Of a model that this rank holds. Raises BadCommand when it is not loaded."""
+        """The model, which this rank holds. Raises BadCommand if it is not loaded."""
         self.require(name)
         return self.engine.models[name]
 
     def require(self, name: str) -> ModelRef:
-        """Of a model that some ranks hold. Raises BadCommand when none does."""
+        """The reference of a model that some ranks hold. Raises BadCommand if no rank holds it."""
         if name not in self.engine.loaded:
             held = ", ".join(sorted(self.engine.loaded)) or "no model"
             raise BadCommand(f"model {name!r} is not loaded (the ranks hold {held}); send `load` first")
