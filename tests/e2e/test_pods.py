@@ -19,8 +19,8 @@ from helpers.jobs import MANIFEST, events, history, paced_reward, set_pace, summ
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 SECONDS = 1200.0
 ITERATIONS = 8
-# The first iteration lasts until servers that come later are there.
-PACE_SECONDS, LATER_SECONDS = 1000.0, 4.0
+# An iteration takes a second, a server far longer to start: one is held until the servers that come later are there.
+PACE_SECONDS, HELD_SECONDS = 4.0, 1000.0
 UID = "0a1b2c3d-0000-4000-8000-000000000000"
 # GPU products, on a machine without GPUs: everything falls back to CPUs, as pretended devices make it do.
 GROUPS = [
@@ -60,6 +60,7 @@ def test_pods_come_go_and_die_and_the_job_completes(tmp_path: Path) -> None:
     with FakeKubelet(paced(tmp_path, pace), tmp_path) as kubelet:
         assert sorted(kubelet.pods) == ["a10-0", "a100-0", "coordinator-0", "v100-0"]
         assert kubelet.run(SECONDS, in_ppo(1)) is None
+        set_pace(pace, HELD_SECONDS)
         (surplus,) = kubelet.surplus()
         kubelet.start(surplus)
         drained = kubelet.pods["v100-0"]
@@ -68,7 +69,7 @@ def test_pods_come_go_and_die_and_the_job_completes(tmp_path: Path) -> None:
         kubelet.restarts.clear()
         new = {"a10-1", "a10-1-scorer"}
         assert kubelet.run(SECONDS, lambda _: new <= registered(kubelet)) is None, "the surplus rollout joins"
-        set_pace(pace, LATER_SECONDS)
+        set_pace(pace, PACE_SECONDS)
         assert kubelet.run(SECONDS, in_ppo(2)) is None
         kubelet.pods["a100-0"].kill()
         set_pace(pace, 0.0)
