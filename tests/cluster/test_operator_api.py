@@ -450,13 +450,20 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 def test_whatever_refuses_the_pods_is_told(server: KubeCluster, leader: OperatorProcess) -> None:
     """By the Job controller, and a JobSet controller of its Jobs. All at once, because Events are looked for after ten
-    seconds."""
+    seconds, and again after a minute: what has Events of the test's own comes first."""
     space, where = NAMESPACES[0], ("-n", NAMESPACES[0])
     limits = {"limits": [{"type": "Container", "max": {"memory": "1Ti"}}]}
     metadata = {"name": "small", "namespace": space}
     submit(server, {"apiVersion": "v1", "kind": "LimitRange", "metadata": metadata, "spec": limits})
     server.kubectl("label", "namespace", space, "pod-security.kubernetes.io/enforce=baseline")
-    jobs = [*REFUSED, "jobless", "queued", "taken", "template", "unbound"]
+    jobs = ["jobless", "taken", "unbound", "template", "queued", *REFUSED]
+    there = 'job "taken-train-0" creation failed with error: jobs.batch "taken-train-0" already exists'
+    of_jobs = {"jobless": "Job.batch is invalid: dnsPolicy", "taken": there}
+    claim_spec = {"storageClassName": "fast", "accessModes": ["ReadWriteOnce"]}
+    claim_spec["resources"] = {"requests": {"storage": "1Gi"}}
+    scratch = [{"name": "scratch", "ephemeral": {"volumeClaimTemplate": {"spec": claim_spec}}}]
+    why_queued = "couldn't assign flavors to pod set train: topology allows to fit only 1 out of 2 pod(s)"
+    no_larger = "pod didn't trigger scale-up: 1 max size"
     if server.get("crd", "workloads.kueue.x-k8s.io") is None:
         server.apply(preserving("Workload", "workloads", "kueue.x-k8s.io", "v1beta2"))
         established(server, "workloads.kueue.x-k8s.io")
@@ -470,22 +477,15 @@ def test_whatever_refuses_the_pods_is_told(server: KubeCluster, leader: Operator
             wait_for("the JobSet", lambda uid=uid, name=name: name in owned(server, "jobset", uid))
             if name in REFUSED:
                 make_job(server, uid, "coordinator", name, **REFUSED[name][0])
-        said_by(
-            "jobset-controller", server, "jobset", "jobless", "JobCreationFailed", "Job.batch is invalid: dnsPolicy"
-        )
-        there = 'job "taken-train-0" creation failed with error: jobs.batch "taken-train-0" already exists'
-        said_by("jobset-controller", server, "jobset", "taken", "JobCreationFailed", there)
-        claim_spec = {"storageClassName": "fast", "accessModes": ["ReadWriteOnce"]}
-        claim_spec["resources"] = {"requests": {"storage": "1Gi"}}
-        scratch = [{"name": "scratch", "ephemeral": {"volumeClaimTemplate": {"spec": claim_spec}}}]
-        unplaced(server, "template", volumes=scratch)
-        pod = unplaced(server, "unbound")
-        in_queue(
-            server, "queued", "couldn't assign flavors to pod set train: topology allows to fit only 1 out of 2 pod(s)"
-        )
-        said_by(
-            "cluster-autoscaler", server, "pod", pod, "NotTriggerScaleUp", "pod didn't trigger scale-up: 1 max size"
-        )
+            elif name in of_jobs:
+                said_by("jobset-controller", server, "jobset", name, "JobCreationFailed", of_jobs[name])
+            elif name == "unbound":
+                pod = unplaced(server, name)
+                said_by("cluster-autoscaler", server, "pod", pod, "NotTriggerScaleUp", no_larger)
+            elif name == "template":
+                unplaced(server, name, volumes=scratch)
+            else:
+                in_queue(server, name, why_queued)
 
         def sentence(name: str) -> str:
             return str(condition(server, "Scheduled", name).get("message"))
