@@ -264,7 +264,6 @@ def test_nothing_is_left_of_a_cluster_and_its_pods_not_even_of_one_that_was_kill
     finally:
         lifecycle.down(name)
 
-
     def left() -> dict[str, set[str]]:
         return {kind: new for kind, found in traces().items() if (new := found - before[kind])}
 

@@ -120,7 +120,8 @@ def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
     assert job.condition("Suspended").get("status") == "False"
 
     urgent(cluster, namespace, "a100")
-    wait_for("eviction", lambda: job.condition("Suspended").get("reason") == "WaitingForQuota" and not job.pods(), SECONDS)
+    wait_for("eviction", lambda: job.condition("Suspended").get("reason") == "WaitingForQuota", SECONDS)
+    wait_for("no pods", lambda: not job.pods(), SECONDS)
     done = job.iteration()
     wait_for("why", lambda: "Preempted to accommodate a workload" in job.condition("Suspended")["message"], 180)
     assert done < ITERATIONS, "the job must outlast its eviction"

@@ -11,6 +11,7 @@ from dovetail.coordinator.store.delivery import OutputError, check, deliver
 from dovetail.manifest.types import ObjectStorage, Output
 from helpers.chart_tools import tool
 from helpers.cluster import wait_for
+from helpers.free_ports import free_port
 
 KEYS = {"AWS_ACCESS_KEY_ID": "someone", "AWS_SECRET_ACCESS_KEY": "something"}
 BIG = bytes(range(256)) * (80 << 10)  # more than one part of an upload

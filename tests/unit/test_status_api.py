@@ -128,7 +128,6 @@ def test_iterations_in_order_with_the_last_of_a_replayed_step(api):
     assert api.get(f"{BASE}/job/iterations", params={"stage": "sft"}).json()["items"] == []
     api.run.history.add("evaluation", 4, {"exactMatch": 0.5})
 
-
     def evaluations():
         return api.get(f"{BASE}/job/iterations", params={"stage": "evaluation"}).json()["items"]
 
