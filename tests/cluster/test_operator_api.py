@@ -540,6 +540,7 @@ def in_queue(server: KubeCluster, name: str, message: str) -> None:
     workload = {"apiVersion": "kueue.x-k8s.io/v1beta2", "kind": "Workload", "metadata": metadata}
     server.apply(workload, namespace=NAMESPACES[0])
     told = [{"type": "QuotaReserved", "status": "False", "reason": "Pending", "message": message}]
+    told[0]["lastTransitionTime"] = "2026-01-01T00:00:00Z"
     patch = json.dumps({"status": {"conditions": told}})
     server.kubectl("patch", "workload", name, *where, "--subresource=status", "--type=merge", "-p", patch)
 

@@ -172,26 +172,39 @@ def external() -> KubeCluster | None:
 
 @contextmanager
 def running(name: str, **options: bool) -> Iterator[KubeCluster]:
-    """A cluster of hack/devcluster, taken down at the end unless DOVETAIL_TEST_CLUSTER=keep.
+    """A cluster of hack/devcluster, taken down at the end unless DOVETAIL_TEST_CLUSTER=keep. No other session on this
+    machine uses it.
 
     Its programs must be built: that takes longer than a test may.
     """
-    worker = os.environ.get("PYTEST_XDIST_WORKER")
-    name = f"{name}-{worker}" if worker else name
     modules = binaries.CONTROL_PLANE if options.get("api_only") else binaries.CLUSTER
     missing = [module for module in modules if not binaries.folder(module).is_dir()]
     if missing:
         raise ClusterError(f"not built yet: {', '.join(missing)} (make cluster-binaries)")
-    path = state_root() / f".{name}.users"
-    with locked(path, fcntl.LOCK_SH) as users:
-        cluster = lifecycle.up(name, **options)
+    with _own_name(name) as mine:
+        cluster = lifecycle.up(mine, **options)
         try:
-            yield KubeCluster(cluster.kubeconfig, name)
+            yield KubeCluster(cluster.kubeconfig, mine)
         finally:
             if os.environ.get("DOVETAIL_TEST_CLUSTER") != "keep":
-                # Another session on this machine may use it too: the last one takes it down.
-                with contextlib.suppress(BlockingIOError):
-                    fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    lifecycle.down(name)
-                    path.unlink()
-                    tidy()
+                lifecycle.down(mine)
+
+
+@contextmanager
+def _own_name(name: str) -> Iterator[str]:
+    """The first of `name`, `name`-2 and so on that no other session has."""
+    for number in range(1, 100):
+        mine = name if number == 1 else f"{name}-{number}"
+        with contextlib.ExitStack() as stack:
+            path = state_root() / f".{mine}.session"
+            try:
+                stack.enter_context(locked(path, fcntl.LOCK_EX | fcntl.LOCK_NB))
+            except BlockingIOError:
+                continue
+            try:
+                yield mine
+            finally:
+                path.unlink(missing_ok=True)
+            tidy()
+            return
+    raise ClusterError(f"a hundred sessions have clusters named {name}")
