@@ -14,7 +14,7 @@ from devcluster import binaries
 
 from helpers.cluster import KubeCluster, external, running, wait_for
 from helpers.kueue_process import NAMESPACE, install_kinds, kueue
-from helpers.operator_process import install, kubeconfig, operator
+from helpers.operator_process import established, install, kubeconfig, operator
 from helpers.rlhfjobs import condition, create, quickstart
 
 pytestmark = pytest.mark.skipif(external() is not None, reason="it needs two clusters")
@@ -62,7 +62,7 @@ def clusters(tmp_path: Path) -> Iterator[tuple[KubeCluster, KubeCluster]]:
             space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": SPACE}}
             server.apply(space)
             install(server, [SPACE], "jobs.multiKueue=true")
-            server.kubectl("wait", "--for=condition=Established", "crd/rlhfjobs.dovetail.dev", "--timeout=60s")
+            established(server, "rlhfjobs.dovetail.dev")
             frameworks = [{"name": "RLHFJob.v1alpha1.dovetail.dev"}]
             (folder := tmp_path / name).mkdir()
             more = {"multiKueue": {"externalFrameworks": frameworks}} if name == "manager" else {}
@@ -127,11 +127,11 @@ def test_a_job_is_sent_to_another_cluster_and_its_status_comes_back(
         return owners == ["JobSet"] and conditions.get("Admitted", {}).get("status") == "True"
 
     try:
-        wait_for("the Workload's admission there", admitted)
+        wait_for("the Workload's admission there", admitted, 300)
     except AssertionError as error:
         raise AssertionError(f"{error}\n{told(manager)}\n{told(worker)}") from None
     assert len(worker.get("workloads.kueue.x-k8s.io", "-n", SPACE)["items"]) == 1, "Kueue made no other one"
-    assert not worker.get("jobset", "elsewhere", "-n", SPACE)["spec"].get("suspend")
+    wait_for("its start", lambda: not worker.get("jobset", "elsewhere", "-n", SPACE)["spec"].get("suspend"))
     there = worker.get("rlhfjob", "elsewhere", "-n", SPACE)
     assert there["metadata"]["uid"] != uid
     assert "managedBy" not in there["spec"]
@@ -141,15 +141,15 @@ def test_a_job_is_sent_to_another_cluster_and_its_status_comes_back(
         "the status",
         lambda: condition(manager, "Suspended", "elsewhere", SPACE).get("status") == "False",
     )
-    assert condition(manager, "Planned", "elsewhere", SPACE)["status"] == "True"
+    wait_for("the plan", lambda: condition(manager, "Planned", "elsewhere", SPACE).get("status") == "True")
     # Suspended here, it leaves the other cluster, and comes back.
     patch = ("patch", "rlhfjob", "elsewhere", "-n", SPACE, "--type=merge", "-p")
     manager.kubectl(*patch, '{"spec":{"suspend":true}}')
     wait_for("its end there", lambda: worker.get("rlhfjob", "elsewhere", "-n", SPACE) is None)
     manager.kubectl(*patch, '{"spec":{"suspend":false}}')
-    wait_for("the admission again", admitted)
+    wait_for("the admission again", admitted, 300)
     # Whatever the other operator makes is in the folder that the first one had.
     folder = worker.get("pvc", "elsewhere-files", "-n", SPACE)["metadata"]["annotations"]["dovetail.dev/folder"]
     assert folder == name
-    manager.kubectl("delete", "rlhfjob", "elsewhere", "-n", SPACE, "--wait=true")
+    manager.delete("rlhfjob", "elsewhere", "-n", SPACE)
     wait_for("its end there too", lambda: worker.get("rlhfjob", "elsewhere", "-n", SPACE) is None)

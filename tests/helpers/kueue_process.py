@@ -14,6 +14,8 @@ from typing import Any
 from devcluster import binaries
 
 from helpers.cluster import KubeCluster, wait_for
+from helpers.free_ports import free_port
+from helpers.operator_process import established
 
 NAMESPACE = "kueue-system"
 # In a mount namespace of its own: Kueue wants its certificate at this path.
@@ -22,14 +24,6 @@ mount -t overlay overlay -o lowerdir=/etc,upperdir={folder}/etc,workdir={folder}
 exec {program} --config={folder}/config.json
 """
 CERTIFICATES = "etc/kueue/metrics/certs"
-
-
-def _ports(count: int) -> list[int]:
-    with_sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    found = [each.getsockname()[1] for each in with_sockets]
-    for each in with_sockets:
-        each.close()
-    return found
 
 
 def install_kinds(cluster: KubeCluster) -> None:
@@ -41,8 +35,7 @@ def install_kinds(cluster: KubeCluster) -> None:
     space = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}}
     cluster.apply(space)
     kinds = ("workloads.kueue.x-k8s.io", "multikueueclusters.kueue.x-k8s.io", "jobsets.jobset.x-k8s.io")
-    for name in kinds:
-        cluster.kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=60s")
+    established(cluster, *kinds)
 
 
 @contextmanager
@@ -53,7 +46,7 @@ def kueue(cluster: KubeCluster, folder: Path, **settings: Any) -> Iterator[None]
     pair = ("-keyout", str(folder / CERTIFICATES / "tls.key"), "-out", str(folder / CERTIFICATES / "tls.crt"))
     words = ("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost", *pair)
     subprocess.run(words, check=True, capture_output=True)
-    webhooks, health = _ports(2)
+    webhooks, health = free_port(), free_port()
     config = {
         "apiVersion": "config.kueue.x-k8s.io/v1beta2",
         "kind": "Configuration",
@@ -90,4 +83,4 @@ def kueue(cluster: KubeCluster, folder: Path, **settings: Any) -> Iterator[None]
         yield
     finally:
         process.terminate()
-        process.wait(60)
+        process.wait(240)

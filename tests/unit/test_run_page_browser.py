@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from status_api_fixtures import JOBS, Api, Run, condition, job
 
 from dovetail.coordinator.serving.coordinator_routes import make_app
+from helpers.cluster import wait_for
 from helpers.demo_runs import append, demo_runs, serve_page
 from helpers.fake_kube import ServerThread
 
@@ -59,7 +60,7 @@ def watched(browser, url, forgiven=(), **options):
     found.on("request", lambda request: asked.append(request.url))
     found.on("pageerror", lambda error: problems.append(str(error)))
     found.on("console", lambda said: problems.append(said.text) if said.type == "error" else None)
-    found.set_default_timeout(20_000)
+    found.set_default_timeout(240_000)
     yield found
     context.close()
     assert [address for address in asked if not address.startswith((url, "data:"))] == [], "asked somebody else"
@@ -109,20 +110,24 @@ def test_metrics_zoom_together_and_are_filtered(page, url, runs):
     page.mouse.up()
     for name in ("reward", "kl"):
         shown = page.locator(f"svg[data-chart={name}] circle")
-        assert 2 <= shown.count() < 12, name
+        wait_for(name, lambda shown=shown: 2 <= shown.count() < 12)
     chart.focus()
     page.keyboard.press("Escape")
-    assert page.locator("svg[data-chart=kl] circle").count() == 12
+    wait_for("all of it", lambda: page.locator("svg[data-chart=kl] circle").count() == 12)
     page.keyboard.press("/")
     page.keyboard.type("value_loss")
-    assert page.locator("figure:visible").count() == 1
+    wait_for("one figure", lambda: page.locator("figure:visible").count() == 1)
 
 
 def test_samples_are_sorted_and_one_is_read_token_by_token(page, url, runs):
     open_tab(page, url, runs, "samples")
     page.get_by_role("button", name="Sort by Reward").click()
-    rewards = [float(text.rstrip(" =")) for text in page.locator("td[data-label=Reward]").all_inner_texts()]
-    assert rewards == sorted(rewards, reverse=True)
+
+    def in_order() -> bool:
+        rewards = [float(text.rstrip(" =")) for text in page.locator("td[data-label=Reward]").all_inner_texts()]
+        return len(rewards) > 1 and rewards == sorted(rewards, reverse=True)
+
+    wait_for("the order", in_order)
     page.locator("td[data-label=Prompt] a").first.click()
     page.locator(".turn.assistant.learnt").wait_for()
     assert page.locator(".turn.user.masked").count() == 1
