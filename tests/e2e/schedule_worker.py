@@ -144,19 +144,24 @@ def schedules(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict
         engine = Engine(spec(models={"actor": trained, "critic": trained}, plan={"sharding": case["sharding"]}), groups)
         engine.load(load(case))
         trial = Trial(engine, case["copies"])
-        result = {}
+        result, memory = {}, {}
         expected: dict[str, Any] = {}
         for name, (together, lists) in case["schedules"].items():
             models = {"a": "actor", "c": "critic"}
             actions = [Action(model=models[m], kind=k, micro_batch=i, chunk=c) for m, k, i, c in lists[rank]]
             got = {"weights": trial.weights(actions, together)}
             if together == 1:
+                engine.measured.take(rank)
                 got["gradients"] = trial.gradients(actions)
+                # The peak of what is held, and what each micro-batch holds.
+                peak = engine.measured.peak_bytes
+                memory[name] = peak, [(t.model, t.chunk, t.activation) for t in engine.measured.take(rank)]
             expected = expected or got
             result[name] = {what: same(value, expected.get(what, value)) for what, value in got.items()}
         moved = [n for n in trial.start if not torch.equal(local(trial.start[n]), expected["weights"][n])]
         found[str(number)] = {"differs": result, "moved": len(moved), "parameters": len(trial.start)}
         found[str(number)]["final"] = by_whole_name(engine, expected["weights"])
+        found[str(number)]["memory"] = memory
         if any(layout.pipelines > 1 or layout.first or layout.chunks > 1 for layout in layouts.values()):
             found[str(number)]["lost"] = after_restart(trial, case, folder / f"checkpoint-{number}")
     groups.close()

@@ -124,6 +124,32 @@ def test_measured_times_reach_the_stage_they_belong_to() -> None:
     assert again.array(0, "forward").tolist() == [[2.0] * 4, [2.0] * 4], "an odd moment counts half"
 
 
+def test_each_of_a_ranks_stages_has_its_own_times() -> None:
+    layouts = shared_layouts({"actor": Parallelism(pp=2), "critic": Parallelism(pp=2)}, reverse=True, chunks=2)
+    times = Times()
+
+    def part(rank: int, model: str, chunk: int, seconds: float) -> StageTimes:
+        kinds = {"F": [seconds] * 2, "B": [3 * seconds] * 2}
+        return StageTimes(rank=rank, model=model, chunk=chunk, seconds=kinds, activation=[8 * seconds] * 2)
+
+    # Rank 0 has the actor's stages 0 and 3; the critic's 1 and 2, since that runs the other way.
+    parts = {"actor": ((0, 0, 1.0), (1, 0, 2.0), (1, 1, 3.0), (0, 1, 4.0)), "critic": ((1, 0, 5.0), (0, 0, 6.0))}
+    times.add([part(rank, model, chunk, s) for model, each in parts.items() for rank, chunk, s in each], layouts)
+    times.add([part(0, "critic", 1, 7.0), part(1, "critic", 1, 8.0)], layouts)
+    problem = training_problem(layouts, {"actor": 2, "critic": 2}, 2, times)
+    assert problem.along(0, "forward", 2)[0].tolist() == [[s] * 4 for s in (1.0, 2.0, 3.0, 4.0)]
+    assert problem.along(1, "backward", 2)[0].tolist() == [[3 * s] * 4 for s in (5.0, 6.0, 7.0, 8.0)]
+    assert problem.along(0, "activation", 2)[0].tolist() == [[8 * s] * 4 for s in (1.0, 2.0, 3.0, 4.0)]
+    # With one stage a rank each has the layers of two neighbouring ones; with four, half of each.
+    plain = shared_layouts({"actor": Parallelism(pp=2), "critic": Parallelism(pp=2)}, reverse=False)
+    assert training_problem(plain, {"actor": 2, "critic": 2}, 1, times).along(0, "forward").tolist() == [
+        [[3.0, 3.0], [7.0, 7.0]]
+    ]
+    finer = {name: layout.model_copy(update={"chunks": 4}) for name, layout in layouts.items()}
+    halves = training_problem(finer, {"actor": 2, "critic": 2}, 1, times).along(1, "forward", 4)[0, :, 0]
+    assert halves.tolist() == [2.5, 2.5, 3.0, 3.0, 3.5, 3.5, 4.0, 4.0]
+
+
 @settings(deadline=None)
 @given(st.integers(1, 500))
 def test_mini_batches_of_one_schedule_divide_the_iteration(steps: int) -> None:
@@ -235,6 +261,90 @@ def test_a_schedule_is_replaced_when_times_move_enough_and_only_then(tmp_path: P
     assert seen[1] is not None
     assert seen[2] is not None
     assert seen[1].family == seen[2].family
+
+
+def four_ranks(layers: int = 8, lora: dict[str, Any] | None = None, **plan: Any) -> RLHFJobSpec:
+    """Four micro-batches in a pipeline of four ranks, within the memory of serial 1F1B."""
+    config = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": layers, "num_attention_heads": 4}
+    model = {"source": {"scratch": {"architecture": "llama", "config": config}}, "lora": lora}
+    document: dict[str, Any] = {
+        "stages": ["ppo"],
+        "models": {"actor": model},
+        "groups": [
+            {"name": "t", "roles": ["trainer"], "replicas": 4},
+            {"name": "r", "roles": ["rollout"], "replicas": 1},
+        ],
+        "ppo": {"globalBatchSize": 16, "miniBatchSize": 16, "microBatchSize": 4, "epochs": 1},
+        "plan": {"parallelism": {"actor": {"pp": 4}}, **plan},
+    }
+    return RLHFJobSpec.model_validate(document)
+
+
+def test_auto_lays_stages_in_a_v_where_that_is_faster(tmp_path: Path) -> None:
+    spec = four_ranks(activationMemory=1)
+    plan = make_plan(spec)
+    assert (plan.schedule, plan.chunks) == ("Auto", 2)
+    records = Records()
+
+    async def go() -> tuple[list[str], Scheduling]:
+        scheduling = Scheduling(spec, plan, records, tmp_path, lambda *_, **__: None)
+        # On CPUs memory is limited only where it is known in bytes; on GPUs to what serial 1F1B takes.
+        scheduling._limited = lambda: True  # type: ignore[method-assign]
+        scheduling._times.expect({})
+        seen = []
+        await scheduling.begin()
+        for split in (False, True):
+            chosen = await scheduling.current()
+            assert chosen is not None
+            seen.append(chosen.family)
+            scheduling.learn(in_a_v(split))
+            await scheduling.close()
+        chosen = await scheduling.current()
+        assert chosen is not None
+        return [*seen, chosen.family], scheduling
+
+    families, scheduling = asyncio.run(go())
+    # Both kinds of backward run once; then what they take decides.
+    assert families[0] == "fused-v-whole"
+    assert families[2] in ("fused-v", "fused-v-rolled")
+    assert {layout.chunks for layout in scheduling.layouts.values()} == {2}
+    found = read_schedule(tmp_path)
+    assert found is not None
+    rivals = ("serial", "interleaved", "zero-bubble", "zb-v", "v-half", "v-min", "fused-split")
+    taken = {name: each["makespan"] for name, each in found["families"].items() if name in rivals}
+    assert taken.keys() | found["refused"].keys() >= set(rivals)
+    assert found["after"]["makespan"] <= min(taken.values()) * 1.001
+    page = families_section(found)
+    for words in ("torch&#x27;s ScheduleZBVZeroBubble", "V-Half", "ZB-H1", "RLHFuse"):
+        assert words in page
+    again = Scheduling(spec, plan, records, tmp_path, lambda *_, **__: None)
+    asyncio.run(again.begin())
+    assert again.layouts == scheduling.layouts, "a job keeps to where its stages are"
+
+
+def in_a_v(split: bool) -> CommandResult:
+    """All stages of four ranks alike, two a rank."""
+    seconds = {"F": [0.01] * 4, "I": [0.01] * 4, "W": [0.01] * 4} if split else {"F": [0.01] * 4, "B": [0.02] * 4}
+    times = [
+        StageTimes(rank=rank, model=model, chunk=chunk, seconds=seconds, activation=[1e6] * 4)
+        for rank in range(4)
+        for model in ("actor", "critic")
+        for chunk in range(2)
+    ]
+    return CommandResult(id="step", ok=True, times=times)
+
+
+def test_auto_has_one_stage_a_rank_where_a_v_cannot_run_or_would_change_bits() -> None:
+    assert make_plan(four_ranks(layers=16)).chunks == 4
+    assert make_plan(four_ranks(layers=6)).chunks == 1
+    assert make_plan(four_ranks(layers=9)).chunks == 1
+    assert make_plan(four_ranks(recompute="Always")).chunks == 1
+    assert make_plan(four_ranks(intraStageFusion="Fused")).chunks == 1
+    assert make_plan(four_ranks(intraStageFusion="VShaped")).chunks == 2
+    assert make_plan(four_ranks(lora={"rank": 4})).chunks == 2
+    assert make_plan(four_ranks(lora={"rank": 4, "dropout": 0.1})).chunks == 1
+    assert make_plan(four_ranks(parallelism={"actor": {"pp": 2, "dp": 2}})).chunks == 4
+    assert "chunks" not in make_plan(four_ranks(layers=6)).model_dump(mode="json")
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,11 @@ def _show(console: Console, problem: ScheduleProblem, choice: Choice) -> None:
     limit = zero_bubble_limit(problem)
     table.add_row("no bubbles", f"{limit:g}", "", f"{baseline / limit:.3f}", "", "", "")
     console.print(table)
+    families = [family_of(name) for name in (*choice.schedules, *choice.refused)]
+    known = [f"{family.name} is {family.published}" for family in families if family.published]
+    if known:
+        console.print()
+        console.print(Text(f"Published as: {'; '.join(known)}.", style="dim"))
     names = [m.name for m in problem.models]
     best = choice.best
     kinds = "F forward, I input gradient, W weight gradient" if best.instance.split else "F forward, B backward"

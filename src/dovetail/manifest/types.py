@@ -552,8 +552,9 @@ class PlanPins(Model):
     )
     intra_stage_fusion: Literal["Auto", "Fused", "TimeSharing", "VShaped", "Dedicated", "Serial"] = Field(
         default="Auto",
-        description="How actor and critic training share the pipeline. VShaped: each rank holds two stages of each "
-        "model, which go there and back again. Dedicated: each model on trainer ranks of its own, both at once.",
+        description="How actor and critic training share the pipeline. Auto: in the fastest way that ranks can run. "
+        "VShaped: each rank holds two stages of each model, which go there and back again. Dedicated: each model on "
+        "trainer ranks of its own, both at once.",
     )
     activation_memory: PositiveFloat | None = Field(
         default=None,

@@ -19,7 +19,7 @@ class Family:
     """`reverse`: the critic's pipelines run against the actor's. `chunks`: stages of a model on each of its ranks, laid
     out as `shape` says. `split`: a backward is split into input gradient and weight gradient. `fixed`: a rule builds
     the schedule; other families are searched. `capped`: the search starts from a rule's schedule, and keeps to the
-    memory that this takes."""
+    memory that this takes. `published`: the name under which others know it, or what it comes from."""
 
     name: str
     description: str
@@ -30,6 +30,7 @@ class Family:
     chunks: int = 1
     shape: Shape = Shape.ZIGZAG
     capped: bool = False
+    published: str = ""
 
     @property
     def placement(self) -> StagePlacement:
@@ -39,14 +40,39 @@ class Family:
 FAMILIES = {
     family.name: family
     for family in (
-        Family("serial", "1F1B, one model after the other", Coupling.SERIAL, fixed=True),
-        Family("overlapped", "1F1B, reversed critic, no barrier", Coupling.MINI_BATCH, reverse=True, fixed=True),
-        Family("zero-bubble", "ZB1P, one model after the other", Coupling.SERIAL, split=True),
-        Family("stitched", "time-sharing, same direction (PUZZLE)", Coupling.MINI_BATCH, fixed=True),
+        Family(
+            "serial",
+            "one model after the other",
+            Coupling.SERIAL,
+            fixed=True,
+            published="1F1B twice (PipeDream-Flush; torch's Schedule1F1B)",
+        ),
+        Family(
+            "overlapped",
+            "1F1B, reversed critic, no barrier",
+            Coupling.MINI_BATCH,
+            reverse=True,
+            fixed=True,
+            published="1F1B in Chimera's two directions",
+        ),
+        Family(
+            "zero-bubble",
+            "backward split, one model after the other",
+            Coupling.SERIAL,
+            split=True,
+            published="ZB-H1 twice (ZB1P)",
+        ),
+        Family(
+            "stitched",
+            "time-sharing, same direction",
+            Coupling.MINI_BATCH,
+            fixed=True,
+            published="time-sharing (PUZZLE)",
+        ),
         Family("stitched-rolled", "stitched over mini-batch borders", Coupling.ROLLED, fixed=True),
         Family("shared", "same direction, searched", Coupling.MINI_BATCH),
         Family("shared-rolled", "same direction, searched, rolled", Coupling.ROLLED),
-        Family("fused", "bidirectional (RLHFuse)", Coupling.MINI_BATCH, reverse=True),
+        Family("fused", "bidirectional", Coupling.MINI_BATCH, reverse=True, published="RLHFuse"),
         Family("fused-rolled", "bidirectional, rolled", Coupling.ROLLED, reverse=True),
         Family("fused-split", "bidirectional, backward split", Coupling.MINI_BATCH, reverse=True, split=True),
         Family("fused-split-rolled", "bidirectional, split, rolled", Coupling.ROLLED, reverse=True, split=True),
@@ -57,23 +83,55 @@ CHUNKED = {
     for family in (
         Family(
             "interleaved",
-            "interleaved 1F1B (Megatron-LM), no barrier",
+            "two chunks in a loop, no barrier",
             Coupling.MINI_BATCH,
             fixed=True,
             chunks=2,
             shape=Shape.LOOP,
+            published="interleaved 1F1B twice (Megatron-LM; torch's ScheduleInterleaved1F1B)",
         ),
-        Family("zb-v", "ZB-V of each model, no barrier", Coupling.MINI_BATCH, split=True, fixed=True, chunks=2),
-        Family("v-half", "V-Half's memory, same direction", Coupling.MINI_BATCH, split=True, chunks=2, capped=True),
-        Family("v-min", "V-Min's memory, same direction", Coupling.MINI_BATCH, split=True, chunks=2, capped=True),
+        Family(
+            "zb-v",
+            "a V of each model, no barrier",
+            Coupling.MINI_BATCH,
+            split=True,
+            fixed=True,
+            chunks=2,
+            published="ZB-V twice (torch's ScheduleZBVZeroBubble)",
+        ),
+        Family(
+            "v-half",
+            "at most V-Half's memory, same direction",
+            Coupling.MINI_BATCH,
+            split=True,
+            chunks=2,
+            capped=True,
+            published="V-Half, shortened by search",
+        ),
+        Family(
+            "v-min",
+            "at most V-Min's memory, same direction",
+            Coupling.MINI_BATCH,
+            split=True,
+            chunks=2,
+            capped=True,
+            published="V-Min, shortened by search",
+        ),
         Family("fused-v", "a V of each model, bidirectional", Coupling.MINI_BATCH, reverse=True, split=True, chunks=2),
         Family("fused-v-rolled", "the same, rolled", Coupling.ROLLED, reverse=True, split=True, chunks=2),
+        Family("fused-v-whole", "fused-v, backwards not split", Coupling.MINI_BATCH, reverse=True, chunks=2),
         Family("fused-w", "four chunks, bidirectional", Coupling.MINI_BATCH, reverse=True, split=True, chunks=4),
     )
 }
 """Families that lay several stages of a model on each rank (Qi et al., arXiv 2401.10241 and 2405.15362; the fused ones
 are ours)."""
-DEDICATED = Family("dedicated", "each model on ranks of its own (PUZZLE)", Coupling.ROLLED, fixed=True)
+DEDICATED = Family(
+    "dedicated",
+    "each model on ranks of its own",
+    Coupling.ROLLED,
+    fixed=True,
+    published="dedicated devices (PUZZLE), interleaving (APP)",
+)
 """Beside `FAMILIES`, in which both models share all ranks."""
 
 
@@ -101,7 +159,9 @@ def zero_bubble_limit(problem: ScheduleProblem) -> float:
 def starts(instance: SearchInstance) -> Iterator[Ints]:
     """Orders that a rule builds of an instance's passes: what a search may start from, the fastest rules first."""
     chunks = instance.placement.chunks
-    names = {1: ["overlapped"], 2: ["zb-v", "v-half", "v-min", "one by one"]}.get(chunks, ["one by one"])
+    names = ["overlapped"] if chunks == 1 else ["one by one"]
+    if chunks == 2 and instance.split:
+        names = ["zb-v", "v-half", "v-min", *names]
     for name in names:
         yield fixed_orders(instance, Family(name, "", instance.coupling))
 

@@ -17,12 +17,13 @@ from dovetail.planner.hardware import GPU
 from dovetail.planner.lag import chosen, excluded, with_lags
 from dovetail.planner.placement import data_parallel, on_cpus, on_gpus
 from dovetail.planner.placement.activations import LimitError, activation_bytes, beyond_limit, check_limit
-from dovetail.planner.placement.configs import ConfigError
+from dovetail.planner.placement.configs import ConfigError, shapes
 from dovetail.planner.placement.layouts import divisions
 from dovetail.planner.placement.manifest import pin_errors, product_errors, product_warnings
 from dovetail.planner.placement.placed import Infeasible, Placed
 from dovetail.planner.placement.pods import pod_memory, too_small
 from dovetail.planner.placement.scorers import scorer_models
+from dovetail.planner.placement.stages_a_rank import most_chunks
 from dovetail.protocol.machine_profile import Profile
 from dovetail.protocol.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
 from dovetail.protocol.prediction import Prediction
@@ -95,6 +96,7 @@ def _planned(
             "set spec.plan.intraStageFusion to Auto"
         )
     schedule = "Dedicated" if placed.apart else _schedule(spec, layouts)
+    chunks = most_chunks(spec, layouts, layers, shapes(spec, configs), placed, schedule, models)
     memory = pod_memory(spec, configs, layouts, schedule, models)
     return Plan(
         world_size=trainer_world(spec),
@@ -110,6 +112,7 @@ def _planned(
         rollouts=_rollouts(spec, placed) if Stage.PPO in spec.stages else [],
         schedule=schedule,
         apart=dict(placed.apart),
+        chunks=chunks,
         activation_bytes=_activations(spec, configs, layouts_ppo, models),
         warnings=[
             *product_warnings(spec, measured),
@@ -170,6 +173,8 @@ def _activations(
         return {}
     sizes = activation_bytes(spec, configs, layouts, checkpointed)
     check_limit(spec, sizes)
+    if sizes and spec.plan.chunks > 1:
+        sizes = activation_bytes(spec, configs, layouts, checkpointed, spec.plan.chunks)
     return sizes if _pipelined(spec, layouts) else {}
 
 

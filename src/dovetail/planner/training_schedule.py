@@ -35,7 +35,7 @@ from dovetail.pipelines import (
 from dovetail.planner.measured import stage_times, transfer_seconds
 from dovetail.protocol.machine_profile import Profile
 from dovetail.protocol.messages import Action, StageTimes
-from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds, rank_at, stage_path
+from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds, rank_at, stages_at
 
 # What splitting a backward costs beside the two halves, in parts of the whole backward, where not measured.
 SPLIT_OVERHEAD = 0.1
@@ -43,7 +43,7 @@ SPLIT_OVERHEAD = 0.1
 NO_INPUT_GRADIENT = 1e-3
 MAX_MINI_BATCHES = 6
 PINS = {
-    "Auto": (*FAMILIES, DEDICATED.name),
+    "Auto": (*FAMILIES, *(f.name for f in CHUNKED.values() if f.shape is Shape.ZIGZAG), DEDICATED.name),
     "Fused": tuple(name for name in FAMILIES if name.startswith("fused")),
     "TimeSharing": tuple(name for name in FAMILIES if name.startswith(("stitched", "shared"))),
     "VShaped": tuple(f.name for f in CHUNKED.values() if f.chunks == 2 and f.shape is Shape.ZIGZAG),
@@ -83,7 +83,7 @@ class Times:
     defaults (every forward 1, backward twice that, messages none)."""
 
     def __init__(self) -> None:
-        # By model, pipeline, stage, copy and kind of pass, or `bytes`.
+        # By model, pipeline, stage (of all its ranks' chunks), copy, and kind of pass or `bytes`.
         self._known: dict[tuple[str, int, int, int, str], list[float]] = {}
         self._transfers: dict[tuple[int, int], dict[tuple[str, int], float]] = {}
         self._profile: Profile | None = None
@@ -115,8 +115,9 @@ class Times:
         self._profiled_transfer = max(transfer_seconds(profile, name, micro_batch) for name in layouts)
 
     def expect(self, sizes: Mapping[str, Sequence[int]], again: Sequence[str] = ()) -> None:
-        """Take in bytes of a micro-batch's activations by model and stage (`Plan.activation_bytes`), for where they
-        are neither measured nor profiled, and which models have activation checkpointing (`Plan.recomputed`)."""
+        """Take in bytes of a micro-batch's activations by model and stage (`Plan.activation_bytes`; of a rank's stage
+        or of each of its chunks), for where they are neither measured nor profiled, and which models have activation
+        checkpointing (`Plan.recomputed`)."""
         self._sizes = {model: list(each) for model, each in sizes.items()}
         self.again = frozenset(again)
 
@@ -128,7 +129,8 @@ class Times:
             place = coordinates(part.rank, layout)
             width = layout.dp // layout.pipelines
             pipeline, copy = divmod(place.dp, width)
-            key = (part.model, pipeline, place.pp, copy)
+            stage = stages_at(place.pp, layout.pp, layout.chunks)[part.chunk]
+            key = (part.model, pipeline, stage, copy)
             for kind, values in part.seconds.items():
                 old = self._known.get((*key, kind), values)
                 mixed = [(a + b) / 2 for a, b in zip(old, values, strict=True)] if len(old) == len(values) else values
@@ -142,28 +144,32 @@ class Times:
 
     def array(self, model: str, kind: str, layout: Layout, count: int, mini_batches: int) -> Floats | None:
         """Seconds (or `bytes`) as (pipelines, stages, micro-batches of all mini-batches), the slowest copy's; None if
-        any stage was neither measured nor profiled. Stages of a rank that holds several take equal shares of what was
-        measured of them together. Of another layout than the measured one: the same work in equal stages and
+        any stage was neither measured nor profiled. Of another layout than the measured one: where only the number of
+        stages on a rank differs, sums or equal shares of what was measured; else the same work in equal stages and
         micro-batches."""
+        stages = layout.pp * layout.chunks
         measured = self._measured.get(model)
         if measured is not None and _cut(measured) != _cut(layout):
             # Micro-batches of a mini-batch in the measurements.
             number = next((len(v) for key, v in self._known.items() if (key[0], key[4]) == (model, kind)), None)
             other = None if number is None else self.array(model, kind, measured, number, 1)
             if other is not None:
-                stages = layout.pp * layout.chunks
+                if number == count and _cut(measured)[:2] == _cut(layout)[:2]:
+                    return np.tile(_regrouped(other, stages), mini_batches)
                 each = float(other.sum(axis=1).mean()) / stages
                 return np.full((layout.pipelines, stages, count * mini_batches), each)
-        result = np.zeros((layout.pipelines, layout.pp, count))
+            assumed = self._assumed(model, kind, layout, count)
+            return None if assumed is None else np.tile(assumed, mini_batches)
+        result = np.zeros((layout.pipelines, stages, count))
         for k in range(layout.pipelines):
-            for stage in range(layout.pp):
+            for stage in range(stages):
                 found = [self._known.get((model, k, stage, d, kind)) for d in range(layout.dp // layout.pipelines)]
                 known = [values for values in found if values is not None and len(values) == count]
                 if len(known) < len(found):
                     assumed = self._assumed(model, kind, layout, count)
                     return None if assumed is None else np.tile(assumed, mini_batches)
                 result[k, stage] = np.max(np.array(known), axis=0)
-        return np.tile(result[:, stage_path(layout.pp, layout.chunks)] / layout.chunks, mini_batches)
+        return np.tile(result, mini_batches)
 
     def _assumed(self, model: str, kind: str, layout: Layout, count: int) -> Floats | None:
         """A profile's value (of bytes, else the plan's); of a model that was measured here, only the shares of its two
@@ -172,16 +178,15 @@ class Times:
             sizes = np.array(self._sizes.get(model, []), dtype=np.float64)
             if kind != "bytes" or not len(sizes):
                 return None
-            if len(sizes) != layout.pp:
-                sizes = np.full(layout.pp, sizes.sum() / layout.pp)
-            sizes = sizes[stage_path(layout.pp, layout.chunks)] / layout.chunks
-            return np.tile(sizes[None, :, None], (layout.pipelines, 1, count))
-        stages = stage_times(model, self._profile.models[model], layout.pp, self._micro_batch)
-        share = np.repeat(stages[kind], layout.chunks)
+            stages = layout.pp * layout.chunks
+            if len(sizes) % layout.pp:
+                sizes = np.full(stages, sizes.sum() / stages)
+            return np.tile(_regrouped(sizes[None, :, None], stages), (layout.pipelines, 1, count))
+        each = stage_times(model, self._profile.models[model], layout.pp * layout.chunks, self._micro_batch)
         if any(key[0] == model for key in self._known):
             whole = self.array(model, "B", layout, count, 1) if kind in "IW" else None
-            return None if whole is None else whole * (share / np.repeat(stages["B"], layout.chunks))[None, :, None]
-        return np.tile(share[None, :, None] / layout.chunks, (layout.pipelines, 1, count))
+            return None if whole is None else whole * (each[kind] / each["B"])[None, :, None]
+        return np.tile(each[kind][None, :, None], (layout.pipelines, 1, count))
 
     def complete(self, kind: str, layouts: Mapping[str, Layout], counts: Mapping[str, int]) -> bool:
         """Whether `array` knows it of both models; `counts`: micro-batches of a mini-batch."""
@@ -353,6 +358,16 @@ def placeable(family: Family, reverse: bool | None, chunks: int = 1) -> bool:
 def _cut(layout: Layout) -> tuple[int, int, int]:
     """What decides which layers and which samples a rank has."""
     return layout.pp, layout.dp, layout.chunks
+
+
+def _regrouped(values: Floats, stages: int) -> Floats:
+    """Values (pipelines, other stages, micro-batches) for so many stages: equal shares of each, or sums of
+    neighbours. One number of stages divides the other, or both divide a third one."""
+    number = values.shape[1]
+    fine = math.lcm(number, stages)
+    shares = np.repeat(values, fine // number, axis=1) / (fine // number)
+    found: Floats = shares.reshape(values.shape[0], stages, fine // stages, -1).sum(axis=2)
+    return found
 
 
 def rank_actions(schedule: Schedule, layouts: Mapping[str, Layout]) -> list[list[Action]]:

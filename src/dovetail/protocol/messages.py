@@ -215,10 +215,11 @@ Command = Annotated[Load | Step | Evaluate | Save | Export | Publish | Stop, Fie
 
 
 class StageTimes(Message):
-    """What one rank measured of one model's stage in a step."""
+    """What one rank measured of one of a model's stages in a step."""
 
     rank: int
     model: str
+    chunk: int = Field(default=0, ge=0, description="Which of the model's stages on the rank, in their order.")
     seconds: dict[Kind, list[float]] = Field(
         description="Compute time without waits: for each micro-batch of a mini-batch, the median over mini-batches."
     )
@@ -227,7 +228,8 @@ class StageTimes(Message):
     )
     transfer: float | None = Field(
         default=None,
-        description="Seconds that a message to the next stage takes. null at the last stage, or if not measured.",
+        description="Seconds that a message to the next rank of the pipeline takes. null at the last one, if not "
+        "measured, and with a rank's later stages.",
     )
 
 

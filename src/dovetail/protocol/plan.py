@@ -184,10 +184,17 @@ class Plan(Model):
         default_factory=dict,
         description="Of actor and critic in PPO where the planner gave each trainer ranks of its own; else empty.",
     )
+    chunks: int = Field(
+        default=1,
+        ge=1,
+        description="The most stages of each of actor and critic that a trainer rank can hold in PPO, where their "
+        "schedule may put several there: they have the layers, and what ranks then hold fits.",
+    )
     activation_bytes: dict[str, list[int]] = Field(
         default_factory=dict,
         description="Of actor and critic, by stage: what one micro-batch of the longest sequences holds between its "
-        "passes, by the memory model; empty where the models are not known or have no pipeline.",
+        "passes, by the memory model; empty where the models are not known or have no pipeline. If the manifest asks "
+        "for several stages a rank, of each of these.",
     )
     lag: int = Field(
         default=0, ge=0, description="spec.ppo.lag, or what the planner chose where that is Auto. A run keeps it."
@@ -203,6 +210,12 @@ class Plan(Model):
     memory: list[PodMemory] = Field(
         default_factory=list, description="Of PPO's pods where all are on CPUs and the job's models are known."
     )
+
+    @model_serializer(mode="wrap")
+    def _without_one_chunk(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Plans of jobs that do not use it stay readable for releases that do not know the field."""
+        written: dict[str, Any] = write(self)
+        return written if self.chunks > 1 else {k: v for k, v in written.items() if k != "chunks"}
 
     def layout(self, stage: Stage, model: str) -> Parallelism:
         """The layout of a trained model in a stage."""

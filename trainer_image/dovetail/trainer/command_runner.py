@@ -158,7 +158,8 @@ class CommandRunner:
         """What all ranks measured since the last call, and the largest peak of activations in bytes; on rank 0."""
         peak = self.engine.measured.peak_bytes
         taken = self.engine.measured.take(self._groups.rank)
-        mine = [part.model_copy(update={"transfer": transfers.get(part.model)}) for part in taken]
+        sent = ((part, None if part.chunk else transfers.get(part.model)) for part in taken)
+        mine = [part.model_copy(update={"transfer": seconds}) for part, seconds in sent]
         gathered = self._groups.gather_json([peak, [part.model_dump(mode="json") for part in mine]]) or []
         times = [StageTimes.model_validate(part) for _, parts in gathered for part in parts]
         return times, float(max((peak for peak, _ in gathered), default=0))

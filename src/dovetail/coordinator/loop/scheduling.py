@@ -6,6 +6,7 @@ Made only where there is something to choose (`stored_schedule.applies`): the se
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import math
 import statistics
@@ -22,6 +23,7 @@ from dovetail.manifest.types import RLHFJobSpec, Role, Stage
 from dovetail.pipelines import (
     DEDICATED,
     Choice,
+    DeadlockError,
     Family,
     ProblemError,
     Schedule,
@@ -29,6 +31,7 @@ from dovetail.pipelines import (
     SearchEffort,
     document,
     family_of,
+    find,
     serial_memory,
 )
 from dovetail.planner.placement.layouts import divisions, same_batches
@@ -51,6 +54,11 @@ from dovetail.protocol.process.process_names import trainer_name
 # A schedule is replaced between iterations when the new one is faster by this part; ranks are divided between the
 # models only for as much, since a job then keeps to that.
 HYSTERESIS = 0.03
+# A job keeps to its number of stages on a rank, too. More of them send more messages, whose times are not known
+# without a profile: then they must gain as much.
+MORE_MESSAGES = 0.01
+# What others would run with two stages a rank, built by rules. The report compares it, also where no rank can hold it.
+RIVALS = ("interleaved", "zb-v")
 PROFILE = "profile.json"
 SEARCH_SECONDS = 5.0
 SPLIT_RECOMPUTES = "a split backward would recompute a layer's activations for every weight (spec.plan.recompute)"
@@ -110,6 +118,7 @@ class Scheduling:
         self._seconds: list[float] = []
         self._kept: KeptPlacement | None = None
         self._allowed = PINS["Dedicated" if plan.apart else spec.plan.intra_stage_fusion]
+        self._most_chunks = max(plan.chunks, spec.plan.chunks)
 
     @property
     def layouts(self) -> dict[str, Layout]:
@@ -213,9 +222,7 @@ class Scheduling:
     def _choose(self, times: Times) -> None:
         """Evaluate every family with what is known; take the best one, if it gains enough."""
         spec = self._spec
-        # Families with one stage a rank take the sums of what those with several take.
-        chunks = max((family_of(name).chunks for name in self._allowed), default=1)
-        either = shared_layouts(self._plan.parallelism, False, chunks)
+        either = shared_layouts(self._plan.parallelism, False)
         size = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
         counts = {name: size // layout.dp for name, layout in either.items()}
         together = mini_batches_together(optimizer_steps(spec) // spec.ppo.iterations) if not spec.ppo.ptx_coef else 1
@@ -225,23 +232,25 @@ class Scheduling:
         problem = replace(free, memory_limit=limit)
         effort = SearchEffort(SEARCH_SECONDS, time.monotonic, workers=1, scale=0.1, seed=spec.seed)
         pipelined = either["actor"].pp > 1 or either["critic"].pp > 1
-        split = [name for name in PINS["Auto"] if family_of(name).split] if self._again and pipelined else []
-        names = [name for name in PINS["Auto" if pipelined else "Serial"] if name not in split]
-        choice = choose_schedule(problem, names, effort)
-        if chunks > 1:
-            self._add_chunked(choice, problem, effort, chunks)
+        families = self._families(pipelined)
+        choice = self._evaluated(families, problem, counts, times, effort)
+        split = [name for name in families if family_of(name).split] if self._again else []
         choice.refused.update(dict.fromkeys(split, SPLIT_RECOMPUTES))
         own = self._dedicated(choice, times, size, together, limit)
-        found = {n: s for n, s in choice.schedules.items() if n in self._allowed}
+        can = [DEDICATED.name, *families]
+        found = {n: s for n, s in choice.schedules.items() if n in self._allowed and n in can}
         if not found:
             raise ProblemError(
                 f"spec.plan.intraStageFusion is {spec.plan.intra_stage_fusion}, but none of its schedules can run: "
-                + "; ".join(choice.refused.values())
+                + "; ".join(dict.fromkeys(choice.refused.values()))
             )
         if self._kept is None:
             family = self._placement(found)
             self._kept = KeptPlacement(family.reverse, family.chunks, own if family is DEDICATED else {})
         here = {n: s for n, s in found.items() if self._runs(n)}
+        if not times.profiled and not times.complete("B", either, counts):
+            # What a split backward costs is not known before both kinds have run. Whole ones are first.
+            here = {n: s for n, s in here.items() if not family_of(n).split} or here
         best = self._turned(min(here.values(), key=_rank), problem, effort)
         now = None if self._current is None else here.get(self._current.family)
         if self._current is None or now is None or best.makespan < now.makespan * (1 - HYSTERESIS):
@@ -252,20 +261,52 @@ class Scheduling:
             self._current = self._turned(now, problem, effort)
         self._write(choice, choose_schedule(free, ["serial"], effort, self._kept.reverse).best, in_bytes)
 
-    def _add_chunked(self, choice: Choice, problem: ScheduleProblem, effort: SearchEffort, chunks: int) -> None:
-        """Add the families with several stages a rank, or why they cannot run."""
-        names = [name for name in self._allowed if family_of(name).chunks == chunks]
-        if self._again:
-            choice.refused.update(dict.fromkeys(names, SPLIT_RECOMPUTES))
-            return
-        reverse = None if self._kept is None else self._kept.reverse
-        try:
-            found = choose_schedule(problem, names, effort, reverse, chunks)
-        except ProblemError as error:
-            choice.refused.update(dict.fromkeys(names, str(error)))
-            return
-        choice.schedules.update(found.schedules)
-        choice.refused.update(found.refused)
+    def _families(self, pipelined: bool) -> list[str]:
+        """Families to evaluate, also those that a pin leaves out: the report compares them. Several stages a rank only
+        where ranks can hold them."""
+        most = max(self._most_chunks, 1 if self._kept is None else self._kept.chunks)
+        names = [*PINS["Auto"], *self._allowed] if pipelined else list(PINS["Serial"])
+        return [n for n in dict.fromkeys(names) if family_of(n).chunks <= most and n != DEDICATED.name]
+
+    def _evaluated(
+        self,
+        families: list[str],
+        problem: ScheduleProblem,
+        counts: Mapping[str, int],
+        times: Times,
+        effort: SearchEffort,
+    ) -> Choice:
+        """The best schedule of each family, or why there is none. `problem`: with one stage a rank. All share the
+        effort's seconds. Raises ProblemError where nothing fits."""
+        names = [n for n in families if not (self._again and family_of(n).split)]
+        schedules: dict[str, Schedule] = {}
+        refused: dict[str, str] = {}
+        for chunks in sorted({family_of(n).chunks for n in names}):
+            mine = [n for n in names if family_of(n).chunks == chunks]
+            part = replace(effort, seconds=effort.seconds * len(mine) / len(names))
+            try:
+                posed = self._posed(problem, counts, times, chunks)
+                found = choose_schedule(posed, mine, part, None, chunks)
+            except ProblemError as error:
+                refused.update(dict.fromkeys(mine, str(error)))
+                continue
+            schedules.update(found.schedules)
+            refused.update(found.refused)
+        if not schedules:
+            raise ProblemError("; ".join(dict.fromkeys(refused.values())))
+        best = min(schedules.values(), key=_rank)
+        others = [n for n in RIVALS if len(families) > 1 and not (self._again and family_of(n).split)]
+        for name in (n for n in others if n not in schedules and n not in refused):
+            with contextlib.suppress(ProblemError, DeadlockError):
+                schedules[name] = find(self._posed(problem, counts, times, 2), family_of(name), effort)
+        return Choice(best, schedules, refused)
+
+    def _posed(self, problem: ScheduleProblem, counts: Mapping[str, int], times: Times, chunks: int) -> ScheduleProblem:
+        """The same problem with so many stages a rank."""
+        if chunks == 1:
+            return problem
+        layouts = shared_layouts(self._plan.parallelism, False, chunks)
+        return training_problem(layouts, counts, problem.mini_batches, times, memory_limit=problem.memory_limit)
 
     def _dedicated(
         self, choice: Choice, times: Times, size: int, together: int, limit: float | None
@@ -291,13 +332,23 @@ class Scheduling:
         return layouts
 
     def _placement(self, found: dict[str, Schedule]) -> Family:
-        """The family that decides where stages are: one with dedicated ranks must be worth it."""
-        best = min(found.values(), key=_rank)
-        shared = [s for s in found.values() if s.family != DEDICATED.name]
-        if best.family == DEDICATED.name and shared:
-            other = min(shared, key=_rank)
-            if self._limited() or best.makespan > other.makespan * (1 - HYSTERESIS):
-                best = other
+        """The family that decides where stages are: one with more stages a rank, or with dedicated ranks, must be worth
+        it."""
+        own = found.get(DEDICATED.name)
+        shared = sorted(
+            (s for s in found.values() if s is not own), key=lambda s: (family_of(s.family).chunks, _rank(s))
+        )
+        margin = 1e-6 if self._times.profiled else MORE_MESSAGES
+        best: Schedule | None = None
+        for each in shared:
+            more = best is not None and family_of(each.family).chunks > family_of(best.family).chunks
+            if best is None or each.makespan < best.makespan * (1 - margin * more):
+                best = each
+        if own is not None and (
+            best is None or not (self._limited() or own.makespan > best.makespan * (1 - HYSTERESIS))
+        ):
+            best = own
+        assert best is not None
         return family_of(best.family)
 
     def _turned(self, found: Schedule, problem: ScheduleProblem, effort: SearchEffort) -> Schedule:
@@ -334,6 +385,7 @@ class Scheduling:
                         "makespan": found.makespan,
                         "peak": found.peak,
                         "description": family_of(name).description,
+                        "published": family_of(name).published,
                         "runs_here": name in self._allowed and self._runs(name),
                     }
                     for name, found in choice.schedules.items()

@@ -102,9 +102,11 @@ def _families(found: Mapping[str, Any]) -> str:
         note = (
             "chosen" if name == found["chosen"] else "" if family["runs_here"] else "not with this job's layout or pins"
         )
-        cells = (f"{name}: {family['description']}", f"{loss:+.1%}", _size(found, float(family["peak"])), note)
+        published = str(family.get("published") or "")
+        what = f"{name}: {family['description']}"
+        cells = (what, published, f"{loss:+.1%}", _size(found, float(family["peak"])), note)
         rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
     for name, reason in sorted(found.get("refused", {}).items()):
-        rows.append(f"<tr><td>{escape(name)}</td><td>–</td><td>–</td><td>{escape(reason)}</td></tr>")
-    head = "<tr><th>family</th><th>time</th><th>peak activation</th><th></th></tr>"
+        rows.append(f"<tr><td>{escape(name)}</td><td></td><td>–</td><td>–</td><td>{escape(reason)}</td></tr>")
+    head = "<tr><th>family</th><th>published as</th><th>time</th><th>peak activation</th><th></th></tr>"
     return f"<table><thead>{head}</thead><tbody>{''.join(rows)}</tbody></table><br>"

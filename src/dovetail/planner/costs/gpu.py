@@ -82,7 +82,7 @@ class GPUCosts:
     def __init__(self, work: Workload, inventory: Inventory, max_samples: int = MAX_SAMPLES) -> None:
         self.work, self.inventory = work, inventory
         self.memory = GPUMemoryModel(work, inventory)
-        self._max_samples = max_samples
+        self.max_samples = max_samples
 
     # ------------------------------------------------------------ for the search
 
@@ -143,7 +143,7 @@ class GPUCosts:
 
     def servers(self, share: Share, room: int) -> Servers:
         """The vLLM servers of a generation share, each with `room` tokens of KV cache."""
-        return servers(share.at(0), self.inventory[share.pool], self.work, room, self._max_samples)
+        return servers(share.at(0), self.inventory[share.pool], self.work, room, self.max_samples)
 
     def generated(self, shares: Sequence[tuple[Share, int]], migration: float | None) -> GenerationTimes:
         """Generation on these shares, each with its servers' tokens of KV cache."""

@@ -21,11 +21,14 @@ def activation_bytes(
     configs: Mapping[str, Mapping[str, Any]],
     parallelism: Mapping[str, Parallelism],
     checkpointed: Collection[str] = (),
+    chunks: int | None = None,
 ) -> dict[str, list[int]]:
-    """Bytes that autograd keeps of one micro-batch of the longest sequences, by trained model and pipeline stage.
+    """Bytes that autograd keeps of one micro-batch of the longest sequences, by trained model and place in its
+    pipeline.
 
-    `checkpointed`: models with activation checkpointing. `configs`: as `make_plan` takes them. The result is empty if a
-    model's configuration is not known. Raises ConfigError."""
+    `checkpointed`: models with activation checkpointing. `configs`: as `make_plan` takes them. `chunks`: by stage
+    instead, of which each rank has so many. The result is empty if a model's configuration is not known. Raises
+    ConfigError."""
     known = shapes(spec, configs)
     both = [model for model in ("actor", "critic") if model in parallelism]
     if known is None or any(model not in known or known[model].layers < parallelism[model].pp for model in both):
@@ -36,6 +39,10 @@ def activation_bytes(
     for rule in (rule for rule in batch_rules(spec) if rule.stage is Stage.PPO and rule.model in both):
         model, layout = rule.model, parallelism[rule.model]
         job = training_job(spec, rule, known[model], layout, dtype, gpu=gpu, recompute=model in checkpointed)
+        if chunks is not None:
+            # A stage holds the same, whether its rank has another one or not.
+            layout = layout.model_copy(update={"pp": layout.pp * chunks})
+            job = replace(job, layout=layout, chunks=1)
         memory = (training_memory(replace(job, in_flight=1), stage) for stage in range(layout.pp))
         found[model] = [round(part.device["activations"]) for part in memory]
     return found

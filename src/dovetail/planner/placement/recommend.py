@@ -54,7 +54,7 @@ class PodCosts(GPUCosts):
         life = pool.life and pool.life * pool.per_node / size  # a node's end is that of all its pods
         pods = replace(pool, nodes=pool.gpus // size, per_node=size, life=life)
         pools = tuple(pods if each is pool else each for each in self.inventory.pools)
-        return GPUCosts(self.work, Inventory(pools), self._max_samples)
+        return GPUCosts(self.work, Inventory(pools), self.max_samples)
 
 
 def effort(inventory: Inventory, expired: Callable[[], bool] = lambda: False) -> Effort:

@@ -125,8 +125,8 @@ class Collected:
     """Measurements of several runs of one schedule's mini-batches, by position within a mini-batch."""
 
     def __init__(self) -> None:
-        self._seconds: dict[tuple[str, Kind, int], list[float]] = {}
-        self._bytes: dict[tuple[str, int], list[float]] = {}
+        self._seconds: dict[tuple[str, int, Kind, int], list[float]] = {}
+        self._bytes: dict[tuple[str, int, int], list[float]] = {}
         self.peak_bytes = 0
 
     def add(
@@ -136,29 +136,23 @@ class Collected:
         peak_bytes: int,
         counts: dict[str, int],
     ) -> None:
-        """`counts[model]`: micro-batches of a mini-batch. What a rank's chunks of a model take counts together."""
-        whole: dict[tuple[str, Kind, int], float] = {}
-        for (kind, (model, _, index)), value in seconds.items():
-            whole[model, kind, index] = whole.get((model, kind, index), 0.0) + value
-        for (model, kind, index), value in whole.items():
-            self._seconds.setdefault((model, kind, index % counts[model]), []).append(value)
-        sizes: dict[tuple[str, int], float] = {}
-        for (model, _, index), size in saved.items():
-            sizes[model, index] = sizes.get((model, index), 0.0) + size
-        for (model, index), held in sizes.items():
-            self._bytes.setdefault((model, index % counts[model]), []).append(held)
+        """`counts[model]`: micro-batches of a mini-batch. `saved`: bytes by model, chunk and micro-batch."""
+        for (kind, (model, chunk, index)), value in seconds.items():
+            self._seconds.setdefault((model, chunk, kind, index % counts[model]), []).append(value)
+        for (model, chunk, index), size in saved.items():
+            self._bytes.setdefault((model, chunk, index % counts[model]), []).append(size)
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
 
     def take(self, rank: int) -> list[StageTimes]:
-        """One message a model; then everything is forgotten."""
+        """One message for each stage of each model; then everything is forgotten."""
         found = []
-        for model in sorted({model for model, _, _ in self._seconds}):
+        for model, chunk in sorted({key[:2] for key in self._seconds}):
             kinds: dict[Kind, list[float]] = {}
             for kind in ("F", "B", "I", "W"):
-                values = [v for (m, k, _), v in sorted(self._seconds.items()) if (m, k) == (model, kind)]
+                values = [v for key, v in sorted(self._seconds.items()) if key[:3] == (model, chunk, kind)]
                 if values:
                     kinds[kind] = [statistics.median(v) for v in values]
-            sizes = [statistics.median(v) for (m, _), v in sorted(self._bytes.items()) if m == model]
-            found.append(StageTimes(rank=rank, model=model, seconds=kinds, activation=sizes))
+            sizes = [statistics.median(v) for key, v in sorted(self._bytes.items()) if key[:2] == (model, chunk)]
+            found.append(StageTimes(rank=rank, model=model, chunk=chunk, seconds=kinds, activation=sizes))
         self._seconds, self._bytes, self.peak_bytes = {}, {}, 0
         return found

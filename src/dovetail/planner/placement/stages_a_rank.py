@@ -1,0 +1,49 @@
+"""How many stages of actor and critic each trainer rank can hold (V-shaped schedules)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role
+from dovetail.planner.costs.gpu import GPUCosts
+from dovetail.planner.placement.placed import Chosen, Placed
+from dovetail.planner.shape import ModelShape
+
+# A V, and there and back twice.
+SEVERAL = (2, 4)
+
+
+def most_chunks(
+    spec: RLHFJobSpec,
+    layouts: Mapping[str, Parallelism],
+    layers: Mapping[str, int],
+    known: Mapping[str, ModelShape] | None,
+    placed: Placed,
+    schedule: str,
+    checkpointed: Collection[str],
+) -> int:
+    """The most stages of each model that PPO's schedules may put on a rank: what the manifest pins; with `schedule`
+    Auto what the job permits, else 1.
+
+    Auto puts several there only where that is known to work and changes no bit: both models have the same pipeline
+    without tensor parallelism, layers that divide evenly, neither activation checkpointing nor dropout (which is drawn
+    by stage), and on GPUs what the ranks then hold fits. `layers`: by model, where `known` does not tell."""
+    if schedule != "Auto":
+        return spec.plan.chunks if schedule == "VShaped" else 1
+    both = [layouts[model] for model in ("actor", "critic")]
+    dropout = any(each.lora is not None and each.lora.dropout for each in (spec.models.actor, spec.models.critic))
+    if both[0] != both[1] or both[0].tp > 1 or checkpointed or dropout:
+        return 1
+    counts = [known[m].layers if known is not None else layers.get(m) for m in ("actor", "critic")]
+    stages = [c for c in SEVERAL if all(n is not None and n % (both[0].pp * c) == 0 for n in counts)]
+    if not any(Role.TRAINER in group.roles and not group.on_cpu for group in spec.groups):
+        return max(stages, default=1)
+    return max((c for c in stages if placed.chosen is not None and _fits(placed.chosen, c)), default=1)
+
+
+def _fits(chosen: Chosen, chunks: int) -> bool:
+    """Whether the placement on GPUs fits if each rank holds so many stages."""
+    costs = chosen.costs
+    held = GPUCosts(replace(costs.work, chunks=chunks), costs.inventory, costs.max_samples)
+    return held.estimate(replace(chosen.candidate, schedule="VShaped")).fits
