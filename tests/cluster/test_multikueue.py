@@ -142,6 +142,21 @@ def test_a_job_is_sent_to_another_cluster_and_its_status_comes_back(
         lambda: condition(manager, "Suspended", "elsewhere", SPACE).get("status") == "False",
     )
     wait_for("the plan", lambda: condition(manager, "Planned", "elsewhere", SPACE).get("status") == "True")
+    # Trainers that want to be close to each other: no flavor here has a topology, and Kueue says so.
+    level = {"kueue.x-k8s.io/podset-required-topology": "example.com/rack"}
+    close = quickstart("close", SPACE, managedBy=MULTIKUEUE)
+    close["metadata"]["labels"] = QUEUE
+    close["spec"]["groups"][0]["podTemplate"] = {"metadata": {"annotations": level}}
+    done = create(manager, close)
+    assert done.returncode == 0, done.stderr
+
+    def refused() -> str:
+        found = manager.get("workloads.kueue.x-k8s.io", "-n", SPACE)["items"]
+        conditions = [c for each in found for c in each.get("status", {}).get("conditions", [])]
+        return " ".join(c["message"] for c in conditions if c["type"] == "QuotaReserved" and c["status"] == "False")
+
+    wait_for("Kueue's word", lambda: "opology" in refused())
+    manager.kubectl("delete", "rlhfjob", "close", "-n", SPACE, "--wait=true")
     # Suspended here, it leaves the other cluster, and comes back.
     patch = ("patch", "rlhfjob", "elsewhere", "-n", SPACE, "--type=merge", "-p")
     manager.kubectl(*patch, '{"spec":{"suspend":true}}')

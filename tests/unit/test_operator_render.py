@@ -519,6 +519,26 @@ def test_what_multikueue_sends_has_the_same_pods_in_the_other_cluster():
     assert names.run_dir(there.job, there.uid) == names.run_dir(here.job, here.uid)
 
 
+@pytest.mark.parametrize("how", ["required", "preferred"])
+def test_trainers_may_ask_to_be_close_to_each_other(how):
+    """Kueue reads it from the JobSet, and for jobs that MultiKueue sends from the Workload alone."""
+    note = {f"kueue.x-k8s.io/podset-{how}-topology": "example.com/rack"}
+    groups = [
+        {"name": "train", "roles": ["trainer"], "replicas": 2, "podTemplate": {"metadata": {"annotations": note}}},
+        {"name": "gen", "roles": ["rollout"]},
+    ]
+    context = a_context(labels={"kueue.x-k8s.io/queue-name": "q"}, groups=groups)
+    made = {job["name"]: job["template"]["spec"]["template"] for job in jobset(context)["spec"]["replicatedJobs"]}
+    assert note.items() <= made["train"]["metadata"]["annotations"].items()
+    sets = {each["name"]: each.get("topologyRequest") for each in workload(context)["spec"]["podSets"]}
+    index = {
+        "podIndexLabel": "batch.kubernetes.io/job-completion-index",
+        "subGroupIndexLabel": "jobset.sigs.k8s.io/job-index",
+    }
+    wanted = {how: "example.com/rack", **index, "subGroupCount": 1}
+    assert sets == {"coordinator": None, "train": wanted, "gen": None}
+
+
 @pytest.mark.parametrize("name", ["../others", "quickstart-", "other-0123abcd", "quickstart-0123abcd/.."])
 def test_a_workloads_name_is_a_folder_only_if_an_operator_made_it(name):
     context = a_context()
