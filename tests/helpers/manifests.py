@@ -224,6 +224,10 @@ RULES = [
         ({"data.split": {stage: 0}}, f"spec.data.split.{stage} is 0, but spec.stages has {stage}")
         for stage in ("sft", "reward", "ppo")
     ),
+    (
+        {"data.prompts": [{"synthetic": {}, "systemPrompt": "Be kind."}]},
+        "spec.data.prompts[0].systemPrompt opens conversations, but synthetic records are texts; remove it.",
+    ),
     ({"data.heldOut": 1.0}, "spec.data.heldOut is 1, which leaves nothing to train on"),
     (
         {"stages": ["reward", "ppo"], "data.demonstrations": [], "ppo.ptxCoef": 0.1},

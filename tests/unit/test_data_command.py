@@ -67,6 +67,24 @@ def test_messages_are_shown_as_the_template_writes_them(tmp_path: Path, model: P
     assert "give --model" in prompts.output
 
 
+def test_each_turn_is_shown_as_learnt_or_given(tmp_path: Path, model: Path) -> None:
+    said = [("user", "Hi"), ("assistant", "Ho"), ("user", "Who?"), ("assistant", "Me")]
+    row = {"messages": [{"role": role, "content": content} for role, content in said]}
+    done = data(write(tmp_path / "m.jsonl", row), "--model", model, "--system", "Be brief.")
+    assert done.exit_code == 0, done.output
+    assert "Prompt of the first record\n<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi" in done.output
+    assert "Response, which is learnt\nHo<|im_end|>\n" in done.output
+    assert "Given\n<|im_start|>user\nWho?<|im_end|>" in done.output
+    assert "Response, which is learnt\nMe<|im_end|>" in done.output
+    assert any(line.startswith("the whole conversation ") for line in squeezed(done.output))
+
+
+def test_labels(tmp_path: Path) -> None:
+    done = data(write(tmp_path / "l.jsonl", {"prompt": "p", "response": "r", "label": False}))
+    assert "Format Labelled" in squeezed(done.output)
+    assert "Response, which is bad\n r" in done.output
+
+
 def test_the_first_bad_line_has_its_number_and_a_sentence(tmp_path: Path) -> None:
     file = tmp_path / "users.jsonl"
     file.write_bytes(

@@ -162,6 +162,43 @@ def test_a_data_set_of_one_list_is_used_whole(tmp_path: Path) -> None:
     assert len(set(got["preferences"])) == 30
 
 
+def write_labels(folder: Path, count: int) -> None:
+    rows = [{"prompt": f"p{i} ", "completion": f"c{i}", "label": i % 3 == 0} for i in range(count)]
+    (folder / "labels.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_responses_with_a_label_make_batches_of_kto(tmp_path: Path) -> None:
+    write_labels(tmp_path, 30)
+    dpo = {"loss": "KTO", "batchSize": 8}
+    data = {"preferences": [{"path": "labels.jsonl"}]}
+    job = prepare(spec(stages=["dpo"], dpo=dpo, data=data), tmp_path / "run", tmp_path)
+    batch = job.dpo_batch(1)
+    assert batch["tokens"].shape[0] == batch["good"].shape[0] == 8
+    assert batch["kl_tokens"].shape[0] == 8
+    for row, length, good in zip(batch["tokens"], batch["lengths"], batch["good"], strict=True):
+        text = job.tokenizer.decode(row[:length], skip_special_tokens=True)
+        assert good == (int(text.split("c")[1]) % 3 == 0)
+    assert sum(len(held["good"]) for held in job.dpo_eval_batches()) == 3
+    assert job.steps_per_epoch(Stage.DPO) == 4
+
+
+def test_labels_and_pairs_are_not_mixed_up(tmp_path: Path) -> None:
+    write_labels(tmp_path, 30)
+    write_pairs(tmp_path, 30)
+    labels, pairs = {"path": "labels.jsonl"}, {"path": "pairs.jsonl"}
+    kto = {"loss": "KTO"}
+    for changes, words in (
+        ({"stages": ["dpo"], "data": {"preferences": [labels]}}, r"but spec.dpo.loss DPO needs chosen and rejected"),
+        ({"stages": ["reward"], "dpo": kto, "data": {"preferences": [labels]}}, "but the reward stage needs chosen"),
+        (
+            {"stages": ["dpo"], "dpo": kto, "data": {"preferences": [pairs, labels]}},
+            r"preferences\[1\] has labels, but spec.data.preferences\[0\] has pairs; give all sources",
+        ),
+    ):
+        with pytest.raises(DataError, match=words):
+            collected(tmp_path, **changes)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

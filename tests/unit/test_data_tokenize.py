@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dovetail.coordinator.data import tokenizer as tokenizers
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.records import Demonstration, Preference
+from dovetail.coordinator.data.records import Demonstration, LaterTurn, Preference
 from dovetail.coordinator.data.tokenize import Encoder, by_length, ppo_batch, reward_batch, sft_batch
 
 
@@ -42,6 +42,17 @@ def test_a_demonstration_learns_response_and_end() -> None:
     assert batch["lengths"].tolist() == [4, 2]
     assert batch["loss_mask"].tolist() == [[0, 0, 1, 1], [1, 1, 0, 0]]
     assert [batch[k].dtype for k in ("tokens", "lengths", "loss_mask")] == [np.int32, np.int32, np.uint8]
+
+
+def test_turns_between_responses_are_not_learnt() -> None:
+    record = Demonstration("ab", "c", (LaterTurn("de", "f"), LaterTurn("g", "hi")))
+    batch = sft_batch([Encoder(Characters(), 9, 20).demonstration(record)], 0)
+    assert batch["tokens"].tolist() == [[*ids("abcdefghi"), 1]]
+    assert batch["loss_mask"].tolist() == [[0, 0, 1, 0, 0, 1, 0, 1, 1, 1]]
+    for most in range(3, 10):
+        cut = sft_batch([Encoder(Characters(), 2, most).demonstration(record)], 0)
+        assert cut["tokens"].tolist() == [row[:most] for row in batch["tokens"].tolist()]
+        assert cut["loss_mask"].tolist() == [row[:most] for row in batch["loss_mask"].tolist()]
 
 
 def test_prompts_keep_their_last_tokens_and_the_first_of_all() -> None:

@@ -69,6 +69,39 @@ def test_an_actor_learns_to_prefer_the_chosen_responses(tmp_path: Path, dpo: dic
     store.close()
 
 
+def test_an_actor_learns_from_labels_alone(tmp_path: Path) -> None:
+    """Rows of the pairs in any order, more of one kind than of the other."""
+    store = Store(tmp_path)
+    references = ReferenceLogprobs(store)
+    with LocalTrainer(job(dpo={"loss": "KTO", "batchSize": 12, "microBatchSize": 4})) as trainer:
+        trainer.metrics(load_command(Stage.DPO))
+        pairs = unpack(trainer_ranks.dpo_batch(1, reference=False))
+        rows = [0, 8, 1, 2, 9, 3, 4, 10, 5, 6, 11, 7]
+        good = np.array([row < 8 for row in rows], np.uint8)
+        batch = with_reference(
+            trainer, references, "dpo/1", pack({name: value[rows] for name, value in pairs.items()} | {"good": good})
+        )
+        trainer.client.batches["held-out"] = batch
+        evaluate = Evaluate(id="before", stage=Stage.DPO, batches=["held-out"])
+        before = trainer.metrics(evaluate)
+        assert (before["loss"], before["responses"]) == (pytest.approx(0.5, abs=1e-3), 12)
+        for step in range(1, 9):
+            trainer.metrics(trainer.step(Stage.DPO, step, batch, ["actor"], 3))
+        after = trainer.metrics(evaluate.model_copy(update={"id": "after"}))
+    assert after["loss"] < before["loss"]
+    assert after["rewards/chosen"] > after["rewards/rejected"]
+    assert after["margin"] == pytest.approx(after["rewards/chosen"] - after["rewards/rejected"])
+    store.close()
+
+
+def test_labels_are_for_kto() -> None:
+    with LocalTrainer(job()) as trainer:
+        trainer.metrics(load_command(Stage.DPO))
+        batch = unpack(trainer_ranks.dpo_batch(1)) | {"good": np.ones(16, np.uint8)}
+        result = trainer.execute(trainer.step(Stage.DPO, 1, pack(batch), ["actor"], 4))
+    assert result.error == "batch dpo/1 has labels, which loss DPO cannot use"
+
+
 def test_a_batch_without_the_reference_is_refused() -> None:
     with LocalTrainer(job()) as trainer:
         trainer.metrics(load_command(Stage.DPO))

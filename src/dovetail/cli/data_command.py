@@ -44,6 +44,7 @@ SHOWN_CHARACTERS = 2000
     help="Take data.maxPromptTokens, data.maxTokens and, without --model, the model from this manifest.",
 )
 @click.option("--max-prompt-tokens", type=click.IntRange(1), help="data.maxPromptTokens of the job.  [default: 512]")
+@click.option("--system", metavar="TEXT", help="The field `systemPrompt` of a job's source.")
 @click.option("--max-tokens", type=click.IntRange(1), help="data.maxTokens of the job.  [default: 1024]")
 @click.pass_context
 def data(
@@ -55,6 +56,7 @@ def data(
     job: Path | None,
     max_prompt_tokens: int | None,
     max_tokens: int | None,
+    system: str | None,
 ) -> None:
     """Show what is in a data file, or in a folder of them.
 
@@ -65,6 +67,7 @@ def data(
       dovetail data prompts.jsonl --model Qwen/Qwen2.5-0.5B-Instruct --as prompts
     """
     require("dovetail data", ["coordinator"])
+    from dovetail.coordinator.data.chat_template import WithSystem, chat_format
     from dovetail.coordinator.data.data_error import DataError
     from dovetail.coordinator.data.tokenize import Encoder
     from dovetail.local.data_look import look
@@ -78,7 +81,10 @@ def data(
             limits = max_prompt_tokens or lengths.max_prompt_tokens, max_tokens or lengths.max_tokens
             encoder = Encoder(named_tokenizer(named, "--model"), *limits)
         with console.status("reading"):
-            found = look(path, "FILE", kind, fmt, encoder)  # type: ignore[arg-type]
+            chat = chat_format(None if encoder is None else encoder.tokenizer)
+            if system is not None:
+                chat = WithSystem(chat, system)
+            found = look(path, "FILE", kind, fmt, encoder, chat)  # type: ignore[arg-type]
     except DataError as error:
         raise UsageError(str(error).removeprefix("FILE.path: ")) from error
     show(console, found, guessed=kind is None)
@@ -132,13 +138,18 @@ def show(console: Console, found: DataLook, guessed: bool) -> None:
 
 def example(found: DataLook) -> list[tuple[str, str]]:
     """The parts of the first record with their titles."""
-    from dovetail.coordinator.data.records import Demonstration, Preference
+    from dovetail.coordinator.data.records import Demonstration, Labelled, Preference
 
     record = found.example
     assert record is not None
     parts = [("Prompt of the first record", record.prompt)]
     if isinstance(record, Demonstration):
-        return [*parts, ("Response, which is learnt", record.response)]
+        parts.append(("Response, which is learnt", record.response))
+        for turn in record.turns:
+            parts += [("Given", turn.given), ("Response, which is learnt", turn.response)]
+        return parts
+    if isinstance(record, Labelled):
+        return [*parts, (f"Response, which is {'good' if record.good else 'bad'}", record.response)]
     if isinstance(record, Preference):
         return [*parts, ("Chosen", record.chosen), ("Rejected", record.rejected)]
     if record.fields:

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from dovetail.coordinator.data import jsonl
-from dovetail.coordinator.data.chat_template import ChatFormat, HumanAssistant, chat_format
+from dovetail.coordinator.data.chat_template import ChatFormat, HumanAssistant, WithSystem, chat_format
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.formats import FORMATS, MESSAGE_FIELDS, convert, detect
-from dovetail.coordinator.data.records import Demonstration, Kind, Preference, Record
+from dovetail.coordinator.data.formats import FORMATS, convert, detect, is_dialogue
+from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, Preference, Record
 from dovetail.coordinator.data.sources import PARQUET, source_files
 from dovetail.coordinator.data.tokenize import Encoder
 
@@ -111,7 +111,7 @@ class _FileReading:
         if self.kind is None:
             self.kind = kind_of(row, self.format, self.chat, where)
         record = convert(row, self.format, self.kind, self.chat, where)
-        self._turns = self._turns or any(isinstance(row.get(name), list) for name in (*MESSAGE_FIELDS, "chosen"))
+        self._turns = self._turns or is_dialogue(row)
         return record
 
     def _keep(self, record: Record) -> None:
@@ -123,7 +123,8 @@ class _FileReading:
 
     def look(self, files: Sequence[Path]) -> DataLook:
         lengths = [counts.summary() for counts in self._counts.values()]
-        own = not isinstance(self.chat, HumanAssistant)
+        written = self.chat.chat if isinstance(self.chat, WithSystem) else self.chat
+        own = not isinstance(written, HumanAssistant)
         template = "none: the text is used as it is"
         if self._turns:
             template = "the tokenizer's chat template" if own else "Human/Assistant"
@@ -157,7 +158,7 @@ def kind_of(row: Any, fmt: str, chat: ChatFormat, where: str) -> Kind:
     """What a record looks like: preferences, demonstrations, or else prompts.
 
     Raises DataError if it is none of them."""
-    if FORMATS[fmt].pairs:
+    if FORMATS[fmt].judged:
         return "preferences"
     try:
         convert(row, fmt, "demonstrations", chat, where)
@@ -205,6 +206,10 @@ def _parts(record: Record, encoder: Encoder) -> Iterator[tuple[str, int, int]]:
     given = len(encoder.bos) + len(encoder.encode(record.prompt))
     yield "prompt", given, encoder.max_prompt_tokens
     if isinstance(record, Demonstration):
+        rest = [record.response, *(text for turn in record.turns for text in (turn.given, turn.response))]
+        name = "the whole conversation" if record.turns else "prompt and response"
+        yield name, given + sum(len(encoder.encode(text)) for text in rest) + 1, encoder.max_tokens
+    elif isinstance(record, Labelled):
         yield "prompt and response", given + len(encoder.encode(record.response)) + 1, encoder.max_tokens
     elif isinstance(record, Preference):
         for name, text in (("chosen", record.chosen), ("rejected", record.rejected)):

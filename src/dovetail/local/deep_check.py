@@ -16,6 +16,7 @@ from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.hub import Hub, read_json
 from dovetail.coordinator.data.prepare import Prepared, given_tokenizer, model_sources, prepare
 from dovetail.coordinator.data.records import Kind
+from dovetail.coordinator.data.sources import with_system
 from dovetail.coordinator.data.tokenize import Encoder
 from dovetail.coordinator.loop.evaluation_metrics import EvaluationMetrics
 from dovetail.coordinator.rewards.calls import Calls, RewardError
@@ -159,8 +160,9 @@ def _data_found(
     kind: Kind, field: str, source: DataSource, folder: Path, encoder: Encoder | None, tokenizer: Any
 ) -> Finding:
     name = field.removeprefix("spec.")
+    chat = with_system(chat_format(tokenizer), source)
     try:
-        found = look(folder / str(source.path), field, kind, source.format, encoder, chat_format(tokenizer))
+        found = look(folder / str(source.path), field, kind, source.format, encoder, chat)
     except DataError as error:
         return Finding(name, "problem", str(error))
     if found.first_error is not None:

@@ -305,7 +305,7 @@ class SyntheticData(Model):
 
 
 # What `dovetail.coordinator.data.formats` reads.
-DataFormat = Literal["Text", "PromptResponse", "ChosenRejected", "Messages", "HH"]
+DataFormat = Literal["Text", "PromptResponse", "ChosenRejected", "Labelled", "Messages", "HH"]
 
 
 class DataSource(Model):
@@ -325,6 +325,10 @@ class DataSource(Model):
     )
     format: Literal["Auto", DataFormat] = Field(
         default="Auto", description="Shape of a record; Auto looks at the first one."
+    )
+    system_prompt: Text | None = Field(
+        default=None,
+        description="Opens each conversation that has no system message of its own. For records of messages.",
     )
 
 

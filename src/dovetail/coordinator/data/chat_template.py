@@ -38,6 +38,11 @@ class ChatFormat(Protocol):
     def reply(self, messages: Sequence[Message], content: str) -> str:
         """The assistant's next turn, without the end-of-sequence token."""
 
+    def turn_length(self, messages: Sequence[Message], content: str, rest: str) -> int | None:
+        """How many characters the assistant's turn after `messages` has in a longer conversation, with what closes it.
+
+        `rest`: the conversation's text after `prompt(messages)`. None: the turn does not stand there."""
+
 
 class HumanAssistant:
     """Anthropic's format of hh-rlhf."""
@@ -47,6 +52,30 @@ class HumanAssistant:
 
     def reply(self, messages: Sequence[Message], content: str) -> str:
         return " " + content
+
+    def turn_length(self, messages: Sequence[Message], content: str, rest: str) -> int | None:
+        return len(content) + 1 if rest.startswith(" " + content) else None
+
+
+class WithSystem:
+    """A format that opens each conversation without a system message with one."""
+
+    def __init__(self, chat: ChatFormat, system: str) -> None:
+        self.chat, self._system = chat, system
+
+    def _opened(self, messages: Sequence[Message]) -> list[Message]:
+        if any(message["role"] == "system" for message in messages):
+            return list(messages)
+        return [{"role": "system", "content": self._system}, *messages]
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        return self.chat.prompt(self._opened(messages))
+
+    def reply(self, messages: Sequence[Message], content: str) -> str:
+        return self.chat.reply(self._opened(messages), content)
+
+    def turn_length(self, messages: Sequence[Message], content: str, rest: str) -> int | None:
+        return self.chat.turn_length(self._opened(messages), content, rest)
 
 
 class Template:
@@ -62,13 +91,30 @@ class Template:
         return self._without_bos(self._render(messages, add_generation_prompt=True))
 
     def reply(self, messages: Sequence[Message], content: str) -> str:
-        before = self._render(messages, add_generation_prompt=True)
-        whole = self._render([*messages, {"role": "assistant", "content": content}])
-        # Some templates write the generation prompt otherwise than the turn itself; then the plain text is the reply.
-        text = whole[len(before) :] if whole.startswith(before) else content
+        text = self._written(messages, content)
         end = self._tokenizer.eos_token
         stripped = text.rstrip()
         return stripped.removesuffix(end) if end and stripped.endswith(end) else text
+
+    def _written(self, messages: Sequence[Message], content: str) -> str:
+        """The assistant's turn as the end of a conversation, with what closes it."""
+        before = self._render(messages, add_generation_prompt=True)
+        whole = self._render([*messages, {"role": "assistant", "content": content}])
+        # Some templates write the generation prompt otherwise than the turn itself; then the plain text is the reply.
+        return whole[len(before) :] if whole.startswith(before) else content
+
+    def turn_length(self, messages: Sequence[Message], content: str, rest: str) -> int | None:
+        # Templates of models that think write other things before the last answer than before earlier ones.
+        said, last = content.strip(), self._written(messages, content)
+        if said not in rest or said not in last:
+            return None
+        head, opening = rest[: rest.index(said)], last[: last.index(said)]
+        if head.strip() and head != opening:
+            return None
+        closing, end = last[len(opening) + len(said) :], self._tokenizer.eos_token
+        if end and closing.rstrip().endswith(end):
+            closing = closing.rstrip()
+        return len(head + said + closing) if rest.startswith(head + said + closing) else None
 
     def _without_bos(self, text: str) -> str:
         """Tokenization adds the beginning-of-sequence token itself."""

@@ -12,7 +12,7 @@ from dovetail.coordinator.data.blend import Blend, Indices, hold_out, split
 from dovetail.coordinator.data.chat_template import ChatFormat
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.fingerprints import Fingerprint, compare, fingerprint
-from dovetail.coordinator.data.records import STAGE_OF, Demonstration, Kind, Preference, Prompt, Records
+from dovetail.coordinator.data.records import STAGE_OF, Demonstration, Judged, Kind, Labelled, Prompt, Records
 from dovetail.coordinator.data.sources import identity, load
 from dovetail.manifest.types import RLHFJobSpec, Stage
 
@@ -73,7 +73,7 @@ class Collection:
     `evaluated`: the records of spec.evaluation.prompts, by source."""
 
     demonstrations: StageData[Demonstration] | None
-    preferences: StageData[Preference] | None
+    preferences: StageData[Judged] | None
     prompts: StageData[Prompt] | None
     fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
     evaluated: list[Records[Prompt]] = field(default_factory=list)
@@ -89,10 +89,13 @@ class Collection:
     def texts(self) -> Iterator[str]:
         """All text to train on, for training a tokenizer. Held-out records are left out."""
         for d in self.demonstrations.training_records() if self.demonstrations else ():
-            yield d.prompt + d.response
+            yield d.text
         for p in self.preferences.training_records() if self.preferences else ():
-            yield p.prompt + p.chosen
-            yield p.rejected
+            if isinstance(p, Labelled):
+                yield p.prompt + p.response
+            else:
+                yield p.prompt + p.chosen
+                yield p.rejected
         for q in self.prompts.training_records() if self.prompts else ():
             yield q.prompt
 
@@ -140,6 +143,8 @@ def collect(
         for i, source in enumerate(getattr(spec.data, kind)):
             name = f"spec.data.{kind}[{i}]"
             records = load(source, kind, field=name, base_dir=base_dir, cache_dir=cache_dir, seed=spec.seed, chat=chat)
+            if kind == "preferences":
+                _one_shape(spec, name, records, parts)
             print_ = fingerprint(source, records, name, base_dir, (known or {}).get(name))
             if print_ is not None:
                 prints[name] = print_
@@ -184,6 +189,22 @@ def collect(
     )
     compare(spec, base_dir, known or {}, prints)
     return collected
+
+
+def _one_shape(spec: RLHFJobSpec, name: str, records: Records[Any], others: list[SourcePart[Any]]) -> None:
+    """Raises DataError for responses with a label where pairs are needed, or beside pairs."""
+    labelled = isinstance(records[0], Labelled)
+    if labelled and (Stage.REWARD in spec.stages or spec.dpo.loss != "KTO"):
+        needs = "the reward stage" if Stage.REWARD in spec.stages else f"spec.dpo.loss {spec.dpo.loss}"
+        raise DataError(
+            f"{name} has one response and a label in each record, which only spec.dpo.loss KTO learns from, but "
+            f"{needs} needs chosen and rejected replies"
+        )
+    if others and isinstance(others[0].records[0], Labelled) != labelled:
+        raise DataError(
+            f"{name} has {'labels' if labelled else 'pairs'}, but spec.data.preferences[0] has "
+            f"{'pairs' if labelled else 'labels'}; give all sources of the list one shape"
+        )
 
 
 def _label(identity_key: str) -> str:

@@ -6,14 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.coordinator.data.chat_template import ASSISTANT, ASSISTANTS, ChatFormat, Message
+from dovetail.coordinator.data.chat_template import ASSISTANT, ASSISTANTS, ChatFormat, Message, WithSystem
+from dovetail.coordinator.data.conversations import Conversation, conversation, demonstration, type_name
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.records import Demonstration, Kind, Preference, Prompt, Record
+from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, Preference, Prompt, Record
 
 PROMPT_FIELDS = ("prompt", "instruction", "question", "query")
 RESPONSE_FIELDS = ("response", "completion", "output", "answer")
 MESSAGE_FIELDS = ("messages", "conversations")
-_HEARD = ("user", "human", "system")
 
 Row = Mapping[str, Any]
 
@@ -21,13 +21,13 @@ Row = Mapping[str, Any]
 @dataclass(frozen=True)
 class RowFormat:
     """One shape of a row. `fits` tells whether a row has it (`format: Auto`). `read(row, kind, chat, where)` makes the
-    record, or raises DataError with a sentence that `where` opens. `pairs`: rows hold a chosen and a rejected reply;
-    other formats give no preferences."""
+    record, or raises DataError with a sentence that `where` opens. `judged`: rows say which replies are good and which
+    are not; other formats give no preferences."""
 
     name: str
     fits: Callable[[Row], bool]
     read: Callable[[Row, Kind, ChatFormat, str], Record]
-    pairs: bool = False
+    judged: bool = False
 
 
 def detect(row: Row, where: str) -> str:
@@ -45,27 +45,68 @@ def convert(row: Row, fmt: str, kind: Kind, chat: ChatFormat, where: str) -> Rec
     """The record of `kind` in the row. Every error message begins with `where`: the file and line, or the data set and
     row."""
     chosen = FORMATS[fmt]
-    if kind == "preferences" and not chosen.pairs:
+    if kind == "preferences" and not chosen.judged:
         raise DataError(
-            f"{where}: spec.data.preferences needs records with chosen and rejected replies, "
-            f"but this one has {_has(row)}"
+            f"{where}: spec.data.preferences needs records with chosen and rejected replies, or with prompt, response "
+            f"and label, but this one has {_has(row)}"
+        )
+    if isinstance(chat, WithSystem) and not is_dialogue(row):
+        raise DataError(
+            f"{where}: a system prompt opens conversations, but this record is no list of messages; write messages, "
+            "or remove systemPrompt"
         )
     return chosen.read(row, kind, chat, where)
 
 
+def is_dialogue(row: Row) -> bool:
+    """Whether a row holds messages, which a chat template writes."""
+    return any(isinstance(row.get(name), list) for name in (*MESSAGE_FIELDS, *PROMPT_FIELDS, "chosen"))
+
+
 def _prompt_response(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
     name = _need(row, PROMPT_FIELDS, where)
+    if isinstance(row[name], list):
+        return _prompt_messages(row, name, kind, chat, where)
     prompt = _filled(_string(row, name, where), name, where)
     if kind == "prompts":
-        return Prompt(prompt, {k: v for k, v in row.items() if k != name})
+        return Prompt(prompt, _others(row, name))
     response = _string(row, _need(row, RESPONSE_FIELDS, where), where)
     return Demonstration(prompt, _continued(prompt, response))
+
+
+def _prompt_messages(row: Row, name: str, kind: Kind, chat: ChatFormat, where: str) -> Record:
+    """A prompt that is a list of messages. The response is a text, or the messages that follow; only these are
+    learnt."""
+    given = conversation(row[name], name, where)
+    if kind == "prompts":
+        return Prompt(chat.prompt(_asked(given, name, where)), _others(row, name))
+    answer = _need(row, RESPONSE_FIELDS, where)
+    if isinstance(row[answer], str):
+        replies = Conversation([{"role": "assistant", "content": row[answer]}], [True])
+    else:
+        replies = conversation(row[answer], answer, where)
+    return demonstration(given.unlearnt() + replies, answer, chat, where)
+
+
+def _labelled(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
+    if kind != "preferences":
+        return _prompt_response(row, kind, chat, where)
+    label = row.get("label")
+    if label is None:
+        raise DataError(f"{where}: field 'label' is missing; the record has {_has(row)}")
+    if not isinstance(label, bool):
+        raise DataError(f"{where}: field 'label' must be true (a good response) or false, not {type_name(label)}")
+    record = _prompt_response(row, "demonstrations", chat, where)
+    assert isinstance(record, Demonstration)
+    if record.turns:
+        raise DataError(f"{where}: the response must be one assistant message, because the label is of one reply")
+    return Labelled(record.prompt, record.response, label)
 
 
 def _text(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
     text = _filled(_string(row, _need(row, ("text",), where), where), "text", where)
     if kind == "prompts":
-        return Prompt(text, {k: v for k, v in row.items() if k != "text"})
+        return Prompt(text, _others(row, "text"))
     cut = text.rfind(ASSISTANT)
     cut = 0 if cut < 0 else cut + len(ASSISTANT)
     return Demonstration(text[:cut], text[cut:])
@@ -73,23 +114,27 @@ def _text(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
 
 def _messages(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
     name = _need(row, MESSAGE_FIELDS, where)
-    messages = _message_list(row[name], name, where)
+    dialogue = conversation(row[name], name, where)
     if kind == "prompts":
-        while messages and messages[-1]["role"] in ASSISTANTS:
-            messages = messages[:-1]
-        if not messages:
-            raise DataError(f"{where}: field {name!r} holds no user message to answer")
-        return Prompt(chat.prompt(messages), {k: v for k, v in row.items() if k != name})
-    if not messages or messages[-1]["role"] not in ASSISTANTS:
-        raise DataError(f"{where}: the last of field {name!r} must be an assistant message, for it is what SFT learns")
-    return Demonstration(chat.prompt(messages[:-1]), chat.reply(messages[:-1], messages[-1]["content"]))
+        return Prompt(chat.prompt(_asked(dialogue, name, where)), _others(row, name))
+    return demonstration(dialogue, name, chat, where)
+
+
+def _asked(dialogue: Conversation, name: str, where: str) -> list[Message]:
+    """The messages up to the last that is not the assistant's."""
+    messages = list(dialogue.messages)
+    while messages and messages[-1]["role"] in ASSISTANTS:
+        messages.pop()
+    if not messages:
+        raise DataError(f"{where}: field {name!r} holds no user message to answer")
+    return messages
 
 
 def _chosen_rejected(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
     for name in ("chosen", "rejected"):
         if name not in row:
             raise DataError(f"{where}: field {name!r} is missing; the record has {_has(row)}")
-    fields = {k: v for k, v in row.items() if k not in ("prompt", "chosen", "rejected")}
+    fields = _others(row, "prompt", "chosen", "rejected")
     if isinstance(row["chosen"], list):
         return _from_pair(kind, *_message_pair(row, chat, where), fields)
     chosen, rejected = _string(row, "chosen", where), _string(row, "rejected", where)
@@ -108,20 +153,24 @@ def _chosen_rejected(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Reco
 
 
 def _message_pair(row: Row, chat: ChatFormat, where: str) -> tuple[str, str, str]:
-    """Conversational preferences: lists of messages that share all but the last, with or without a prompt list."""
-    chosen = _message_list(row["chosen"], "chosen", where)
-    rejected = _message_list(row["rejected"], "rejected", where)
+    """Conversational preferences: lists of messages that share all but the last, with or without a prompt list, which
+    some sets repeat at the start of both."""
+    chosen = conversation(row["chosen"], "chosen", where).messages
+    rejected = conversation(row["rejected"], "rejected", where).messages
     given = row.get("prompt")
     before: list[Message] = []
     if isinstance(given, list):
-        before = _message_list(given, "prompt", where)
+        before = conversation(given, "prompt", where).messages
     elif isinstance(given, str) and len(chosen) == 1:
         before = [{"role": "user", "content": given}]
-    if not isinstance(given, list) and chosen[:-1] == rejected[:-1]:
-        before = before + chosen[:-1]
-    if not before or not chosen or not rejected:
+    if chosen[: len(before)] == before == rejected[: len(before)]:
+        before = []
+    before = before + chosen[:-1]
+    last = [messages[-1] for messages in (chosen, rejected) if messages and messages[-1]["role"] in ASSISTANTS]
+    if not before or len(last) < 2 or chosen[:-1] != rejected[:-1]:
         raise DataError(f"{where}: chosen and rejected must be one assistant message each after a common dialogue")
-    return chat.prompt(before), chat.reply(before, chosen[-1]["content"]), chat.reply(before, rejected[-1]["content"])
+    replies = [chat.reply(before, message["content"]) for message in last]
+    return chat.prompt(before), replies[0], replies[1]
 
 
 def _is_hh(row: Row) -> bool:
@@ -164,19 +213,9 @@ def _continued(prompt: str, response: str) -> str:
     return response if joined else " " + response
 
 
-def _message_list(value: Any, name: str, where: str) -> list[Message]:
-    if not isinstance(value, Sequence) or isinstance(value, str):
-        raise DataError(f"{where}: field {name!r} must be a list of messages, not {_type(value)}")
-    messages = []
-    for i, item in enumerate(value):
-        role = item.get("role", item.get("from")) if isinstance(item, Mapping) else None
-        content = item.get("content", item.get("value")) if isinstance(item, Mapping) else None
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise DataError(f"{where}: message {i} of field {name!r} needs 'role' and 'content', both strings")
-        if role not in _HEARD and role not in ASSISTANTS:
-            raise DataError(f"{where}: message {i} of field {name!r} has role {role!r}; use system, user or assistant")
-        messages.append({"role": {"human": "user", "gpt": "assistant"}.get(role, role), "content": content})
-    return messages
+def _others(row: Row, *names: str) -> dict[str, Any]:
+    """The fields that are not in `names`, for reward functions."""
+    return {name: value for name, value in row.items() if name not in names}
 
 
 def _first(row: Row, names: Sequence[str]) -> str | None:
@@ -194,7 +233,7 @@ def _need(row: Row, names: Sequence[str], where: str) -> str:
 def _string(row: Row, name: str, where: str) -> str:
     value = row[name]
     if not isinstance(value, str):
-        raise DataError(f"{where}: field {name!r} must be a string, not {_type(value)}")
+        raise DataError(f"{where}: field {name!r} must be a string, not {type_name(value)}")
     return value
 
 
@@ -202,11 +241,6 @@ def _filled(text: str, name: str, where: str) -> str:
     if not text:
         raise DataError(f"{where}: field {name!r} is an empty string")
     return text
-
-
-def _type(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
-    return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
 def _has(row: Row) -> str:
@@ -219,8 +253,18 @@ FORMATS: dict[str, RowFormat] = {
     each.name: each
     for each in (
         RowFormat("Messages", lambda row: _first(row, MESSAGE_FIELDS) is not None, _messages),
-        RowFormat("HH", _is_hh, _read_hh, pairs=True),
-        RowFormat("ChosenRejected", lambda row: "chosen" in row and "rejected" in row, _chosen_rejected, pairs=True),
+        RowFormat("HH", _is_hh, _read_hh, judged=True),
+        RowFormat("ChosenRejected", lambda row: "chosen" in row and "rejected" in row, _chosen_rejected, judged=True),
+        RowFormat(
+            "Labelled",
+            lambda row: (
+                isinstance(row.get("label"), bool)
+                and _first(row, PROMPT_FIELDS) is not None
+                and _first(row, RESPONSE_FIELDS) is not None
+            ),
+            _labelled,
+            judged=True,
+        ),
         RowFormat("PromptResponse", lambda row: _first(row, PROMPT_FIELDS) is not None, _prompt_response),
         RowFormat("Text", lambda row: "text" in row, _text),
     )

@@ -19,8 +19,17 @@ from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.fingerprints import Fingerprint
 from dovetail.coordinator.data.hub import Hub
 from dovetail.coordinator.data.model_folders import resolve, scratch_config
+from dovetail.coordinator.data.records import Judged, Labelled
 from dovetail.coordinator.data.seeds import derived_seed
-from dovetail.coordinator.data.tokenize import Encoded, Encoder, by_length, dpo_batch, reward_batch, sft_batch
+from dovetail.coordinator.data.tokenize import (
+    Encoded,
+    Encoder,
+    by_length,
+    dpo_batch,
+    labelled_batch,
+    reward_batch,
+    sft_batch,
+)
 from dovetail.manifest.types import ModelSource, RLHFJobSpec, ScratchModel, Stage, TrainedModel
 from dovetail.protocol.durable import sync
 from dovetail.protocol.messages import ModelRef
@@ -114,11 +123,11 @@ class Prepared:
 
     def reward_batch(self, step: int) -> Arrays:
         records = _have(self.data.preferences, "preferences").batch(step, self.spec.reward.batch_size)
-        return reward_batch([self.encoder.preference(r) for r in records], self.encoder.pad)
+        return reward_batch(_pairs([self.encoder.judged(record) for record in records]), self.encoder.pad)
 
     def dpo_batch(self, step: int) -> Arrays:
         records = _have(self.data.preferences, "preferences").batch(step, self.spec.dpo.batch_size)
-        return self._dpo_batch([self.encoder.preference(r) for r in records])
+        return self._dpo_batch([(record, self.encoder.judged(record)) for record in records])
 
     def sft_eval_batches(self) -> list[Arrays]:
         """The held-out demonstrations in batches of `sft.batchSize`, sorted by length. The last batch may be
@@ -141,20 +150,25 @@ class Prepared:
 
     def reward_eval_batches(self) -> list[Arrays]:
         """The held-out pairs in batches of `reward.batchSize`, sorted by length. The last batch may be smaller."""
-        return [reward_batch(pairs, self.encoder.pad) for pairs in self._held_out_pairs(self.spec.reward.batch_size)]
+        batches = self._held_out_judged(self.spec.reward.batch_size)
+        return [reward_batch(_pairs([rows for _, rows in batch]), self.encoder.pad) for batch in batches]
 
     def dpo_eval_batches(self) -> list[Arrays]:
-        """The held-out pairs in batches of `dpo.batchSize`, likewise."""
-        return [self._dpo_batch(pairs) for pairs in self._held_out_pairs(self.spec.dpo.batch_size)]
+        """The held-out pairs, or responses with a label, in batches of `dpo.batchSize`, likewise."""
+        return [self._dpo_batch(batch) for batch in self._held_out_judged(self.spec.dpo.batch_size)]
 
-    def _held_out_pairs(self, size: int) -> list[list[tuple[Encoded, Encoded]]]:
-        held = [self.encoder.preference(r) for r in _have(self.data.preferences, "preferences").held_out()]
-        groups = by_length([len(c.tokens) + len(r.tokens) for c, r in held], size)
+    def _held_out_judged(self, size: int) -> list[list[tuple[Judged, tuple[Encoded, ...]]]]:
+        records = _have(self.data.preferences, "preferences").held_out()
+        held = [(record, self.encoder.judged(record)) for record in records]
+        groups = by_length([sum(len(row.tokens) for row in rows) for _, rows in held], size)
         return [[held[i] for i in group] for group in groups]
 
-    def _dpo_batch(self, pairs: Sequence[tuple[Encoded, Encoded]]) -> Arrays:
-        longest = self.encoder.max_tokens if self.spec.dpo.loss == "KTO" else None
-        return dpo_batch(pairs, self.encoder.pad, longest)
+    def _dpo_batch(self, batch: Sequence[tuple[Judged, tuple[Encoded, ...]]]) -> Arrays:
+        longest, pad = self.encoder.max_tokens, self.encoder.pad
+        good = [record.good for record, _ in batch if isinstance(record, Labelled)]
+        if good:
+            return labelled_batch([rows[0] for _, rows in batch], good, pad, longest)
+        return dpo_batch(_pairs([rows for _, rows in batch]), pad, longest if self.spec.dpo.loss == "KTO" else None)
 
     def prompts(self, iteration: int) -> list[PromptRecord]:
         """The prompts of a PPO iteration: globalBatchSize / samplesPerPrompt of them."""
@@ -331,6 +345,11 @@ def _once(folder: Path, make: Callable[[Path], object]) -> None:
                 raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _pairs(encoded: Sequence[tuple[Encoded, ...]]) -> list[tuple[Encoded, Encoded]]:
+    """Of a job whose preferences are pairs, as `collect` has seen to."""
+    return [(chosen, rejected) for chosen, rejected in encoded]
 
 
 def _have(data: StageData[Any] | None, name: str) -> StageData[Any]:

@@ -17,11 +17,25 @@ STAGE_OF: dict[Kind, Stage] = {
 
 
 @dataclass(frozen=True, slots=True)
+class LaterTurn:
+    """A later turn of a conversation: `given` is what stands before it, `response` what the assistant says."""
+
+    given: str
+    response: str
+
+
+@dataclass(frozen=True, slots=True)
 class Demonstration:
-    """The text is `prompt + response`. Only the response is learnt."""
+    """The text is `prompt + response`, and then `given + response` of each of `turns`. Only responses are learnt."""
 
     prompt: str
     response: str
+    turns: tuple[LaterTurn, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """All of it, without an end token."""
+        return self.prompt + self.response + "".join(turn.given + turn.response for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +48,15 @@ class Preference:
 
 
 @dataclass(frozen=True, slots=True)
+class Labelled:
+    """One response to a prompt, and whether it is good."""
+
+    prompt: str
+    response: str
+    good: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Prompt:
     """`fields`: the record's other fields, which reward functions get."""
 
@@ -41,7 +64,8 @@ class Prompt:
     fields: dict[str, Any] = field(default_factory=dict)
 
 
-Record = Demonstration | Preference | Prompt
+Judged = Preference | Labelled
+Record = Demonstration | Judged | Prompt
 R_co = TypeVar("R_co", covariant=True)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from dovetail.coordinator.data import jsonl, synthetic
-from dovetail.coordinator.data.chat_template import ChatFormat, HumanAssistant
+from dovetail.coordinator.data.chat_template import ChatFormat, HumanAssistant, WithSystem
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import convert, detect
 from dovetail.coordinator.data.records import ByIndex, Demonstration, Kind, Preference, Prompt, Record, Records
@@ -18,6 +18,8 @@ from dovetail.manifest.types import DataSource
 
 JSON_LINES = (".jsonl", ".jsonl.gz")
 PARQUET = (".parquet",)
+# Goes up when lines are checked in another way, so that those that were checked before are checked anew.
+CHECKED = 2
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ def load(
     `field`: the manifest field, for errors. `base_dir`: the folder from which relative paths start. `cache_dir`: the
     folder for Arrow files. Every JSON line is checked here. Of tables the first record is checked here, and each other
     record when it is read. Raises DataError."""
-    chat = chat or HumanAssistant()
+    chat = with_system(chat or HumanAssistant(), source)
     if source.synthetic is not None:
         return _synthetic(kind, source.synthetic.size, seed, field)
     if source.path is not None:
@@ -71,6 +73,11 @@ def load(
     if source.hugging_face is not None:
         return _hub(source, kind, field, cache_dir, chat)
     raise DataError(f"{field} needs one of huggingFace, path and synthetic")
+
+
+def with_system(chat: ChatFormat, source: DataSource) -> ChatFormat:
+    """The format in which the source's conversations are written."""
+    return chat if source.system_prompt is None else WithSystem(chat, source.system_prompt)
 
 
 def _synthetic(kind: Kind, size: int, seed: int, field: str) -> Records[Record]:
@@ -127,7 +134,7 @@ def _path(source: DataSource, path: Path, kind: Kind, field: str, cache_dir: Pat
             yield {"file": file, "line": number, "json": text}
 
     # The stamp lets a later start reuse the Arrow file of unchanged, already checked lines.
-    stamp = json.dumps([[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files] + [fmt, kind])
+    stamp = json.dumps([[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files] + [fmt, kind, CHECKED])
     columns = {"file": "int32", "line": "int64", "json": "large_string"}
     features = datasets.Features({name: datasets.Value(dtype) for name, dtype in columns.items()})
     with _quiet():
@@ -216,7 +223,7 @@ def _raising(action: Callable[[], Any], what: str) -> Any:
 
 
 class _quiet:  # noqa: N801 - reads as a statement
-    """Turn off the loader's progress bars, because they would break the caller's own."""
+    """LaterTurn off the loader's progress bars, because they would break the caller's own."""
 
     def __enter__(self) -> None:
         import datasets

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.coordinator.data.records import Demonstration, Preference
+from dovetail.coordinator.data.records import Demonstration, Judged, Labelled, LaterTurn, Preference
 from dovetail.protocol.wire import Arrays
 
 Tokens = list[int]
@@ -17,10 +17,12 @@ Tokens = list[int]
 
 @dataclass(frozen=True)
 class Encoded:
-    """One sequence. The first `prompt_length` tokens are given, and the rest are learnt."""
+    """One sequence. The first `prompt_length` tokens are given, and so are those of the ranges in `given`, which come
+    later, as (start, end). The rest are learnt."""
 
     tokens: Tokens
     prompt_length: int
+    given: tuple[tuple[int, int], ...] = ()
 
 
 class Encoder:
@@ -52,16 +54,35 @@ class Encoder:
 
     def continued(self, prompt: str, response: str) -> Encoded:
         """Prompt, response and end token within the limits."""
+        return self._sequence(prompt, response, ())
+
+    def _sequence(self, prompt: str, response: str, turns: Sequence[LaterTurn]) -> Encoded:
         given = self.prompt(prompt, max(1, self.max_tokens // 2) if self.max_prompt_tokens >= self.max_tokens else None)
-        tokens = given + self.encode(response) + [self.eos]
-        return Encoded(tokens[: self.max_tokens], len(given))
+        tokens = given + self.encode(response)
+        later: list[tuple[int, int]] = []
+        for turn in turns:
+            between = self.encode(turn.given)
+            later.append((len(tokens), len(tokens) + len(between)))
+            tokens += between + self.encode(turn.response)
+        tokens.append(self.eos)
+        most = self.max_tokens
+        kept = tuple((start, min(end, most)) for start, end in later if start < most)
+        return Encoded(tokens[:most], len(given), kept)
 
     def demonstration(self, record: Demonstration) -> Encoded:
+        """The prompt, which is what stands before the first response, all turns and the end token."""
+        return self._sequence(record.prompt, record.response, record.turns)
+
+    def labelled(self, record: Labelled) -> Encoded:
         return self.continued(record.prompt, record.response)
 
     def preference(self, record: Preference) -> tuple[Encoded, Encoded]:
         """(chosen, rejected)."""
         return self.continued(record.prompt, record.chosen), self.continued(record.prompt, record.rejected)
+
+    def judged(self, record: Judged) -> tuple[Encoded, ...]:
+        """The sequences of a record: chosen and rejected, or the one with a label."""
+        return (self.labelled(record),) if isinstance(record, Labelled) else self.preference(record)
 
 
 Row = Sequence[int] | NDArray[np.int32]
@@ -77,11 +98,14 @@ def right_pad(rows: Sequence[Row], pad: int) -> tuple[NDArray[np.int32], NDArray
 
 
 def sft_batch(sequences: Sequence[Encoded], pad: int, prefix: str = "") -> Arrays:
-    """`tokens` (N,T) int32, `lengths` (N,) int32, `loss_mask` (N,T) uint8: 1 on response and end token."""
+    """`tokens` (N,T) int32, `lengths` (N,) int32, `loss_mask` (N,T) uint8: 1 on responses and the end token."""
     tokens, lengths = right_pad([s.tokens for s in sequences], pad)
     column = np.arange(tokens.shape[1])[None, :]
     start = np.array([s.prompt_length for s in sequences], np.int32)[:, None]
     mask = ((column >= start) & (column < lengths[:, None])).astype(np.uint8)
+    for row, sequence in enumerate(sequences):
+        for first, last in sequence.given:
+            mask[row, first:last] = 0
     return {f"{prefix}tokens": tokens, f"{prefix}lengths": lengths, f"{prefix}loss_mask": mask}
 
 
@@ -103,14 +127,22 @@ def dpo_batch(pairs: Sequence[tuple[Encoded, Encoded]], pad: int, mismatched: in
     `mismatched`: KTO's estimate of the KL needs each prompt with the response of the next row as well, in at most so
     many tokens: the same arrays with the prefix `kl_`. None: without them."""
     rows = [c for c, _ in pairs] + [r for _, r in pairs]
-    arrays = sft_batch(rows, pad)
-    if mismatched is None:
-        return arrays
+    return sft_batch(rows, pad) | ({} if mismatched is None else _mismatched(rows, pad, mismatched))
+
+
+def labelled_batch(rows: Sequence[Encoded], good: Sequence[bool], pad: int, mismatched: int) -> Arrays:
+    """The arrays of an SFT batch of N responses, `good` (N,) uint8, and those with the prefix `kl_` as in
+    `dpo_batch`."""
+    return {**sft_batch(rows, pad), "good": np.array(good, np.uint8), **_mismatched(rows, pad, mismatched)}
+
+
+def _mismatched(rows: Sequence[Encoded], pad: int, limit: int) -> Arrays:
+    """Each row's prompt with the response of the next row, in at most `limit` tokens."""
     others = [
-        Encoded((row.tokens[: row.prompt_length] + other.tokens[other.prompt_length :])[:mismatched], row.prompt_length)
+        Encoded((row.tokens[: row.prompt_length] + other.tokens[other.prompt_length :])[:limit], row.prompt_length)
         for row, other in zip(rows, [*rows[1:], rows[0]], strict=True)
     ]
-    return arrays | sft_batch(others, pad, "kl_")
+    return sft_batch(others, pad, "kl_")
 
 
 def ppo_batch(prompts: Sequence[Row], responses: Sequence[Row], pad: int) -> Arrays:

@@ -134,7 +134,7 @@ class SupervisedStages:
 
     async def dpo(self) -> None:
         """Train the actor on preferences; the result is models/actor. Facts: dpo.loss_before, .loss_after, .accuracy,
-        .pairs."""
+        and .pairs or .responses."""
         stage = self._stage(Stage.DPO, self._sources.actor_for_ppo())
         batches = [f"dpo/{step + 1}" for step in range(stage.steps)] + stage.eval_batches
         stage = replace(stage, export_to=self._models / "actor", references=lambda: self._references(batches))
@@ -145,7 +145,8 @@ class SupervisedStages:
         if after:
             self._records.results.fact("dpo.loss_after", after["loss"])
             self._records.results.fact("dpo.accuracy", after["accuracy"])
-            self._records.results.fact("dpo.pairs", after["pairs"])
+            count = "pairs" if "pairs" in after else "responses"
+            self._records.results.fact(f"dpo.{count}", after[count])
 
     async def _references(self, batches: list[str]) -> None:
         """Have the trainers compute the reference's log-probabilities of all responses that the stage will see, each

@@ -50,6 +50,30 @@ def preference_loss(
     return total / normaliser, {"pairs": torch.tensor(float(len(margin))), **stats}
 
 
+def labelled_loss(
+    ratios: Tensor, good: Tensor, config: DPO, *, normaliser: float | Tensor, kl: float | Tensor = 0.0
+) -> tuple[Tensor, Stats]:
+    """KTO (Ethayarajh et al. 2024, eq. 8) of responses without a partner: the mean over responses of
+    w_D (1 - sigmoid(beta (r - kl))) for good ones and w_U (1 - sigmoid(beta (kl - r))) for the others.
+
+    ratios (responses,): log-ratios r; good (responses,) bool. Stats: `responses` and `good`, counts; sums `loss`,
+    `correct` (r above `kl` if good, else below), `chosen` and `rejected` (rewards, beta r, of good responses and of the
+    others)."""
+    gain = torch.where(good, ratios - kl, kl - ratios)
+    weight = torch.where(good, ratios.new_tensor(config.desirable_weight), ratios.new_tensor(config.undesirable_weight))
+    total = (weight * (1 - torch.sigmoid(config.beta * gain))).sum()
+    rewards = config.beta * ratios
+    sums = {
+        "loss": total,
+        "correct": (gain > 0).sum(),
+        "good": good.sum(),
+        "chosen": torch.where(good, rewards, 0.0).sum(),
+        "rejected": torch.where(good, 0.0, rewards).sum(),
+    }
+    stats = {name: value.detach().float() for name, value in sums.items()}
+    return total / normaliser, {"responses": torch.tensor(float(len(ratios))), **stats}
+
+
 def kl_estimate(logratios: Tensor) -> float:
     """KTO's z_0 (eq. 8): the mean log-ratio of responses to the prompts of others, and at least 0."""
     return max(0.0, float(logratios.double().mean()))

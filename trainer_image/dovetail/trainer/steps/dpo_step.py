@@ -1,4 +1,5 @@
-"""DPO, IPO and KTO: the actor learns from pairs of responses, against log-probabilities of a frozen reference.
+"""DPO, IPO and KTO: the actor learns from pairs of responses, or from responses with a label, against
+log-probabilities of a frozen reference.
 
 The batch holds these log-probabilities, so no reference is in memory."""
 
@@ -13,7 +14,7 @@ from dovetail.manifest.types import DPO
 from dovetail.models.predictions import Predicted, Predictions
 from dovetail.protocol.messages import Evaluate, Step
 from dovetail.protocol.wire import Arrays
-from dovetail.trainer.algorithms.preference_losses import kl_estimate, preference_loss
+from dovetail.trainer.algorithms.preference_losses import kl_estimate, labelled_loss, preference_loss
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.engine.executor import MicroBatch
 from dovetail.trainer.packed_batches import Packed, Sequences, moved, read, unpacked
@@ -60,15 +61,39 @@ class Responses:
 
 
 @dataclass(frozen=True)
-class PairBatch:
-    """Pair i is rows i and i + pairs. `mismatched`: KTO's prompts with the responses of others."""
+class JudgedBatch:
+    """Pair i is rows i and i + pairs. `mismatched`: KTO's prompts with the responses of others. `good` (N,) bool: there
+    are no pairs, and each response has this label."""
 
     responses: Responses
     mismatched: Responses | None
+    good: Tensor | None
 
     @property
-    def pairs(self) -> int:
-        return len(self.responses.sequences) // 2
+    def records(self) -> int:
+        """Pairs, or responses with a label."""
+        rows = len(self.responses.sequences)
+        return rows // 2 if self.good is None else rows
+
+    def rows(self, records: list[int]) -> list[int]:
+        """The rows of these records: with pairs the chosen ones, then the rejected ones."""
+        return records if self.good is not None else [*records, *(row + self.records for row in records)]
+
+    def lengths(self) -> list[int]:
+        """Tokens of each record."""
+        lengths, n = self.responses.sequences.lengths, self.records
+        found: list[int] = (lengths if self.good is not None else lengths[:n] + lengths[n:]).tolist()
+        return found
+
+    def loss(
+        self, ratios: Tensor, config: DPO, records: list[int] | None = None, *, normaliser: float, kl: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Of the log-ratios of the rows of these records, None: of all."""
+        if self.good is not None:
+            good = moved(self.good if records is None else self.good[records], ratios.device)
+            return labelled_loss(ratios, good, config, normaliser=normaliser, kl=kl)
+        half = len(ratios) // 2
+        return preference_loss(ratios[:half], ratios[half:], config, normaliser=normaliser, kl=kl)
 
     def kl(self, context: Context, tokens: int | None = None) -> float:
         """KTO's estimate under the present weights, the same on every rank; 0 for other losses. A collective call."""
@@ -79,17 +104,22 @@ class PairBatch:
         return kl_estimate(self.mismatched.ratios(found, context.spec.dpo))
 
 
-def load_batch(context: Context, key: str) -> PairBatch:
+def load_batch(context: Context, key: str) -> JudgedBatch:
     """Raises BadCommand."""
     arrays = context.fetch(key)
     responses = Responses.read(context, arrays)
     mismatched = Responses.read(context, arrays, "kl_") if context.spec.dpo.loss == "KTO" else None
+    if "good" in arrays:
+        if mismatched is None:
+            raise BadCommand(f"batch {key} has labels, which loss {context.spec.dpo.loss} cannot use")
+        good = read(arrays, "good", torch.uint8, (len(responses.sequences),)).bool()
+        return JudgedBatch(responses, mismatched, good)
     if len(responses.sequences) % 2:
         raise BadCommand(f"batch {key} has {len(responses.sequences)} sequences, which are no pairs")
-    return PairBatch(responses, mismatched)
+    return JudgedBatch(responses, mismatched, None)
 
 
-def _checked(context: Context, key: str) -> PairBatch:
+def _checked(context: Context, key: str) -> JudgedBatch:
     """A batch with the reference's log-probabilities. Raises BadCommand."""
     batch = load_batch(context, key)
     if any(part is not None and part.reference is None for part in (batch.responses, batch.mismatched)):
@@ -98,6 +128,17 @@ def _checked(context: Context, key: str) -> PairBatch:
 
 
 def _metrics(stats: dict[str, float]) -> Metrics:
+    if "responses" in stats:
+        bad = {"rejected": stats["rejected"], "bad": stats["responses"] - stats["good"]}
+        chosen, rejected = mean(stats, "chosen", "good"), mean(bad, "rejected", "bad")
+        return {
+            "loss": mean(stats, "loss", "responses"),
+            "accuracy": mean(stats, "correct", "responses"),
+            "margin": chosen - rejected,
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "responses": stats["responses"],
+        }
     return {
         "loss": mean(stats, "loss", "pairs"),
         "accuracy": mean(stats, "correct", "pairs"),
@@ -111,31 +152,30 @@ def _metrics(stats: dict[str, float]) -> Metrics:
 def prepare_step(context: Context, step: Step) -> Run:
     """Check everything about the step that one rank can check alone. Raises BadCommand.
 
-    A micro-batch of n pairs is one forward pass of 2n sequences."""
+    A micro-batch of n pairs is one forward pass of 2n sequences; of n responses with a label, of n."""
     model, config = context.model("actor"), context.spec.dpo
     batch = _checked(context, step.batch)
-    responses, n = batch.responses, batch.pairs
-    lengths = (responses.sequences.lengths[:n] + responses.sequences.lengths[n:]).tolist()
+    responses, n = batch.responses, batch.records
     tokens = step.micro_batch_tokens
-    micro_batches = cut(lengths, model.dp_size, config.micro_batch_size, tokens)[model.dp_rank]
+    micro_batches = cut(batch.lengths(), model.dp_size, config.micro_batch_size, tokens)[model.dp_rank]
     actions = context.actions(step, {"actor": len(micro_batches)})
     schedule = digest(step.actions)
 
-    def micro_batch(rows: list[int], kl: float) -> MicroBatch:
-        both = [*rows, *(row + n for row in rows)]
-        mask = responses.mask[both]
+    def micro_batch(records: list[int], kl: float) -> MicroBatch:
+        rows = batch.rows(records)
+        mask = responses.mask[rows]
 
         def loss(said: Predicted) -> tuple[Tensor, dict[str, Tensor]]:
             logprobs = unpacked(said.logprobs, mask).sum(dim=1)
-            ratios = responses.ratios(logprobs, config, both)
-            return preference_loss(ratios[: len(rows)], ratios[len(rows) :], config, normaliser=n, kl=kl)
+            ratios = responses.ratios(logprobs, config, rows)
+            return batch.loss(ratios, config, records, normaliser=n, kl=kl)
 
-        return MicroBatch(responses.sequences.pack(both, mask), loss, Predictions)
+        return MicroBatch(responses.sequences.pack(rows, mask), loss, Predictions)
 
     def run() -> Metrics:
         kl = batch.kl(context, tokens)
         with context.timeline.phase("dpo step"):
-            work = [micro_batch(rows, kl) for rows in micro_batches]
+            work = [micro_batch(records, kl) for records in micro_batches]
             stats = context.engine.run(actions, {"actor": work}, schedule=schedule)["actor"]
             applied = context.engine.optimizer_step("actor")
         estimate = {"kl": kl} if batch.mismatched is not None else {}
@@ -145,21 +185,21 @@ def prepare_step(context: Context, step: Step) -> Run:
 
 
 def prepare_evaluate(context: Context, command: Evaluate) -> Run:
-    """The metrics of a step over all pairs of the batches."""
+    """The metrics of a step over all records of the batches."""
     context.require("actor")
     batches = [_checked(context, key) for key in command.batches]
     config = context.spec.dpo
 
     def run() -> Metrics:
-        totals = dict.fromkeys(("pairs", "loss", "correct", "margin", "chosen", "rejected"), 0.0)
+        totals: dict[str, float] = {}
         for batch in batches:
             kl = batch.kl(context)
             with context.timeline.phase("dpo evaluation"):
                 found = batch.responses.logprobs(context)
             ratios = batch.responses.ratios(found, config)
-            _, stats = preference_loss(ratios[: batch.pairs], ratios[batch.pairs :], config, normaliser=1.0, kl=kl)
-            for name in totals:
-                totals[name] += float(stats[name])
+            _, stats = batch.loss(ratios, config, normaliser=1.0, kl=kl)
+            for name, value in stats.items():
+                totals[name] = totals.get(name, 0.0) + float(value)
         return _metrics(totals)
 
     return run

@@ -79,6 +79,12 @@ DATA_RULES = (
         "has(self.huggingFace) || self.split == 'train'",
         "{path}.split belongs to huggingFace; remove it, for files and synthetic data are used whole.",
     ),
+    Rule(
+        _DATA_SOURCES,
+        lambda source: source.system_prompt is None or source.synthetic is None,
+        "!has(self.systemPrompt) || !has(self.synthetic)",
+        "{path}.systemPrompt opens conversations, but synthetic records are texts; remove it.",
+    ),
     _needed(Stage.SFT, "demonstrations"),
     _needed(Stage.REWARD, "preferences"),
     _needed(Stage.DPO, "preferences"),

@@ -1,0 +1,153 @@
+"""Conversations: which turns are learnt, in which text, and what cannot be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dovetail.coordinator.data.chat_template import ChatFormat, HumanAssistant, Template
+from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.formats import convert, detect
+from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, LaterTurn, Preference, Prompt
+from dovetail.coordinator.data.sources import load, with_system
+from dovetail.manifest.types import DataSource
+
+END = "<|im_end|>"
+
+
+class ChatML:
+    """A tokenizer with the template of Qwen and others. `thinks`: it writes a thought before the last answer, and takes
+    thoughts out of earlier ones."""
+
+    eos_token, bos_token = END, None
+
+    def __init__(self, thinks: bool = False) -> None:
+        self._thinks = thinks
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool = False
+    ) -> str:
+        text = ""
+        for i, message in enumerate(messages):
+            content = message["content"]
+            if self._thinks and message["role"] == "assistant":
+                content = content.split("</think>\n")[-1]
+                if i == len(messages) - 1:
+                    content = "<think>\n\n</think>\n\n" + content
+            text += f"<|im_start|>{message['role']}\n{content}{END}\n"
+        return text + ("<|im_start|>assistant\n" if add_generation_prompt else "")
+
+
+def say(role: str, content: str, **marks: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **marks}
+
+
+LONG = [say("user", "Hi"), say("assistant", "Hello!"), say("user", "Sum?"), say("assistant", "4")]
+CHATML, THINKS, PLAIN = Template(ChatML()), Template(ChatML(thinks=True)), HumanAssistant()
+
+
+def read(row: dict[str, Any], kind: Kind = "demonstrations", chat: ChatFormat = CHATML) -> Any:
+    return convert(row, detect(row, "f:1"), kind, chat, "f:1")
+
+
+def test_every_assistant_turn_is_learnt_with_what_closes_it() -> None:
+    record = read({"messages": LONG})
+    first = f"<|im_start|>user\nHi{END}\n<|im_start|>assistant\n"
+    between = f"\n<|im_start|>user\nSum?{END}\n<|im_start|>assistant\n"
+    assert record == Demonstration(first, f"Hello!{END}", (LaterTurn(between, "4"),))
+    whole = ChatML().apply_chat_template(LONG, tokenize=False)
+    assert record.text == whole.rstrip().removesuffix(END), "the end token is put there with the others' tokens"
+    assert read({"messages": LONG}, chat=PLAIN) == Demonstration(
+        "\n\nHuman: Hi\n\nAssistant:", " Hello!", (LaterTurn("\n\nHuman: Sum?\n\nAssistant:", " 4"),)
+    )
+
+
+@pytest.mark.parametrize("mark", [{"train": False}, {"weight": 0}])
+def test_marked_turns_are_given(mark: dict[str, Any]) -> None:
+    first = [LONG[0], {**LONG[1], **mark}, *LONG[2:]]
+    only_last = read({"messages": first})
+    assert (only_last.response, only_last.turns) == ("4", ())
+    assert "Hello!" in only_last.prompt
+    last = [*LONG[:3], {**LONG[3], **mark}]
+    assert read({"messages": last}) == read({"messages": LONG[:2]}), "what nothing learns from is left out"
+
+
+def test_a_template_that_thinks_before_the_last_answer_alone() -> None:
+    """As Qwen3's: an earlier turn is in the conversation without the empty thought."""
+    record = read({"messages": LONG}, chat=THINKS)
+    assert (record.response, record.turns[0].response) == (f"Hello!{END}", "<think>\n\n</think>\n\n4")
+    thought = [LONG[0], say("assistant", "<think>greet</think>\nHello!"), *LONG[2:]]
+    with pytest.raises(DataError, match=r"message 1 of field 'messages' is not in the text .* \"train\": false"):
+        read({"messages": thought}, chat=THINKS)
+    thought[1]["train"] = False
+    assert read({"messages": thought}, chat=THINKS).turns == ()
+
+
+def test_a_system_prompt_opens_conversations_without_one(tmp_path: Path) -> None:
+    chat = with_system(CHATML, DataSource(path="x", systemPrompt="Be kind."))
+    opened = read({"messages": LONG}, chat=chat)
+    assert opened.prompt.startswith(f"<|im_start|>system\nBe kind.{END}\n<|im_start|>user\nHi")
+    assert opened.turns == read({"messages": LONG}).turns
+    own = [say("system", "Be rude."), *LONG]
+    assert read({"messages": own}, chat=chat) == read({"messages": own})
+    pair = {"chosen": LONG[:2], "rejected": [LONG[0], say("assistant", "Go.")]}
+    assert read(pair, "preferences", chat).prompt == opened.prompt
+    assert read({"messages": LONG}, "prompts", chat).prompt.startswith("<|im_start|>system\nBe kind.")
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"prompt": "1+1="}) + "\n")
+    source = DataSource(path="texts.jsonl", systemPrompt="Be kind.")
+    with pytest.raises(DataError, match=r"texts.jsonl:1: a system prompt opens conversations, but this record is no"):
+        load(source, "prompts", field="f", base_dir=tmp_path, cache_dir=tmp_path, seed=0)
+
+
+def test_a_prompt_of_messages_and_what_follows() -> None:
+    row = {"prompt": LONG[:1], "completion": LONG[1:], "gold": 4}
+    assert read(row) == read({"messages": LONG})
+    assert read(row, "prompts") == Prompt(read({"messages": LONG}).prompt, {"completion": LONG[1:], "gold": 4})
+    assert read({"prompt": LONG[:3], "completion": LONG[3:]}).turns == (), "the prompt is not learnt"
+    assert read({"prompt": LONG[:3], "completion": "4"}) == read({"prompt": LONG[:3], "completion": LONG[3:]})
+
+
+def test_pairs_share_all_but_the_last_message() -> None:
+    other = say("assistant", "5")
+    wanted = read({"chosen": LONG, "rejected": [*LONG[:3], other]}, "preferences")
+    assert isinstance(wanted, Preference)
+    assert (wanted.chosen, wanted.rejected) == ("4", "5")
+    for given in (1, 3):
+        row = {"prompt": LONG[:given], "chosen": LONG[given:], "rejected": [*LONG[given:3], other]}
+        assert read(row, "preferences") == wanted
+        repeated = {"prompt": LONG[:given], "chosen": LONG, "rejected": [*LONG[:3], other]}
+        assert read(repeated, "preferences") == wanted
+    apart = {"prompt": LONG[:1], "chosen": LONG[1:], "rejected": [say("assistant", "No."), LONG[2], other]}
+    with pytest.raises(DataError, match="must be one assistant message each after a common dialogue"):
+        read(apart, "preferences")
+
+
+def test_one_response_and_a_label() -> None:
+    row = {"prompt": "1+1=", "completion": "2", "label": True}
+    assert read(row, "preferences") == Labelled("1+1=", " 2", True)
+    assert read(row) == Demonstration("1+1=", " 2")
+    messages = {"prompt": LONG[:3], "completion": LONG[3:], "label": False}
+    found = read(messages, "preferences")
+    assert (found.response, found.good) == ("4", False)
+    with pytest.raises(DataError, match="the label is of one reply"):
+        read({"prompt": LONG[:1], "completion": LONG[1:], "label": True}, "preferences")
+    with pytest.raises(DataError, match=r"field 'label' must be true \(a good response\) or false, not a number"):
+        convert({"prompt": "a", "response": "b", "label": 1}, "Labelled", "preferences", CHATML, "f:1")
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([LONG[0], say("assistant", "x", train="no")], "message 1 of field 'messages' has train 'no', but it must be"),
+        ([LONG[0], say("assistant", "x", weight=0.5)], "has weight 0.5, but it must be 0 or 1"),
+        ([LONG[0], say("assistant", "x", train=False)], "no message of field 'messages' is learnt"),
+        (LONG[:3], "the last of field 'messages' must be an assistant message"),
+    ],
+)
+def test_what_cannot_be_learnt_is_named(messages: list[dict[str, Any]], words: str) -> None:
+    with pytest.raises(DataError, match=r"^f:1: ") as error:
+        read({"messages": messages})
+    assert words in str(error.value)
