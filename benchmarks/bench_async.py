@@ -1,6 +1,9 @@
 """Iterations with and without a lag (`ppo.lag`): generation beside training, against one after the other.
 
     python benchmarks/bench_async.py [--instances 32] [--lags 1 2] [--training 1.0]
+    python benchmarks/bench_async.py --streaming
+    python benchmarks/bench_async.py --real [--rounds 2]
+    python benchmarks/bench_async.py --curves [--seeds 3]
 
 The coordinator's own loop and protocols, over rollouts, scorers and trainers in another process that
 wait as long as a profile says. The rollouts are those of bench_interstage.py: LLaMA-33B on eight H100, 16 samples each,
@@ -8,6 +11,16 @@ long-tailed lengths. The trainers take `--training` times as long as generation 
 iteration's tokens. A version of the weights takes `--weights` of that time to arrive. Everything takes `--slow` times
 as long as there, against the noise of a busy machine. The planner predicts each lag from what the run without a lag has
 measured: steps, scoring, weights, training, and what the coordinator needs besides.
+
+With --streaming the job has no lag, one optimizer step an iteration and GROUP samples a prompt. In the first run the
+trainers begin when all samples are scored, in the second one they learn from samples as they come (`ppo.streaming`).
+The planner predicts both from the first.
+
+With --real whole jobs run on this machine: vLLM servers, scorers and trainers of a small model. With lag 1 one job only
+computes, so two busy cores gain nothing; the other one sleeps in its reward and advantage functions.
+
+With --curves tiny jobs learn for as many steps with each lag. A line has the rewards of the last iterations, and
+whether they are within the seeds' noise of those without a lag.
 
 A JSON line a lag: `seconds` of an iteration, `speedup` over lag 0, `trainer_idle`: share of the time in which the
 trainers do not train, `rollout_idle`: in which a rollout neither generates nor scores nor takes weights; each with what
@@ -21,23 +34,37 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from asynchronous.curves import compare_curves
+from asynchronous.real import compare
 from asynchronous.run import Job, Ran, run
 from asynchronous.world import length_of
 from bench_interstage import device
 
+from dovetail.planner.make_plan import make_plan
 from dovetail.planner.simulate import StagePrediction, StageProfile, scan
+from dovetail.planner.simulate.hidden_training import hidden
 from dovetail.planner.simulate.lanes import Parts, play
 
 SAMPLES, PROMPT = 16, 20
+# Samples of a prompt, with --streaming.
+GROUP = 4
 # Iterations before and after those that count: the lanes come into step, and the last have no samples beside them.
 BEFORE, AFTER = 3, 2
 
 
 def job_of(
-    count: int, tokens: int, iterations: int, training: float, weights: float, slow: float, samples: int = SAMPLES
+    count: int,
+    tokens: int,
+    iterations: int,
+    training: float,
+    weights: float,
+    slow: float,
+    samples: int = SAMPLES,
+    each: int = 1,
 ) -> Job:
     """`training`: seconds of a mean iteration's, by those of its generation; `weights` likewise."""
     size = count * samples
@@ -46,27 +73,34 @@ def job_of(
     alone = scan(lengths[:size], [PROMPT] * size, [one] * count, [None], tokens)[0].generation_seconds
     mean = statistics.fmean(lengths) + PROMPT
     total = BEFORE + iterations + AFTER
-    return Job(count, samples, tokens, total, one, weights * alone, training * alone / (size * mean))
+    return Job(count, samples, tokens, total, one, weights * alone, training * alone / (size * mean), each)
 
 
 def parts(job: Job, ran: Ran, known: StageProfile, lag: int) -> list[Parts]:
     """Each iteration of the job, by what a run without a lag tells: `known` of an instance, and the other phases. With
-    a `lag` the tail gathers for the next iteration's sake, and free scorers score."""
+    a `lag` the tail gathers for the next iteration's sake, and free scorers score. A job that streams has less training
+    left."""
     first, last = BEFORE + 1, job.iterations
     made = [job.lengths(i) for i in range(1, job.iterations + 1)]
     sizes = [sum(lengths) + sum(prompts) for lengths, prompts in zip(made, ran.prompts, strict=True)]
     each_token = sum(row["seconds_training"] for row in ran.metrics[first - 1 :]) / sum(sizes[first - 1 :])
     weights, other = ran.mean("seconds_weights", first, last), ran.mean("seconds_other", first, last)
+    cut = make_plan(job.spec(lag)).streamed_parts
     found = []
     for lengths, prompts, size, rule in zip(made, ran.prompts, sizes, ran.rules, strict=True):
         threshold, roomy = (0, False) if lag else rule
-        stage = scan(lengths, prompts, [known] * job.instances, [threshold], job.max_tokens, roomy=[roomy])[0]
+        profiles = [known] * job.instances
+        stage = scan(lengths, prompts, profiles, [threshold], job.max_tokens, True, [roomy], shortest_first=cut > 0)[0]
+        training = size * each_token
+        if cut:
+            totals = [prompt + length for prompt, length in zip(prompts, lengths, strict=True)]
+            training -= hidden(stage.scored, lengths, totals, job.each, cut, training, stage.fused_seconds)
         inference = stage.fused_seconds - stage.generation_end
         half = next(time for time, left in stage.tail if left <= len(lengths) / 2)
         found.append(
             Parts(
                 {"transfer": weights, "generation": stage.generation_end, "inference": inference},
-                {"training": size * each_token, "other": other},
+                {"training": training, "other": other},
                 statistics.fmean(stage.idle_seconds),
                 tail=stage.generation_end - half,
                 kept=_kept(stage, half),
@@ -115,6 +149,39 @@ def emulate(job: Job, lags: Sequence[int]) -> list[dict[str, Any]]:
     return lines
 
 
+def compare_streaming(job: Job) -> list[dict[str, Any]]:
+    """A run without streaming and one with it, neither with a lag; prints and returns the lines. The first one tells
+    what is expected of the other."""
+    first, last = BEFORE + 1, job.iterations - AFTER
+    lines: list[dict[str, Any]] = []
+    reference: Ran | None = None
+    for streaming in (False, True):
+        mine = replace(job, streaming=streaming)
+        with tempfile.TemporaryDirectory() as folder:
+            ran = run(mine, 0, Path(folder) / "run")
+        reference = reference or ran
+        predicted = play(parts(mine, reference, reference.known, 0), 0, None, first, last, job.iterations)
+        trainers, rollouts = ran.idle(first, last)
+        line: dict[str, Any] = {
+            "measurement": "async emulated",
+            "streaming": streaming,
+            "instances": job.instances,
+            "seconds": ran.seconds(first, last),
+            "predicted_seconds": predicted.seconds,
+            "trainer_idle": trainers,
+            "rollout_idle": rollouts,
+            "training_left": ran.mean("seconds_training", first, last),
+        }
+        plain = lines[0] if lines else line
+        line |= {
+            "speedup": plain["seconds"] / line["seconds"],
+            "predicted_speedup": plain["predicted_seconds"] / line["predicted_seconds"],
+        }
+        lines.append(line)
+        print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}), flush=True)
+    return lines
+
+
 def main(argv: list[str] | None = None) -> int:
     """0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -124,10 +191,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--iterations", type=int, default=6, help="that count")
     parser.add_argument("--training", type=float, default=1.0, help="times the seconds of generation")
     parser.add_argument("--weights", type=float, default=0.02, help="times the seconds of generation")
+    parser.add_argument("--streaming", action="store_true", help="no lag, but training on samples as they come")
+    parser.add_argument("--real", action="store_true", help="real vLLM servers on this machine, lags 0 and 1")
+    parser.add_argument("--curves", action="store_true", help="learning curves of real jobs with each of --lags")
+    parser.add_argument("--seeds", type=int, default=3, help="of --curves")
+    parser.add_argument("--rounds", type=int, default=2, help="of --real")
     parser.add_argument("--slow", type=float, default=4.0, help="times the profile's durations")
     options = parser.parse_args(argv)
-    job = job_of(options.instances, options.tokens, options.iterations, options.training, options.weights, options.slow)
-    emulate(job, options.lags)
+    if options.real:
+        compare(options.rounds)
+        return 0
+    if options.curves:
+        compare_curves([0, *options.lags], options.seeds)
+        return 0
+    told = options.instances, options.tokens, options.iterations, options.training, options.weights, options.slow
+    if options.streaming:
+        compare_streaming(job_of(*told, each=GROUP))
+    else:
+        emulate(job_of(*told), options.lags)
     return 0
 
 

@@ -1,6 +1,7 @@
 """Whole PPO iterations on this machine, predicted and measured.
 
     python benchmarks/bench_predict.py [--iterations 3] [--rounds 3] [--runs FOLDER] [--json FILE]
+    python benchmarks/bench_predict.py --lag 1 [--iterations 6]
 
 The machine is measured as `dovetail profile --iterations` does it, by four short jobs of one model: once before all
 others and once after them, since a machine that others use drifts by more than plans differ. Jobs of other sizes,
@@ -9,7 +10,9 @@ predicted is used. Seconds are medians over its iterations after the first ones.
 rounds and compared within each: whether the one that is predicted to be the fastest is, with the interval in which 90 %
 of the answers are when rounds and their iterations are drawn again (bootstrap). The model ends a response with
 probability 1/32 a token (e2e/model.py). With --runs, run directories are kept, and those that are there already are
-read instead of run."""
+read instead of run.
+
+With --lag only the job whose plans are compared is run, without a lag and with it, and both are predicted."""
 
 from __future__ import annotations
 
@@ -34,7 +37,8 @@ from dovetail.local.calibrate.observe import PHASES
 from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.make_plan import make_plan
-from dovetail.planner.placement.on_cpus import predict_iteration
+from dovetail.planner.placement.on_cpus import predict_iteration, predicted_lanes
+from dovetail.planner.simulate.lanes import Lanes
 from dovetail.protocol.machine_profile import Machine
 
 LAYERS = 4
@@ -145,6 +149,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--iterations", type=int, default=3, help="of a job that are measured")
     parser.add_argument("--rounds", type=int, default=3, help="in which the plans are run in turns")
+    parser.add_argument("--lag", type=int, help="compare one job with this lag and without, and nothing else")
     parser.add_argument("--runs", type=Path, help="keep run directories here, and read those that are there")
     parser.add_argument("--json", type=Path, help="also append the JSON lines to this file")
     options = parser.parse_args(argv)
@@ -156,6 +161,8 @@ def main(argv: list[str] | None = None) -> int:
         if not folder.path.exists():
             make_models(folder, replace(BASE, batch=64))
         job = base_job(folder)
+        if options.lag:
+            return judge_lag(job, work, options.lag, options.iterations)
         jobs = {name: variant(job, shape, options.iterations) for name, shape in {**JOBS, **PLANS}.items()}
         order = [(name, 0) for name in JOBS] + [(name, turn) for turn in range(options.rounds) for name in PLANS]
         runs: dict[str, list[list[MeasuredIteration]]] = {name: [] for name in jobs}
@@ -176,6 +183,38 @@ def main(argv: list[str] | None = None) -> int:
             file.write(text)
     last = lines[-1]
     return 0 if last["median_error"] < 0.1 and last["rank_correlation"] > 0.9 and last["chosen_over_best"] < 1.05 else 1
+
+
+def judge_lag(job: RLHFJob, work: Path, lag: int, iterations: int) -> int:
+    """Print a line for the job without a lag and with it. 0 if both are predicted to 15 %."""
+    machine = fit(seen := calibration(job, work, 0), cores(), end_rate(seen))
+    plain = variant(job, JOB, iterations)
+    expected = predicted_lags(plain, machine)
+    lines = []
+    for each in (0, lag):
+        document = plain.model_dump(mode="json", by_alias=True)
+        document["spec"]["ppo"] |= {"lag": each, "oldLogProbs": "Auto"}
+        document["spec"]["ppo"]["iterations"] += each
+        run_dir = work / f"lag-{each}"
+        run_one(RLHFJob.model_validate(document), run_dir)
+        rows = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
+        seconds = [row["metrics"]["iteration_seconds"] for row in rows if row["stage"] == "ppo"]
+        # The last ones have no samples drawn beside them.
+        found = statistics.fmean(seconds[warmup(plain.spec) + each : len(seconds) - each])
+        told = expected.steady(each).seconds
+        error = told / found - 1
+        lines.append({"measurement": "predict", "lag": each, "predicted": told, "measured": found, "error": error})
+        print(json.dumps(lines[-1]), flush=True)
+    return 0 if all(abs(line["error"]) < 0.15 for line in lines) else 1
+
+
+def predicted_lags(job: RLHFJob, machine: Machine) -> Lanes:
+    """Iterations of a job without a lag, to be played with any."""
+    models = [m for m in ("actor", "critic") if m in trained_models(job.spec)]
+    layout, placement = make_plan(job.spec).parallelism["actor"], job.spec.plan.placement
+    assert placement != "Auto"
+    best = predict_iteration(job.spec, machine, models, layout, placement)
+    return predicted_lanes(job.spec, machine, models, best)
 
 
 def calibration(job: RLHFJob, work: Path, turn: int) -> list[MeasuredIteration]:

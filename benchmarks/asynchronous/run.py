@@ -49,7 +49,8 @@ spec:
 
 @dataclass(frozen=True)
 class Job:
-    """`samples`: of each instance in an iteration. `training`: seconds of a mean iteration. The rest: see `World`."""
+    """`samples`: of each instance in an iteration. `each`: of a prompt; above 1 the job is GRPO's. `streaming`: the
+    trainers learn from the first samples while others are drawn, where there is no lag. The rest: see `World`."""
 
     instances: int
     samples: int
@@ -58,6 +59,8 @@ class Job:
     profile: StageProfile
     weights: float
     token_seconds: float
+    each: int = 1
+    streaming: bool = False
 
     @property
     def batch(self) -> int:
@@ -78,6 +81,8 @@ class Job:
                 "globalBatchSize": self.batch,
                 "miniBatchSize": self.batch,
                 "microBatchSize": 1,
+                **({} if self.each == 1 else {"advantage": "grpo", "samplesPerPrompt": self.each}),
+                "streaming": "Auto" if self.streaming and not lag else "Never",
             },
         }
         return resolve(parse(document).spec)
@@ -85,7 +90,8 @@ class Job:
     def lengths(self, iteration: int) -> list[int]:
         """Tokens of each sample's response."""
         seed = self.spec(0).seed
-        return [length_of(sample_seed(seed, iteration, p, 0), self.max_tokens) for p in range(self.batch)]
+        places = [divmod(row, self.each) for row in range(self.batch)]
+        return [length_of(sample_seed(seed, iteration, *place), self.max_tokens) for place in places]
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,7 @@ async def _run(job: Job, lag: int, settings: CoordinatorSettings, pipe: Pipe) ->
             await engines.begin_ppo()
             ends = [clock()]
             while engines.iteration < spec.ppo.iterations:
-                experience = await engines.generate_experience()
+                experience = await engines.generate_experience(stream=True)
                 rows.append(await engines.train(experience))
                 ends.append(clock())
             return ends
@@ -164,7 +170,10 @@ async def _run(job: Job, lag: int, settings: CoordinatorSettings, pipe: Pipe) ->
         ends = await engines.guard(iterate())
         pipe.send("busy")
         busy = await asyncio.to_thread(pipe.recv)
-        prompts = [[len(p.token_ids) for p in engines.prepared.prompts(i)] for i in range(1, spec.ppo.iterations + 1)]
+        prompts = [
+            [len(p.token_ids) for p in engines.prepared.prompts(i) for _ in range(job.each)]
+            for i in range(1, spec.ppo.iterations + 1)
+        ]
         known = engines._maker._fusion.measured("rollouts").profile()
         decided = [rules.get(i, (None, False)) for i in range(1, spec.ppo.iterations + 1)]
         return Ran(rows, ends, busy, prompts, decided, known)

@@ -21,6 +21,7 @@ from interstage.emulated import Connection, Instance, Request, most_files
 
 from dovetail.planner.simulate import StageProfile
 from dovetail.protocol.messages import (
+    Accumulate,
     Bucket,
     Command,
     CommandResult,
@@ -132,7 +133,8 @@ class Served(Connection):
 
 @dataclass
 class Trainers:
-    """One rank, whose steps only wait. With kept versions a second task sends them."""
+    """One rank, whose steps only wait. With kept versions a second task sends them. `learnt`: of the next step, tokens
+    by part."""
 
     world: World
     session: aiohttp.ClientSession
@@ -140,6 +142,7 @@ class Trainers:
     generation: int = 0
     stage: str | None = None
     step: int = 0
+    learnt: dict[int, int] = field(default_factory=dict)
 
     async def post(self, path: str, message: Any) -> str:
         async with self.session.post(self.world.coordinator + path, data=message.model_dump_json()) as reply:
@@ -184,16 +187,15 @@ class Trainers:
 
     async def execute(self, command: Command) -> CommandResult:
         clock = asyncio.get_running_loop().time
+        begun = clock()
         if isinstance(command, Load):
             self.stage, self.step = command.stage.value, 0
+        elif isinstance(command, Accumulate):
+            if command.part not in self.learnt:
+                self.learnt[command.part] = await self.learn(command.batch, 0)
         elif isinstance(command, Step):
-            begun = clock()
-            async with self.session.get(f"{self.world.coordinator}/v1/batches/{command.batch}") as reply:
-                arrays = unpack(await reply.read())
-            tokens = int(arrays["prompt_lengths"].sum() + arrays["response_lengths"].sum())
-            await asyncio.sleep(begun + tokens * self.world.token_seconds - clock())
-            self.busy.append((begun, clock()))
-            self.step = command.step
+            await self.learn(command.batch, sum(self.learnt.values()))
+            self.learnt, self.step = {}, command.step
         elif isinstance(command, Publish):
             segments = [
                 Segment(index=0, model=model, host="127.0.0.1", port=1, buckets=[BUCKET])
@@ -204,7 +206,18 @@ class Trainers:
             await asyncio.sleep(self.world.weights)
         elif not isinstance(command, Save | Export):
             raise ValueError(f"the emulated trainer does not know {command.kind}")
-        return CommandResult(id=command.id, ok=True)
+        return CommandResult(id=command.id, ok=True, metrics={"seconds": clock() - begun})
+
+    async def learn(self, batch: str, already: int) -> int:
+        """Take the time of the batch's tokens but those that were learnt `already`; how many these are."""
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        async with self.session.get(f"{self.world.coordinator}/v1/batches/{batch}") as reply:
+            arrays = unpack(await reply.read())
+        tokens = int(arrays["prompt_lengths"].sum() + arrays["response_lengths"].sum()) - already
+        await asyncio.sleep(begun + tokens * self.world.token_seconds - clock())
+        self.busy.append((begun, clock()))
+        return tokens
 
 
 BUCKET = Bucket(names=["w"], dtypes=["float32"], shapes=[[1]], offsets=[0], nbytes=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,18 @@ def test_generation_goes_on_beside_training(tmp_path: Path) -> None:
     assert all(0 <= share <= 1 for share in ran.idle(2, job.iterations))
     predicted = [play(parts(job, ran, ran.known, lag), lag, None, 4, 4, job.iterations) for lag in (0, 1)]
     assert 0 < predicted[1].seconds < predicted[0].seconds
+
+
+def test_trainers_learn_from_samples_as_they_come(tmp_path: Path) -> None:
+    job = job_of(count=2, tokens=32, iterations=1, training=1.0, weights=0.05, slow=8.0, samples=32, each=2)
+    ran = run(replace(job, streaming=True), 0, tmp_path / "run")
+    assert any(row["streamed_seconds"] > 0 for row in ran.metrics)
+    assert beside(ran) > 0
+    left = [sum(part.training.values()) for part in parts(replace(job, streaming=True), ran, ran.known, 0)]
+    assert all(
+        some <= whole.training["training"] + whole.training["other"]
+        for some, whole in zip(left, parts(job, ran, ran.known, 0), strict=True)
+    )
 
 
 def beside(ran: Ran) -> int:

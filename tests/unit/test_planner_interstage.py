@@ -350,6 +350,6 @@ def test_parts_are_all_tokens_and_work_is_the_same(stage: dict[str, Any], block:
     decode.run(0)
     for free in (0.0, max(decode.end) / 2):
         parts = _parts(decode, free)
-        assert sum(tokens for _, tokens in parts) == sum(stage["lengths"]) + sum(stage["prompt_lengths"])
-        assert all(tokens > 0 for _, tokens in parts)
-        assert max(there for there, _ in parts) == max(decode.end)
+        assert sum(tokens for _, tokens, _ in parts) == sum(stage["lengths"]) + sum(stage["prompt_lengths"])
+        assert all(tokens > 0 for _, tokens, _ in parts)
+        assert max(there for there, _, _ in parts) == max(decode.end)

@@ -125,7 +125,11 @@ class Pipeline:
     @property
     def over(self) -> bool:
         """Whether PPO is done: all iterations are, or spec.evaluation.stopAfterNoGain ends it."""
-        return self.engines.over
+
+        async def ask() -> bool:
+            return self.engines.over
+
+        return self._call(ask())
 
     def prompts(self) -> list[str]:
         """The texts of the job's own prompts of the next iteration."""

@@ -174,6 +174,13 @@ class PPO(Model):
         "Auto: the planner takes the smallest of 0, 1 and 2 that is about as fast as the fastest, and 0 where it "
         "cannot predict iterations or the job cannot have a lag.",
     )
+    streaming: Literal["Never", "Auto"] = Field(
+        default="Never",
+        description="Auto: the trainers learn from the first samples of an iteration while the others are still drawn, "
+        "where that changes nothing in what is computed: see docs/async.md. The plan says whether the job can have it, "
+        "and why not. The gradient is then added up in the order of the samples' lengths, so the last bits differ "
+        "from those with Never.",
+    )
     advantage: Literal["gae", "grpo", "rloo", "reinforce++", "reinforce++-baseline"] = Field(
         default="gae",
         description="gae: critic and generalised advantage estimation (Schulman et al. 2016). The others have no "

@@ -24,6 +24,7 @@ from dovetail.planner.placement.placed import Infeasible, Placed
 from dovetail.planner.placement.pods import pod_memory, too_small
 from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.placement.stages_a_rank import most_chunks
+from dovetail.planner.streamed_parts import streamed, with_streaming
 from dovetail.protocol.machine_profile import Profile
 from dovetail.protocol.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
 from dovetail.protocol.prediction import Prediction
@@ -98,6 +99,7 @@ def _planned(
     schedule = "Dedicated" if placed.apart else _schedule(spec, layouts)
     chunks = most_chunks(spec, layouts, layers, shapes(spec, configs), placed, schedule, models)
     memory = pod_memory(spec, configs, layouts, schedule, models)
+    parts, not_streamed = streamed(spec, layouts_ppo, configs, bool(placed.apart))
     return Plan(
         world_size=trainer_world(spec),
         parallelism=dict(layouts),
@@ -114,22 +116,25 @@ def _planned(
         apart=dict(placed.apart),
         chunks=chunks,
         activation_bytes=_activations(spec, configs, layouts_ppo, models),
+        streamed_parts=parts,
+        not_streamed=not_streamed,
         warnings=[
             *product_warnings(spec, measured),
             *placed.warnings,
             *_useless_pins(spec, layouts),
             *too_small(memory),
         ],
-        prediction=_predicted(spec, placed, no_lag),
+        prediction=_predicted(spec, placed, no_lag, parts),
         memory=memory,
     )
 
 
-def _predicted(spec: RLHFJobSpec, placed: Placed, no_lag: str | None) -> Prediction | None:
-    """What is predicted with the job's lag, beside other lags."""
+def _predicted(spec: RLHFJobSpec, placed: Placed, no_lag: str | None, parts: int) -> Prediction | None:
+    """What is predicted with the job's lag, beside other lags. `parts`: in which samples are learnt as they come."""
     if placed.prediction is None:
         return None
-    return with_lags(placed.prediction, no_lag, spec.ppo.lag, placed.lanes)
+    found = with_lags(placed.prediction, no_lag, spec.ppo.lag, placed.lanes)
+    return with_streaming(found, placed.hidden(parts)) if parts and placed.hidden is not None else found
 
 
 def _placed(

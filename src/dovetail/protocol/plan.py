@@ -200,6 +200,15 @@ class Plan(Model):
         default=0, ge=0, description="spec.ppo.lag, or what the planner chose where that is Auto. A run keeps it."
     )
     lag_reason: str = Field(default="", description="Why the planner chose it; empty where the manifest says it.")
+    streamed_parts: int = Field(
+        default=0,
+        ge=0,
+        description="Into how many parts an iteration's samples are cut, of which the trainers learn the first ones "
+        "while others are drawn (spec.ppo.streaming). 0: they begin when all samples are there.",
+    )
+    not_streamed: str = Field(
+        default="", description="Why the job cannot have it, where spec.ppo.streaming is Auto; else empty."
+    )
     tasks: list[TaskPlacement]
     trainers: list[TrainerRank]
     rollouts: list[Rollout]

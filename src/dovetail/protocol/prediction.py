@@ -96,6 +96,11 @@ class Prediction(Model):
         description="What the iteration would take if its phases followed each other, as they do without a lag; 0 in "
         "plans of earlier releases.",
     )
+    streamed_seconds: Seconds = Field(
+        default=0.0,
+        description="Training that is hidden behind generation and inference of the same iteration "
+        "(spec.ppo.streaming).",
+    )
     phases: dict[str, Seconds] = Field(
         description="What is hidden behind another phase counts nothing. Without a lag they follow each other. With "
         "a lag those of rollouts and of trainers overlap, and `waiting` is how long the trainers have no samples."

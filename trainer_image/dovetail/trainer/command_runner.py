@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.messages import (
+    Accumulate,
     Command,
     CommandResult,
     Evaluate,
@@ -46,6 +47,7 @@ from dovetail.trainer.steps import dpo_step as dpo
 from dovetail.trainer.steps import ppo_step as ppo
 from dovetail.trainer.steps import reward_step as reward
 from dovetail.trainer.steps import sft_step as sft
+from dovetail.trainer.steps import streamed_step as streamed
 from dovetail.trainer.steps.step_context import Context, Metrics, Run
 from dovetail.trainer.weight_sender import WeightSender
 
@@ -80,6 +82,7 @@ class CommandRunner:
         self._context = Context(
             spec, groups, self.engine, self._fetch, self.timeline, load_loss(spec.ppo), load_advantages(spec.ppo)
         )
+        self._held = streamed.HeldParts()
         sender_groups: Any = groups
         self._running = ""
         self._damaged = False  # the checkpoint that the command names
@@ -173,6 +176,9 @@ class CommandRunner:
             raise BadCommand("the last step broke off half-way; send `load` first")
         if isinstance(command, Step):
             return self._prepare_step(command)
+        if isinstance(command, Accumulate):
+            self._check_next(command.step)
+            return streamed.prepare_part(self._context, self._held, command)
         if isinstance(command, Evaluate):
             if command.stage is Stage.PPO:
                 raise BadCommand("evaluate is for stages sft, reward and dpo")
@@ -198,19 +204,28 @@ class CommandRunner:
             return lambda: self._publish(command)
         raise BadCommand(f"command {command.kind!r} is not known here")
 
-    def _prepare_step(self, command: Step) -> Run:
+    def _check_next(self, command: Step) -> None:
         self._check_stage(command.stage)
         if command.step != self.engine.step + 1:
             raise BadCommand(f"step {command.step} cannot follow step {self.engine.step}")
+
+    def _prepare_step(self, command: Step) -> Run:
+        self._check_next(command)
         prepare = {
             Stage.SFT: sft.prepare_step,
             Stage.REWARD: reward.prepare_step,
             Stage.DPO: dpo.prepare_step,
             Stage.PPO: ppo.prepare_step,
         }
-        run = prepare[command.stage](self._context, command)
+        if command.parts:
+            run = streamed.prepare_step(self._context, self._held, command)
+        else:
+            run = prepare[command.stage](self._context, command)
 
         def step() -> Metrics:
+            if self._held.step and not command.parts:
+                self._held.clear()
+                self.engine.drop_gradients()
             for name, model in self.engine.models.items():
                 rate = command.learning_rates.get(name)
                 model.optimizer.follow(rate, command.total_steps, command.warmup_total)
@@ -226,7 +241,7 @@ class CommandRunner:
 
     def _run(self, command: Command, run: Run) -> tuple[str | None, Metrics]:
         """The collective half. An error on all ranks becomes the result; one on this rank alone breaks the groups."""
-        changes = isinstance(command, Load | Step)
+        changes = isinstance(command, Load | Step | Accumulate)
         self._dirty = self._dirty or changes
         error: str | None = None
         metrics: Metrics = {}
@@ -277,6 +292,7 @@ class CommandRunner:
     # ------------------------------------------------------------ commands
 
     def _load(self, command: Load) -> Metrics:
+        self._held.clear()
         with self.timeline.phase("load"):
             self.kept.begin(command.keep_versions)
             self.engine.load(command)
@@ -352,7 +368,7 @@ class CommandRunner:
             settings = getattr(self._spec, stage)
             field = "microBatchSize" if settings.micro_batch_tokens is None else "microBatchTokens"
             size = settings.micro_batch_size if settings.micro_batch_tokens is None else settings.micro_batch_tokens
-            kept = isinstance(command, Step) and self._spec.plan.recompute != "Always"
+            kept = isinstance(command, Step | Accumulate) and self._spec.plan.recompute != "Always"
             also = "set plan.recompute to Always, " if kept else ""
             remedy = (
                 f" while running {command.id}: lower {stage}.{field} (now {size}), {also}or spread the model "

@@ -72,7 +72,18 @@ def plan_tables(plan: Plan) -> Group:
     tables += [layouts] if plan.parallelism else []
     tables += [batches] if plan.batching else []
     lag = [f"Lag (spec.ppo.lag is Auto): {plan.lag}, because {plan.lag_reason}.", ""] if plan.lag_reason else []
-    return Group(*(part for table in [*tables, tasks] for part in (table, "")), *lag)
+    return Group(*(part for table in [*tables, tasks] for part in (table, "")), *lag, *_streaming(plan))
+
+
+def _streaming(plan: Plan) -> list[str]:
+    """What comes of spec.ppo.streaming."""
+    if plan.streamed_parts:
+        return [
+            "Streaming (spec.ppo.streaming is Auto): the trainers learn from an iteration's samples in "
+            f"{plan.streamed_parts} parts, the first ones while others are drawn.",
+            "",
+        ]
+    return [f"No streaming (spec.ppo.streaming is Auto): {plan.not_streamed}.", ""] if plan.not_streamed else []
 
 
 def _layouts(plan: Plan) -> Iterator[tuple[str, Parallelism]]:

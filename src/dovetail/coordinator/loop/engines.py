@@ -427,13 +427,16 @@ class Engines:
         """Evaluate the newest weights; see `PPOStage.evaluate`."""
         return await self._ppo.evaluate()
 
-    async def generate_experience(self, prompts: Sequence[GivenPrompt] | None = None) -> Experience:
+    async def generate_experience(
+        self, prompts: Sequence[GivenPrompt] | None = None, stream: bool = False
+    ) -> Experience:
         """Generate and score responses to the next iteration's prompts: to `prompts` if they are given, else to the
-        job's own. With `ppo.lag` the next iterations' samples are made in the background from now on, and `prompts`
-        must be None.
+        job's own. `stream`: it will be given to `train` as it is; with `ppo.streaming` the trainers learn from its
+        first samples meanwhile. With `ppo.lag` the next iterations' samples are made in the background from now on,
+        and `prompts` must be None.
 
         What the store already holds of the iteration (after a crash) is not done again."""
-        return await self._ppo.generate_experience(prompts)
+        return await self._ppo.generate_experience(prompts, stream)
 
     async def train(self, experience: Experience) -> dict[str, float]:
         """Train one iteration on `experience`, and send the new weights to all. Returns the iteration's metrics."""

@@ -84,6 +84,8 @@ class ExperienceMaker:
         self._samples = records.store.samples
         self._calls = calls
         self._published = published
+        # The trainers learn from short samples while longer ones are drawn.
+        self._streams = plan.streamed_parts > 0
         self._colocated = {g.name for g in spec.groups if {Role.TRAINER, Role.ROLLOUT} <= set(g.roles)}
         wanted = {"reference": sources.reference}
         if calls is None:
@@ -350,6 +352,7 @@ class ExperienceMaker:
             on_span,
             everyone=lambda: sum(self._models.serves(i.name, lane) for i in fleet.instances("scorer")),
             gone=lambda scorer: fleet.gone(scorer.name, scorer.incarnation),
+            shortest_first=self._streams,
         )
 
     def _new_samples(self, iteration: int, prompts: Sequence[PromptRecord]) -> list[NewSample]:

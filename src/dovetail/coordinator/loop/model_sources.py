@@ -27,12 +27,15 @@ def schedule(
     stage: Stage,
     models: Sequence[str],
     placed: Mapping[str, Parallelism] | None = None,
+    parts: int = 0,
 ) -> dict[str, Any]:
     """The fields of a step that say how a mini-batch is cut, and each rank's actions for it: 1F1B of one model after
-    another. `placed`: layouts that replace the plan's."""
+    another. `placed`: layouts that replace the plan's. `parts`: where the mini-batch is learnt in so many, the actions
+    are those of one."""
     rules = {rule.model: rule for rule in batch_rules(spec) if rule.stage is stage}
     layouts = {name: (placed or {}).get(name) or plan.parallelism[name] for name in models}
-    counts = {name: rules[name].batch // (layout.dp * rules[name].micro) for name, layout in layouts.items()}
+    rows = {name: rules[name].batch // max(1, parts) for name in models}
+    counts = {name: rows[name] // (layout.dp * rules[name].micro) for name, layout in layouts.items()}
     fields: dict[str, Any] = {"actions": serial_1f1b(layouts, counts, list(models), plan.world_size)}
     if (tokens := rules[models[0]].tokens) is not None:
         chosen = [row.micro_batch_tokens for row in plan.batching if row.stage is stage and row.model in models]
@@ -68,9 +71,10 @@ def ppo_step(
         stage=Stage.PPO,
         step=iteration,
         batch=f"ppo/{iteration}",
-        **schedule(spec, plan, Stage.PPO, models, placed),
+        **schedule(spec, plan, Stage.PPO, models, placed, plan.streamed_parts),
         kl_coef=facts.kl_coef,
         train_actor=facts.train_actor,
+        parts=plan.streamed_parts,
     )
 
 

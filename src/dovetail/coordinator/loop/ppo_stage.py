@@ -22,6 +22,7 @@ from dovetail.coordinator.loop.open_iterations import OpenIterations
 from dovetail.coordinator.loop.plan_check import Expected, PlanCheck
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.loop.stored_schedule import applies, scheduled
+from dovetail.coordinator.loop.streaming import Streamed, Streaming, in_learning_order
 from dovetail.coordinator.store.manifest_changes import Settled
 from dovetail.coordinator.telemetry import clock
 from dovetail.coordinator.telemetry.summary import mean_ci95
@@ -81,6 +82,11 @@ class PPOStage:
         self._placing: asyncio.Task[None] | None = None
         self._verdicts: list[Verdict] = []
         self._open = OpenIterations(self._draw, spec.ppo.lag, spec.ppo.iterations) if spec.ppo.lag else None
+        self._streaming: Streaming | None = None
+        self._streamed: dict[int, Streamed] = {}
+        if plan.streamed_parts:
+            pad, parts = prepared.pad_token_id, plan.streamed_parts
+            self._streaming = Streaming(spec, parts, records, session, pad, self._next_step)
         self._check: PlanCheck | None = None
         if (predicted := plan.prediction) is not None and predicted.lag == spec.ppo.lag:
             self._check = PlanCheck(Expected.predicted(predicted.iteration_seconds, predicted.phases))
@@ -139,9 +145,12 @@ class PPOStage:
             await self._evaluate(self._session.step)
         self._records.timeline.begin()
 
-    async def generate_experience(self, prompts: Sequence[GivenPrompt] | None = None) -> Experience:
+    async def generate_experience(
+        self, prompts: Sequence[GivenPrompt] | None = None, stream: bool = False
+    ) -> Experience:
         """Generate and score responses to the next iteration's prompts: to `prompts` if they are given, else to the
-        job's own.
+        job's own. `stream`: it will be given to `train` as it is, so the trainers may learn from its first samples
+        meanwhile, if the plan says so.
 
         With `ppo.lag` it also opens the iterations after this one, whose samples are made in the background.
 
@@ -158,6 +167,9 @@ class PPOStage:
             with self._records.timeline.phase("waiting", iteration):
                 made = await self._open.take(iteration)
             self._records.progress.update(open_iterations=self._open.numbers)
+        elif prompts is None and stream and self._streaming is not None:
+            async with self._streaming.beside(iteration) as self._streamed[iteration]:
+                made = await self._maker.make(iteration, prepared.prompts(iteration))
         elif prompts is None:
             made = await self._maker.make(iteration, prepared.prompts(iteration))
         else:
@@ -257,10 +269,12 @@ class PPOStage:
             await self._saved()
             await self._kept.set_aside(self._session.step)
         if self._records.store.get(f"ppo/{iteration}/facts") is None:
-            warm = iteration > self._spec.ppo.critic_warmup_iterations or not has_critic(self._spec)
-            schedule = await self._scheduling.current() if warm and self._scheduling is not None else None
-            facts = StepFacts(self._kl.coef, warm, None if schedule is None else schedule.as_json())
-            digest = self._records.batches.write(iteration, experience.arrays)
+            facts = self._facts(iteration)
+            if facts.train_actor and self._scheduling is not None:
+                schedule = await self._scheduling.current()
+                facts = replace(facts, schedule=None if schedule is None else schedule.as_json())
+            arrays = experience.arrays if self._streaming is None else in_learning_order(experience.arrays)
+            digest = self._records.batches.write(iteration, arrays)
             self._records.store.put_all({f"ppo/{iteration}/facts": facts.as_json(), f"ppo/{iteration}/batch": digest})
         self._records.keep_text(self._spec.samples, experience)
         self._maker.in_batch(iteration)
@@ -339,6 +353,8 @@ class PPOStage:
         facts = self._maker.facts.pop(iteration, {})
         if self._open is not None:
             facts["synchronous_seconds"] = one_after_the_other(phases)
+        elif (streamed := self._streamed.pop(iteration, None)) is not None:
+            facts |= {"streamed_seconds": streamed.seconds, "synchronous_seconds": wall + streamed.seconds}
         records.results.add_iteration(len(arrays["scores"]), wall, phases, facts.get("synchronous_seconds"))
         metrics = self._record(iteration, arrays, result, phases, wall, facts)
         gauges = records.metrics
@@ -412,6 +428,16 @@ class PPOStage:
 
     def _layouts(self) -> dict[str, Layout]:
         return {} if self._scheduling is None else self._scheduling.layouts
+
+    def _facts(self, iteration: int) -> StepFacts:
+        """Of the next step, with the serial schedule."""
+        warm = iteration > self._spec.ppo.critic_warmup_iterations or not has_critic(self._spec)
+        return StepFacts(self._kl.coef, warm)
+
+    def _next_step(self, iteration: int) -> Step:
+        """The command of a step whose samples are not all there."""
+        step = ppo_step(self._spec, self._plan, iteration, self._facts(iteration))
+        return self._settled.settle(step)
 
     def _ppo_step(self, iteration: int) -> Step:
         store = self._records.store

@@ -1,4 +1,5 @@
-"""Reference, reward and critic inference: scorers take finished samples in chunks, the longest first.
+"""Reference, reward and critic inference: scorers take finished samples in chunks, the longest first; the shortest
+first where the trainers learn from them meanwhile, in that order.
 
 Samples may be added while others are scored; inter-stage fusion (RLHFuse section 4) adds them as they finish. A scorer
 takes its next chunk when it has finished the last one, so faster devices get more. If a scorer fails, its chunk goes to
@@ -74,10 +75,12 @@ class Scores:
 class Waiting:
     """Finished samples that wait for a scorer, by prompt."""
 
-    def __init__(self, samples: Iterable[Finished] = ()) -> None:
+    def __init__(self, samples: Iterable[Finished] = (), shortest_first: bool = False) -> None:
         self._groups: dict[tuple[int, int], list[Finished]] = {}
-        # (-length, order, prompt) of every sample; those of samples that were taken are dropped when they come up.
-        self._longest: list[tuple[int, int, tuple[int, int]]] = []
+        self._shortest_first = shortest_first
+        # (length or -length, order, prompt) of every sample; those of samples that were taken are dropped when they
+        # come up.
+        self._order: list[tuple[int, int, tuple[int, int]]] = []
         self._added = 0
         self._tokens = 0
         self.add(samples)
@@ -89,23 +92,26 @@ class Waiting:
         for sample in samples:
             prompt = (sample.key.iteration, sample.key.prompt)
             self._groups.setdefault(prompt, []).append(sample)
-            heapq.heappush(self._longest, (-len(sample), self._added, prompt))
+            length = len(sample) if self._shortest_first else -len(sample)
+            heapq.heappush(self._order, (length, self._added, prompt))
             self._added += 1
             self._tokens += len(sample)
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sample; 0 if none waits."""
-        while self._longest:
-            length, _, prompt = self._longest[0]
+        if self._shortest_first:
+            return max((len(sample) for group in self._groups.values() for sample in group), default=0)
+        while self._order:
+            length, _, prompt = self._order[0]
             if -length == max(map(len, self._groups.get(prompt, ())), default=0):
                 return -length
-            heapq.heappop(self._longest)
+            heapq.heappop(self._order)
         return 0
 
     def take(self, scorers: int, least: int = MIN_CHUNK_TOKENS, most: int = MAX_CHUNK_TOKENS) -> list[Finished]:
         """The next chunk for one of `scorers` scorers: as many samples as `chunk_rows` says, prompt by prompt, the
-        longest first. It is empty if nothing waits.
+        longest (or shortest) first. It is empty if nothing waits.
 
         A scorer computes a prompt once for all its samples in a chunk. So the samples of one prompt go together, also
         if the chunk gets a few samples more. They are only divided if both parts are large enough for a chunk (`least`)
@@ -115,8 +121,8 @@ class Waiting:
         while self._groups and (not chunk or len(chunk) < rows):
             prompt = self._next()
             group = self._groups.pop(prompt)
-            group.sort(key=lambda sample: -len(sample))
-            rows = rows or chunk_rows(len(group[0]), self._tokens, scorers, least, most)
+            group.sort(key=len, reverse=not self._shortest_first)
+            rows = rows or chunk_rows(max(map(len, group)), self._tokens, scorers, least, most)
             count = _cut(group, rows - len(chunk), least)
             chunk += group[:count]
             if count < len(group):
@@ -125,9 +131,12 @@ class Waiting:
         return chunk
 
     def _next(self) -> tuple[int, int]:
-        """The prompt of the longest sample."""
-        assert self.longest
-        return heapq.heappop(self._longest)[2]
+        """The prompt of the longest sample, or of the shortest."""
+        extreme = min if self._shortest_first else max
+        while True:
+            length, _, prompt = heapq.heappop(self._order)
+            if abs(length) == extreme(map(len, self._groups.get(prompt, ())), default=0):
+                return prompt
 
 
 def _cut(group: Sequence[Finished], rows: int, least: int) -> int:
@@ -177,6 +186,7 @@ class Inference:
         everyone: Callable[[], int] = lambda: 1,
         gone: Callable[[Scorer], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
+        shortest_first: bool = False,
     ) -> None:
         self._session = session
         self._want = list(want)
@@ -186,7 +196,7 @@ class Inference:
         self._everyone = everyone
         self._gone = gone
         self._clock = clock
-        self._waiting = Waiting()
+        self._waiting = Waiting(shortest_first=shortest_first)
         self._streams = Streams()
         self._growing: Sequence[Growing] = ()
         # Finished samples that wait for the scorer which has seen a part of them.

@@ -17,9 +17,9 @@ class NotPrepared(RuntimeError):
 
 
 class Batches:
-    """`sft/<step>`, `reward/<step>`, `dpo/<step>`, `ppo/<iteration>`, and for evaluations `sft-eval/<i>`,
-    `reward-eval/<i>`, `dpo-eval/<i>` and `demonstrations/<i>`. The arrays are those of docs/architecture.md,
-    "Batches". `references`: what is added to DPO's."""
+    """`sft/<step>`, `reward/<step>`, `dpo/<step>`, `ppo/<iteration>`, `ppo-part/<iteration>/<part>`; for evaluations
+    `sft-eval/<i>`, `reward-eval/<i>`, `dpo-eval/<i>` and `demonstrations/<i>`. The arrays are those of
+    docs/architecture.md, "Batches". `references`: what is added to DPO's."""
 
     def __init__(self, prepared: Prepared | None, files: ExperienceFiles, store: Store) -> None:
         """`prepared`: None as long as the data are being prepared."""
@@ -31,6 +31,8 @@ class Batches:
     def read(self, key: str) -> bytes:
         """Raises LookupError for an unknown key, ValueError for a damaged batch, NotPrepared while data are being
         prepared."""
+        if (part := self._files.part(key)) is not None:
+            return part
         stage, _, number = key.partition("/")
         if not (number.isascii() and number.isdigit() and len(number) < 10):
             raise KeyError("a batch's name must be a stage and a number, as sft/1")

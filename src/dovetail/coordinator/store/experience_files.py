@@ -66,6 +66,7 @@ class ExperienceFiles:
     def __init__(self, run_dir: Path) -> None:
         self._dir = run_dir / "experience"
         self._known: dict[int, str] = {}
+        self._parts: dict[str, bytes] = {}
         self._dir.mkdir(parents=True, exist_ok=True)
 
     def _path(self, iteration: int) -> Path:
@@ -93,6 +94,18 @@ class ExperienceFiles:
                 )
             self._known[iteration] = digest
         return data
+
+    def show_part(self, key: str, arrays: Arrays) -> None:
+        """Keep a part of an iteration that is still being made, in memory."""
+        self._parts[key] = pack(arrays)
+
+    def part(self, key: str) -> bytes | None:
+        """What `show_part` was given; None: nothing."""
+        return self._parts.get(key)
+
+    def forget_parts(self) -> None:
+        """The iteration is made."""
+        self._parts.clear()
 
     def has(self, iteration: int) -> bool:
         """Whether the iteration is stored."""

@@ -23,7 +23,7 @@ from dovetail.coordinator.trainers.trainer_group import (
 )
 from dovetail.manifest.training_types import kept_versions
 from dovetail.manifest.types import Stage
-from dovetail.protocol.messages import Command, CommandResult, Evaluate, Export, Load, ModelRef, Save, Step
+from dovetail.protocol.messages import Accumulate, Command, CommandResult, Evaluate, Export, Load, ModelRef, Save, Step
 from dovetail.protocol.plan import Layout
 
 STEP_TIMEOUT_SECONDS = 6 * 3600.0
@@ -203,6 +203,13 @@ class TrainerSession:
                     continue
                 self._step = step
                 return result
+
+    async def accumulate(self, command: Accumulate) -> CommandResult:
+        """Have the ranks learn a part of the next step's samples, before the others are there. Raises TrainerError, and
+        TrainerLost, after which the ranks hold no part."""
+        async with self._lock:
+            await self._bring(self._need_plan(), self._step)
+            return await self._group.execute(command, STEP_TIMEOUT_SECONDS)
 
     async def evaluate(self, batches: list[str], demonstrations: Sequence[str] = ()) -> dict[str, float]:
         """The metrics of the current weights on whole batches. `demonstrations`: batches by which a reward model is

@@ -59,6 +59,7 @@ def variant(job: RLHFJob, shape: JobShape, iterations: int = ITERATIONS) -> RLHF
         "criticWarmupIterations": 0,
         # The phases of an iteration follow each other.
         "lag": 0,
+        "streaming": "Never",
     }
     spec["generation"]["maxTokens"] = shape.max_tokens
     if Stage.REWARD.value in spec["stages"]:

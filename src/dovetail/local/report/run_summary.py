@@ -97,14 +97,14 @@ def fusion_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def overlap_sentence(summary: Mapping[str, Any]) -> str:
-    """What a run with a lag gained; "" for a run without one."""
+    """What a run with a lag, or with streaming, gained; "" for another one."""
     count, seconds, other = (
         get(summary, f"overlap.{name}") for name in ("iterations", "seconds", "synchronous_seconds")
     )
     if not count or seconds is None or other is None:
         return ""
     return (
-        f"Phases overlap (spec.ppo.lag): an iteration took {duration(seconds / count)}; one after the other, its "
+        f"Phases overlap: an iteration took {duration(seconds / count)}; one after the other, its "
         f"phases take {duration(other / count)}."
     )
 

@@ -66,6 +66,7 @@ REASONS = {
     **{f"{stage}.{length}": _NOT_EXTENDED for stage in ("sft", "reward", "dpo") for length in ("steps", "epochs")},
     "ppo.globalBatchSize": "stored batches have this size",
     "ppo.lag": "samples under way were drawn with the weights that it names",
+    "ppo.streaming": "it says in which order gradients are added up",
     "generation": "samples under way were begun with it",
     "checkpoint.volume": "the run's files are there",
 }

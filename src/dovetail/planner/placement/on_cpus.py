@@ -72,7 +72,7 @@ def place(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], profile: 
     return Placed(
         layouts,
         _prediction(spec, machine, best, [f for f in found if f is not best]),
-        lanes=lambda: _lanes(spec, machine, models, best),
+        lanes=lambda: predicted_lanes(spec, machine, models, best),
     )
 
 
@@ -127,7 +127,7 @@ def _works(
     return [work_of(pinned, models, layout, *_lengths(spec, machine, rng)) for _ in range(DRAWS)]
 
 
-def _lanes(spec: RLHFJobSpec, machine: Machine, models: Sequence[str], best: PredictedIteration) -> Lanes:
+def predicted_lanes(spec: RLHFJobSpec, machine: Machine, models: Sequence[str], best: PredictedIteration) -> Lanes:
     """The same iterations as two lanes, which share the machine's cores. With a lag the trainers recompute the old
     log-probabilities."""
     synchronous, lagged = [], []

@@ -29,6 +29,7 @@ from dovetail.planner.placement.placed import Chosen, Infeasible, Placed, predic
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.search import Effort, Result, Search, alternatives, search_fewest_stages
 from dovetail.planner.shape import ModelShape
+from dovetail.planner.simulate.hidden_training import hidden
 from dovetail.planner.simulate.lanes import Lanes, Parts
 from dovetail.planner.simulate.rollout import play_rollout
 from dovetail.planner.workload import Lengths, Workload
@@ -84,6 +85,7 @@ def place(
         apart=_apart(shares) if found.candidate.schedule == "Dedicated" else {},
         chosen=found,
         lanes=lambda: _lanes(found, spec.seed),
+        hidden=lambda parts: _hidden(found, spec.seed, parts),
     )
 
 
@@ -120,6 +122,22 @@ def _lanes(found: Chosen, seed: int) -> Lanes:
         kept = min(1.0, each.kept + max(0.0, hidden) / tail) if tail else 0.0
         lagged.append(Parts(made, {"training": training + own}, rest, tail=tail, kept=kept))
     return Lanes(synchronous, lagged)
+
+
+def _hidden(found: Chosen, seed: int, parts: int) -> float:
+    """The mean over iterations with lengths that are drawn."""
+    candidate, costs = replace(found.candidate, folded=True), found.costs
+    work, rng = costs.work, np.random.default_rng(seed)
+    training = costs.estimate(candidate).phases["training"]
+    _, rooms = costs.memory.of(candidate)
+    each, seconds = work.per_prompt, 0.0
+    for _ in range(DRAWS):
+        prompts = np.repeat(work.prompt.draw(work.batch // each, rng), each)
+        lengths = work.response.draw(work.batch, rng)
+        rolled = play_rollout(candidate, costs, rooms, prompts, lengths)
+        totals = (prompts + lengths).tolist()
+        seconds += hidden(rolled.ready, lengths.tolist(), totals, each, parts, training, rolled.scored)
+    return seconds / DRAWS
 
 
 def _relative(values: Sequence[float], at: int) -> float:

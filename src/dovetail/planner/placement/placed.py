@@ -39,7 +39,8 @@ class Placed:
     """`layouts`: of each trained model, on all ranks. `apart`: of actor and critic in PPO, if each has its own trainer
     ranks. `recompute`: stages and models with activation checkpointing. `prediction`: of a PPO iteration, where one
     could be made; `chosen`: what it was made from, on GPUs. `lanes()`: iterations with other lengths, for a job whose
-    trainers and rollouts share no GPUs. `warnings`: one sentence each."""
+    trainers and rollouts share no GPUs; `hidden(parts)`: of such a job, seconds of training that are hidden if the
+    samples are learnt in so many parts as they come. `warnings`: one sentence each."""
 
     layouts: Mapping[str, Parallelism]
     prediction: Prediction | None = None
@@ -47,6 +48,7 @@ class Placed:
     apart: Mapping[str, Layout] = field(default_factory=dict)
     chosen: Chosen | None = None
     lanes: Callable[[], Lanes] | None = None
+    hidden: Callable[[int], float] | None = None
     warnings: tuple[str, ...] = ()
 
     @property

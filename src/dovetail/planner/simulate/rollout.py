@@ -23,7 +23,7 @@ from dovetail.planner.workload import Ints
 class Rolled:
     """`generated`, `scored`: when all samples are. `half`: when half of the servers are needed no more, if the others
     take what is left; `kept`: the share of the samples that is left after that, on average. `begun`: when the tail
-    gathered, None: it did not."""
+    gathered, None: it did not. `ready`: when each sample's scores are there."""
 
     generated: float
     scored: float
@@ -32,6 +32,7 @@ class Rolled:
     bars: list[Bar]
     half: float
     kept: float
+    ready: Sequence[float] = ()
 
     def busy(self, shares: Sequence[Share]) -> float:
         """Share of the stage that GPUs of these shares generate or score, mean over the GPUs."""
@@ -59,12 +60,13 @@ def play_rollout(
     for bar in bars:
         free[bar.pool, bar.gpu] = max(bar.end, begun or 0.0) if fused and begun is not None else generated
     totals = [int(p) + int(n) for p, n in zip(prompts, lengths, strict=True)]
-    scored, new = _score(candidate, costs, ends, totals, prompts, free, 0.0 if fused else generated)
+    ready, new = _score(candidate, costs, ends, totals, prompts, free, 0.0 if fused else generated)
+    scored = max(ready)
     # Without fusion no sample moves.
     half = sorted(ends)[len(ends) // 2] if candidate.migration else sorted(idle)[len(idle) // 2]
     left = sum(max(0.0, end - half) for end in ends) / len(ends)
     kept = left / (generated - half) if generated > half else 0.0
-    return Rolled(generated, max(scored, generated), begun, migrated, bars + new, half, kept)
+    return Rolled(generated, max(scored, generated), begun, migrated, bars + new, half, kept, ready)
 
 
 def _decode(
@@ -115,8 +117,9 @@ def _score(
     prompts: Ints,
     free: dict[tuple[str, int], float],
     earliest: float,
-) -> tuple[float, list[Bar]]:
-    """Whoever's GPUs are free takes the next micro-batch of its task, in the order in which samples were finished."""
+) -> tuple[list[float], list[Bar]]:
+    """Whoever's GPUs are free takes the next micro-batch of its task, in the order in which samples were finished.
+    Returns when each sample is scored."""
     work, order = costs.work, sorted(range(len(ends)), key=ends.__getitem__)
     tasks = [(task, candidate.shares(task)) for task in INFERENCE]
     waiting: dict[str, deque[int]] = {task: deque(order) for task, shares in tasks if shares}
@@ -126,7 +129,7 @@ def _score(
         for share in shares
         for d in range(share.dp)
     ]
-    last = 0.0
+    ready = [0.0] * len(ends)
     bars: list[Bar] = []
     if not candidate.folded:
         for share in candidate.actor_training:
@@ -170,9 +173,10 @@ def _score(
         for gpu in copy.gpus:
             free[gpu] = now + busy
             bars.append(Bar(*gpu, "scorer", copy.task, now, now + busy))
-        last = max(last, done)
+        for row in rows:
+            ready[row] = max(ready[row], done)
         heapq.heappush(heap, (now + busy, i))
-    return last, bars
+    return ready, bars
 
 
 def _places(candidate: Candidate, share: Share, copy: int) -> list[tuple[str, int]]:

@@ -23,7 +23,8 @@ class StagePrediction:
 
     `generation_seconds`: of the serial stage; `generation_end`: of the fused one. `moves` (index -> instance): samples
     that left for the `destinations`. `idle_seconds`: of each instance in the fused stage, neither generating nor
-    scoring. `tail`: (time, samples not yet generated) of the fused stage."""
+    scoring. `tail`: (time, samples not yet generated) of the fused stage. `scored`: of each sample, when its scores are
+    there."""
 
     threshold: int | None
     serial_seconds: float
@@ -34,6 +35,7 @@ class StagePrediction:
     moves: dict[int, int]
     idle_seconds: tuple[float, ...]
     tail: tuple[tuple[float, int], ...]
+    scored: tuple[float, ...] = ()
 
     @property
     def migrated(self) -> int:
@@ -52,6 +54,7 @@ def scan(
     max_tokens: int | None = None,
     early: bool = True,
     roomy: Iterable[bool] = (),
+    shortest_first: bool = False,
 ) -> list[StagePrediction]:
     """One iteration of N samples for each of several thresholds, in their order; what they have in common is simulated
     once. `lengths` (N,) and `prompt_lengths` (N,) tokens; `profiles`: one per instance.
@@ -60,7 +63,8 @@ def scan(
     `max_tokens`: most response tokens, which is what KV memory is kept for (default: the longest of `lengths`).
     `early`: an instance with nothing left to generate scores at once, before the threshold too; False, as in the paper:
     from the threshold on. `roomy`: for each threshold, whether destinations take what they have room for
-    (`StageProfile.roomy`); by default none do. Raises ProfileError for numbers that cannot be."""
+    (`StageProfile.roomy`); by default none do. `shortest_first`: what short samples need is scored before longer ones.
+    Raises ProfileError for numbers that cannot be."""
     thresholds = list(thresholds)
     wide = list(roomy) or [False] * len(thresholds)
     _check(lengths, prompt_lengths, profiles, thresholds)
@@ -73,25 +77,33 @@ def scan(
         base.run(remaining)
         started[remaining] = base.copy()
     base.run(0)
-    serial = _inference(base, None, early)
+    serial = _inference(base, None, early, shortest_first)
     results = []
     for threshold, with_room in zip(thresholds, wide, strict=True):
         if threshold is None:
             results.append(_prediction(base, serial, serial, None, None, base))
         else:
-            results.append(_fused(started[threshold].copy(), serial, base, threshold, longest, early, with_room))
+            fused = started[threshold].copy(), serial, base, threshold, longest, early, with_room
+            results.append(_fused(*fused, shortest_first))
     return results
 
 
 def _fused(
-    decode: Decode, serial: _Scored, base: Decode, threshold: int, longest: int, early: bool, roomy: bool
+    decode: Decode,
+    serial: _Scored,
+    base: Decode,
+    threshold: int,
+    longest: int,
+    early: bool,
+    roomy: bool,
+    shortest_first: bool,
 ) -> StagePrediction:
     begun = decode.now
     plan = _gathered(decode, longest, [p.roomy() for p in decode.profiles] if roomy else decode.profiles)
     if plan is not None:
         decode.migrate(plan.moves)
     decode.run(0)
-    return _prediction(decode, _inference(decode, begun, early), serial, threshold, plan, base)
+    return _prediction(decode, _inference(decode, begun, early, shortest_first), serial, threshold, plan, base)
 
 
 def _gathered(decode: Decode, longest: int, destinations: Sequence[StageProfile]) -> MigrationPlan[int, int] | None:
@@ -114,11 +126,12 @@ def _gathered(decode: Decode, longest: int, destinations: Sequence[StageProfile]
 class _Scored:
     end: float
     busy: list[float]
+    at: list[float]
 
 
-def _inference(decode: Decode, begun: float | None, early: bool) -> _Scored:
-    """Scoring by whoever is free, in the coordinator's chunks, the longest first, of finished samples and of what there
-    is of unfinished ones.
+def _inference(decode: Decode, begun: float | None, early: bool, shortest_first: bool) -> _Scored:
+    """Scoring by whoever is free, in the coordinator's chunks, the longest (or shortest) first, of finished samples and
+    of what there is of unfinished ones.
 
     `begun` None: after generation. Else an instance is free once it has nothing left to generate."""
     generated = max(decode.end)
@@ -128,33 +141,38 @@ def _inference(decode: Decode, begun: float | None, early: bool) -> _Scored:
         heap.append(((generated if begun is None else free) + profile.swap_in_seconds, i))
     heapq.heapify(heap)
     parts = _parts(decode, None if begun is None else heap[0][0])
-    ready: list[int] = []  # a heap of -tokens
+    ready: list[tuple[int, int]] = []  # a heap of tokens or -tokens, with the sample
+    sign = 1 if shortest_first else -1
+    at = [0.0] * len(decode.end)
     busy = [0.0] * len(decode.profiles)
     next_, waiting, count, end = 0, 0, len(parts), generated
     while next_ < count or ready:
         time, i = heapq.heappop(heap)
         while next_ < count and (parts[next_][0] <= time or not ready):
-            there, tokens = parts[next_]
-            heapq.heappush(ready, -tokens)
+            there, tokens, sample = parts[next_]
+            heapq.heappush(ready, (sign * tokens, sample))
             waiting += tokens
             time = max(time, there)
             next_ += 1
         profile = decode.profiles[i]
-        rows = chunk_rows(-ready[0], waiting, len(decode.profiles), profile.chunk_tokens)
-        chunk = [-heapq.heappop(ready) for _ in range(min(rows, len(ready)))]
+        rows = chunk_rows(sign * ready[0][0], waiting, len(decode.profiles), profile.chunk_tokens)
+        taken = [heapq.heappop(ready) for _ in range(min(rows, len(ready)))]
+        chunk = [sign * tokens for tokens, _ in taken]
         waiting -= sum(chunk)
         seconds = profile.chunk_seconds(chunk)
         if not busy[i]:
             busy[i] = profile.swap_in_seconds + profile.swap_out_seconds
         busy[i] += seconds
         end = max(end, time + seconds + profile.swap_out_seconds)
+        for _, sample in taken:
+            at[sample] = max(at[sample], time + seconds)
         heapq.heappush(heap, (time + seconds, i))
-    return _Scored(end, busy)
+    return _Scored(end, busy, at)
 
 
-def _parts(decode: Decode, free: float | None) -> list[tuple[float, int]]:
-    """(when they are there, tokens) of what is scored, in the order of time. `free`: when the first instance may score;
-    None: when all samples are generated.
+def _parts(decode: Decode, free: float | None) -> list[tuple[float, int, int]]:
+    """(when they are there, tokens, the sample) of what is scored, in the order of time. `free`: when the first
+    instance may score; None: when all samples are generated.
 
     The last samples come in parts: what there is of one when the first instance is free, then always half of what is
     left of it, and at last no more than a block."""
@@ -172,9 +190,9 @@ def _parts(decode: Decode, free: float | None) -> list[tuple[float, int]]:
                 grown = max(seen + left // 2 if seen else 0, int(tokens * there / end)) // block * block
                 grown = max(seen + block, min(grown, (tokens - 1) // block * block))
                 there = max(there, end * grown / tokens)
-                parts.append((there, before + grown - seen))
+                parts.append((there, before + grown - seen, sample))
                 before, seen = 0, grown
-        parts.append((end, before + tokens - seen))
+        parts.append((end, before + tokens - seen, sample))
     return sorted(parts)
 
 
@@ -197,6 +215,7 @@ def _prediction(
         plan.moves if plan else {},
         tuple(max(0.0, scored.end - mine - score) for mine, score in zip(decode.busy, scored.busy, strict=True)),
         tuple((end, len(ends) - k - 1) for k, end in enumerate(ends)),
+        tuple(scored.at),
     )
 
 

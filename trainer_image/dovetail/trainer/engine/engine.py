@@ -19,6 +19,7 @@ from dovetail.models.config import balance_coefficient
 from dovetail.models.expert_routing import take_counts, take_unbalance
 from dovetail.protocol.messages import Action, Load, ModelRef
 from dovetail.trainer.algorithms.ema import ema_update
+from dovetail.trainer.compat import multiply
 from dovetail.trainer.engine import checkpoint
 from dovetail.trainer.engine.action_measures import Collected
 from dovetail.trainer.engine.engine_model import EngineModel
@@ -222,18 +223,33 @@ class Engine:
             return pipe.results
         return self._share_results(held, pipe.results)
 
-    def optimizer_step(self, model: str) -> dict[str, float]:
-        """Clip by the global norm over all stages and shards (tied weights counted once), step, drop gradients.
+    def scale_gradient(self, model: str, factor: float) -> None:
+        """Multiply the model's gradient, as far as it is added up, by a number."""
+        if (held := self.models.get(model)) is not None and factor != 1.0:
+            multiply([local(p.grad) for p in held.trainable().values() if p.grad is not None], factor)
+
+    def drop_gradients(self) -> None:
+        """Forget what has been added up for the next step."""
+        self.settle()
+        for held in self.models.values():
+            for parameter in held.trainable().values():
+                parameter.grad = None
+
+    def optimizer_step(self, model: str, defer: bool = False) -> dict[str, float]:
+        """Clip by the global norm over all stages and shards (tied weights counted once), step, drop gradients. With
+        `defer` the step is applied by whatever comes next, as in `run`.
 
         Returns `grad_norm` (before clipping) and `learning_rate`, the same on every rank. Raises
         `FloatingPointError` on every rank, leaving the weights as they are, when the norm is not finite."""
-        self.settle()
+        if model in self._begun:
+            self.settle()
         applied: dict[str, float] = {}
         error = None
         if (held := self.models.get(model)) is not None:
             try:
                 applied = self._decide(held, Reduction(held, self.groups.device))
-                self._begun.pop(model).finish()
+                if not defer:
+                    self._begun.pop(model).finish()
             except FloatingPointError as problem:
                 error = str(problem)
         if self.groups.apart:

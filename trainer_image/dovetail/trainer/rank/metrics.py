@@ -33,7 +33,7 @@ SHOWN = frozenset(
 
 
 class TrainerMetrics:
-    """Counts of this rank. Labels: `kind` of a command (seven), `stage` (three), `name` (SHOWN)."""
+    """Counts of this rank. Labels: `kind` of a command (eight), `stage` (three), `name` (SHOWN)."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -98,7 +98,7 @@ def prepare_step(context: Context, step: Step) -> Run:
     for name in here:
         context.check_vocabulary(context.model(name), samples.sequences)
     if "actor" in here:
-        _check_routing(context.model("actor").config, samples.sequences)
+        check_routing(context.model("actor").config, samples.sequences)
     ptx = _ptx(context, step, samples, arrays) if config.ptx_coef > 0 and step.train_actor else None
     minis = _mini_batches(context, step, samples, here, ptx)
     if len(minis) % step.mini_batches or (ptx is not None and step.mini_batches > 1):
@@ -115,17 +115,17 @@ def prepare_step(context: Context, step: Step) -> Run:
     if not recompute and not shared:
         # Nothing collective is needed before the advantages, so a bad batch is refused while nothing has happened.
         ready = targets(samples, config, step.kl_coef, None, context.advantages, iteration=step.step)
-        _check_returns(learns_values, ready)
+        check_returns(learns_values, ready)
 
     def run() -> Metrics:
         if recompute or shared:
             with context.timeline.phase("old log-probabilities"):
-                old, values, compared = _before_step(context, samples, step.micro_batch_tokens)
+                old, values, compared = before_step(context, samples, step.micro_batch_tokens)
             with_values = replace(samples, values=values) if shared else samples
             recomputed = old if recompute else None
             function, number = context.advantages, step.step
             goals = targets(with_values, config, step.kl_coef, recomputed, function, compared, number)
-            _check_returns(learns_values, goals)
+            check_returns(learns_values, goals)
         else:
             goals = ready
         return _train(context, samples, goals, ptx, minis, schedule, models)
@@ -133,7 +133,7 @@ def prepare_step(context: Context, step: Step) -> Run:
     return run
 
 
-def _check_routing(config: Any, sequences: Sequences) -> None:
+def check_routing(config: Any, sequences: Sequences) -> None:
     """Raises BadCommand for experts that the actor has not."""
     if sequences.routing is None:
         return
@@ -158,7 +158,7 @@ def _unknown_share(sequences: Sequences) -> float:
     return float((sequences.routing[:, :, 0, 0] < 0)[counted].double().mean())
 
 
-def _check_returns(learns_values: bool, goals: Targets) -> None:
+def check_returns(learns_values: bool, goals: Targets) -> None:
     if learns_values and goals.returns is None:
         raise BadCommand("a critic is loaded, but the batch's advantages come without returns to train it on")
 
@@ -224,11 +224,11 @@ def _train(
         for key, value in values.items():
             applied[f"{name}_{key}"].append(value)
 
-    make = {"actor": _actor_micro_batch, "critic": _critic_micro_batch}
     for start in range(0, len(minis), schedule.mini_batches):
         span = minis[start : start + schedule.mini_batches]
         work = {
-            m: [make[m](context, samples, goals, mini, r) for mini in span for r in mini.work[m]] for m in span[0].work
+            m: [micro_batch(m, context, samples, goals, mini, r) for mini in span for r in mini.work[m]]
+            for m in span[0].work
         }
         name = f"mini-batch {start}" if len(span) == 1 else f"mini-batches {start}-{start + len(span) - 1}"
         with context.timeline.phase(name):
@@ -238,17 +238,34 @@ def _train(
             last = start + len(span) == len(minis)
             found = context.engine.run(schedule.actions, work, len(span), during, schedule.digest, defer=last)
             for model, stats in found.items():
-                _add(totals, stats, "critic_" if model == "critic" else "")
+                add_stats(totals, stats, "critic_" if model == "critic" else "")
         if ptx is not None:
             if span[0].ptx_rows:
                 with context.timeline.phase(f"demonstrations {start}"):
-                    _add(totals, _run_ptx(context, ptx, span[0], schedule.actions))
+                    add_stats(totals, _run_ptx(context, ptx, span[0], schedule.actions))
             with context.timeline.phase("optimizer"):
                 for model in models:
                     stepped(model, context.engine.optimizer_step(model))
                 context.engine.after_actor_step()
-    metrics = dict(goals.metrics)
-    if (counted := minis[0].counted) is not None:
+    metrics = goals.metrics | step_metrics(context, samples, totals, applied, models, minis[0].counted)
+    if ptx is not None:
+        metrics["ptx_loss"] = mean(totals, "ptx_loss", "ptx_tokens")
+    metrics["optimizer_steps"] = float(len(minis))
+    return metrics
+
+
+def step_metrics(
+    context: Context,
+    samples: PPOSamples,
+    totals: Mapping[str, float],
+    applied: Mapping[str, Sequence[float]],
+    models: Sequence[str],
+    counted: Tensor | None,
+) -> Metrics:
+    """What a step reports of its losses. `totals`: their statistics, added up. `applied`: of each optimizer step.
+    `counted`: which samples train the policy; None: all."""
+    metrics: Metrics = {}
+    if counted is not None:
         metrics["counted_fraction"] = float(counted.double().mean())
     if "actor" in models:
         metrics |= {
@@ -267,8 +284,6 @@ def _train(
         if totals.get("mismatch_tokens"):
             for name in ("mismatch_abs", "mismatch_kl", "mismatch_ratio", "mismatch_capped"):
                 metrics[name] = mean(totals, name, "mismatch_tokens")
-    if ptx is not None:
-        metrics["ptx_loss"] = mean(totals, "ptx_loss", "ptx_tokens")
     if totals.get("value_tokens"):
         metrics["value_loss"] = mean(totals, "value_loss", "value_tokens")
         metrics["value_clipfrac"] = mean(totals, "value_clipped", "value_tokens")
@@ -276,18 +291,24 @@ def _train(
     for name, values in applied.items():
         last = name.endswith("learning_rate")
         metrics[name] = values[-1] if last else sum(values) / len(values)
-    metrics |= balance(totals) | balance(totals, "critic_")
-    metrics["optimizer_steps"] = float(len(minis))
-    return metrics
+    return metrics | balance(totals) | balance(totals, "critic_")
 
 
-def _add(totals: dict[str, float], stats: dict[str, float], prefix: str = "") -> None:
-    """`prefix`: of what actor and critic both count."""
+def add_stats(totals: dict[str, float], stats: Mapping[str, float], prefix: str = "") -> None:
+    """Add to the totals. `prefix`: of what actor and critic both count."""
     for key, value in stats.items():
         totals[prefix + key if key.startswith("router_") else key] += value
 
 
 # ---------------------------------------------------------------- micro-batches
+
+
+def micro_batch(
+    model: str, context: Context, samples: PPOSamples, goals: Targets, mini: MiniBatch, rows: list[int]
+) -> MicroBatch:
+    """What the model learns from these rows of the mini-batch."""
+    make = _actor_micro_batch if model == "actor" else _critic_micro_batch
+    return make(context, samples, goals, mini, rows)
 
 
 def _responses(samples: PPOSamples, rows: list[int]) -> tuple[Packed, Tensor]:
@@ -442,7 +463,7 @@ def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action])
     return context.engine.run(schedule, {"actor": work})["actor"]
 
 
-def _before_step(
+def before_step(
     context: Context, samples: PPOSamples, tokens: int | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The actor's log-probabilities of the response tokens, (N, R), at its present weights, the values of its value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,12 +159,12 @@ def digest(actions: Sequence[Sequence[Action]]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def mean(stats: dict[str, float], name: str, count: str) -> float:
+def mean(stats: Mapping[str, float], name: str, count: str) -> float:
     """stats[name] / stats[count], 0 when nothing was counted."""
     return stats.get(name, 0.0) / stats[count] if stats.get(count) else 0.0
 
 
-def balance(stats: dict[str, float], prefix: str = "") -> Metrics:
+def balance(stats: Mapping[str, float], prefix: str = "") -> Metrics:
     """The mean load-balancing loss of layers with experts, if it was computed."""
     if not stats.get(f"{prefix}router_passes"):
         return {}

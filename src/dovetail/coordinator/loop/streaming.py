@@ -1,0 +1,131 @@
+"""Lets the trainers learn from the first samples of an iteration while the others are drawn (`ppo.streaming`).
+
+The samples are learnt in an order that depends on them alone: prompts whose longest response is shorter come first, and
+of equal ones the earlier prompt. That is about the order in which they end, and it is known early: a response that is
+still drawn will be at least as long as it is now. So a prompt is known to be the next one as soon as all its samples
+are scored and every other prompt has, or will have, a longer response."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from dovetail.coordinator.loop.run_records import RunRecords
+from dovetail.coordinator.store.experience_files import experience_arrays
+from dovetail.coordinator.trainers.trainer_group import TrainerError, TrainerLost
+from dovetail.coordinator.trainers.trainer_session import TrainerSession
+from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.protocol.messages import Accumulate, Step
+from dovetail.protocol.wire import Arrays
+
+# How often it looks whether a part is there.
+LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class PromptProgress:
+    """`longest`: response tokens of its longest sample so far. `scored`: all its samples are scored."""
+
+    prompt: int
+    longest: int
+    scored: bool
+
+
+def known_first(progress: Iterable[PromptProgress]) -> list[int]:
+    """The prompts that are known to come first in the order of learning, in that order."""
+    found = []
+    for each in sorted(progress, key=lambda p: (p.longest, p.prompt)):
+        if not each.scored:
+            break
+        found.append(each.prompt)
+    return found
+
+
+def in_learning_order(arrays: Arrays) -> Arrays:
+    """The rows of a PPO batch in the order in which they are learnt. `groups`: their prompts."""
+    groups, lengths = arrays["groups"], arrays["response_lengths"]
+    longest: dict[int, int] = {}
+    for group, length in zip(groups.tolist(), lengths.tolist(), strict=True):
+        longest[group] = max(length, longest.get(group, 0))
+    key = np.array([longest[group] for group in groups.tolist()])
+    order = np.lexsort((groups, key))
+    return {name: np.ascontiguousarray(array[order]) for name, array in arrays.items()}
+
+
+@dataclass
+class Streamed:
+    """What the trainers did for an iteration while its samples were made. `parts`: that they were given last, since
+    they were last lost."""
+
+    seconds: float = 0.0
+    parts: int = 0
+
+
+class Streaming:
+    """`parts`: into how many an iteration is cut. `step(iteration)`: the command of the whole step."""
+
+    def __init__(
+        self,
+        spec: RLHFJobSpec,
+        parts: int,
+        records: RunRecords,
+        session: TrainerSession,
+        pad: int,
+        step: Callable[[int], Step],
+    ) -> None:
+        self._parts, self._records, self._session, self._pad, self._step = parts, records, session, pad, step
+        self._prompts = spec.ppo.global_batch_size // spec.ppo.samples_per_prompt // parts
+        self._samples = records.store.samples
+
+    @asynccontextmanager
+    async def beside(self, iteration: int) -> AsyncIterator[Streamed]:
+        """As long as the body makes the iteration's samples, the trainers learn from those that are known to be the
+        next ones. On return they do nothing."""
+        found, over = Streamed(), asyncio.Event()
+        task = asyncio.create_task(self._stream(iteration, found, over))
+        try:
+            yield found
+            over.set()
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            self._records.batches.forget_parts()
+
+    async def _stream(self, iteration: int, found: Streamed, over: asyncio.Event) -> None:
+        while not over.is_set():
+            first = known_first(PromptProgress(*row) for row in self._samples.progress(iteration))
+            ready = len(first) // self._prompts
+            if ready == self._parts:
+                return  # all samples are there
+            if ready > found.parts:
+                chosen = first[found.parts * self._prompts :][: self._prompts]
+                try:
+                    result = await self._session.accumulate(self._command(iteration, found.parts, chosen))
+                except TrainerLost as lost:
+                    self._records.log("trainers.recover", stage=Stage.PPO.value, step=iteration, reason=str(lost))
+                    found.parts = 0
+                except TrainerError:
+                    return  # the step will fail in the same way, and say so
+                else:
+                    found.parts += 1
+                    found.seconds += result.metrics.get("seconds", 0.0)
+                    self._records.timeline.add(s.model_copy(update={"iteration": iteration}) for s in result.spans)
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_SECONDS):
+                        await over.wait()
+
+    def _command(self, iteration: int, part: int, prompts: Sequence[int]) -> Accumulate:
+        """The part's batch may be fetched from now on."""
+        place = {prompt: number for number, prompt in enumerate(prompts)}
+        rows = sorted(self._samples.of_prompts(iteration, prompts), key=lambda s: (place[s.key.prompt], s.key.sample))
+        key = f"ppo-part/{iteration}/{part}"
+        arrays = experience_arrays(rows, self._pad, self._samples.experts(iteration))
+        self._records.batches.show_part(key, arrays)
+        return Accumulate(id=f"ppo/{iteration}/accumulate/{part}", step=self._step(iteration), part=part, batch=key)

@@ -1,0 +1,130 @@
+"""Whether the trainers may learn from an iteration's first samples while others are drawn (`ppo.streaming`), and in
+how many parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from dovetail.manifest.critic import shares_body
+from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.protocol.prediction import Prediction
+
+# More parts begin earlier and leave less for the end. Each costs a command, and with sharded weights a gathering.
+MOST_PARTS = 16
+
+
+def streamed(
+    spec: RLHFJobSpec,
+    layouts: Mapping[str, Parallelism],
+    configs: Mapping[str, Mapping[str, Any]],
+    apart: bool,
+) -> tuple[int, str]:
+    """The number of parts, 0 for none, and why there are none; both empty where the manifest does not ask for it.
+
+    `layouts`: of the models that PPO trains. `configs`: the models' config.json, as `make_plan` gets them. `apart`:
+    actor and critic have trainer ranks of their own."""
+    if spec.ppo.streaming == "Never" or Stage.PPO not in spec.stages:
+        return 0, ""
+    problem = obstacle(spec) or _layout_obstacle(layouts, apart) or _balancing(spec, configs)
+    if problem is not None:
+        return 0, problem
+    ppo = spec.ppo
+    dp = max(layouts[model].dp for model in ("actor", "critic") if model in layouts)
+    least = math.lcm(ppo.samples_per_prompt, ppo.micro_batch_size * dp)
+    whole = ppo.global_batch_size // least
+    parts = max((n for n in range(1, MOST_PARTS + 1) if whole % n == 0), default=0) if whole else 0
+    if parts < 2 or ppo.global_batch_size % least:
+        return 0, (
+            f"an iteration of {ppo.global_batch_size} samples cannot be cut into parts of whole prompts and whole "
+            f"micro-batches, which have at least {least} samples"
+        )
+    return parts, ""
+
+
+def obstacle(spec: RLHFJobSpec) -> str | None:
+    """What in the manifest makes the result depend on all samples of an iteration at once, as a sentence without a full
+    stop; None: nothing."""
+    ppo = spec.ppo
+    reasons = (
+        (ppo.lag != 0, "spec.ppo.lag is above 0, so the next iteration is drawn while the trainers learn"),
+        (
+            ppo.epochs > 1 or ppo.mini_batch_size != ppo.global_batch_size,
+            "an iteration has several optimizer steps; set spec.ppo.epochs to 1 and spec.ppo.miniBatchSize to "
+            "spec.ppo.globalBatchSize",
+        ),
+        (
+            any({Role.TRAINER, Role.ROLLOUT} <= set(group.roles) for group in spec.groups),
+            "a group has both roles, trainer and rollout, whose processes take turns on a GPU",
+        ),
+        (ppo.advantage_function is not None, "spec.ppo.advantageFunction sees all samples of an iteration at once"),
+        (
+            ppo.advantage.startswith("reinforce"),
+            f"spec.ppo.advantage {ppo.advantage} normalises over all samples of an iteration",
+        ),
+        (
+            ppo.advantage == "gae" and ppo.whiten_advantages,
+            "spec.ppo.whitenAdvantages takes mean and variance of all samples of an iteration",
+        ),
+        (
+            ppo.whiten_rewards and not (ppo.advantage == "grpo" and ppo.normalize_std),
+            "spec.ppo.whitenRewards takes the variance of all samples of an iteration",
+        ),
+        (
+            ppo.micro_batch_tokens is not None,
+            "spec.ppo.microBatchTokens cuts micro-batches by the lengths of all samples",
+        ),
+        (ppo.ptx_coef > 0, "spec.ppo.ptxCoef mixes demonstrations into the step"),
+        (shares_body(spec), "spec.models.critic.shareActorBody adds up losses with different normalisers"),
+        (
+            any(m.lora is not None and m.lora.dropout > 0 for m in (spec.models.actor, spec.models.critic)),
+            "the dropout of adapters is drawn by the place in the whole step",
+        ),
+    )
+    return next((reason for holds, reason in reasons if holds), None)
+
+
+def _layout_obstacle(layouts: Mapping[str, Parallelism], apart: bool) -> str | None:
+    if apart:
+        return "actor and critic have trainer ranks of their own"
+    mine = [layouts[model] for model in ("actor", "critic") if model in layouts]
+    if any(layout.pp > 1 for layout in mine):
+        return "the trainers have pipeline stages, which each part would fill and empty anew"
+    return None
+
+
+def _balancing(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]]) -> str | None:
+    for name in ("actor", "critic"):
+        model = getattr(spec.models, name)
+        scratch = model.source.scratch if model.source is not None else None
+        config = configs.get(name, {}) if scratch is None else {**scratch.config, "model_type": scratch.architecture}
+        family = MODEL_FAMILIES.get(config.get("model_type", ""))
+        if family is None or family.experts is None:
+            continue
+        asked = model.router_aux_loss_coef
+        if asked or (asked is None and config.get("output_router_logits")):
+            return (
+                f"the load-balancing loss of the {name}'s experts is not divided by the number of tokens; set "
+                f"spec.models.{name}.routerAuxLossCoef to 0"
+            )
+    return None
+
+
+def with_streaming(found: Prediction, hidden: float) -> Prediction:
+    """The prediction of a job without a lag, `hidden` seconds of whose training are hidden behind its samples."""
+    seconds = found.iteration_seconds - hidden
+    faster = found.iteration_seconds / seconds
+    price = found.samples_per_dollar
+    lags = [row.model_copy(update={"iteration_seconds": seconds}) if row.lag == 0 else row for row in found.lags]
+    return found.model_copy(
+        update={
+            "iteration_seconds": seconds,
+            "streamed_seconds": hidden,
+            "phases": {**found.phases, "training": max(0.0, found.phases["training"] - hidden)},
+            "samples_per_second": faster * found.samples_per_second,
+            "samples_per_dollar": None if price is None else faster * price,
+            "lags": lags,
+        }
+    )

@@ -1,0 +1,272 @@
+"""A PPO step whose samples are learnt part by part, so that it can begin while others are still drawn
+(`ppo.streaming`).
+
+The rows of the step's batch are cut into equal parts, in their order. Each part is learnt by itself: its advantages,
+its micro-batches, its gradient. The gradients are added up in the order of the parts, and one optimizer step follows.
+Nothing of a part depends on the other ones. So the bits are the same whether a part is learnt early (`Accumulate`) or
+with the step. Losses are divided by numbers that are known beforehand. What they should have been divided by is made up
+for when all samples are there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dovetail.manifest.reward import ppo_config
+from dovetail.manifest.types import PPO
+from dovetail.models.config import balance_coefficient
+from dovetail.protocol.messages import Accumulate, Step
+from dovetail.protocol.wire import Arrays
+from dovetail.trainer.command_errors import BadCommand
+from dovetail.trainer.packed_batches import read
+from dovetail.trainer.steps.experience_batch import PPOSamples, counted_samples, recomputes_old_logprobs, targets
+from dovetail.trainer.steps.ppo_step import (
+    MiniBatch,
+    RankSchedule,
+    add_stats,
+    before_step,
+    check_returns,
+    check_routing,
+    micro_batch,
+    step_metrics,
+)
+from dovetail.trainer.steps.step_context import Context, Metrics, Run, cut, digest
+
+TOKENS, RESPONSES = (
+    ("tokens", "routed_experts"),
+    ("rollout_logprobs", "ref_logprobs", "values", "advantages", "returns"),
+)
+
+
+@dataclass
+class HeldParts:
+    """The parts of the next step whose gradient the ranks hold. `step`: its number. `digests`: of each part's arrays.
+    `totals`: statistics of the losses. `old`: log-probabilities that the trainer has computed itself, as `before_step`
+    returns them; None where it trusts the rollouts."""
+
+    step: int = 0
+    digests: list[str] = field(default_factory=list)
+    totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    old: list[tuple[Tensor, Tensor | None] | None] = field(default_factory=list)
+
+    def clear(self) -> None:
+        """The gradient is gone."""
+        self.step, self.digests, self.totals, self.old = 0, [], defaultdict(float), []
+
+
+@dataclass(frozen=True)
+class StreamedPart:
+    """A part, checked. `samples`: its rows alone. `digest`: of its arrays."""
+
+    samples: PPOSamples
+    digest: str
+
+
+def rows_of(arrays: Arrays, start: int, stop: int) -> Arrays:
+    """These rows of a PPO batch, with as little padding as they need: the same arrays whatever rows are beside them."""
+    prompts, responses = (arrays[name][start:stop].astype(np.int64) for name in ("prompt_lengths", "response_lengths"))
+    width, longest = int((prompts + responses).max()), int(responses.max())
+    found = {}
+    for name, array in arrays.items():
+        rows = array[start:stop]
+        found[name] = rows[:, :width] if name in TOKENS else rows[:, :longest] if name in RESPONSES else rows
+    return found
+
+
+def digest_of(arrays: Arrays) -> str:
+    """Of names, shapes and contents."""
+    hashed = hashlib.sha256()
+    for name in sorted(arrays):
+        array = np.ascontiguousarray(arrays[name])
+        hashed.update(f"{name} {array.dtype} {array.shape};".encode())
+        hashed.update(array.tobytes())
+    return hashed.hexdigest()
+
+
+def prepare_part(context: Context, held: HeldParts, command: Accumulate) -> Run:
+    """Check what one rank can check alone. Raises BadCommand."""
+    step = command.step
+    _check_parts(context, step)
+    models = _models(context, step)
+    arrays = context.fetch(command.batch)
+    rows = context.spec.ppo.global_batch_size // step.parts
+    part = _part(context, models, arrays, 0, rows)
+    if _rows(arrays) != rows:
+        raise BadCommand(f"batch {command.batch} has {_rows(arrays)} rows, a part has {rows}")
+    schedule = _schedule(context, step, models, rows)
+
+    def run() -> Metrics:
+        if held.step != step.step:
+            _forget(context, held, step)
+        if command.part < len(held.digests):
+            return {}
+        if command.part > len(held.digests):
+            raise BadCommand(f"part {command.part} cannot follow the {len(held.digests)} parts that were learnt")
+        _learn(context, held, step, models, schedule, part)
+        return {"samples": float(rows)}
+
+    return run
+
+
+def prepare_step(context: Context, held: HeldParts, step: Step) -> Run:
+    """Check everything about the iteration that one rank can check alone. Raises BadCommand."""
+    config = ppo_config(context.spec)
+    _check_parts(context, step)
+    models = _models(context, step)
+    arrays = context.fetch(step.batch)
+    count = _rows(arrays)
+    if count != context.spec.ppo.global_batch_size:
+        raise BadCommand(f"batch {step.batch} has {count} samples, expected ppo.globalBatchSize")
+    rows = count // step.parts
+    parts = [_part(context, models, arrays, start, start + rows) for start in range(0, count, rows)]
+    samples = PPOSamples.read(arrays, config)
+    schedule = _schedule(context, step, models, rows)
+
+    def run() -> Metrics:
+        known = len(held.digests)
+        if held.step != step.step or held.digests != [part.digest for part in parts[:known]]:
+            _forget(context, held, step)
+        early = len(held.digests)
+        for part in parts[early:]:
+            _learn(context, held, step, models, schedule, part)
+        metrics = _finish(context, held, step, models, samples)
+        return metrics | {"streamed_fraction": early / step.parts}
+
+    return run
+
+
+def _rows(arrays: Arrays) -> int:
+    return len(read(arrays, "response_lengths", torch.int64, (None,)))
+
+
+def _models(context: Context, step: Step) -> list[str]:
+    models = ["actor"] if step.train_actor else []
+    models += ["critic"] if "critic" in context.engine.loaded else []
+    if not models:
+        raise BadCommand("train_actor is false and no critic is loaded: the step would train nothing")
+    return models
+
+
+def _check_parts(context: Context, step: Step) -> None:
+    ppo = context.spec.ppo
+    if not step.parts or ppo.global_batch_size % step.parts:
+        raise BadCommand(f"{ppo.global_batch_size} samples cannot be cut into {step.parts} equal parts")
+    if ppo.global_batch_size != ppo.mini_batch_size or ppo.epochs != 1 or step.mini_batches != 1:
+        raise BadCommand("an iteration of several optimizer steps cannot be learnt part by part")
+    if context.require("actor").head != "lm" or ppo.ptx_coef > 0 or step.micro_batch_tokens is not None:
+        raise BadCommand("this job's steps cannot be learnt part by part; see spec.ppo.streaming")
+    for name, model in context.engine.models.items():
+        if balance_coefficient(model.config, getattr(context.spec.models, name).router_aux_loss_coef):
+            raise BadCommand(
+                f"the load-balancing loss of the {name}'s experts cannot be learnt part by part; set "
+                f"spec.models.{name}.routerAuxLossCoef to 0, or spec.ppo.streaming to Never"
+            )
+
+
+def _schedule(context: Context, step: Step, models: list[str], rows: int) -> RankSchedule:
+    counts = {name: rows // (context.model(name).dp_size * context.spec.ppo.micro_batch_size) for name in models}
+    return RankSchedule(context.actions(step, counts), 1, digest(step.actions))
+
+
+def _part(context: Context, models: list[str], arrays: Arrays, start: int, stop: int) -> StreamedPart:
+    config = ppo_config(context.spec)
+    mine = rows_of(arrays, start, stop)
+    samples = PPOSamples.read(mine, config)
+    for name in models:
+        context.check_vocabulary(context.model(name), samples.sequences)
+    if "actor" in models:
+        check_routing(context.model("actor").config, samples.sequences)
+    if "critic" in models and samples.values is None and config.value_clip is not None:
+        raise BadCommand("the batch has no array 'values', which the critic's clipped loss needs")
+    return StreamedPart(samples, digest_of(mine))
+
+
+def _forget(context: Context, held: HeldParts, step: Step) -> None:
+    """Begin the step anew."""
+    held.clear()
+    context.engine.drop_gradients()
+    held.step = step.step
+
+
+def _nominal(context: Context) -> int:
+    """What token means are divided by before the number of tokens is known: that of the longest responses."""
+    return context.spec.ppo.global_batch_size * context.spec.generation.max_tokens
+
+
+def _learn(
+    context: Context, held: HeldParts, step: Step, models: list[str], schedule: RankSchedule, part: StreamedPart
+) -> None:
+    """Add the part's gradient. A collective call."""
+    config, samples = ppo_config(context.spec), part.samples
+    old: tuple[Tensor, Tensor | None] | None = None
+    if recomputes_old_logprobs(context.spec, context.groups.device.type):
+        with context.timeline.phase("old log-probabilities"):
+            computed, _, plain = before_step(context, samples, None)
+        old = computed, plain
+    own, compared = old or (None, None)
+    goals = targets(samples, config, step.kl_coef, own, None, compared, step.step)
+    check_returns("critic" in models, goals)
+    lengths = samples.sequences.lengths.tolist()
+    work = {}
+    for name in models:
+        model = context.model(name)
+        work[name] = cut(lengths, model.dp_size, config.micro_batch_size, None)[model.dp_rank]
+    nominal = _nominal(context)
+    all_samples = context.spec.ppo.global_batch_size
+    mini = MiniBatch(work, nominal, nominal, all_samples, counted_samples(samples, config), [], True)
+    batches = {m: [micro_batch(m, context, samples, goals, mini, rows) for rows in work[m]] for m in models}
+    number = len(held.digests)
+    with context.timeline.phase(f"part {number}"):
+        found = context.engine.run(schedule.actions, batches, 1, None, schedule.digest)
+    for trained, stats in found.items():
+        add_stats(held.totals, stats, "critic_" if trained == "critic" else "")
+    held.digests.append(part.digest)
+    held.old.append(old)
+
+
+def _finish(context: Context, held: HeldParts, step: Step, models: list[str], samples: PPOSamples) -> Metrics:
+    """One optimizer step with the gradient of all parts. It is applied as the weights are published, layer by layer."""
+    config = ppo_config(context.spec)
+    counted = counted_samples(samples, config)
+    applied: dict[str, list[float]] = defaultdict(list)
+    factors = normalisers(config, _nominal(context), samples.response_lengths, counted)
+    if config.loss_aggregation != "Token":
+        # Statistics that were weighted for the nominal number of tokens.
+        for name in {"policy_loss", "kl_loss"} & held.totals.keys():
+            held.totals[name] *= factors["actor"] * held.totals["tokens"] / _nominal(context)
+    with context.timeline.phase("optimizer"):
+        for model in models:
+            context.engine.scale_gradient(model, factors[model])
+            for key, value in context.engine.optimizer_step(model, defer=True).items():
+                applied[f"{model}_{key}"].append(value)
+    old = compared = None
+    if all(each is not None for each in held.old):
+        width, tables = samples.mask.shape[1], [each for each in held.old if each is not None]
+        old = _joined([own for own, _ in tables], width)
+        plain = [table for _, table in tables if table is not None]
+        compared = _joined(plain, width) if plain else None
+    goals = targets(samples, config, step.kl_coef, old, None, compared, step.step)
+    metrics = goals.metrics | step_metrics(context, samples, held.totals, applied, models, counted)
+    held.clear()
+    return metrics | {"optimizer_steps": 1.0}
+
+
+def normalisers(config: PPO, nominal: int, lengths: Tensor, counted: Tensor | None) -> dict[str, float]:
+    """By what the gradient of each model is multiplied, now that all samples are known. `lengths` (N,): response
+    tokens. `counted` (N,) bool: samples that train the policy; None: all."""
+    theirs = lengths if counted is None else lengths[counted]
+    if config.loss_aggregation == "Token":
+        policy = nominal / max(1, int(theirs.sum()))
+    else:
+        policy = len(lengths) / max(1, len(theirs))
+    return {"actor": policy, "critic": nominal / max(1, int(lengths.sum()))}
+
+
+def _joined(tables: list[Tensor], width: int) -> Tensor:
+    """(n, r) tables one below the other, (N, width)."""
+    return torch.cat([torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in tables])
