@@ -1,8 +1,10 @@
-"""Make the recording of `dovetail ui --demo` from finished runs of this machine.
+r"""Make the recording of `dovetail ui --demo` from finished runs of this machine.
 
     dovetail run examples/quickstart.yaml --run-dir runs/a --seed 1
     dovetail run examples/quickstart.yaml --run-dir runs/b --seed 2
-    python hack/record_demo.py runs/a runs/b
+    dovetail run examples/quickstart.yaml --run-dir runs/c --seed 4 \
+        --set spec.sft.steps=20 --set spec.reward.steps=20 --set spec.ppo.iterations=30
+    python hack/record_demo.py runs/a runs/b runs/c
 
 The first run is kept with its samples, timelines and schedule; of the others only what a comparison needs."""
 

@@ -49,13 +49,14 @@ def main() -> None:
             page.close()
 
         last, prompt = moved(run)
-        take("overview", f"run/{run.name}/overview", "svg[data-chart]")
+        take("overview", f"run/{run.name}/overview", "svg[data-chart] path")
+        take("unhealthy", "run/quickstart-little-sft/overview", "svg[data-chart] path")
         take("sample", f"run/{run.name}/sample/{last}/{prompt}/0", ".tokens span", dark=True)
         take("schedule", f"run/{run.name}/schedule", "svg[data-lanes] rect")
         take("timeline", f"run/{run.name}/timeline", "svg[data-lanes] rect", dark=True)
         take("narrow", f"run/{run.name}/samples", "table", size=NARROW)
         names = "/".join(path.name for path in sorted(run.parent.iterdir()))
-        take("compare", f"compare/{names}", "svg[data-chart]")
+        take("compare", f"compare/{names}", "svg[data-chart] path")
         browser.close()
         server.close()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from dovetail.cli.main import cli
+from dovetail.coordinator.page.page_documents import PageDocuments
+from dovetail.coordinator.page.run_folder import RunFolder
 from dovetail.coordinator.store.store import open_records
 from dovetail.local.report.report import write_report
 from dovetail.manifest.types import RLHFJob
@@ -84,6 +87,25 @@ def test_every_response_can_be_read_and_makes_up_the_curve(peaceful: Path) -> No
         assert {row["weight_version"] for row in rows} == {iteration - 1}
     assert {e["iteration"] for e in events(peaceful, "sample.shown")} == {1}
     assert "Answer after iteration 4" in write_report(peaceful).read_text()
+
+
+def test_the_run_page_shows_the_tokens_of_every_response(peaceful: Path) -> None:
+    documents = PageDocuments(RunFolder(peaceful))
+
+    def ask(question: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(documents.answer(question, time.time(), alive=False))
+        return found
+
+    seen = ask("overview")
+    assert (seen["state"], seen["done"]) == ("succeeded", max(history(peaceful, "ppo")))
+    iteration = seen["token_iterations"][-1]
+    for row in ask(f"samples/{iteration}")["rows"][:8]:
+        found = ask(f"sample/{iteration}/{row['prompt']}/{row['sample']}")
+        tokens = found["tokens_of"]
+        assert len(tokens["response"]) == len(tokens["logprob"]) == row["tokens"]
+        kl = sum(ours - theirs for ours, theirs in zip(tokens["logprob"], tokens["reference"], strict=True))
+        assert kl == pytest.approx(row["kl"], abs=1e-3 * row["tokens"])
+        assert found["life"]["parts"][-1]["to"] == row["tokens"]
 
 
 def test_tensorboard_reads_the_same_curve(peaceful: Path) -> None:

@@ -6,7 +6,9 @@ import math
 
 import httpx
 import pytest
+from click.testing import CliRunner
 
+from dovetail.cli.main import cli
 from dovetail.coordinator.health.advice import advice
 from dovetail.coordinator.health.stalls import PHASE_STALLED, silent, stalled_phases
 from dovetail.coordinator.page.page_documents import NotKept, PageDocuments
@@ -257,3 +259,11 @@ def test_the_demo_plays_a_run_that_ends(tmp_path):
 )
 def test_a_runs_token_is_sent_to_this_machine_only(events, port):
     assert coordinator_port(events) == port
+
+
+def test_a_folder_that_is_not_there_is_one_sentence(tmp_path):
+    found = CliRunner().invoke(cli, ["ui", str(tmp_path / "nowhere")])
+    assert (found.exit_code, found.output) == (
+        2,
+        f"Error: {tmp_path / 'nowhere'} is no folder; give the one that holds your runs, or --demo\n",
+    )

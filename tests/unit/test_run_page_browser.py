@@ -28,7 +28,9 @@ def browser():
 
     with sync_playwright() as playwright:
         # Root has no sandbox; a page without a GPU draws as well.
-        found = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        found = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        )
         yield found
         found.close()
 
@@ -233,6 +235,7 @@ def test_a_job_on_a_cluster(browser, tmp_path, monkeypatch):
     api.kube.objects[f"{JOBS}/job"]["status"] |= running
     waits = condition("Suspended", message="spec.suspend is true")
     api.kube.objects[f"{JOBS}/later"] = job("later", "uid-2", conditions=[waits])
+    api.kube.objects[f"{JOBS}/done"] = job("done", "uid-3", conditions=[condition("Completed")])
     api.kube.objects["/api/v1/namespaces/lab/events/e"] = {
         "metadata": {"name": "e"},
         "lastTimestamp": "2026-11-21T10:00:00Z",
@@ -260,6 +263,9 @@ def test_a_job_on_a_cluster(browser, tmp_path, monkeypatch):
             for tab in ("overview", "samples", "job"):
                 page.goto(f"{root}/#/run/lab%2Flater/{tab}")
                 page.locator(".note", has_text="Suspended").get_by_text("spec.suspend is true").wait_for()
+            for tab in ("overview", "timeline"):
+                page.goto(f"{root}/#/run/lab%2Fdone/{tab}")
+                page.get_by_text("dovetail ui shows everything from the job's volume").wait_for()
         # An OIDC proxy before the API sends the user's token: nothing is pasted.
         by_proxy = {"Authorization": "Bearer ada-token"}
         with watched(browser, root, extra_http_headers=by_proxy) as page:

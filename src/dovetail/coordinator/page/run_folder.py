@@ -136,7 +136,8 @@ class RunFolder:
             name, sample = event.get("event"), event.get("sample")
             if name in _MOVES and isinstance(sample, list) and len(sample) == 3:
                 self._moves.setdefault(sample[0], []).append(event)
-            if name not in _UNLISTED:
+            # Servers fall behind and catch up with each publication of weights.
+            if name not in _UNLISTED and "stale" not in (event.get("health"), event.get("before")):
                 self._events.append(event)
 
     def _new_lines(self, name: str) -> Iterator[Document]:

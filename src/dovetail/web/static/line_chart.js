@@ -48,7 +48,7 @@ export class LineChart {
     this.svg = s("svg", {tabindex: 0, role: "img", "data-chart": title});
     this.read = h("output", {"aria-live": "polite"});
     this.names = h("div");
-    this.node = h("figure", {}, h("figcaption", {}, title, note && h("small", {}, note)), this.svg, this.names, this.read);
+    this.node = h("figure", {hidden: true}, h("figcaption", {}, title, note && h("small", {}, note)), this.svg, this.names, this.read);
     this.svg.addEventListener("pointerdown", (event) => this.#grab(event));
     this.svg.addEventListener("pointermove", (event) => this.#hover(event));
     this.svg.addEventListener("pointerleave", () => this.#point(null));

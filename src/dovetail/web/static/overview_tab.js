@@ -32,6 +32,12 @@ export function whyNot(job) {
   return said ? `${said.reason}: ${said.message}` : "";
 }
 
+// Why a job's own documents cannot be had now, where its coordinator gave `problem`.
+export function absent(job, problem) {
+  if (["Completed", "Failed"].includes(job.state)) return "The job is over, and its coordinator is gone. The operator kept its last rows of metrics; dovetail ui shows everything from the job's volume.";
+  return whyNot(job) ? "It is shown as soon as the job runs." : `${problem}.`;
+}
+
 function healthOf(job) {
   const unwell = job.conditions.find((c) => c.type === "Healthy" && c.status === "False");
   return {iteration: job.iteration, verdicts: unwell ? [{reason: unwell.reason, message: unwell.message}] : [], earlier: [], unhealthy: [], advice: []};
@@ -85,7 +91,7 @@ export async function overviewTab({source, id, body, signal}) {
     const stages = byStage(await source.history(id, signal));
     const fact = (name, value) => h("div", {class: "card"}, h("span", {}, name), h("b", {}, value));
     swap(top, ...healthPanel(seen.health).flat(), seen.reason ? h("div", {class: /fail|stop/i.test(seen.state) ? "note bad" : "note warn"}, h("b", {}, seen.state), seen.reason) : "",
-      seen.problem && !seen.reason ? h("p", {class: "mute"}, seen.problem) : "",
+      seen.problem ? h("p", {class: "mute"}, absent(seen.job, seen.problem)) : "",
       h("div", {class: "facts"}, fact("State", stateMark(seen.state)), fact("Stage", stageOf(seen)), fact("Time left", duration(seen.seconds_left)), fact("Reward", number(seen.reward)),
         fact("KL, nats", number(seen.kl)), fact("Samples per second", number(seen.samples_per_second)), fact("Seed", seen.seed ?? "–"), fact("Took", duration(seen.wall_seconds))),
       seen.total ? h("progress", {max: seen.total, value: seen.done || 0, "aria-label": "Progress of the stage"}) : "");

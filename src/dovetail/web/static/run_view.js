@@ -5,7 +5,7 @@ import {hrefOf} from "./runs_view.js";
 import {eventsTab} from "./events_tab.js";
 import {jobTab} from "./job_tab.js";
 import {metricsTab} from "./metrics_tab.js";
-import {overviewTab, whyNot} from "./overview_tab.js";
+import {absent, overviewTab, whyNot} from "./overview_tab.js";
 import {samplesTab} from "./samples_tab.js";
 import {sampleTab} from "./sample_tab.js";
 import {scheduleTab} from "./schedule_tab.js";
@@ -31,7 +31,7 @@ export async function runView(context) {
     } catch (error) {
       if (error.name === "AbortError" || signal.aborted) return;
       const job = source.kind === "cluster" ? await source.job(id, signal).catch(() => null) : null;
-      body.replaceChildren(job && whyNot(job) ? h("div", {class: "note warn"}, h("b", {}, job.state), whyNot(job)) : "", h("p", {class: "mute"}, error.message));
+      body.replaceChildren(job && whyNot(job) ? h("div", {class: "note warn"}, h("b", {}, job.state), whyNot(job)) : "", h("p", {class: "mute"}, job ? absent(job, error.message) : error.message));
     }
   }
   await open();
