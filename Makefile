@@ -20,7 +20,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 DRILL_ARGS ?=
 
-.PHONY: help docs install tools demo drill test test-fast test-nightly lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-table3 bench-families bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu clean
+.PHONY: help docs install tools demo drill test test-fast test-nightly lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-table3 bench-families bench-scale bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images images-push
 
 help: ## Show the targets
@@ -114,6 +114,9 @@ bench-table3: install ## Fused pipeline schedules against RLHFuse's Table 3
 
 bench-families: install ## Every family of pipeline schedules
 	$(BIN)/python benchmarks/bench_families.py
+
+bench-scale: install ## Schedules of 64 ranks and 256 micro-batches: how far from the bound after so many seconds
+	$(BIN)/python benchmarks/bench_scale.py
 
 bench-pipeline: install ## The executor: schedules on real processes against their predictions
 	$(BIN)/python benchmarks/bench_pipeline.py

@@ -1,28 +1,40 @@
-"""Real transformer stages on two ranks: the training stage under several schedules, against torch's own 1F1B."""
+"""Real transformer stages on two ranks: training under several schedules, against torch's own 1F1B and ZB-V."""
 
 from __future__ import annotations
 
 import statistics
 import time
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 
 from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
+from dovetail.models import PipelineStage, load_config
 from dovetail.pipelines import ScheduleProblem, SearchEffort, zero_bubble_limit
 from dovetail.planner.training_schedule import Times, choose_schedule, rank_actions, shared_layouts, training_problem
 from dovetail.protocol.messages import Action, Load, ModelRef, StageTimes
 from dovetail.trainer.engine.engine import Engine, MicroBatch
 from dovetail.trainer.groups import Groups
 from dovetail.trainer.packed_batches import Sequences
+from pipeline import torch_zbv
 
 VOCABULARY = 1024
 WARM_UP = 8  # rounds; the first ones meet pages that nobody has touched yet
-FAMILIES = ("serial", "zero-bubble", "stitched", "fused", "fused-split")
+# By placement: stages of a model on a rank, and whether the critic's run against the actor's.
+FAMILIES = {
+    (1, True): ("serial", "zero-bubble", "fused", "fused-split"),
+    (1, False): ("stitched",),
+    (2, True): ("fused-v", "fused-v-whole"),
+    (2, False): ("zb-v", "v-half"),
+}
+# Of each number of stages on a rank: schedules with both kinds of backward, whose passes are measured.
+MEASURED = {1: ("serial", "fused-split"), 2: ("fused-v-whole", "fused-v")}
 
 
 @dataclass(frozen=True)
@@ -49,8 +61,8 @@ class Bench:
         self.engine = Engine(RLHFJobSpec.model_validate({"groups": groups}), self.groups)
         self.counts = {"actor": settings["micro_batches"], "critic": settings["micro_batches"]}
 
-    def load(self, reverse: bool) -> None:
-        """Place the critic's stages and build both models anew."""
+    def load(self, reverse: bool, chunks: int) -> None:
+        """Place the stages and build both models anew."""
         scratch = ScratchModel(
             architecture="llama",
             config={
@@ -63,7 +75,7 @@ class Bench:
                 "tie_word_embeddings": False,
             },
         )
-        self.layouts = shared_layouts({m: Parallelism(pp=self.world) for m in ("actor", "critic")}, reverse)
+        self.layouts = shared_layouts({m: Parallelism(pp=self.world) for m in ("actor", "critic")}, reverse, chunks)
         refs = {
             "actor": ModelRef(head="lm", scratch=scratch, seed=1),
             "critic": ModelRef(head="value", scratch=scratch, seed=2),
@@ -130,9 +142,10 @@ class Bench:
 
 def compile_search() -> None:
     """Compile the planner's kernels, before the ranks are forked and wait for each other."""
-    layouts = shared_layouts({m: Parallelism(pp=2) for m in ("actor", "critic")}, True)
-    counts = {"actor": 2, "critic": 2}
-    choose_schedule(training_problem(layouts, counts, 1), FAMILIES, SearchEffort(workers=1, scale=0.01))
+    for (chunks, reverse), names in FAMILIES.items():
+        layouts = shared_layouts({m: Parallelism(pp=2) for m in ("actor", "critic")}, reverse, chunks)
+        problem = training_problem(layouts, {"actor": 2, "critic": 2}, 1)
+        choose_schedule(problem, names, SearchEffort(workers=1, scale=0.01), reverse, chunks)
 
 
 def token_loss(logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -144,32 +157,38 @@ def run(rank: int, world: int, port: int, settings: dict[str, int]) -> dict[str,
     """Everything measured on this rank; the same numbers on all, except `peaks`."""
     bench = Bench(rank, world, port, settings)
     rows: dict[str, dict[str, Any]] = {}
-    bench.load(reverse=True)
-    c = bench.latency()
+    result: dict[str, Any] = {}
+    times, c = Times(), 0.0
+    for chunks, reverse in FAMILIES:
+        bench.load(reverse, chunks)
+        if reverse:
+            c = c or bench.latency()
+            times = measure(bench, c, chunks)
+        found = plan(bench, times, c, reverse, chunks)
+        bench.timed(next(iter(found.values())).actions(bench.rank))
+        rounds(bench, rows, found)
+        if (chunks, reverse) == (1, False):
+            problem = problem_of(bench, times, c)
+            result = {"limit": zero_bubble_limit(problem), "split": split_cost(bench, times, c)}
+            seconds = torch_rounds(bench)
+            rows["serial, torch's 1F1B"] = {"seconds": seconds, "predicted": rows["serial"]["predicted"], "peaks": None}
+    seconds = torch_zbv_rounds(bench)
+    rows["zb-v, torch's ZBV"] = {"seconds": seconds, "predicted": rows["zb-v"]["predicted"], "peaks": None}
+    bench.groups.barrier()
+    bench.groups.close()
+    return {"rows": rows, "latency": c, **result}
+
+
+def measure(bench: Bench, c: float, chunks: int) -> Times:
+    """Seconds and bytes of each stage's passes, where the critic runs against the actor."""
     times = Times()
-    warm = plan(bench, times, c, reverse=True)
-    for name in ("serial", "fused-split"):  # both kinds of backward are measured
+    warm = plan(bench, times, c, True, chunks)
+    for name in MEASURED[chunks]:
         for _ in range(WARM_UP):
             bench.timed(warm[name].actions(bench.rank))
             seen = bench.measured()
         times.add([StageTimes.model_validate(part) for part in seen], bench.layouts)
-    for reverse in (True, False):
-        if not reverse:
-            bench.load(reverse=False)
-            bench.timed(plan(bench, times, c, reverse)["stitched"].actions(bench.rank))
-        rounds(bench, rows, {n: s for n, s in plan(bench, times, c, reverse).items() if n in here(reverse)})
-    ours = torch_rounds(bench)
-    rows["serial, torch's 1F1B"] = {"seconds": ours, "predicted": rows["serial"]["predicted"], "peaks": None}
-    problem = problem_of(bench, times, c)
-    result = {"rows": rows, "latency": c, "limit": zero_bubble_limit(problem), "split": split_cost(bench, times, c)}
-    bench.groups.barrier()
-    bench.groups.close()
-    return result
-
-
-def here(reverse: bool) -> tuple[str, ...]:
-    """Families measured in that placement."""
-    return ("serial", "zero-bubble", "fused", "fused-split") if reverse else ("stitched",)
+    return times
 
 
 def problem_of(bench: Bench, times: Times, c: float) -> ScheduleProblem:
@@ -184,11 +203,12 @@ def split_cost(bench: Bench, times: Times, c: float) -> float:
     return float(sum(ratio) / 2 - 1)
 
 
-def plan(bench: Bench, times: Times, c: float, reverse: bool) -> dict[str, Found]:
+def plan(bench: Bench, times: Times, c: float, reverse: bool, chunks: int) -> dict[str, Found]:
     """The families' schedules for these times, rank 0's for all: searches may end unlike."""
     found = None
     if bench.rank == 0:
-        choice = choose_schedule(problem_of(bench, times, c), FAMILIES, SearchEffort(workers=1, scale=0.1), reverse)
+        effort, names = SearchEffort(workers=1, scale=0.1), FAMILIES[chunks, reverse]
+        choice = choose_schedule(problem_of(bench, times, c), names, effort, reverse, chunks)
         found = {
             name: (s.makespan, s.peaks.tolist(), encode(rank_actions(s, bench.layouts)))
             for name, s in choice.schedules.items()
@@ -249,4 +269,40 @@ def torch_rounds(bench: Bench) -> list[float]:
         found.append(time.perf_counter() - start)
         for held, _ in schedules:
             held.module.zero_grad()
+    return found[1:]  # the first makes the communicators
+
+
+def torch_zbv_rounds(bench: Bench) -> list[float]:
+    """The same layers in stages of their own, one model after the other on torch's ZB-V, without a barrier between."""
+    size, count = bench.s["sequences"], bench.counts["actor"]
+    shape = torch.Size((size, bench.s["tokens"], bench.s["hidden"]))
+
+    def make(name: str, stage: int) -> nn.Module:
+        ref = bench.engine.models[name].ref
+        module = PipelineStage(load_config(ref), ref.head, stage, 2 * bench.world)
+        module.to_empty(device="cpu")
+        for parameter in module.parameters():
+            nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
+        module.place_buffers("cpu")
+        return module.train()
+
+    losses: dict[str, torch_zbv.Loss] = {"actor": token_loss, "critic": lambda output, _: output.square().mean()}
+    example = torch.zeros(shape[:2], dtype=torch.int64)
+    schedules = {
+        name: torch_zbv.zb_v(partial(make, name), bench.rank, bench.world, example, shape, count, loss)
+        for name, loss in losses.items()
+    }
+    found = []
+    for _ in range(bench.s["repeats"] + 1):
+        work = bench.work()
+        tokens = {name: torch.cat([b.packed.tokens.view(size, -1) for b in work[name]]) for name in schedules}
+        bench.groups.barrier()
+        start = time.perf_counter()
+        for name, schedule in schedules.items():
+            torch_zbv.step(schedule, bench.rank, tokens[name])
+        bench.groups.barrier()
+        found.append(time.perf_counter() - start)
+        for schedule in schedules.values():
+            for stage in schedule._stages:
+                stage.submod.zero_grad()
     return found[1:]  # the first makes the communicators

@@ -18,13 +18,14 @@ from dovetail.protocol.plan import Layout, stages_at
 from dovetail.trainer.engine.executor import Executor, MicroBatch, Pipe
 from dovetail.trainer.groups import Groups
 from dovetail.trainer.packed_batches import Sequences
+from pipeline import torch_zbv
 
 # Of the placements that are tried: whether the critic's stages run against the actor's, stages of a model on a rank.
 FAMILIES = {
     (True, 1): ("serial", "overlapped", "fused", "fused-rolled", "fused-split"),
     (False, 1): ("stitched",),
     (False, 2): ("zb-v", "v-half", "v-min"),
-    (True, 2): ("fused-v", "fused-v-rolled"),
+    (True, 2): ("fused-v", "fused-v-rolled", "fused-v-whole"),
     (True, 4): ("fused-w",),
 }
 WIDTH = 8
@@ -97,8 +98,37 @@ def run(rank: int, world: int, port: int, settings: dict[str, Any]) -> dict[str,
             rows[name] = {"predicted": predicted, "actions": len(mine), "seconds": []}
             for _ in range(settings["repeats"]):
                 rows[name]["seconds"].append(_once(groups, layouts, mine, settings))
+    rows["zb-v, torch's ZBV"] = {
+        "predicted": rows["zb-v"]["predicted"],
+        "actions": rows["zb-v"]["actions"],
+        "seconds": _torch_zbv(groups, rank, world, settings),
+    }
     groups.close()
     return rows
+
+
+def _torch_zbv(groups: Groups, rank: int, world: int, settings: dict[str, Any]) -> list[float]:
+    """Seconds of the same stages on torch's ZB-V, one model after the other, without a barrier between."""
+    count = settings["micro_batches"]
+    tokens = torch.ones(count, 1, dtype=torch.int64)
+    schedules = []
+    for forward in (settings["unit"], settings["unit"] * settings["ratio"]):
+
+        def make(stage: int, seconds: float = forward / 2) -> nn.Module:
+            return SleepingStage(stage, 2 * world, 1, seconds)
+
+        shape = torch.Size((1, 1, WIDTH))
+        schedules.append(torch_zbv.zb_v(make, rank, world, tokens[:1], shape, count, lambda output, _: output.sum()))
+    found = []
+    for _ in range(settings["repeats"] + 1):
+        groups.barrier()
+        start = time.perf_counter()
+        for _ in range(settings["mini_batches"]):
+            for schedule in schedules:
+                torch_zbv.step(schedule, rank, tokens)
+        groups.barrier()
+        found.append(time.perf_counter() - start)
+    return found[1:]  # the first makes the communicators
 
 
 def _problem(settings: dict[str, Any], layouts: dict[str, Layout]) -> ScheduleProblem:

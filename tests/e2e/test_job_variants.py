@@ -191,8 +191,13 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     assert (tmp_path / "models" / "actor" / "config.json").exists()
 
 
+def learning(iteration: int) -> Any:
+    return lambda status: status["stage"] == "ppo" and status["iteration"] >= iteration
+
+
 def test_stages_in_a_v_train_the_weights_of_one_stage_a_rank(tmp_path: Path) -> None:
-    """Bit by bit: actor and critic, the first iteration with the critic alone."""
+    """Bit by bit: actor and critic, the first iteration with the critic alone, though a trainer and the coordinator
+    are killed meanwhile."""
     actor = tiny_job().spec.models.actor.model_dump(by_alias=True, exclude_none=True)
     actor["source"]["scratch"]["config"]["num_hidden_layers"] = 4
     weights = {}
@@ -202,8 +207,12 @@ def test_stages_in_a_v_train_the_weights_of_one_stage_a_rank(tmp_path: Path) -> 
             ppo={"iterations": 3, "criticWarmupIterations": 1},
             plan={"parallelism": {"actor": {"pp": 2}}, "intraStageFusion": pin},
         )
-        outcome, _ = run_job(job, tmp_path / pin)
+        killer = Injector([])
+        if pin == "VShaped":
+            killer.faults += [Fault("trainer-1", learning(2)), Fault("coordinator", learning(3))]
+        outcome, _ = run_job(job, tmp_path / pin, killer)
         assert outcome.succeeded, outcome.reason
+        assert all(fault.done for fault in killer.faults)
         folders = [tmp_path / pin / "models" / model for model in ("actor", "critic")]
         weights[pin] = {
             (folder.name, name): tensor
