@@ -207,7 +207,7 @@ def plan(bench: Bench, times: Times, c: float, reverse: bool, chunks: int) -> di
     """The families' schedules for these times, rank 0's for all: searches may end unlike."""
     found = None
     if bench.rank == 0:
-        effort, names = SearchEffort(workers=1, scale=0.1), FAMILIES[chunks, reverse]
+        effort, names = SearchEffort(20.0, time.monotonic, 1, scale=0.1), FAMILIES[chunks, reverse]
         choice = choose_schedule(problem_of(bench, times, c), names, effort, reverse, chunks)
         found = {
             name: (s.makespan, s.peaks.tolist(), encode(rank_actions(s, bench.layouts)))

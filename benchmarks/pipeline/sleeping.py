@@ -90,7 +90,7 @@ def run(rank: int, world: int, port: int, settings: dict[str, Any]) -> dict[str,
         problem = _problem(settings, layouts)
         lists = None
         if rank == 0:
-            effort = SearchEffort(workers=1, scale=0.1, memory=False)
+            effort = SearchEffort(20.0, time.monotonic, workers=1, scale=0.1, memory=False)
             choice = choose_schedule(problem, names, effort, reverse, chunks)
             lists = {n: (s.makespan, encode(rank_actions(s, layouts))) for n, s in choice.schedules.items()}
         for name, (predicted, words) in groups.broadcast_json(lists).items():
