@@ -78,7 +78,8 @@ FIELDS = [
     ({"ppo.epochs": None}, "spec.ppo.epochs must be a whole number of at least 1; it is null."),
     (
         {"ppo.advantage": "gea"},
-        'spec.ppo.advantage must be one of gae, grpo, rloo, reinforce++, reinforce++-baseline; it is "gea".',
+        "spec.ppo.advantage must be one of gae, grpo, rloo, reinforce++, reinforce++-baseline, distillation; it is "
+        '"gea".',
     ),
     ({"ppo.ema": 1.0}, "spec.ppo.ema must be a number above 0 and below 1 (or null); it is 1.0."),
     ({"ppo.gamma": 1.5}, "spec.ppo.gamma must be a number of at least 0 and at most 1; it is 1.5."),
@@ -353,6 +354,27 @@ RULES = [
                     {"plan.intraStageFusion": pin},
                 )
                 for pin in ("Fused", "TimeSharing", "VShaped", "Dedicated")
+            ),
+        )
+    ),
+    (
+        {"ppo.advantage": "grpo", "ppo.samplesPerPrompt": 4, "ppo.lamAlpha": 0.05},
+        "spec.ppo.lamValue and lamAlpha belong to generalised advantage estimation; remove them",
+    ),
+    *(
+        ({"ppo.advantage": "distillation", **fields}, sentence)
+        for fields, sentence in (
+            (
+                {"ppo.kl": {"coef": 0}, "models.reward": {"function": "a:b"}},
+                "spec.ppo.advantage is distillation, whose teacher is spec.models.reference, but that has no source;",
+            ),
+            (
+                {"models.reward": {"function": "a:b"}, "models.reference": HF},
+                "but the advantage distillation is itself the KL to the reference; set it to 0.",
+            ),
+            (
+                {"ppo.kl": {"coef": 0}, "models.reference": HF},
+                "spec.ppo.advantage is distillation, to which a reward model has nothing to say; name a function in",
             ),
         )
     ),

@@ -95,6 +95,15 @@ def one_update(theta: Tensor, config: PPO, rate: float, coef: float = COEF) -> T
     return theta
 
 
+def test_distillation_ends_at_the_teacher_whatever_the_rewards() -> None:
+    """The reference is the teacher; the policy begins elsewhere."""
+    config = PPO.model_validate({"advantage": "distillation", "kl": {"coef": 0}})
+    theta = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64).log()
+    for step in range(160):
+        theta = one_update(theta, config, rate=0.5 * 0.96**step, coef=0.0)
+    assert torch.softmax(theta, 0).numpy() == pytest.approx(REFERENCE.numpy(), abs=1e-3)
+
+
 def learnt(config: PPO, steps: int = 160) -> np.ndarray:
     theta = REFERENCE.log()
     for step in range(steps):

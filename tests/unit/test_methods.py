@@ -21,8 +21,10 @@ from dovetail.protocol.experience import Experience
 from dovetail.protocol.wire import pack, unpack
 from dovetail.trainer.algorithms import policy
 from dovetail.trainer.algorithms.advantages import (
+    compute_advantages,
     equal_groups,
     overlong_penalty,
+    process_advantages,
     reinforce,
     reinforce_baseline,
 )
@@ -169,6 +171,92 @@ def test_what_an_advantage_function_sees_is_what_the_estimators_use() -> None:
     assert plain.rewards.sum() - seen.rewards.sum() > 0.5
 
 
+def plain_gae(rewards: list[float], values: list[float], lam: float) -> list[float]:
+    """The recursion, with gamma 1."""
+    advantages, after, value = [], 0.0, 0.0
+    for r, v in zip(reversed(rewards), reversed(values), strict=True):
+        after = r + value - v + lam * after
+        advantages.append(after)
+        value = v
+    return advantages[::-1]
+
+
+def test_vapo_has_a_lambda_for_the_critic_and_one_for_each_length() -> None:
+    """Yue et al. 2025: lambda is 1 - 1 / (alpha l) for the policy, and 1 for the critic, whose returns are then the
+    sums of rewards."""
+    config = PPO(lam_value=1.0, lam_alpha=0.5, whiten_advantages=False)
+    lengths = [1, 2, 3, 6, 6]
+    mask = torch.arange(6) < torch.tensor(lengths).unsqueeze(1)
+    made = torch.Generator().manual_seed(1)
+    scores, values = torch.randn(5, generator=made), torch.where(mask, torch.randn(5, 6, generator=made), 0.0)
+    nothing = torch.zeros(5, 6)
+    found = compute_advantages(
+        config,
+        scores=scores,
+        logprobs=nothing,
+        ref_logprobs=nothing,
+        mask=mask,
+        groups=torch.arange(5),
+        finished=torch.ones(5, dtype=torch.bool),
+        kl_coef=0.1,
+        values=values,
+    )
+    assert found.returns is not None
+    for row, length in enumerate(lengths):
+        rewards = [0.0] * (length - 1) + [float(scores[row])]
+        lam = max(0.0, 1 - 1 / (0.5 * length))
+        wanted = plain_gae(rewards, values[row, :length].tolist(), lam)
+        assert found.advantages[row].tolist() == pytest.approx(wanted + [0.0] * (6 - length), abs=1e-5)
+        assert found.returns[row].tolist() == pytest.approx(
+            [float(scores[row])] * length + [0.0] * (6 - length), abs=1e-5
+        )
+
+
+def test_rewards_of_steps_are_those_of_process_supervision() -> None:
+    """Shao et al. 2024, section 4.1.3: r' = (r - mean(R)) / std(R), R all steps of the group; a token's advantage is
+    the sum of r' of the steps that end at it or later."""
+    steps = {0: {1: 0.5, 3: -1.0}, 1: {0: 2.0}, 2: {2: 1.0}, 3: {0: 1.0, 1: 1.0, 2: 4.0}}
+    groups, lengths, width = [7, 7, 2, 2], [4, 3, 3, 4], 4
+    rewards, ends = torch.zeros(4, width), torch.zeros(4, width, dtype=torch.bool)
+    for row, marks in steps.items():
+        for at, reward in marks.items():
+            rewards[row, at], ends[row, at] = reward, True
+    mask = torch.arange(width) < torch.tensor(lengths).unsqueeze(1)
+    for normalize in (True, False):
+        found = process_advantages(rewards, ends, torch.tensor(groups), mask, normalize)
+        for row in range(4):
+            every = [r for other, marks in steps.items() if groups[other] == groups[row] for r in marks.values()]
+            mean = sum(every) / len(every)
+            std = math.sqrt(sum((r - mean) ** 2 for r in every) / (len(every) - 1)) + 1e-6 if normalize else 1.0
+            wanted = [sum((r - mean) / std for at, r in steps[row].items() if at >= t) for t in range(lengths[row])]
+            assert found[row].tolist() == pytest.approx(wanted + [0.0] * (width - lengths[row]), abs=1e-5)
+
+
+def test_rewards_of_steps_reach_every_estimator() -> None:
+    """With gae and reinforce++ they are rewards of their tokens; group baselines add them to what the scores give."""
+    arrays = unpack(ppo_batch(3))
+    width = arrays["rollout_logprobs"].shape[1]
+    first = np.arange(width)[None, :] == 0
+    arrays["step_rewards"] = np.where(first, np.arange(16, dtype=np.float32)[:, None], np.float32(0))
+    arrays["step_ends"] = np.broadcast_to(first, (16, width)).astype(np.uint8)
+    for ppo in ({"whiten_advantages": False, "lam": 1.0}, {"advantage": "grpo", "samples_per_prompt": 2}):
+        config = PPO(**ppo)
+        batch = PPOSamples.read(arrays, config)
+        goals = targets(batch, config, 0.1, None)
+        assert (goals.metrics["steps"], goals.metrics["step_reward"]) == (1.0, 7.5)
+        plain = targets(
+            PPOSamples.read({k: v for k, v in arrays.items() if "step" not in k}, config), config, 0.1, None
+        )
+        more = goals.advantages - plain.advantages
+        if config.advantage == "gae":
+            assert torch.allclose(more, torch.from_numpy(arrays["step_rewards"]) * batch.mask, atol=1e-5)
+            seen = Experience(1, [], [], arrays, config=config, kl_coef=0.1)
+            assert goals.metrics["reward_with_kl"] == pytest.approx(float(seen.rewards.sum(axis=1).mean()), abs=1e-4)
+        else:
+            assert more[:, 0].tolist() == pytest.approx([-math.sqrt(0.5), math.sqrt(0.5)] * 8, abs=1e-4)
+            assert float(more[:, 1:].abs().max()) == pytest.approx(0.0, abs=1e-6)
+
+
 # ---------------------------------------------------------------- which samples count
 
 
@@ -233,8 +321,13 @@ def test_the_methods_of_the_docs_are_manifests() -> None:
     table = page.split("## Methods by their names")[1].split("\n## ")[0]
     rows = re.findall(r"^\| ([^|]+) \| `(\{.*\})` \|", table, re.M)
     assert len(rows) >= 9
+    models = {
+        "reference": {"source": {"path": "a-larger-model"}},
+        "reward": {"function": "dovetail.coordinator.rewards.nothing:zero"},
+    }
     for name, ppo in rows:
-        spec = tiny_job(ppo=yaml.safe_load(ppo), generation={"maxTokens": 512}).spec
+        distils = yaml.safe_load(ppo).get("advantage") == "distillation"
+        spec = tiny_job(ppo=yaml.safe_load(ppo), generation={"maxTokens": 512}, models=models if distils else {}).spec
         assert [sentence for sentence in check(spec) if "spec.ppo" in sentence] == [], name
 
 
@@ -246,6 +339,7 @@ def test_the_methods_of_the_docs_are_manifests() -> None:
         ({"clipLow": 1.5}, "clipLow is above 1"),
         ({"dropEqualGroups": True}, "do not compare the samples of one prompt"),
         ({"overlong": {"fromTokens": 48}}, "fromTokens is not below its toTokens"),
+        ({"advantage": "reinforce++", "lamValue": 1.0}, "lamAlpha belong to generalised advantage estimation"),
         ({"advantage": "reinforce++-baseline"}, "reinforce++-baseline compares samples of the same prompt"),
     ],
 )

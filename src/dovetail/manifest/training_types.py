@@ -181,12 +181,13 @@ class PPO(Model):
         "and why not. The gradient is then added up in the order of the samples' lengths, so the last bits differ "
         "from those with Never.",
     )
-    advantage: Literal["gae", "grpo", "rloo", "reinforce++", "reinforce++-baseline"] = Field(
+    advantage: Literal["gae", "grpo", "rloo", "reinforce++", "reinforce++-baseline", "distillation"] = Field(
         default="gae",
         description="gae: critic and generalised advantage estimation (Schulman et al. 2016). The others have no "
         "critic. grpo, rloo: baselines from the samples of the same prompt. reinforce++ (Hu et al. 2025): "
         "discounted rewards, normalised over the batch; reinforce++-baseline: scores less their prompt's mean, "
-        "normalised over the batch.",
+        "normalised over the batch. distillation: the log-probability of the teacher, models.reference, less the "
+        "policy's own, at each token (Agarwal et al. 2024); rewards train nothing.",
     )
     advantage_function: Callable_ | None = Field(
         default=None, description="module:callable replacing `advantage`; see docs/extending.md."
@@ -216,6 +217,16 @@ class PPO(Model):
     )
     gamma: Fraction = Field(default=1.0, description="Discount per token.")
     lam: Fraction = Field(default=0.95, description="Lambda of GAE.")
+    lam_value: Fraction | None = Field(
+        default=None,
+        description="gae: lambda of the returns that the critic learns, if it is another than the policy's (VAPO: 1). "
+        "Default: `lam`.",
+    )
+    lam_alpha: PositiveFloat | None = Field(
+        default=None,
+        description="gae: the policy's lambda grows with a response's length, 1 - 1 / (lamAlpha * tokens), and is at "
+        "least 0 (VAPO: 0.05). null: `lam` for all.",
+    )
     clip: PositiveFloat = Field(default=0.2, description="Policy ratio clip range, down and up.")
     clip_low: PositiveFloat | None = Field(
         default=None,
@@ -304,9 +315,12 @@ class PPO(Model):
     def method(self) -> str:
         """What people call it: PPO, GRPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++, or one of these with functions of
         the user's."""
-        name = {"gae": "PPO", "reinforce++-baseline": "REINFORCE++ with a baseline"}.get(
-            self.advantage, self.advantage.upper()
-        )
+        names = {
+            "gae": "PPO",
+            "reinforce++-baseline": "REINFORCE++ with a baseline",
+            "distillation": "on-policy distillation",
+        }
+        name = names.get(self.advantage, self.advantage.upper())
         if self.loss in ("gspo", "cispo"):
             name = self.loss.upper()
         elif name == "GRPO" and not self.normalize_std and self.loss_aggregation == "Constant":

@@ -75,6 +75,14 @@ class Experience:
         return self.arrays["values"].astype(np.float32) if "values" in self.arrays else None
 
     @property
+    def step_rewards(self) -> FloatArray | None:
+        """What reward functions gave at the ends of steps, (N,R) float32; `arrays["step_ends"]` says which tokens end
+        one. None if they gave none."""
+        if "step_rewards" not in self.arrays:
+            return None
+        return np.where(self.mask, self.arrays["step_rewards"].astype(np.float32), np.float32(0))
+
+    @property
     def logprobs(self) -> FloatArray:
         """Log-probabilities under the policy with which the iteration's training begins, (N,R) float32. Where the
         trainers recompute them (`oldLogProbs`, and always with `ppo.lag`) they are the trainers'. In a loop of your own
@@ -101,8 +109,8 @@ class Experience:
     @property
     def rewards(self) -> FloatArray:
         """Reward of each token, (N,R) float32, as the built-in estimators use it. It is the KL penalty, if that is part
-        of the reward, plus the score at the last token, after `rewardClip`, `missingEosPenalty` and `overlong`. Then
-        `whitenRewards` applies."""
+        of the reward, plus the score at the last token, after `rewardClip`, `missingEosPenalty` and `overlong`, plus
+        `step_rewards`. Then `whitenRewards` applies."""
         config, mask, final = self.config, self.mask, self.scores
         if isinstance(config.reward_clip, float):
             final = np.clip(final, -config.reward_clip, config.reward_clip)
@@ -114,6 +122,8 @@ class Experience:
         penalty = np.float32(0.0 if config.kl_in_loss else -self.kl_coef) * self.token_kl
         last = np.arange(mask.shape[1])[None, :] == self.response_lengths[:, None] - 1
         rewards: FloatArray = np.where(mask, penalty, np.float32(0)) + np.where(last, final[:, None], np.float32(0))
+        if (steps := self.step_rewards) is not None:
+            rewards = rewards + steps
         return _whitened(rewards, mask) if config.whiten_rewards else rewards
 
     def per_token(self, x: ArrayLike) -> FloatArray:

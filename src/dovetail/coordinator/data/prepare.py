@@ -241,6 +241,9 @@ def prepare(
     for name, source in sources.items():
         if name != "actor" and isinstance(source, ScratchModel):
             scratch_config(source, tokenizer, f"spec.models.{name}")
+    teacher = sources.get("reference")
+    if Stage.PPO in spec.stages and spec.ppo.advantage == "distillation" and isinstance(teacher, Path):
+        _same_tokens(tokenizer, teacher, _trusts(spec, "reference"))
     hub.download_weights()
     return Prepared(spec, tokenizer_dir, config_dir, sources, tokenizer, data)
 
@@ -308,6 +311,22 @@ def _fits(model: Path, tokenizer: Any) -> None:
     if isinstance(size, int) and size < len(tokenizer):
         raise DataError(
             f"spec.models.tokenizer: its {len(tokenizer)} tokens do not fit the actor's vocabulary of {size} ({model})"
+        )
+
+
+def _same_tokens(tokenizer: Any, teacher: Path, trust_remote_code: bool) -> None:
+    """Raises DataError if the teacher's tokenizer has other tokens than the actor's. A teacher's folder without a
+    tokenizer is taken to have the actor's."""
+    if not (teacher / "tokenizer_config.json").is_file():
+        return
+    field = "spec.models.reference.source"
+    own = tokenizers.load(teacher, field, trust_remote_code=trust_remote_code).get_vocab()
+    known = tokenizer.get_vocab()
+    other = sorted(token for token in own.keys() | known.keys() if own.get(token) != known.get(token))
+    if other:
+        raise DataError(
+            f"{field}: the teacher's tokenizer differs from the actor's in {len(other)} tokens, such as {other[0]!r}, "
+            "but distillation compares probabilities of the same tokens; take a teacher with the actor's tokenizer"
         )
 
 

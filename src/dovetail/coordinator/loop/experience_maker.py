@@ -35,6 +35,7 @@ from dovetail.coordinator.scoring.scoring_lanes import Lane, ScorerLanes
 from dovetail.coordinator.scoring.streams import BLOCK_TOKENS
 from dovetail.coordinator.store.experience_files import experience_arrays
 from dovetail.coordinator.store.samples import Key, NewSample, ScoreRow, State
+from dovetail.coordinator.store.step_rewards import step_arrays
 from dovetail.coordinator.store.store import StoreError
 from dovetail.coordinator.weights.publishing import Target
 from dovetail.manifest.critic import has_critic
@@ -445,6 +446,9 @@ class ExperienceMaker:
             if held is not None and held != version:
                 raise StoreError(f"samples of iteration {iteration} are of weight version {held}, not {version}")
         arrays = experience_arrays(samples, prepared.pad_token_id, self._samples.experts(iteration))
+        if self._calls is not None:
+            weights = {function.title: function.weight for function in self._calls.functions}
+            arrays |= step_arrays(samples, self._samples.steps(iteration), weights, self._text)
         if self._spec.ppo.ptx_coef > 0:
             arrays |= prepared.ptx_batch(iteration)
         return Experience(

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from dovetail.coordinator.rewards.values import Steps
+
 BACKOFF_SECONDS = 1.0
 MAX_BACKOFF_SECONDS = 30.0
 
@@ -53,11 +55,13 @@ class Call:
 
 @dataclass(frozen=True)
 class RewardAnswer:
-    """One reward for each response. `started` and `ended` are in seconds since the epoch."""
+    """One reward for each response, and the steps of each, if the function gave any. `started` and `ended` are in
+    seconds since the epoch."""
 
     rewards: list[float]
     started: float
     ended: float
+    steps: list[Steps] | None = None
 
 
 def evaluation_slot(version: int) -> int:

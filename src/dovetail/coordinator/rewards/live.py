@@ -54,7 +54,7 @@ class LiveFunction:
                         result, failure = await thread.result()
                         if failure is not None:
                             raise failure
-                rewards = checked(result, len(call.responses))
+                found = checked(result, call.responses)
             except WrongRewards as error:
                 raise CallFailed(str(error), retry=False) from error
             except asyncio.CancelledError:
@@ -63,9 +63,9 @@ class LiveFunction:
                 if limit.expired():
                     text = f"gave no answer within {self._seconds:g} s (spec.models.reward.timeoutSeconds)"
                     raise CallFailed(text, [] if thread is None else thread.frames()) from error
-                found = raised(error, {__file__})
-                raise CallFailed(f"raised {found['what']}", found["frames"], outside=found["outside"]) from error
-            return RewardAnswer(rewards, started, time.time())
+                what = raised(error, {__file__})
+                raise CallFailed(f"raised {what['what']}", what["frames"], outside=what["outside"]) from error
+            return RewardAnswer(found.rewards, started, time.time(), found.steps)
 
     async def close(self) -> None:
         """Do nothing: no process has to end."""

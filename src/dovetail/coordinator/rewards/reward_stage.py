@@ -122,7 +122,8 @@ class Rewards:
         )
         try:
             answer = await self._calls.rewards(number, call)
-            self._samples.add_rewards(function.title, dict(zip(keys, answer.rewards, strict=True)))
+            steps = None if answer.steps is None else dict(zip(keys, answer.steps, strict=True))
+            self._samples.add_rewards(function.title, dict(zip(keys, answer.rewards, strict=True)), steps)
             args = {"function": function.title, "prompt": call.prompt, "n": len(keys)}
             self._on_span(
                 Span(

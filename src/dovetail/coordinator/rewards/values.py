@@ -8,7 +8,8 @@ import inspect
 import math
 import os
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 FRAMES = 3
@@ -20,8 +21,22 @@ class WrongRewards(ValueError):
     function's name."""
 
 
-def checked(result: Any, count: int) -> list[float]:
-    """`result` as `count` finite floats. Takes lists, tuples, arrays and tensors. Raises WrongRewards."""
+# The steps of one response: the number of characters up to the end of each, and its reward.
+Steps = list[tuple[int, float]]
+
+
+@dataclass(frozen=True)
+class Returned:
+    """One reward for each response. `steps`: those of each response; None: the function gave none."""
+
+    rewards: list[float]
+    steps: list[Steps] | None = None
+
+
+def checked(result: Any, responses: Sequence[str]) -> Returned:
+    """`result` as one finite float for each response. Takes lists, tuples, arrays and tensors. In place of a number a
+    response may have {"reward": number, "steps": [[end, number], ...]}. Raises WrongRewards."""
+    count = len(responses)
     kind = type(result).__name__
     if hasattr(result, "tolist"):
         result = result.tolist()
@@ -30,7 +45,37 @@ def checked(result: Any, count: int) -> list[float]:
     values = list(result)
     if len(values) != count:
         raise WrongRewards(f"returned {len(values)} rewards for {count} responses; return one for each")
-    return [_number(value, position) for position, value in enumerate(values)]
+    if not any(isinstance(value, dict) for value in values):
+        return Returned([_number(value, position) for position, value in enumerate(values)])
+    rewards: list[float] = []
+    steps: list[Steps] = []
+    for position, (value, response) in enumerate(zip(values, responses, strict=True)):
+        of_response = value if isinstance(value, dict) else {"reward": value}
+        if unknown := sorted(map(str, of_response.keys() - {"reward", "steps"})):
+            raise WrongRewards(f"returned {unknown[0]!r} for response {position}; an object has reward and steps")
+        rewards.append(_number(of_response.get("reward", 0.0), position))
+        steps.append(_steps(of_response.get("steps", ()), len(response), position))
+    return Returned(rewards, steps)
+
+
+def _steps(marks: Any, characters: int, position: int) -> Steps:
+    """The steps of a response in order of their ends."""
+    if isinstance(marks, str | bytes | dict) or not isinstance(marks, Iterable):
+        raise WrongRewards(
+            f"returned steps as {type(marks).__name__} for response {position}; return [[end, reward], ...]"
+        )
+    found = []
+    for mark in marks:
+        if isinstance(mark, str | bytes) or not isinstance(mark, Sequence) or len(mark) != 2:
+            raise WrongRewards(f"returned step {_short(mark)} for response {position}; return [end, reward]")
+        end, reward = mark
+        if isinstance(end, bool) or not hasattr(end, "__index__") or not 1 <= int(end) <= characters:
+            raise WrongRewards(
+                f"returned a step that ends at {_short(end)} for response {position}; its {characters} characters "
+                "count from 1"
+            )
+        found.append((int(end), _number(reward, position)))
+    return sorted(found, key=lambda step: step[0])
 
 
 def _number(value: Any, position: int) -> float:

@@ -1,9 +1,9 @@
 """A process that calls reward functions: `python -P -m dovetail.coordinator.rewards.worker PARENT`.
 
 JSON lines. In: first {"folder", "functions": [{"name", "field"}]}, then {"function": number, "prompts", "responses",
-"fields"}. Out: first {"ready": [{"file", "line", "needs"}]} or {"refused": sentence}; then {"rewards"}, {"wrong": what}
-or {"raised": ...} (`values.raised`). What functions print goes to stderr, and so do the main thread's frames on
-SIGUSR1. The process ends when its input or its parent ends."""
+"fields"}. Out: first {"ready": [{"file", "line", "needs"}]} or {"refused": sentence}; then {"rewards", "steps"},
+{"wrong": what} or {"raised": ...} (`values.raised`). What functions print goes to stderr, and so do the main thread's
+frames on SIGUSR1. The process ends when its input or its parent ends."""
 
 from __future__ import annotations
 
@@ -68,7 +68,8 @@ def _call(function: Callable[..., Any], request: dict[str, Any], loop: asyncio.A
         result = function(request["prompts"], request["responses"], **request["fields"])
         if inspect.isawaitable(result):
             result = loop.run_until_complete(_awaited(result))
-        return {"rewards": checked(result, len(request["responses"]))}
+        found = checked(result, request["responses"])
+        return {"rewards": found.rewards, "steps": found.steps}
     except WrongRewards as error:
         return {"wrong": str(error)}
     # SystemExit too: a function that calls sys.exit() must not look like a worker that came to its end.

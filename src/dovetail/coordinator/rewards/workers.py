@@ -206,7 +206,8 @@ class Workers:
             self._idle.append(worker)
         if "wrong" in reply:
             raise CallFailed(reply["wrong"], retry=False)
-        return RewardAnswer(reply["rewards"], started, time.time())
+        steps = None if reply["steps"] is None else [[(end, reward) for end, reward in of] for of in reply["steps"]]
+        return RewardAnswer(reply["rewards"], started, time.time(), steps)
 
     async def _ask(self, worker: _Worker, request: dict[str, Any]) -> dict[str, Any]:
         limit = self._reward.timeout_seconds

@@ -59,6 +59,15 @@ CREATE TABLE IF NOT EXISTS rewards (
     reward REAL NOT NULL,
     PRIMARY KEY (iteration, prompt_index, sample_index, function)
 );
+-- What a reward function said of the steps of a response.
+CREATE TABLE IF NOT EXISTS steps (
+    iteration INTEGER NOT NULL,
+    prompt_index INTEGER NOT NULL,
+    sample_index INTEGER NOT NULL,
+    function TEXT NOT NULL,
+    steps TEXT NOT NULL,             -- JSON: [[characters up to its end, reward], ...]
+    PRIMARY KEY (iteration, prompt_index, sample_index, function)
+);
 -- What a server said of the experts of a sample's tokens, from prompt and response, token `start` on.
 CREATE TABLE IF NOT EXISTS experts (
     iteration INTEGER NOT NULL,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dovetail.coordinator.store.database import Database, StoreError
 
-_TABLES = ("chunks", "samples", "rewards", "experts")
+_TABLES = ("chunks", "samples", "rewards", "steps", "experts")
 _WHERE = "iteration=? AND prompt_index=? AND sample_index=?"
 
 Tokens = NDArray[np.int32]
@@ -326,9 +326,19 @@ class SampleTable:
                 done += 1
         return done
 
-    def add_rewards(self, function: str, rewards: Mapping[Key, float]) -> None:
-        """Store what one call of a reward function returned."""
+    def add_rewards(
+        self,
+        function: str,
+        rewards: Mapping[Key, float],
+        steps: Mapping[Key, Sequence[tuple[int, float]]] | None = None,
+    ) -> None:
+        """Store what one call of a reward function returned. `steps`: of each response, characters up to a step's end
+        and its reward."""
         with self._db.transaction() as db:
+            db.executemany(
+                "INSERT OR REPLACE INTO steps VALUES (?,?,?,?,?)",
+                [(*key, function, json.dumps(found)) for key, found in (steps or {}).items()],
+            )
             db.executemany(
                 "INSERT OR REPLACE INTO rewards VALUES (?,?,?,?,?)",
                 [(*key, function, reward) for key, reward in rewards.items()],
@@ -345,6 +355,19 @@ class SampleTable:
             )
             for prompt, sample, function, reward in rows:
                 found.setdefault(Key(iteration, prompt, sample), {})[function] = reward
+        return found
+
+    def steps(self, iteration: int) -> dict[Key, dict[str, list[tuple[int, float]]]]:
+        """The steps that functions returned, by sample and function."""
+        found: dict[Key, dict[str, list[tuple[int, float]]]] = {}
+        with self._db.reading() as db:
+            rows = db.execute(
+                "SELECT prompt_index, sample_index, function, steps FROM steps WHERE iteration=? ORDER BY 1, 2, 3",
+                (iteration,),
+            )
+            for prompt, sample, function, steps in rows:
+                of_sample = found.setdefault(Key(iteration, prompt, sample), {})
+                of_sample[function] = [(end, reward) for end, reward in json.loads(steps)]
         return found
 
     def experts(self, iteration: int) -> dict[Key, list[tuple[int, bytes]]]:

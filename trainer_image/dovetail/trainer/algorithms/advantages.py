@@ -120,6 +120,23 @@ def _gae_block(
         returns.copy_(v)
 
 
+def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
+    """VAPO's lambda of each response (Yue et al. 2025, section 4.2), (batch,) float64: 1 - 1 / (alpha * length).
+
+    The sum of lambda^t is then alpha * length. It is 0 for lengths of up to 1 / alpha, where the formula is not
+    positive."""
+    return (1 - 1 / (alpha * lengths.double().clamp(min=1))).clamp(min=0.0)
+
+
+def gae_by_row(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lams: Tensor) -> Tensor:
+    """The advantages of `gae` with a lambda for each row; lams (batch,)."""
+    found = torch.zeros(rewards.shape, dtype=torch.promote_types(rewards.dtype, torch.float32), device=rewards.device)
+    for lam in lams.unique().tolist():
+        rows = lams == lam
+        found[rows] = gae(rewards[rows], values[rows], mask[rows], gamma, lam)[0].to(found.dtype)
+    return found
+
+
 # ---------------------------------------------------------------- group baselines
 
 
@@ -271,6 +288,30 @@ def reinforce_baseline(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
         return whiten(grpo(scores, groups, mask, normalize_std=False), mask)
 
 
+def process_advantages(
+    rewards: Tensor, ends: Tensor, groups: Tensor, mask: Tensor, normalize_std: bool = True
+) -> Tensor:
+    """Advantages from rewards of steps (Shao et al. 2024, section 4.1.3), (batch, time): each step's reward less the
+    mean of all steps of the group, by their deviation with `normalize_std`; a token gets the sum of those of the steps
+    that end at it or later.
+
+    rewards (batch, time); ends (batch, time) bool: the tokens that end a step. A group with a single step gets 0."""
+    with torch.no_grad():
+        index, count = _numbered(groups)
+        marked = ends.bool() & kept(mask)
+        of_step = index.unsqueeze(1).expand_as(marked)[marked]
+        r = rewards.double()[marked]
+        sizes = torch.zeros(count, dtype=r.dtype, device=r.device).index_add_(0, of_step, torch.ones_like(r))
+        sums = torch.zeros_like(sizes).index_add_(0, of_step, r)
+        centred = r - (sums / sizes.clamp(min=1))[of_step]
+        if normalize_std:
+            squares = torch.zeros_like(sizes).index_add_(0, of_step, centred.square())
+            centred = centred / ((squares / (sizes - 1).clamp(min=1)).sqrt()[of_step] + GRPO_EPS)
+        table = torch.zeros(marked.shape, dtype=r.dtype, device=r.device).masked_scatter_(marked, centred)
+        following = table.flip(1).cumsum(1).flip(1)
+        return torch.where(kept(mask), following, 0.0).to(torch.promote_types(rewards.dtype, torch.float32))
+
+
 def equal_groups(scores: Tensor, groups: Tensor) -> Tensor:
     """(batch,) bool: samples whose group's scores are all the same number."""
     index, count = _numbered(groups)
@@ -334,17 +375,23 @@ def compute_advantages(
     finished: Tensor,
     kl_coef: float,
     values: Tensor | None = None,
+    steps: tuple[Tensor, Tensor] | None = None,
 ) -> Advantages:
     """Advantages of a whole iteration's batch, as `spec.ppo` says; `rewardClip: Auto` clips nothing here
     (`dovetail.manifest.reward` decides it).
 
-    scores, groups, finished (batch,); logprobs (the old policy's), ref_logprobs, mask, values (batch, time).
+    scores, groups, finished (batch,); logprobs (the old policy's), ref_logprobs, mask, values (batch, time). `steps`:
+    rewards of steps (batch, time), and at which tokens they end (batch, time) bool. With gae and reinforce++ they are
+    token rewards; with group baselines `process_advantages` are added.
     1. token rewards: clipped score, missing-end and overlong penalty, -kl_coef * k1 if the penalty is in the reward;
        `whitenRewards` scales them, mean kept;
-    2. `advantage`: gae (needs values; then whitened with `whitenAdvantages`); rloo on each sample's summed token
-       rewards, that is the score less the KL penalty, if that is there; grpo likewise, but the score alone is divided
-       by the group's deviation, which makes `whitenRewards` void (groups are a baseline: neither is whitened);
-       reinforce++ on the token rewards; reinforce++-baseline on each sample's sum of them.
+    2. `advantage`: gae (needs values; then whitened with `whitenAdvantages`; the critic's returns have `lamValue`, and
+       the policy's lambda is each response's own with `lamAlpha`: VAPO, Yue et al. 2025); rloo on each sample's summed
+       token rewards, that is the score less the KL penalty, if that is there; grpo likewise, but the score alone is
+       divided by the group's deviation, which makes `whitenRewards` void (groups are a baseline: neither is whitened);
+       reinforce++ on the token rewards; reinforce++-baseline on each sample's sum of them; distillation: -k1 of each
+       token, whose gradient is that of the reverse KL to the teacher at that token (Agarwal et al. 2024, "On-Policy
+       Distillation of Language Models"), whatever the rewards.
 
     Raises ValueError when gae lacks values, or another estimator than k1 is to go into the reward."""
     with torch.no_grad():
@@ -355,6 +402,8 @@ def compute_advantages(
         final = final_scores(config, scores, finished, keep.sum(dim=1))
         rewards = token_rewards(final, kl, keep, 0.0 if config.kl_in_loss else kl_coef)
         by_deviation = config.advantage == "grpo" and config.normalize_std
+        if steps is not None and not config.compares_samples:
+            rewards = rewards + inside(steps[0], keep)
         if config.whiten_rewards and not by_deviation:
             rewards = whiten(rewards, keep, shift_mean=False)
         returns: Tensor | None = None
@@ -362,6 +411,11 @@ def compute_advantages(
             if values is None:
                 raise ValueError("advantage gae needs the critic's values")
             advantages, returns = gae(rewards, values, keep, config.gamma, config.lam)
+            if config.lam_value is not None:
+                _, returns = gae(rewards, values, keep, config.gamma, config.lam_value)
+            if config.lam_alpha is not None:
+                lams = length_adaptive_lambda(keep.sum(dim=1), config.lam_alpha)
+                advantages = gae_by_row(rewards, values, keep, config.gamma, lams)
             if config.whiten_advantages:
                 advantages = whiten(advantages, keep)
         elif by_deviation:
@@ -373,6 +427,10 @@ def compute_advantages(
             advantages = reinforce(rewards, keep, config.gamma)
         elif config.advantage == "reinforce++-baseline":
             advantages = reinforce_baseline(rewards.sum(dim=1), groups, keep)
+        elif config.advantage == "distillation":
+            advantages = -kl
         else:
             advantages = rloo(rewards.sum(dim=1), groups, keep)
+        if steps is not None and config.compares_samples:
+            advantages = advantages + process_advantages(*steps, groups, keep, normalize_std=by_deviation)
         return Advantages(advantages, returns, rewards, kl)

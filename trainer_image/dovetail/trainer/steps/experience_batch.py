@@ -23,7 +23,8 @@ from dovetail.trainer.steps.step_context import Metrics, variance
 
 @dataclass(frozen=True)
 class PPOSamples:
-    """One iteration's samples. (N, R) float32 tensors have entry r for response token r; `mask` (N, R) bool."""
+    """One iteration's samples. (N, R) float32 tensors have entry r for response token r; `mask` (N, R) bool.
+    `step_ends` (N, R) bool: the tokens that end a step, which has its reward in `step_rewards`; None without steps."""
 
     sequences: Sequences
     prompt_lengths: Tensor
@@ -37,6 +38,8 @@ class PPOSamples:
     finished: Tensor
     advantages: Tensor | None
     returns: Tensor | None
+    step_rewards: Tensor | None = None
+    step_ends: Tensor | None = None
 
     @staticmethod
     def read(arrays: Arrays, config: PPO, own_values: bool = False) -> PPOSamples:
@@ -86,6 +89,10 @@ class PPOSamples:
             finished=read(arrays, "finished", torch.bool, (n,)),
             advantages=per_token("advantages", False),
             returns=per_token("returns", False),
+            step_rewards=per_token("step_rewards", "step_ends" in arrays),
+            step_ends=read(arrays, "step_ends", torch.uint8, (n, width)).bool() & mask
+            if "step_ends" in arrays
+            else None,
         )
         if samples.returns is not None and samples.advantages is None:
             raise BadCommand("the batch has 'returns' without 'advantages'; give both")
@@ -108,6 +115,8 @@ class PPOSamples:
             "finished": self.finished,
             "old_logprobs": old_logprobs,
             "routed_experts": self.sequences.routing,
+            "step_rewards": self.step_rewards,
+            "step_ends": self.step_ends,
         }
         return {name: table.numpy() for name, table in tables.items() if table is not None}
 
@@ -132,6 +141,8 @@ def counted_samples(samples: PPOSamples, config: PPO) -> Tensor | None:
         counted &= samples.finished
     if config.drop_equal_groups:
         scores = final_scores(config, samples.scores, samples.finished, samples.response_lengths)
+        if samples.step_rewards is not None:
+            scores = scores + samples.step_rewards.sum(dim=1)
         counted &= ~equal_groups(scores, samples.groups)
     return counted
 
@@ -219,6 +230,10 @@ def targets(
     }
     if rewards is not None and not config.kl_in_loss:
         metrics["reward_with_kl"] = float(rewards.double().sum(dim=1).mean())
+    if samples.step_rewards is not None and samples.step_ends is not None:
+        ends = int(samples.step_ends.sum())
+        metrics["steps"] = ends / len(samples)
+        metrics["step_reward"] = float(samples.step_rewards.double().sum()) / max(1, ends)
     if returns is not None and samples.values is not None:
         spread = variance(returns[mask])
         left = variance((returns - samples.values)[mask])
@@ -250,6 +265,9 @@ def _advantages(
             finished=samples.finished,
             kl_coef=kl_coef,
             values=samples.values,
+            steps=None
+            if samples.step_rewards is None or samples.step_ends is None
+            else (samples.step_rewards, samples.step_ends),
         )
     except ValueError as error:
         raise BadCommand(str(error)) from error

@@ -39,7 +39,7 @@ from dovetail.trainer.steps.step_context import Context, Metrics, Run, cut, dige
 
 TOKENS, RESPONSES = (
     ("tokens", "routed_experts"),
-    ("rollout_logprobs", "ref_logprobs", "values", "advantages", "returns"),
+    ("rollout_logprobs", "ref_logprobs", "values", "advantages", "returns", "step_rewards", "step_ends"),
 )
 
 

@@ -12,7 +12,7 @@ from dovetail.manifest.checks.batching import (
     micro_batch_tokens,
     pinned_layouts,
 )
-from dovetail.manifest.checks.rules.rule import Rule, Value, ppo_rule, spec_rule
+from dovetail.manifest.checks.rules.rule import CALLS, Rule, Value, ppo_rule, spec_rule
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.training_types import AUTO_LAG, Optimizer
 from dovetail.manifest.types import Dtype, RLHFJobSpec, Role, Stage
@@ -145,6 +145,11 @@ def _overlong_end(spec: RLHFJobSpec) -> int:
     return spec.ppo.overlong.to_tokens or spec.generation.max_tokens
 
 
+def _distils(spec: RLHFJobSpec) -> bool:
+    return spec.ppo.advantage == "distillation" and spec.ppo.advantage_function is None
+
+
+_DISTILS = "(self.ppo.advantage == 'distillation' && !has(self.ppo.advantageFunction))"
 _COMPARES = "(self.ppo.advantage in ['grpo', 'rloo', 'reinforce++-baseline'])"
 
 PPO_RULES = (
@@ -153,6 +158,16 @@ PPO_RULES = (
         f"!{_COMPARES} || self.ppo.samplesPerPrompt >= 2",
         "spec.ppo.samplesPerPrompt is {ppo.samplesPerPrompt}, but {ppo.advantage} compares samples of the same prompt; "
         "set it to 2 or more.",
+    ),
+    ppo_rule(
+        lambda spec: (
+            (spec.ppo.lam_value is None and spec.ppo.lam_alpha is None)
+            or (spec.ppo.advantage == "gae" and spec.ppo.advantage_function is None)
+        ),
+        "(!has(self.ppo.lamValue) && !has(self.ppo.lamAlpha)) || "
+        "(self.ppo.advantage == 'gae' && !has(self.ppo.advantageFunction))",
+        "spec.ppo.lamValue and lamAlpha belong to generalised advantage estimation; remove them, or use advantage gae "
+        "without an advantageFunction.",
     ),
     ppo_rule(
         lambda spec: spec.ppo.advantage == "gae" or spec.ppo.critic_warmup_iterations == 0,
@@ -230,6 +245,23 @@ PPO_RULES = (
         f"!self.ppo.dropEqualGroups || ({_COMPARES} && !has(self.ppo.advantageFunction))",
         "spec.ppo.dropEqualGroups is true, but the advantages do not compare the samples of one prompt; use grpo, rloo "
         "or reinforce++-baseline without an advantageFunction, or set it to false.",
+    ),
+    ppo_rule(
+        lambda spec: not _distils(spec) or spec.models.reference.source is not None,
+        f"!{_DISTILS} || has(self.models.reference.source)",
+        "spec.ppo.advantage is distillation, whose teacher is spec.models.reference, but that has no source; name a "
+        "model with the actor's tokenizer.",
+    ),
+    ppo_rule(
+        lambda spec: not _distils(spec) or spec.ppo.kl.coef == 0,
+        f"!{_DISTILS} || self.ppo.kl.coef == 0.0",
+        "spec.ppo.kl.coef is not 0, but the advantage distillation is itself the KL to the reference; set it to 0.",
+    ),
+    ppo_rule(
+        lambda spec: not _distils(spec) or bool(spec.models.reward.calls),
+        f"!{_DISTILS} || {CALLS}",
+        "spec.ppo.advantage is distillation, to which a reward model has nothing to say; name a function in "
+        "spec.models.reward, which only measures, such as dovetail.coordinator.rewards.nothing:zero.",
     ),
     ppo_rule(
         lambda spec: spec.ppo.overlong is None or spec.ppo.overlong.from_tokens < _overlong_end(spec),

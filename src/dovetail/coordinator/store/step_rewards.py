@@ -1,0 +1,56 @@
+"""Rewards of steps, which functions give at characters of a response, as arrays at its tokens."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dovetail.coordinator.store.samples import Key, Sample
+from dovetail.protocol.wire import Arrays
+
+Text = Callable[[NDArray[np.int32]], str]
+
+
+def step_arrays(
+    samples: Sequence[Sample],
+    steps: Mapping[Key, Mapping[str, Sequence[tuple[int, float]]]],
+    weights: Mapping[str, float],
+    text: Text,
+) -> Arrays:
+    """`step_rewards` (N,R) float32 and `step_ends` (N,R) uint8, 1 at the tokens that end a step; {} without steps.
+
+    `steps`: by sample and function, characters up to a step's end, and its reward. `weights`: of the functions, by
+    which rewards are multiplied. Rewards at one token are added up. `text` decodes a response."""
+    if not any(found for of_sample in steps.values() for found in of_sample.values()):
+        return {}
+    shape = len(samples), max(len(s.tokens) for s in samples)
+    rewards, ends = np.zeros(shape, np.float64), np.zeros(shape, np.uint8)
+    for row, sample in enumerate(samples):
+        for function, found in sorted(steps.get(sample.key, {}).items()):
+            tokens = last_tokens(sample.tokens, [end for end, _ in found], text)
+            for token, (_, reward) in zip(tokens, found, strict=True):
+                rewards[row, token] += weights[function] * reward
+                ends[row, token] = 1
+    return {"step_rewards": rewards.astype(np.float32), "step_ends": ends}
+
+
+def last_tokens(tokens: NDArray[np.int32], ends: Sequence[int], text: Text) -> list[int]:
+    """For each number of characters the first token with which the text has as many; the last token, if it never has.
+
+    Tokens are not decoded one by one, because a character may have several."""
+    if not ends or not len(tokens):
+        return []
+    about = list(accumulate(len(text(tokens[i : i + 1])) for i in range(len(tokens))))
+    found = []
+    for end in ends:
+        count = min(bisect_left(about, end) + 1, len(tokens))
+        while count < len(tokens) and len(text(tokens[:count])) < end:
+            count += 1
+        while count > 1 and len(text(tokens[: count - 1])) >= end:
+            count -= 1
+        found.append(count - 1)
+    return found
