@@ -109,6 +109,7 @@ def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
 
     cluster.apply(document, namespace=namespace)
     wait_for("an iteration", lambda: job.condition("Running").get("status") == "True" and job.iteration() > 1, SECONDS)
+    job.pace(60.0)  # however long what follows takes
     surplus = ("job", "tiny-a10-s1", "-n", namespace)
     wait_for("room for a surplus rollout", lambda: suspended(cluster, *surplus) is False, SECONDS)
     wait_for("a checkpoint", lambda: job.document()["status"].get("lastCheckpoint", {}).get("step"), SECONDS)
