@@ -378,6 +378,11 @@ RULES = [
             ),
         )
     ),
+    ({"ppo.dynamicSampling": 2}, "spec.ppo.dynamicSampling compares the rewards of one prompt's samples, but"),
+    (
+        {"ppo.dynamicSampling": 2, "ppo.samplesPerPrompt": 4, "ppo.lag": 1},
+        "spec.ppo.lag is 1, but spec.ppo.dynamicSampling draws an iteration's further rounds when the earlier ones are",
+    ),
     ({"ppo.criticWarmupIterations": 100}, "leaves no iteration that trains the actor"),
     ({"ppo.kl": {"coef": 0, "target": 1}}, "spec.ppo.kl.coef is 0, from which the adaptive controller cannot move"),
     ({"ppo.kl": {"estimator": "k3"}}, "spec.ppo.kl.estimator is k3, which in the reward lowers another quantity"),

@@ -199,6 +199,24 @@ def test_labels_and_pairs_are_not_mixed_up(tmp_path: Path) -> None:
             collected(tmp_path, **changes)
 
 
+def test_prompts_of_further_rounds_are_others_and_the_same_again(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"p{i}"}) for i in range(40)))
+    ppo = {"globalBatchSize": 16, "samplesPerPrompt": 2, "miniBatchSize": 16, "dynamicSampling": 2}
+    models = {"actor": {"source": {"scratch": {"config": CONFIG}}}, "tokenizer": {"train": {}}}
+    data = {"prompts": [{"path": "prompts.jsonl"}]}
+    job, plain = (
+        prepare(spec(stages=["ppo"], ppo=each, data=data, models=models), tmp_path / "run", tmp_path)
+        for each in (ppo, {**ppo, "dynamicSampling": 0})
+    )
+    assert [job.prompts(i) for i in (1, 2)] == [plain.prompts(i) for i in (1, 2)], "the first round is as without"
+    known = [p.text for p in job.prompts(1)]
+    one, again = (job.further_prompts(1, 1, 3, known) for _ in range(2))
+    assert one == again
+    assert len({p.text for p in one} | set(known)) == 3 + 8
+    other = [job.further_prompts(*each, 3, ()) for each in ((1, 1), (1, 2), (2, 1))]
+    assert len({tuple(p.text for p in each) for each in other}) == 3
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

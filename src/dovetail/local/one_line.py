@@ -31,6 +31,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
         "advantage": "grpo",
         "samplesPerPrompt": 16,
         "clipHigh": 0.28,
+        "dynamicSampling": 8,
         "dropEqualGroups": True,
         "kl": {"coef": 0.0},
     },

@@ -268,6 +268,13 @@ class PPO(Model):
         description="Prompts whose samples all have the same score train nothing, and the policy's loss is a mean over "
         "the others alone.",
     )
+    dynamic_sampling: int = Field(
+        default=0,
+        ge=0,
+        le=64,
+        description="DAPO's dynamic sampling: prompts whose samples all have the same reward are replaced by other "
+        "prompts, in at most so many further rounds of generation. Such prompts of the last round stay. 0: off.",
+    )
     kl: KL = Field(default_factory=KL, description="KL penalty against the reference.")
     old_log_probs: Literal["Auto", "Rollout", "Recompute"] = Field(
         default="Auto",

@@ -20,6 +20,8 @@ def excluded(spec: RLHFJobSpec) -> str | None:
     number for a lag `ppo.oldLogProbs` follows from it."""
     if any({Role.TRAINER, Role.ROLLOUT} <= set(group.roles) for group in spec.groups):
         return "a group has both roles, trainer and rollout, whose processes take turns on a GPU"
+    if spec.ppo.dynamic_sampling:
+        return "spec.ppo.dynamicSampling draws further rounds with the same weights, when the earlier ones are scored"
     if spec.ppo.lag == AUTO_LAG and spec.ppo.old_log_probs == "Rollout":
         return "spec.ppo.oldLogProbs is Rollout, which needs samples of the newest weights"
     return None

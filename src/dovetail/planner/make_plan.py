@@ -123,10 +123,22 @@ def _planned(
             *placed.warnings,
             *_useless_pins(spec, layouts),
             *too_small(memory),
+            *_further_rounds(spec),
         ],
         prediction=_predicted(spec, placed, no_lag, parts),
         memory=memory,
     )
+
+
+def _further_rounds(spec: RLHFJobSpec) -> list[str]:
+    """How many prompts are replaced depends on their rewards, which no plan knows."""
+    rounds = spec.ppo.dynamic_sampling
+    if Stage.PPO not in spec.stages or not rounds:
+        return []
+    return [
+        f"Predicted times and prices are of one round of generation; with spec.ppo.dynamicSampling {rounds} an "
+        f"iteration may draw up to {rounds} more, each of the prompts that are replaced."
+    ]
 
 
 def _predicted(spec: RLHFJobSpec, placed: Placed, no_lag: str | None, parts: int) -> Prediction | None:

@@ -59,6 +59,7 @@ def obstacle(spec: RLHFJobSpec) -> str | None:
             any({Role.TRAINER, Role.ROLLOUT} <= set(group.roles) for group in spec.groups),
             "a group has both roles, trainer and rollout, whose processes take turns on a GPU",
         ),
+        (ppo.dynamic_sampling > 0, "spec.ppo.dynamicSampling replaces prompts when all samples are scored"),
         (ppo.advantage_function is not None, "spec.ppo.advantageFunction sees all samples of an iteration at once"),
         (
             ppo.advantage.startswith("reinforce"),

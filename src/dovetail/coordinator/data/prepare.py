@@ -6,8 +6,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.fingerprints import Fingerprint
 from dovetail.coordinator.data.hub import Hub
 from dovetail.coordinator.data.model_folders import resolve, scratch_config
-from dovetail.coordinator.data.records import Judged, Labelled
+from dovetail.coordinator.data.records import Judged, Labelled, Prompt
 from dovetail.coordinator.data.seeds import derived_seed
 from dovetail.coordinator.data.tokenize import (
     Encoded,
@@ -174,6 +175,26 @@ class Prepared:
         """The prompts of a PPO iteration: globalBatchSize / samplesPerPrompt of them."""
         records = _have(self.data.prompts, "prompts").batch(iteration, self._prompts_per_iteration)
         return self._prompt_records([(r.prompt, r.fields) for r in records])
+
+    def further_prompts(
+        self, iteration: int, round_number: int, count: int, known: Container[str]
+    ) -> list[PromptRecord]:
+        """`count` prompts of a further round (1, 2, ...) of dynamic sampling. They are drawn from the data in an order
+        of their own, so the iterations' first prompts do not depend on them. Prompts with a text in `known` come only
+        if there are too few others."""
+        each = self._prompts_per_iteration
+        number = (iteration - 1) * self.spec.ppo.dynamic_sampling + round_number
+        drawn = self._further.batch(number, 2 * each)
+        new: dict[str, Prompt] = {}
+        for record in drawn:
+            if record.prompt not in known:
+                new.setdefault(record.prompt, record)
+        chosen = [*new.values(), *drawn][:count]
+        return self._prompt_records([(r.prompt, r.fields) for r in chosen])
+
+    @cached_property
+    def _further(self) -> StageData[Prompt]:
+        return StageData(_have(self.data.prompts, "prompts").parts, self.spec.seed, "prompts", "further")
 
     def given_prompts(self, prompts: Sequence[GivenPrompt]) -> list[PromptRecord]:
         """Prompts of the user's own. Raises ValueError."""

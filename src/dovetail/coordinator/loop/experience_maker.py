@@ -23,6 +23,7 @@ from dovetail.coordinator.generation.generator import Generator
 from dovetail.coordinator.generation.in_flight import GenerationSettings
 from dovetail.coordinator.generation.lineup import KIND as ROLLOUT
 from dovetail.coordinator.generation.lineup import Lineup, Turn
+from dovetail.coordinator.loop.dynamic_sampling import Further, IterationPrompts, replaced_key
 from dovetail.coordinator.loop.evaluation_metrics import HeldOutAnswer
 from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.record import record
@@ -55,6 +56,14 @@ def samples_lane(iteration: int, lag: int) -> str:
     """The timeline's lane of an iteration that is made beside training. As many as may be open have lanes of their
     own."""
     return f"samples {1 + (iteration - 1) % (lag + 1)}"
+
+
+def _together(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The facts of an iteration from those of its rounds: seconds and samples are added up, others are the last's."""
+    found = dict(rounds[-1])
+    for name in ("fusion_migrated", "fusion_hidden_seconds", "fusion_saved_seconds", "fusion_stage_seconds"):
+        found[name] = sum(facts[name] for facts in rounds)
+    return found
 
 
 class ExperienceMaker:
@@ -140,6 +149,7 @@ class ExperienceMaker:
     def discard(self, iteration: int) -> None:
         """Drop the iteration's samples. Others are generated when the run goes on."""
         self._samples.forget(iteration)
+        self._records.store.put(replaced_key(iteration), None)
 
     # ------------------------------------------------------------ scorers
 
@@ -163,13 +173,36 @@ class ExperienceMaker:
 
     # ------------------------------------------------------------ the iteration
 
-    async def make(self, iteration: int, prompts: Sequence[PromptRecord]) -> Experience:
+    async def make(self, iteration: int, prompts: Sequence[PromptRecord], further: Further | None = None) -> Experience:
         """Generate and score, with the weights that rollouts and scorers hold. What the store already holds of the
-        iteration is not done again."""
-        self._samples.begin_iteration(iteration, self._new_samples(iteration, prompts))
-        total = len(prompts) * self._spec.ppo.samples_per_prompt
-        self._records.progress.update(samples_done=0, samples_total=total, phase="generation")
-        return await self._make(iteration, prompts, None)
+        iteration is not done again. `further`: prompts of further rounds, with `ppo.dynamicSampling`."""
+        ppo, store = self._spec.ppo, self._records.store
+        drawn = IterationPrompts(
+            iteration,
+            prompts,
+            store,
+            lambda position, record: self._samples_of(iteration, position, record),
+            ppo.dynamic_sampling,
+            further,
+        )
+        self._samples.begin_iteration(iteration, drawn.samples())
+        facts: list[dict[str, float]] = []
+        while True:
+            total = len(prompts) * ppo.samples_per_prompt
+            self._records.progress.update(samples_done=0, samples_total=total, phase="generation")
+            await self._make(iteration, drawn.records, drawn.newest, total, None)
+            facts.append(self.facts[iteration])
+            if not drawn.replace_equal():
+                break
+            self._records.log(
+                "prompts.replaced", iteration=iteration, round=drawn.round, prompts=drawn.replaced, of=len(prompts)
+            )
+        if ppo.dynamic_sampling:
+            self.facts[iteration] = _together(facts) | {
+                "sampling_rounds": 1.0 + drawn.round,
+                "prompts_replaced": float(drawn.replaced),
+            }
+        return self._experience(iteration, drawn.records)
 
     async def make_beside(
         self,
@@ -180,17 +213,27 @@ class ExperienceMaker:
     ) -> Experience:
         """As `make`, while the trainers learn and other iterations are made. `reach` is called if samples are to be
         drawn, or if it `evaluates` the weights. It returns when a server holds the iteration's weights."""
-        self._samples.begin_iteration(iteration, self._new_samples(iteration, prompts))
+        new = [s for position, record in enumerate(prompts) for s in self._samples_of(iteration, position, record)]
+        self._samples.begin_iteration(iteration, new)
         unfinished = self._samples.counts(iteration).get(State.PENDING, 0) or int(evaluates)
         total = len(prompts) * self._spec.ppo.samples_per_prompt
         with self._lineup.open(iteration, self._spec.ppo.weight_version(iteration), total, unfinished) as turn:
             if unfinished:
                 await reach(turn)
-            return await self._make(iteration, prompts, turn)
+            await self._make(iteration, prompts, range(len(prompts)), total, turn)
+            return self._experience(iteration, prompts)
 
-    async def _make(self, iteration: int, prompts: Sequence[PromptRecord], turn: Turn | None) -> Experience:
+    async def _make(
+        self,
+        iteration: int,
+        prompts: Sequence[PromptRecord],
+        newest: Sequence[int],
+        total: int,
+        turn: Turn | None,
+    ) -> None:
+        """Generate and score what the store lacks of the iteration's `total` samples. `prompts`: by position; those of
+        this round are `newest`."""
         records, fleet = self._records, self._fleet
-        total = len(prompts) * self._spec.ppo.samples_per_prompt
         scoring: list[Span] = []
         if self._calls is not None:
             await self._calls.open()
@@ -224,7 +267,8 @@ class ExperienceMaker:
             scoring.append(span)
             records.timeline.add([span])
 
-        lengths = [len(p.token_ids) for p in prompts for _ in range(self._spec.ppo.samples_per_prompt)]
+        lengths = [len(prompts[p].token_ids) for p in newest for _ in range(self._spec.ppo.samples_per_prompt)]
+        earlier = records.timeline.phases.get("generation", 0.0)
         rollouts = fleet.eligible(ROLLOUT)
         blocks = BLOCK_TOKENS if any(i.abilities.get("room") for i in fleet.instances("scorer")) else None
         async with (
@@ -235,7 +279,7 @@ class ExperienceMaker:
                 iteration, self._samples, self._generator, inference, fusion, INFERENCE_SECONDS, phase, progress, turn
             )
         phases = records.timeline.phases if turn is None else records.timeline.of(iteration)
-        generated = begun + phases["generation"]
+        generated = begun + phases["generation"] - (earlier if turn is None else 0.0)
         records.metrics.samples.inc(done.samples)
         records.metrics.tokens.inc(done.tokens)
         records.timeline.add(done.spans)
@@ -259,7 +303,6 @@ class ExperienceMaker:
         ]
         self._fusion.learn(groups, done, shares)
         self._fusion.end([len(s.tokens) for s in self._samples.samples(iteration)])
-        return self._experience(iteration, prompts)
 
     async def answer(
         self,
@@ -356,16 +399,10 @@ class ExperienceMaker:
             shortest_first=self._streams,
         )
 
-    def _new_samples(self, iteration: int, prompts: Sequence[PromptRecord]) -> list[NewSample]:
+    def _samples_of(self, iteration: int, position: int, record: PromptRecord) -> list[NewSample]:
+        tokens, seed = np.asarray(record.token_ids, np.int32), self._spec.seed
         return [
-            NewSample(
-                p,
-                s,
-                np.asarray(record.token_ids, np.int32),
-                sample_seed(self._spec.seed, iteration, p, s),
-                record.fields,
-            )
-            for p, record in enumerate(prompts)
+            NewSample(position, s, tokens, sample_seed(seed, iteration, position, s), record.fields)
             for s in range(self._spec.ppo.samples_per_prompt)
         ]
 

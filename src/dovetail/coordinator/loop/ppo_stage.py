@@ -171,7 +171,11 @@ class PPOStage:
             async with self._streaming.beside(iteration) as self._streamed[iteration]:
                 made = await self._maker.make(iteration, prepared.prompts(iteration))
         elif prompts is None:
-            made = await self._maker.make(iteration, prepared.prompts(iteration))
+            made = await self._maker.make(
+                iteration,
+                prepared.prompts(iteration),
+                lambda number, count, known: prepared.further_prompts(iteration, number, count, known),
+            )
         else:
             made = await self._maker.make(iteration, prepared.given_prompts(prompts))
         return replace(made, config=ppo_config(self._spec), kl_coef=self._kl.coef)

@@ -148,6 +148,24 @@ def _float32(values: Sequence[float] | Floats) -> bytes:
     return np.asarray(values, "<f4").tobytes()
 
 
+_INSERT = (
+    "INSERT INTO samples (iteration, prompt_index, sample_index, state, prompt, seed, fields) VALUES (?,?,?,?,?,?,?)"
+)
+
+
+def _new_rows(iteration: int, samples: Sequence[NewSample]) -> list[tuple[Any, ...]]:
+    """The rows of pending samples in order. Raises StoreError."""
+    for sample in samples:
+        if not 0 <= sample.seed < 2**63:
+            raise StoreError(f"seed {sample.seed} of prompt {sample.prompt} is not in [0, 2**63)")
+        if len(sample.prompt_tokens) == 0:
+            raise StoreError(f"prompt {sample.prompt} of iteration {iteration} has no tokens")
+    return [
+        (iteration, s.prompt, s.sample, State.PENDING, _int32(s.prompt_tokens), s.seed, json.dumps(s.fields))
+        for s in sorted(samples, key=lambda s: (s.prompt, s.sample))
+    ]
+
+
 class SampleTable:
     """The table of samples. Each method is one transaction."""
 
@@ -161,15 +179,7 @@ class SampleTable:
         StoreError if the iteration was begun with other prompts or seeds."""
         if not samples:
             raise StoreError(f"iteration {iteration} has no prompts")
-        rows = [
-            (iteration, s.prompt, s.sample, State.PENDING, _int32(s.prompt_tokens), s.seed, json.dumps(s.fields))
-            for s in sorted(samples, key=lambda s: (s.prompt, s.sample))
-        ]
-        for sample in samples:
-            if not 0 <= sample.seed < 2**63:
-                raise StoreError(f"seed {sample.seed} of prompt {sample.prompt} is not in [0, 2**63)")
-            if len(sample.prompt_tokens) == 0:
-                raise StoreError(f"prompt {sample.prompt} of iteration {iteration} has no tokens")
+        rows = _new_rows(iteration, samples)
         with self._db.transaction() as db:
             stored = db.execute(
                 "SELECT prompt_index, sample_index, prompt, seed FROM samples WHERE iteration=? ORDER BY 1, 2",
@@ -181,12 +191,17 @@ class SampleTable:
                         f"iteration {iteration} was begun with other prompts or seeds than it is given now"
                     )
                 return False
-            db.executemany(
-                "INSERT INTO samples (iteration, prompt_index, sample_index, state, prompt, seed, fields)"
-                " VALUES (?,?,?,?,?,?,?)",
-                rows,
-            )
+            db.executemany(_INSERT, rows)
         return True
+
+    def replace_prompts(self, iteration: int, gone: Iterable[int], samples: Sequence[NewSample]) -> None:
+        """Delete the prompts `gone` of an iteration with all that belongs to them, and store others as pending."""
+        rows = _new_rows(iteration, samples)
+        with self._db.transaction() as db:
+            for prompt in gone:
+                for table in _TABLES:
+                    db.execute(f"DELETE FROM {table} WHERE iteration=? AND prompt_index=?", (iteration, prompt))
+            db.executemany(_INSERT, rows)
 
     def recover(self) -> list[Sample]:
         """Call it after a crash: samples that were being generated are pending again, with their tokens. Returns these

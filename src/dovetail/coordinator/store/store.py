@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.store.database import Database, StoreError
-from dovetail.coordinator.store.samples import Sample, SampleTable
+from dovetail.coordinator.store.samples import NewSample, Sample, SampleTable
 
 __all__ = ["KeyValues", "Store", "StoreError", "open_records"]
 
@@ -82,6 +83,14 @@ class Store(KeyValues):
         except StoreError:
             self._db.close()
             raise
+
+    def replace_prompts(
+        self, iteration: int, gone: Iterable[int], samples: Sequence[NewSample], values: dict[str, object]
+    ) -> None:
+        """`SampleTable.replace_prompts` and `put_all` in one transaction."""
+        with self._db.transaction():
+            self.samples.replace_prompts(iteration, gone, samples)
+            self.put_all(values)
 
     def take_interrupted(self) -> list[Sample]:
         """The samples that were on a server when the coordinator died, as they were then. A second call returns

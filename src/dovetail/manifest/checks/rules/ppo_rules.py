@@ -264,6 +264,18 @@ PPO_RULES = (
         "spec.models.reward, which only measures, such as dovetail.coordinator.rewards.nothing:zero.",
     ),
     ppo_rule(
+        lambda spec: spec.ppo.dynamic_sampling == 0 or spec.ppo.samples_per_prompt >= 2,
+        "self.ppo.dynamicSampling == 0 || self.ppo.samplesPerPrompt >= 2",
+        "spec.ppo.dynamicSampling compares the rewards of one prompt's samples, but spec.ppo.samplesPerPrompt is "
+        "{ppo.samplesPerPrompt}; set it to 2 or more.",
+    ),
+    ppo_rule(
+        lambda spec: spec.ppo.dynamic_sampling == 0 or spec.ppo.lag in (0, AUTO_LAG),
+        "self.ppo.dynamicSampling == 0 || self.ppo.lag == 0 || self.ppo.lag == 'Auto'",
+        "spec.ppo.lag is {ppo.lag}, but spec.ppo.dynamicSampling draws an iteration's further rounds when the earlier "
+        "ones are scored, for which rollouts would have to keep older weights; set lag or dynamicSampling to 0.",
+    ),
+    ppo_rule(
         lambda spec: spec.ppo.overlong is None or spec.ppo.overlong.from_tokens < _overlong_end(spec),
         "!has(self.ppo.overlong) || self.ppo.overlong.fromTokens < (has(self.ppo.overlong.toTokens) "
         "? self.ppo.overlong.toTokens : self.generation.maxTokens)",

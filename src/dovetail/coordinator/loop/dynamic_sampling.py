@@ -1,0 +1,94 @@
+"""DAPO's dynamic sampling: prompts whose samples all have the same reward teach a group baseline nothing, so they are
+replaced by others and these are answered, for a bounded number of rounds.
+
+Which prompts come depends on the manifest and on rewards alone. A decision and the samples that it makes are stored
+together, so a coordinator that comes back goes on from there, to the same prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from dovetail.coordinator.data.prepare import PromptRecord
+from dovetail.coordinator.store.samples import NewSample
+from dovetail.coordinator.store.store import Store
+
+# (round, how many, texts that the iteration has had) -> other prompts.
+Further = Callable[[int, int, Collection[str]], list[PromptRecord]]
+
+
+class IterationPrompts:
+    """The prompts of one iteration. `records`: by their position in the table of samples; those that were replaced keep
+    theirs. `current`: the positions of those that count, `newest`: of those of the last round that was begun. `round`:
+    its number, 0 for the first."""
+
+    def __init__(
+        self,
+        iteration: int,
+        first: Sequence[PromptRecord],
+        store: Store,
+        samples_of: Callable[[int, PromptRecord], list[NewSample]],
+        rounds: int = 0,
+        further: Further | None = None,
+    ) -> None:
+        """`samples_of` makes the samples of a prompt from its position. `rounds`: at most so many further ones."""
+        self._iteration, self._store, self._samples_of = iteration, store, samples_of
+        self._rounds = 0 if further is None else rounds
+        self._further = further
+        self.records = list(first)
+        self.current = list(range(len(first)))
+        self.newest = self.current
+        self.round = 0
+        for gone in store.get(self._key) or []:
+            self._take(gone)
+
+    @property
+    def replaced(self) -> int:
+        """How many prompts were replaced so far."""
+        return len(self.records) - len(self.current)
+
+    def samples(self) -> list[NewSample]:
+        """Those of the prompts that count."""
+        return [sample for position in self.current for sample in self._samples_of(position, self.records[position])]
+
+    def replace_equal(self) -> bool:
+        """Replace the prompts whose samples all have the same reward. Returns whether there is something to draw."""
+        if self.round == self._rounds:
+            return False
+        gone = equal_prompts(self._store, self._iteration)
+        if not gone:
+            return False
+        before = self._store.get(self._key) or []
+        self._take(gone)
+        samples = [sample for position in self.newest for sample in self._samples_of(position, self.records[position])]
+        self._store.replace_prompts(self._iteration, gone, samples, {self._key: [*before, gone]})
+        return True
+
+    def _take(self, gone: Sequence[int]) -> None:
+        """Put others in the place of the prompts `gone`."""
+        assert self._further is not None
+        self.round += 1
+        others = self._further(self.round, len(gone), {record.text for record in self.records})
+        start = len(self.records)
+        self.records += [replace(record, index=start + i) for i, record in enumerate(others)]
+        self.newest = list(range(start, len(self.records)))
+        self.current = [position for position in self.current if position not in set(gone)] + self.newest
+
+    @property
+    def _key(self) -> str:
+        return replaced_key(self._iteration)
+
+
+def replaced_key(iteration: int) -> str:
+    """Where the store keeps which prompts each further round replaced."""
+    return f"ppo/{iteration}/replaced"
+
+
+def equal_prompts(store: Store, iteration: int) -> list[int]:
+    """The positions of prompts whose samples all have the same reward, and the same rewards of steps, in order."""
+    steps = store.samples.steps(iteration)
+    found: dict[int, set[str]] = {}
+    for sample in store.samples.experience(iteration):
+        of_steps = sorted((name, [r for _, r in each]) for name, each in steps.get(sample.key, {}).items())
+        found.setdefault(sample.key.prompt, set()).add(repr((sample.reward, of_steps)))
+    return sorted(prompt for prompt, rewards in found.items() if len(rewards) == 1)
