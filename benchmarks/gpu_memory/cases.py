@@ -59,6 +59,7 @@ class Case:
     micro_batches: int = 4
     schedule: tuple[str, ...] = ()
     recompute: bool = False
+    zero3: bool = False
     offload: bool = False
     lora: int = 0
     ema: bool = False
@@ -85,6 +86,7 @@ CASES = (
     Case("7B + 7B, pp 4, fused", LLAMA_7B, LLAMA_7B, pp=4, rows=2, schedule=FUSED),
     Case("7B + 7B, dp 4", LLAMA_7B, LLAMA_7B, dp=4),
     Case("7B + 7B, dp 4, one micro-batch", LLAMA_7B, LLAMA_7B, dp=4, micro_batches=1),
+    Case("7B + 7B, dp 4, ZeRO-3", LLAMA_7B, LLAMA_7B, dp=4, zero3=True),
     Case("7B + 7B, tp 4", LLAMA_7B, LLAMA_7B, tp=4),
     Case("7B + 7B, pp 2, dp 2", LLAMA_7B, LLAMA_7B, pp=2, dp=2, rows=2),
     Case("8B (128k vocabulary), dp 2", LLAMA3_8B, dp=2),
@@ -93,10 +95,21 @@ CASES = (
     Case("Qwen2 7B (152k vocabulary), LoRA, dp 2", QWEN2_7B, lora=32, dp=2),
     Case("13B + 7B, pp 4, dp 2, offload", LLAMA_13B, LLAMA_7B, pp=4, dp=2, rows=1, offload=True),
     Case("13B + 13B, dp 8, checkpointing", LLAMA_13B, LLAMA_13B, dp=8, recompute=True),
+    Case("13B + 13B, dp 8, ZeRO-3, checkpointing", LLAMA_13B, LLAMA_13B, dp=8, recompute=True, zero3=True),
     Case("33B, pp 8", LLAMA_33B, pp=8, rows=1, micro_batches=8),
     Case("33B, pp 4, tp 2, checkpointing", LLAMA_33B, pp=4, tp=2, recompute=True),
     Case("70B, pp 8, checkpointing, offload", LLAMA3_70B, pp=8, rows=1, micro_batches=8, recompute=True, offload=True),
     Case("70B, tp 8", LLAMA3_70B, tp=8, rows=1),
+    Case(
+        "70B, pp 2, dp 4, ZeRO-3, checkpointing, offload",
+        LLAMA3_70B,
+        pp=2,
+        dp=4,
+        rows=1,
+        recompute=True,
+        zero3=True,
+        offload=True,
+    ),
     Case("70B, pp 8, LoRA, checkpointing", LLAMA3_70B, pp=8, rows=1, micro_batches=8, lora=16, recompute=True),
     Case("scorer: 7B reference, reward and critic", LLAMA_7B, LLAMA_7B, scores=("reference", "reward", "critic")),
     Case("scorer: 8B reference", LLAMA3_8B, scores=("reference",)),
@@ -129,6 +142,13 @@ SMALL = (
         {**LLAMA_7B, "num_hidden_layers": 6},
         dp=2,
         offload=True,
+    ),
+    Case(
+        "7B's layers, dp 2, ZeRO-3",
+        {**LLAMA_7B, "num_hidden_layers": 6},
+        {**LLAMA_7B, "num_hidden_layers": 6},
+        dp=2,
+        zero3=True,
     ),
     Case("8B's layers, tp 2", {**LLAMA3_8B, "num_hidden_layers": 4}, tp=2),
     Case(

@@ -36,9 +36,8 @@ def predicted(case: Case) -> float:
         ema=case.ema,
         value_head=case.shared,
     )
-    share = Share("gpus", 0, case.pp, case.tp, case.dp, micro_batch=case.rows, fsdp=2, recompute=case.recompute)
-    if case.offload:
-        share = Share("gpus", 0, case.pp, case.tp, case.dp, case.rows, 2, case.recompute, True)
+    zero = 3 if case.zero3 else 2
+    share = Share("gpus", 0, case.pp, case.tp, case.dp, case.rows, zero, case.recompute, case.offload)
     if case.scores:
         held = {name: (Share("gpus", pp=case.pp, micro_batch=case.rows),) for name in case.scores}
         candidate = Candidate(Placement.SEPARATION, (), (), **held)

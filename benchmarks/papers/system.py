@@ -43,6 +43,8 @@ class System:
 class SystemCosts(GPUCosts):
     """Of one workload on one inventory, by a system's software."""
 
+    hides_gathering = True
+
     def __init__(self, work: Workload, inventory: Inventory, system: System) -> None:
         super().__init__(work, inventory, system.max_samples)
         self.memory = _Memory(work, inventory, system)

@@ -54,13 +54,14 @@ def spec(**changes: Any) -> RLHFJobSpec:
     return RLHFJobSpec.model_validate(fields | changes)
 
 
-def load_command(checkpoint: str | None = None, actor: ModelRef | None = None) -> Load:
+def load_command(checkpoint: str | None = None, actor: ModelRef | None = None, zero3: bool = False) -> Load:
     scratch = ScratchModel(architecture="llama", config=LLAMA)
     models = {
         "actor": actor or ModelRef(head="lm", scratch=scratch, seed=1),
         "critic": ModelRef(head="value", scratch=scratch, seed=2),
     }
-    return Load(id="load", stage="ppo", models=models, total_steps=10, checkpoint=checkpoint)
+    gathered = list(models) if zero3 else []
+    return Load(id="load", stage="ppo", models=models, total_steps=10, checkpoint=checkpoint, zero3=gathered)
 
 
 def form(rank: int, world: int, port: int, pp: int, dp: int, timeout: float = 240.0, tp: int = 1) -> Groups:
@@ -171,8 +172,10 @@ def training(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[
             out[key]["disk"] = full_disk(groups, folder / f"refused-{key}")
         if dp > 1:
             out[f"{key} whole"] = full_training(Engine(spec(**WHOLE), groups), folder, f"{key} whole")
+            out[f"{key} zero3"] = full_training(Engine(spec(**WHOLE), groups), folder, f"{key} zero3", zero3=True)
+            out[f"{key} zero3"]["unlike"] = unlike_under_zero3(groups, folder)
         groups.close()
-    sources = [(2, 1, "1x2"), (1, 2, "2x1"), (1, 2, "1x2 whole")]
+    sources = [(2, 1, "1x2"), (1, 2, "2x1"), (1, 2, "1x2 whole"), (2, 1, "1x2 zero3")]
     for pp, dp, source in sources if world == 2 else ():
         groups = form(rank, world, next(ports), pp, dp)
         engine = Engine(spec(), groups)
@@ -184,8 +187,8 @@ def training(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[
     return out
 
 
-def full_training(engine: Engine, folder: Path, key: str) -> dict[str, Any]:
-    engine.load(load_command())
+def full_training(engine: Engine, folder: Path, key: str, zero3: bool = False) -> dict[str, Any]:
+    engine.load(load_command(zero3=zero3))
     log = train(engine, range(1, 3))
     path = folder / f"checkpoint-{key}"
     engine.save(path)
@@ -200,14 +203,42 @@ def full_training(engine: Engine, folder: Path, key: str) -> dict[str, Any]:
     out["parts_agree"] = parts_agree(engine)
 
     for name, again in (("replay_is_exact", []), ("recompute_is_exact", ["actor", "critic"])):
-        engine.load(load_command(str(path)).model_copy(update={"recompute": again}))
+        engine.load(load_command(str(path), zero3=zero3).model_copy(update={"recompute": again}))
         assert engine.step == 2
         train(engine, range(3, 5))
         out[name] = same(end, shards(engine))
 
-    engine.load(load_command())
+    engine.load(load_command(zero3=zero3))
     out["schedule_is_free"] = train(engine, range(1, 5), interleaved=True) == log and same(end, shards(engine))
     return out
+
+
+def unlike_under_zero3(groups: Groups, folder: Path) -> list[str]:
+    """What ZeRO-3 does not train to the same bits as ZeRO-2 and as whole copies do, of steps with one micro-batch a
+    rank. (With more, ZeRO-3 adds up the ranks before the micro-batches, and the others after them.) Nothing is clipped:
+    norms of whole copies and of shards differ by rounding."""
+    optimizer = {"learning_rate": 1e-2, "max_grad_norm": 1e6, "weight_decay": 0.1}
+    ppo = {"actor_optimizer": optimizer, "critic_optimizer": optimizer, "ema": 0.9}
+    source = ModelRef(head="lm", path=str(folder / "actor-1x1"))
+    ways: dict[str, dict[str, Any]] = {
+        "float32": {},
+        "bfloat16": {"models": {name: {"dtype": "bfloat16"} for name in ("actor", "critic")}},
+        "adapters": {"models": {"actor": {"lora": {"rank": 4, "dropout": 0.3}}}},
+    }
+    found = []
+    for way, changes in ways.items():
+        ends = []
+        for fields, zero3 in ((WHOLE, False), ({}, False), ({}, True)):
+            engine = Engine(spec(**fields, **changes, ppo=ppo), groups)
+            engine.load(load_command(actor=source, zero3=zero3))
+            for step in (1, 2):
+                work = {n: micro_batches(m.head, step, m.dp_rank, m.dp_size)[:1] for n, m in engine.models.items()}
+                engine.run(serial_actions(engine, 1), work)
+                for name in engine.models:
+                    engine.optimizer_step(name)
+            ends.append({f"{m}/{n}": t for m, named in weights(engine).items() for n, t in named.items()})
+        found += [way] if not (same(ends[0], ends[2]) and same(ends[1], ends[2])) else []
+    return found
 
 
 def mixed_training(groups: Groups, path: Path) -> dict[str, Any]:

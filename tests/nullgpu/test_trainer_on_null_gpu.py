@@ -33,6 +33,7 @@ TRAINING: dict[str, dict[str, Any]] = {
         "schedules": [4],
     },
     "apart": {"layout": {"pp": 2}, "critic": {"first": 2}, "world": 4, "schedules": [4, SPLIT]},
+    "by layer": {"layout": {"dp": 2}, "zero3": True, "schedules": [8, 8, 16]},
     "recomputed": {"layout": {"pp": 2, "tp": 2}, "recompute": True, "schedules": [4]},
     "adapters": {"layout": {"pp": 2, "dp": 2}, "lora": True, "exports": True, "schedules": [4, {"split": 8}]},
     "all": {

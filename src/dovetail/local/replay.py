@@ -156,6 +156,7 @@ def _read(run_dir: Path, job: RLHFJob, plan: Plan, records: KeyValues, iteration
         run=str(records.get(KEY) or ""),
         layouts=layouts,
         recompute=plan.recomputed(Stage.PPO),
+        zero3=plan.gathered_by_layer(Stage.PPO),
     )
     settled, again = Settled(spec, records), range(section.first, section.last + 1)
     results = {i: records.get(f"result/ppo/{i}/step") or {} for i in again}

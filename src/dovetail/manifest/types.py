@@ -574,6 +574,12 @@ class PlanPins(Model):
         "other activations again in the backward pass. The weights are the same, with less memory and a third more "
         "time. Auto: only where training does not fit otherwise.",
     )
+    zero3: Literal["Auto", "Always", "Never"] = Field(
+        default="Auto",
+        description="ZeRO-3: data-parallel ranks gather each layer's weights when a pass comes to it, and share the "
+        "sum of gradients between micro-batches too. It needs less memory than gathering them once a step, and more "
+        "messages. Auto: not used, because the planner does not choose it by itself yet.",
+    )
     sharding: Literal["Auto", "Always"] = Field(
         default="Auto",
         description="Data-parallel ranks share a stage's weights, gradients and optimizer state (FSDP2). Auto: except "

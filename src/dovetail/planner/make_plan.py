@@ -97,7 +97,8 @@ def _planned(
             "set spec.plan.intraStageFusion to Auto"
         )
     schedule = "Dedicated" if placed.apart else _schedule(spec, layouts)
-    chunks = most_chunks(spec, layouts, layers, shapes(spec, configs), placed, schedule, models)
+    kept = models | set(layouts) if spec.plan.zero3 == "Always" else models
+    chunks = most_chunks(spec, layouts, layers, shapes(spec, configs), placed, schedule, kept)
     memory = pod_memory(spec, configs, layouts, schedule, models)
     parts, not_streamed = streamed(spec, layouts_ppo, configs, bool(placed.apart))
     return Plan(
@@ -105,7 +106,11 @@ def _planned(
         parallelism=dict(layouts),
         batching=[
             _batching(
-                spec, rule, (layouts_ppo if rule.stage is Stage.PPO else layouts)[rule.model], checkpointed, placed
+                spec,
+                rule,
+                (layouts_ppo if rule.stage is Stage.PPO else layouts)[rule.model],
+                checkpointed,
+                placed,
             )
             for rule in batch_rules(spec)
         ],
@@ -217,6 +222,7 @@ def _batching(
         micro_batch_tokens=tokens,
         micro_batches=count,
         recompute=(rule.stage, rule.model) in checkpointed,
+        zero3=spec.plan.zero3 == "Always" and layout.dp > 1,
     )
 
 
@@ -318,11 +324,14 @@ def _schedule(
 
 
 def _useless_pins(spec: RLHFJobSpec, layouts: Mapping[str, Parallelism]) -> list[str]:
-    """One sentence where spec.plan.intraStageFusion has no effect."""
+    """A sentence for each pin that has no effect."""
     pin = spec.plan.intra_stage_fusion
     if "critic" not in layouts:
         why = "no critic is trained" if pin in ("Fused", "TimeSharing", "VShaped", "Dedicated") else ""
     else:
         useless = pin in ("Fused", "TimeSharing", "VShaped") and not _pipelined(spec, layouts)
         why = "neither actor nor critic has pipeline stages" if useless else ""
-    return [f"spec.plan.intraStageFusion is {pin}, which has no effect: {why}"] if why else []
+    found = [f"spec.plan.intraStageFusion is {pin}, which has no effect: {why}"] if why else []
+    if spec.plan.zero3 == "Always" and layouts and all(layout.dp == 1 for layout in layouts.values()):
+        found.append("spec.plan.zero3 is Always, which has no effect: no trained model has data-parallel ranks")
+    return found

@@ -101,6 +101,10 @@ class Load(Message):
     recompute: list[str] = Field(
         default_factory=list, description="Models that are trained with activation checkpointing."
     )
+    zero3: list[str] = Field(
+        default_factory=list,
+        description="Models whose data-parallel ranks gather the weights layer by layer in each pass (ZeRO-3).",
+    )
     keep_versions: int = Field(
         default=0,
         ge=0,

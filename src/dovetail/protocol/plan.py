@@ -158,12 +158,16 @@ class Batching(Model):
         "as long as they may be."
     )
     recompute: bool = Field(default=False, description="Activation checkpointing: layers run again in backwards.")
+    zero3: bool = Field(
+        default=False, description="ZeRO-3: data-parallel ranks gather the weights layer by layer in each pass."
+    )
 
     @model_serializer(mode="wrap")
     def _without_unset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Plans of jobs that do not use it stay readable for releases that do not know the field."""
+        """Plans of jobs that do not use them stay readable for releases that do not know the fields."""
         written: dict[str, Any] = write(self)
-        unset = () if self.micro_batch_tokens is not None else ("micro_batch_tokens", "microBatchTokens")
+        unset = [] if self.micro_batch_tokens is not None else ["micro_batch_tokens", "microBatchTokens"]
+        unset += [] if self.zero3 else ["zero3"]
         return {name: value for name, value in written.items() if name not in unset}
 
 
@@ -233,3 +237,7 @@ class Plan(Model):
     def recomputed(self, stage: Stage) -> list[str]:
         """Models with activation checkpointing in the stage."""
         return [row.model for row in self.batching if row.stage is stage and row.recompute]
+
+    def gathered_by_layer(self, stage: Stage) -> list[str]:
+        """Models under ZeRO-3 in the stage."""
+        return [row.model for row in self.batching if row.stage is stage and row.zero3]

@@ -88,6 +88,7 @@ def train(
     schedule: list[str] | None = None,
     reverse: bool = False,
     recompute: bool = False,
+    zero3: bool = False,
     shared: bool = False,
     expandable: bool = True,
     history: bool = False,
@@ -127,6 +128,7 @@ def train(
             total_steps=4 * mini_batches,
             checkpoint=None,
             recompute=list(models) if recompute else [],
+            zero3=list(models) if zero3 else [],
         )
     )
     loaded = torch.cuda.memory_allocated()

@@ -101,6 +101,7 @@ def engine_of(
     recompute: bool = False,
     layers: int = 2,
     compiling: bool = False,
+    zero3: bool = False,
 ) -> Engine:
     """A PPO engine with actor and critic, loaded. `layouts`: those of the load."""
     planned = {n: x if world_size(x) == place.world else Parallelism(dp=place.world) for n, x in layouts.items()}
@@ -129,6 +130,7 @@ def engine_of(
             checkpoint=None,
             layouts={name: Layout(**layout.model_dump()) for name, layout in layouts.items()},
             recompute=list(models) if recompute else [],
+            zero3=list(models) if zero3 else [],
         )
     )
     assert groups.device == torch.device("cuda", place.rank)

@@ -114,8 +114,8 @@ def counted(need: Need, there: Counts | None) -> int:
 
 def resized(spec: RLHFJobSpec, plan: Plan, wanted: Sequence[Need], there: Counts) -> RLHFJobSpec | None:
     """The spec of the PPO stage to plan again, with as many rollouts as fit. It is pinned to what the processes started
-    with: layouts, placement and, where all models have the same, activation checkpointing. None if the plan already has
-    as many rollouts."""
+    with: layouts, placement and, where all models have the same, activation checkpointing and ZeRO-3. None if the plan
+    already has as many rollouts."""
     sizes = {need.group: counted(need, there) for need in wanted}
     actor = plan.parallelism.get("actor")
     if Stage.PPO not in spec.stages or actor is None or all(sizes[need.group] == need.planned for need in wanted):
@@ -128,6 +128,9 @@ def resized(spec: RLHFJobSpec, plan: Plan, wanted: Sequence[Need], there: Counts
     again = {row.recompute for row in plan.batching if row.stage is Stage.PPO}
     if len(again) == 1:
         pins["recompute"] = "Always" if True in again else "Never"
+    gathered = {row.zero3 for row in plan.batching if row.stage is Stage.PPO}
+    if len(gathered) == 1:
+        pins["zero3"] = "Always" if True in gathered else "Never"
     groups = [g.model_copy(update={"replicas": sizes.get(g.name, g.replicas)}) for g in spec.groups]
     pinned = spec.plan.model_copy(update=pins)
     # The others' layouts, too, would have to share the pins.
@@ -141,6 +144,7 @@ def honoured(plan: Plan, other: Plan) -> Plan:
     kept = all(plan.layout(Stage.PPO, m) == other.layout(Stage.PPO, m) for m in other.parallelism)
     kept &= _servers(other) == _servers(plan)
     kept &= other.recomputed(Stage.PPO) == plan.recomputed(Stage.PPO)
+    kept &= other.gathered_by_layer(Stage.PPO) == plan.gathered_by_layer(Stage.PPO)
     predicted = {"prediction": other.prediction, "memory": other.memory} if kept else {"prediction": None, "memory": []}
     return plan.model_copy(update={"rollouts": other.rollouts, **predicted})
 

@@ -55,11 +55,15 @@ def plan_tables(plan: Plan) -> Group:
     recomputing = any(row.recompute for row in plan.batching)
     if recomputing:
         batches.add_column("activations")
+    sharding = any(row.zero3 for row in plan.batching)
+    if sharding:
+        batches.add_column("weights")
     for row in plan.batching:
         micro, count = str(row.micro_batch_size), str(row.micro_batches)
         if row.micro_batch_tokens is not None:
             micro, count = f"{row.micro_batch_tokens:,} tokens", f"at most about {count}"
         kept = ["recomputed" if row.recompute else "kept"] if recomputing else []
+        kept += ["gathered by layer" if row.zero3 else "gathered once"] if sharding else []
         batches.add_row(row.stage.value, row.model, str(row.mini_batch_size), micro, count, *kept)
 
     tasks = Table(title="Tasks", title_justify="left", show_edge=False)

@@ -127,6 +127,7 @@ class PPOStage:
                 again,
                 self._can_replay,
                 self._spec.ppo.lag,
+                self._plan.gathered_by_layer(Stage.PPO),
             ),
             int(progress["step"]),
         )

@@ -62,6 +62,7 @@ RIVALS = ("interleaved", "zb-v")
 PROFILE = "profile.json"
 SEARCH_SECONDS = 5.0
 SPLIT_RECOMPUTES = "a split backward would recompute a layer's activations for every weight (spec.plan.recompute)"
+SPLIT_GATHERS = "a layer's weights are not there any more for the second half of a split backward (spec.plan.zero3)"
 
 
 class ScheduleRecords(Protocol):
@@ -124,6 +125,13 @@ class Scheduling:
     def layouts(self) -> dict[str, Layout]:
         """Where the stages of actor and critic are."""
         return {} if self._kept is None else self._kept.layouts(self._plan)
+
+    @property
+    def _unsplit(self) -> str:
+        """Why no backward pass can be split; empty if they can."""
+        if self._again:
+            return SPLIT_RECOMPUTES
+        return SPLIT_GATHERS if self._plan.gathered_by_layer(Stage.PPO) else ""
 
     @property
     def _apart(self) -> bool:
@@ -234,8 +242,8 @@ class Scheduling:
         pipelined = either["actor"].pp > 1 or either["critic"].pp > 1
         families = self._families(pipelined)
         choice = self._evaluated(families, problem, counts, times, effort)
-        split = [name for name in families if family_of(name).split] if self._again else []
-        choice.refused.update(dict.fromkeys(split, SPLIT_RECOMPUTES))
+        split = [name for name in families if family_of(name).split] if self._unsplit else []
+        choice.refused.update(dict.fromkeys(split, self._unsplit))
         own = self._dedicated(choice, times, size, together, limit)
         can = [DEDICATED.name, *families]
         found = {n: s for n, s in choice.schedules.items() if n in self._allowed and n in can}
@@ -278,7 +286,7 @@ class Scheduling:
     ) -> Choice:
         """The best schedule of each family, or why there is none. `problem`: with one stage a rank. All share the
         effort's seconds. Raises ProblemError where nothing fits."""
-        names = [n for n in families if not (self._again and family_of(n).split)]
+        names = [n for n in families if not (self._unsplit and family_of(n).split)]
         schedules: dict[str, Schedule] = {}
         refused: dict[str, str] = {}
         for chunks in sorted({family_of(n).chunks for n in names}):
@@ -295,7 +303,7 @@ class Scheduling:
         if not schedules:
             raise ProblemError("; ".join(dict.fromkeys(refused.values())))
         best = min(schedules.values(), key=_rank)
-        others = [n for n in RIVALS if len(families) > 1 and not (self._again and family_of(n).split)]
+        others = [n for n in RIVALS if len(families) > 1 and not (self._unsplit and family_of(n).split)]
         for name in (n for n in others if n not in schedules and n not in refused):
             with contextlib.suppress(ProblemError, DeadlockError):
                 schedules[name] = find(self._posed(problem, counts, times, 2), family_of(name), effort)

@@ -22,9 +22,10 @@ STEPS_PER_CHECKPOINT_UNIT = 10
 
 @dataclass(frozen=True)
 class SupervisedStage:
-    """`recompute`: models with activation checkpointing. `references`: computes what the stage needs of the weights
-    that it starts from, before anything else. `centred`: it is a reward model, which is centred when it is exported:
-    its mean score over `demonstrations` becomes 0, or over the preferred responses if there are none."""
+    """`recompute`: models with activation checkpointing; `zero3`: models under ZeRO-3. `references`: computes what
+    the stage needs of the weights that it starts from, before anything else. `centred`: it is a reward model, which
+    is centred when it is exported: its mean score over `demonstrations` becomes 0, or over the preferred responses
+    if there are none."""
 
     stage: Stage
     model: str
@@ -38,6 +39,7 @@ class SupervisedStage:
     centred: bool = False
     demonstrations: list[str] = field(default_factory=list)
     references: Callable[[], Awaitable[None]] | None = None
+    zero3: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -55,8 +57,9 @@ async def run_supervised(stage: SupervisedStage, session: TrainerSession, record
     Facts: <stage>/before and <stage>/after hold the evaluation's metrics, <stage>/done that the export is complete."""
     name = stage.stage.value
     done = records.get(f"{name}/step")
+    models = {stage.model: stage.source}
     session.begin(
-        StagePlan(stage.stage, {stage.model: stage.source}, stage.steps, stage.make_step, recompute=stage.recompute),
+        StagePlan(stage.stage, models, stage.steps, stage.make_step, recompute=stage.recompute, zero3=stage.zero3),
         int(done) if isinstance(done, int) else 0,
     )
     if records.get(f"{name}/began") is None:
@@ -170,6 +173,7 @@ class SupervisedStages:
             export_to=self._models / stage.value,
             checkpoint_every=self._spec.checkpoint.every_steps,
             recompute=self._plan.recomputed(stage),
+            zero3=self._plan.gathered_by_layer(stage),
         )
 
     async def _run(self, stage: SupervisedStage) -> None:

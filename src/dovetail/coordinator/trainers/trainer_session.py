@@ -34,10 +34,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What the trainers need to run a stage: the source of each model, the number of optimizer steps, the command of a
-    step, layouts that replace the plan's, and the models with activation checkpointing. `can_replay(i, k)`: whether the
-    batches of steps i + 1 to k are still there. `lag`: how many steps behind the newest the weights may lie that are
-    sent; above 0 the ranks keep lag + 1 versions, and send these while they train."""
+    """What the trainers need to run a stage: the source of each model, the number of optimizer steps, the command of
+    a step, layouts that replace the plan's, and the models with activation checkpointing, and under ZeRO-3.
+    `can_replay(i, k)`: whether the batches of steps i + 1 to k are still there. `lag`: how many steps behind the
+    newest the weights may lie that are sent; above 0 the ranks keep lag + 1 versions, and send these while they
+    train."""
 
     stage: Stage
     models: dict[str, ModelRef]
@@ -47,6 +48,7 @@ class StagePlan:
     recompute: list[str] = field(default_factory=list)
     can_replay: Callable[[int, int], bool] = lambda first, last: True
     lag: int = 0
+    zero3: list[str] = field(default_factory=list)
 
 
 class StepRecords(Protocol):
@@ -350,6 +352,7 @@ class TrainerSession:
                     run=self._run,
                     layouts=plan.layouts,
                     recompute=plan.recompute,
+                    zero3=plan.zero3,
                     keep_versions=kept_versions(plan.lag),
                 )
                 self._log("trainers.load", stage=plan.stage.value, checkpoint_step=saved, target_step=step)

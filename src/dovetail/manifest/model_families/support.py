@@ -11,6 +11,8 @@ from dovetail.manifest.model_families.family import ModelFamily
 # lengths and differ between trainer, scorer and rollout.
 _ROPES = ("dynamic", "longrope", "su")
 _KINDS = {"full_attention", "sliding_attention"}
+# Why families that look like supported ones are not.
+_REFUSED = {"phi": "Phi-1.5 and Phi-2: vLLM loses the bias of their head when new weights arrive"}
 
 
 def problem(config: Mapping[str, Any], families: Mapping[str, ModelFamily]) -> str | None:
@@ -53,6 +55,8 @@ def _has_windows(config: Mapping[str, Any]) -> bool:
 
 
 def _foreign(config: Mapping[str, Any]) -> str:
+    if (why := _REFUSED.get(str(config.get("model_type")))) is not None:
+        return f" ({why})"
     if config.get("is_encoder_decoder"):
         return " (it has an encoder, and Dovetail trains decoders)"
     if any(config.get(name) is not None for name in ("vision_config", "audio_config", "text_config")):

@@ -78,6 +78,9 @@ class GPUCosts:
     """Of one workload on one inventory. `max_samples`: most requests of a server at once."""
 
     gradient_bytes = 4  # of a gradient that crosses the network
+    # Whether ZeRO-3 hides all of its messages behind passes. ZeRO-2 is taken to hide none, so a layout never gains by
+    # ZeRO-3 itself; what fits with it may.
+    hides_gathering = False
 
     def __init__(self, work: Workload, inventory: Inventory, max_samples: int = MAX_SAMPLES) -> None:
         self.work, self.inventory = work, inventory
@@ -223,10 +226,11 @@ class GPUCosts:
         reduced = all_gather(self.gradient_bytes * trained * size, dp, ring)
         count = work.micro_batches(dp, share.micro_batch)
         backwards, fixed = (3 if share.recompute else 2) * stage, 0.0
+        gathered = all_gather(ITEMSIZE[pool.gpu.dtype] * size, dp, ring)
         if share.fsdp == 3:
             backwards = max(backwards, gather + reduced)
+            fixed = 0.0 if self.hides_gathering else gathered + reduced
         elif dp > 1:
-            gathered = all_gather(ITEMSIZE[pool.gpu.dtype] * size, dp, ring)
             fixed = reduced + (gathered if share.fsdp else reduced)  # without sharding gradients come back whole
         # Under ZeRO-3, too: there each is written in float32 to be reduced, and a part of it is added up.
         fixed += (count - 1) * self.added_gradients(trained * size, pool.gpu)

@@ -64,7 +64,7 @@ class GPUMemory:
 class TaskMemory:
     """Bytes by part of one task on one GPU: those that stay, those that it needs while it works, and those on the
     host. `gradients`: bytes of `works` that are there while another model trains, and when a server wakes up, because
-    the last step is applied while the weights are sent."""
+    the last step is applied while the weights are sent; under ZeRO-3 with the buffers of the model's streams."""
 
     stays: Mapping[str, float]
     works: Mapping[str, float]
@@ -311,7 +311,10 @@ class GPUMemoryModel:
         stays = {name: size for name, size in parts.items() if name in _STAYS}
         works = {name: size for name, size in parts.items() if name not in _STAYS}
         works["fragments"] = FRAGMENTS * sum(works.values())
-        return TaskMemory(stays, works, found.host, 4 * trained_parameters(job, stage)[1] / dp)
+        beside = 4 * trained_parameters(job, stage)[1] / dp
+        if job.fsdp == 3:
+            beside += works.get("all-gather buffers", 0.0)
+        return TaskMemory(stays, works, found.host, beside)
 
     @known_share
     def serving_load(self, task: Task, share: Share) -> TaskMemory:

@@ -218,10 +218,18 @@ def training_memory(job: Training, stage: int) -> Memory:
             # With one micro-batch a block's gradients are reduced as soon as they are there.
             block = 4.0 * max(each, outer)
             whole = max(block, 4.0 * trained - passing) if job.micro_batches > 1 and job.fsdp < 3 else block
+            if job.fsdp == 3 and job.micro_batches == 1:
+                # That of embedding and head comes when the activations are gone.
+                whole = max(4.0 * each, block - activations["activations"])
             device["gradients"] += whole
             if job.gpu and job.fsdp == 2:
                 # On a stream of their own.
                 device["all-gather buffers"] = float(b * (total - max(0, layers - 2) * (layer + adapters)))
+            elif job.gpu:
+                # On streams of their own: two blocks that come, and a part of one that was reduced. A stage of few
+                # layers takes no more than ZeRO-2 would.
+                added = 4.0 * max(each, outer) / dp if job.micro_batches > 1 else 0.0
+                device["all-gather buffers"] = b * gathered + min(added, float(b * (total - gathered)))
     (host if job.offload and job.gpu else device)["optimizer"] = 8 * trained / dp
     if job.ema is not None:
         (device if job.ema == "device" else host)["moving average"] = 4 * trained / dp
@@ -313,6 +321,8 @@ def remedies(job: Training) -> Iterator[tuple[str, Training]]:
     """Changes that a user can make, the smallest first."""
     if job.gpu and not job.recompute:
         yield "set spec.plan.recompute to Auto", replace(job, recompute=True)
+    if job.gpu and job.fsdp == 2 and job.layout.dp > 1:
+        yield "set spec.plan.zero3 to Always", replace(job, fsdp=3)
     if job.gpu and not job.offload:
         yield "set the optimizer's offload to true", replace(job, offload=True)
     more = range(job.layout.pp + 1, job.shape.layers // job.chunks + 1)

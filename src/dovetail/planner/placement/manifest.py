@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Literal
 
 from dovetail.manifest.accelerators import sleeps
 from dovetail.manifest.checks.batching import longest_sample, pinned_layouts
@@ -34,6 +35,7 @@ _SCHEDULES: dict[str, tuple[Schedule, ...]] = {
     "Serial": ("Serial",),
 }
 RECOMPUTE: dict[str, tuple[bool, ...]] = {"Auto": (False, True), "Always": (True,), "Never": (False,)}
+ZERO: dict[str, tuple[Literal[2, 3], ...]] = {"Always": (3,), "Never": (2,)}
 
 
 def workload(spec: RLHFJobSpec, shapes: Mapping[str, ModelShape]) -> Workload:
@@ -201,4 +203,5 @@ def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
         shared_body=shares_body(spec),
         # Halves of backward passes would recompute a layer for every weight.
         recompute=RECOMPUTE["Never" if together == "VShaped" else spec.plan.recompute],
+        fsdp=ZERO.get(spec.plan.zero3, limits.fsdp),
     )

@@ -240,6 +240,8 @@ def _remedies(spec: RLHFJobSpec, work: Workload, limits: Limits) -> Iterator[tup
     fields += ["spec.ppo.criticOptimizer.offload"] if work.critic is not None else []
     if True not in limits.recompute:
         yield "set spec.plan.recompute to Auto", replace(limits, recompute=(False, True))
+    if 3 not in limits.fsdp and "VShaped" not in limits.schedules:
+        yield "set spec.plan.zero3 to Always", replace(limits, fsdp=(3,))
     offload = f"set {' and '.join(fields)} to true"
     offloaded = replace(limits, offload=dict.fromkeys(TRAINING, (True,)))
     yield offload, offloaded
@@ -272,6 +274,8 @@ def _fitting(
             # The search finds how many fit. One sample must.
             rule = rule._replace(tokens=longest_sample(spec, rule.stage))
         job = training_job(spec, rule, shape, layout, dtype)
+        if spec.plan.zero3 == "Always" and layout.dp > 1:
+            job = replace(job, fsdp=3)
         ways = [replace(job, recompute=way) for way in RECOMPUTE[spec.plan.recompute]]
         fits = next((way for way in ways if worst(way).device_bytes <= pool.gpu.memory), None)
         if fits is None:
@@ -300,7 +304,7 @@ def _step_seconds(rule: BatchRule, job: Training, pool: Pool, tokens: int) -> fl
     )
     layout = job.layout
     micro = 1 if rule.tokens is not None else rule.micro * rows(rule)
-    share = Share(pool.name, 0, layout.pp, layout.tp, layout.dp, micro, 2, job.recompute)
+    share = Share(pool.name, 0, layout.pp, layout.tp, layout.dp, micro, job.fsdp, job.recompute)
     step = GPUCosts(work, Inventory((pool,))).step(task, share)
     # All messages are hidden but for those that fill and drain the pipeline.
     return step.work + step.bubble + 2 * (step.stages - 1) * step.hop + step.fixed

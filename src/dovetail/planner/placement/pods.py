@@ -122,7 +122,15 @@ def _trainer(
         for rule in rules:
             model, layout = rule.model, parallelism[rule.model]
             job = training_job(
-                spec, rule, known[model], layout, Dtype.FLOAT32, gpu=False, stage=stage, recompute=model in checkpointed
+                spec,
+                rule,
+                known[model],
+                layout,
+                Dtype.FLOAT32,
+                gpu=False,
+                stage=stage,
+                recompute=model in checkpointed,
+                zero3=spec.plan.zero3 == "Always",
             )
             memory = training_memory(job, min(stage, layout.pp - 1))
             parts = _named(f"{model}_training", memory.device)

@@ -205,7 +205,7 @@ def unexecuted(candidate: Candidate, inventory: Inventory) -> list[str]:
     if len({s.tp for s in training}) > 1:
         found.append("training actor and critic with unlike tp is not executed yet")
     if any(s.fsdp != 2 and s.dp > 1 for s in training):
-        found.append("FSDP stages other than ZeRO-2 are not executed yet")
+        found.append("ZeRO-3 is only used with spec.plan.zero3 set to Always")
     if len({s.micro_batch for s in training}) > 1:
         found.append("micro-batches of other sizes for the critic than for the actor are not executed yet")
     if wide := sorted({task for task, s in scored if s.tp > 1}):

@@ -27,8 +27,9 @@ def most_chunks(
     Auto what the job permits, else 1.
 
     Auto puts several there only where that is known to work and changes no bit: both models have the same pipeline
-    without tensor parallelism, layers that divide evenly, neither activation checkpointing nor dropout (which is drawn
-    by stage), and on GPUs what the ranks then hold fits. `layers`: by model, where `known` does not tell."""
+    without tensor parallelism, layers that divide evenly, no dropout (which is drawn by stage), neither activation
+    checkpointing nor ZeRO-3 (`checkpointed` names the models with either), and on GPUs what the ranks then hold fits.
+    `layers`: by model, where `known` does not tell."""
     if schedule != "Auto":
         return spec.plan.chunks if schedule == "VShaped" else 1
     both = [layouts[model] for model in ("actor", "critic")]

@@ -27,7 +27,7 @@ from dovetail.trainer.engine.executor import Executor, MicroBatch, Pipe, Record,
 from dovetail.trainer.engine.model_export import export_model
 from dovetail.trainer.engine.optim import OptimizerStep, local
 from dovetail.trainer.engine.parallel import (
-    gather_by_layer,
+    drop_gathered,
     reshard,
     set_last_backward,
     take_gradients,
@@ -89,6 +89,7 @@ class Engine:
                     always_shard=self.spec.plan.sharding == "Always",
                     checkpointing=name in command.recompute,
                     compiling=self.spec.trainer.compile == "Auto",
+                    by_layer=name in command.zero3,
                 )
             self.stage = command.stage
             if self.averages and "actor" in self.models:
@@ -210,13 +211,14 @@ class Engine:
         check_actions(actions, {model: len(batches)}, False, chunks={model: held.groups.chunks})
         agree_on_work({model: pipe}, [model], "", self.groups.control, self.groups.rank)
         # Of one pass nothing is used again; and a probe is taken while a vLLM server may be awake on this GPU.
-        gather_by_layer(held.module, len(batches) <= 1)
+        once = len(batches) <= 1
+        drop_gathered(held.module, once or held.by_layer, once)
         executor = self._executor({model: pipe})
         try:
             executor.run(actions, training=False)
             executor.report()
         finally:
-            gather_by_layer(held.module, False)
+            drop_gathered(held.module, held.by_layer, False)
         self._meet()
         reshard(held.module)
         if held.groups.pp_size == 1 or not batches:
@@ -321,7 +323,7 @@ class Engine:
         self, held: EngineModel, batches: list[MicroBatch], mini_batches: int, stepped: Stepped | None, defer: bool
     ) -> Pipe:
         held.module.train()
-        set_last_backward(held.module, False, held.alone)
+        set_last_backward(held.module, False, held.alone, held.by_layer)
         pipe = Pipe(
             held.module,
             held.groups,
@@ -329,9 +331,10 @@ class Engine:
             self.groups.device,
             held.compute,
             before_forward=self._seeder(held),
-            before_last_backward=lambda: set_last_backward(held.module, True, held.alone),
+            before_last_backward=lambda: set_last_backward(held.module, True, held.alone, held.by_layer),
             after_weight_gradient=lambda last: take_split_gradients(held.module, held.compute, last, held.alone),
             mini_batch=len(batches) // mini_batches,
+            by_layer=held.by_layer,
             reduce=lambda: self._take(held),
         )
         asked = getattr(self.spec.models, held.name).router_aux_loss_coef
@@ -342,7 +345,7 @@ class Engine:
 
             def step() -> None:
                 applied = self._decide(held, begun.pop())
-                set_last_backward(held.module, False, held.alone)
+                set_last_backward(held.module, False, held.alone, held.by_layer)
                 if left.pop() or not defer:
                     self._begun.pop(held.name).finish()
                     if held.name == "actor":

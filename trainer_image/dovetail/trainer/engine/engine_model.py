@@ -30,7 +30,8 @@ from dovetail.trainer.groups import ModelGroups, peer_errors
 @dataclass
 class EngineModel:
     """`module` is this rank's stage; `compute` the dtype of activations; `config` the Hugging Face configuration;
-    `replicated`: every data-parallel rank holds the whole stage; `split`: what tensor-parallel ranks share of it."""
+    `replicated`: every data-parallel rank holds the whole stage; `by_layer`: its data-parallel ranks gather the weights
+    layer by layer in each pass (ZeRO-3); `split`: what tensor-parallel ranks share of it."""
 
     name: str
     ref: ModelRef
@@ -41,6 +42,7 @@ class EngineModel:
     compute: torch.dtype
     replicated: bool = False
     split: TensorSplit = NOTHING
+    by_layer: bool = False
 
     @classmethod
     def build(
@@ -56,11 +58,12 @@ class EngineModel:
         always_shard: bool = False,
         checkpointing: bool = False,
         compiling: bool = False,
+        by_layer: bool = False,
     ) -> Self:
         """Build on the meta device, shard, then read only this rank's rows. Without `weights` a fully trained model's
         parameters stay uninitialised, for a saved checkpoint to fill; frozen ones are always read. `checkpointing`:
         layers keep only their input and run again in the backward pass. `compiling`: layers are compiled on
-        GPUs, where that is known to work."""
+        GPUs, where that is known to work. `by_layer`: ZeRO-3, where there are ranks to share with."""
         compute = compute_dtype(trained.dtype, device)
         stage = PipelineStage(load_config(ref), ref.head, groups.pp_rank, groups.pp_size, groups.chunks)
         if trained.lora is not None:
@@ -72,9 +75,10 @@ class EngineModel:
             recompute(stage)
         elif compiling and device.type == "cuda" and trained.lora is None and groups.tp_size == 1 and can_compile():
             compile_layers(stage)
-        replicated = is_replicated(stage, compute, device, always_shard)
+        by_layer = by_layer and groups.mesh["dp"].size() > 1
+        replicated = is_replicated(stage, compute, device, always_shard or by_layer)
         if not replicated:
-            shard(stage, groups, compute, device)
+            shard(stage, groups, compute, device, by_layer)
         stage.to_empty(device=device)
         frozen = {n for n, p in stage.named_parameters() if not p.requires_grad}
         names = {n: plain for n, _ in stage.named_parameters() if (plain := lora.plain_name(n)) is not None}
@@ -86,9 +90,8 @@ class EngineModel:
         stage.place_buffers(device)
         stage.eval()
         trainable = {n: p for n, p in stage.named_parameters() if p.requires_grad}
-        return cls(
-            name, ref, trained, stage, groups, AdamW(trainable, optimizer, total_steps), compute, replicated, split
-        )
+        steps = AdamW(trainable, optimizer, total_steps)
+        return cls(name, ref, trained, stage, groups, steps, compute, replicated, split, by_layer)
 
     @property
     def copies(self) -> dist.ProcessGroup | None:

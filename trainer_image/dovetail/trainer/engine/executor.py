@@ -66,8 +66,8 @@ class Pipe:
     """One model on this rank during one run.
 
     `mini_batch`: micro-batches of one optimizer step (0: all). `reduce` is called when this rank has run all backward
-    passes of a mini-batch, `step` before the next one's first forward and at the end. `balance`: of each micro-batch
-    (`PipelineStage.forward`)."""
+    passes of a mini-batch, `step` before the next one's first forward and at the end. `by_layer`: each pass gathers the
+    weights layer by layer (ZeRO-3). `balance`: of each micro-batch (`PipelineStage.forward`)."""
 
     stage: PipelineStage
     groups: ModelGroups
@@ -82,6 +82,7 @@ class Pipe:
     reduce: Callable[[], None] | None = None
     step: Callable[[], None] | None = None
     balance: float = 0.0
+    by_layer: bool = False
     stats: list[dict[str, Tensor]] = field(default_factory=list)
     results: list[Tensor] = field(default_factory=list)
     _ended: int = 0  # backward passes of the present mini-batch, of all chunks
@@ -104,17 +105,19 @@ class Pipe:
         self.mini_batch = self.mini_batch or max(1, len(self.batches))
 
     def weights(self) -> Iterator[Parameter]:
-        """Those trained; under FSDP2 whole ones from the first forward to the last backward of a mini-batch."""
+        """Those trained; under FSDP2 whole ones from the first forward to the last backward of a mini-batch (not under
+        ZeRO-3)."""
         return (p for p in self.stage.parameters() if p.requires_grad)
 
     def gathered_bytes(self, chunk: int = 0) -> int:
-        """Of the weights that FSDP2 gathers in a mini-batch's first forward pass of a chunk, without its padding: the
-        chunk's layers, and with chunk 0 all that is in no layer."""
+        """Of the weights that FSDP2 gathers in a mini-batch's first forward pass of a chunk and keeps, without its
+        padding: the chunk's layers (not under ZeRO-3), and with chunk 0 all that is in no layer."""
         if not is_sharded(self.stage):
             return 0
         shards = int(self.groups.mesh["dp"].size())
         layers = self.stage.body.layers
-        mine = [p for number in self.stage.chunk_layers[chunk] for p in layers[str(number)].parameters()]
+        kept = [] if self.by_layer else self.stage.chunk_layers[chunk]
+        mine = [p for number in kept for p in layers[str(number)].parameters()]
         if chunk == 0:
             inside = {id(p) for p in layers.parameters()}
             mine += [p for p in self.stage.parameters() if id(p) not in inside]
@@ -248,14 +251,17 @@ class Executor:
             for name, pipe in pipes.items()
         }
         self._splits: set[str] = set()  # models with split backwards
+        self._dropped: set[str] = set()  # models of which a pass was a backward since the last forward
         self.peak_saved = 0  # most micro-batches whose activations were held at once, all models together
 
     def run(self, actions: Sequence[Action], training: bool = True) -> None:
         """Execute a list that `check_actions` accepts. Raises `PeerLost` naming the rank that a wait was for, and
-        `ValueError` for a split backward of a model with activation checkpointing."""
+        `ValueError` for a split backward of a model with activation checkpointing or under ZeRO-3."""
         self._splits = {action.model for action in actions if action.kind == "I"}
         if checkpointed := sorted(model for model in self._splits if recomputes(self.pipes[model].stage)):
             raise ValueError(f"the schedule splits backwards of {checkpointed[0]}, which has activation checkpointing")
+        if gathered := sorted(model for model in self._splits if self.pipes[model].by_layer):
+            raise ValueError(f"the schedule splits backwards of {gathered[0]}, which is under ZeRO-3")
         for model, pipe in self.pipes.items():
             use_compiled(pipe.stage, model not in self._splits)
         for index, action in enumerate(actions):
@@ -310,8 +316,10 @@ class Executor:
             pipe.before_forward(chunk, action.micro_batch % pipe.mini_batch)
         meter = self._meters[action.model]
         if isinstance(meter, AllocatedBytes):
-            # The mini-batch's first forward pass gathers the weights, which stay until its last backward pass.
-            meter.gathered = 0 if action.micro_batch % pipe.mini_batch else pipe.gathered_bytes(chunk)
+            # The mini-batch's first forward pass gathers the weights, which stay until its last backward pass. Under
+            # ZeRO-3 a backward pass drops them, so that the next forward pass gathers them again.
+            gathers = self._gathers(action, pipe)
+            meter.gathered = pipe.gathered_bytes(chunk) if gathers else 0
         with (
             torch.set_grad_enabled(training),
             self.watch.time(("F", key)),
@@ -347,6 +355,12 @@ class Executor:
             self._held_bytes += meter.bytes
             self.peak_bytes = max(self.peak_bytes, self._held_bytes)
 
+    def _gathers(self, action: Action, pipe: Pipe) -> bool:
+        """Whether the forward pass that comes next gathers weights that outlast it."""
+        gathers = action.micro_batch % pipe.mini_batch == 0 or (pipe.by_layer and action.model in self._dropped)
+        self._dropped.discard(action.model)
+        return gathers
+
     def _backward(self, action: Action, pipe: Pipe, gradient: Tensor | None) -> None:
         """The whole backward (B), or its first half (I), which the previous stage waits for."""
         key, begins = _piece(action), pipe.stage.begins(action.chunk)
@@ -371,6 +385,7 @@ class Executor:
             edge = pipe.groups.edges[action.chunk]
             self._give("B", action, upstream.contiguous(), edge.backward_out, edge.previous)
             inputs.grad = None
+        self._dropped.add(action.model)
         if whole:
             self._release(key)
         elif not begins:

@@ -44,9 +44,13 @@ def compute_dtype(dtype: Dtype, device: torch.device) -> torch.dtype:
     return torch.bfloat16
 
 
-def shard(stage: PipelineStage, groups: ModelGroups, compute: torch.dtype, device: torch.device) -> None:
-    """Shard every layer and then the rest over dp (ZeRO-2: a stage's weights stay whole from the first forward to the
-    last backward of a mini-batch). Works on a stage still on the meta device. Gradients are summed, not averaged, in
+def shard(
+    stage: PipelineStage, groups: ModelGroups, compute: torch.dtype, device: torch.device, by_layer: bool = False
+) -> None:
+    """Shard every layer and then the rest over dp. ZeRO-2: a stage's weights stay whole from the first forward to the
+    last backward of a mini-batch. ZeRO-3 (`by_layer`): each layer's weights are whole only while a pass is in that
+    layer, and its gradients are reduced in each backward pass. Embedding and head are whole from a micro-batch's
+    forward to its backward then. Works on a stage still on the meta device. Gradients are summed, not averaged, in
     float32. Layers may be split over tp before. Does nothing on one CPU rank in float32."""
     if device.type == "cpu" and groups.mesh["dp"].size() == 1 and compute == torch.float32:
         return
@@ -55,7 +59,7 @@ def shard(stage: PipelineStage, groups: ModelGroups, compute: torch.dtype, devic
     policy = MixedPrecisionPolicy(param_dtype=None if compute == torch.float32 else compute, reduce_dtype=torch.float32)
     options: dict[str, Any] = {"mesh": groups.mesh["dp"], "reshard_after_forward": False, "mp_policy": policy}
     for layer in stage.body.layers.values():
-        fully_shard(layer, **options)
+        fully_shard(layer, **options | {"reshard_after_forward": by_layer})
     fully_shard(stage, **options)
     for module in _sharded(stage):
         module.set_gradient_divide_factor(1.0)
@@ -74,14 +78,15 @@ def is_sharded(stage: PipelineStage) -> bool:
     return bool(_sharded(stage))
 
 
-def set_last_backward(stage: PipelineStage, last: bool, alone: bool) -> None:
-    """Whether the next backward pass reduces gradients and reshards (`last`), or only accumulates gradients. A rank
-    that has nobody to reduce with (`alone`) accumulates in the last one too: see `take_gradients`."""
+def set_last_backward(stage: PipelineStage, last: bool, alone: bool, by_layer: bool = False) -> None:
+    """Whether the next backward pass reduces gradients and reshards (`last`, and every pass of ZeRO-3, `by_layer`), or
+    only accumulates gradients. A rank that has nobody to reduce with (`alone`) accumulates in the last one too: see
+    `take_gradients`."""
     if sharded := _sharded(stage):
         root = sharded[0]
-        root.set_requires_gradient_sync(last and not alone)
+        root.set_requires_gradient_sync((last or by_layer) and not alone)
         root.set_is_last_backward(last)
-        root.set_reshard_after_backward(last)
+        root.set_reshard_after_backward(last or by_layer)
 
 
 def take_gradients(stage: PipelineStage) -> None:
@@ -99,10 +104,10 @@ def take_split_gradients(stage: PipelineStage, compute: torch.dtype, last: bool,
         compat.end_backward(stage)
 
 
-def gather_by_layer(stage: PipelineStage, by_layer: bool) -> None:
-    """Whether each layer's all-gathered weights are dropped right after its forward pass (`by_layer`)."""
-    if sharded := _sharded(stage):
-        sharded[0].set_reshard_after_forward(by_layer)
+def drop_gathered(stage: PipelineStage, layers: bool, rest: bool) -> None:
+    """Whether all-gathered weights are dropped right after a forward pass: those of each layer, and the rest."""
+    for module in _sharded(stage):
+        module.set_reshard_after_forward(rest if module is stage else layers, recurse=False)
 
 
 def reshard(stage: PipelineStage) -> None:

@@ -220,7 +220,7 @@ def _training(
         if any(count % layout.dp for count in limits.batches.get(task, ())):
             continue
         # One rank shares nothing with others, whatever the stage.
-        stages = limits.fsdp if layout.dp > 1 else limits.fsdp[:1]
+        stages = limits.fsdp if layout.dp > 1 else (min(2, limits.fsdp[0]),)
         ways: list[Any] = list(product(stages, limits.recompute, limits.offload.get(task, _EITHER)))
         for micro in micros:
             if work.divides(layout.dp, micro):
