@@ -34,6 +34,7 @@ from dovetail.local.calibrate import JobShape, calibration_jobs, observe, varian
 from dovetail.local.calibrate.fit import MeasuredIteration, fit
 from dovetail.local.calibrate.measure import cores, end_rate, run_one
 from dovetail.local.calibrate.observe import PHASES
+from dovetail.manifest.resolve import resolve
 from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.make_plan import make_plan
@@ -213,8 +214,8 @@ def predicted_lags(job: RLHFJob, machine: Machine) -> Lanes:
     models = [m for m in ("actor", "critic") if m in trained_models(job.spec)]
     layout, placement = make_plan(job.spec).parallelism["actor"], job.spec.plan.placement
     assert placement != "Auto"
-    best = predict_iteration(job.spec, machine, models, layout, placement)
-    return predicted_lanes(job.spec, machine, models, best)
+    spec = resolve(job.spec)
+    return predicted_lanes(spec, machine, models, predict_iteration(spec, machine, models, layout, placement))
 
 
 def calibration(job: RLHFJob, work: Path, turn: int) -> list[MeasuredIteration]:
