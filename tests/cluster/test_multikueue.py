@@ -156,7 +156,7 @@ def test_a_job_is_sent_to_another_cluster_and_its_status_comes_back(
         return " ".join(c["message"] for c in conditions if c["type"] == "QuotaReserved" and c["status"] == "False")
 
     wait_for("Kueue's word", lambda: "opology" in refused())
-    manager.kubectl("delete", "rlhfjob", "close", "-n", SPACE, "--wait=true")
+    manager.delete("rlhfjob", "close", "-n", SPACE)
     # Suspended here, it leaves the other cluster, and comes back.
     patch = ("patch", "rlhfjob", "elsewhere", "-n", SPACE, "--type=merge", "-p")
     manager.kubectl(*patch, '{"spec":{"suspend":true}}')

@@ -9,7 +9,7 @@ import pytest
 
 from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, summary, tiny_job
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 STEPS = 60
 

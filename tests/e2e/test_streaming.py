@@ -14,8 +14,9 @@ from dovetail.manifest.types import RLHFJob
 from helpers.jobs import Fault, Injector, history, run_job, same_weights, summary, tiny_job
 from helpers.nursery import NURSERY, NurserySpawner
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-ITERATIONS, SAMPLES, SECONDS = 5, 16, 1.6
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+# One iteration more than is disturbed: a phase may be over before anybody looks.
+ITERATIONS, SAMPLES, SECONDS = 6, 16, 1.6
 # Rewards come one after another, so that the trainers have something to learn long before the last one is there.
 CODE = """
 import time
