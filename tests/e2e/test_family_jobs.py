@@ -39,11 +39,7 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3_moe": (2, {**SIZES, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}),
     # On one stage the window, on the other none, with other rotary frequencies; a tied and scaled embedding.
     "gemma3_text": (2, {**SIZES, "query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]}),
-    # The tied ones have their embedding on both stages. Bounds that change scores and logits of such small models.
-    "gemma2": (
-        2,
-        {**SIZES, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 1.0, "final_logit_softcapping": 2.0},
-    ),
+    # The tied ones have their embedding on both stages.
     "mistral": (1, SIZES),
     "qwen2": (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2, "tie_word_embeddings": True}),
     "phi3": (1, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2, "sliding_window": 8}),
