@@ -1,3 +1,3 @@
-"""The arithmetic of SFT, reward modelling and PPO: pure functions over (batch, time) tensors with a mask.
+"""The arithmetic of SFT, reward modelling, DPO and PPO: pure functions over (batch, time) tensors with a mask.
 
-docs/algorithms.md says which convention was chosen wherever published systems differ."""
+Published systems differ in some conventions. docs/algorithms.md says which ones are used here."""

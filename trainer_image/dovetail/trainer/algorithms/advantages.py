@@ -1,7 +1,7 @@
-"""Rewards per token, and advantages: GAE, GRPO, RLOO, REINFORCE++. A user's own: `dovetail.trainer.functions`.
+"""Rewards per token, and advantages: GAE, GRPO, RLOO, REINFORCE++. `dovetail.trainer.functions` loads a user's own.
 
-Time counts response tokens only: tokens outside the mask are skipped, as if the row did not contain them, so
-holes and right padding follow one rule. Results are 0 outside the mask."""
+The time dimension counts response tokens only. Tokens outside the mask are skipped, as if the row did not contain them.
+So holes and right padding follow one rule. Results are 0 outside the mask."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ GRPO_EPS = 1e-6
 
 
 def _row_blocks(x: Tensor) -> list[slice]:
-    """Rows to work on at a time, so that intermediate results stay small: in the cache of a CPU."""
+    """The slices of rows to work on at a time. On a CPU their intermediate results fit into the cache."""
     limit = CPU_BLOCK_ELEMENTS if x.device.type == "cpu" else GPU_BLOCK_ELEMENTS
     step = max(1, limit // max(1, x.shape[1]))
     return [slice(start, start + step) for start in range(0, x.shape[0], step)]
 
 
 def _toeplitz(size: int, w: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(size, size), entry [l, t] = w^(l-t) for l >= t, else 0; subnormal (slow) powers become 0."""
+    """(size, size): entry [l, t] is w^(l-t) for l >= t, else 0. Subnormal powers are slow and become 0."""
     steps = torch.arange(size, device=device)
     lag = steps.unsqueeze(1) - steps.unsqueeze(0)
     powers = torch.pow(torch.tensor(w, dtype=torch.float64, device=device), lag.clamp(min=0))
@@ -46,10 +46,9 @@ def _toeplitz(size: int, w: float, dtype: torch.dtype, device: torch.device) -> 
 def discounted_sums(x: Tensor, w: float) -> Tensor:
     """y[:, t] = sum over l >= t of w^(l-t) x[:, l], for 0 <= w <= 1; x, y (batch, time).
 
-    The product x W with the triangular Toeplitz matrix W, by blocks of time: one matrix product for all
-    blocks of all rows, then what lies beyond each block, which is the same sum over the blocks' first entries
-    with w^BLOCK. Exponents are never negative, so nothing overflows, and powers that underflow are 0 as they
-    should be."""
+    This is the product x W with the triangular Toeplitz matrix W, computed by blocks of time. One matrix product does
+    all blocks of all rows. What lies beyond each block is the same sum over the blocks' first entries with w^BLOCK.
+    Exponents are never negative, so nothing overflows. Powers that underflow are 0, which is right."""
     batch, time = x.shape
     size = min(BLOCK, time)
     if time <= BLOCK:
@@ -65,7 +64,7 @@ def discounted_sums(x: Tensor, w: float) -> Tensor:
 
 @contextmanager
 def _one_thread(device: torch.device) -> Iterator[None]:
-    """Compute on a CPU with one thread. The products are many and small: with several threads that wait for a CPU, they
+    """Compute on a CPU with one thread. The products are many and small. If several threads had to wait for a CPU, they
     would take a hundred times as long."""
     threads = torch.get_num_threads()
     if device.type != "cpu" or threads == 1:
@@ -81,10 +80,12 @@ def _one_thread(device: torch.device) -> Iterator[None]:
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16) as one matrix product.
 
-    A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t, V = 0 after a row's last token
-    (also of a truncated response). rewards, values, mask (batch, time); values[:, t] is the value of the
-    state in which token t was chosen. Returns (advantages, returns = advantages + values), 0 outside the
-    mask, no gradient, in float32 or wider. Equal to the recursion A_t = delta_t + gamma lam A_{t+1}."""
+    A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t. V is 0 after a row's last token, also
+    if the response is truncated. This equals the recursion A_t = delta_t + gamma lam A_{t+1}.
+
+    rewards, values, mask (batch, time); values[:, t] is the value of the state in which token t was chosen. Returns
+    (advantages, returns = advantages + values), both (batch, time), in float32 or wider, 0 outside the mask and without
+    gradient. Raises ValueError if the mask holds other numbers than 0 and 1."""
     with torch.no_grad(), _one_thread(rewards.device):
         keep = kept(mask)
         dtype = torch.promote_types(torch.promote_types(rewards.dtype, values.dtype), torch.float32)
@@ -98,7 +99,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 def _gae_block(
     rewards: Tensor, values: Tensor, keep: Tensor, gamma: float, lam: float, advantages: Tensor, returns: Tensor
 ) -> None:
-    """`gae` of some rows into `advantages` and `returns`."""
+    """Write the `gae` of some rows into `advantages` and `returns`."""
     has_holes = bool((keep[:, 1:] > keep[:, :-1]).any())
     front = keep
     if has_holes:
@@ -123,13 +124,13 @@ def _gae_block(
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
     """VAPO's lambda of each response (Yue et al. 2025, section 4.2), (batch,) float64: 1 - 1 / (alpha * length).
 
-    The sum of lambda^t is then alpha * length. It is 0 for lengths of up to 1 / alpha, where the formula is not
-    positive."""
+    The sum of lambda^t is then alpha * length. For lengths of up to 1 / alpha the formula is not positive, and the
+    result is 0. lengths (batch,): response tokens."""
     return (1 - 1 / (alpha * lengths.double().clamp(min=1))).clamp(min=0.0)
 
 
 def gae_by_row(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lams: Tensor) -> Tensor:
-    """The advantages of `gae` with a lambda for each row; lams (batch,)."""
+    """The advantages of `gae`, (batch, time), with a lambda for each row; lams (batch,)."""
     found = torch.zeros(rewards.shape, dtype=torch.promote_types(rewards.dtype, torch.float32), device=rewards.device)
     for lam in lams.unique().tolist():
         rows = lams == lam
@@ -141,13 +142,13 @@ def gae_by_row(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lams
 
 
 def _numbered(groups: Tensor) -> tuple[Tensor, int]:
-    """Each sample's group's number, from 0 without gaps, (batch,), and how many groups there are."""
+    """The number of each sample's group, (batch,), from 0 without gaps, and how many groups there are."""
     _, index = torch.unique(groups, return_inverse=True)
     return index, int(index.max()) + 1 if index.numel() else 0
 
 
 def _group_sums(x: Tensor, groups: Tensor) -> tuple[Tensor, Tensor]:
-    """Each sample's group's sum of x and size, both (batch,)."""
+    """The sum of x over each sample's group, and the group's size; both (batch,)."""
     index, count = _numbered(groups)
     sums = torch.zeros(count, dtype=x.dtype, device=x.device).index_add_(0, index, x)
     sizes = torch.zeros_like(sums).index_add_(0, index, torch.ones_like(x))
@@ -162,14 +163,16 @@ def _spread(per_sample: Tensor, like: Tensor, mask: Tensor) -> Tensor:
 def grpo(
     scores: Tensor, groups: Tensor, mask: Tensor, normalize_std: bool = True, penalty: Tensor | None = None
 ) -> Tensor:
-    """Group-relative advantages (Shao et al. 2024, section 4.1.2): (score - group mean) / (group std + 1e-6),
-    on every token of a sample. std is unbiased; without `normalize_std` it is left out (Dr. GRPO, Liu et al.
-    2025). A `penalty` (batch,), less the mean of the group's others, is subtracted after that: divided by the deviation
-    of a group of like scores, it would drown them whatever its coefficient.
+    """Group-relative advantages (Shao et al. 2024, section 4.1.2), (batch, time): every token of a sample gets
+    (score - group mean) / (group std + 1e-6).
 
-    scores (batch,) float; groups (batch,) integer, equal for samples of one prompt; mask (batch, time) of the
-    result. A sample alone in its group gets 0: there is nothing to compare it with. Computed in float64, so
-    that equal scores give 0 and not rounding noise over 1e-6."""
+    std is unbiased. Without `normalize_std` the score is not divided by it (Dr. GRPO, Liu et al. 2025). A `penalty`
+    (batch,) is subtracted afterwards, less the mean of the group's other samples. If it were divided by the standard
+    deviation of a group with similar scores, it would outweigh the scores whatever its coefficient.
+
+    scores (batch,) float; groups (batch,) integer, equal for samples of one prompt; mask (batch, time). A sample alone
+    in its group gets 0, because there is nothing to compare it with. The computation is in float64: so equal scores
+    give 0, and not a rounding error divided by 1e-6."""
     with torch.no_grad():
         s = scores.double()
         sums, sizes = _group_sums(s, groups)
@@ -185,10 +188,10 @@ def grpo(
 
 
 def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
-    """Leave-one-out baseline (Ahmadian et al. 2024, eq. 7): score minus the mean of the group's others, on
-    every token.
+    """Leave-one-out baseline (Ahmadian et al. 2024, eq. 7): every token of a sample gets the score minus the mean score
+    of the group's other samples.
 
-    Shapes as in `grpo`; a sample alone in its group gets 0."""
+    Shapes are as in `grpo`. A sample alone in its group gets 0."""
     with torch.no_grad():
         s = scores.double()
         sums, sizes = _group_sums(s, groups)
@@ -200,10 +203,10 @@ def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the tokens of `mask` in the whole batch, 0 outside; var is unbiased.
+    """(x - mean) / sqrt(var + 1e-8) over the tokens of `mask` in the whole batch, 0 outside; x, mask (batch, time).
 
-    `shift_mean` False keeps the mean (rewards: their sign must survive). A single token: variance 0.
-    Give the whole batch, not a micro-batch: statistics are not additive."""
+    The variance is unbiased; of a single token it is 0. With `shift_mean` False the mean is kept: rewards must keep
+    their sign. Statistics are not additive, so give the whole batch and not a micro-batch."""
     with torch.no_grad():
         keep = kept(mask)
         x = wide(x)
@@ -216,7 +219,7 @@ def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
             return sum((torch.where(keep[b], part(b), 0.0).sum(dtype=torch.float64) for b in blocks), zero)
 
         mean = total(lambda b: x[b]) / count.clamp(min=1)
-        # A 0-dimensional mean would be rounded to x's precision first.
+        # A 0-dimensional mean would first be rounded to x's precision.
         variance = total(lambda b: (x[b].double() - mean).square()) / (count - 1).clamp(min=1)
         scale = torch.rsqrt(variance + WHITEN_EPS)
         kept_mean = torch.zeros_like(mean) if shift_mean else mean
@@ -234,11 +237,10 @@ def sample_scores(
     missing_eos_penalty: float | None = None,
     overlong: Tensor | None = None,
 ) -> Tensor:
-    """Scores clipped to +-`reward_clip`, then less `missing_eos_penalty` where not `finished`, and less `overlong`; all
-    (batch,).
+    """Scores clipped to +-`reward_clip`, less `missing_eos_penalty` where not `finished`, and less `overlong`.
 
-    In this order: a clipped score must not swallow the penalties. Raises ValueError for a penalty without
-    `finished`."""
+    All tensors are (batch,). Clipping comes first, so that it does not remove the penalties. Raises ValueError for a
+    penalty without `finished`."""
     result = scores
     if reward_clip is not None:
         result = result.clamp(-reward_clip, reward_clip)
@@ -250,10 +252,10 @@ def sample_scores(
 
 
 def overlong_penalty(lengths: Tensor, config: Overlong) -> Tensor:
-    """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13), as a number to subtract, (batch,) float32: 0 up to
-    `fromTokens` response tokens, then rising linearly to `penalty` at `toTokens`.
+    """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13), (batch,) float32, a number to subtract.
 
-    Raises ValueError where `toTokens` has not been resolved."""
+    It is 0 up to `fromTokens` response tokens and rises linearly to `penalty` at `toTokens`. lengths (batch,): response
+    tokens. Raises ValueError where `toTokens` has not been resolved."""
     if config.to_tokens is None:
         raise ValueError("ppo.overlong.toTokens is missing; it is generation.maxTokens in a resolved manifest")
     beyond = (lengths.float() - config.from_tokens) / (config.to_tokens - config.from_tokens)
@@ -261,7 +263,9 @@ def overlong_penalty(lengths: Tensor, config: Overlong) -> Tensor:
 
 
 def final_scores(config: PPO, scores: Tensor, finished: Tensor, lengths: Tensor) -> Tensor:
-    """`sample_scores` as `spec.ppo` says, (batch,); `rewardClip: Auto` clips nothing. `lengths`: response tokens."""
+    """`sample_scores` with the settings of `spec.ppo`, (batch,). `rewardClip: Auto` clips nothing here.
+
+    scores, finished (batch,); lengths (batch,): response tokens."""
     return sample_scores(
         scores,
         finished,
@@ -273,17 +277,17 @@ def final_scores(config: PPO, scores: Tensor, finished: Tensor, lengths: Tensor)
 
 def reinforce(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """REINFORCE++ (Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
-    Normalization"): each token's discounted sum of the token rewards from it on, normalised over the batch's tokens.
+    Normalization"): the discounted sum of the rewards of each token and all later ones, whitened over the batch.
 
-    rewards, mask (batch, time); tokens outside the mask are skipped, as in `gae`."""
+    rewards, mask (batch, time). Tokens outside the mask are skipped, as in `gae`."""
     with torch.no_grad():
         returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0)
         return whiten(returns, mask)
 
 
 def reinforce_baseline(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
-    """REINFORCE++-baseline (same paper): the score less its group's mean, on every token, normalised over the batch's
-    tokens. Shapes as in `grpo`; the deviation is the batch's, not the group's."""
+    """REINFORCE++-baseline (same paper): every token of a sample gets the score less the group's mean, whitened over
+    the batch's tokens. Shapes are as in `grpo`. The standard deviation is the batch's, not the group's."""
     with torch.no_grad():
         return whiten(grpo(scores, groups, mask, normalize_std=False), mask)
 
@@ -291,9 +295,10 @@ def reinforce_baseline(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
 def process_advantages(
     rewards: Tensor, ends: Tensor, groups: Tensor, mask: Tensor, normalize_std: bool = True
 ) -> Tensor:
-    """Advantages from rewards of steps (Shao et al. 2024, section 4.1.3), (batch, time): each step's reward less the
-    mean of all steps of the group, by their deviation with `normalize_std`; a token gets the sum of those of the steps
-    that end at it or later.
+    """Advantages from rewards of steps (Shao et al. 2024, section 4.1.3), (batch, time).
+
+    From each step's reward the mean over all steps of the group is subtracted. With `normalize_std` the result is
+    divided by the standard deviation over these steps. A token gets the sum over the steps that end at it or later.
 
     rewards (batch, time); ends (batch, time) bool: the tokens that end a step. A group with a single step gets 0."""
     with torch.no_grad():
@@ -313,7 +318,7 @@ def process_advantages(
 
 
 def equal_groups(scores: Tensor, groups: Tensor) -> Tensor:
-    """(batch,) bool: samples whose group's scores are all the same number."""
+    """(batch,) bool: the samples in whose group all scores are equal; scores, groups (batch,)."""
     index, count = _numbered(groups)
     low, high = (
         torch.zeros(count, dtype=scores.dtype).scatter_reduce(0, index, scores, how, include_self=False)
@@ -332,12 +337,11 @@ def token_rewards(
     finished: Tensor | None = None,
     missing_eos_penalty: float | None = None,
 ) -> Tensor:
-    """Reward of each token: -kl_coef * kl, plus the sample's score at its last token (Ouyang et al. 2022, eq.
-    2).
+    """Reward of each token, (batch, time): -kl_coef * kl, plus the sample's score at its last token (Ouyang et al.
+    2022, eq. 2).
 
-    scores, finished (batch,); kl (k1 of `kl.kl_estimate`, nats: see there), mask (batch, time). Clip and
-    penalty as in `sample_scores`; the KL term is not clipped. A row without tokens has no place for its score
-    and stays 0."""
+    scores, finished (batch,); kl, mask (batch, time). kl is the estimator k1 of `kl.kl_estimate`, in nats. The clip
+    and the penalty are those of `sample_scores`; the KL term is not clipped. A row without tokens stays 0."""
     with torch.no_grad():
         keep = kept(mask)
         final = sample_scores(scores, finished, reward_clip=reward_clip, missing_eos_penalty=missing_eos_penalty)
@@ -355,8 +359,9 @@ def token_rewards(
 
 @dataclass(frozen=True)
 class Advantages:
-    """advantages (batch, time); returns (batch, time), None when there is no critic to learn them;
-    rewards and kl (batch, time): what they were made from, for metrics. 0 outside the mask, no gradient."""
+    """The result of `compute_advantages`. All tensors are (batch, time), 0 outside the mask, without gradient.
+
+    `returns` is None when there is no critic to learn them. `rewards` (per token) and `kl` (nats) are for metrics."""
 
     advantages: Tensor
     returns: Tensor | None
@@ -377,23 +382,26 @@ def compute_advantages(
     values: Tensor | None = None,
     steps: tuple[Tensor, Tensor] | None = None,
 ) -> Advantages:
-    """Advantages of a whole iteration's batch, as `spec.ppo` says; `rewardClip: Auto` clips nothing here
-    (`dovetail.manifest.reward` decides it).
+    """Advantages of a whole iteration's batch, as `spec.ppo` says. `rewardClip: Auto` clips nothing here:
+    `dovetail.manifest.reward` decides it.
 
-    scores, groups, finished (batch,); logprobs (the old policy's), ref_logprobs, mask, values (batch, time). `steps`:
-    rewards of steps (batch, time), and at which tokens they end (batch, time) bool. With gae and reinforce++ they are
-    token rewards; with group baselines `process_advantages` are added.
-    1. token rewards: clipped score, missing-end and overlong penalty, -kl_coef * k1 if the penalty is in the reward;
-       `whitenRewards` scales them, mean kept;
-    2. `advantage`: gae (needs values; then whitened with `whitenAdvantages`; the critic's returns have `lamValue`, and
-       the policy's lambda is each response's own with `lamAlpha`: VAPO, Yue et al. 2025); rloo on each sample's summed
-       token rewards, that is the score less the KL penalty, if that is there; grpo likewise, but the score alone is
-       divided by the group's deviation, which makes `whitenRewards` void (groups are a baseline: neither is whitened);
-       reinforce++ on the token rewards; reinforce++-baseline on each sample's sum of them; distillation: -k1 of each
-       token, whose gradient is that of the reverse KL to the teacher at that token (Agarwal et al. 2024, "On-Policy
-       Distillation of Language Models"), whatever the rewards.
+    scores, groups, finished (batch,); logprobs (of the old policy), ref_logprobs, mask, values (batch, time). `steps`
+    holds the rewards of steps (batch, time), and the tokens at which they end (batch, time) bool. With gae and
+    reinforce++ they are token rewards. With group baselines `process_advantages` are added.
 
-    Raises ValueError when gae lacks values, or another estimator than k1 is to go into the reward."""
+    First come the token rewards: the clipped score, the penalties for a missing end and for length, and -kl_coef * k1
+    if the KL penalty is in the reward. `whitenRewards` scales them and keeps their mean. Then `advantage` decides:
+    - gae needs values. `whitenAdvantages` whitens the result. The critic's returns use `lamValue`. With `lamAlpha` the
+      policy uses each response's own lambda (VAPO, Yue et al. 2025).
+    - rloo uses each sample's sum of token rewards: the score, less the KL penalty if that is in the reward.
+    - grpo uses the same sum. With `normalizeStd` the score, but not the KL penalty, is divided by the group's standard
+      deviation, and `whitenRewards` has no effect. Advantages of rloo and grpo are never whitened: the group is their
+      baseline.
+    - reinforce++ uses the token rewards, reinforce++-baseline each sample's sum of them.
+    - distillation ignores the rewards and uses -k1 of each token. Its gradient is that of the reverse KL to the teacher
+      at that token (Agarwal et al. 2024, "On-Policy Distillation of Language Models").
+
+    Raises ValueError when gae lacks values, or when another estimator than k1 is to go into the reward."""
     with torch.no_grad():
         keep = kept(mask)
         if not config.kl_in_loss and config.kl_estimator != "k1":

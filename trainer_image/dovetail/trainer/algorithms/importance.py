@@ -1,10 +1,10 @@
-"""The gap between the rollout's log-probabilities and the trainer's, and its correction: truncated importance
+"""The gap between the rollout's log-probabilities and the trainer's, and its correction by truncated importance
 sampling (Ionides 2008; for RLHF Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
 RL").
 
-With `ppo.lag` the rollout's weights are also older than the trainer's. The same weights then make PPO's objective the
-decoupled one (Hilton et al. 2021, "Batch size-invariance for policy optimization"; AReaL, Fu et al. 2025, eq. 5):
-the ratio is to the proximal policy, which the trainer recomputes, and each token is weighed by
+With `ppo.lag` the rollout's weights are also older than the trainer's. The same weights then give the decoupled PPO
+objective (Hilton et al. 2021, "Batch size-invariance for policy optimization"; AReaL, Fu et al. 2025, eq. 5). Its
+ratio is to the proximal policy, whose log-probabilities the trainer computes again, and each token is weighted by
 p_proximal / p_behaviour."""
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from dovetail.trainer.algorithms.masks import kept, wide
 def truncated_weights(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cap: float = 2.0) -> Tensor:
     """Per-token weights min(p_trainer / p_rollout, cap), (batch, time), 0 outside `mask`, without gradient.
 
-    `logprobs` are the trainer's at the weights with which the iteration begins (the old or proximal policy's), not
-    those being optimised: the ratio of the update itself is the policy loss's. An upper cap only, no lower one."""
+    All tensors are (batch, time). `logprobs` are those of the weights with which the iteration begins (the old or
+    proximal policy), not of the weights that are trained: the policy loss has that ratio itself. There is an upper cap
+    and no lower one. Raises ValueError for a cap that is not above 0."""
     if cap <= 0:
         raise ValueError(f"importanceSampling.cap must be above 0, not {cap}")
     keep = kept(mask)
@@ -29,12 +30,12 @@ def truncated_weights(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, 
 
 
 def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cap: float = 2.0) -> dict[str, Tensor]:
-    """How far trainer and rollout disagree, over the tokens of `mask`.
+    """How far trainer and rollout disagree, over the tokens of `mask`; all inputs (batch, time), results float32.
 
-    Sums, to be added over micro-batches and ranks and divided by `mismatch_tokens`: `mismatch_abs` |d log p|,
-    `mismatch_kl` log p_rollout - log p_trainer (k1 of KL(rollout || trainer)), `mismatch_ratio`,
-    `mismatch_capped` (tokens above `cap`). A maximum, to be reduced by max: `mismatch_abs_max`.
-    The ratio's logarithm is clamped to +-20, the others are raw."""
+    Most results are sums. Add them over micro-batches and ranks and divide by `mismatch_tokens`: `mismatch_abs` is
+    |d log p| in nats, `mismatch_kl` is log p_rollout - log p_trainer (k1 of KL(rollout || trainer)), `mismatch_ratio`
+    is p_trainer / p_rollout, and `mismatch_capped` counts the tokens above `cap`. `mismatch_abs_max` is a maximum:
+    reduce it by max. The logarithm of the ratio is clamped to +-20; the differences are not."""
     keep = kept(mask)
     difference = torch.where(keep, wide(logprobs.detach()) - wide(rollout_logprobs.detach()), 0.0).float()
     ratio = log_ratio(logprobs.detach(), rollout_logprobs.detach(), keep).float().exp()
@@ -52,14 +53,14 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, c
 def staleness_metrics(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, weights: Tensor | None, cap: float = 2.0
 ) -> dict[str, float]:
-    """How far the policy has moved since it drew the samples, over the tokens of `mask`; all tables (batch, time). The
-    same gap as in `mismatch_metrics`, where it is an error.
+    """How far the policy has moved since it drew the samples, over the tokens of `mask`; all tables (batch, time). It
+    is the same gap as in `mismatch_metrics`. There it is an error; here it is expected.
 
-    `logprobs` are the proximal policy's, `rollout_logprobs` the behaviour policy's, `weights` those that the loss
-    uses; None: it uses none, and `effective_sample_size` is of the weights that it would use. Returns token means:
-    `behaviour_kl`, k1 of KL(behaviour || proximal) in nats; `importance_ratio`, of p_proximal / p_behaviour, near 1
-    whatever the distance; `importance_capped`, the share above `cap`; and `effective_sample_size`, (sum w)^2 /
-    (n sum w^2), a share of the n tokens (Kish 1965). All 0 without tokens."""
+    `logprobs` are the proximal policy's, `rollout_logprobs` the behaviour policy's, and `weights` those of the loss.
+    With None the loss uses no weights, and `effective_sample_size` is that of the weights that it would use. Returns
+    token means: `behaviour_kl`, k1 of KL(behaviour || proximal) in nats; `importance_ratio`, p_proximal / p_behaviour,
+    which is near 1 whatever the distance; `importance_capped`, the share of tokens above `cap`; and
+    `effective_sample_size`, (sum w)^2 / (n sum w^2), a share of the n tokens (Kish 1965). All are 0 without tokens."""
     if weights is None:
         weights = truncated_weights(logprobs, rollout_logprobs, mask, cap)
     sums = mismatch_metrics(logprobs, rollout_logprobs, mask, cap)

@@ -1,9 +1,9 @@
-"""Losses of SFT, reward modelling and the critic, and what is added to the policy's (`policy.py`).
+"""Losses of SFT, reward modelling and the critic, and the terms that are added to the policy's loss (`policy.py`).
 
-Each takes `normaliser`, the token (or pair) count of the whole mini-batch over all micro-batches and ranks,
-and returns its share of the mini-batch's mean: shares add up to that mean exactly, however the mini-batch is
-cut. Everything is computed in float32 or wider. The second result holds detached sums (0-dimensional float32) that add
-over micro-batches and ranks likewise. `aggregation_weights` turns the token mean into another one."""
+Each takes `normaliser`, the token (or pair) count of the whole mini-batch over all micro-batches and ranks. It returns
+its share of the mini-batch's mean. Shares add up to that mean exactly, however the mini-batch is cut. Everything is
+computed in float32 or wider. The second result holds detached sums (0-dimensional float32), which also add up over
+micro-batches and ranks. `aggregation_weights` turns the token mean into another mean."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def value_loss(
     normaliser: float | Tensor,
     clip: float | None = 0.2,
 ) -> tuple[Tensor, Stats]:
-    """Squared error of the values with PPO's clipping, token mean: 0.5 max((V - R)^2, (V_clip - R)^2), where
-    V_clip is V kept within `clip` of the old value; `clip` None: 0.5 (V - R)^2. All tensors (batch, time).
+    """Squared error of the values with PPO's clipping, token mean: 0.5 max((V - R)^2, (V_clip - R)^2). V_clip is V kept
+    within `clip` of the old value. With `clip` None it is 0.5 (V - R)^2. All tensors (batch, time).
 
-    Stats: `value_tokens`; sums `value_loss` (with the factor 0.5), `value`, `return`, `return_square`,
-    `value_error_square` ((V - R)^2, for the explained variance), `value_clipped` (clipped branch strictly
-    larger)."""
+    Stats: the count `value_tokens`, and the sums `value_loss` (with the factor 0.5), `value`, `return`,
+    `return_square`, `value_error_square` ((V - R)^2, for the explained variance) and `value_clipped` (tokens whose
+    clipped error is strictly larger)."""
     keep = kept(mask)
     values, returns = inside(values, keep), inside(returns.detach(), keep)
     plain = (values - returns).square()
@@ -71,8 +71,8 @@ def reward_loss(
     """Pairwise ranking loss -log sigmoid(r_chosen - r_rejected) (Ouyang et al. 2022, eq. 1), mean over pairs.
 
     chosen, rejected, mask (pairs,): rewards of a pair's two sequences. Computed in float32 or wider.
-    Stats: `pairs`; sums `reward_loss`, `correct` (chosen strictly above rejected: a tie is wrong), `margin`,
-    `chosen`, `rejected`."""
+    Stats: the count `pairs`, and the sums `reward_loss`, `correct` (chosen strictly above rejected, so a tie is wrong),
+    `margin`, `chosen` and `rejected`."""
     if mask is None:
         mask = torch.ones_like(chosen, dtype=torch.bool)
     keep = kept(mask)
@@ -91,19 +91,19 @@ def reward_loss(
 
 
 def sft_loss(logprobs: Tensor, mask: Tensor, *, normaliser: float | Tensor) -> tuple[Tensor, Stats]:
-    """Token cross entropy, nats: -sum(log p) / normaliser over the tokens of `mask`, (batch, time).
+    """Token cross entropy, nats: -sum(log p) / normaliser over the tokens of `mask`; logprobs, mask (batch, time).
 
-    Stats: `tokens`, and the sum `loss`."""
+    Stats: the count `tokens`, and the sum `loss`."""
     keep = kept(mask)
     total = -_sum(logprobs, keep)
     return total / normaliser, {"tokens": _stat(keep.sum()), "loss": _stat(total)}
 
 
 def ptx_loss(logprobs: Tensor, mask: Tensor, *, normaliser: float | Tensor, coef: float) -> tuple[Tensor, Stats]:
-    """coef times the language-model loss on demonstrations (Ouyang et al. 2022, eq. 2's last term, PPO-ptx).
+    """coef times the language-model loss on demonstrations (PPO-ptx, the last term of eq. 2 in Ouyang et al. 2022).
 
-    `normaliser` counts the mini-batch's ptx tokens, not its responses'. Stats (without coef): `ptx_tokens`,
-    `ptx_loss`."""
+    `normaliser` counts the mini-batch's ptx tokens, not its response tokens. logprobs, mask (batch, time). Stats
+    (without coef): the count `ptx_tokens`, and the sum `ptx_loss`."""
     keep = kept(mask)
     total = -_sum(logprobs, keep)
     stats = {"ptx_tokens": _stat(keep.sum()), "ptx_loss": _stat(total)}
@@ -113,8 +113,9 @@ def ptx_loss(logprobs: Tensor, mask: Tensor, *, normaliser: float | Tensor, coef
 def entropy_bonus(
     entropy: Tensor, mask: Tensor, *, normaliser: float | Tensor, coef: float, weights: Tensor | None = None
 ) -> tuple[Tensor, Stats]:
-    """-coef times the mean entropy (nats) of the policy at the tokens of `mask`; `weights` multiply the tokens. Stats:
-    the plain sum `entropy`."""
+    """-coef times the mean entropy of the policy at the tokens of `mask`. `weights` multiply the tokens.
+
+    entropy (nats), mask, weights (batch, time) or (n,). Stats: the sum `entropy`, without coef and weights."""
     keep = kept(mask)
     plain = _sum(entropy, keep)
     total = plain if weights is None else _sum(inside(entropy, keep) * inside(weights.detach(), keep), keep)
@@ -124,13 +125,14 @@ def entropy_bonus(
 def aggregation_weights(
     lengths: Tensor, aggregation: Aggregation, *, tokens: float, samples: int, longest: int
 ) -> Tensor | None:
-    """Weight of each token of a sample, (batch,), such that the sum of weighted token losses by `tokens` is the
-    aggregated loss of the mini-batch; None where all are 1.
+    """Weight of each token of a sample, (batch,) float64, or None where all are 1. The sum of weighted token losses,
+    divided by `tokens`, is the aggregated loss of the mini-batch.
 
-    lengths (batch,): response tokens of some of the mini-batch's samples; `tokens`, `samples`: those of all of it.
-    Token: mean over tokens. Sequence: mean over samples of each one's token mean (one without tokens counts as 0).
-    Constant: sum over tokens by samples * `longest`. Weights depend on the mini-batch alone, so shares of micro-batches
-    and ranks add up exactly here too. Raises ValueError for another name."""
+    lengths (batch,): response tokens of some of the mini-batch's samples. `tokens`, `samples`: counts of the whole
+    mini-batch. Token is the mean over tokens. Sequence is the mean over samples of each sample's token mean; a sample
+    without tokens counts as 0. Constant is the sum over tokens divided by samples * `longest`. Weights depend on the
+    mini-batch alone, so shares of micro-batches and ranks add up exactly here too. Raises ValueError for another
+    name."""
     if aggregation == "Token":
         return None
     if aggregation == "Sequence":

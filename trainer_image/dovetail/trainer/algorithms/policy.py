@@ -1,8 +1,8 @@
-"""The policy's loss: one signature for the built-in losses and for those that a manifest names (`spec.ppo.loss`).
+"""The policy's loss. The built-in losses and a user's (`spec.ppo.loss`) have the same signature.
 
-A loss maps a micro-batch to one number a token. The trainer multiplies these by the importance-sampling weights, adds
-them up as `lossAggregation` says, and adds the KL penalty and the entropy bonus. So the loss of a mini-batch is the
-same however it is cut into micro-batches and spread over ranks."""
+A loss gives one number for each token of a micro-batch. The trainer multiplies these by the importance-sampling
+weights, adds them up as `lossAggregation` says, and adds the KL penalty and the entropy bonus. So the loss of a
+mini-batch does not depend on how it is cut into micro-batches and spread over ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ Stats = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch: the n response tokens of its samples, sample after sample, without padding.
+    """One micro-batch: the n response tokens of its samples, one sample after the other, without padding.
 
-    Tensors (n,): `tokens` and `sequence_ids` int64 (the sample's number in the micro-batch, ascending; a sample without
-    response tokens has none), `mask` bool (tokens that count: without `maskTruncated` and `dropEqualGroups` all of
-    them), the others float32. `logprobs` are the trained policy's, and the only tensor with a gradient; `old_logprobs`
-    the policy's at the iteration's start (the proximal policy's), `rollout_logprobs` as vLLM reported them (with
-    `ppo.lag` those of older weights), `ref_logprobs` the reference's; `entropy` in nats. `config` is the job's
-    `spec.ppo`, `kl_coef` the present coefficient of the KL penalty, `samples` the number of samples."""
+    All tensors are (n,). `tokens` and `sequence_ids` are int64. A sequence id is the sample's number in the
+    micro-batch; ids ascend, and a sample without response tokens has none. `mask` is bool: the tokens that count. These
+    are all tokens unless `maskTruncated` or `dropEqualGroups` is set. The other tensors are float32.
+
+    Log-probabilities are in nats. `logprobs` are those of the trained policy, and the only tensor with a gradient.
+    `old_logprobs` are those of the policy at the iteration's start (the proximal policy). `rollout_logprobs` are what
+    vLLM reported; with `ppo.lag` its weights are older. `ref_logprobs` are those of the reference. `entropy` is in
+    nats. `config` is the job's `spec.ppo`, `kl_coef` the current coefficient of the KL penalty, and `samples` the
+    number of samples."""
 
     tokens: Tensor
     sequence_ids: Tensor
@@ -47,24 +50,24 @@ class LossInputs:
     samples: int
 
     def sequence_mean(self, x: Tensor) -> Tensor:
-        """The mean of x (n,) over the sample of each token; (n,), differentiable."""
+        """The mean of x over each token's sample; x and result (n,), differentiable."""
         keep = kept(self.mask)
         sums = x.new_zeros(self.samples).index_add(0, self.sequence_ids, torch.where(keep, x, 0.0))
         sizes = x.new_zeros(self.samples).index_add(0, self.sequence_ids, keep.to(x.dtype))
         return (sums / sizes.clamp(min=1))[self.sequence_ids]
 
 
-# The loss of each token, (n,), and if wanted metrics by name, (n,) each, which are reported as means over tokens.
+# Returns each token's loss (n,), and optionally metrics by name, (n,) each. They are reported as means over tokens.
 LossFunction = Callable[[LossInputs], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
 
 
 def ppo(inputs: LossInputs) -> tuple[Tensor, Stats]:
     """PPO's clipped surrogate (Schulman et al. 2017, eq. 7), negated.
 
-    Per token with ratio r = exp(log p - log p_old), the exponent clamped to +-20: max(-A r, -A clip(r, 1-low, 1+high));
-    `clipLow` and `clipHigh` are `clip` unless given (DAPO, Yu et al. 2025, eq. 8). With `dualClip` c (Ye et al. 2020,
-    eq. 5), where A < 0, at most -A c. Metrics: `clipfrac`, tokens whose clipped branch is strictly the larger loss;
-    `dual_clipfrac`, tokens bounded by c."""
+    For each token r = exp(log p - log p_old), with the exponent clamped to +-20. The loss is
+    max(-A r, -A clip(r, 1-low, 1+high)). `clipLow` and `clipHigh` default to `clip` (DAPO, Yu et al. 2025, eq. 8). With
+    `dualClip` c (Ye et al. 2020, eq. 5) the loss is at most -A c where A < 0. Returns token losses (n,) and metrics
+    (n,): `clipfrac` marks tokens whose clipped loss is strictly larger, `dual_clipfrac` tokens bounded by c."""
     (low, high), dual_clip = inputs.config.clip_range, inputs.config.dual_clip
     keep = kept(inputs.mask)
     ratio = log_ratio(inputs.logprobs, inputs.old_logprobs.detach(), keep).exp()
@@ -84,11 +87,11 @@ def ppo(inputs: LossInputs) -> tuple[Tensor, Stats]:
 def gspo(inputs: LossInputs) -> tuple[Tensor, Stats]:
     """GSPO's clipped surrogate (Zheng et al. 2025, "Group Sequence Policy Optimization", eq. 5), negated.
 
-    One ratio a sample, s = exp(mean over its tokens of log p - log p_old), the tokens' differences clamped to +-20:
-    each token's loss is max(-A s, -A clip(s, 1-low, 1+high)). The gradient of a token's s is s times that of its own
-    log p (GSPO-token, eq. 13), so that `lossAggregation: Sequence` gives eq. 5's gradient where A is the sample's, and
-    a token may have an advantage of its own. Metric: `clipfrac`, tokens of samples whose clipped branch is strictly the
-    larger loss."""
+    Each sample has one ratio, s = exp(mean over its tokens of log p - log p_old), with these differences clamped to
+    +-20. Each token's loss is max(-A s, -A clip(s, 1-low, 1+high)). The gradient of a token's s is s times that of its
+    own log p (GSPO-token, eq. 13). So a token may have an advantage of its own. Where all tokens have the sample's
+    advantage, `lossAggregation: Sequence` gives the gradient of eq. 5. Returns token losses (n,) and the metric
+    `clipfrac` (n,), which marks tokens of samples whose clipped loss is strictly larger."""
     low, high = inputs.config.clip_range
     keep = kept(inputs.mask)
     log_r = log_ratio(inputs.logprobs, inputs.old_logprobs.detach(), keep)
@@ -100,11 +103,12 @@ def gspo(inputs: LossInputs) -> tuple[Tensor, Stats]:
 
 
 def cispo(inputs: LossInputs) -> tuple[Tensor, Stats]:
-    """CISPO (MiniMax 2025, "MiniMax-M1", eq. 4 and 5), negated: -w A log p, w the ratio p / p_old cut to [1-low,
-    1+high] and taken as a constant.
+    """CISPO (MiniMax 2025, "MiniMax-M1", eq. 4 and 5), negated: -w A log p. The weight w is the ratio p / p_old, cut to
+    [1-low, 1+high] and taken as a constant.
 
-    No token's gradient is cut off, as it is by PPO's clipping: a large ratio only counts less. As in the paper there is
-    no lower bound unless `clipLow` is given. Metric: `clipfrac`, tokens whose ratio was cut."""
+    PPO's clipping removes the gradient of some tokens. Here every token keeps its gradient, and a large ratio only
+    counts less. As in the paper there is no lower bound unless `clipLow` is given. Returns token losses (n,) and the
+    metric `clipfrac` (n,), which marks tokens whose ratio was cut."""
     low, high = inputs.config.clip_range
     keep = kept(inputs.mask)
     ratio = log_ratio(inputs.logprobs.detach(), inputs.old_logprobs.detach(), keep).exp()
@@ -113,7 +117,7 @@ def cispo(inputs: LossInputs) -> tuple[Tensor, Stats]:
     return losses, {"clipfrac": (keep & (weight != ratio)).float()}
 
 
-# By the names that `spec.ppo.loss` takes (`dovetail.manifest.base.LOSSES`).
+# The names are those of `spec.ppo.loss` (`dovetail.manifest.base.LOSSES`).
 LOSSES: dict[str, LossFunction] = {"ppo": ppo, "gspo": gspo, "cispo": cispo}
 BUILT_IN_METRICS = frozenset({"clipfrac", "dual_clipfrac"})
 
@@ -122,7 +126,7 @@ BUILT_IN_METRICS = frozenset({"clipfrac", "dual_clipfrac"})
 class PolicyLoss:
     """The loss that a job uses; `name` is what the manifest says.
 
-    Metrics of a user's loss are reported below `loss/`, so that they hide none of the trainer's own."""
+    Metrics of a user's loss are reported as `loss/NAME`, so that they hide none of the trainer's own."""
 
     name: str
     function: LossFunction
@@ -132,7 +136,7 @@ class PolicyLoss:
         return self.name in LOSSES
 
     def title(self, metric: str) -> str:
-        """The name that a metric of this loss is reported by."""
+        """The name under which a metric of this loss is reported."""
         return metric if self.built_in else f"loss/{metric}"
 
     def reports(self, title: str) -> bool:
@@ -140,8 +144,8 @@ class PolicyLoss:
         return title in BUILT_IN_METRICS if self.built_in else title.startswith("loss/")
 
     def __call__(self, inputs: LossInputs) -> tuple[Tensor, Stats]:
-        """Token losses (n,) and metrics (n,). Raises FunctionError, one sentence, where a user's function raised or its
-        result has another shape, is not finite or has no gradient."""
+        """Token losses (n,) and metrics (n,). Raises FunctionError with one sentence if a user's function raised, or if
+        its result has another shape, is not finite or has no gradient."""
         if self.built_in:
             return _pair(self.function(inputs))
         if not inputs.logprobs.numel():
@@ -178,15 +182,15 @@ def _pair(result: Tensor | tuple[Tensor, Mapping[str, Tensor]]) -> tuple[Tensor,
 
 
 def load_loss(config: PPO) -> PolicyLoss:
-    """The loss of `spec.ppo`: built in, or a function found in `importPath` (default: the working directory) and then
-    on PYTHONPATH. Raises ValueError with one sentence where it cannot be imported."""
+    """The loss of `spec.ppo`: a built-in one, or a function found in `importPath` (default: the working directory) or
+    on PYTHONPATH, in this order. Raises ValueError with one sentence if it cannot be imported."""
     if config.loss in LOSSES:
         return PolicyLoss(config.loss, LOSSES[config.loss])
     return PolicyLoss(config.loss, load_callable(config.loss, FIELD, config.import_path))
 
 
 def rehearse_loss(config: PPO) -> None:
-    """Call a user's loss on three samples that are made up: what is wrong with it shows before anything is trained.
+    """Call a user's loss on three made-up samples, so that its errors show before training starts.
 
     Raises ValueError with one sentence."""
     loss = load_loss(config)
@@ -218,10 +222,10 @@ def rehearse_loss(config: PPO) -> None:
 def policy_loss(
     inputs: LossInputs, loss: PolicyLoss, *, normaliser: float | Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Stats]:
-    """The micro-batch's share of the policy's loss: token losses times `weights` (n,), added up, by `normaliser`.
+    """The micro-batch's share of the policy's loss: the sum of token losses times `weights` (n,), over `normaliser`.
 
-    Stats, sums over tokens: `tokens`, `policy_loss`, `ratio` (to the old policy), `approx_kl` (k3 of KL(old || new),
-    (r - 1) - log r), and the loss's own metrics by their titles. Raises FunctionError."""
+    Stats are sums over tokens: `tokens`, `policy_loss`, `ratio` (to the old policy), `approx_kl` (k3 of
+    KL(old || new), (r - 1) - log r), and the loss's own metrics by their titles. Raises FunctionError."""
     keep = kept(inputs.mask)
     losses, metrics = loss(inputs)
     losses = inside(losses, keep)

@@ -1,7 +1,7 @@
 """Losses of responses that people preferred or rejected: DPO, IPO and KTO.
 
-They take log-ratios, log pi(y|x) - log pi_ref(y|x), and like those of `losses.py` return a share of the mini-batch's
-mean, and sums."""
+Their inputs are log-ratios, log pi(y|x) - log pi_ref(y|x), in nats. Like the losses of `losses.py` they return a share
+of the mini-batch's mean, and sums."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from dovetail.trainer.algorithms.losses import Stats
 def preference_loss(
     chosen: Tensor, rejected: Tensor, config: DPO, *, normaliser: float | Tensor, kl: float | Tensor = 0.0
 ) -> tuple[Tensor, Stats]:
-    """Mean over pairs; chosen, rejected (pairs,): log-ratios of a pair's two responses, in float32 or wider. These are
-    sums over tokens, for IPO means over tokens, as in TRL. With h = chosen - rejected:
+    """Mean loss over pairs. chosen, rejected (pairs,): log-ratios of a pair's two responses, in float32 or wider. They
+    are sums over tokens; for IPO they are means over tokens, as in TRL. With h = chosen - rejected:
 
     DPO (Rafailov et al. 2023, eq. 7): -log sigmoid(beta h). With label smoothing e (conservative DPO, Mitchell 2023):
     -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h).
     IPO (Azar et al. 2023, eq. 17): (h - 1 / (2 beta))^2.
     KTO (Ethayarajh et al. 2024, eq. 8): the mean of w_D (1 - sigmoid(beta (chosen - kl))) and of
-    w_U (1 - sigmoid(beta (kl - rejected))). `kl`: `kl_estimate` of the whole batch.
+    w_U (1 - sigmoid(beta (kl - rejected))). `kl` is `kl_estimate` of the whole batch.
 
-    Stats: `pairs`; sums `loss`, `correct` (chosen strictly above rejected: a tie is wrong), `chosen` and `rejected`
-    (rewards, beta times the log-ratios), `margin` (of rewards)."""
+    Stats: the count `pairs`, and the sums `loss`, `correct` (chosen strictly above rejected, so a tie is wrong),
+    `chosen` and `rejected` (rewards, beta times the log-ratios) and `margin` (of rewards)."""
     margin = chosen - rejected
     if config.loss == "IPO":
         losses = (margin - 1 / (2 * config.beta)).square()
@@ -56,9 +56,9 @@ def labelled_loss(
     """KTO (Ethayarajh et al. 2024, eq. 8) of responses without a partner: the mean over responses of
     w_D (1 - sigmoid(beta (r - kl))) for good ones and w_U (1 - sigmoid(beta (kl - r))) for the others.
 
-    ratios (responses,): log-ratios r; good (responses,) bool. Stats: `responses` and `good`, counts; sums `loss`,
-    `correct` (r above `kl` if good, else below), `chosen` and `rejected` (rewards, beta r, of good responses and of the
-    others)."""
+    ratios (responses,): log-ratios r; good (responses,) bool. Stats: the counts `responses` and `good`, and the sums
+    `loss`, `correct` (r above `kl` if good, else below), `chosen` (beta r of good responses) and `rejected` (beta r of
+    the others)."""
     gain = torch.where(good, ratios - kl, kl - ratios)
     weight = torch.where(good, ratios.new_tensor(config.desirable_weight), ratios.new_tensor(config.undesirable_weight))
     total = (weight * (1 - torch.sigmoid(config.beta * gain))).sum()
@@ -75,5 +75,5 @@ def labelled_loss(
 
 
 def kl_estimate(logratios: Tensor) -> float:
-    """KTO's z_0 (eq. 8): the mean log-ratio of responses to the prompts of others, and at least 0."""
+    """KTO's z_0 (eq. 8): the mean log-ratio of responses to prompts of other samples, or 0 if the mean is negative."""
     return max(0.0, float(logratios.double().mean()))
