@@ -1,1 +1,1 @@
-"""Trainer rank: algorithms, executor, parallelism, checkpoints and weight sending."""
+"""A trainer rank: algorithms, executor, parallelism, checkpoints and weight sending."""

@@ -1,6 +1,6 @@
-"""What can go wrong while a command runs, told apart by what must follow.
+"""The errors of a command, told apart by what the rank must do next.
 
-`PeerLost` (dovetail.trainer.groups): the process groups are useless; drop them and join again."""
+After `PeerLost` (dovetail.trainer.groups) the process groups are useless: the rank drops them and joins again."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from dovetail.models import ModelError
 from dovetail.models.transfer import TransferError
 from dovetail.trainer.groups import PeerLost, RankFailed
 
-# Texts of Gloo's and NCCL's errors, which come as plain RuntimeError from inside a backward pass, say.
+# These are texts of Gloo's and NCCL's errors. They come as plain RuntimeError, for example from a backward pass.
 _TRANSPORT = re.compile(r"gloo/|\bGLOO\b|NCCL|closed by peer|reset by peer|broken pipe|Operation timed out", re.I)
 
 
 class BadCommand(Exception):
-    """The command cannot be executed as it is; nothing was changed. One sentence."""
+    """The command cannot be executed as it is, and nothing was changed. The message is one sentence."""
 
 
 class Superseded(Exception):
-    """The coordinator has moved on to a newer generation: drop the groups and join again."""
+    """The coordinator has moved on to a newer generation: the rank must drop its groups and join again."""
 
 
 def is_peer_loss(error: BaseException) -> bool:
-    """Whether a collective or transfer between ranks broke; an error that all ranks agreed on is none."""
+    """Whether a collective or transfer between ranks broke. An error that all ranks agreed on does not count."""
     if isinstance(error, PeerLost | dist.DistError):
         return True
     if isinstance(error, FunctionError | RankFailed | TransferError):
@@ -35,7 +35,7 @@ def is_peer_loss(error: BaseException) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether host or device memory ran out (torch reports the host's as a plain RuntimeError)."""
+    """Whether host or device memory ran out. For host memory torch raises a plain RuntimeError."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     text = str(error).lower()
@@ -43,9 +43,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def sentence(error: BaseException, remedy: str = "") -> str:
-    """One line for a CommandResult: the error's first line, with its kind where the text alone would not tell.
+    """One line for a CommandResult: the error's first line, with the name of its class where the text needs it.
 
-    `remedy` follows when memory ran out: which setting lowers the need."""
+    `remedy` is added when memory ran out. It says which setting lowers the need."""
     if is_out_of_memory(error):
         return f"out of memory{remedy}"
     text = str(error).strip().splitlines()[0] if str(error).strip() else ""

@@ -1,8 +1,8 @@
-"""Executing the coordinator's commands on this rank, together with all others.
+"""Execute the coordinator's commands on this rank, together with all other ranks.
 
-A command runs in two halves. `prepare` fetches and checks, without collectives and without changing anything; then all
-ranks compare notes, and only if every one is ready do they `run`. So a command that cannot be executed, on whichever
-rank that shows, costs nothing and leaves every rank usable."""
+A command runs in two halves. `prepare` fetches and checks; it uses no collectives and changes nothing. Then all ranks
+exchange the results. Only if every rank is ready do they all `run`. So a command that one rank cannot execute costs
+nothing and leaves every rank usable."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ from dovetail.trainer.steps import streamed_step as streamed
 from dovetail.trainer.steps.step_context import Context, Metrics, Run
 from dovetail.trainer.weight_sender import WeightSender
 
-# A rank that failed alone lets the others finish what they can; those that wait for it inside a collective are freed
-# when it drops its groups after this long.
+# If one rank fails alone, the others first finish what they can. Some may then wait for it inside a collective. They
+# are freed when the failed rank drops its groups after this many seconds.
 LONELY_SECONDS = 10.0
 
 
 class CommandRunner:
-    """Belongs to one generation. Every rank calls `execute` with the same commands in the same order.
+    """Executes the commands of one generation. Every rank calls `execute` with the same commands in the same order.
 
-    `failed` outlives generations: commands that failed on this rank in a way that broke the groups, with the reason,
-    so that a second try is answered instead of repeated. `cancelled(id)` is asked while a publish waits."""
+    `failed` outlives generations. It holds commands that failed on this rank and broke the groups, with the reason. A
+    second try is then answered with the reason and not run again. `cancelled(id)` is called while a publish waits."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class CommandRunner:
         cancelled: Callable[[str], bool] = lambda _: False,
         kept: KeptWeights | None = None,
     ) -> None:
-        """`kept` gets the versions that `load` says are to be kept."""
+        """`kept` gets the weight versions that `load` wants to be kept."""
         self.kept = kept or KeptWeights()
         self._groups, self._client, self._failed, self._log = groups, client, failed, log
         self._spec = spec
@@ -85,16 +85,16 @@ class CommandRunner:
         self._held = streamed.HeldParts()
         sender_groups: Any = groups
         self._running = ""
-        self._damaged = False  # the checkpoint that the command names
-        self._timed_messages: set[str] = set()  # models
+        self._damaged = False  # whether the checkpoint that the command names is damaged
+        self._timed_messages: set[str] = set()  # names of models
         self._sender = WeightSender(sender_groups, self._post_offer, cancelled=lambda: cancelled(self._running))
         self._dirty = False
-        self._probe: Probe | None = None  # of the command that runs
-        self._logprobs: list[float] = []  # likewise
+        self._probe: Probe | None = None  # of the running command
+        self._logprobs: list[float] = []  # of the running command
 
     @property
     def stage(self) -> Stage | None:
-        """What the ranks hold; None when nothing is loaded or a step broke off half-way."""
+        """The stage that the ranks hold. None when nothing is loaded, or after a step that failed half-way."""
         return None if self._dirty else self.engine.stage
 
     @property
@@ -102,14 +102,16 @@ class CommandRunner:
         return self.engine.step if self.stage is not None else 0
 
     def close(self) -> None:
-        """Let go of models and communicators."""
+        """Free the models and the communicators."""
         self._sender.close()
         self.engine.models.clear()
         self.engine.ema.clear()
         self.kept.begin(0)
 
     def execute(self, command: Command) -> CommandResult:
-        """The result, complete on rank 0 (elsewhere without spans). Raises PeerLost: join again."""
+        """The command's result. It is complete on rank 0; other ranks get no spans. After PeerLost, join again.
+
+        A failure that all ranks agree on is in the result (`ok`, `error`). Raises PeerLost where the groups broke."""
         started = time.time()
         self._running = command.id
         self._damaged = False
@@ -152,13 +154,13 @@ class CommandRunner:
         )
 
     def _transfers(self) -> dict[str, float]:
-        """Seconds of messages between the stages of models whose messages were not measured yet."""
+        """Seconds of a message between the stages of each model that has not been measured yet."""
         new = {name: found for name, found in self.engine.boundaries.items() if name not in self._timed_messages}
         self._timed_messages |= new.keys()
         return measure_transfers(self._groups.model, new, self._groups.device)
 
     def _measured(self, transfers: dict[str, float]) -> tuple[list[StageTimes], float]:
-        """What all ranks measured since the last call, and the largest peak of activations in bytes; on rank 0."""
+        """The measurements of all ranks since the last call, and the largest activation peak in bytes; on rank 0."""
         peak = self.engine.measured.peak_bytes
         taken = self.engine.measured.take(self._groups.rank)
         sent = ((part, None if part.chunk else transfers.get(part.model)) for part in taken)
@@ -231,7 +233,7 @@ class CommandRunner:
                 model.optimizer.follow(rate, command.total_steps, command.warmup_total)
             metrics = run()
             if self._groups.device.type == "cuda":
-                # What activations took is free for a vLLM server that wakes up on this GPU.
+                # A vLLM server that wakes up on this GPU can then use the memory of the activations.
                 torch.cuda.empty_cache()
             self.engine.step = command.step
             self._keep()
@@ -240,7 +242,9 @@ class CommandRunner:
         return step
 
     def _run(self, command: Command, run: Run) -> tuple[str | None, Metrics]:
-        """The collective half. An error on all ranks becomes the result; one on this rank alone breaks the groups."""
+        """The collective half. An error on all ranks becomes the result. An error on this rank alone breaks the groups.
+
+        Raises PeerLost in that case, and when another rank was lost."""
         changes = isinstance(command, Load | Step | Accumulate)
         self._dirty = self._dirty or changes
         error: str | None = None
@@ -249,7 +253,7 @@ class CommandRunner:
         try:
             metrics = run()
         except BadCommand as problem:
-            # From the whole batch, so the same on every rank, and before anything was changed.
+            # This follows from the whole batch. So it is the same on every rank, and nothing was changed yet.
             error, refused = self._explain(command, problem), True
         except Exception as problem:
             if is_peer_loss(problem) or self._groups.lost is not None:
@@ -266,8 +270,8 @@ class CommandRunner:
         return error, metrics
 
     def _all_here(self, failed: bool) -> bool:
-        """Meet the other ranks after the collective half. False when they do not come to a rank that failed: they
-        wait for it elsewhere."""
+        """Wait for the other ranks after the collective half. Returns False on a rank that failed if the others do not
+        come, because they wait for it elsewhere. Raises PeerLost on the other ranks."""
         if self._groups.world_size == 1:
             return True
         limit = timedelta(seconds=LONELY_SECONDS) if failed else self._groups.timeout
@@ -281,7 +285,7 @@ class CommandRunner:
         return True
 
     def _first_error(self, error: str | None) -> str | None:
-        """Every rank's error, or the lowest rank's if unlike; the same on all ranks."""
+        """The error that all ranks share, or the lowest rank's if they differ; the same on all ranks."""
         errors = [(rank, e) for rank, e in enumerate(self._groups.share_json(error)) if e is not None]
         if not errors:
             return None
@@ -300,7 +304,7 @@ class CommandRunner:
         return {"step": float(self.engine.step)}
 
     def _keep(self) -> None:
-        """Keep the present weights, if versions are kept, and their probe."""
+        """Keep the current weights and their probe, if versions are kept."""
         if not self.kept.keeps:
             return
         with self.timeline.phase("keep"):
@@ -355,7 +359,7 @@ class CommandRunner:
             raise BadCommand(f"batch {key}: {refusal}") from refusal
         try:
             return unpack(data)
-        except Exception as error:  # safetensors names its error class differently between versions
+        except Exception as error:  # the name of safetensors' error class differs between its versions
             raise BadCommand(f"batch {key} is not a valid safetensors document: {error}") from error
 
     def _post_offer(self, offer: Offer) -> None:

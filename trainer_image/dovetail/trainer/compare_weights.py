@@ -1,4 +1,4 @@
-"""Two folders of weights, compared bit for bit: checkpoints, or exported Hugging Face models."""
+"""Compare two folders of weights bit for bit: checkpoints, or exported Hugging Face models."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from dovetail.trainer.files.safe_metadata import SafeReader
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is not the same in both folders. `elements`: how many of `size` differ; `largest`: the greatest
-    absolute difference; `reason` instead of both where the tensors cannot be compared by elements."""
+    """A tensor that is not the same in both folders.
+
+    `elements` of its `size` elements differ, by `largest` at most (absolute). If the tensors cannot be compared by
+    elements, `reason` says why instead."""
 
     name: str
     size: int = 0
@@ -39,27 +41,29 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """`tensors`: how many were compared. `differences`: in the order of the models' layers."""
+    """The number of compared `tensors`, and their `differences` in the order of the models' layers."""
 
     tensors: int
     differences: list[Difference]
 
     def of_model(self, model: str) -> Comparison:
-        """The same, with the model's name before those of its tensors."""
+        """The same comparison, with the model's name before the names of its tensors."""
         return replace(self, differences=[replace(each, name=f"{model}/{each.name}") for each in self.differences])
 
 
 def compare_checkpoints(one: Path, other: Path) -> Comparison:
-    """Parameters and optimizer moments of two checkpoint folders. They may be of different numbers of ranks."""
+    """Compare the parameters and optimizer moments of two checkpoint folders.
+
+    They may come from different numbers of ranks. Raises OSError or UnsafeCheckpoint if a folder cannot be read."""
     mine, theirs = _checkpoint(one), _checkpoint(other)
-    # Equal checksums of equal files: nothing needs to be read.
+    # Equal checksums mean equal files, so nothing needs to be read.
     if mine.keys() == theirs.keys() and _digests(one) == _digests(other) != {}:
         return Comparison(len(mine), [])
     return _compare(mine, theirs, lambda name: (_read(one, name, mine[name]), _read(other, name, theirs[name])))
 
 
 def compare_models(one: Path, other: Path) -> Comparison:
-    """The safetensors files of two exported models."""
+    """Compare the safetensors files of two exported models. Raises SafetensorError for a damaged file."""
     mine, theirs = _exported(one), _exported(other)
 
     def read(name: str) -> tuple[Tensor, Tensor]:
@@ -70,7 +74,7 @@ def compare_models(one: Path, other: Path) -> Comparison:
 
 
 def difference(name: str, one: Tensor, other: Tensor) -> Difference | None:
-    """The difference of two tensors; None if they have the same bits."""
+    """The difference between two tensors. None if they have the same bits."""
     if one.dtype != other.dtype or one.shape != other.shape:
         kinds = [f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in (one, other)]
         return Difference(name, reason=f"{kinds[0]} in one and {kinds[1]} in the other")
@@ -94,32 +98,32 @@ def _compare(mine: Mapping[str, Any], theirs: Mapping[str, Any], read: Any) -> C
 
 
 def _order(name: str) -> tuple[bool, list[tuple[int, str]]]:
-    """Parameters before the optimizer's moments, and layer 2 before layer 10."""
+    """A sort key: parameters come before the optimizer's moments, and layer 2 before layer 10."""
     moments = re.search(r"\.(first|second)_moments\.", name) is not None
     return moments, [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _checkpoint(folder: Path) -> dict[str, Any]:
-    """The list of a checkpoint's tensors, by name."""
+    """The metadata of a checkpoint's tensors, by name."""
     return dict(SafeReader(folder).read_metadata().state_dict_metadata)
 
 
 def _read(folder: Path, name: str, meta: Any) -> Tensor:
     tensor = torch.empty(meta.size, dtype=meta.properties.dtype)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # no ranks are meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads, on purpose
         dcp.load({name: tensor}, storage_reader=SafeReader(folder), no_dist=True)
     return tensor
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Checksums of the files that hold tensors; {} where the checkpoint has none."""
+    """Checksums of the files that hold tensors. Empty if the checkpoint has none."""
     files = json.loads((folder / STATE).read_text(encoding="utf-8")).get("files", {})
     return {name: digest for name, digest in files.items() if name != ".metadata"}
 
 
 def _exported(folder: Path) -> dict[str, Path]:
-    """The file of each tensor below a folder."""
+    """The file of each tensor in a folder and its subfolders."""
     return dict(_tensors(folder))
 
 

@@ -1,4 +1,4 @@
-"""What the trainer uses of torch that torch does not promise to keep. tests/unit/test_compat.py says what has moved."""
+"""The parts of torch that the trainer uses and that torch may change. tests/unit/test_compat.py fails if one moved."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ PRIVATE = (
 
 
 def is_view(tensor: Tensor) -> bool:
-    """Whether the tensor shares another one's storage as autograd knows it."""
+    """Whether autograd knows the tensor as a view of another one's storage."""
     return bool(tensor._is_view())
 
 
 def viewed(tensor: Tensor) -> Tensor:
-    """What the tensor is a view of; itself where it is none."""
+    """The tensor of which this one is a view, or the tensor itself if it is no view."""
     base = tensor._base
     return tensor if base is None else base
 
@@ -92,17 +92,17 @@ def norms(tensors: list[Tensor]) -> Tensor:
 
 
 def multiply(tensors: list[Tensor], factor: float) -> None:
-    """Multiply all tensors in place."""
+    """Multiply all tensors by the factor, in place."""
     torch._foreach_mul_(tensors, factor)
 
 
 def copy_into(tensors: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into the tensor at its place."""
+    """Copy each source into the tensor at the same place in the list."""
     torch._foreach_copy_(tensors, sources)
 
 
 def placed(shard: Tensor, parameter: Any) -> Tensor:
-    """The shard as a DTensor with the parameter's layout, in the shard's own memory wherever that is."""
+    """The shard as a DTensor with the parameter's layout. It stays in its own memory, on the host or on a GPU."""
     from torch.distributed.tensor import DTensor
 
     whole: Tensor = DTensor(shard, parameter._spec, requires_grad=False)
@@ -110,7 +110,7 @@ def placed(shard: Tensor, parameter: Any) -> Tensor:
 
 
 def end_backward(module: Any) -> None:
-    """Let FSDP2 do for its root module what it does at the end of a backward pass."""
+    """Run what FSDP2 does for its root module at the end of a backward pass."""
     from torch.distributed.fsdp import fully_shard
 
     state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
@@ -118,8 +118,8 @@ def end_backward(module: Any) -> None:
 
 
 def take_whole_gradients(module: Any) -> None:
-    """Make what FSDP2 has accumulated of an FSDPModule of one rank the gradients of its parameters, without a copy; add
-    it to gradients that are there."""
+    """Turn the gradients that FSDP2 has accumulated for an FSDPModule of one rank into the gradients of its parameters.
+    Nothing is copied. Existing gradients are added to."""
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     for held in (param for group in groups if group is not None for param in group.fsdp_params):
@@ -141,10 +141,10 @@ def take_whole_gradients(module: Any) -> None:
 
 
 def abort_all_groups() -> None:
-    """End all process groups at once, whatever is under way in them."""
+    """End all process groups at once, also those with running operations."""
     dist.distributed_c10d._abort_process_group()
 
 
 def forget_groups(mesh: Any) -> None:
-    """Let go of the process groups that a DeviceMesh keeps."""
+    """Drop the process groups that a DeviceMesh keeps."""
     getattr(mesh, "_pg_registry", {}).clear()

@@ -12,13 +12,13 @@ from dovetail.protocol.experience import AdvantageFunction, Experience, FloatArr
 from dovetail.protocol.wire import Arrays
 
 FIELD = "spec.ppo.advantageFunction"
-# Advantages and returns, each (N,R) float32. Raises FunctionError.
+# Takes an Experience; returns advantages and returns, each (N, R) float32. Raises FunctionError.
 UserAdvantages = Callable[[Experience], tuple[FloatArray, FloatArray | None]]
 
 
 def load_advantages(config: PPO) -> UserAdvantages | None:
-    """The function of `spec.ppo`, found in `importPath` (default: the working directory) and then on PYTHONPATH; None
-    where the job has none. Raises ValueError with one sentence where it cannot be imported."""
+    """The function of `spec.ppo`. It is looked for in `importPath` (default: the working directory), then on
+    PYTHONPATH. None if the job has none. Raises ValueError with one sentence if it cannot be imported."""
     name = config.advantage_function
     if name is None:
         return None
@@ -47,8 +47,9 @@ def load_advantages(config: PPO) -> UserAdvantages | None:
 
 
 def rehearse_advantages(config: PPO) -> None:
-    """Call the function on samples that are made up, of two prompts: what is wrong with it shows before anything is
-    trained. Raises ValueError with one sentence."""
+    """Call the function on made-up samples of two prompts, so that its errors show before training starts.
+
+    Raises ValueError with one sentence."""
     function = load_advantages(config)
     if function is None:
         return

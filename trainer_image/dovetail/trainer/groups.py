@@ -1,4 +1,4 @@
-"""The process groups of one generation of trainer ranks: formed together, dropped together, formed again."""
+"""The process groups of one generation of trainer ranks. They are formed together and dropped together."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from dovetail.trainer import compat
 
 _FORMING_SECONDS = 60.0
 _FORMED = itertools.count()
-# A rank joins a sum over its gradients as soon as it has them, so it may wait there while others still compute; how
-# long it waits with nothing left to do is bounded by the executor.
+# This factor lengthens the deadline of groups whose ranks may wait for others that still compute. For example, a rank
+# joins a sum over gradients as soon as it has its own. The executor bounds how long a rank waits with no work left.
 _PATIENCE = 20
 
 
 class PeerLost(RuntimeError):
-    """A peer died or was silent past the deadline. The groups are useless: close them and join again."""
+    """A peer died or sent nothing until the deadline. The groups are useless: close them and join again."""
 
 
 _LOST = re.compile(
@@ -46,7 +46,7 @@ _LOST = re.compile(
 
 @contextmanager
 def peer_errors(what: str) -> Iterator[None]:
-    """Turn the transport's errors inside into `PeerLost("<what>: <first line>")`; others pass unchanged."""
+    """Turn the transport's errors inside into `PeerLost("<what>: <first line>")`. Other errors pass unchanged."""
     try:
         yield
     except PeerLost:
@@ -66,9 +66,11 @@ def transport_sentence(error: BaseException) -> str:
 
 @dataclass
 class Edges:
-    """The neighbours of one of this rank's stages: global ranks, None at an end of the model and where the neighbour
-    is on this rank too. A two-rank group for each edge and direction, so that two models, or two stages, that share a
-    pair of ranks can never take each other's tensors."""
+    """The neighbours of one of this rank's stages, as global ranks. None where the model ends, and where the neighbour
+    is on this rank too.
+
+    Each edge and direction has a group of its own with two ranks. So two models, or two stages, that share a pair of
+    ranks can never take each other's tensors."""
 
     previous: int | None = None
     next: int | None = None
@@ -80,12 +82,12 @@ class Edges:
 
 @dataclass
 class ModelGroups:
-    """One model's place in the world (`dovetail.protocol.plan.coordinates`).
+    """The groups and ranks of one model (`dovetail.protocol.plan.coordinates`).
 
-    `edges`: of each of its stages that is here (`Layout.chunks`). `pp_rank`: place in the pipeline. `mesh` has a
-    dimension dp, over which a stage is sharded, and as its last one tp, under a name that no other mesh has; where
-    a layout has several pipelines side by side, `copies` joins their ranks of one shard. `replicas` joins all ranks
-    of one stage (and tp rank): copies of each other where a stage is not sharded."""
+    `edges` has one entry for each of the model's stages on this rank (`Layout.chunks`). `pp_rank` is the place in the
+    pipeline. `mesh` has a dimension dp, over which a stage is sharded. Its last dimension is tp, under a name that no
+    other mesh has. Where a layout has several pipelines side by side, `copies` joins the ranks with the same shard.
+    `replicas` joins all ranks of one stage (and tp rank). They hold the same weights if a stage is not sharded."""
 
     name: str
     layout: Parallelism
@@ -99,38 +101,38 @@ class ModelGroups:
     pp_ranks: list[int]
     tp_ranks: list[int]
     pp_group: dist.ProcessGroup
-    everyone: dist.ProcessGroup  # all ranks that hold a part of it, for its gradient norm alone
+    everyone: dist.ProcessGroup  # all ranks that hold a part of the model; only for its gradient norm
     copies: dist.ProcessGroup | None
     replicas: dist.ProcessGroup
     edges: list[Edges]
-    tied: dist.ProcessGroup | None  # first and last stage
+    tied: dist.ProcessGroup | None  # the first and the last stage
 
     @property
     def tp_mesh(self) -> DeviceMesh:
-        """The ranks that share this one's layers."""
+        """The mesh of the ranks among which this one's layers are split."""
         names = self.mesh.mesh_dim_names
         assert names is not None
         return self.mesh[names[-1]]
 
     @cached_property
     def beside(self) -> str:
-        """Who takes part in the collectives of a pass, for a sentence: the other ranks of dp and tp. Empty: nobody."""
+        """The other ranks of dp and tp, for a message: they take part in the collectives of a pass. Empty if none."""
         groups = (self.mesh.get_group(name) for name in self.mesh.mesh_dim_names or () if self.mesh[name].size() > 1)
         return others_of(groups)
 
     @property
     def chunks(self) -> int:
-        """Stages of the model on this rank."""
+        """The number of the model's stages on this rank."""
         return len(self.edges)
 
     @property
     def last_rank(self) -> int:
-        """Global rank of the model's last stage."""
+        """The global rank of the model's last stage."""
         return self.pp_ranks[stage_path(self.pp_size, self.chunks)[-1]]
 
 
 def others_of(groups: Iterable[dist.ProcessGroup]) -> str:
-    """The ranks of these groups but this one, for a sentence."""
+    """The ranks of these groups except this one, for a message."""
     ranks = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)} - {dist.get_rank()})
     if len(ranks) < 2:
         return "".join(f"trainer rank {rank}" for rank in ranks)
@@ -138,9 +140,10 @@ def others_of(groups: Iterable[dist.ProcessGroup]) -> str:
 
 
 class Groups:
-    """All groups of this process. `control` is a Gloo group over every rank; `model[name]` a model's own groups.
-    `elsewhere`: layouts of models of which this rank holds nothing; `planned`: those that the groups were formed with.
-    """
+    """All groups of this process. `control` is a Gloo group over every rank. `model[name]` holds a model's own groups.
+
+    `elsewhere` holds the layouts of models of which this rank has no part. `planned` holds the layouts with which the
+    groups were formed."""
 
     def __init__(self, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
         self.rank, self.world_size, self.timeout, self.device = rank, world_size, timeout, device
@@ -150,11 +153,11 @@ class Groups:
         self.control: dist.ProcessGroup = None
         self._patient: dist.ProcessGroup = None
         self._store: Any = None
-        # Why the groups were aborted by another thread than the one that uses them.
+        # If another thread aborted the groups, this says why.
         self.lost: str | None = None
         self._closed = False
         self._dropping = threading.Lock()
-        # Events of this GPU that wait for a peer, each with a sentence about it and the time since when, in order.
+        # Each entry is an event of this GPU that waits for a peer, a sentence about it, and its time; oldest first.
         self._awaited: deque[tuple[Any, str, float]] = deque()
 
     @classmethod
@@ -169,12 +172,12 @@ class Groups:
         local_rank: int | None = None,
         listening: socket.socket | None = None,
     ) -> Self:
-        """Meet the other ranks at rank 0's address and make every group, in one order on all ranks.
+        """Meet the other ranks at rank 0's address and make every group, in the same order on all ranks.
 
-        `local_rank` picks the GPU (default: rank modulo the GPUs here). `listening`: a socket that already listens at
-        that address; rank 0's store serves it, and takes it over. Collectives that wait longer than
-        `timeout_seconds` fail. Raises `PeerLost` when a rank does not come, `ValueError` for a layout whose product
-        is not `world_size`."""
+        `local_rank` picks the GPU (default: rank modulo the number of GPUs here). `listening` is a socket that already
+        listens at that address: rank 0's store takes it over and serves it. Collectives fail if they wait longer than
+        `timeout_seconds`. Raises `PeerLost` when a rank does not come, and `ValueError` for a layout whose product is
+        not `world_size`."""
         for name, layout in layouts.items():
             if layout.pp * layout.dp * layout.tp != world_size:
                 raise ValueError(
@@ -191,7 +194,7 @@ class Groups:
         self.planned = dict(layouts)
         try:
             with peer_errors("forming the trainer's groups"):
-                # Starting up may take longer than a message: ranks come with seconds between them.
+                # Starting up may take longer than a message, because ranks start seconds apart.
                 patience = max(timeout, timedelta(seconds=_FORMING_SECONDS))
                 if rank == 0 and listening is not None:
                     self._store = store_on(listening, world_size, patience)
@@ -217,7 +220,7 @@ class Groups:
         return self
 
     def _form_model(self, name: str, layout: Parallelism) -> None:
-        """Make a model's groups; every rank does, also one that holds nothing of it."""
+        """Make a model's groups. Every rank must call it, also one that holds no part of the model."""
         self.model.pop(name, None)
         self.elsewhere.pop(name, None)
         members = [rank for rank in range(self.world_size) if holds(rank, layout)]
@@ -228,7 +231,7 @@ class Groups:
         for rank in members:
             ranks[tuple(coordinates(rank, layout))] = rank
         pp, dp, tp = coordinates(self.rank, layout) if here else (-1, -1, -1)
-        # torch's caches take meshes of the same ranks and names for one, with one's groups.
+        # torch caches meshes by ranks and names. Without a new name it would return an older mesh and its groups.
         tensor = f"tp-{next(_FORMED)}"
         names: tuple[str, ...] = ("pp", "dp", tensor)
         grid = ranks
@@ -269,7 +272,7 @@ class Groups:
         if not here:
             self.elsewhere[name] = layout
             return
-        # Not made by DeviceMesh: its groups have torch's deadline of 10 or 30 minutes.
+        # DeviceMesh does not make these groups itself: its own have torch's deadline of 10 or 30 minutes.
         mesh = DeviceMesh.from_group([g for g in along if g is not None], self.device.type, grid, mesh_dim_names=names)
         self.model[name] = ModelGroups(
             name=name,
@@ -292,8 +295,8 @@ class Groups:
         )
 
     def _groups_along(self, grid: torch.Tensor, dim: int) -> dist.ProcessGroup | None:
-        """Make the groups of all lines of ranks along one dimension; that of this rank, if it is in the grid. The first
-        dimension's also takes tensors in host memory."""
+        """Make the groups of all lines of ranks along one dimension. Returns this rank's group, or None if it is not in
+        the grid. The groups of the first dimension also take tensors in host memory."""
         mine = None
         for line in grid.movedim(dim, -1).flatten(0, -2).tolist():
             group = dist.new_group(line, timeout=self.timeout) if dim == 0 else self._new_group(line)
@@ -301,15 +304,15 @@ class Groups:
         return mine
 
     def _new_group(self, ranks: list[int], patience: int = 1) -> dist.ProcessGroup:
-        """A group for tensors on the trainer's device alone: on GPUs it has no Gloo, whose ranks would connect too."""
+        """A group for tensors on the trainer's device only. On GPUs it has no Gloo, whose ranks would connect too."""
         backend = "nccl" if self.device.type == "cuda" else "gloo"
         return dist.new_group(ranks, timeout=self.timeout * patience, backend=backend)
 
     def _warm_up(self, models: Iterable[str]) -> None:
-        """Use every group once as it will be used, in the same order on all ranks.
+        """Use every group once as it will be used later, in the same order on all ranks.
 
-        NCCL makes communicators at their first use, which waits for the peers, and one for messages is another than one
-        for collectives. A rank that posts a receive ahead would wait in it, before it sends what its peer waits for."""
+        NCCL makes a communicator at its first use, and this waits for the peers. Messages and collectives use different
+        communicators. A rank that posts a receive early would wait in it, before it sends what its peer waits for."""
         dist.all_reduce(torch.zeros(1), group=self.control)
         for name in sorted(models):
             model = self.model[name]
@@ -318,7 +321,7 @@ class Groups:
             for group in groups:
                 if group is not None and dist.get_world_size(group) > 1:
                     dist.all_reduce(torch.zeros(1, device=self.device), group=group)
-            # Edge s before edge s + 1 on every rank, each forward and then backward.
+            # On every rank edge s comes before edge s + 1, and forward before backward.
             message = torch.zeros(1, device=self.device)
             for edge in model.edges:
                 if edge.previous is not None:
@@ -331,7 +334,7 @@ class Groups:
             torch.cuda.synchronize()
 
     def place(self, name: str, layout: Parallelism) -> None:
-        """Make the groups of `layout` for a model unless it has them; a collective call. Raises PeerLost."""
+        """Make the groups of `layout` for a model unless it has them. This is a collective call. Raises PeerLost."""
         held = self.model[name].layout if name in self.model else self.elsewhere.get(name)
         if held is not None and _same_places(held, layout, self.world_size):
             return
@@ -340,14 +343,14 @@ class Groups:
             self._warm_up([name] if name in self.model else [])
 
     def of(self, model: str) -> ModelGroups:
-        """Groups of `model`; a model without a layout of its own (reward) uses the actor's."""
+        """The groups of `model`. A model without a layout of its own (reward) uses the actor's."""
         return self.model.get(model) or self.model["actor"]
 
     def close(self) -> None:
-        """Drop every group, whatever its state; `form` can be called again afterwards. Pending operations of peers in
-        these groups fail, so that one rank's exit frees all. Never raises."""
+        """Drop every group, whatever its state. `form` can be called again afterwards. Pending operations of peers in
+        these groups fail, so one rank's exit frees all. Never raises."""
         for model in self.model.values():
-            # torch's caches keep meshes of tensor-parallel layers, whose groups would live on.
+            # torch's caches keep the meshes of tensor-parallel layers. Their groups would stay alive.
             compat.forget_groups(model.mesh)
         self.model.clear()
         self.elsewhere.clear()
@@ -355,11 +358,11 @@ class Groups:
         with self._dropping:
             ways = [dist.destroy_process_group]
             if self.device.type == "cuda":
-                # Destroying would wait for kernels that wait for the lost peer.
+                # Destroying would wait for kernels, and these wait for the lost peer.
                 ways.insert(0, compat.abort_all_groups)
             for drop in ways:
                 if dist.is_initialized():
-                    # A broken group may refuse; its sockets close with the last reference to it.
+                    # A broken group may raise. Its sockets close with the last reference to it.
                     with suppress(Exception):
                         drop()
             self._closed = True
@@ -370,7 +373,7 @@ class Groups:
     # ------------------------------------------------------------ peers that are lost while a GPU waits for them
 
     def awaiting(self, peer: str) -> None:
-        """What this GPU has been asked to do until now includes a wait for a peer; `peer` is a sentence about it."""
+        """Record that the work queued on this GPU so far waits for a peer; `peer` is a sentence about it."""
         event = torch.cuda.Event()
         event.record()
         with self._dropping:
@@ -378,8 +381,8 @@ class Groups:
             self._forget_arrived()
 
     def overdue(self) -> str | None:
-        """One sentence about the first peer that this GPU waits for, longer than the groups' deadline. May be called
-        from any thread."""
+        """One sentence about the peer that this GPU has waited for longest, if that is longer than the groups'
+        deadline. Any thread may call it."""
         with self._dropping:
             self._forget_arrived()
             if not self._awaited:
@@ -389,8 +392,8 @@ class Groups:
         return f"{peer}: nothing came for {waited:.0f} s" if waited > self.timeout.total_seconds() else None
 
     def abort(self, reason: str) -> None:
-        """End all waits in these groups; the thread that uses them gets PeerLost with the reason. May be called from
-        any thread."""
+        """End all waits in these groups. The thread that uses them gets PeerLost with the reason. Any thread may call
+        it."""
         with self._dropping:
             if self._closed or self.lost is not None:
                 return
@@ -400,7 +403,7 @@ class Groups:
 
     @contextmanager
     def naming_the_lost(self) -> Iterator[None]:
-        """Whatever is raised inside after an `abort` is `PeerLost` with its reason."""
+        """After an `abort`, turn any error inside into `PeerLost` with the reason of the abort."""
         try:
             yield
         except Exception as error:
@@ -419,7 +422,7 @@ class Groups:
     # ------------------------------------------------------------ small messages (JSON, never pickle)
 
     def broadcast_json(self, value: Any, group: dist.ProcessGroup | None = None, source: int = 0) -> Any:
-        """`value` of global rank `source`, on every rank of `group` (default: all ranks). Raises `PeerLost`."""
+        """The `value` of global rank `source`, on every rank of `group` (default: all ranks). Raises `PeerLost`."""
         group = group or self.control
         self._raise_if_lost()
         with peer_errors("waiting for a message of another trainer rank"):
@@ -433,7 +436,7 @@ class Groups:
         return value if self.rank == source else json.loads(buffer.numpy().tobytes())
 
     def gather_json(self, value: Any) -> list[Any] | None:
-        """Every rank's value, by rank, on rank 0; None elsewhere. Raises `PeerLost`."""
+        """Every rank's value, in the order of ranks, on rank 0. None on other ranks. Raises `PeerLost`."""
         self._raise_if_lost()
         with peer_errors("collecting messages of the trainer ranks"):
             data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
@@ -450,19 +453,19 @@ class Groups:
         return [json.loads(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
 
     def share_json(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank, on every rank. Raises `PeerLost`."""
+        """Every rank's value, in the order of ranks, on every rank. Raises `PeerLost`."""
         shared: list[Any] = self.broadcast_json(self.gather_json(value))
         return shared
 
     def all_succeed(self, error: str | None) -> None:
-        """A barrier that fails on every rank if any rank brings an error: raises `RankFailed` with the first one."""
+        """A barrier that fails on every rank if any rank passes an error. Raises `RankFailed` with the first one."""
         for rank, other in enumerate(self.share_json(error)):
             if other is not None:
                 raise RankFailed(other if self.world_size == 1 else f"{other} (trainer rank {rank})")
 
     @property
     def apart(self) -> bool:
-        """Whether models have ranks of their own; the same on every rank."""
+        """Whether some model is on a part of the ranks only; the same on every rank."""
         layouts = [*(model.layout for model in self.model.values()), *self.elsewhere.values()]
         return any(world_size(layout) < self.world_size for layout in layouts)
 
@@ -472,13 +475,13 @@ class Groups:
         return next(rank for rank in range(self.world_size) if holds(rank, layout))
 
     def meet(self) -> None:
-        """Wait for ranks that may have much more to do than this one, where models are on ranks of their own. Raises
+        """Wait for ranks that may have much more to do than this one, because models are on different ranks. Raises
         `PeerLost`."""
         with peer_errors("waiting for the ranks of another model"):
             dist.all_reduce(torch.zeros(1), group=self._patient)
 
     def barrier(self) -> None:
-        """Wait for every rank. Raises `PeerLost` past the deadline."""
+        """Wait for every rank. Raises `PeerLost` after the deadline."""
         with peer_errors("waiting for the other trainer ranks"):
             dist.all_reduce(torch.zeros(1), group=self.control)
 
@@ -492,4 +495,4 @@ def _same_places(a: Parallelism, b: Parallelism, world: int) -> bool:
 
 
 class RankFailed(RuntimeError):
-    """Some rank could not do its part of a joint operation; the message is that rank's, and all ranks raise it."""
+    """Some rank could not do its part of a joint operation. All ranks raise this, with that rank's message."""

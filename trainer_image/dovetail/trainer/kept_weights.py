@@ -1,4 +1,4 @@
-"""Versions of the weights that a rank keeps in host memory, to be sent while it trains."""
+"""Weight versions that a rank keeps in host memory, so that it can send them while it trains."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dovetail.protocol.weights.layout import RankGrid
 from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.weight_sender import WeightParts, whole_part
 
-Copies = dict[tuple[str, str], torch.Tensor]  # by model and name
+Copies = dict[tuple[str, str], torch.Tensor]  # the key is (model, tensor name)
 
 
 @dataclass
 class Kept:
-    """One version. `models`: what this rank sends of each model. `probe`: its log-probabilities, or None. `problem`:
-    why the version cannot be sent, or None."""
+    """One version. `models` holds what this rank sends of each model. `probe` holds the version's log-probabilities, if
+    there are any. `problem` says why the version cannot be sent; None if it can."""
 
     version: int
     models: dict[str, WeightParts]
@@ -32,9 +32,9 @@ class Kept:
 
 
 class KeptWeights:
-    """The newest versions. The main thread adds them; the thread that sends reads them.
+    """The newest versions. The main thread adds them; the thread that sends them reads them.
 
-    Copies of a version that is no longer kept are written over by the next one, unless it is still being sent."""
+    When a version is no longer kept, the next one overwrites its copies, unless they are still being sent."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -61,9 +61,9 @@ class KeptWeights:
             return sorted(self._kept)
 
     def add(self, engine: Engine, senders: int, probe: Probe | None, problem: str | None = None) -> None:
-        """Copy the engine's present weights; a collective call. `senders`: the most ranks of a stage that may send.
+        """Copy the engine's current weights. This is a collective call. At most `senders` ranks of a stage may send.
 
-        They are complete when it returns, so later steps cannot change what is sent."""
+        The copies are complete when it returns, so later steps cannot change what is sent."""
         with self._lock:
             for version in sorted(self._kept)[: max(0, len(self._kept) + 1 - self._most)]:
                 gone = self._kept.pop(version)
@@ -80,7 +80,7 @@ class KeptWeights:
 
     @contextmanager
     def using(self, version: int) -> Iterator[Kept | None]:
-        """The version, which stays as it is inside; None if it is not kept."""
+        """The version, which does not change inside the block. None if it is not kept."""
         with self._lock:
             kept = self._kept.get(version)
             if kept is not None:
@@ -103,7 +103,7 @@ class KeptWeights:
             layout, parts = RankGrid(), map(whole_part, source())
         sends = groups.dp_rank < layout.dp and groups.tp_rank < layout.tp
         held: list[Part] = []
-        for part in parts:  # to the end on every rank: it may be a collective
+        for part in parts:  # every rank must iterate to the end, because this may be a collective
             if not sends:
                 continue
             tensor = part.tensor.detach()

@@ -26,7 +26,7 @@ PATIENCE_SECONDS = 600.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 after `stop`; 1 with one sentence on stderr otherwise."""
+    """Run the rank. Returns 0 after `stop`, 2 for an error that a restart cannot fix, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m dovetail.trainer.main",
         description="One trainer rank of a job, configured by DOVETAIL_* variables; `dovetail run` starts it.",
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         help="how long an absent coordinator is waited for (default: %(default)s)",
     )
     options = parser.parse_args(argv)
-    # Blocked in a collective, Python could not run a handler: let the signals end the process at once.
+    # Python cannot run a handler while it is blocked in a collective. So let the signals end the process at once.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     log = Events("trainer")
@@ -53,18 +53,18 @@ def main(argv: list[str] | None = None) -> int:
         return serve(env, job, plan.parallelism, options.patience, log)
     except (CoordinatorUnreachable, Refused, ValueError, OSError) as error:
         log("rank.failed", message=str(error))
-        # 2: starting again would not help.
+        # 2 means that a restart would not help.
         return 2 if isinstance(error, ValueError | Refused) else 1
 
 
 def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patience: float, log: Events) -> int:
-    """Run the rank until it is told to stop; 0. Raises ValueError for a function of the user's that does not work, and
-    for a GPU that torch has no kernels for."""
+    """Run the rank until it is told to stop; returns 0. Raises ValueError for a user's function that does not work, and
+    for a GPU for which torch has no kernels. Raises CoordinatorUnreachable and Refused."""
     my_capability()
     client = CoordinatorClient(env.coordinator, env.token, patience)
-    # torch would end this process when a peer is lost; the heartbeat thread aborts the groups instead.
+    # torch would end this process when a peer is lost. Instead, the heartbeat thread aborts the groups.
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    # Slow imports and settings of torch come after everything that can be wrong with the environment.
+    # The environment is checked before the slow imports and settings of torch.
     import torch
 
     from dovetail.trainer.algorithms.policy import rehearse_loss
@@ -107,8 +107,8 @@ def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patien
 
 
 def read_job(path: Path, plan: Plan) -> RLHFJob:
-    """The job, with the plan's lag where its manifest says Auto. Raises ValueError when job.json does not hold a valid
-    job, OSError when it is missing."""
+    """The job. Where its manifest says Auto it gets the plan's lag. Raises ValueError if job.json does not hold a valid
+    job, and OSError if it is missing."""
     try:
         job = RLHFJob.model_validate_json(path.read_text(encoding="utf-8"))
         return job.model_copy(update={"spec": with_lag(job.spec, plan.lag)})
@@ -119,7 +119,7 @@ def read_job(path: Path, plan: Plan) -> RLHFJob:
 
 
 def read_plan(path: Path, env: ProcessEnv) -> Plan:
-    """Raises ValueError when plan.json is not a plan for this many ranks, OSError when it is missing."""
+    """The plan. Raises ValueError if plan.json is not a plan for this many ranks, and OSError if it is missing."""
     try:
         plan = Plan.model_validate_json(path.read_text(encoding="utf-8"))
     except ValidationError as error:
@@ -144,5 +144,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not through the interpreter's end: threads of torch's backends may wait there for peers that are gone.
+    # Skip the interpreter's shutdown: threads of torch's backends may wait there for peers that are gone.
     os._exit(code)

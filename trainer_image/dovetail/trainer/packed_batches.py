@@ -1,6 +1,6 @@
-"""From a batch's arrays to micro-batches: checks, the split over data-parallel ranks, packing.
+"""From a batch's arrays to micro-batches: checks, the split over data-parallel ranks, and packing.
 
-Everything here is a pure function of the batch, so every rank comes to the same split by itself."""
+Everything here is a pure function of the batch. So every rank computes the same split by itself."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dovetail.trainer.command_errors import BadCommand
 
 
 def read(arrays: Arrays, name: str, dtype: torch.dtype, shape: tuple[int | None, ...]) -> Tensor:
-    """Array `name` as a tensor of `dtype`; None in `shape` stands for any size.
+    """Array `name` as a tensor of `dtype`. None in `shape` stands for any size.
 
-    Raises BadCommand naming the array when it is missing or has another shape."""
+    Raises BadCommand that names the array, if it is missing or has another shape."""
     if name not in arrays:
         raise BadCommand(f"the batch has no array {name!r}; it has {', '.join(sorted(arrays)) or 'none'}")
     array = arrays[name]
@@ -34,8 +34,10 @@ def read(arrays: Arrays, name: str, dtype: torch.dtype, shape: tuple[int | None,
 
 @dataclass(frozen=True)
 class Sequences:
-    """tokens (N, T) int64, right-padded; lengths (N,) int64, each in 1..T. `routing` (N, T, layers, experts of a token)
-    int16: the experts that the rollout chose, -1 where they are not known; None if none are."""
+    """tokens (N, T) int64, right-padded; lengths (N,) int64, each in 1..T.
+
+    `routing` (N, T, layers, experts of a token) int16: the experts that the rollout chose, -1 where they are not known.
+    None if none are known."""
 
     tokens: Tensor
     lengths: Tensor
@@ -49,7 +51,7 @@ class Sequences:
 
     @staticmethod
     def checked(tokens: Tensor, lengths: Tensor, name: str) -> Sequences:
-        """Raises BadCommand for an empty batch or a length outside 1..T."""
+        """The sequences. Raises BadCommand for an empty batch, a length outside 1..T or a negative token id."""
         if tokens.shape[0] == 0:
             raise BadCommand("the batch has no sequences")
         if int(lengths.min()) < 1 or int(lengths.max()) > tokens.shape[1]:
@@ -62,8 +64,8 @@ class Sequences:
         return int(self.tokens.shape[0])
 
     def pack(self, rows: Sequence[int], wanted: Tensor) -> Packed:
-        """Pack these rows without their padding. `wanted` (rows, T) bool marks the positions whose outputs matter; none
-        of them is beyond a row's length."""
+        """Pack these rows without their padding. `wanted` (rows, T) bool marks the positions whose outputs are needed.
+        None of them may lie beyond its row's length."""
         index = torch.tensor(rows, dtype=torch.int64)
         lengths = self.lengths[index]
         width = int(lengths.max())
@@ -77,11 +79,11 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences laid out one after the other: `tokens` (1, total) int64, and their `lengths`, which add up to total.
+    """Sequences one after the other: `tokens` (1, total) int64, and their `lengths`, which add up to total.
 
-    `wanted` (n,) int64: positions in 0..total-1 whose outputs matter, ascending; `targets` (n,) int64: the token after
-    each of them (any, after a sequence's last). `routing` (total, layers, experts of a token): the experts that the
-    rollout chose, if they are known."""
+    `wanted` (n,) int64: positions in 0..total-1 whose outputs are needed, ascending. `targets` (n,) int64: the token
+    after each of them; after a sequence's last token it can be any. `routing` (total, layers, experts of a token): the
+    experts that the rollout chose, or None if they are not known."""
 
     tokens: Tensor
     lengths: tuple[int, ...]
@@ -91,26 +93,26 @@ class Packed:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device. The host does not wait: CUDA takes a copy of what is not page-locked."""
+    """The tensor on the device. The host does not wait: if its memory is not page-locked, CUDA takes a copy first."""
     return tensor.to(device, non_blocking=True)
 
 
 def moved_together(tensors: list[Tensor], device: torch.device) -> list[Tensor]:
-    """`moved` of tensors of one shape, to a GPU in one copy."""
+    """`moved` for several tensors of one shape. A GPU gets them in one copy."""
     return tensors if device.type == "cpu" else list(moved(torch.stack(tensors), device).unbind())
 
 
 def unpacked(values: Tensor, where: Tensor) -> Tensor:
-    """`values` (n,) at the n places that `where` (B, T) bool marks, row by row, and 0 elsewhere: (B, T)."""
+    """A table (B, T) with `values` (n,) at the n places that `where` (B, T) bool marks, row by row, and 0 elsewhere."""
     where = moved(where, values.device)
     return values.new_zeros(where.shape).masked_scatter(where, values)
 
 
 def split(lengths: Sequence[int], dp: int, micro: int) -> list[list[list[int]]]:
-    """Rows of each micro-batch of each data-parallel rank: `result[dp_rank][i]` has exactly `micro` rows.
+    """The rows of each micro-batch of each data-parallel rank: `result[dp_rank][i]` has exactly `micro` rows.
 
-    Every rank gets as many rows, and nearly as many tokens; so does every micro-batch of a rank, the largest first.
-    Raises BadCommand when the rows cannot be dealt out evenly."""
+    Ranks get equally many rows and nearly equally many tokens. The same holds for the micro-batches of a rank, which
+    come largest first. Raises BadCommand if the rows cannot be divided evenly."""
     if len(lengths) % (dp * micro):
         raise BadCommand(
             f"{len(lengths)} sequences cannot be split into micro-batches of {micro} on {dp} data-parallel ranks; "
@@ -126,12 +128,14 @@ def split(lengths: Sequence[int], dp: int, micro: int) -> list[list[list[int]]]:
 
 
 def split_tokens(lengths: Sequence[int], dp: int, most: int, count: int | None = None) -> list[list[list[int]]]:
-    """Rows of each micro-batch of each data-parallel rank, cut by tokens: none has more than `most` of them, all have
-    nearly as many, and every rank has as few micro-batches as that allows, the same number as every other, or `count`
-    if that is more.
+    """The rows of each micro-batch of each data-parallel rank, cut by tokens.
 
-    `result[d][i]` for all d are of neighbouring sizes, the largest first, because ranks wait for each other at each.
-    Raises BadCommand for a row of more than `most` tokens, and for rows that are no multiple of the ranks."""
+    No micro-batch has more than `most` tokens, and all have nearly equally many. Every rank has the same number of
+    micro-batches: the smallest that allows this, or `count` if that is larger.
+
+    For each i the micro-batches `result[d][i]` of all ranks d have similar sizes, because ranks wait for each other at
+    each one. They come largest first. Raises BadCommand for a row of more than `most` tokens, and if the number of rows
+    is no multiple of `dp`."""
     if not lengths or len(lengths) % dp:
         raise BadCommand(f"{len(lengths)} sequences cannot be shared evenly by {dp} data-parallel ranks")
     if (longest := max(lengths)) > most:
@@ -144,7 +148,7 @@ def split_tokens(lengths: Sequence[int], dp: int, most: int, count: int | None =
     parts.sort(key=lambda part: (-sum(lengths[row] for row in part), part))
     found: list[list[list[int]]] = [[] for _ in range(dp)]
     for start in range(0, len(parts), dp):
-        # There and back, so that no rank always gets the larger ones.
+        # The order alternates, so that no rank always gets the larger ones.
         turn = 1 if start // dp % 2 == 0 else -1
         for rank, part in zip(range(dp)[::turn], parts[start : start + dp], strict=True):
             found[rank].append(part)
@@ -152,12 +156,14 @@ def split_tokens(lengths: Sequence[int], dp: int, most: int, count: int | None =
 
 
 def micro_batch_count(batches: Iterable[Sequence[int]], dp: int, most: int) -> int:
-    """Micro-batches of a rank that suffice for each of these mini-batches, given as the lengths of their rows."""
+    """The micro-batches of a rank that are enough for each mini-batch; `batches` gives the lengths of their rows.
+
+    Raises BadCommand as in `split_tokens`."""
     return max(len(split_tokens(lengths, dp, most)[0]) for lengths in batches)
 
 
 def _parts(lengths: Sequence[int], count: int, most: int) -> list[list[int]] | None:
-    """All rows in `count` parts of nearly as many tokens, none of them empty; None if one had more than `most`."""
+    """All rows in `count` parts of nearly equally many tokens, none empty. None if a part had more than `most`."""
     if count == len(lengths):
         return [[row] for row in range(len(lengths))]
     for equal_counts in (False, True):
@@ -169,15 +175,15 @@ def _parts(lengths: Sequence[int], count: int, most: int) -> list[list[int]] | N
 
 @dataclass(frozen=True)
 class Padded:
-    """Rows of a micro-batch whose number was made up with repeats: `weights` (rows,) is 0 for those, else 1."""
+    """Rows of a micro-batch, filled up with repeats. `weights` (rows,) float32 is 0 for the repeats, else 1."""
 
     rows: list[int]
     weights: Tensor
 
 
 def split_padded(count: int, dp: int, micro: int, at_least: int = 1) -> list[list[Padded]]:
-    """Like `split` for any number of rows: in order, and made up with repeats of row 0 that count nothing, so that
-    every rank runs as many micro-batches (at least `at_least`) of one size."""
+    """Like `split`, for any number of rows. Rows stay in order, and repeats of row 0 with weight 0 fill them up. So
+    every rank runs the same number of micro-batches of one size, and at least `at_least`."""
     micro = min(micro, -(-count // dp))
     each = max(at_least, -(-count // (dp * micro)))
     result = []
@@ -192,8 +198,7 @@ def split_padded(count: int, dp: int, micro: int, at_least: int = 1) -> list[lis
 
 
 def padded_tokens(lengths: Sequence[int], dp: int, most: int) -> list[list[Padded]]:
-    """`split_tokens` for any number of rows, made up to a multiple of the ranks with repeats of row 0 that count
-    nothing."""
+    """`split_tokens` for any number of rows. Repeats of row 0 with weight 0 fill them up to a multiple of `dp`."""
     real = len(lengths)
     every = [*lengths, *[lengths[0]] * (-real % dp)]
 
@@ -205,14 +210,14 @@ def padded_tokens(lengths: Sequence[int], dp: int, most: int) -> list[list[Padde
 
 
 def generator(*key: int | str) -> torch.Generator:
-    """A random generator seeded by the key alone, the same on every machine."""
+    """A random generator. Its seed depends on the key alone, so it is the same on every machine."""
     digest = hashlib.sha256("/".join(str(part) for part in key).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def mini_batches(count: int, size: int, epochs: int, seed: int, step: int) -> Iterator[tuple[int, list[int]]]:
-    """(epoch, rows) of every optimizer step of an iteration: each epoch is a permutation of all rows, drawn from
-    (seed, step, epoch), cut into mini-batches. Raises BadCommand unless `size` divides `count`."""
+    """(epoch, rows) of every optimizer step of an iteration. In each epoch all rows are permuted with a seed made of
+    (seed, step, epoch) and cut into mini-batches. Raises BadCommand unless `size` divides `count`."""
     if count % size:
         raise BadCommand(f"{count} samples cannot be cut into mini-batches of {size}; check ppo.miniBatchSize")
     for epoch in range(epochs):
@@ -222,5 +227,5 @@ def mini_batches(count: int, size: int, epochs: int, seed: int, step: int) -> It
 
 
 def shifted(tokens: Tensor) -> Tensor:
-    """The token that each position predicts: (B, T) -> (B, T), the last column (which predicts nothing) 0."""
+    """The token that each position predicts: (B, T) -> (B, T). The last column predicts nothing and is 0."""
     return torch.nn.functional.pad(tokens[:, 1:], (0, 1))

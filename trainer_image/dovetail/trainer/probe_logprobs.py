@@ -1,4 +1,4 @@
-"""Log-probabilities of a few fixed tokens with the weights that were just sent, to judge servers by."""
+"""Log-probabilities of a few fixed tokens under the weights that were just sent. They serve to check servers."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _MODEL = "actor"
 
 
 def probe_tokens(vocabulary: int, limit: int) -> list[int]:
-    """Token ids drawn from all of the vocabulary, always the same ones; at most `limit`."""
+    """At most `limit` token ids, drawn from the whole vocabulary. They are always the same."""
     draw = random.Random(vocabulary)
     return [draw.randrange(vocabulary) for _ in range(max(0, min(TOKENS, limit)))]
 
 
 def longest_sequence(spec: RLHFJobSpec, config: Any) -> int:
-    """Tokens that a server of the job takes, prompt and response together."""
+    """The most tokens that a server of the job takes, prompt and response together."""
     wanted = spec.data.max_prompt_tokens + spec.generation.max_tokens
     positions = getattr(config, "max_position_embeddings", None)
     return min(wanted, int(positions)) if positions else wanted
 
 
 def take_probe(context: Context, version: int) -> Probe | None:
-    """The actor's log-probabilities, the same on every rank; None where servers take no two tokens as a prompt. A
-    collective call. Raises FloatingPointError on every rank where a number is not finite."""
+    """The actor's log-probabilities (nats), the same on every rank. None if servers take fewer than two tokens as a
+    prompt. This is a collective call. Raises FloatingPointError on every rank if a number is not finite."""
     held = context.engine.models.get(_MODEL)
     ref = context.engine.loaded[_MODEL]
     config = held.config if held is not None else load_config(ref)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from dovetail.protocol.messages import Span
 
-# A result must stay small: an iteration of a large job has thousands of actions, the picture needs the first ones.
+# An iteration of a large job has thousands of actions. A result must stay small, and the first spans are enough.
 MAX_SPANS = 2000
 
 
@@ -20,13 +20,13 @@ class SpanRecorder:
         self._spans: list[Span] = []
 
     def record(self, name: str, start: float, end: float, lane: str = "actions") -> None:
-        """Add one span; beyond the limit, spans are dropped."""
+        """Add one span from `start` to `end` (seconds since the epoch). Spans beyond the limit are dropped."""
         if len(self._spans) < self._limit:
             self._spans.append(Span(name=name, process=self._process, lane=lane, start=start, end=end))
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A span on the `phases` lane around a block."""
+        """Record a span around a block, on the lane `phases`."""
         start = self._clock()
         try:
             yield

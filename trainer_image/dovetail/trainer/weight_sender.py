@@ -1,4 +1,4 @@
-"""Sending weights: the ranks of each stage share its sending, each to all receivers at once."""
+"""Weight sending. The ranks of a stage share the work, and each sends to all receivers at once."""
 
 from __future__ import annotations
 
@@ -37,19 +37,18 @@ from dovetail.protocol.weights.buckets import (
 from dovetail.protocol.weights.layout import Box, RankGrid, volume
 
 Source = Iterable[Named] | Callable[[], Iterable[Named]]
-# Senders of one stage. A communicator each: NCCL's take device memory, on vLLM's side too.
+# The most senders of one stage. Each has a communicator, and NCCL's take device memory, also on vLLM's side.
 MAX_SENDERS: dict[Backend, int] = {"gloo": 16, "nccl": 4}
-# Bytes a second that a receiver gets at least from all senders together: less than a slow network carries.
+# Bytes per second that a receiver gets at least from all senders together. This is less than a slow network carries.
 SLOWEST: dict[Backend, float] = {"gloo": 50e6, "nccl": 500e6}
 
 
 @dataclass(frozen=True)
 class WeightParts:
-    """A model of which each rank of a stage holds, and can send, only parts.
+    """The weights of a model of which each rank of a stage holds, and can send, only parts.
 
-    `iterate` starts an iteration over what this rank holds of every tensor of its stage, in the same order each time
-    and on all ranks of the stage. `layout`: how the stage's ranks, of the dp ranks from 0 on, hold a tensor; others
-    send nothing."""
+    `iterate` starts an iteration over this rank's part of every tensor of its stage. The order is the same each time
+    and on all ranks of the stage. `layout` says how the stage's first dp ranks hold a tensor; others send nothing."""
 
     iterate: Callable[[], Iterable[Part]]
     layout: RankGrid
@@ -62,7 +61,7 @@ class ModelRank(Protocol):
 
 
 class GroupsLike(Protocol):
-    """The part of `dovetail.trainer.groups.Groups` that a sender needs."""
+    """The attributes and methods of `dovetail.trainer.groups.Groups` that a sender needs."""
 
     rank: int
     world_size: int
@@ -76,7 +75,7 @@ class GroupsLike(Protocol):
 
 @dataclass
 class _Line:
-    """The communicator of one model on this rank, kept while the epoch is the same."""
+    """The communicator of one model on this rank. It is kept while the epoch stays the same."""
 
     epoch: int
     store: Any
@@ -86,11 +85,11 @@ class _Line:
 
 
 class WeightSender:
-    """`publish` is collective: every rank calls it with the same command. Not thread-safe.
+    """Sends weights. `publish` is collective: every rank calls it with the same command. Not thread-safe.
 
-    `post_offer` is called on rank 0 once all senders listen. `host` is the address that receivers connect to (default:
-    DOVETAIL_HOST). `cancelled` is asked until all receivers are ready to take the version; true ends the publish with
-    an error."""
+    `post_offer` is called on rank 0 once all senders listen. `host` is the address to which receivers connect (default:
+    DOVETAIL_HOST). `cancelled` is called until all receivers are ready to take the version. If it returns true, the
+    publish ends with an error."""
 
     def __init__(
         self,
@@ -108,36 +107,37 @@ class WeightSender:
         self._backend: Backend = "nccl" if on_gpu else "gloo"
         self._bucket_bytes = bucket_bytes or (GPU_BUCKET_BYTES if on_gpu else CPU_BUCKET_BYTES)
         self._cancelled = cancelled
-        # By model: the stage's buckets, whole, and what the stage's senders send of each.
+        # By model: the whole buckets of the stage, and the share of each of its senders.
         self._wholes: dict[str, list[Bucket]] = {}
         self._shares: dict[str, dict[int, list[Bucket]]] = {}
         self._layouts: dict[str, RankGrid] = {}
-        self._dtypes: dict[str, str | None] = {}  # in which matrices are sent, None: as they are
+        self._dtypes: dict[str, str | None] = {}  # the dtype in which matrices are sent; None: their own
         self._lines: dict[str, _Line] = {}
         self._buffers: list[torch.Tensor] = []
 
     @property
     def max_senders(self) -> int:
-        """Most ranks of a stage that may send."""
+        """The most ranks of a stage that may send."""
         return MAX_SENDERS[self._backend]
 
     def publish(self, command: Publish, weights: Mapping[str, Source | WeightParts]) -> dict[str, float]:
         """Send each model of `weights` that has receivers. Returns `bytes` (sent by all senders together), `seconds`
-        (from the offer to the last byte) and `gigabytes_per_second` (bytes / seconds / 1e9; each byte counted once,
-        however many receivers take it).
+        (from the offer to the last byte) and `gigabytes_per_second` (bytes / seconds / 1e9). Each byte counts once,
+        however many receivers take it.
 
-        `weights[model]` is `Parts`, of which every element is sent once, by one of the ranks that hold it. Or it gives
-        this rank's stage of the model as (Hugging Face name, full tensor), the same on all ranks of the stage and in
-        the same order each time, for the first of them to send: a callable that starts such an iteration, or an
-        iterable (then the first publish of a model holds all of it in memory: its bucket plan must be known before the
-        first byte). All ranks go through `weights` in the order of the models' names, as iterating may be a collective.
+        `weights[model]` can be `WeightParts`. Then one of the ranks that hold an element sends it. Otherwise it gives
+        this rank's stage of the model as pairs (Hugging Face name, full tensor), and the first rank of the stage sends
+        them. They must be the same on all ranks of the stage, in the same order each time. It is either a callable that
+        starts such an iteration, or an iterable. An iterable is held in memory as a whole at the first publish of a
+        model, because its bucket plan must be known before the first byte. All ranks go through `weights` in the order
+        of the models' names, because an iteration may be a collective.
 
-        Tensors are taken from the iteration as late as their bucket is packed, while the one before is on its way: work
-        that the iteration does to make them is hidden behind sending.
+        A tensor is taken from the iteration only when its bucket is packed, while the bucket before is being sent. So
+        the work of making tensors overlaps with sending.
 
-        The transfer has the command's deadline, and the time that its bytes take at SLOWEST.
+        The transfer may take the command's deadline plus the time that its bytes take at SLOWEST.
 
-        Raises TransferError on every rank alike, naming the receivers that did not come where that is known; the
+        Raises TransferError on every rank alike. It names the receivers that did not come, where they are known. The
         sender can publish again with a new epoch."""
         deadline = Deadline(command.deadline_seconds)
         models = sorted({m for r in command.receivers for m in r.models} & set(weights))
@@ -185,7 +185,7 @@ class WeightSender:
                 )
             except Exception as error:
                 problem = f"the offer did not reach the coordinator: {error}"
-        # One word of rank 0 decides whether anyone goes on.
+        # Rank 0 decides for all ranks whether they go on.
         problem, allowed = self._groups.broadcast_json([problem, allowed])
         if problem:
             self._drop_lines()
@@ -206,14 +206,15 @@ class WeightSender:
         return {"bytes": total, "seconds": seconds, "gigabytes_per_second": total / max(seconds, 1e-9) / 1e9}
 
     def close(self) -> None:
-        """Drop every communicator and buffer."""
+        """Close every communicator and free the buffers."""
         self._drop_lines()
         self._buffers.clear()
 
     # ------------------------------------------------------------ parts of publish
 
     def _plan(self, model: str, source: Source | WeightParts, dtype: str | None) -> Iterable[Part]:
-        """Make sure that the model's bucket plan is known, with matrices in `dtype`; returns the iteration to send."""
+        """Make the model's bucket plan, with matrices in `dtype`, unless there is one. Returns the iteration to
+        send."""
         layout = source.layout if isinstance(source, WeightParts) else RankGrid()
         if isinstance(source, WeightParts):
             iterate = source.iterate
@@ -235,11 +236,11 @@ class WeightSender:
         return iterate()
 
     def _mine(self, model: str) -> list[Bucket] | None:
-        """What this rank sends of the model's buckets; None: nothing."""
+        """The share of the model's buckets that this rank sends. None if it sends nothing."""
         return self._shares[model].get(self._sender(model))
 
     def _sender(self, model: str) -> int:
-        """This rank's place among those of its stage."""
+        """This rank's number among the ranks of its stage."""
         groups = self._groups.model[model]
         return self._layouts[model].rank(0, groups.dp_rank, groups.tp_rank)
 
@@ -253,7 +254,8 @@ class WeightSender:
         return line
 
     def _send(self, model: str, source: Iterable[Part], command: Publish, deadline: Deadline) -> int:
-        """Returns the bytes sent. On failure goes on iterating `source` (its collectives have peers), then raises."""
+        """Send a model; returns the bytes sent. After a failure it first iterates `source` to the end, because its
+        collectives have peers, and then raises TransferError."""
         receivers = [r for r in command.receivers if model in r.models]
         line = self._lines[model]
         with closing(_iterate(source)) as parts:
@@ -289,7 +291,7 @@ class WeightSender:
                 raise
 
     def _stream(self, model: str, parts: Iterator[Part], channel: Channel, deadline: Deadline) -> int:
-        """Pack bucket k + 1 while bucket k is on its way."""
+        """Pack bucket k + 1 while bucket k is being sent; returns the bytes sent."""
         plan = self._mine(model) or []
         self._allocate(max((message_bytes(b) for b in plan), default=0))
         busy: list[Handle | None] = [None, None]
@@ -308,7 +310,7 @@ class WeightSender:
         if next(parts, None) is not None:
             self._changed(model, "has more tensors than before")
         if self._groups.device.type == "cuda":
-            # Not the whole device: another thread may train on it.
+            # Synchronising the whole device would also wait for a thread that trains on it.
             torch.cuda.current_stream(self._groups.device).synchronize()
         return sent
 
@@ -328,7 +330,7 @@ class WeightSender:
             self._buffers = [torch.empty(nbytes, dtype=torch.uint8, device=self._groups.device) for _ in range(2)]
 
     def _agree(self, problem: str | None, sent: int = 0) -> float:
-        """Raise the same TransferError on all ranks if any has a problem; returns the sum of `sent`."""
+        """Raise the same TransferError on all ranks if any has a problem. Returns the sum of `sent`, in bytes."""
         gathered = self._groups.gather_json([problem, sent])
         verdict = None
         if gathered is not None:
@@ -350,29 +352,31 @@ class WeightSender:
 
 
 def whole_part(named: Named) -> Part:
-    """A whole tensor as the part that one rank holds."""
+    """A whole tensor as a part that one rank holds."""
     name, tensor = named
     shape = tuple(tensor.shape)
     return Part(name, shape, tuple((0, n) for n in shape), tensor)
 
 
 def serving_dtype(receivers: Iterable[Receiver], model: str) -> str | None:
-    """The dtype of 16 bits in which all receivers of the model hold it. Cast before they are sent, weights are the same
-    bits there, and half as many bytes travel. None: they differ, or hold something else."""
+    """The 16-bit dtype in which all receivers hold the model. None if they differ or hold another dtype.
+
+    If weights are cast before they are sent, receivers get the same bits, and half as many bytes are sent."""
     held = {receiver.dtype for receiver in receivers if model in receiver.models}
     (dtype,) = held if len(held) == 1 else (None,)
     return dtype if dtype in ("bfloat16", "float16") else None
 
 
 def _spec(part: Part, dtype: str | None) -> TensorSpec:
-    """What is sent of the part. Vectors stay as they are: servers hold some in float32, and they are small."""
+    """The spec of what is sent of the part. Vectors keep their dtype: servers hold some in float32, and they are
+    small."""
     own = str(part.tensor.dtype).removeprefix("torch.")
     sent = dtype if dtype and own == "float32" and len(part.shape) > 1 else own
     return TensorSpec(part.name, sent, tuple(part.shape))
 
 
 def _cut(part: Part, box: Box | None) -> torch.Tensor:
-    """The elements in `box` of what this rank holds."""
+    """The elements in `box`, taken from what this rank holds."""
     tensor = part.tensor.detach()
     if box is None or not volume(box):
         return tensor
