@@ -1,1 +1,1 @@
-"""What a rank holds and does: stages, optimizers, schedules, checkpoints and exports."""
+"""The state of a rank and the operations on it: stages, optimizers, schedules, checkpoints and exports."""

@@ -1,4 +1,4 @@
-"""What the executor measures of each action: seconds of compute, and bytes of activations held."""
+"""Measurements of the executor's actions: seconds of compute, and bytes of saved activations."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from dovetail.protocol.messages import Kind, StageTimes
 from dovetail.trainer.compat import viewed
 from dovetail.trainer.engine.optim import local
 
-# Kind; model, chunk and micro-batch.
+# The kind of action, and its (model, chunk, micro-batch).
 Key = tuple[Kind, tuple[str, int, int]]
 
 
 class ActionStopwatch:
-    """Measures when blocks of compute began and how long they took, by key. On a GPU it uses events, so nothing waits
-    for the device before `spans` or `seconds`. `clock` gives seconds since the epoch."""
+    """Measures when blocks of compute began and how long they took, by key. On a GPU it uses events. So nothing waits
+    for the device before `spans` or `seconds` is called. `clock` gives seconds since the epoch."""
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = time.time) -> None:
         self._gpu = device.type == "cuda"
@@ -31,7 +31,7 @@ class ActionStopwatch:
 
     @contextmanager
     def time(self, key: Key) -> Iterator[None]:
-        """Measure the block."""
+        """Measure the block under this key."""
         if not self._gpu:
             began, start = self._clock(), time.perf_counter()
             yield
@@ -44,10 +44,10 @@ class ActionStopwatch:
         self._events.append((key, first, last))
 
     def spans(self) -> dict[Key, tuple[float, float]]:
-        """The begin of each block and its seconds. Waits for the device."""
+        """The begin of each block (seconds since the epoch) and its duration in seconds. Waits for the device."""
         if self._events:
-            # The device's clock is compared with the host's once, at the end. The stream's order makes this event the
-            # last one.
+            # The device's clock is compared with the host's once, at the end. The stream runs in order, so this event
+            # is the last one.
             now = torch.cuda.Event(enable_timing=True)
             now.record()
             now.synchronize()
@@ -59,12 +59,12 @@ class ActionStopwatch:
         return self._spans
 
     def seconds(self) -> dict[Key, float]:
-        """The seconds of each block. Waits for the device."""
+        """The duration of each block in seconds. Waits for the device."""
         return {key: seconds for key, (_, seconds) in self.spans().items()}
 
 
 class Meter(Protocol):
-    """`bytes` of activations that the `with` keeps for the backward pass."""
+    """A context manager. `bytes` counts the activations that its block keeps for the backward pass."""
 
     bytes: int
 
@@ -74,8 +74,8 @@ class Meter(Protocol):
 
 
 class AllocatedBytes:
-    """Bytes of device memory that are allocated at the end of the `with` and were not at its begin, `gathered` less:
-    weights that came whole meanwhile. It costs the host nothing much, where `SavedBytes` looks at every tensor."""
+    """Bytes of device memory that are allocated at the end of the block but not at its begin, less `gathered`: weights
+    that were all-gathered meanwhile. This costs the host almost nothing; `SavedBytes` looks at every tensor."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -91,8 +91,8 @@ class AllocatedBytes:
 
 
 class SavedBytes:
-    """Bytes of the tensors that autograd saves for the backward pass inside the `with`; weights do not count, and
-    what several operations save together counts once."""
+    """Bytes of the tensors that autograd saves for the backward pass inside the block. Weights do not count. A tensor
+    that several operations save counts once."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self._weights = {local(weight).untyped_storage().data_ptr() for weight in weights}
@@ -109,20 +109,20 @@ class SavedBytes:
         self._hooks.__exit__(*error)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        # A linear layer that is split over tp ranks saves its weight transposed.
+        # A linear layer that is split over tp ranks saves a transposed view of its weight.
         if not isinstance(viewed(tensor), torch.nn.Parameter):
             storage = local(tensor).untyped_storage()
             place = storage.data_ptr()
             if place not in self._seen and place not in self._weights:
                 self._seen.add(place)
                 self.bytes += storage.nbytes()
-        # Detached: an operation that saves its own output would keep itself, and with it the whole graph, if no
-        # backward pass visits it.
+        # An operation may save its own output. Without `detach` it would then keep itself and the whole graph alive, if
+        # no backward pass visits it.
         return tensor.detach()
 
 
 class Collected:
-    """Measurements of several runs of one schedule's mini-batches, by position within a mini-batch."""
+    """Measurements of several runs of one schedule, by the position within a mini-batch."""
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[str, int, Kind, int], list[float]] = {}
@@ -136,7 +136,8 @@ class Collected:
         peak_bytes: int,
         counts: dict[str, int],
     ) -> None:
-        """`counts[model]`: micro-batches of a mini-batch. `saved`: bytes by model, chunk and micro-batch."""
+        """Add a run. `counts[model]` is the number of micro-batches in a mini-batch. `seconds` has the durations, and
+        `saved` the bytes by model, chunk and micro-batch. `peak_bytes` is the run's largest sum of saved bytes."""
         for (kind, (model, chunk, index)), value in seconds.items():
             self._seconds.setdefault((model, chunk, kind, index % counts[model]), []).append(value)
         for (model, chunk, index), size in saved.items():
@@ -144,7 +145,7 @@ class Collected:
         self.peak_bytes = max(self.peak_bytes, peak_bytes)
 
     def take(self, rank: int) -> list[StageTimes]:
-        """One message for each stage of each model; then everything is forgotten."""
+        """One message for each stage of each model, with medians. Afterwards all measurements are dropped."""
         found = []
         for model, chunk in sorted({key[:2] for key in self._seconds}):
             kinds: dict[Kind, list[float]] = {}

@@ -1,7 +1,7 @@
-"""Checkpoints of everything a stage's training depends on: DCP shards and state.json.
+"""Checkpoints of everything that a stage's training depends on: DCP shards and state.json.
 
-Tensors are stored under the whole model's names and as parts of whole tensors, so that a checkpoint loads into any
-(pp, dp). A tied weight that lives in two stages is stored once."""
+Tensors are stored under the whole model's names and as parts of whole tensors. So a checkpoint loads into any (pp, dp).
+A tied weight that is in two stages is stored once."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ _FORMAT = 1
 
 
 class CheckpointDamaged(RankFailed):
-    """The checkpoint's files are not what was saved; an older one may be whole."""
+    """The checkpoint's files are not what was saved. An older checkpoint may be intact."""
 
 
 def save(engine: Engine, path: Path, run: str = "") -> None:
-    """Write the checkpoint folder `path` of the run with this id, whole or not at all; collective. Raises
-    `RankFailed`, `PeerLost`."""
+    """Write the checkpoint folder `path` of the run with the id `run`, completely or not at all. A collective call.
+
+    Raises `RankFailed` and `PeerLost`."""
     import torch.distributed.checkpoint as dcp
 
     from dovetail.trainer.files.shards import digest
@@ -43,14 +44,14 @@ def save(engine: Engine, path: Path, run: str = "") -> None:
     def write(folder: Path) -> tuple[str, dict[str, int], dict[str, str]]:
         tensors = _tensors(engine, saving=True)
         with peer_errors("writing a checkpoint"):
-            # Files are flushed to the disk by the writer (sync_files).
+            # The writer flushes its files to the disk (sync_files).
             dcp.save(
                 tensors,
                 storage_writer=dcp.FileSystemWriter(folder),
                 process_group=engine.groups.control,
                 no_dist=engine.groups.world_size == 1,
             )
-        # The writer names a rank's files so.
+        # These are the names that the writer gives to a rank's files.
         mine = {file.name: digest(file) for file in folder.glob(f"__{engine.groups.rank}_*")}
         return _rng(engine), {name: model.optimizer.steps for name, model in engine.models.items()}, mine
 
@@ -72,10 +73,10 @@ def save(engine: Engine, path: Path, run: str = "") -> None:
 
 
 def restore(engine: Engine, path: Path, run: str = "") -> int:
-    """Fill the engine's models, optimizers and EMA from the checkpoint; returns its step; collective.
+    """Load the engine's models, optimizers and EMA from the checkpoint; returns its step. A collective call.
 
-    Every rank verifies the files that it reads. Raises on every rank `CheckpointDamaged` when the folder is missing,
-    incomplete or altered, `RankFailed` when it is of another stage or run, or cannot be read."""
+    Every rank verifies the files that it reads. Raises on every rank `CheckpointDamaged` if the folder is missing,
+    incomplete or altered, and `RankFailed` if it is of another stage or run, or cannot be read. Raises `PeerLost`."""
     import torch.distributed.checkpoint as dcp
 
     from dovetail.trainer.files.shards import CheckedReader, Damaged, verify
@@ -100,7 +101,7 @@ def restore(engine: Engine, path: Path, run: str = "") -> int:
             )
     except PeerLost:
         raise
-    except (Exception, CheckpointException) as problem:  # DCP's is not an Exception
+    except (Exception, CheckpointException) as problem:  # CheckpointException is no subclass of Exception
         damage = [c for c in causes(problem) if isinstance(c, Damaged)]
         damaged = bool(damage)
         error = f"{path}: the checkpoint cannot be loaded into the job's models: {_first_line(problem)}"
@@ -115,7 +116,8 @@ def restore(engine: Engine, path: Path, run: str = "") -> int:
 
 
 def _agree(engine: Engine, error: str | None, damaged: bool) -> None:
-    """A barrier that fails on every rank if any rank brings an error: of damage, if every error is."""
+    """A barrier that fails on every rank if any rank has an error: `RankFailed`, or `CheckpointDamaged` if every error
+    is damage."""
     found = engine.groups.share_json((error, damaged))
     try:
         engine.groups.all_succeed(error)
@@ -130,7 +132,7 @@ def _checksum(state: dict[str, Any]) -> str:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """Raises Damaged."""
+    """The content of state.json. Raises Damaged."""
     from dovetail.trainer.files.shards import Damaged
 
     try:
@@ -148,7 +150,7 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 def _check_state(engine: Engine, state: dict[str, Any], path: Path, run: str) -> None:
-    """Raises ValueError unless the checkpoint is of this stage, run and these models."""
+    """Raises ValueError unless the checkpoint is of this stage and run and has these models."""
     assert engine.stage is not None
     if run and state.get("run") and state["run"] != run:
         raise ValueError(
@@ -162,8 +164,8 @@ def _check_state(engine: Engine, state: dict[str, Any], path: Path, run: str) ->
 
 
 def _tensors(engine: Engine, saving: bool) -> dict[str, Any]:
-    """What the checkpoint holds, as views of the engine's own memory: saved from and loaded into in place. Frozen
-    weights are left out: they come from the model's source."""
+    """The checkpoint's tensors, as views of the engine's own memory: it is saved from and loaded into in place. Frozen
+    weights are not in it, because they come from the model's source."""
     tree: dict[str, Any] = {name: _model_tensors(model, saving) for name, model in engine.models.items()}
     if engine.ema:
         actor = engine.models["actor"]
@@ -186,14 +188,14 @@ def _named(model: EngineModel, tensors: dict[str, Tensor], saving: bool, wrapped
     named: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name == copy and name != model.module.embedding_name and (saving or model.is_first):
-            continue  # the first stage stores it; where that is here too, `_fill_tied` copies it
+            continue  # the first stage stores it; if that stage is here too, `_fill_tied` copies it
         named[model.module.checkpoint_name(name)] = tensor if wrapped else like(parameters[name], tensor)
     return named
 
 
 def _fill_tied(model: EngineModel, average: dict[str, Tensor]) -> None:
-    """Give the head what was restored of the embedding that it is tied to, where both are here. `average`: of the
-    model's parameters, if that is kept."""
+    """Copy the restored embedding to the head that it is tied to, if both are on this rank. `average` holds the EMA of
+    the model's parameters, if there is one."""
     name, embedding, parameters = model.module.tied_copy, model.module.embedding_name, model.trainable()
     if name is None or name == embedding or not {name, embedding} <= parameters.keys():
         return

@@ -1,6 +1,6 @@
 """The engine of one trainer rank: models, optimizers and EMA of a stage, and the collective operations on them.
 
-Every public method is collective: all ranks call it with the same arguments (work differs by dp rank only)."""
+Every public method is collective: all ranks call it with the same arguments. Only the work differs, by dp rank."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ Stepped = Callable[[str, dict[str, float]], None]
 
 
 class Engine:
-    """Holds what `load` built. `stage` and `step` say what that is: `step` is the last applied step (the caller sets
-    it after each; `save` writes it and `load` of a checkpoint restores it). `loaded` are the models of all ranks,
+    """Holds the models that `load` built, of the stage `stage`. `step` is the last applied step. The caller sets it
+    after each step, `save` writes it, and `load` of a checkpoint restores it. `loaded` are the models of all ranks,
     `models` those of which this rank holds a part.
 
-    `record(name, start, end)` receives a span, in seconds since the epoch, for every executed action."""
+    For every executed action `record(name, start, end)` gets a span, in seconds since the epoch."""
 
     def __init__(self, spec: RLHFJobSpec, groups: Groups, record: Record | None = None) -> None:
         self.spec, self.groups, self.record = spec, groups, record
@@ -58,16 +58,16 @@ class Engine:
         self.step = 0
         self.ema: dict[str, Tensor] = {}
         self.measured = Collected()
-        self.boundaries: dict[str, tuple[torch.Size, torch.dtype]] = {}  # what runs sent between stages
-        # Optimizer steps that are decided but not applied everywhere, by model: see `run`.
+        self.boundaries: dict[str, tuple[torch.Size, torch.dtype]] = {}  # shape and dtype of messages between stages
+        # Optimizer steps by model that are decided, but not applied to all parameters yet: see `run`.
         self._begun: dict[str, OptimizerStep] = {}
 
     # ------------------------------------------------------------ state
 
     def load(self, command: Load) -> None:
-        """Drop everything held and build the command's models, from their sources or from its checkpoint.
+        """Drop all models and build the command's models, from their sources or from its checkpoint.
 
-        Raises `RankFailed` on every rank, with one sentence, when any rank could not."""
+        Raises `RankFailed` with one sentence on every rank if any rank could not do it, and `PeerLost`."""
         self.models, self.ema, self.stage, self.step, self._begun = {}, {}, None, 0, {}
         self.loaded, self.boundaries = dict(command.models), {}
         error = None
@@ -104,7 +104,7 @@ class Engine:
 
     @property
     def averages(self) -> bool:
-        """Whether the ranks that hold the actor keep its average (`ppo.ema`)."""
+        """Whether the ranks that hold the actor keep its moving average (`ppo.ema`)."""
         return self.stage is Stage.PPO and self.spec.ppo.ema is not None and "actor" in self.loaded
 
     def _optimizer_config(self, stage: Stage, model: str) -> Optimizer:
@@ -113,13 +113,17 @@ class Engine:
         return self.spec.supervised(stage).optimizer
 
     def save(self, path: Path, run: str = "") -> None:
-        """Write a checkpoint folder, whole or not at all. Raises `RankFailed` on every rank when the disk is full."""
+        """Write a checkpoint folder, completely or not at all.
+
+        Raises `RankFailed` on every rank if any rank could not write, for example because the disk is full."""
         self.settle()
         checkpoint.save(self, path, run)
 
     def export(self, model: str, path: Path, subtract: float = 0.0, run: str = "") -> None:
-        """Write `model` (or `ema`) as a Hugging Face folder, whole or not at all, adapters merged; `subtract` is
-        taken from every value of a model with a value head. Raises `RankFailed` on every rank when that fails."""
+        """Write `model` (or `ema`) as a Hugging Face folder, completely or not at all, with adapters merged.
+
+        `subtract` is subtracted from every value of a model with a value head. Raises `RankFailed` on every rank if any
+        rank could not write."""
         self.settle()
         export_model(self, model, path, subtract, run)
 
@@ -134,16 +138,19 @@ class Engine:
         schedule: str = "",
         defer: bool = False,
     ) -> dict[str, dict[str, float]]:
-        """Execute this rank's actions, accumulating gradients.
+        """Execute this rank's actions and accumulate gradients.
 
-        `work[model]` is this dp rank's micro-batches, the same on all its pipeline stages, those of `mini_batches`
-        optimizer steps one after another; nothing of a model that is elsewhere. With `stepped` a model's steps are
-        applied within the run, each before the model's next mini-batch, and reported to it, on every rank, at the end
-        of the run with what `optimizer_step` returns; without, the caller steps. With
-        `defer` each model's last step is decided and reported, but applied by whatever comes next, so that its weights
-        can leave as they are stepped (`sendable`).
-        `schedule` is compared among all ranks. Returns, on every rank alike, each model's loss statistics summed over
-        micro-batches and dp ranks."""
+        `work[model]` holds the micro-batches of this dp rank. They are the same on all its pipeline stages. Those of
+        `mini_batches` optimizer steps come one after another. It holds nothing of models on other ranks.
+
+        Without `stepped` the caller makes the optimizer steps. With it, a model's steps are applied within the run,
+        each before the model's next mini-batch. At the end of the run every rank calls `stepped` for each step, with
+        what `optimizer_step` returns. With `defer` each model's last step is decided and reported, but the next
+        operation applies it. So weights can be sent while they are updated (`sendable`).
+
+        All ranks compare `schedule`. Returns each model's loss statistics, summed over micro-batches and dp ranks, the
+        same on every rank. Raises `FloatingPointError` on every rank if a gradient norm is not finite, `ValueError` for
+        actions that do not fit the work, `RuntimeError` if schedules differ, and `PeerLost`."""
         self.settle()
         chunks = {name: self.models[name].groups.chunks for name in work}
         check_actions(actions, {name: len(batches) for name, batches in work.items()}, True, mini_batches, chunks)
@@ -160,7 +167,7 @@ class Engine:
         try:
             executor.run(actions)
         except FloatingPointError as problem:
-            error = str(problem)  # of a model that others may hold nothing of
+            error = str(problem)  # other ranks may hold nothing of this model, so the error is shared below
         executor.report()
         self._meet()
         for name in pipes:
@@ -197,9 +204,11 @@ class Engine:
     def forward(
         self, model: str, batches: Sequence[MicroBatch], read: Callable[[Any, MicroBatch], Tensor]
     ) -> list[Tensor]:
-        """Forward passes without gradients. `read(output, micro_batch)` picks a small tensor from the last stage's
-        output; all stages of this dp rank get the results, on the trainer's device; none where the model is elsewhere.
-        """
+        """Forward passes without gradients.
+
+        `read(output, micro_batch)` takes a small tensor from the last stage's output. All stages of this dp rank get
+        these tensors, on the trainer's device. The result is empty if the model is on other ranks. Raises
+        `PeerLost`."""
         self.settle()
         if model not in self.models:
             agree_on_work({}, [model], "", self.groups.control, self.groups.rank)
@@ -210,7 +219,7 @@ class Engine:
         actions = _forwards(model, len(batches), held)
         check_actions(actions, {model: len(batches)}, False, chunks={model: held.groups.chunks})
         agree_on_work({model: pipe}, [model], "", self.groups.control, self.groups.rank)
-        # Of one pass nothing is used again; and a probe is taken while a vLLM server may be awake on this GPU.
+        # After a single pass nothing is used again. A probe is such a pass, and a vLLM server may be awake on this GPU.
         once = len(batches) <= 1
         drop_gathered(held.module, once or held.by_layer, once)
         executor = self._executor({model: pipe})
@@ -226,23 +235,23 @@ class Engine:
         return self._share_results(held, pipe.results)
 
     def scale_gradient(self, model: str, factor: float) -> None:
-        """Multiply the model's gradient, as far as it is added up, by a number."""
+        """Multiply the model's gradient, as accumulated so far, by a number."""
         if (held := self.models.get(model)) is not None and factor != 1.0:
             multiply([local(p.grad) for p in held.trainable().values() if p.grad is not None], factor)
 
     def drop_gradients(self) -> None:
-        """Forget what has been added up for the next step."""
+        """Drop the gradients that were accumulated for the next step."""
         self.settle()
         for held in self.models.values():
             for parameter in held.trainable().values():
                 parameter.grad = None
 
     def optimizer_step(self, model: str, defer: bool = False) -> dict[str, float]:
-        """Clip by the global norm over all stages and shards (tied weights counted once), step, drop gradients. With
-        `defer` the step is applied by whatever comes next, as in `run`.
+        """Clip the gradient by its global norm, apply a step, and drop the gradient.
 
-        Returns `grad_norm` (before clipping) and `learning_rate`, the same on every rank. Raises
-        `FloatingPointError` on every rank, leaving the weights as they are, when the norm is not finite."""
+        The norm is over all stages and shards, and tied weights count once. With `defer` the next operation applies the
+        step, as in `run`. Returns `grad_norm` (before clipping) and `learning_rate`, the same on every rank. If the
+        norm is not finite, raises `FloatingPointError` on every rank and leaves the weights as they are."""
         if model in self._begun:
             self.settle()
         applied: dict[str, float] = {}
@@ -261,14 +270,14 @@ class Engine:
         return applied
 
     def settle(self) -> None:
-        """Apply all that is left of optimizer steps that were deferred. Everything that reads weights does so first."""
+        """Apply what is left of deferred optimizer steps. Every method that reads weights calls this first."""
         for model in list(self._begun):
             self._begun.pop(model).finish()
             if model == "actor":
                 self.after_actor_step()
 
     def _decide(self, held: EngineModel, reduction: Reduction) -> dict[str, float]:
-        """Begin the step that the gradient asks for."""
+        """Begin the optimizer step with the reduced gradient. Raises FloatingPointError if its norm is not finite."""
         norm = reduction.norm(self.groups.timeout, self.groups.awaiting)
         if not math.isfinite(norm):
             raise FloatingPointError(
@@ -280,14 +289,15 @@ class Engine:
         return {"grad_norm": norm, "learning_rate": begun.rate}
 
     def after_actor_step(self) -> None:
-        """Move the averaged actor towards the actor (`ppo.ema`); nothing without it."""
+        """Update the averaged actor (`ppo.ema`), if there is one."""
         if self.ema and self.spec.ppo.ema is not None:
             parameters = [local(p) for p in self.models["actor"].trainable().values()]
             ema_update(self.ema.values(), parameters, self.spec.ppo.ema)
 
     def weights(self, model: str) -> Iterator[tuple[str, Tensor]]:
-        """This stage's weights under their Hugging Face names: whole tensors, adapters merged, float32 unless the
-        parameter is not. Collective over dp: every dp rank must exhaust the iterator. `ema` is the averaged actor."""
+        """This stage's weights as (Hugging Face name, whole tensor), with adapters merged. They are float32 unless the
+        parameter has another dtype. `ema` is the averaged actor. Collective over dp: every dp rank must exhaust the
+        iterator. Raises ValueError for `ema` without an averaged actor."""
         self.settle()
         if model == "ema":
             if not self.ema:
@@ -296,8 +306,9 @@ class Engine:
         return self.models[model].gather()
 
     def sendable(self, model: str, most: int) -> Source | WeightParts:
-        """The same weights to be sent by at most `most` ranks of each stage, each what it holds; by the first dp rank
-        where a tensor is spread over more. A deferred step is applied to each layer just before it is taken."""
+        """The same weights, to be sent by at most `most` ranks of each stage. Each sends what it holds. If a tensor is
+        spread over more ranks than that, the first dp rank sends it. A deferred step is applied to each layer just
+        before the layer is read."""
         held = self.models[model]
         layout = senders(held, most)
         if layout is None:
@@ -312,7 +323,7 @@ class Engine:
     # ------------------------------------------------------------ parts
 
     def _meet(self) -> None:
-        """Ranks of one model may be done long before those of another."""
+        """Wait for the ranks of other models, which may take much longer."""
         if self.groups.apart:
             self.groups.meet()
 
@@ -364,7 +375,8 @@ class Engine:
             take_gradients(held.module)
 
     def _seeder(self, held: EngineModel) -> Callable[[int, int], None] | None:
-        """Seeds LoRA dropout by position, so that neither the schedule nor a restart changes it."""
+        """A function that seeds LoRA dropout by position, so that neither the schedule nor a restart changes it. None
+        without dropout."""
         if held.trained.lora is None or held.trained.lora.dropout == 0.0:
             return None
 
@@ -394,8 +406,8 @@ class Engine:
 
 
 def _forwards(model: str, count: int, held: EngineModel) -> list[Action]:
-    """Forward passes of all micro-batches on this rank. A later chunk's follow when what the first one has sent can
-    have come back, so that few tensors wait in between."""
+    """The forward passes of all micro-batches on this rank. A later chunk's pass comes when the first chunk's output
+    can have returned. So few tensors wait in between."""
     stages = held.module.stages
     behind = [-((stages[0] - stage) // len(stages)) for stage in stages]
     return [
@@ -407,7 +419,7 @@ def _forwards(model: str, count: int, held: EngineModel) -> list[Action]:
 
 
 def _sum(stats: list[dict[str, Tensor]]) -> dict[str, float]:
-    """Add up scalars by key, in micro-batch order, in float64. The host waits for a GPU once, for all of them."""
+    """Add up scalars by key, in micro-batch order, in float64. The host waits for a GPU only once."""
     total: dict[str, Tensor] = {}
     for values in stats:
         for key, value in values.items():
@@ -420,7 +432,7 @@ def _sum(stats: list[dict[str, Tensor]]) -> dict[str, float]:
 
 
 def sentence(problem: Exception) -> str:
-    """One sentence for the user."""
+    """The problem as one sentence for the user."""
     if isinstance(problem, torch.OutOfMemoryError | MemoryError):
         return "out of memory while loading a model; use more ranks, a smaller model or LoRA"
     text = str(problem).strip().splitlines()

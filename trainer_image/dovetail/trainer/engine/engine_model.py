@@ -29,9 +29,10 @@ from dovetail.trainer.groups import ModelGroups, peer_errors
 
 @dataclass
 class EngineModel:
-    """`module` is this rank's stage; `compute` the dtype of activations; `config` the Hugging Face configuration;
-    `replicated`: every data-parallel rank holds the whole stage; `by_layer`: its data-parallel ranks gather the weights
-    layer by layer in each pass (ZeRO-3); `split`: what tensor-parallel ranks share of it."""
+    """`module` is this rank's stage, `compute` the dtype of activations, and `config` the Hugging Face configuration.
+
+    `replicated`: every data-parallel rank holds the whole stage. `by_layer`: the data-parallel ranks gather the weights
+    layer by layer in each pass (ZeRO-3). `split` says which parameters are split among tensor-parallel ranks."""
 
     name: str
     ref: ModelRef
@@ -60,10 +61,12 @@ class EngineModel:
         compiling: bool = False,
         by_layer: bool = False,
     ) -> Self:
-        """Build on the meta device, shard, then read only this rank's rows. Without `weights` a fully trained model's
-        parameters stay uninitialised, for a saved checkpoint to fill; frozen ones are always read. `checkpointing`:
-        layers keep only their input and run again in the backward pass. `compiling`: layers are compiled on
-        GPUs, where that is known to work. `by_layer`: ZeRO-3, where there are ranks to share with."""
+        """Build the stage on the meta device, shard it, then read only this rank's rows.
+
+        Without `weights` a fully trained model's parameters stay uninitialised, and a saved checkpoint must fill them.
+        Frozen ones are always read. `checkpointing` means activation checkpointing. `compiling`: layers are compiled on
+        GPUs where this is known to work. `by_layer` means ZeRO-3, if there are several ranks to share the weights.
+        Raises `ModelError` for a model, adapter or dtype that cannot be trained."""
         compute = compute_dtype(trained.dtype, device)
         stage = PipelineStage(load_config(ref), ref.head, groups.pp_rank, groups.pp_size, groups.chunks)
         if trained.lora is not None:
@@ -95,13 +98,13 @@ class EngineModel:
 
     @property
     def copies(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same parameters as this one and add up their gradients; None where nobody does."""
+        """The ranks with which this one adds up gradients, because they hold the same parameters. None if none do."""
         group = self.groups.replicas if self.replicated else self.groups.copies
         return None if group is None or dist.get_world_size(group) == 1 else group
 
     @cached_property
     def alone(self) -> bool:
-        """Whether FSDP2 shards the stage over this rank only."""
+        """Whether FSDP2 shards the stage over this rank alone."""
         return is_sharded(self.module) and self.groups.mesh["dp"].size() == 1
 
     @property
@@ -129,13 +132,14 @@ class EngineModel:
         return self.module.is_last
 
     def trainable(self) -> dict[str, nn.Parameter]:
-        """Parameters that the optimizer moves, by name in the stage."""
+        """The parameters that the optimizer updates, by their name in the stage."""
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def gather(self, instead: dict[str, Tensor] | None = None, beside: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of this stage, adapters merged; the tied copy is left out, a value head
-        beside a language model too; with `beside` all else is. `instead` holds shards to use in place of parameters.
-        Collective over dp and tp. Raises `PeerLost`."""
+        """(Hugging Face name, whole tensor) of this stage's parameters, with adapters merged.
+
+        The tied copy is left out, and so is a value head beside a language model. With `beside` only this value head is
+        given. `instead` holds shards to use in place of parameters. Collective over dp and tp. Raises `PeerLost`."""
         parameters = dict(self.module.named_parameters())
         if (copy := self.module.tied_copy) is not None and copy != self.module.embedding_name:
             del parameters[copy]
@@ -157,14 +161,14 @@ class EngineModel:
 
 
 def tokenizer_folder(ref: ModelRef) -> Path | None:
-    """Folder whose tokenizer files belong to an export."""
+    """The folder whose tokenizer files belong to an export. None if there is none."""
     folder = ref.tokenizer or ref.path
     return Path(folder) if folder is not None else None
 
 
 def like(parameter: Tensor, shard: Tensor) -> Tensor:
-    """`shard` seen as the parameter is: a DTensor of the same layout, or the tensor itself. It shares the shard's
-    memory, also where that is the host's and the parameter is on a GPU."""
+    """`shard` in the form of the parameter: a DTensor with the same layout, or the tensor itself. It shares the shard's
+    memory, even if that is on the host and the parameter is on a GPU."""
     from torch.distributed.tensor import DTensor
 
     return compat.placed(shard, parameter) if isinstance(parameter, DTensor) else shard

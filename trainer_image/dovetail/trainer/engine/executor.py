@@ -1,10 +1,10 @@
-"""Run a rank's list of actions of several pipelined models: forwards, and backwards whole or in two halves.
+"""Run a rank's list of actions of several pipelined models: forward passes, and backward passes whole or in two halves.
 
-A rank may hold several stages of a model (chunks, see `dovetail.protocol.plan.stage_path`). What goes from one of them
-to the next is handed over without a message. One host thread; one two-rank group per (model, direction) edge; receives
-are posted ahead of their action and sends are never waited for before the end, so compute only ever waits for the
-tensor it needs. Micro-batches are packed and have no padding; both ends know their sizes from the batch, so no shape
-travels."""
+A rank may hold several stages of a model (chunks, see `dovetail.protocol.plan.stage_path`). Between stages of one rank
+tensors are handed over without a message. One host thread runs all actions. Each edge of a model and direction has a
+group of its own with two ranks. Receives are posted before their action, and nothing waits for a send before the end.
+So compute waits only for the tensor that it needs. Micro-batches are packed and have no padding. Both ends know their
+sizes from the batch, so no shapes are sent."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from dovetail.trainer.engine.parallel import is_sharded
 from dovetail.trainer.groups import ModelGroups, PeerLost, peer_errors, transport_sentence
 from dovetail.trainer.packed_batches import Packed, moved_together
 
-# How many actions ahead receives are posted.
+# Receives are posted this many actions ahead.
 WINDOW = 3
-# On a GPU a posted receive is a kernel that spins, on some of the multiprocessors that compute needs, until its message
-# has come. That of the next action is enough: its message travels while this action computes.
+# On a GPU a posted receive is a kernel that spins until its message comes. It occupies some of the multiprocessors that
+# compute needs. The receive of the next action is enough: its message is sent while this action computes.
 GPU_RECEIVES = 2
 
 _PASSES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 
 Loss = Callable[[Any], tuple[Tensor, dict[str, Tensor]]]
 Record = Callable[[str, float, float], None]
-# Model, chunk and micro-batch.
+# (model, chunk, micro-batch)
 Piece = tuple[str, int, int]
 
 
 @dataclass
 class MicroBatch:
-    """Sequences of one forward pass, and what the loss wants of it (see `Packed`).
+    """The sequences of one forward pass, and the functions for its outputs (see `Packed`).
 
-    `loss` maps the last stage's output (logits (n, V), or values (n,), or both, at the n wanted positions) to a
-    scalar, scaled so that the sum over all micro-batches and all dp ranks is the mini-batch's loss, and to detached
-    scalars that are summed the same way. `asks` makes, of the packed targets on the device, what the last stage is to
-    say of them in place of logits; None: logits."""
+    `loss` takes the last stage's output at the n wanted positions: logits (n, V), or values (n,), or both. It returns a
+    scalar, and detached scalars that are summed in the same way. It is scaled so that the sum over all micro-batches
+    and all dp ranks is the mini-batch's loss. `asks` takes the packed targets on the device. It says what the last
+    stage must return for them instead of logits. With None the stage returns logits."""
 
     packed: Packed
     loss: Loss | None = None
@@ -65,19 +65,20 @@ class MicroBatch:
 class Pipe:
     """One model on this rank during one run.
 
-    `mini_batch`: micro-batches of one optimizer step (0: all). `reduce` is called when this rank has run all backward
-    passes of a mini-batch, `step` before the next one's first forward and at the end. `by_layer`: each pass gathers the
-    weights layer by layer (ZeRO-3). `balance`: of each micro-batch (`PipelineStage.forward`)."""
+    `mini_batch` is the number of micro-batches of one optimizer step (0: all). `reduce` is called when this rank has
+    run all backward passes of a mini-batch. `step` is called before the first forward pass of the next one, and at the
+    end. `by_layer`: each pass gathers the weights layer by layer (ZeRO-3). `balance` is passed to
+    `PipelineStage.forward` for each micro-batch."""
 
     stage: PipelineStage
     groups: ModelGroups
     batches: Sequence[MicroBatch]
     device: torch.device
     dtype: torch.dtype  # of activations between stages
-    read: Callable[[Any, MicroBatch], Tensor] | None = None  # forward only
-    before_forward: Callable[[int, int], None] | None = None  # with the chunk, and the index in the mini-batch
+    read: Callable[[Any, MicroBatch], Tensor] | None = None  # only for forward passes without training
+    before_forward: Callable[[int, int], None] | None = None  # gets the chunk, and the index in the mini-batch
     before_last_backward: Callable[[], None] | None = None
-    after_weight_gradient: Callable[[bool], None] | None = None  # called with whether it was the mini-batch's last
+    after_weight_gradient: Callable[[bool], None] | None = None  # gets whether it was the mini-batch's last one
     mini_batch: int = 0
     reduce: Callable[[], None] | None = None
     step: Callable[[], None] | None = None
@@ -85,7 +86,7 @@ class Pipe:
     by_layer: bool = False
     stats: list[dict[str, Tensor]] = field(default_factory=list)
     results: list[Tensor] = field(default_factory=list)
-    _ended: int = 0  # backward passes of the present mini-batch, of all chunks
+    _ended: int = 0  # finished backward passes of the current mini-batch, of all chunks
 
     @property
     def chunks(self) -> int:
@@ -96,7 +97,7 @@ class Pipe:
         return self._ended + 1 == self.mini_batch * self.chunks
 
     def end_backward(self) -> bool:
-        """Count a backward pass that is over; whether it was the last one of its mini-batch."""
+        """Count a finished backward pass. Returns whether it was the last one of its mini-batch."""
         last = self.last_backward()
         self._ended = 0 if last else self._ended + 1
         return last
@@ -105,13 +106,13 @@ class Pipe:
         self.mini_batch = self.mini_batch or max(1, len(self.batches))
 
     def weights(self) -> Iterator[Parameter]:
-        """Those trained; under FSDP2 whole ones from the first forward to the last backward of a mini-batch (not under
-        ZeRO-3)."""
+        """The trained parameters. Under FSDP2 they are whole from the first forward to the last backward pass of a
+        mini-batch (not under ZeRO-3)."""
         return (p for p in self.stage.parameters() if p.requires_grad)
 
     def gathered_bytes(self, chunk: int = 0) -> int:
-        """Of the weights that FSDP2 gathers in a mini-batch's first forward pass of a chunk and keeps, without its
-        padding: the chunk's layers (not under ZeRO-3), and with chunk 0 all that is in no layer."""
+        """Bytes of the weights that FSDP2 gathers and keeps in a mini-batch's first forward pass of a chunk, without
+        its padding. These are the chunk's layers (not under ZeRO-3), and with chunk 0 all weights outside of layers."""
         if not is_sharded(self.stage):
             return 0
         shards = int(self.groups.mesh["dp"].size())
@@ -124,12 +125,12 @@ class Pipe:
         return sum(int(local(p).numel()) for p in mine) * shards * int(self.dtype.itemsize)
 
     def boundary(self) -> torch.Size:
-        """The shape (1, tokens, H) of what crosses a stage boundary for the micro-batch of middling size."""
+        """The shape (1, tokens, H) of a message between stages, for the micro-batch of median size."""
         sizes = sorted(batch.packed.tokens.numel() for batch in self.batches)
         return torch.Size((1, sizes[len(sizes) // 2], self.stage.hidden_size))
 
     def buffer(self, micro_batch: int) -> Tensor:
-        """An empty tensor of the shape that crosses a stage boundary: (1, tokens, H)."""
+        """An empty tensor with the shape of a message between stages: (1, tokens, H)."""
         shape = self.batches[micro_batch].packed.tokens.shape
         return torch.empty(*shape, self.stage.hidden_size, dtype=self.dtype, device=self.device)
 
@@ -141,12 +142,15 @@ def check_actions(
     mini_batches: int = 1,
     chunks: Mapping[str, int] | None = None,
 ) -> None:
-    """Raise `ValueError` unless every micro-batch of every model goes forward once and (when training) backward once,
-    later, each kind in ascending order; a backward is B, or I and later W. A mini-batch's forwards come after all
-    backwards of the model's mini-batch before. All that holds for each of a model's `chunks` on the rank (default 1).
+    """Raise `ValueError` unless the actions are a complete and well-ordered schedule.
 
-    Ascending order makes both ends of a channel agree on the order of its messages, and gradients are then added in
-    micro-batch order, so they are the same bits whatever the interleaving of the models."""
+    Every micro-batch of every model must have one forward pass and (when training) a later backward pass. A backward
+    pass is B, or I and later W. Each kind must run in ascending order. A mini-batch's forward passes must come after
+    all backward passes of the model's mini-batch before. All this must hold for each of a model's `chunks` on the rank
+    (default 1).
+
+    Through the ascending order both ends of a channel agree on the order of its messages. Gradients are then added in
+    micro-batch order, so their bits do not depend on how the models' actions interleave."""
     done: dict[tuple[str, int, str], int] = {}
     held = {name: (chunks or {}).get(name, 1) for name in micro_batches}
     for action in actions:
@@ -184,9 +188,9 @@ def check_actions(
 
 
 def agree_on_work(pipes: dict[str, Pipe], models: Sequence[str], schedule: str, control: Any, rank: int) -> None:
-    """Raise `RuntimeError` on every rank if the ranks hold unlike schedules, or the stages of a pipeline (or the tp
-    ranks of a stage) micro-batches of unlike sequences: their sends, receives and sums would not match, nor would
-    attention. `models`: of all ranks."""
+    """Raise `RuntimeError` on every rank if the ranks hold different schedules, or different micro-batches within a
+    pipeline or among the tp ranks of a stage: sends, receives, sums and attention would not match. `models` are those
+    of all ranks. Raises `PeerLost`."""
     world = dist.get_world_size(control)
     if world == 1:
         return
@@ -219,11 +223,11 @@ def _piece(action: Action) -> Piece:
 
 
 class Executor:
-    """Runs one action list. `deadline` bounds every wait of a CPU. `awaiting` is told about every wait of a GPU, with a
+    """Runs one action list. `deadline` bounds every wait of a CPU. For every wait of a GPU `awaiting` is called with a
     sentence about the peer.
 
-    After `run`: `watch` has the times of compute by kind and (model, chunk, micro-batch), `saved_bytes` the bytes of
-    activations by the latter, `peak_bytes` the most of these held at once by both models together."""
+    After `run`, `watch` has the times of compute by kind and (model, chunk, micro-batch), and `saved_bytes` the bytes
+    of activations by (model, chunk, micro-batch). `peak_bytes` is the most that all models held at the same time."""
 
     def __init__(
         self,
@@ -242,7 +246,7 @@ class Executor:
         self.peak_bytes = 0
         self._held_bytes = 0
         self._received: dict[tuple[str, Piece], tuple[Tensor, Any, int]] = {}
-        self._handed: dict[tuple[str, Piece], Tensor] = {}  # from one stage here to the next
+        self._handed: dict[tuple[str, Piece], Tensor] = {}  # handed from one stage of this rank to the next
         self._saved: dict[Piece, tuple[Tensor, Tensor]] = {}
         self._split: dict[Piece, list[dict[str, Any]]] = {}
         self._sends: dict[tuple[str, Piece], tuple[Any, Tensor, int]] = {}
@@ -250,13 +254,13 @@ class Executor:
             name: AllocatedBytes(device) if self.nccl else SavedBytes(pipe.stage.parameters())
             for name, pipe in pipes.items()
         }
-        self._splits: set[str] = set()  # models with split backwards
-        self._dropped: set[str] = set()  # models of which a pass was a backward since the last forward
-        self.peak_saved = 0  # most micro-batches whose activations were held at once, all models together
+        self._splits: set[str] = set()  # models with split backward passes
+        self._dropped: set[str] = set()  # models that had a backward pass since their last forward pass
+        self.peak_saved = 0  # the most micro-batches whose activations were held at once, over all models
 
     def run(self, actions: Sequence[Action], training: bool = True) -> None:
-        """Execute a list that `check_actions` accepts. Raises `PeerLost` naming the rank that a wait was for, and
-        `ValueError` for a split backward of a model with activation checkpointing or under ZeRO-3."""
+        """Execute a list that `check_actions` accepts. Raises `PeerLost`, which names the rank that was waited for, and
+        `ValueError` for a split backward pass of a model with activation checkpointing or under ZeRO-3."""
         self._splits = {action.model for action in actions if action.kind == "I"}
         if checkpointed := sorted(model for model in self._splits if recomputes(self.pipes[model].stage)):
             raise ValueError(f"the schedule splits backwards of {checkpointed[0]}, which has activation checkpointing")
@@ -279,7 +283,7 @@ class Executor:
                 self._backward(action, pipe, arrived)
             self._reap()
             if self.nccl and pipe.groups.beside:
-                # FSDP2 or tensor-parallel layers wait for them on the GPU.
+                # On the GPU, FSDP2 or tensor-parallel layers wait for these ranks.
                 self.awaiting(f"{pipe.groups.beside} was lost in a {_PASSES[action.kind]} pass of {action.model}")
             if action.kind in "BW" and pipe.end_backward() and pipe.reduce is not None:
                 pipe.reduce()
@@ -292,7 +296,7 @@ class Executor:
         self._sends.clear()
 
     def report(self) -> None:
-        """Tell `record` when each action ran. Waits for the device."""
+        """Call `record` with the times of each action. Waits for the device."""
         if self.record is not None:
             for (kind, (model, chunk, micro_batch)), (start, seconds) in self.watch.spans().items():
                 which = f".{chunk}" if self.pipes[model].chunks > 1 else ""
@@ -316,8 +320,8 @@ class Executor:
             pipe.before_forward(chunk, action.micro_batch % pipe.mini_batch)
         meter = self._meters[action.model]
         if isinstance(meter, AllocatedBytes):
-            # The mini-batch's first forward pass gathers the weights, which stay until its last backward pass. Under
-            # ZeRO-3 a backward pass drops them, so that the next forward pass gathers them again.
+            # The mini-batch's first forward pass gathers the weights. They stay until its last backward pass. Under
+            # ZeRO-3 a backward pass drops them, and the next forward pass gathers them again.
             gathers = self._gathers(action, pipe)
             meter.gathered = pipe.gathered_bytes(chunk) if gathers else 0
         with (
@@ -341,7 +345,7 @@ class Executor:
                 output, stats = batch.loss(output)
                 pipe.stats.append(stats)
             if action.model in self._splits and is_view(output):
-                output = output.clone()  # torch's split backward detaches it in place, which no view allows
+                output = output.clone()  # torch's split backward detaches it in place, and a view cannot be detached so
         if not ends:
             edge = pipe.groups.edges[chunk]
             self._give("F", action, output.detach().contiguous(), edge.forward_out, edge.next)
@@ -356,13 +360,13 @@ class Executor:
             self.peak_bytes = max(self.peak_bytes, self._held_bytes)
 
     def _gathers(self, action: Action, pipe: Pipe) -> bool:
-        """Whether the forward pass that comes next gathers weights that outlast it."""
+        """Whether the next forward pass gathers weights that stay after it."""
         gathers = action.micro_batch % pipe.mini_batch == 0 or (pipe.by_layer and action.model in self._dropped)
         self._dropped.discard(action.model)
         return gathers
 
     def _backward(self, action: Action, pipe: Pipe, gradient: Tensor | None) -> None:
-        """The whole backward (B), or its first half (I), which the previous stage waits for."""
+        """The whole backward pass (B), or its first half (I), for which the previous stage waits."""
         key, begins = _piece(action), pipe.stage.begins(action.chunk)
         inputs, output = self._saved[key]
         whole = action.kind == "B"
@@ -374,7 +378,7 @@ class Executor:
                     if output.requires_grad:
                         torch.autograd.backward(output, gradient)
             elif begins:
-                # Nobody waits for the gradient of tokens.
+                # No stage waits for the gradient of tokens.
                 self._saved[key] = (output, gradient if gradient is not None else torch.ones_like(output))
             else:
                 given = None if gradient is None else [gradient]
@@ -392,7 +396,7 @@ class Executor:
             del self._saved[key]
 
     def _weight_gradient(self, action: Action, pipe: Pipe) -> None:
-        """The second half of a split backward (W)."""
+        """The second half of a split backward pass (W)."""
         key = _piece(action)
         doing = peer_errors(f"a backward pass of {action.model}")
         with self.watch.time(("W", key)), doing:
@@ -419,21 +423,21 @@ class Executor:
     # ------------------------------------------------------------ transfers
 
     def _source(self, action: Action, pipe: Pipe) -> tuple[int, Any] | None:
-        """The rank and group that an action's input comes from, if from another rank."""
+        """The rank and group that send an action's input. None if the input comes from this rank."""
         edge = pipe.groups.edges[action.chunk]
         if action.kind == "F":
             return None if edge.previous is None else (edge.previous, edge.forward_in)
         return None if action.kind == "W" or edge.next is None else (edge.next, edge.backward_in)
 
     def _post_ahead(self, actions: Sequence[Action]) -> None:
-        """Post the receives of the first action and of those after it, in their order, as far as they may be."""
+        """Post the receives of these actions in their order, up to the limit of GPU_RECEIVES on a GPU."""
         for action in actions:
             if self.nccl and sum(work is not None for _, work, _ in self._received.values()) >= GPU_RECEIVES:
                 return
             self._post(action)
 
     def _post(self, action: Action) -> None:
-        """Post the receive that `action` needs, once."""
+        """Post the receive that `action` needs, unless it is posted already."""
         pipe, key = self.pipes[action.model], (action.kind, _piece(action))
         source = self._source(action, pipe)
         if source is None or key in self._received:
@@ -444,23 +448,23 @@ class Executor:
             self._received[key] = (buffer, dist.irecv(buffer, src=peer, group=group), peer)
 
     def _arrived(self, action: Action, pipe: Pipe) -> Tensor | None:
-        """The input that another stage gives the action."""
+        """The action's input from another stage. None if it has none. Raises PeerLost."""
         key = (action.kind, _piece(action))
         if self._source(action, pipe) is None:
             return self._handed.pop(("F" if action.kind == "F" else "B", key[1]), None)
         buffer, work, peer = self._received[key]
         self._wait(work, peer, "receiving from")
-        # The key stays, so that a later look-ahead does not post it again; the tensor is the caller's.
+        # The key stays, so that a later look-ahead does not post the receive again. The caller owns the tensor.
         self._received[key] = (torch.empty(0), None, peer)
         if action.kind != "F":
-            # The gradient of what was sent forward: that send is over, whether the transport says so or not.
+            # This is the gradient of a tensor that was sent forward. So that send is over, even if it is not reported.
             sent = self._sends.pop(("F", key[1]), None)
             if sent is not None:
                 self._wait(sent[0], sent[2], "sending to")
         return buffer
 
     def _give(self, way: str, action: Action, tensor: Tensor, group: Any, peer: int | None) -> None:
-        """Give the next stage (way F), or the one before (B), what it waits for. Without a peer that stage is here."""
+        """Give a tensor to the next stage (way F) or to the one before (way B). Without a peer that stage is here."""
         if peer is None:
             onward = action.chunk + 1 if way == "F" else action.chunk - 1
             self._handed[way, (action.model, onward, action.micro_batch)] = tensor
@@ -469,13 +473,13 @@ class Executor:
             self._sends[way, _piece(action)] = (dist.isend(tensor, dst=peer, group=group), tensor, peer)
 
     def _reap(self) -> None:
-        """Let go of buffers whose sends are done."""
+        """Free the buffers of completed sends."""
         self._sends = {key: send for key, send in self._sends.items() if not send[0].is_completed()}
 
     def _wait(self, work: Any, peer: int, doing: Literal["sending to", "receiving from"]) -> None:
         try:
             if self.nccl:
-                # Orders the streams without blocking this thread; the heartbeat thread sees to the deadline.
+                # This orders the streams and does not block this thread. The heartbeat thread checks the deadline.
                 work.wait()
                 self.awaiting(f"trainer rank {peer} was lost while {doing} it")
             else:

@@ -1,4 +1,4 @@
-"""Low-rank adapters on a stage (peft), and their merge into the base weights for export and publishing."""
+"""Low-rank adapters on a stage (peft). For export and publishing they are merged into the base weights."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _ADAPTER = "default"
 
 
 def inject(stage: PipelineStage, config: LoRA) -> None:
-    """Put adapters on the stage's linear layers (all of a block's, or `target_modules`) and freeze everything else
-    but the value head. Works on the meta device. Raises `ModelError` when no layer has a named target."""
+    """Add adapters to the stage's linear layers (all of a block's, or `target_modules`) and freeze all other weights
+    except the value head. Works on the meta device. Raises `ModelError` when no layer has a given name."""
     from peft import LoraConfig, inject_adapter_in_model
 
     layers = stage.body.layers
@@ -36,8 +36,8 @@ def inject(stage: PipelineStage, config: LoRA) -> None:
 
 
 def initialise(stage: PipelineStage, seed: int) -> None:
-    """A ~ Kaiming uniform with a = sqrt(5), as peft does, B = 0; each A from a seed of its own, so the adapters do not
-    depend on the pipeline split or sharding."""
+    """Initialise the adapters as peft does: A is Kaiming uniform with a = sqrt(5), and B is 0. Each A has a seed of its
+    own, so the adapters do not depend on the pipeline split or on sharding."""
     for name, parameter in stage.named_parameters():
         if ".lora_A." in name:
             whole = torch.empty(parameter.shape)
@@ -50,16 +50,17 @@ def initialise(stage: PipelineStage, seed: int) -> None:
 
 
 def plain_name(name: str) -> str | None:
-    """Name of a parameter without the adapter's wrapping; None for an adapter's own."""
+    """A parameter's name without the wrapping of the adapter. None for a parameter of the adapter itself."""
     if ".lora_" in name:
         return None
     return name.replace(_BASE, ".")
 
 
 def delta(stage: PipelineStage, name: str, read: Any) -> Tensor | None:
-    """The update alpha/rank * B A of base weight `name` (Hu et al. 2021, section 4.1), or None without an adapter.
+    """The update alpha/rank * B A of base weight `name` (Hu et al. 2021, section 4.1). None without an adapter.
 
-    `read(name)` gives a parameter's full tensor; it may be a collective, so all ranks of a stage ask alike."""
+    The result is float32. `read(name)` gives a parameter's full tensor. It may be a collective, so all ranks of a stage
+    must call it in the same order."""
     owner, found, kind = name.partition(_BASE)
     if not found or kind != "weight":
         return None

@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
 
 def export_model(engine: Engine, model: str, path: Path, subtract: float = 0.0, run: str = "") -> None:
-    """One safetensors part a stage, written by its data-parallel rank 0, in the model's compute dtype. A value head
-    beside a language model's gets a file of its own. `subtract`: see `HuggingFaceWriter.finish`. dovetail.json says
-    which run made it, at which step."""
+    """Write the model as a folder. The first data-parallel rank of each stage writes one safetensors file, in the
+    model's compute dtype. A value head beside a language model gets a file of its own. `subtract`: see
+    `HuggingFaceWriter.finish`. dovetail.json says which run made the folder, and at which step. A collective call.
+
+    Raises `RankFailed` on every rank if any rank could not write, and `PeerLost`."""
     name = "actor" if model == "ema" else model
     ref, held = engine.loaded[name], engine.models.get(name)
     compute = compute_dtype(getattr(engine.spec.models, name).dtype, engine.groups.device)
@@ -38,7 +40,7 @@ def export_model(engine: Engine, model: str, path: Path, subtract: float = 0.0, 
                 return writer.write(in_files(held.module.family, tensors), compute)
             return {"files": [], "bytes": 0}
         finally:
-            deque(tensors, maxlen=0)  # gathering is collective: take part to the end, whatever happened here
+            deque(tensors, maxlen=0)  # gathering is collective, so take part to the end, also after an error
 
     def finish(folder: Path, manifests: list[dict[str, Any]]) -> None:
         stage = engine.stage.value if engine.stage else ""

@@ -1,4 +1,4 @@
-"""AdamW on this rank's shards, exact global gradient clipping, and the learning-rate schedule."""
+"""AdamW on this rank's shards, exact clipping by the global gradient norm, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from dovetail.trainer import compat
 
 
 def learning_rate(step: int, total_steps: int, config: Optimizer, warmup_total: int | None = None) -> float:
-    """Rate of optimizer step `step` (0 for the first) of `total_steps`.
+    """The learning rate of optimizer step `step` (0 for the first) of `total_steps`.
 
-    Linear warm-up over the first ceil(warmup_fraction * total) steps, ending at the full rate; then constant, linear
-    to 0, or cosine to 0, reached after the last step. `warmup_total`: what warm-up is a share of where steps were added
-    since, so that it does not begin again."""
+    A linear warm-up over the first ceil(warmup_fraction * total) steps ends at the full rate. Then the rate is
+    constant, or goes to 0 linearly or as a cosine; it would be 0 in the step after the last one. If steps were added to
+    a run, `warmup_total` is the total for the warm-up, so that it does not begin again."""
     warmup = math.ceil(config.warmup_fraction * (warmup_total or total_steps))
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
@@ -32,17 +32,17 @@ def learning_rate(step: int, total_steps: int, config: Optimizer, warmup_total: 
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a parameter or gradient that this rank holds: the shard of a DTensor, or the tensor itself."""
+    """This rank's part of a parameter or gradient: the shard of a DTensor, or the tensor itself."""
     detached = tensor.detach()
     return detached.to_local() if hasattr(detached, "to_local") else detached
 
 
 class AdamW:
-    """Decoupled weight decay Adam (Loshchilov & Hutter 2019, algorithm 2) over named parameters, sharded or not.
+    """Adam with decoupled weight decay (Loshchilov & Hutter 2019, algorithm 2) over named parameters, sharded or not.
 
-    Works on the local shards as plain tensors, one fused kernel for all. Weight decay spares vectors (norms and
-    biases). Moments are float32 like the parameters. With `offload` they live in pinned host memory, and a step brings
-    a piece of them to the device at a time.
+    It works on the local shards as plain tensors, with one fused kernel for all. Vectors (norms and biases) have no
+    weight decay. Moments are float32 like the parameters. With `offload` they are kept in pinned host memory, and a
+    step copies a part of them to the device at a time.
 
     `steps` counts applied steps."""
 
@@ -56,19 +56,19 @@ class AdamW:
             self.moments[name] = (self._moment(shard), self._moment(shard))
 
     def _moment(self, shard: Tensor) -> Tensor:
-        """Zeros where a moment lives between steps."""
+        """Zeros for a moment, in the memory where it is kept between steps."""
         if not self.offloads(shard.device):
             return torch.zeros_like(shard)
-        # Copied from the device: filling page-locked memory on the host is slower.
+        # The zeros are copied from the device, because filling page-locked memory on the host is slower.
         return torch.empty_like(shard, device="cpu", pin_memory=True).copy_(torch.zeros_like(shard))
 
     def offloads(self, device: torch.device) -> bool:
-        """Whether moments of parameters on `device` live elsewhere."""
+        """Whether moments of parameters on `device` are kept in host memory."""
         return self.config.offload and device.type != "cpu"
 
     def squared_norm(self, skip: Iterable[str] = ()) -> Tensor | None:
-        """Sum of squares of this rank's gradient shards, except those of the parameters named in `skip`, accumulated
-        in float64 over tensors: () on their device, or None without any."""
+        """The sum of squares of this rank's gradient shards, without the parameters named in `skip`. It is a 0-dim
+        tensor on their device, float64 and accumulated over tensors in float64. None if there are no gradients."""
         gradients = [
             local(parameter.grad)
             for name, parameter in self.parameters.items()
@@ -79,25 +79,26 @@ class AdamW:
         return compat.norms(gradients).double().square().sum()
 
     def step(self, scale: float) -> float:
-        """Apply one step with gradients multiplied by `scale`, then drop them; returns the learning rate used."""
+        """Apply one step with gradients multiplied by `scale`, then drop them. Returns the learning rate of the
+        step."""
         begun = self.begin(scale)
         begun.finish()
         return begun.rate
 
     def begin(self, scale: float) -> OptimizerStep:
-        """The step that `step` would apply, to be applied part by part."""
+        """The step that `step` would apply. It can be applied part by part."""
         return OptimizerStep(self, scale, learning_rate(self.steps, self.total_steps, self.config, self.warmup_total))
 
     def follow(self, rate: float | None, total_steps: int | None, warmup_total: int | None) -> None:
-        """From the next step on: the peak learning rate, the steps in all and those that warm-up is a share of, where
-        they are given."""
+        """Set, from the next step on, the peak learning rate, the total steps and the total for the warm-up. None keeps
+        the old value."""
         if rate is not None:
             self.config = self.config.model_copy(update={"learning_rate": rate})
         self.total_steps = total_steps or self.total_steps
         self.warmup_total = warmup_total or self.warmup_total
 
     def apply(self, names: list[str], rate: float, decay: float, scale: float) -> None:
-        """The next step, for the parameters `names` alone; all of them have gradients."""
+        """Apply the next step to the parameters `names` only. All of them must have gradients."""
         shards = [local(self.parameters[name]) for name in names]
         gradients = [local(grad) for name in names if (grad := self.parameters[name].grad) is not None]
         if scale != 1.0:
@@ -110,7 +111,7 @@ class AdamW:
         device = shards[0].device
         for part in _pieces(zip(shards, gradients, first, second, strict=True), OFFLOAD_NUMBERS):
             weights, slopes, *homes = (list(column) for column in zip(*part, strict=True))
-            # On one stream, so the next piece may have this one's memory before the host knows that it is free.
+            # All pieces use one stream. So the next one may reuse this one's memory before the host knows it is free.
             m, v = ([each.to(device, non_blocking=True) for each in column] for column in homes)
             self._update(weights, slopes, m, v, rate, decay)
             for home, there in zip(homes[0] + homes[1], m + v, strict=True):
@@ -126,14 +127,14 @@ class AdamW:
         rate: float,
         decay: float,
     ) -> None:
-        """Step these tensors, all on one device."""
+        """Update these tensors, which are all on one device."""
         adamw(
             shards,
             gradients,
             first,
             second,
             [],
-            # Filled on the device: a copy of each from the host would wait for the device each time.
+            # They are filled on the device. Copies from the host would each wait for the device.
             list(torch.full((len(shards),), float(self.steps), device=shards[0].device).unbind()),
             fused=True,
             amsgrad=False,
@@ -147,8 +148,8 @@ class AdamW:
 
 
 def _pieces(rows: Iterable[tuple[Tensor, ...]], numbers: int) -> Iterator[list[tuple[Tensor, ...]]]:
-    """The rows of equally large tensors in lists whose first tensors have at most `numbers` elements together. A larger
-    row is cut."""
+    """Lists of rows whose first tensors have at most `numbers` elements together. The tensors of a row are equally
+    large. A row that does not fit is cut."""
     piece: list[tuple[Tensor, ...]] = []
     room = numbers
     for row in rows:
@@ -167,8 +168,8 @@ def _pieces(rows: Iterable[tuple[Tensor, ...]], numbers: int) -> Iterator[list[t
 
 
 class OptimizerStep:
-    """One optimizer step that may be applied to some parameters earlier than to others: each is updated by itself, so
-    the result is the same bits. `rate` is its learning rate."""
+    """One optimizer step that may be applied to some parameters earlier than to others. Each parameter is updated by
+    itself, so the bits of the result are the same. `rate` is the step's learning rate."""
 
     def __init__(self, optimizer: AdamW, scale: float, rate: float) -> None:
         self.rate = rate
@@ -176,7 +177,7 @@ class OptimizerStep:
         self._left = dict.fromkeys(optimizer.parameters)
 
     def apply(self, names: Iterable[str]) -> None:
-        """Update those of `names` that have not been, and drop their gradients; other names are passed over."""
+        """Update those of `names` that are not updated yet, and drop their gradients. Unknown names are ignored."""
         now = [name for name in names if name in self._left]
         parameters = self._optimizer.parameters
         for decayed in (True, False):
@@ -196,6 +197,6 @@ class OptimizerStep:
             del self._left[name]
 
     def finish(self) -> None:
-        """Update what is left; the step is over. Once only."""
+        """Update all remaining parameters and count the step. Call it once."""
         self.apply(list(self._left))
         self._optimizer.steps += 1

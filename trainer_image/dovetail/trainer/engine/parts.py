@@ -1,4 +1,4 @@
-"""What a rank holds of a model's weights, ready to be sent: no rank gathers what others hold."""
+"""A rank's part of a model's weights, ready to be sent. No rank gathers the parts of others."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dovetail.trainer.groups import peer_errors
 
 
 def senders(held: EngineModel, most: int) -> RankGrid | None:
-    """How at most `most` ranks of the model's stage, of its dp ranks from 0 on, hold its tensors together; None: it is
-    shared by more ranks than that."""
+    """How at most `most` of the stage's first dp ranks together hold its tensors. None if more ranks than that share
+    them."""
     sharded, tp = is_sharded(held.module), held.groups.tp_size
     pipelines = getattr(held.groups.layout, "pipelines", 1)
     shards = held.dp_size // pipelines if sharded else 1
@@ -28,12 +28,13 @@ def senders(held: EngineModel, most: int) -> RankGrid | None:
 
 
 def parts(held: EngineModel, ready: Callable[[list[str]], None] = lambda names: None) -> Iterator[Part]:
-    """This rank's part of every tensor of its stage under its Hugging Face name, adapters merged. The tied copy is left
-    out, and a value head beside a language model's, for which rollouts have no use. A collective over dp only where
-    there are adapters.
+    """This rank's part of every tensor of its stage under its Hugging Face name, with adapters merged.
 
-    `ready(names)` is called before the parameters `names`, a layer's or one outside of them, are read. Raises
-    `PeerLost`."""
+    The tied copy is left out. So is a value head beside a language model, because rollouts do not use it. It is
+    collective over dp only if there are adapters.
+
+    `ready(names)` is called before the parameters `names` are read. These are a layer's parameters, or one that is in
+    no layer. Raises `PeerLost`."""
     parameters = dict(held.module.named_parameters())
     units: dict[str, list[str]] = {}
     for name in parameters:

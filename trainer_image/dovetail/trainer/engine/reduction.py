@@ -1,7 +1,7 @@
-"""Adding up a model's gradient over the ranks that hold parts of it, beside the computation.
+"""The sum of a model's gradient over the ranks that hold parts of it, computed beside other work.
 
-It begins on each rank as soon as that rank has its gradient and needs no rank's thread after that: a rank that goes on
-with other work of its schedule holds nobody up."""
+Each rank begins as soon as it has its gradient. After that no rank's thread is needed. So a rank that continues with
+other work of its schedule does not delay the others."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from dovetail.trainer.groups import PeerLost, others_of, peer_errors
 
 
 class Reduction:
-    """The gradient of one model after its last backward of a mini-batch on this rank: summed over pipelines side by
-    side, over tp ranks that each have a part of it, and over both halves of a tied embedding, then its squared norm
-    over everything. Every rank makes one; the order among models is free, as each model has groups of its own."""
+    """Reduces the gradient of one model after its last backward pass of a mini-batch on this rank. It is summed over
+    parallel pipelines, over tp ranks that each have a part of it, and over both copies of a tied embedding. Then the
+    squared norm over everything is computed. Every rank makes one. The order of models does not matter, because each
+    model has groups of its own."""
 
     def __init__(self, held: EngineModel, device: torch.device) -> None:
         self._held, self._device = held, device
@@ -35,8 +36,8 @@ class Reduction:
         self._advance(None)
 
     def norm(self, deadline: timedelta, awaiting: Callable[[str], None] = lambda _: None) -> float:
-        """The global gradient norm, the same on every rank; waits for the ranks that have not got here. Raises
-        PeerLost once `deadline` has passed. `awaiting` is told about a wait of a GPU."""
+        """The global gradient norm, the same on every rank. Waits for the other ranks, and raises PeerLost after
+        `deadline`. `awaiting` is called if a GPU waits."""
         end = time.monotonic() + deadline.total_seconds()
         while not self._ended.wait(timeout=min(1.0, max(0.0, end - time.monotonic()))):
             if time.monotonic() >= end:
@@ -48,14 +49,14 @@ class Reduction:
             if self._error is not None:
                 raise self._error
             if self._last is not None:
-                self._last.wait()  # on a GPU: the results are there for what this stream does next
+                self._last.wait()  # on a GPU this makes the current stream wait, not the host
             if self._device.type == "cuda" and (others := others_of([self._held.groups.everyone])):
                 awaiting(f"{others} was lost while adding up the gradient of {self._held.name}")
         return float(self._squared.sqrt())
 
     def _advance(self, future: Any) -> None:
-        """Start the next operation; called again when that is done (by the transport's thread, or, on a GPU, at once
-        on a stream of its own)."""
+        """Start the next operation. It is called again when that is done: by the transport's thread, or on a GPU at
+        once, on a stream of its own."""
         try:
             if future is not None:
                 future.value()
@@ -68,7 +69,7 @@ class Reduction:
         self._ended.set()
 
     def _start(self) -> Iterator[Any]:
-        """The operations one after another, each started when the one before is done."""
+        """The operations in order. Each is started when the one before is done."""
         groups, optimizer = self._held.groups, self._held.optimizer
         copies, split = self._held.copies, self._held.split
         trainable = self._held.trainable()
@@ -82,16 +83,16 @@ class Reduction:
             parameter = dict(self._held.module.named_parameters())[name]
             embedding = self._held.module.embedding_name
             if parameter.requires_grad and parameter.grad is not None:
-                if embedding in trainable and name != embedding:  # both halves are here
+                if embedding in trainable and name != embedding:  # both copies are on this rank
                     both = local(trainable[embedding].grad).add_(local(parameter.grad))
                     local(parameter.grad).copy_(both)
                 else:
                     yield dist.all_reduce(local(parameter.grad), group=groups.tied, async_op=True)
             if name != embedding:
-                skip = {name}  # the first stage counts it
+                skip = {name}  # the first stage includes it in its norm
         if groups.tp_rank:
-            skip |= trainable.keys() - split.shared.keys()  # of what all tp ranks hold, the first counts it
-        # Copies hold the same gradients: one of them counts.
+            skip |= trainable.keys() - split.shared.keys()  # all tp ranks hold these; the first includes them
+        # Copies hold the same gradients, so only one of them adds its norm.
         counts = copies is None or dist.get_rank(copies) == 0
         if counts and (squared := optimizer.squared_norm(skip)) is not None:
             self._squared.copy_(squared)

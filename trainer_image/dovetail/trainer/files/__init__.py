@@ -1,1 +1,1 @@
-"""Files that ranks write together, and how they are read again."""
+"""Files that ranks write together, and the readers of these files."""

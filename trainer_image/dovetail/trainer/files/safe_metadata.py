@@ -1,8 +1,8 @@
-"""Checkpoints are read without running what is in them.
+"""Read checkpoints without running code from them.
 
-DCP keeps the list of a checkpoint's tensors as a pickle, `.metadata`, and unpickling runs whatever the file names. Here
-only DCP's own records may be named. Records of pickled objects (`BytesStorageMetadata`) are none of them: DCP would
-unpickle those, too, and our checkpoints hold tensors only. Tensors themselves are read with `weights_only=True`."""
+DCP keeps the list of a checkpoint's tensors as a pickle, `.metadata`. Unpickling runs whatever the file names. Here it
+may name only DCP's own records. Records of pickled objects (`BytesStorageMetadata`) are not allowed: DCP would unpickle
+those too, and our checkpoints hold only tensors. Tensors themselves are read with `weights_only=True`."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _CLASSES = {
     "torch": {"Size"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
     "torch.serialization": {"_get_layout"},
 }
-_PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath"}  # where it was saved; 3.13 says pathlib._local
+_PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath"}  # of the folder at saving; Python 3.13: pathlib._local
 
 
 class UnsafeCheckpoint(RuntimeError):
-    """The checkpoint names what DCP does not; the message is one sentence."""
+    """`.metadata` names something that DCP never writes, or cannot be read. The message is one sentence."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -46,7 +46,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class SafeReader(FileSystemReader):
-    """DCP's reader, but for `.metadata`. Raises `UnsafeCheckpoint`."""
+    """DCP's reader with a safe way to read `.metadata`. Raises `UnsafeCheckpoint`, and OSError for a missing file."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(str(self._get_metadata_path(kwargs.get("rank"))))
@@ -55,12 +55,12 @@ class SafeReader(FileSystemReader):
                 metadata = _Unpickler(file).load()
             except UnsafeCheckpoint:
                 raise
-            except Exception as error:  # a damaged pickle fails in any way
+            except Exception as error:  # a damaged pickle can raise anything
                 raise UnsafeCheckpoint(f".metadata cannot be read: {error}") from error
         if not isinstance(metadata, Metadata):
             raise UnsafeCheckpoint(".metadata is no list of tensors")
         for name in _files(metadata):
-            # DCP would follow a path to any file.
+            # DCP would follow a path to any file on the machine.
             if not isinstance(name, str) or PurePath(name).name != name:
                 raise UnsafeCheckpoint(f".metadata says that tensors are in {name!r}, outside of the checkpoint")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()

@@ -1,4 +1,4 @@
-"""Checksums of a checkpoint's files: taken when they are written, compared before any of them is used."""
+"""Checksums of a checkpoint's files. They are computed when files are written, and compared before files are used."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _CHUNK = 16 * 2**20
 
 
 class Damaged(RuntimeError):
-    """A file is not what was saved; the message is one sentence that names it."""
+    """A file is not what was saved. The message is one sentence that names the file."""
 
 
 def digest(path: Path) -> str:
-    """A digest of a file's size and content, computed at about the speed of memory: the checksum of weights in transit,
-    chunk by chunk, hashed. It detects any damage. It is no defence against a forger."""
+    """A digest of a file's size and content, 32 hexadecimal digits. It hashes the checksums that weights in transit
+    have, chunk by chunk, and runs about as fast as memory. It detects any damage, but no deliberate forgery. Raises
+    OSError."""
     buffer = torch.empty(_CHUNK, dtype=torch.uint8)
     total, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
@@ -45,8 +46,8 @@ def _fill(file: io.FileIO, view: memoryview) -> int:
 
 
 def verify(folder: Path, name: str, expected: Mapping[str, str]) -> None:
-    """Raises Damaged unless the file is what `expected` (digests by name) says. Files without a digest pass: the
-    checkpoint is of a release that kept none."""
+    """Raises Damaged unless the file has the digest in `expected` (digests by name). If `expected` is empty, every file
+    passes: the checkpoint is of a release without digests."""
     if not expected:
         return
     if name not in expected:
@@ -60,7 +61,7 @@ def verify(folder: Path, name: str, expected: Mapping[str, str]) -> None:
 
 
 class CheckedReader(SafeReader):
-    """Verifies each file that this rank reads before it takes anything from it. Raises Damaged."""
+    """Verifies each file that this rank reads, before it uses anything from it. Raises Damaged."""
 
     def __init__(self, path: Path, expected: Mapping[str, str]) -> None:
         super().__init__(path)

@@ -1,4 +1,4 @@
-"""Write a folder together: a temporary name first, the real one when every rank has written its part."""
+"""Write a folder together. It has a temporary name until every rank has written its part."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ T = TypeVar("T")
 def write_together(
     groups: Groups, path: Path, write: Callable[[Path], T], finish: Callable[[Path, list[T]], None]
 ) -> None:
-    """`write(folder)` on every rank, then `finish(folder, results by rank)` on rank 0, then rename to `path`,
-    replacing what is there. Results pass through JSON.
+    """Call `write(folder)` on every rank and `finish(folder, results by rank)` on rank 0, then rename the folder to
+    `path`. An old folder there is replaced. Results pass through JSON. A collective call.
 
-    On any failure all ranks raise `RankFailed` with one sentence, and nothing is left behind. `write` must not stop
-    in the middle of its collectives when only this rank has failed."""
+    On any failure all ranks raise `RankFailed` with one sentence, and nothing is left behind. If only this rank has
+    failed, `write` must still take part in the rest of its collectives. Raises `PeerLost`."""
     temporary = path.with_name(path.name + ".tmp")
     _together(groups, path, lambda: _fresh(temporary) if groups.rank == 0 else None)
     try:
@@ -49,7 +49,7 @@ def _together(groups: Groups, path: Path, work: Callable[[], T]) -> list[T]:
         result = work()
     except PeerLost:
         raise
-    except (Exception, CheckpointException) as problem:  # DCP's is not an Exception
+    except (Exception, CheckpointException) as problem:  # CheckpointException is no subclass of Exception
         error = storage_sentence(path, problem)
     groups.all_succeed(error)
     return groups.share_json(result)
@@ -71,12 +71,12 @@ def _replace(temporary: Path, path: Path) -> None:
 
 
 def storage_sentence(path: Path, problem: BaseException) -> str:
-    """One sentence about why `path` could not be written."""
+    """One sentence that says why `path` could not be written."""
     for cause in causes(problem):
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return f"{path} could not be written: {os.strerror(cause.errno).lower()}; free some space there"
     if any("inline_container" in str(cause) or "PytorchStreamWriter" in str(cause) for cause in causes(problem)):
-        # torch.save hides the system's error behind its own.
+        # torch.save replaces the system's error by one of its own.
         free = shutil.disk_usage(path.parent).free // 2**20
         return f"{path} could not be written in full; {free} MiB are free there, make room or raise the quota"
     first = next((str(c) for c in causes(problem) if isinstance(c, OSError)), str(problem))
@@ -85,7 +85,7 @@ def storage_sentence(path: Path, problem: BaseException) -> str:
 
 
 def causes(problem: BaseException) -> list[BaseException]:
-    """The exception, those that DCP collected from the ranks, and their causes."""
+    """The exception, the exceptions that DCP collected from the ranks, and all their causes."""
     found: list[BaseException] = []
     queue: list[BaseException | None] = [problem]
     while queue:

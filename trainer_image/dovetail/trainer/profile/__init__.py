@@ -1,4 +1,4 @@
-"""Measured times of models and of messages on this machine: what `dovetail profile` writes."""
+"""Measured times of models and of messages on this machine. `dovetail profile` writes them."""
 
 from dovetail.trainer.profile.hardware import hardware_toml
 from dovetail.trainer.profile.links import measure_link

@@ -1,4 +1,4 @@
-"""This machine's figures in the planner's format: what a large matrix product, a copy and a message reach."""
+"""This machine's figures in the planner's format, measured with a large matrix product, a copy and a message."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ _BYTES = {"cpu": 64 * 2**20, "cuda": GIB}
 
 
 def hardware_toml(device: torch.device, link: LinkTimes | None, clock: Callable[[], float] = time.perf_counter) -> str:
-    """An entry as in `dovetail.planner.hardware`'s gpus.toml, named as the node label names the product ("cpu": none).
-    `link`: measured between two GPUs of this machine."""
+    """An entry of gpus.toml (`dovetail.planner.hardware`), named like the node label of the product ("cpu" for a CPU).
+
+    `link` holds the times between two GPUs of this machine, if they were measured. `clock` gives seconds."""
     gpu = device.type == "cuda"
     dtypes = [torch.float32]
     if gpu:
@@ -53,7 +54,7 @@ def _flops(device: torch.device, dtype: torch.dtype, clock: Callable[[], float])
 
 
 def _seconds(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
-    """Median of REPEATS, after one that does not count."""
+    """The median seconds of REPEATS runs, after one that does not count."""
     found = []
     for _ in range(REPEATS + 1):
         start = clock()

@@ -18,10 +18,10 @@ _SMALL, _LARGE = 1, 4 * 2**20  # float32 values
 
 
 def measure_link(gpu: bool = False, repeats: int = 30, seconds: float = 60.0) -> LinkTimes:
-    """Round trips between this machine's processes 0 and 1, over Gloo, or over NCCL between GPUs 0 and 1.
+    """Latency (seconds) and bandwidth (bytes per second) between two processes, from the times of round trips.
 
-    Starts both processes. Raises TimeoutError if they are not done within `seconds`, RuntimeError if one of them
-    fails."""
+    They use Gloo, or NCCL between GPUs 0 and 1. Starts both processes. Raises TimeoutError if they do not finish within
+    `seconds`, and RuntimeError if one of them fails."""
     context: Any = torch.multiprocessing.get_context("spawn")
     store = store_at("127.0.0.1", 0, None, timedelta(seconds=seconds))
     answers = context.SimpleQueue()
@@ -67,7 +67,7 @@ def _peer(rank: int, port: int, gpu: bool, repeats: int, seconds: float, answers
 
 
 def _round_trips(rank: int, tensor: torch.Tensor, repeats: int) -> float:
-    """Median seconds of there and back."""
+    """The median seconds of a round trip."""
     seconds = []
     for _ in range(repeats + 3):
         start = time.perf_counter()

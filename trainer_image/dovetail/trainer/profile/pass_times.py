@@ -1,4 +1,4 @@
-"""Times of a model's passes: embedding, one layer and head apart, by micro-batch size."""
+"""Times of a model's passes by micro-batch size, for the embedding, one layer and the head separately."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dovetail.protocol.messages import ModelRef
 from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
 from dovetail.trainer.engine.action_measures import SavedBytes
 
-# A model of three stages of one layer: the middle one is a layer alone, the others have one part more.
+# The model has three stages of one layer each. The middle one is only a layer; the others have one part more.
 _STAGES = 3
 _PARTS = ("forward", "backward", "input_gradient", "weight_gradient", "activation_bytes")
 Clock = Callable[[], float]
@@ -33,16 +33,17 @@ def measure_model(
     repeats: int = 7,
     clock: Clock = time.perf_counter,
 ) -> ModelTimes:
-    """Medians of `repeats` passes over random tokens, of random weights of the model's own shapes.
+    """Medians of `repeats` passes over random tokens, with random weights of the model's own shapes.
 
-    A layer stands for all layers. Raises ModelError for a model that cannot be used."""
+    Each micro-batch has as many sequences as `micro_batches` says, each of `tokens` tokens. One layer represents all
+    layers. Raises ModelError for a model that cannot be used."""
     config = load_config(ref)
     short = _three_layers(config)
     results: dict[str, list[PassTimes]] = {"embedding": [], "layer": [], "head": []}
     stages = [_stage(short, ref, rank, device, dtype) for rank in range(_STAGES)]
     for size in micro_batches:
         first, layer, last = _measure(stages, size, tokens, device, repeats, clock)
-        # The first stage computes both halves in the second one, those of its layer too.
+        # The first stage computes both halves of its backward pass, also its layer's, in the second half.
         both = [sum(halves) for halves in zip(layer["input_gradient"], layer["weight_gradient"], strict=True)]
         without = {**layer, "weight_gradient": both}
         parts = {
@@ -83,7 +84,7 @@ def _stage(config: Any, ref: ModelRef, rank: int, device: torch.device, dtype: t
 
 
 def _median(values: Sequence[float], less: Sequence[float] | None = None) -> float:
-    """The median of the values, or of their differences to the values measured next to them; at least 0."""
+    """The median of the values, or of their differences to the values measured next to them, and at least 0."""
     taken = values if less is None else [a - b for a, b in zip(values, less, strict=True)]
     return max(0.0, statistics.median(taken))
 
@@ -91,12 +92,12 @@ def _median(values: Sequence[float], less: Sequence[float] | None = None) -> flo
 def _measure(
     stages: Sequence[PipelineStage], size: int, tokens: int, device: torch.device, repeats: int, clock: Clock
 ) -> list[dict[str, list[float]]]:
-    """All repeats of each stage; stages take turns, so that whatever else the machine does hits all alike."""
+    """All repeats of each stage. Stages take turns, so that other load on the machine affects all of them alike."""
     found: list[dict[str, list[float]]] = [{name: [] for name in _PARTS} for _ in stages]
     for turn in range(2 * repeats + 2):
         for stage, seconds in zip(stages, found, strict=True):
             _pass(stage, turn % 2 == 1, size, tokens, device, clock, seconds)
-    # The first turn of each kind allocates and warms up; forwards happen in both kinds.
+    # The first turn of each kind allocates memory and warms up. Forward passes happen in both kinds.
     skipped = {name: 2 if name in ("forward", "activation_bytes") else 1 for name in _PARTS}
     return [{name: seconds[name][skipped[name] :] for name in _PARTS} for seconds in found]
 
@@ -110,7 +111,7 @@ def _pass(
     clock: Clock,
     seconds: dict[str, list[float]],
 ) -> None:
-    """One forward and backward, the backward in two halves if `split`; appends to `seconds`."""
+    """One forward and backward pass. With `split` the backward pass is in two halves. Appends to `seconds`."""
 
     @contextmanager
     def timed(name: str) -> Iterator[None]:
@@ -140,7 +141,7 @@ def _pass(
         with timed("backward"):
             torch.autograd.backward(output, gradient)
     elif stage.is_first:
-        # Nobody waits for the gradient of tokens: the executor computes all of it in the second half.
+        # No stage waits for the gradient of tokens, so the executor computes everything in the second half.
         with timed("input_gradient"):
             pass
         with timed("weight_gradient"):

@@ -1,4 +1,4 @@
-"""How long what one stage sends is on its way to the next: measured once, between the ranks that train."""
+"""The time of a message from one stage to the next, measured once, between the ranks that train."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ REPEATS = 7
 def measure_transfers(
     models: Mapping[str, ModelGroups], boundaries: Mapping[str, tuple[torch.Size, torch.dtype]], device: torch.device
 ) -> dict[str, float]:
-    """Seconds to the next stage by model, on every rank that is not a model's last place.
+    """Seconds of a message to the next stage, by model, on every rank that is not a model's last place.
 
-    Half a round trip of a tensor of the shape and dtype in `boundaries`, the median of several. A collective call:
-    every rank makes it with the same models, and edges that share a rank take turns. Raises PeerLost."""
+    It is half a round trip of a tensor with the shape and dtype in `boundaries`, the median of several. A collective
+    call: every rank must make it with the same models. Edges that share a rank take turns. Raises PeerLost."""
     found = {}
     for name in sorted(boundaries):
         groups = models[name]
@@ -35,7 +35,7 @@ def measure_transfers(
             with peer_errors(f"measuring messages to trainer rank {peer}"):
                 seconds = [_round_trip(edge, peer, tensor, first) for _ in range(REPEATS + 1)]
             if first:
-                # The first trip warms up.
+                # The first trip is a warm-up.
                 found[name] = statistics.median(seconds[1:]) / 2
     return found
 
