@@ -1,1 +1,1 @@
-"""The life of a trainer rank: it joins, obeys the coordinator, and shows that it lives."""
+"""The life of a trainer rank: it joins, executes the coordinator's commands, and sends heartbeats."""

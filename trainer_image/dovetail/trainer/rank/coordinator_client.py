@@ -1,4 +1,4 @@
-"""A trainer rank's HTTP client: small blocking requests to the coordinator, each with a deadline."""
+"""A trainer rank's HTTP client: short blocking requests to the coordinator, each with a deadline."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dovetail.protocol.messages import Heartbeat, HeartbeatReply, JoinReply, Joi
 # The coordinator answers a long poll within 20 s.
 POLL_TIMEOUT_SECONDS = 30.0
 REQUEST_TIMEOUT_SECONDS = 30.0
-# A coordinator whose pod has just died leaves an address that nobody answers at, and one attempt to connect would stay
-# with it although its Service points to the next pod by now.
+# If the coordinator's pod dies, nothing answers at its old address. Its Service may already point to the next pod, but
+# an attempt to connect stays with the old address. So each attempt is short.
 CONNECT_TIMEOUT_SECONDS = 3.0
 JSON_LIMIT_BYTES = 16 * 2**20
 BATCH_LIMIT_BYTES = 4 * 2**30
@@ -28,25 +28,25 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class CoordinatorUnreachable(Exception):
-    """No answer within the deadline, however often we asked."""
+    """The coordinator gave no answer within the deadline, despite retries."""
 
 
 class StaleGeneration(Exception):
-    """409: our generation is over; join again."""
+    """The answer was 409: this rank's generation is over, and it must join again."""
 
 
 class Refused(Exception):
-    """The coordinator answered, and said no (4xx)."""
+    """The coordinator refused the request (4xx), or its answer is not valid."""
 
 
 class _Transient(Exception):
-    """Worth another try: no connection, a broken one, or 5xx."""
+    """The request may succeed if it is tried again: there was no connection, it broke, or the answer was 5xx."""
 
 
 class CoordinatorClient:
-    """Safe to use from several threads: every request has a connection of its own.
+    """The requests of a rank. Several threads may use it, because every request has a connection of its own.
 
-    `patience` is how many seconds an absent coordinator is waited for; `clock` gives monotonic seconds."""
+    If the coordinator is away, requests are retried for `patience` seconds. `clock` gives monotonic seconds."""
 
     def __init__(
         self,
@@ -65,22 +65,23 @@ class CoordinatorClient:
         self._clock, self._sleep = clock, sleep
 
     def join(self, request: JoinRequest) -> JoinReply:
-        """One long poll; waits for an absent coordinator. Raises CoordinatorUnreachable, Refused."""
+        """Make one long poll, and wait for the coordinator if it is away. Raises CoordinatorUnreachable, Refused."""
         return self._message("/v1/trainer/join", request, JoinReply, POLL_TIMEOUT_SECONDS)
 
     def next(self, request: NextRequest, patience: float) -> NextReply:
-        """One long poll; waits `patience` seconds for an absent coordinator. Raises StaleGeneration as well."""
+        """Make one long poll, and wait `patience` seconds for the coordinator if it is away. Raises StaleGeneration,
+        CoordinatorUnreachable, Refused."""
         return self._message("/v1/trainer/next", request, NextReply, POLL_TIMEOUT_SECONDS, patience)
 
     def last_word(self, request: NextRequest) -> None:
-        """Hand in a result without waiting for the next command; one short try, failures do not matter."""
+        """Send a result without waiting for the next command. There is one short try, and failures are ignored."""
         try:
             self._once("POST", "/v1/trainer/next", request.model_dump_json().encode(), 1.0, JSON_LIMIT_BYTES)
         except (_Transient, Refused, StaleGeneration):
             return
 
     def heartbeat(self, beat: Heartbeat) -> HeartbeatReply | None:
-        """One try; None when the coordinator is away."""
+        """Send one heartbeat without retries. None when the coordinator is away."""
         try:
             body = self._once("POST", "/v1/heartbeat", beat.model_dump_json().encode(), 5.0, JSON_LIMIT_BYTES)
             return HeartbeatReply.model_validate_json(body)
@@ -88,12 +89,13 @@ class CoordinatorClient:
             return None
 
     def offer(self, offer: Offer) -> None:
-        """POST /v1/weights/offer. Raises CoordinatorUnreachable, Refused."""
+        """Send an offer (POST /v1/weights/offer). Raises CoordinatorUnreachable, Refused, StaleGeneration."""
         body = offer.model_dump_json().encode()
         self._retry("POST", "/v1/weights/offer", body, REQUEST_TIMEOUT_SECONDS, JSON_LIMIT_BYTES)
 
     def batch(self, key: str) -> bytes:
-        """The safetensors document of a batch. Raises CoordinatorUnreachable, Refused (no such batch)."""
+        """The safetensors document of a batch. Raises CoordinatorUnreachable, StaleGeneration, and Refused if there is
+        no such batch."""
         path = f"/v1/batches/{quote(key)}"
         return self._retry("GET", path, None, REQUEST_TIMEOUT_SECONDS, BATCH_LIMIT_BYTES)
 

@@ -12,7 +12,8 @@ from typing import Any, TextIO
 
 
 class Events:
-    """`log("step.finished", id="sft/3", seconds=1.2)`; names are noun.verb. Safe to use from several threads."""
+    """`log("step.finished", id="sft/3", seconds=1.2)` writes one event. Names are noun.verb. Several threads may use
+    it."""
 
     def __init__(self, process: str, clock: Callable[[], float] = time.time, stream: TextIO | None = None) -> None:
         self._process, self._clock = process, clock
@@ -21,6 +22,6 @@ class Events:
 
     def __call__(self, event: str, **fields: Any) -> None:
         record = {"time": round(self._clock(), 3), "process": self._process, "event": event, **fields}
-        # A line that a full disk does not take is lost, and nothing else.
+        # If the disk is full, only this line is lost.
         with self._lock, contextlib.suppress(OSError):
             print(json.dumps(record, default=str), file=self._stream, flush=True)

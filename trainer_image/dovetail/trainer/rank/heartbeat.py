@@ -1,4 +1,4 @@
-"""The heartbeat thread: says that this rank lives, and gets it out of waits whose generation is over."""
+"""The heartbeat thread. It tells the coordinator that this rank is alive, and ends waits of a finished generation."""
 
 from __future__ import annotations
 
@@ -17,26 +17,27 @@ INTERVAL_SECONDS = 2.0
 
 
 class Abortable(Protocol):
-    """The process groups of a generation, as the heartbeat thread sees them. Both methods may be called while the main
+    """The process groups of a generation, as the heartbeat thread needs them. Both methods may be called while the main
     thread waits in a group."""
 
     def overdue(self) -> str | None:
-        """One sentence about a peer that is waited for longer than the groups' deadline."""
+        """One sentence about a peer, if this rank has waited for it longer than the groups' deadline; else None."""
 
     def abort(self, reason: str) -> None:
         """End all waits in the groups, which then raise PeerLost with the reason."""
 
 
 class HeartbeatThread:
-    """Beats every 2 s from `start` on, for the coordinator; the pulse beats only while the main thread does something.
+    """Sends a heartbeat to the coordinator every 2 s after `start`. The pulse beats only while the main thread works.
 
-    A rank that waits for a dead peer normally gets a broken connection at once and leaves by itself. For the other
-    cases (a frozen peer, one that never came) `superseded` becomes true as soon as the coordinator names a newer
-    generation than the one we are in, and if the main thread has not called `leave` within the grace given to
-    `enter`, the process ends with code 75, to be started again: a waiting Gloo collective cannot be interrupted.
+    If a peer dies, a rank that waits for it normally gets a broken connection at once and leaves by itself. A frozen
+    peer, or one that never came, breaks no connection. So `superseded` becomes true as soon as the coordinator names a
+    newer generation than this rank's. If the main thread does not call `leave` within the grace given to `enter`, the
+    process exits with code 75 and is started again: a waiting Gloo collective cannot be interrupted.
 
-    A wait for a GPU can be, and nobody else ends it. So this thread aborts the groups that were given to `enter`, when
-    the generation is over and when they are overdue, which ends it for this rank. The grace begins then, too."""
+    A wait of a GPU can be interrupted, and nothing else ends it. So this thread aborts the groups that were given to
+    `enter` when the generation is over, or when they are overdue. This ends the wait on this rank. The grace begins
+    then, too."""
 
     def __init__(
         self,
@@ -56,9 +57,9 @@ class HeartbeatThread:
         self._groups: Abortable | None = None
         self._superseded_at: float | None = None
         self._cancelled: str | None = None
-        # The commands that the coordinator waits for, and when it was asked.
+        # The commands for which the coordinator waits, and the time of the request for them.
         self._live: tuple[tuple[str, ...], float] | None = None
-        # The command that `cancelled` was asked about last, and since when.
+        # The command in the last call of `cancelled`, and the time of the first call for it.
         self._watched: tuple[str, float] | None = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -70,14 +71,14 @@ class HeartbeatThread:
         self._stop.set()
 
     def enter(self, generation: int, grace: float, groups: Abortable | None = None) -> None:
-        """This rank now belongs to `generation`, and may take `grace` seconds to leave it once it is over. `groups`:
-        what to abort then."""
+        """This rank now belongs to `generation`. When that is over, it has `grace` seconds to leave. `groups` are then
+        aborted."""
         with self._lock:
             self._generation, self._grace, self._superseded_at = generation, grace, None
             self._groups = groups
 
     def leave(self) -> None:
-        """This rank belongs to no generation."""
+        """This rank now belongs to no generation."""
         with self._lock:
             self._generation, self._superseded_at, self._groups = None, None, None
 
@@ -87,22 +88,22 @@ class HeartbeatThread:
             return self._superseded_at is not None
 
     def within(self, generation: int) -> bool:
-        """Whether this rank is in `generation`, which is not over as far as it knows."""
+        """Whether this rank is in `generation`, and has not heard that it is over."""
         with self._lock:
             return self._generation == generation and self._superseded_at is None
 
     def cancelled(self, command_id: str) -> bool:
-        """Whether the coordinator gave the command up, does not know it (another coordinator gave it), or the whole
-        generation is over. To be asked again and again while the command runs."""
+        """Whether the coordinator cancelled the command, does not know it (another coordinator gave it), or the whole
+        generation is over. Call it repeatedly while the command runs."""
         with self._lock:
             if self._watched is None or self._watched[0] != command_id:
                 self._watched = command_id, self._clock()
-            # What was asked before this rank had the command may be older than the command.
+            # An answer to a request from before this rank had the command may not know the command yet.
             known = self._live is None or self._live[1] < self._watched[1] or command_id in self._live[0]
             return self._superseded_at is not None or self._cancelled == command_id or not known
 
     def beat(self) -> None:
-        """One heartbeat and what follows from its answer."""
+        """Send one heartbeat and act on its answer."""
         with self._lock:
             generation = self._generation
         asked = self._clock()
@@ -128,7 +129,7 @@ class HeartbeatThread:
             stuck = self._superseded_at is not None and now - self._superseded_at >= self._grace
         if groups is not None and lost is not None:
             self._log("groups.aborted", generation=generation, reason=lost)
-            # In a thread of its own: if that gets stuck as well, the grace still ends.
+            # Aborting may block as well. It has its own thread, so that the grace still ends.
             threading.Thread(target=groups.abort, args=(lost,), name="abort", daemon=True).start()
         if stuck:
             self._log("rank.stuck", generation=generation, message="the generation is over; this process starts anew")

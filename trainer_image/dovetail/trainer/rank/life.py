@@ -1,4 +1,4 @@
-"""The life of a trainer rank: join, form groups, obey commands, and join again when a peer is lost."""
+"""The life of a trainer rank: join, form groups, execute commands, and join again when a peer is lost."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from dovetail.trainer.rank.metrics import TrainerMetrics
 from dovetail.trainer.rank.sending import Exchange, SendingThread
 
 COMMAND: TypeAdapter[Command] = TypeAdapter(Command)
-# How long after a generation's end a rank may still be inside it (see HeartbeatThread). While groups form, nothing is
-# held that a new process would have to load again.
+# A rank may stay in a generation for this many seconds after its end (see HeartbeatThread). The grace is short while
+# groups form, because a rank then holds nothing that a new process would have to load again.
 SERVING_GRACE_SECONDS = 20.0
 FORMING_GRACE_SECONDS = 4.0
 REJOIN_PAUSE_SECONDS = 0.5
-# While the coordinator is away, rank 0 still says so to the others this often (besides the poll itself).
+# While the coordinator is away, rank 0 tells the others so at this interval, plus the time of the poll.
 SILENCE_SECONDS = 10.0
-# Must exceed a long poll: between commands the other ranks wait in a broadcast. A dead peer breaks its connections at
-# once, and a frozen one is noticed by the coordinator after peerTimeoutSeconds, so this is the last resort.
+# This must exceed a long poll, because between commands the other ranks wait in a broadcast. It is a last resort: a
+# dead peer breaks its connections at once, and the coordinator notices a frozen one after peerTimeoutSeconds.
 LEAST_TIMEOUT_SECONDS = 90.0
 
 
@@ -55,7 +55,7 @@ class Rank:
     def run(self) -> None:
         """Run until `stop`. Raises CoordinatorUnreachable or Refused."""
         while True:
-            # Open until the groups are formed: a port that was only looked for could be another's by then.
+            # It listens until the groups are formed. If a port was only looked up, another process could take it.
             door = listening_at(self.env.host)
             try:
                 reply = self._join(door)
@@ -71,7 +71,7 @@ class Rank:
                 self.heartbeat.leave()
                 self.metrics.generation.set(0)
             self.metrics.rejoins.inc()
-            # Whoever lost us needs a moment to see it; without a pause two ranks can chase each other.
+            # The peers need a moment to notice that this rank left. Without a pause two ranks can chase each other.
             self.sleep(REJOIN_PAUSE_SECONDS)
 
     def _join(self, door: socket.socket) -> JoinReply:
@@ -90,7 +90,7 @@ class Rank:
                 return reply
 
     def _live(self, reply: JoinReply, generation: int, door: socket.socket) -> bool:
-        """One generation; true when told to stop. Raises PeerLost, StaleGeneration, Superseded."""
+        """Live through one generation. Returns true after `stop`. Raises PeerLost, StaleGeneration, Superseded."""
         self.heartbeat.enter(generation, FORMING_GRACE_SECONDS)
         groups = Groups.form(
             reply.master_host,
@@ -101,7 +101,7 @@ class Rank:
             max(LEAST_TIMEOUT_SECONDS, float(self.spec.failure_policy.peer_timeout_seconds)),
             listening=door,
         )
-        # A wait for a CPU ends by itself, when the connection breaks or at its deadline.
+        # A wait of a CPU ends by itself, when the connection breaks or at its deadline.
         self.heartbeat.enter(generation, SERVING_GRACE_SECONDS, groups if groups.device.type == "cuda" else None)
         self.metrics.generation.set(generation)
         self.log("groups.formed", generation=generation)
@@ -118,7 +118,8 @@ class Rank:
         finally:
             if sending is not None:
                 sending.stop()
-            # Closing frees the peers that wait for us; models go before the next generation loads its own.
+            # Closing frees the peers that wait for this rank. Models are freed before the next generation loads its
+            # own.
             groups.close()
             runner.close()
             del runner
@@ -150,7 +151,7 @@ class Rank:
         while True:
             waited = time.monotonic()
             command = asking.next() if self.env.rank == 0 else None
-            # An empty command is sent on too, as a sign of life within every collective's deadline.
+            # An empty command is sent on too. It shows within every collective's deadline that rank 0 is alive.
             document = groups.broadcast_json(None if command is None else command.model_dump(mode="json"))
             self.metrics.idle_seconds.inc(time.monotonic() - waited)
             if self.heartbeat.superseded:
@@ -184,7 +185,7 @@ class Rank:
 
 
 class _Asking:
-    """Rank 0's end of /v1/trainer/next. A result is handed in until an answer shows that it arrived."""
+    """Rank 0's requests to /v1/trainer/next. A result is sent until an answer shows that it arrived."""
 
     def __init__(
         self,
@@ -199,13 +200,13 @@ class _Asking:
         self._heard = clock()
 
     def done(self, result: CommandResult) -> None:
-        """The command was executed; its result goes with the next request."""
+        """The command was executed. Its result is sent with the next request."""
         self._last, self._handed_in = result, False
 
     def next(self) -> Command | None:
-        """The next command; None when the poll ended without one, or nobody answered for a short while.
+        """The next command. None if the poll ended without one, or if the coordinator did not answer for a short time.
 
-        Raises StaleGeneration, Refused, and CoordinatorUnreachable once the client's whole patience is spent."""
+        Raises StaleGeneration, Refused, and CoordinatorUnreachable after the client's whole patience."""
         result = None if self._handed_in else self._last
         request = NextRequest(
             generation=self._generation,
@@ -222,13 +223,13 @@ class _Asking:
             return None
         self._heard, self._handed_in = self._clock(), True
         if command is not None and self._last is not None and command.id == self._last.id:
-            # Asked again for what is done: the coordinator was restarted before it noted the answer.
+            # The command is done already. The coordinator was restarted before it stored the result.
             self._handed_in = False
             return None
         return command
 
     def farewell(self, stop: Stop) -> None:
-        """Tell the coordinator, if it is still there, that the ranks stop."""
+        """Tell the coordinator, if it still runs, that the ranks stop."""
         result = CommandResult(id=stop.id, ok=True, error=None)
         self._client.last_word(
             NextRequest(generation=self._generation, result=result, stage=self._runner.stage, step=self._runner.step)

@@ -1,4 +1,4 @@
-"""Prometheus metrics of a trainer rank, on its own port."""
+"""Prometheus metrics of a trainer rank, served on its own port."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from dovetail.protocol.messages import CommandResult
 from dovetail.trainer.rank.metrics_server import MetricsServer
 
-# Command metrics that are shown; a bounded set, whatever a later step reports.
+# The command metrics that are shown. The set is fixed, whatever a later step reports.
 SHOWN = frozenset(
     {
         "loss",
@@ -33,7 +33,7 @@ SHOWN = frozenset(
 
 
 class TrainerMetrics:
-    """Counts of this rank. Labels: `kind` of a command (eight), `stage` (three), `name` (SHOWN)."""
+    """The metrics of this rank. Labels: `kind` of a command (eight), `stage` (three), `name` (SHOWN)."""
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         self.registry = registry or CollectorRegistry()
@@ -58,7 +58,7 @@ class TrainerMetrics:
         )
 
     def observe(self, kind: str, result: CommandResult, seconds: float, stage: str | None, step: int) -> None:
-        """Take note of an executed command."""
+        """Record an executed command that took `seconds`."""
         self.seconds.labels(kind).observe(seconds)
         if not result.ok:
             self.failures.labels(kind).inc()

@@ -1,4 +1,4 @@
-"""The HTTP server of a rank's metrics: prometheus_client's application behind a server that ends slow connections."""
+"""The HTTP server of a rank's metrics: prometheus_client's application in a server that closes slow connections."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from dovetail.protocol.header_deadline import HEADER_SECONDS
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """Answers one request a connection, each in a thread. A connection that lasts for `seconds` is closed: a scrape
-    takes milliseconds. (prometheus_client's `start_http_server` waits without end for the rest of a request.)"""
+    """Answers one request per connection, each in a thread. A connection is closed after `seconds`; a scrape takes
+    milliseconds. prometheus_client's `start_http_server` would wait for the rest of a request for ever."""
 
     daemon_threads = True
 
@@ -30,7 +30,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises OSError when the port is taken."""
-        # WSGIServer knows IPv4 only, unless it is told.
+        # By default WSGIServer supports IPv4 only.
         self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
         super().__init__(address, _SilentHandler)
         self.set_app(make_wsgi_app(registry))
@@ -50,7 +50,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
-        """Runs about twice a second, see socketserver."""
+        """Close connections that last too long. socketserver calls this about twice a second."""
         for connection, opened in list(self._opened.items()):
             if self._clock() - opened > self._seconds:
                 with contextlib.suppress(OSError):
@@ -59,4 +59,4 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
 
 class _SilentHandler(WSGIRequestHandler):
     def log_message(self, *_: Any) -> None:
-        """Write nothing: a scrape is no event."""
+        """Write nothing: scrapes are not logged."""

@@ -1,4 +1,4 @@
-"""The thread of a rank that sends kept versions of the weights while the main thread trains."""
+"""The thread of a rank that sends kept weight versions while the main thread trains."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ LANE = "sending"
 
 
 class Exchange:
-    """Small messages between the sending threads of all ranks, apart from the groups that the main threads use: two
-    threads may not share a group.
+    """Small messages between the sending threads of all ranks. They do not use the groups of the main threads, because
+    two threads may not share a group.
 
-    They go through a store at rank 0. `over()`: whether to stop waiting. Every method raises PeerLost when the store is
-    gone, `over` becomes true, or a message is later than `timeout`."""
+    Messages go through a store at rank 0. `over()` says whether to stop waiting. Every method raises PeerLost if the
+    store is gone, `over` becomes true, or a message is later than `timeout`."""
 
     def __init__(self, groups: Groups, store: dist.Store | None, timeout: timedelta, over: Callable[[], bool]) -> None:
-        """`store` may be None if there is one rank only."""
+        """`store` may be None if there is only one rank."""
         self.rank, self.world_size = groups.rank, groups.world_size
         self.device = groups.device
         self.model: Mapping[str, Any] = groups.model
@@ -41,7 +41,7 @@ class Exchange:
 
     @classmethod
     def form(cls, groups: Groups, host: str, timeout: timedelta, over: Callable[[], bool]) -> Exchange:
-        """A collective call of the main threads. `host`: rank 0's address. Raises PeerLost."""
+        """Connect the ranks at `host`, rank 0's address. A collective call of the main threads. Raises PeerLost."""
         store: dist.Store | None = None
         if groups.world_size > 1:
             with peer_errors("forming the exchange of the sending threads"):
@@ -53,7 +53,7 @@ class Exchange:
         return cls(groups, store, timeout, over)
 
     def broadcast_json(self, value: Any, patient: bool = False) -> Any:
-        """Rank 0's value, on every rank. `patient`: it may come at any time."""
+        """Rank 0's value, on every rank. With `patient` there is no deadline. Raises PeerLost."""
         if self._store is None:
             return value
         self._number += 1
@@ -66,7 +66,7 @@ class Exchange:
         return json.loads(self._take(key, patient))
 
     def gather_json(self, value: Any) -> list[Any] | None:
-        """Every rank's value, by rank, on rank 0; None elsewhere."""
+        """Every rank's value, in the order of ranks, on rank 0. None on other ranks. Raises PeerLost."""
         if self._store is None:
             return [value]
         self._number += 1
@@ -76,7 +76,7 @@ class Exchange:
                 self._store.set(keys[self.rank], json.dumps(value))
             return None
         found = [value, *(json.loads(self._take(key, False)) for key in keys[1:])]
-        # All ranks have read what was told before.
+        # All ranks have read the messages before this one.
         with peer_errors("tidying up after the sending threads"):
             for key in [*self._read, *keys[1:]]:
                 self._store.delete_key(key)
@@ -97,7 +97,8 @@ class Exchange:
 
 
 class SendingThread:
-    """Belongs to one generation. `over()`: whether this rank leaves it. `cancelled(id)`: see `WeightSender`."""
+    """Sends the weights of one generation. `over()` says whether this rank leaves it. `cancelled(id)`: see
+    `WeightSender`."""
 
     def __init__(
         self,
@@ -124,7 +125,7 @@ class SendingThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Idempotent. The thread ends by itself soon after."""
+        """Let the thread end soon. May be called repeatedly."""
         self._stopped.set()
 
     @property
@@ -141,7 +142,7 @@ class SendingThread:
             else:
                 self._serve()
         except (PeerLost, StaleGeneration, CoordinatorUnreachable, Refused) as reason:
-            # The main thread sees the same, or will.
+            # The main thread gets the same error, now or soon.
             self._log("sending.ended", generation=self._generation, reason=str(reason))
         except Exception as error:
             self._log("sending.failed", generation=self._generation, exception=error)
@@ -163,7 +164,7 @@ class SendingThread:
     def _next(self, result: CommandResult | None) -> Publish | None:
         request = NextRequest(generation=self._generation, result=result, versions=self._kept.versions, lane="weights")
         command: Command | None = self._client.next(request, self._client.patience).command
-        # Asked again for what is done: the coordinator did not get the answer.
+        # If a finished command comes again, the coordinator did not get its result.
         if command is None or (result is not None and command.id == result.id):
             return None
         assert isinstance(command, Publish)

@@ -1,7 +1,7 @@
-"""DPO, IPO and KTO: the actor learns from pairs of responses, or from responses with a label, against
-log-probabilities of a frozen reference.
+"""DPO, IPO and KTO. The actor learns from pairs of responses, or from responses with a label, against log-probabilities
+of a frozen reference.
 
-The batch holds these log-probabilities, so no reference is in memory."""
+The batch holds these log-probabilities, so the reference is not in memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from dovetail.trainer.steps.step_context import Context, Metrics, Run, balance, 
 
 @dataclass(frozen=True)
 class Responses:
-    """`mask` (N, T) bool: the positions that predict the response's tokens. `reference` (N,) float32: their summed
-    log-probability under the reference; None before it is known."""
+    """`mask` (N, T) bool marks the positions that predict the response's tokens. `reference` (N,) float32 is the sum of
+    their log-probabilities (nats) under the reference, or None if it is not known yet."""
 
     sequences: Sequences
     mask: Tensor
@@ -33,7 +33,7 @@ class Responses:
 
     @staticmethod
     def read(context: Context, arrays: Arrays, prefix: str = "") -> Responses:
-        """Raises BadCommand."""
+        """The responses in a batch's arrays. Raises BadCommand."""
         sequences = Sequences.read(arrays, prefix)
         mask = read(arrays, f"{prefix}loss_mask", torch.uint8, tuple(sequences.tokens.shape))
         context.check_vocabulary(context.model("actor"), sequences)
@@ -42,7 +42,7 @@ class Responses:
         return Responses(sequences, predictions(sequences, mask), known)
 
     def logprobs(self, context: Context, tokens: int | None = None) -> Tensor:
-        """(N,) float32, on every rank: summed log-probabilities under the actor. A collective call."""
+        """(N,) float32, on every rank: sums of log-probabilities (nats) under the actor. A collective call."""
 
         def sums(said: Predicted, packed: Packed, rows: list[int]) -> Tensor:
             return unpacked(said.logprobs, self.mask[rows]).sum(dim=1, keepdim=True)
@@ -51,7 +51,8 @@ class Responses:
         return context.per_sequence("actor", self.sequences, self.mask, micro, 1, sums, Predictions, tokens).squeeze(1)
 
     def ratios(self, logprobs: Tensor, config: DPO, rows: list[int] | None = None) -> Tensor:
-        """Log-ratios from log-probabilities of these rows, None: of all; for IPO means over tokens."""
+        """The log-ratios (rows,) of these rows (None: all) from their log-probabilities. For IPO they are divided by
+        the number of response tokens."""
         assert self.reference is not None
         chosen = slice(None) if rows is None else rows
         ratios = logprobs - moved(self.reference[chosen], logprobs.device)
@@ -62,8 +63,8 @@ class Responses:
 
 @dataclass(frozen=True)
 class JudgedBatch:
-    """Pair i is rows i and i + pairs. `mismatched`: KTO's prompts with the responses of others. `good` (N,) bool: there
-    are no pairs, and each response has this label."""
+    """Responses with judgements. Without `good`, pair i is rows i and i + pairs. With `good` (N,) bool there are no
+    pairs, and each response has this label. `mismatched` holds KTO's prompts with responses to other prompts."""
 
     responses: Responses
     mismatched: Responses | None
@@ -71,16 +72,16 @@ class JudgedBatch:
 
     @property
     def records(self) -> int:
-        """Pairs, or responses with a label."""
+        """The number of pairs, or of responses with a label."""
         rows = len(self.responses.sequences)
         return rows // 2 if self.good is None else rows
 
     def rows(self, records: list[int]) -> list[int]:
-        """The rows of these records: with pairs the chosen ones, then the rejected ones."""
+        """The rows of these records. For pairs the chosen rows come first, then the rejected ones."""
         return records if self.good is not None else [*records, *(row + self.records for row in records)]
 
     def lengths(self) -> list[int]:
-        """Tokens of each record."""
+        """The number of tokens of each record."""
         lengths, n = self.responses.sequences.lengths, self.records
         found: list[int] = (lengths if self.good is not None else lengths[:n] + lengths[n:]).tolist()
         return found
@@ -88,7 +89,7 @@ class JudgedBatch:
     def loss(
         self, ratios: Tensor, config: DPO, records: list[int] | None = None, *, normaliser: float, kl: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Of the log-ratios of the rows of these records, None: of all."""
+        """The loss of these records (None: all) and its statistics; `ratios` are the log-ratios of their rows."""
         if self.good is not None:
             good = moved(self.good if records is None else self.good[records], ratios.device)
             return labelled_loss(ratios, good, config, normaliser=normaliser, kl=kl)
@@ -96,7 +97,8 @@ class JudgedBatch:
         return preference_loss(ratios[:half], ratios[half:], config, normaliser=normaliser, kl=kl)
 
     def kl(self, context: Context, tokens: int | None = None) -> float:
-        """KTO's estimate under the present weights, the same on every rank; 0 for other losses. A collective call."""
+        """KTO's KL estimate under the current weights, the same on every rank. 0 for other losses. A collective
+        call."""
         if self.mismatched is None:
             return 0.0
         with context.timeline.phase("dpo kl"):
@@ -105,7 +107,7 @@ class JudgedBatch:
 
 
 def load_batch(context: Context, key: str) -> JudgedBatch:
-    """Raises BadCommand."""
+    """The batch with this key. Raises BadCommand."""
     arrays = context.fetch(key)
     responses = Responses.read(context, arrays)
     mismatched = Responses.read(context, arrays, "kl_") if context.spec.dpo.loss == "KTO" else None
@@ -120,7 +122,7 @@ def load_batch(context: Context, key: str) -> JudgedBatch:
 
 
 def _checked(context: Context, key: str) -> JudgedBatch:
-    """A batch with the reference's log-probabilities. Raises BadCommand."""
+    """A batch that has the reference's log-probabilities. Raises BadCommand."""
     batch = load_batch(context, key)
     if any(part is not None and part.reference is None for part in (batch.responses, batch.mismatched)):
         raise BadCommand(f"batch {key} has no log-probabilities of the reference")
@@ -150,9 +152,9 @@ def _metrics(stats: dict[str, float]) -> Metrics:
 
 
 def prepare_step(context: Context, step: Step) -> Run:
-    """Check everything about the step that one rank can check alone. Raises BadCommand.
+    """Check what one rank can check about the step, and return the rest of it. Raises BadCommand.
 
-    A micro-batch of n pairs is one forward pass of 2n sequences; of n responses with a label, of n."""
+    A micro-batch of n pairs is one forward pass of 2n sequences. One of n responses with a label has n sequences."""
     model, config = context.model("actor"), context.spec.dpo
     batch = _checked(context, step.batch)
     responses, n = batch.responses, batch.records
@@ -185,7 +187,7 @@ def prepare_step(context: Context, step: Step) -> Run:
 
 
 def prepare_evaluate(context: Context, command: Evaluate) -> Run:
-    """The metrics of a step over all records of the batches."""
+    """Prepare to compute the metrics of a step over all records of the batches. Raises BadCommand."""
     context.require("actor")
     batches = [_checked(context, key) for key in command.batches]
     config = context.spec.dpo
@@ -206,7 +208,8 @@ def prepare_evaluate(context: Context, command: Evaluate) -> Run:
 
 
 def prepare_reference(context: Context, command: Evaluate, found: list[float]) -> Run:
-    """Put into `found` the log-probabilities of the batches' responses under the present weights, on every rank."""
+    """Prepare to add to `found` the log-probabilities (nats) of the batches' responses under the current weights, on
+    every rank. Raises BadCommand."""
     context.require("actor")
     batches = [load_batch(context, key) for key in command.batches]
 

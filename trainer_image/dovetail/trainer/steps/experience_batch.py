@@ -1,6 +1,6 @@
-"""A PPO batch as tensors, and what is computed once over the whole of it: advantages, weights, metrics.
+"""A PPO batch as tensors, and what is computed once over all of it: advantages, weights and metrics.
 
-Every rank does this for the global batch by itself: it is cheap, and whitening and group baselines need all of it."""
+Every rank does this for the whole global batch. It is cheap, and whitening and group baselines need all samples."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from dovetail.trainer.steps.step_context import Metrics, variance
 
 @dataclass(frozen=True)
 class PPOSamples:
-    """One iteration's samples. (N, R) float32 tensors have entry r for response token r; `mask` (N, R) bool.
-    `step_ends` (N, R) bool: the tokens that end a step, which has its reward in `step_rewards`; None without steps."""
+    """One iteration's samples. In (N, R) float32 tensors, entry r is for response token r. `mask` is (N, R) bool.
+
+    `step_ends` (N, R) bool marks the tokens that end a step. `step_rewards` has the step's reward at this token. Both
+    are None if there are no steps. Log-probabilities are in nats."""
 
     sequences: Sequences
     prompt_lengths: Tensor
@@ -43,8 +45,8 @@ class PPOSamples:
 
     @staticmethod
     def read(arrays: Arrays, config: PPO, own_values: bool = False) -> PPOSamples:
-        """`own_values`: the trainer makes the values, so the batch needs none. Raises BadCommand naming the array that
-        is missing, misshapen or not finite inside its mask."""
+        """The samples in a batch's arrays. With `own_values` the trainer computes the values, so the batch needs none.
+        Raises BadCommand that names the array, if it is missing, has a wrong shape or is not finite inside the mask."""
         tokens = read(arrays, "tokens", torch.int64, (None, None))
         n = tokens.shape[0]
         prompts = read(arrays, "prompt_lengths", torch.int64, (n,))
@@ -102,7 +104,7 @@ class PPOSamples:
         return len(self.sequences)
 
     def arrays(self, old_logprobs: Tensor) -> Arrays:
-        """The batch's arrays, with the log-probabilities of the policy that sampled, (N, R)."""
+        """The batch's arrays, with the log-probabilities (N, R) of the policy at the iteration's start."""
         tables = {
             "tokens": self.sequences.tokens.int(),
             "prompt_lengths": self.prompt_lengths.int(),
@@ -127,13 +129,13 @@ def _present(tensor: Tensor | None) -> Tensor:
 
 
 def response_positions(prompt_lengths: Tensor, response_lengths: Tensor, time: int) -> Tensor:
-    """(B, time) bool: the positions whose outputs belong to response tokens, each the one before its token."""
+    """(B, time) bool: the positions that predict the response tokens. Each is the one before its token."""
     first, places = prompt_lengths.unsqueeze(1) - 1, torch.arange(time)
     return (first <= places) & (places < first + response_lengths.unsqueeze(1))
 
 
 def counted_samples(samples: PPOSamples, config: PPO) -> Tensor | None:
-    """(N,) bool: the samples that train the policy; None where all do (`maskTruncated`, `dropEqualGroups`)."""
+    """(N,) bool: the samples that train the policy. None if all do (`maskTruncated`, `dropEqualGroups`)."""
     if not (config.mask_truncated or config.drop_equal_groups):
         return None
     counted = torch.ones(len(samples), dtype=torch.bool)
@@ -150,9 +152,9 @@ def counted_samples(samples: PPOSamples, config: PPO) -> Tensor | None:
 def recomputes_old_logprobs(spec: RLHFJobSpec, device_type: str) -> bool:
     """Whether the denominator of the policy ratio comes from a forward pass of the trainer (`ppo.oldLogProbs`).
 
-    Auto trusts the rollout where both sides compute the same numbers: float32 on both, temperature 1, no top-k or
-    top-p. Otherwise rounding and the cut distribution would enter the ratio. With a lag the rollout's are those of
-    older weights, so they are never the denominator."""
+    Auto uses the rollout's if both sides compute the same numbers: float32 on both, temperature 1, no top-k or top-p.
+    Otherwise rounding and the truncated distribution would change the ratio. With a lag the rollout's weights are
+    older, so its log-probabilities are never the denominator."""
     if spec.ppo.lag > 0:
         return True
     if spec.ppo.old_log_probs != "Auto":
@@ -169,9 +171,11 @@ def recomputes_old_logprobs(spec: RLHFJobSpec, device_type: str) -> bool:
 
 @dataclass(frozen=True)
 class Targets:
-    """What the losses need beside the model's outputs, all (N, R): `old_logprobs`, `advantages`, `returns` and
-    `old_values` for the critic, `weights` for truncated importance sampling; `kl_coef` of a penalty in the loss;
-    `metrics` of the batch; `staleness`: how many iterations older than the trainer's the weights are that sampled."""
+    """The inputs of the losses besides the model's outputs. Tensors are (N, R) float32.
+
+    `old_logprobs` and `advantages` are for the policy, `returns` and `old_values` for the critic, `weights` for
+    truncated importance sampling. `kl_coef` is the coefficient of a KL penalty in the loss. `metrics` are those of the
+    batch. `staleness` says by how many iterations the weights that sampled are older than the trainer's."""
 
     old_logprobs: Tensor
     advantages: Tensor
@@ -192,11 +196,12 @@ def targets(
     compared: Tensor | None = None,
     iteration: int = 1,
 ) -> Targets:
-    """Advantages and the rest over the global batch. `recomputed` (N, R) are the trainer's own log-probabilities at
-    its present weights, None to use the rollout's; `compared` the same at temperature 1, of which the rollout's
-    always are, None where that is no other. `iteration`: 1 for the first. `function` is what `advantageFunction`
-    names. Advantages that the batch brings come first. Raises BadCommand when a setting and the batch do not fit,
-    and where the function fails."""
+    """Advantages and the other inputs of the losses, over the global batch.
+
+    `recomputed` (N, R) are the log-probabilities at the trainer's current weights. With None the rollout's are used.
+    `compared` (N, R) are the same at the temperature of the rollout's log-probabilities, if that is another one.
+    `function` is the function of `advantageFunction`. `iteration` is 1 for the first. Advantages in the batch take
+    precedence. Raises BadCommand if a setting and the batch do not fit, and if the function fails."""
     mask = samples.mask
     staleness = config.staleness(iteration)
     old = samples.rollout_logprobs if recomputed is None else recomputed
@@ -210,7 +215,7 @@ def targets(
         if config.lag > 0:
             metrics["staleness"] = float(staleness)
             metrics |= staleness_metrics(same, samples.rollout_logprobs, mask, weights, cap)
-        if staleness == 0:  # else the gap is what was learnt meanwhile, and no error
+        if staleness == 0:  # otherwise the gap also contains what was learnt meanwhile, and is no error
             metrics |= mismatch(same, samples.rollout_logprobs, mask, cap)
     advantages, returns, rewards = _advantages(samples, config, kl_coef, function, old, iteration)
     kl = kl_estimate(old, samples.ref_logprobs, mask, "k1").sum(dim=1)
@@ -244,7 +249,7 @@ def targets(
 def _advantages(
     samples: PPOSamples, config: PPO, kl_coef: float, function: UserAdvantages | None, old: Tensor, iteration: int
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Advantages, returns and the rewards they were made from, each (N, R)."""
+    """Advantages, returns and the rewards from which they were computed, each (N, R). Raises BadCommand."""
     if samples.advantages is not None:
         returns = samples.returns
         if returns is None and samples.values is not None:
@@ -275,7 +280,7 @@ def _advantages(
 
 
 def mismatch(logprobs: Tensor, rollout: Tensor, mask: Tensor, cap: float) -> Metrics:
-    """Token means (and the maximum) of the gap between trainer and rollout."""
+    """The gap between trainer and rollout: token means, and the maximum. Differences are in nats."""
     sums = {name: float(value) for name, value in mismatch_metrics(logprobs, rollout, mask, cap).items()}
     tokens = max(1.0, sums.pop("mismatch_tokens"))
     largest = sums.pop("mismatch_abs_max")

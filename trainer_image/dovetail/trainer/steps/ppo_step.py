@@ -1,4 +1,5 @@
-"""One PPO iteration's training: epochs x mini-batches over the stored samples, actor and critic on one schedule."""
+"""The training of one PPO iteration: epochs of mini-batches over the samples, with one schedule for actor and
+critic."""
 
 from __future__ import annotations
 
@@ -51,7 +52,7 @@ Stats = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Ptx:
-    """Demonstrations mixed into the actor's loss; `mask` (N, T) marks predictions to be learnt."""
+    """Demonstrations that are mixed into the actor's loss. `mask` (N, T) bool marks the predictions to be learnt."""
 
     sequences: Sequences
     mask: Tensor
@@ -59,7 +60,7 @@ class Ptx:
 
 @dataclass(frozen=True)
 class RankSchedule:
-    """This rank's list for `mini_batches` of each model; `digest` is of all ranks' lists."""
+    """This rank's actions for `mini_batches` of each model. `digest` is the hash of all ranks' actions."""
 
     actions: list[Action]
     mini_batches: int
@@ -68,9 +69,10 @@ class RankSchedule:
 
 @dataclass(frozen=True)
 class MiniBatch:
-    """This rank's part of one optimizer step; `work` by the models that it holds. `counted`: which of the iteration's
-    samples train the policy, (N,) bool, None: all. Of these `policy_tokens` and `policy_samples` are in the whole
-    mini-batch."""
+    """This rank's part of one optimizer step. `work` has the rows of each micro-batch, by the models on this rank.
+
+    `counted` (N,) bool says which of the iteration's samples train the policy; None: all. `policy_tokens` and
+    `policy_samples` count these in the whole mini-batch. `ptx_rows` are its demonstrations."""
 
     work: dict[str, list[list[int]]]
     response_tokens: int
@@ -82,7 +84,7 @@ class MiniBatch:
 
 
 def prepare_step(context: Context, step: Step) -> Run:
-    """Check everything about the iteration that one rank can check alone. Raises BadCommand."""
+    """Check what one rank can check about the iteration, and return the rest of it. Raises BadCommand."""
     config = ppo_config(context.spec)
     models = ["actor"] if step.train_actor else []
     shared = context.require("actor").head == "lm+value"
@@ -113,7 +115,7 @@ def prepare_step(context: Context, step: Step) -> Run:
         raise BadCommand("the batch has no array 'values', which the critic's clipped loss needs")
     learns_values = shared or "critic" in models
     if not recompute and not shared:
-        # Nothing collective is needed before the advantages, so a bad batch is refused while nothing has happened.
+        # The advantages need no collective here. So a bad batch is refused before anything has changed.
         ready = targets(samples, config, step.kl_coef, None, context.advantages, iteration=step.step)
         check_returns(learns_values, ready)
 
@@ -134,7 +136,7 @@ def prepare_step(context: Context, step: Step) -> Run:
 
 
 def check_routing(config: Any, sequences: Sequences) -> None:
-    """Raises BadCommand for experts that the actor has not."""
+    """Raises BadCommand for experts that the actor does not have."""
     if sequences.routing is None:
         return
     experts = MODEL_FAMILIES[config.model_type].experts
@@ -145,14 +147,14 @@ def check_routing(config: Any, sequences: Sequences) -> None:
         raise BadCommand(
             f"batch array 'routed_experts' is of {found} layers and experts a token, the actor of {wanted}"
         )
-    # transformers knows the number of experts by both names.
+    # In transformers, both names give the number of experts.
     if int(sequences.routing.max()) >= getattr(config, experts.count[0]):
         raise BadCommand(f"batch array 'routed_experts' holds expert {int(sequences.routing.max())}, which is none")
 
 
 def _unknown_share(sequences: Sequences) -> float:
-    """Of the tokens but the last of each sequence, whose experts nothing depends on: the share that the batch does not
-    know the experts of."""
+    """The share of tokens whose experts are not known. The last token of each sequence does not count, because nothing
+    depends on its experts."""
     assert sequences.routing is not None
     counted = torch.arange(sequences.tokens.shape[1]) < sequences.lengths.unsqueeze(1) - 1
     return float((sequences.routing[:, :, 0, 0] < 0)[counted].double().mean())
@@ -177,7 +179,8 @@ def _ptx(context: Context, step: Step, samples: PPOSamples, arrays: Arrays) -> P
 def _mini_batches(
     context: Context, step: Step, samples: PPOSamples, models: list[str], ptx: Ptx | None
 ) -> list[MiniBatch]:
-    """Every optimizer step of the iteration. Mini-batch k of an epoch mixes in the k-th share of the ptx rows."""
+    """Every optimizer step of the iteration. Mini-batch k of an epoch gets the k-th share of the ptx rows. Raises
+    BadCommand."""
     config = ppo_config(context.spec)
     lengths = samples.sequences.lengths
     counted = counted_samples(samples, config)
@@ -186,7 +189,7 @@ def _mini_batches(
     seed, most = context.spec.seed, step.micro_batch_tokens
     order = [*mini_batches(len(samples), config.mini_batch_size, config.epochs, seed, step.step)]
     of_each = [lengths[rows].tolist() for _, rows in order]
-    # One schedule runs all mini-batches, so they have as many micro-batches.
+    # One schedule runs all mini-batches, so each must have the same number of micro-batches.
     counts = {
         name: None if most is None else micro_batch_count(of_each, context.model(name).dp_size, most) for name in models
     }
@@ -232,9 +235,9 @@ def _train(
         }
         name = f"mini-batch {start}" if len(span) == 1 else f"mini-batches {start}-{start + len(span) - 1}"
         with context.timeline.phase(name):
-            # Demonstrations add to the gradient before the step.
+            # The gradient of demonstrations must be added before the optimizer step.
             during = stepped if ptx is None else None
-            # The iteration's last step is applied as the weights are published, layer by layer.
+            # The iteration's last step is applied layer by layer while the weights are published.
             last = start + len(span) == len(minis)
             found = context.engine.run(schedule.actions, work, len(span), during, schedule.digest, defer=last)
             for model, stats in found.items():
@@ -262,8 +265,8 @@ def step_metrics(
     models: Sequence[str],
     counted: Tensor | None,
 ) -> Metrics:
-    """What a step reports of its losses. `totals`: their statistics, added up. `applied`: of each optimizer step.
-    `counted`: which samples train the policy; None: all."""
+    """The metrics of a step's losses. `totals` are the sums of their statistics. `applied` has values for each
+    optimizer step. `counted` (N,) bool says which samples train the policy; None: all."""
     metrics: Metrics = {}
     if counted is not None:
         metrics["counted_fraction"] = float(counted.double().mean())
@@ -295,7 +298,7 @@ def step_metrics(
 
 
 def add_stats(totals: dict[str, float], stats: Mapping[str, float], prefix: str = "") -> None:
-    """Add to the totals. `prefix`: of what actor and critic both count."""
+    """Add `stats` to the totals. `prefix` is for names that both actor and critic have."""
     for key, value in stats.items():
         totals[prefix + key if key.startswith("router_") else key] += value
 
@@ -306,13 +309,14 @@ def add_stats(totals: dict[str, float], stats: Mapping[str, float], prefix: str 
 def micro_batch(
     model: str, context: Context, samples: PPOSamples, goals: Targets, mini: MiniBatch, rows: list[int]
 ) -> MicroBatch:
-    """What the model learns from these rows of the mini-batch."""
+    """The micro-batch of a model with these rows of the mini-batch, and its loss."""
     make = _actor_micro_batch if model == "actor" else _critic_micro_batch
     return make(context, samples, goals, mini, rows)
 
 
 def _responses(samples: PPOSamples, rows: list[int]) -> tuple[Packed, Tensor]:
-    """The rows packed, the outputs of their response tokens wanted; and which (rows, R) of a table these are."""
+    """The rows, packed so that the outputs of their response tokens are wanted, and the mask (rows, R) of these
+    tokens."""
     time = samples.sequences.tokens.shape[1]
     wanted = response_positions(samples.prompt_lengths[rows], samples.response_lengths[rows], time)
     return samples.sequences.pack(rows, wanted), samples.mask[rows]
@@ -321,9 +325,9 @@ def _responses(samples: PPOSamples, rows: list[int]) -> tuple[Packed, Tensor]:
 def _actor_micro_batch(
     context: Context, samples: PPOSamples, goals: Targets, mini: MiniBatch, rows: list[int]
 ) -> MicroBatch:
-    """The policy's loss (`ppo.loss`) plus KL penalty (if it is in the loss) and entropy bonus over the response tokens
-    of `rows`. Where the actor has a value head, `valueCoef` times the value loss is added: one backward pass for
-    both."""
+    """The policy's loss (`ppo.loss`), the entropy bonus and, if it is in the loss, the KL penalty over the response
+    tokens of `rows`. If the actor has a value head, `valueCoef` times the value loss is added. So both need one
+    backward pass."""
     config = context.spec.ppo
     temperature = context.spec.generation.temperature
     packed, keep = _responses(samples, rows)
@@ -386,7 +390,7 @@ def _actor_micro_batch(
             total, stats = total + penalty, stats | more
         known = goals.weights is not None or "mismatch_abs" in goals.metrics
         if mini.first and goals.staleness == 0 and not known:
-            # Before the first update these are the log-probabilities of the weights that sampled.
+            # Before the first update the current weights are those that sampled.
             gap = mismatch_metrics(logprobs, inputs.rollout_logprobs, inputs.mask, config.importance_sampling.cap)
             stats |= {name: value for name, value in gap.items() if name != "mismatch_abs_max"}
         if config.entropy_coef > 0:
@@ -404,14 +408,14 @@ def _critic_micro_batch(
     context: Context, samples: PPOSamples, goals: Targets, mini: MiniBatch, rows: list[int]
 ) -> MicroBatch:
     packed, keep = _responses(samples, rows)
-    packed = replace(packed, routing=None)  # the experts are the actor's
+    packed = replace(packed, routing=None)  # the batch has the experts of the actor, not of the critic
     return MicroBatch(packed, _value_part(context, goals, mini, rows, keep))
 
 
 def _value_part(
     context: Context, goals: Targets, mini: MiniBatch, rows: list[int], keep: Tensor
 ) -> Callable[[Tensor], tuple[Tensor, Stats]]:
-    """Clipped value loss, times `valueCoef`, at the states in which the response tokens of `rows` were chosen."""
+    """The clipped value loss times `valueCoef`, at the states in which the response tokens of `rows` were chosen."""
     returns = goals.returns
     assert returns is not None
     old_values = returns if goals.old_values is None else goals.old_values
@@ -438,10 +442,11 @@ def _said(output: Predicted | Outputs) -> Predicted:
 
 
 def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action]) -> dict[str, float]:
-    """Add the gradient of the language-model loss on the mini-batch's share of demonstrations to the actor's.
+    """Add the gradient of the language-model loss on the mini-batch's demonstrations to the actor's gradient.
 
-    A second pass over the actor's own schedule, before the optimizer step: the sum of both gradients is that of the
-    mixed loss. Shares that do not fill the schedule's micro-batches are made up with rows that count nothing."""
+    This is a second pass over the actor's own schedule, before the optimizer step. The sum of both gradients is the
+    gradient of the mixed loss. If there are too few rows for the schedule's micro-batches, rows without weight fill
+    them up."""
     model = context.engine.models.get("actor")
     if model is None:
         return context.engine.run([], {})["actor"]
@@ -466,10 +471,11 @@ def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action])
 def before_step(
     context: Context, samples: PPOSamples, tokens: int | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The actor's log-probabilities of the response tokens, (N, R), at its present weights, the values of its value
-    head, if it has one, before each of them, and where it samples at another temperature than servers report, the
-    log-probabilities at temperature 1. One forward pass for all, in micro-batches of at most `tokens` where these are
-    cut by tokens; a collective call."""
+    """Outputs of the actor at its current weights for the response tokens, each (N, R), from one forward pass.
+
+    The first are log-probabilities (nats). The second are the values of its value head before each token, or None
+    without one. The third are log-probabilities at temperature 1, or None if servers report them at the temperature of
+    sampling. If micro-batches are cut by tokens, each has at most `tokens`. A collective call."""
     width = samples.mask.shape[1]
     temperature = context.spec.generation.temperature
     warm = temperature != served_temperature(context.spec)

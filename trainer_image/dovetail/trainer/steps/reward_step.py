@@ -1,4 +1,4 @@
-"""Reward-model training: the pairwise ranking loss on the value at each sequence's last token."""
+"""Reward-model training with the pairwise ranking loss on the value at each sequence's last token."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dovetail.trainer.steps.step_context import Context, Metrics, Run, balance, 
 
 
 def last_tokens(sequences: Sequences) -> Tensor:
-    """(N, T) bool, true at each sequence's last token, where its reward is."""
+    """(N, T) bool, true at each sequence's last token. The value there is the sequence's reward."""
     return torch.arange(sequences.tokens.shape[1]) == sequences.lengths.unsqueeze(1) - 1
 
 
 def load_pairs(context: Context, key: str) -> Sequences:
-    """Chosen sequences, then rejected ones: pair i is rows i and i + pairs. Raises BadCommand."""
+    """The chosen sequences, then the rejected ones: pair i is rows i and i + pairs. Raises BadCommand."""
     arrays = context.fetch(key)
     chosen, rejected = Sequences.read(arrays, "chosen_"), Sequences.read(arrays, "rejected_")
     if len(chosen) != len(rejected):
@@ -32,7 +32,7 @@ def load_pairs(context: Context, key: str) -> Sequences:
 
 
 def prepare_step(context: Context, step: Step) -> Run:
-    """Check everything about the step that one rank can check alone. Raises BadCommand.
+    """Check what one rank can check about the step, and return the rest of it. Raises BadCommand.
 
     A micro-batch of n pairs is one forward pass of 2n sequences."""
     model = context.model("reward")
@@ -83,7 +83,8 @@ def _rewards(values: Tensor, _: Packed, __: list[int]) -> Tensor:
 
 
 def prepare_evaluate(context: Context, command: Evaluate) -> Run:
-    """Accuracy (a tie is wrong) and loss over all pairs of the batches; mean score of the demonstrations, if any."""
+    """Prepare to compute accuracy (a tie is wrong) and loss over all pairs of the batches, and the mean score of the
+    demonstrations, if there are any. Raises BadCommand."""
     context.require("reward")
     batches = [load_pairs(context, key) for key in command.batches]
     demonstrations = [_load_demonstrations(context, key) for key in command.demonstrations]

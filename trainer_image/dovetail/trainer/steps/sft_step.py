@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: next-token cross entropy on the tokens to be learnt."""
+"""Supervised fine-tuning with the next-token cross entropy of marked tokens."""
 
 from __future__ import annotations
 
@@ -15,14 +15,16 @@ from dovetail.trainer.steps.step_context import Context, Metrics, Run, balance, 
 
 
 def predictions(sequences: Sequences, loss_mask: Tensor) -> Tensor:
-    """(N, T) bool, true where a position's prediction is to be learnt: `loss_mask` marks tokens, position t predicts
-    token t + 1; nothing predicts a sequence's first token, and nothing beyond its length counts."""
+    """(N, T) bool, true where a position's prediction is to be learnt; `loss_mask` (N, T) marks tokens.
+
+    Position t predicts token t + 1. Nothing predicts a sequence's first token. Tokens beyond its length do not
+    count."""
     inside = torch.arange(loss_mask.shape[1]) < sequences.lengths.unsqueeze(1)
     return shifted((loss_mask.bool() & inside).to(torch.uint8)).bool()
 
 
 def load_batch(context: Context, key: str) -> tuple[Sequences, Tensor]:
-    """Sequences and their `predictions`. Raises BadCommand."""
+    """A batch's sequences and their `predictions`. Raises BadCommand."""
     arrays = context.fetch(key)
     sequences = Sequences.read(arrays)
     mask = read(arrays, "loss_mask", torch.uint8, tuple(sequences.tokens.shape))
@@ -31,7 +33,7 @@ def load_batch(context: Context, key: str) -> tuple[Sequences, Tensor]:
 
 
 def prepare_step(context: Context, step: Step) -> Run:
-    """Check everything about the step that one rank can check alone. Raises BadCommand."""
+    """Check what one rank can check about the step, and return the rest of it. Raises BadCommand."""
     model = context.model("actor")
     sequences, mask = load_batch(context, step.batch)
     lengths, micro, tokens = sequences.lengths.tolist(), context.spec.sft.micro_batch_size, step.micro_batch_tokens
@@ -62,7 +64,7 @@ def prepare_step(context: Context, step: Step) -> Run:
 
 
 def prepare_evaluate(context: Context, command: Evaluate) -> Run:
-    """Mean loss a token over all the batches."""
+    """Prepare to compute the mean loss per token (nats) over all the batches. Raises BadCommand."""
     context.require("actor")
     batches = [load_batch(context, key) for key in command.batches]
 

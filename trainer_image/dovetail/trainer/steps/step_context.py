@@ -1,4 +1,4 @@
-"""What every step needs: the job, the engine and the collection of per-sequence results over ranks."""
+"""What every step needs: the job, the engine, and the collection of per-sequence results over ranks."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from dovetail.trainer.packed_batches import (
 from dovetail.trainer.spans import SpanRecorder
 
 Metrics = dict[str, float]
-# Second half of a command: the collective work. The first half (checks) has no collectives and changes nothing.
+# The second half of a command: the collective work. The first half only checks and changes nothing.
 Run = Callable[[], Metrics]
 
 
 @dataclass
 class Context:
-    """`fetch` gives a batch's arrays by key; raises BadCommand when there is none. `loss` is the policy's;
-    `advantages` what `ppo.advantageFunction` names."""
+    """The parts of a rank that a step uses. `fetch` gives a batch's arrays by key, and raises BadCommand if there is no
+    such batch. `loss` is the policy's loss. `advantages` is the function of `ppo.advantageFunction`."""
 
     spec: RLHFJobSpec
     groups: Groups
@@ -51,20 +51,21 @@ class Context:
     advantages: UserAdvantages | None
 
     def model(self, name: str) -> EngineModel:
-        """The model, which this rank holds. Raises BadCommand if it is not loaded."""
+        """The model, which must be on this rank. Raises BadCommand if it is not loaded."""
         self.require(name)
         return self.engine.models[name]
 
     def require(self, name: str) -> ModelRef:
-        """The reference of a model that some ranks hold. Raises BadCommand if no rank holds it."""
+        """The source of a model that some ranks hold. Raises BadCommand if no rank holds it."""
         if name not in self.engine.loaded:
             held = ", ".join(sorted(self.engine.loaded)) or "no model"
             raise BadCommand(f"model {name!r} is not loaded (the ranks hold {held}); send `load` first")
         return self.engine.loaded[name]
 
     def actions(self, step: Step, micro_batches: dict[str, int]) -> list[Action]:
-        """This rank's list, of the models in `micro_batches` (of one mini-batch) alone; where micro-batches are cut by
-        tokens, of so many of them. Raises BadCommand when the lists do not fit."""
+        """This rank's actions, for the models in `micro_batches` only. `micro_batches` counts those of one mini-batch.
+        If they are cut by tokens, actions beyond these counts are dropped. Raises BadCommand if the actions do not
+        fit."""
         actions, mini_batches = step.actions, step.mini_batches
         if len(actions) != self.groups.world_size:
             raise BadCommand(
@@ -74,7 +75,7 @@ class Context:
         if step.micro_batch_tokens is not None:
             if mini_batches > 1:
                 raise BadCommand("micro-batches are cut by tokens, which a schedule of several mini-batches cannot run")
-            # What is left of a serial schedule of more micro-batches is the serial schedule of these.
+            # A serial schedule of more micro-batches becomes the serial schedule of these if the others are dropped.
             mine = [action for action in mine if action.micro_batch < micro_batches[action.model]]
         for model, count in micro_batches.items():
             forwards = sum(a.model == model and a.kind == "F" and not a.chunk for a in mine)
@@ -91,7 +92,7 @@ class Context:
         return mine
 
     def check_vocabulary(self, model: EngineModel, sequences: Sequences) -> None:
-        """Raises BadCommand for token ids that the model has no embedding for (an index error deep inside)."""
+        """Raises BadCommand for token ids without an embedding, which would give an index error in the model."""
         size = int(getattr(model.config, "vocab_size", 0))
         largest = int(sequences.tokens.max())
         if size and largest >= size:
@@ -108,11 +109,12 @@ class Context:
         asks: Callable[[Tensor], Predictions] | None = None,
         tokens: int | None = None,
     ) -> Tensor:
-        """Forward passes without gradients over all sequences, shared out over dp; on every rank (N, width) float32.
+        """Run forward passes without gradients over all sequences, divided over dp. Returns (N, width) float32, on
+        every rank.
 
-        `read` maps the last stage's output at the positions that `wanted` (N, T) bool marks, and the micro-batch and
-        its rows, to (rows, width); `asks` is the micro-batches'. Micro-batches have `micro` rows, or with `tokens` at
-        most so many tokens. A collective call."""
+        `wanted` (N, T) bool marks positions. `read` takes the last stage's output there, the micro-batch and its rows,
+        and returns (rows, width). `asks`: see `MicroBatch`. Micro-batches have `micro` rows, or with `tokens` at most
+        this many tokens. A collective call. Raises PeerLost."""
         n = len(sequences)
         model = self.engine.models.get(name)
         mine: list[Padded] = []
@@ -138,7 +140,7 @@ class Context:
         return self.sum(table)
 
     def sum(self, table: Tensor) -> Tensor:
-        """Sum of a CPU tensor over all ranks, on every rank. A collective call."""
+        """The sum of a CPU tensor over all ranks, on every rank. The tensor is changed. A collective call."""
         if self.groups.world_size > 1:
             with peer_errors("summing over the trainer ranks"):
                 dist.all_reduce(table, group=self.groups.control)
@@ -148,29 +150,29 @@ class Context:
 def cut(
     lengths: Sequence[int], dp: int, rows: int, tokens: int | None, count: int | None = None
 ) -> list[list[list[int]]]:
-    """Rows of each micro-batch of each data-parallel rank: `rows` of them, or, with `tokens`, at most so many tokens in
-    at least `count` micro-batches. Raises BadCommand."""
+    """The rows of each micro-batch of each data-parallel rank. Micro-batches have `rows` rows. With `tokens` they have
+    at most this many tokens, and there are at least `count`. Raises BadCommand."""
     return split(lengths, dp, rows) if tokens is None else split_tokens(lengths, dp, tokens, count)
 
 
 def digest(actions: Sequence[Sequence[Action]]) -> str:
-    """Hash of all ranks' lists: what the ranks compare before they run them."""
+    """A hash of all ranks' actions. The ranks compare it before they run them."""
     text = ";".join(",".join(f"{a.model} {a.kind}{a.micro_batch}.{a.chunk}" for a in mine) for mine in actions)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def mean(stats: Mapping[str, float], name: str, count: str) -> float:
-    """stats[name] / stats[count], 0 when nothing was counted."""
+    """stats[name] / stats[count], or 0 if nothing was counted."""
     return stats.get(name, 0.0) / stats[count] if stats.get(count) else 0.0
 
 
 def balance(stats: Mapping[str, float], prefix: str = "") -> Metrics:
-    """The mean load-balancing loss of layers with experts, if it was computed."""
+    """The mean load-balancing loss of layers with experts. Empty if it was not computed."""
     if not stats.get(f"{prefix}router_passes"):
         return {}
     return {f"{prefix}router_aux_loss": mean(stats, f"{prefix}router_aux_loss", f"{prefix}router_passes")}
 
 
 def variance(x: Tensor) -> float:
-    """Population variance of a flat tensor in float64; 0 when it is empty."""
+    """The population variance of a flat tensor, in float64. 0 if it is empty."""
     return float(x.double().var(correction=0)) if x.numel() else 0.0

@@ -1,11 +1,10 @@
-"""A PPO step whose samples are learnt part by part, so that it can begin while others are still drawn
-(`ppo.streaming`).
+"""A PPO step that learns its samples part by part, so that it can begin while others are still drawn (`ppo.streaming`).
 
-The rows of the step's batch are cut into equal parts, in their order. Each part is learnt by itself: its advantages,
-its micro-batches, its gradient. The gradients are added up in the order of the parts, and one optimizer step follows.
-Nothing of a part depends on the other ones. So the bits are the same whether a part is learnt early (`Accumulate`) or
-with the step. Losses are divided by numbers that are known beforehand. What they should have been divided by is made up
-for when all samples are there."""
+The rows of the step's batch are cut into equal parts, in their order. Each part has its own advantages, micro-batches
+and gradient. The gradients are added up in the order of the parts, and one optimizer step follows. A part depends on no
+other part. So the bits are the same whether a part is learnt early (`Accumulate`) or with the step. Losses are first
+divided by numbers that are known beforehand. When all samples are there, the gradient is scaled to the right
+numbers."""
 
 from __future__ import annotations
 
@@ -45,9 +44,9 @@ TOKENS, RESPONSES = (
 
 @dataclass
 class HeldParts:
-    """The parts of the next step whose gradient the ranks hold. `step`: its number. `digests`: of each part's arrays.
-    `totals`: statistics of the losses. `old`: log-probabilities that the trainer has computed itself, as `before_step`
-    returns them; None where it trusts the rollouts."""
+    """The parts of the next step whose gradient the ranks hold. `step` is the step's number. `digests` are the hashes
+    of each part's arrays. `totals` are sums of the losses' statistics. `old` are the log-probabilities that the trainer
+    has computed itself, as `before_step` returns them; None if it uses the rollout's."""
 
     step: int = 0
     digests: list[str] = field(default_factory=list)
@@ -55,20 +54,20 @@ class HeldParts:
     old: list[tuple[Tensor, Tensor | None] | None] = field(default_factory=list)
 
     def clear(self) -> None:
-        """The gradient is gone."""
+        """Drop the records of all parts. The caller drops the gradient."""
         self.step, self.digests, self.totals, self.old = 0, [], defaultdict(float), []
 
 
 @dataclass(frozen=True)
 class StreamedPart:
-    """A part, checked. `samples`: its rows alone. `digest`: of its arrays."""
+    """A part that was checked. `samples` are its rows only. `digest` is the hash of its arrays."""
 
     samples: PPOSamples
     digest: str
 
 
 def rows_of(arrays: Arrays, start: int, stop: int) -> Arrays:
-    """These rows of a PPO batch, with as little padding as they need: the same arrays whatever rows are beside them."""
+    """These rows of a PPO batch, with as little padding as they need. The result does not depend on the other rows."""
     prompts, responses = (arrays[name][start:stop].astype(np.int64) for name in ("prompt_lengths", "response_lengths"))
     width, longest = int((prompts + responses).max()), int(responses.max())
     found = {}
@@ -79,7 +78,7 @@ def rows_of(arrays: Arrays, start: int, stop: int) -> Arrays:
 
 
 def digest_of(arrays: Arrays) -> str:
-    """Of names, shapes and contents."""
+    """A hash of the arrays' names, dtypes, shapes and contents."""
     hashed = hashlib.sha256()
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])
@@ -89,7 +88,7 @@ def digest_of(arrays: Arrays) -> str:
 
 
 def prepare_part(context: Context, held: HeldParts, command: Accumulate) -> Run:
-    """Check what one rank can check alone. Raises BadCommand."""
+    """Check what one rank can check about the part, and return the rest of the work. Raises BadCommand."""
     step = command.step
     _check_parts(context, step)
     models = _models(context, step)
@@ -114,7 +113,7 @@ def prepare_part(context: Context, held: HeldParts, command: Accumulate) -> Run:
 
 
 def prepare_step(context: Context, held: HeldParts, step: Step) -> Run:
-    """Check everything about the iteration that one rank can check alone. Raises BadCommand."""
+    """Check what one rank can check about the iteration, and return the rest of it. Raises BadCommand."""
     config = ppo_config(context.spec)
     _check_parts(context, step)
     models = _models(context, step)
@@ -187,21 +186,22 @@ def _part(context: Context, models: list[str], arrays: Arrays, start: int, stop:
 
 
 def _forget(context: Context, held: HeldParts, step: Step) -> None:
-    """Begin the step anew."""
+    """Drop all parts and begin the step again."""
     held.clear()
     context.engine.drop_gradients()
     held.step = step.step
 
 
 def _nominal(context: Context) -> int:
-    """What token means are divided by before the number of tokens is known: that of the longest responses."""
+    """The divisor of token means while the number of tokens is unknown: the tokens of the longest possible
+    responses."""
     return context.spec.ppo.global_batch_size * context.spec.generation.max_tokens
 
 
 def _learn(
     context: Context, held: HeldParts, step: Step, models: list[str], schedule: RankSchedule, part: StreamedPart
 ) -> None:
-    """Add the part's gradient. A collective call."""
+    """Add the part's gradient. A collective call. Raises BadCommand."""
     config, samples = ppo_config(context.spec), part.samples
     old: tuple[Tensor, Tensor | None] | None = None
     if recomputes_old_logprobs(context.spec, context.groups.device.type):
@@ -230,13 +230,14 @@ def _learn(
 
 
 def _finish(context: Context, held: HeldParts, step: Step, models: list[str], samples: PPOSamples) -> Metrics:
-    """One optimizer step with the gradient of all parts. It is applied as the weights are published, layer by layer."""
+    """Make one optimizer step with the gradient of all parts. It is applied layer by layer while the weights are
+    published. A collective call."""
     config = ppo_config(context.spec)
     counted = counted_samples(samples, config)
     applied: dict[str, list[float]] = defaultdict(list)
     factors = normalisers(config, _nominal(context), samples.response_lengths, counted)
     if config.loss_aggregation != "Token":
-        # Statistics that were weighted for the nominal number of tokens.
+        # These statistics were weighted for the nominal number of tokens.
         for name in {"policy_loss", "kl_loss"} & held.totals.keys():
             held.totals[name] *= factors["actor"] * held.totals["tokens"] / _nominal(context)
     with context.timeline.phase("optimizer"):
@@ -257,8 +258,8 @@ def _finish(context: Context, held: HeldParts, step: Step, models: list[str], sa
 
 
 def normalisers(config: PPO, nominal: int, lengths: Tensor, counted: Tensor | None) -> dict[str, float]:
-    """By what the gradient of each model is multiplied, now that all samples are known. `lengths` (N,): response
-    tokens. `counted` (N,) bool: samples that train the policy; None: all."""
+    """The factor for the gradient of each model, now that all samples are known. `lengths` (N,): response tokens.
+    `counted` (N,) bool: the samples that train the policy; None: all."""
     theirs = lengths if counted is None else lengths[counted]
     if config.loss_aggregation == "Token":
         policy = nominal / max(1, int(theirs.sum()))
@@ -268,5 +269,5 @@ def normalisers(config: PPO, nominal: int, lengths: Tensor, counted: Tensor | No
 
 
 def _joined(tables: list[Tensor], width: int) -> Tensor:
-    """(n, r) tables one below the other, (N, width)."""
+    """Tables (n, r), padded to the width and joined by rows: (N, width)."""
     return torch.cat([torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in tables])
