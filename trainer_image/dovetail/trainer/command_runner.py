@@ -94,11 +94,12 @@ class CommandRunner:
 
     @property
     def stage(self) -> Stage | None:
-        """The stage that the ranks hold. None when nothing is loaded, or after a step that failed half-way."""
+        """The stage that the ranks hold. It is None when nothing is loaded, or after a step that failed half-way."""
         return None if self._dirty else self.engine.stage
 
     @property
     def step(self) -> int:
+        """The last applied step of the stage, or 0 where `stage` is None."""
         return self.engine.step if self.stage is not None else 0
 
     def close(self) -> None:
@@ -169,7 +170,7 @@ class CommandRunner:
         times = [StageTimes.model_validate(part) for _, parts in gathered for part in parts]
         return times, float(max((peak for peak, _ in gathered), default=0))
 
-    # ------------------------------------------------------------ the two halves
+    # ------------------------------------------------------------ prepare and run
 
     def _prepare(self, command: Command) -> Run:
         if isinstance(command, Load):
@@ -334,7 +335,7 @@ class CommandRunner:
                 self._probe = take_probe(self._context, command.version)
         return sent
 
-    # ------------------------------------------------------------ parts
+    # ------------------------------------------------------------ helpers
 
     def _check_stage(self, stage: Stage) -> None:
         self._require_loaded()

@@ -74,7 +74,7 @@ def compare_models(one: Path, other: Path) -> Comparison:
 
 
 def difference(name: str, one: Tensor, other: Tensor) -> Difference | None:
-    """The difference between two tensors. None if they have the same bits."""
+    """The difference between two tensors, or None if they have the same bits."""
     if one.dtype != other.dtype or one.shape != other.shape:
         kinds = [f"{str(t.dtype).removeprefix('torch.')} {tuple(t.shape)}" for t in (one, other)]
         return Difference(name, reason=f"{kinds[0]} in one and {kinds[1]} in the other")
@@ -117,7 +117,7 @@ def _read(folder: Path, name: str, meta: Any) -> Tensor:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """Checksums of the files that hold tensors. Empty if the checkpoint has none."""
+    """Checksums of the files that hold tensors, or nothing if the checkpoint has none."""
     files = json.loads((folder / STATE).read_text(encoding="utf-8")).get("files", {})
     return {name: digest for name, digest in files.items() if name != ".metadata"}
 

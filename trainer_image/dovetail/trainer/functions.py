@@ -18,7 +18,7 @@ UserAdvantages = Callable[[Experience], tuple[FloatArray, FloatArray | None]]
 
 def load_advantages(config: PPO) -> UserAdvantages | None:
     """The function of `spec.ppo`. It is looked for in `importPath` (default: the working directory), then on
-    PYTHONPATH. None if the job has none. Raises ValueError with one sentence if it cannot be imported."""
+    PYTHONPATH. It is None if the job has none. Raises ValueError with one sentence if it cannot be imported."""
     name = config.advantage_function
     if name is None:
         return None

@@ -66,8 +66,8 @@ def transport_sentence(error: BaseException) -> str:
 
 @dataclass
 class Edges:
-    """The neighbours of one of this rank's stages, as global ranks. None where the model ends, and where the neighbour
-    is on this rank too.
+    """The neighbours of one of this rank's stages, as global ranks. They are None where the model ends, and where the
+    neighbour is on this rank too.
 
     Each edge and direction has a group of its own with two ranks. So two models, or two stages, that share a pair of
     ranks can never take each other's tensors."""
@@ -116,7 +116,8 @@ class ModelGroups:
 
     @cached_property
     def beside(self) -> str:
-        """The other ranks of dp and tp, for a message: they take part in the collectives of a pass. Empty if none."""
+        """The other ranks of dp and tp, for a message: they take part in a pass's collectives. It is empty if there are
+        none."""
         groups = (self.mesh.get_group(name) for name in self.mesh.mesh_dim_names or () if self.mesh[name].size() > 1)
         return others_of(groups)
 
@@ -436,7 +437,7 @@ class Groups:
         return value if self.rank == source else json.loads(buffer.numpy().tobytes())
 
     def gather_json(self, value: Any) -> list[Any] | None:
-        """Every rank's value, in the order of ranks, on rank 0. None on other ranks. Raises `PeerLost`."""
+        """Every rank's value, in the order of ranks, on rank 0, and None on other ranks. Raises `PeerLost`."""
         self._raise_if_lost()
         with peer_errors("collecting messages of the trainer ranks"):
             data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

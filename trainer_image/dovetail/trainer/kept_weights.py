@@ -80,7 +80,7 @@ class KeptWeights:
 
     @contextmanager
     def using(self, version: int) -> Iterator[Kept | None]:
-        """The version, which does not change inside the block. None if it is not kept."""
+        """The version, which does not change inside the block, or None if it is not kept."""
         with self._lock:
             kept = self._kept.get(version)
             if kept is not None:

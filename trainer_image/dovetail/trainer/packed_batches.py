@@ -37,7 +37,7 @@ class Sequences:
     """tokens (N, T) int64, right-padded; lengths (N,) int64, each in 1..T.
 
     `routing` (N, T, layers, experts of a token) int16: the experts that the rollout chose, -1 where they are not known.
-    None if none are known."""
+    It is None if none are known."""
 
     tokens: Tensor
     lengths: Tensor
@@ -45,6 +45,7 @@ class Sequences:
 
     @staticmethod
     def read(arrays: Arrays, prefix: str = "") -> Sequences:
+        """The sequences in a batch's arrays, whose names begin with `prefix`. Raises BadCommand."""
         tokens = read(arrays, f"{prefix}tokens", torch.int64, (None, None))
         lengths = read(arrays, f"{prefix}lengths", torch.int64, (tokens.shape[0],))
         return Sequences.checked(tokens, lengths, f"{prefix}lengths")
@@ -163,7 +164,7 @@ def micro_batch_count(batches: Iterable[Sequence[int]], dp: int, most: int) -> i
 
 
 def _parts(lengths: Sequence[int], count: int, most: int) -> list[list[int]] | None:
-    """All rows in `count` parts of nearly equally many tokens, none empty. None if a part had more than `most`."""
+    """All rows in `count` non-empty parts of nearly equally many tokens, or None if a part had more than `most`."""
     if count == len(lengths):
         return [[row] for row in range(len(lengths))]
     for equal_counts in (False, True):

@@ -35,7 +35,7 @@ def longest_sequence(spec: RLHFJobSpec, config: Any) -> int:
 
 
 def take_probe(context: Context, version: int) -> Probe | None:
-    """The actor's log-probabilities (nats), the same on every rank. None if servers take fewer than two tokens as a
+    """The actor's log-probabilities (nats), the same on every rank, or None if servers take fewer than two tokens as a
     prompt. This is a collective call. Raises FloatingPointError on every rank if a number is not finite."""
     held = context.engine.models.get(_MODEL)
     ref = context.engine.loaded[_MODEL]

@@ -55,6 +55,8 @@ class WeightParts:
 
 
 class ModelRank(Protocol):
+    """A rank's place in the layout of one model."""
+
     dp_rank: int
     pp_rank: int
     tp_rank: int
@@ -85,7 +87,7 @@ class _Line:
 
 
 class WeightSender:
-    """Sends weights. `publish` is collective: every rank calls it with the same command. Not thread-safe.
+    """Sends weights. `publish` is collective: every rank calls it with the same command. It is not thread-safe.
 
     `post_offer` is called on rank 0 once all senders listen. `host` is the address to which receivers connect (default:
     DOVETAIL_HOST). `cancelled` is called until all receivers are ready to take the version. If it returns true, the
@@ -210,11 +212,10 @@ class WeightSender:
         self._drop_lines()
         self._buffers.clear()
 
-    # ------------------------------------------------------------ parts of publish
+    # ------------------------------------------------------------ helpers of publish
 
     def _plan(self, model: str, source: Source | WeightParts, dtype: str | None) -> Iterable[Part]:
-        """Make the model's bucket plan, with matrices in `dtype`, unless there is one. Returns the iteration to
-        send."""
+        """Make the model's bucket plan, with matrices in `dtype`, unless it exists. Returns the iteration to send."""
         layout = source.layout if isinstance(source, WeightParts) else RankGrid()
         if isinstance(source, WeightParts):
             iterate = source.iterate
@@ -236,7 +237,7 @@ class WeightSender:
         return iterate()
 
     def _mine(self, model: str) -> list[Bucket] | None:
-        """The share of the model's buckets that this rank sends. None if it sends nothing."""
+        """The share of the model's buckets that this rank sends, or None if it sends nothing."""
         return self._shares[model].get(self._sender(model))
 
     def _sender(self, model: str) -> int:
@@ -359,7 +360,7 @@ def whole_part(named: Named) -> Part:
 
 
 def serving_dtype(receivers: Iterable[Receiver], model: str) -> str | None:
-    """The 16-bit dtype in which all receivers hold the model. None if they differ or hold another dtype.
+    """The 16-bit dtype in which all receivers hold the model, or None if they differ or hold another dtype.
 
     If weights are cast before they are sent, receivers get the same bits, and half as many bytes are sent."""
     held = {receiver.dtype for receiver in receivers if model in receiver.models}
@@ -368,8 +369,7 @@ def serving_dtype(receivers: Iterable[Receiver], model: str) -> str | None:
 
 
 def _spec(part: Part, dtype: str | None) -> TensorSpec:
-    """The spec of what is sent of the part. Vectors keep their dtype: servers hold some in float32, and they are
-    small."""
+    """The spec of what is sent of the part. Vectors are small and keep their dtype: servers hold some in float32."""
     own = str(part.tensor.dtype).removeprefix("torch.")
     sent = dtype if dtype and own == "float32" and len(part.shape) > 1 else own
     return TensorSpec(part.name, sent, tuple(part.shape))

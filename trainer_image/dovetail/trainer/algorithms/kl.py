@@ -30,7 +30,7 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
     """numerator - denominator of log-probabilities, in float32 or wider, clamped to +-20. It is exactly 0 outside
     `mask` and has no gradient there. All tensors (batch, time) or (n,).
 
-    exp(20) is 5e8: a larger ratio carries no information, and float32 can hold this one."""
+    exp(20) is 5e8: a larger ratio carries no information, and this one is safe in float32."""
     difference = torch.where(kept(mask), wide(numerator) - wide(denominator), 0.0)
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
@@ -73,7 +73,7 @@ def kl_loss(
     keep = kept(mask)
     now, reference = logprobs.detach(), ref_logprobs.detach()
     value = kl_estimate(now, reference, keep, estimator)
-    # The clamped ratio multiplies the gradient. Clamping inside would give the tokens that are furthest away none.
+    # The clamped ratio multiplies the gradient. Clamping inside would leave the furthest tokens without one.
     slope = log_ratio(now, reference, keep)
     straight = slope * inside(logprobs, keep)
     losses = value + (straight - straight.detach())

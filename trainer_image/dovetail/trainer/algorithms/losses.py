@@ -70,7 +70,7 @@ def reward_loss(
 ) -> tuple[Tensor, Stats]:
     """Pairwise ranking loss -log sigmoid(r_chosen - r_rejected) (Ouyang et al. 2022, eq. 1), mean over pairs.
 
-    chosen, rejected, mask (pairs,): rewards of a pair's two sequences. Computed in float32 or wider.
+    chosen, rejected, mask (pairs,): rewards of a pair's two sequences. The loss is computed in float32 or wider.
     Stats: the count `pairs`, and the sums `reward_loss`, `correct` (chosen strictly above rejected, so a tie is wrong),
     `margin`, `chosen` and `rejected`."""
     if mask is None:

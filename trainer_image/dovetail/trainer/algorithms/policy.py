@@ -133,6 +133,7 @@ class PolicyLoss:
 
     @property
     def built_in(self) -> bool:
+        """Whether the loss is one of `LOSSES`."""
         return self.name in LOSSES
 
     def title(self, metric: str) -> str:

@@ -34,7 +34,8 @@ class CheckpointDamaged(RankFailed):
 
 
 def save(engine: Engine, path: Path, run: str = "") -> None:
-    """Write the checkpoint folder `path` of the run with the id `run`, completely or not at all. A collective call.
+    """Write the checkpoint folder `path` of the run with the id `run`, completely or not at all. This is a collective
+    call.
 
     Raises `RankFailed` and `PeerLost`."""
     import torch.distributed.checkpoint as dcp
@@ -73,7 +74,7 @@ def save(engine: Engine, path: Path, run: str = "") -> None:
 
 
 def restore(engine: Engine, path: Path, run: str = "") -> int:
-    """Load the engine's models, optimizers and EMA from the checkpoint; returns its step. A collective call.
+    """Load the engine's models, optimizers and EMA from the checkpoint; returns its step. This is a collective call.
 
     Every rank verifies the files that it reads. Raises on every rank `CheckpointDamaged` if the folder is missing,
     incomplete or altered, and `RankFailed` if it is of another stage or run, or cannot be read. Raises `PeerLost`."""

@@ -296,8 +296,8 @@ class Engine:
 
     def weights(self, model: str) -> Iterator[tuple[str, Tensor]]:
         """This stage's weights as (Hugging Face name, whole tensor), with adapters merged. They are float32 unless the
-        parameter has another dtype. `ema` is the averaged actor. Collective over dp: every dp rank must exhaust the
-        iterator. Raises ValueError for `ema` without an averaged actor."""
+        parameter has another dtype. `ema` is the averaged actor. This is collective over dp: every dp rank must exhaust
+        the iterator. Raises ValueError for `ema` without an averaged actor."""
         self.settle()
         if model == "ema":
             if not self.ema:
@@ -320,7 +320,7 @@ class Engine:
 
         return WeightParts(lambda: parts(held, ready), layout)
 
-    # ------------------------------------------------------------ parts
+    # ------------------------------------------------------------ helpers
 
     def _meet(self) -> None:
         """Wait for the ranks of other models, which may take much longer."""
@@ -375,8 +375,8 @@ class Engine:
             take_gradients(held.module)
 
     def _seeder(self, held: EngineModel) -> Callable[[int, int], None] | None:
-        """A function that seeds LoRA dropout by position, so that neither the schedule nor a restart changes it. None
-        without dropout."""
+        """A function that seeds LoRA dropout by position, so that neither the schedule nor a restart changes it. It is
+        None without dropout."""
         if held.trained.lora is None or held.trained.lora.dropout == 0.0:
             return None
 

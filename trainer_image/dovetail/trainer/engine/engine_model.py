@@ -98,7 +98,8 @@ class EngineModel:
 
     @property
     def copies(self) -> dist.ProcessGroup | None:
-        """The ranks with which this one adds up gradients, because they hold the same parameters. None if none do."""
+        """The ranks that hold the same parameters as this one and add up gradients with it, or None if there are
+        none."""
         group = self.groups.replicas if self.replicated else self.groups.copies
         return None if group is None or dist.get_world_size(group) == 1 else group
 
@@ -139,7 +140,8 @@ class EngineModel:
         """(Hugging Face name, whole tensor) of this stage's parameters, with adapters merged.
 
         The tied copy is left out, and so is a value head beside a language model. With `beside` only this value head is
-        given. `instead` holds shards to use in place of parameters. Collective over dp and tp. Raises `PeerLost`."""
+        given. `instead` holds shards to use in place of parameters. This is collective over dp and tp. Raises
+        `PeerLost`."""
         parameters = dict(self.module.named_parameters())
         if (copy := self.module.tied_copy) is not None and copy != self.module.embedding_name:
             del parameters[copy]
@@ -161,7 +163,7 @@ class EngineModel:
 
 
 def tokenizer_folder(ref: ModelRef) -> Path | None:
-    """The folder whose tokenizer files belong to an export. None if there is none."""
+    """The folder whose tokenizer files belong to an export, or None if there is none."""
     folder = ref.tokenizer or ref.path
     return Path(folder) if folder is not None else None
 

@@ -90,6 +90,7 @@ class Pipe:
 
     @property
     def chunks(self) -> int:
+        """The number of the model's stages on this rank."""
         return len(self.stage.stages)
 
     def last_backward(self) -> bool:
@@ -423,7 +424,7 @@ class Executor:
     # ------------------------------------------------------------ transfers
 
     def _source(self, action: Action, pipe: Pipe) -> tuple[int, Any] | None:
-        """The rank and group that send an action's input. None if the input comes from this rank."""
+        """The rank and group that send an action's input, or None if the input comes from this rank."""
         edge = pipe.groups.edges[action.chunk]
         if action.kind == "F":
             return None if edge.previous is None else (edge.previous, edge.forward_in)
@@ -448,7 +449,7 @@ class Executor:
             self._received[key] = (buffer, dist.irecv(buffer, src=peer, group=group), peer)
 
     def _arrived(self, action: Action, pipe: Pipe) -> Tensor | None:
-        """The action's input from another stage. None if it has none. Raises PeerLost."""
+        """The action's input from another stage, or None if it has none. Raises PeerLost."""
         key = (action.kind, _piece(action))
         if self._source(action, pipe) is None:
             return self._handed.pop(("F" if action.kind == "F" else "B", key[1]), None)

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def export_model(engine: Engine, model: str, path: Path, subtract: float = 0.0, run: str = "") -> None:
     """Write the model as a folder. The first data-parallel rank of each stage writes one safetensors file, in the
     model's compute dtype. A value head beside a language model gets a file of its own. `subtract`: see
-    `HuggingFaceWriter.finish`. dovetail.json says which run made the folder, and at which step. A collective call.
+    `HuggingFaceWriter.finish`. dovetail.json says which run made the folder, and at which step. This is a collective
+    call.
 
     Raises `RankFailed` on every rank if any rank could not write, and `PeerLost`."""
     name = "actor" if model == "ema" else model

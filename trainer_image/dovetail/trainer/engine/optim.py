@@ -68,7 +68,7 @@ class AdamW:
 
     def squared_norm(self, skip: Iterable[str] = ()) -> Tensor | None:
         """The sum of squares of this rank's gradient shards, without the parameters named in `skip`. It is a 0-dim
-        tensor on their device, float64 and accumulated over tensors in float64. None if there are no gradients."""
+        tensor on their device, float64 and accumulated over tensors in float64, or None if there are no gradients."""
         gradients = [
             local(parameter.grad)
             for name, parameter in self.parameters.items()
@@ -79,8 +79,7 @@ class AdamW:
         return compat.norms(gradients).double().square().sum()
 
     def step(self, scale: float) -> float:
-        """Apply one step with gradients multiplied by `scale`, then drop them. Returns the learning rate of the
-        step."""
+        """Apply one step with gradients multiplied by `scale`, then drop them. Returns its learning rate."""
         begun = self.begin(scale)
         begun.finish()
         return begun.rate
@@ -90,8 +89,8 @@ class AdamW:
         return OptimizerStep(self, scale, learning_rate(self.steps, self.total_steps, self.config, self.warmup_total))
 
     def follow(self, rate: float | None, total_steps: int | None, warmup_total: int | None) -> None:
-        """Set, from the next step on, the peak learning rate, the total steps and the total for the warm-up. None keeps
-        the old value."""
+        """Set, from the next step on, the peak learning rate, the total steps and the total for the warm-up. With None
+        the old value stays."""
         if rate is not None:
             self.config = self.config.model_copy(update={"learning_rate": rate})
         self.total_steps = total_steps or self.total_steps

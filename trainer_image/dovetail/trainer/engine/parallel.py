@@ -94,8 +94,7 @@ def set_last_backward(stage: PipelineStage, last: bool, alone: bool, by_layer: b
 
 def take_gradients(stage: PipelineStage) -> None:
     """Turn accumulated gradients into the gradients, on a rank that has no other rank to reduce with. Call it after the
-    last backward pass of a mini-batch. FSDP2 would copy them into memory of another stream, which takes double
-    space."""
+    last backward pass of a mini-batch. FSDP2 would copy them, into memory of another stream."""
     for module in _sharded(stage):
         compat.take_whole_gradients(module)
 

@@ -18,7 +18,7 @@ from dovetail.trainer.groups import peer_errors
 
 
 def senders(held: EngineModel, most: int) -> RankGrid | None:
-    """How at most `most` of the stage's first dp ranks together hold its tensors. None if more ranks than that share
+    """How at most `most` of the stage's first dp ranks together hold its tensors, or None if more ranks than that share
     them."""
     sharded, tp = is_sharded(held.module), held.groups.tp_size
     pipelines = getattr(held.groups.layout, "pipelines", 1)

@@ -21,7 +21,7 @@ def write_together(
     groups: Groups, path: Path, write: Callable[[Path], T], finish: Callable[[Path, list[T]], None]
 ) -> None:
     """Call `write(folder)` on every rank and `finish(folder, results by rank)` on rank 0, then rename the folder to
-    `path`. An old folder there is replaced. Results pass through JSON. A collective call.
+    `path`. An old folder there is replaced. Results pass through JSON. This is a collective call.
 
     On any failure all ranks raise `RankFailed` with one sentence, and nothing is left behind. If only this rank has
     failed, `write` must still take part in the rest of its collectives. Raises `PeerLost`."""

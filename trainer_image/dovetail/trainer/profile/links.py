@@ -14,7 +14,7 @@ import torch.distributed as dist
 from dovetail.models.transfer import store_at
 from dovetail.protocol.machine_profile import LinkTimes
 
-_SMALL, _LARGE = 1, 4 * 2**20  # float32 values
+_SMALL, _LARGE = 1, 4 * 2**20  # numbers of float32 values
 
 
 def measure_link(gpu: bool = False, repeats: int = 30, seconds: float = 60.0) -> LinkTimes:

@@ -81,7 +81,7 @@ class CoordinatorClient:
             return
 
     def heartbeat(self, beat: Heartbeat) -> HeartbeatReply | None:
-        """Send one heartbeat without retries. None when the coordinator is away."""
+        """Send one heartbeat without retries. Returns None when the coordinator is away."""
         try:
             body = self._once("POST", "/v1/heartbeat", beat.model_dump_json().encode(), 5.0, JSON_LIMIT_BYTES)
             return HeartbeatReply.model_validate_json(body)
@@ -99,7 +99,7 @@ class CoordinatorClient:
         path = f"/v1/batches/{quote(key)}"
         return self._retry("GET", path, None, REQUEST_TIMEOUT_SECONDS, BATCH_LIMIT_BYTES)
 
-    # ------------------------------------------------------------ inner parts
+    # ------------------------------------------------------------ helpers
 
     def _message(
         self, path: str, message: BaseModel, reply: type[M], timeout: float, patience: float | None = None

@@ -84,6 +84,7 @@ class HeartbeatThread:
 
     @property
     def superseded(self) -> bool:
+        """Whether this rank's generation is over."""
         with self._lock:
             return self._superseded_at is not None
 
@@ -98,7 +99,7 @@ class HeartbeatThread:
         with self._lock:
             if self._watched is None or self._watched[0] != command_id:
                 self._watched = command_id, self._clock()
-            # An answer to a request from before this rank had the command may not know the command yet.
+            # The request may be older than the command. Then its answer does not know the command yet.
             known = self._live is None or self._live[1] < self._watched[1] or command_id in self._live[0]
             return self._superseded_at is not None or self._cancelled == command_id or not known
 

@@ -118,8 +118,7 @@ class Rank:
         finally:
             if sending is not None:
                 sending.stop()
-            # Closing frees the peers that wait for this rank. Models are freed before the next generation loads its
-            # own.
+            # Closing frees the peers that wait for this rank. Models go before the next generation loads its own.
             groups.close()
             runner.close()
             del runner
@@ -204,7 +203,8 @@ class _Asking:
         self._last, self._handed_in = result, False
 
     def next(self) -> Command | None:
-        """The next command. None if the poll ended without one, or if the coordinator did not answer for a short time.
+        """The next command, or None if the poll ended without one, or if the coordinator did not answer for a short
+        time.
 
         Raises StaleGeneration, Refused, and CoordinatorUnreachable after the client's whole patience."""
         result = None if self._handed_in else self._last

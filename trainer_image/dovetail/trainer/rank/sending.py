@@ -41,7 +41,8 @@ class Exchange:
 
     @classmethod
     def form(cls, groups: Groups, host: str, timeout: timedelta, over: Callable[[], bool]) -> Exchange:
-        """Connect the ranks at `host`, rank 0's address. A collective call of the main threads. Raises PeerLost."""
+        """Connect the ranks at `host`, rank 0's address. This is a collective call of the main threads. Raises
+        PeerLost."""
         store: dist.Store | None = None
         if groups.world_size > 1:
             with peer_errors("forming the exchange of the sending threads"):
@@ -66,7 +67,7 @@ class Exchange:
         return json.loads(self._take(key, patient))
 
     def gather_json(self, value: Any) -> list[Any] | None:
-        """Every rank's value, in the order of ranks, on rank 0. None on other ranks. Raises PeerLost."""
+        """Every rank's value, in the order of ranks, on rank 0, and None on other ranks. Raises PeerLost."""
         if self._store is None:
             return [value]
         self._number += 1

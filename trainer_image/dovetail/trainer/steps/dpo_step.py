@@ -42,7 +42,7 @@ class Responses:
         return Responses(sequences, predictions(sequences, mask), known)
 
     def logprobs(self, context: Context, tokens: int | None = None) -> Tensor:
-        """(N,) float32, on every rank: sums of log-probabilities (nats) under the actor. A collective call."""
+        """(N,) float32, on every rank: sums of log-probabilities (nats) under the actor. This is a collective call."""
 
         def sums(said: Predicted, packed: Packed, rows: list[int]) -> Tensor:
             return unpacked(said.logprobs, self.mask[rows]).sum(dim=1, keepdim=True)
@@ -97,8 +97,8 @@ class JudgedBatch:
         return preference_loss(ratios[:half], ratios[half:], config, normaliser=normaliser, kl=kl)
 
     def kl(self, context: Context, tokens: int | None = None) -> float:
-        """KTO's KL estimate under the current weights, the same on every rank. 0 for other losses. A collective
-        call."""
+        """KTO's KL estimate under the current weights, the same on every rank; 0 for other losses. This is
+        a collective call."""
         if self.mismatched is None:
             return 0.0
         with context.timeline.phase("dpo kl"):

@@ -135,7 +135,7 @@ def response_positions(prompt_lengths: Tensor, response_lengths: Tensor, time: i
 
 
 def counted_samples(samples: PPOSamples, config: PPO) -> Tensor | None:
-    """(N,) bool: the samples that train the policy. None if all do (`maskTruncated`, `dropEqualGroups`)."""
+    """(N,) bool: the samples that train the policy, or None if all do (`maskTruncated`, `dropEqualGroups`)."""
     if not (config.mask_truncated or config.drop_equal_groups):
         return None
     counted = torch.ones(len(samples), dtype=torch.bool)

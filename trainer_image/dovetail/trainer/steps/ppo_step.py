@@ -1,5 +1,4 @@
-"""The training of one PPO iteration: epochs of mini-batches over the samples, with one schedule for actor and
-critic."""
+"""The training of one PPO iteration: epochs of mini-batches, with one schedule for actor and critic."""
 
 from __future__ import annotations
 
@@ -161,6 +160,7 @@ def _unknown_share(sequences: Sequences) -> float:
 
 
 def check_returns(learns_values: bool, goals: Targets) -> None:
+    """Raises BadCommand if a critic is to learn and there are no returns."""
     if learns_values and goals.returns is None:
         raise BadCommand("a critic is loaded, but the batch's advantages come without returns to train it on")
 
@@ -475,7 +475,7 @@ def before_step(
 
     The first are log-probabilities (nats). The second are the values of its value head before each token, or None
     without one. The third are log-probabilities at temperature 1, or None if servers report them at the temperature of
-    sampling. If micro-batches are cut by tokens, each has at most `tokens`. A collective call."""
+    sampling. If micro-batches are cut by tokens, each has at most `tokens`. This is a collective call."""
     width = samples.mask.shape[1]
     temperature = context.spec.generation.temperature
     warm = temperature != served_temperature(context.spec)

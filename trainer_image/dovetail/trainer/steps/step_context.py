@@ -114,7 +114,7 @@ class Context:
 
         `wanted` (N, T) bool marks positions. `read` takes the last stage's output there, the micro-batch and its rows,
         and returns (rows, width). `asks`: see `MicroBatch`. Micro-batches have `micro` rows, or with `tokens` at most
-        this many tokens. A collective call. Raises PeerLost."""
+        this many tokens. This is a collective call. Raises PeerLost."""
         n = len(sequences)
         model = self.engine.models.get(name)
         mine: list[Padded] = []
@@ -140,7 +140,7 @@ class Context:
         return self.sum(table)
 
     def sum(self, table: Tensor) -> Tensor:
-        """The sum of a CPU tensor over all ranks, on every rank. The tensor is changed. A collective call."""
+        """The sum of a CPU tensor over all ranks, on every rank. The tensor is changed. This is a collective call."""
         if self.groups.world_size > 1:
             with peer_errors("summing over the trainer ranks"):
                 dist.all_reduce(table, group=self.groups.control)
@@ -167,7 +167,7 @@ def mean(stats: Mapping[str, float], name: str, count: str) -> float:
 
 
 def balance(stats: Mapping[str, float], prefix: str = "") -> Metrics:
-    """The mean load-balancing loss of layers with experts. Empty if it was not computed."""
+    """The mean load-balancing loss of layers with experts, or nothing if it was not computed."""
     if not stats.get(f"{prefix}router_passes"):
         return {}
     return {f"{prefix}router_aux_loss": mean(stats, f"{prefix}router_aux_loss", f"{prefix}router_passes")}

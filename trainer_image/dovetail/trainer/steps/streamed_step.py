@@ -3,8 +3,7 @@
 The rows of the step's batch are cut into equal parts, in their order. Each part has its own advantages, micro-batches
 and gradient. The gradients are added up in the order of the parts, and one optimizer step follows. A part depends on no
 other part. So the bits are the same whether a part is learnt early (`Accumulate`) or with the step. Losses are first
-divided by numbers that are known beforehand. When all samples are there, the gradient is scaled to the right
-numbers."""
+divided by numbers that are known beforehand. When all samples are there, the gradient is scaled to the right ones."""
 
 from __future__ import annotations
 
@@ -193,15 +192,14 @@ def _forget(context: Context, held: HeldParts, step: Step) -> None:
 
 
 def _nominal(context: Context) -> int:
-    """The divisor of token means while the number of tokens is unknown: the tokens of the longest possible
-    responses."""
+    """The divisor of token means while the token count is unknown: that of the longest possible responses."""
     return context.spec.ppo.global_batch_size * context.spec.generation.max_tokens
 
 
 def _learn(
     context: Context, held: HeldParts, step: Step, models: list[str], schedule: RankSchedule, part: StreamedPart
 ) -> None:
-    """Add the part's gradient. A collective call. Raises BadCommand."""
+    """Add the part's gradient. This is a collective call. Raises BadCommand."""
     config, samples = ppo_config(context.spec), part.samples
     old: tuple[Tensor, Tensor | None] | None = None
     if recomputes_old_logprobs(context.spec, context.groups.device.type):
@@ -231,7 +229,7 @@ def _learn(
 
 def _finish(context: Context, held: HeldParts, step: Step, models: list[str], samples: PPOSamples) -> Metrics:
     """Make one optimizer step with the gradient of all parts. It is applied layer by layer while the weights are
-    published. A collective call."""
+    published. This is a collective call."""
     config = ppo_config(context.spec)
     counted = counted_samples(samples, config)
     applied: dict[str, list[float]] = defaultdict(list)
