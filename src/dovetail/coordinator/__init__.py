@@ -1,1 +1,2 @@
-"""Drives a job: data, samples, fleet, iterations, weights, checkpoints. No torch."""
+"""The coordinator of a job. It prepares data, draws and scores samples, trains, sends weights and writes checkpoints.
+It does not import torch."""

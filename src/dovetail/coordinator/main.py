@@ -1,7 +1,7 @@
 """The coordinator process: `python -m dovetail.coordinator.main`.
 
-Exit codes: 0: the job succeeded. 3: it failed; the reason is in summary.json and in the last log line. 143: it was told
-to stop. 2: the configuration is wrong. 1: anything else; a restarted coordinator goes on from its store."""
+Exit codes: 0: the job succeeded. 3: the job failed; summary.json and the last log line say why. 143: the process was
+told to stop. 2: the configuration is wrong. 1: any other error; a restarted coordinator continues from its store."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ from dovetail.protocol.process.exit_codes import JOB_FAILED
 from dovetail.protocol.process.pulse import Pulse
 
 CRASHED = 1
-# In a pod, Kubernetes takes the reason of a failure, or the last figures, from this file.
+# In a pod, Kubernetes reads the reason of a failure, or the last figures, from this file.
 TERMINATION_LOG = Path("/dev/termination-log")
 TERMINATION_BYTES = 4000
 FIGURES = ("reward", "kl", "samples_per_second", "iteration_seconds")
 
 
 def write_termination_message(text: str) -> None:
-    """Write `text` as the container's termination message, which the kubelet cuts at 4096 bytes. Does nothing outside
-    of pods."""
+    """Write `text` as the container's termination message. The kubelet cuts it at 4096 bytes. Outside of pods this does
+    nothing."""
     if TERMINATION_LOG.is_file():
         with contextlib.suppress(OSError):
             TERMINATION_LOG.write_text(text, encoding="utf-8")
@@ -57,8 +57,8 @@ def final_figures(status: Mapping[str, Any]) -> str:
 
 
 def verdict(status: Mapping[str, Any], error: Exception) -> str:
-    """A line with the last verdicts, to go before the reason of a failure. Maybe nobody asked for the status since that
-    iteration."""
+    """One line with the last health verdicts, to be written before the reason of a failure. It is needed because the
+    status may not have been read since that iteration. Empty if the failure has another cause."""
     if not isinstance(error, UnhealthyError) or not status["health"]:
         return ""
     return json.dumps({"health": {**status["health"], "verdicts": status["health"]["verdicts"][:1]}}) + "\n"
@@ -72,7 +72,7 @@ def _explain(error: Exception, run_dir: Path) -> str:
 
 
 def _discard_unwritten_logs() -> None:
-    """Discard log lines that a full disk did not take. Otherwise Python would end with an exit code of its own."""
+    """Discard log lines that a full disk did not take. Otherwise Python would end with its own exit code."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -83,7 +83,7 @@ def _discard_unwritten_logs() -> None:
 
 
 def _text(path: Path) -> str:
-    """The text of a file. Raises StoreError if job.json or plan.json is lost."""
+    """The text of a file. Raises StoreError if the file is missing."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -133,14 +133,14 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
     except Exception:
         if not failed:
             raise
-        return JOB_FAILED  # closing what the failure left is not the cause
+        return JOB_FAILED  # an error while closing is not the cause
     finally:
         beating.cancel()
     return 0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The entry point. It takes all settings from the environment (docs/architecture.md)."""
+    """The entry point. All settings come from the environment (docs/architecture.md). Returns the exit code."""
     del argv
     try:
         env = ProcessEnv.read()

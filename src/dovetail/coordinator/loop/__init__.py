@@ -1,1 +1,2 @@
-"""The iterations: what is drawn, scored, learnt and published, in which order."""
+"""The training loop: it decides in which order samples are drawn, scored and trained on, and when weights are
+published."""

@@ -9,8 +9,8 @@ from dovetail.manifest.types import Stage
 
 
 async def run_job(engines: Engines) -> dict[str, Any]:
-    """Run SFT, reward-model training, DPO and PPO as the manifest says, and go on from where the store says the job is.
-    Returns the summary."""
+    """Run SFT, reward-model training, DPO and PPO, as the manifest says. A restarted job continues at the point that
+    the store has recorded. Returns the content of summary.json."""
     stages = engines.spec.stages
     await engines.check_rewards()
     await engines.check_output()

@@ -1,8 +1,8 @@
-"""DAPO's dynamic sampling: prompts whose samples all have the same reward teach a group baseline nothing, so they are
-replaced by others and these are answered, for a bounded number of rounds.
+"""DAPO's dynamic sampling. A group baseline learns nothing from a prompt whose samples all have the same reward. Such
+prompts are replaced by others, which are answered in turn, for a limited number of rounds.
 
-Which prompts come depends on the manifest and on rewards alone. A decision and the samples that it makes are stored
-together, so a coordinator that comes back goes on from there, to the same prompts."""
+The choice of prompts depends only on the manifest and on rewards. A decision and its new samples are stored together,
+so a restarted coordinator continues with the same prompts."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.store.samples import NewSample
 from dovetail.coordinator.store.store import Store
 
-# (round, how many, texts that the iteration has had) -> other prompts.
+# further(round, number of prompts, texts that the iteration has used) returns other prompts.
 Further = Callable[[int, int, Collection[str]], list[PromptRecord]]
 
 
 class IterationPrompts:
-    """The prompts of one iteration. `records`: by their position in the table of samples; those that were replaced keep
-    theirs. `current`: the positions of those that count, `newest`: of those of the last round that was begun. `round`:
-    its number, 0 for the first."""
+    """The prompts of one iteration. `records`: all prompts by their position in the table of samples. A replaced prompt
+    keeps its position. `current`: the positions of the prompts that count. `newest`: the positions of the prompts of
+    the last round. `round`: the number of the last round, 0 for the first."""
 
     def __init__(
         self,
@@ -31,7 +31,8 @@ class IterationPrompts:
         rounds: int = 0,
         further: Further | None = None,
     ) -> None:
-        """`samples_of` makes the samples of a prompt from its position. `rounds`: at most so many further ones."""
+        """`samples_of` makes the samples of a prompt from its position. `rounds`: the maximum number of further rounds.
+        `further` gives their prompts."""
         self._iteration, self._store, self._samples_of = iteration, store, samples_of
         self._rounds = 0 if further is None else rounds
         self._further = further
@@ -48,11 +49,12 @@ class IterationPrompts:
         return len(self.records) - len(self.current)
 
     def samples(self) -> list[NewSample]:
-        """Those of the prompts that count."""
+        """The samples of the prompts that count."""
         return [sample for position in self.current for sample in self._samples_of(position, self.records[position])]
 
     def replace_equal(self) -> bool:
-        """Replace the prompts whose samples all have the same reward. Returns whether there is something to draw."""
+        """Replace the prompts whose samples all have the same reward. Returns whether there are new samples to draw.
+        Raises StoreError."""
         if self.round == self._rounds:
             return False
         gone = equal_prompts(self._store, self._iteration)
@@ -65,7 +67,7 @@ class IterationPrompts:
         return True
 
     def _take(self, gone: Sequence[int]) -> None:
-        """Put others in the place of the prompts `gone`."""
+        """Put other prompts in the place of the prompts `gone`."""
         assert self._further is not None
         self.round += 1
         others = self._further(self.round, len(gone), {record.text for record in self.records})
@@ -80,12 +82,13 @@ class IterationPrompts:
 
 
 def replaced_key(iteration: int) -> str:
-    """Where the store keeps which prompts each further round replaced."""
+    """The store's key of the prompts that each further round replaced."""
     return f"ppo/{iteration}/replaced"
 
 
 def equal_prompts(store: Store, iteration: int) -> list[int]:
-    """The positions of prompts whose samples all have the same reward, and the same rewards of steps, in order."""
+    """The positions of the prompts whose samples all have the same reward and the same rewards of steps, in ascending
+    order."""
     steps = store.samples.steps(iteration)
     found: dict[int, set[str]] = {}
     for sample in store.samples.experience(iteration):

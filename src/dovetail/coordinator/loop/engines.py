@@ -9,7 +9,8 @@
             await engines.train(experience)
         await engines.finish()
 
-Each call goes on from what the store says, so a restarted coordinator repeats nothing that was finished."""
+Each call continues at the point that the store has recorded, so a restarted coordinator repeats nothing that was
+finished."""
 
 from __future__ import annotations
 
@@ -66,21 +67,21 @@ from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.env import HUB_CACHE
 from dovetail.protocol.process.process_names import scorer_name
 
-# For trainers to join and a first rollout to come up, where the manifest does not say.
+# How long the trainers may take to join, and a first rollout to start, where the manifest sets no limit.
 START_SECONDS = 900.0
 WEIGHTS_SECONDS = 300.0
-# For another process to leave the coordinator's port.
+# How long another process may take to leave the coordinator's port.
 PORT_SECONDS = 60.0
-# For answers under way at the end; trainers wait for their next command all the time, and ask again.
+# How long running requests may take at the end. Trainers always wait for their next command, and they ask again.
 CLOSE_SECONDS = 1.0
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    """Where the coordinator serves and keeps its files. `job`: the job's name. `reward_function`: used in place of the
-    manifest's, if given, and called in this process. `pods`: the other processes are pods, and the operator limits how
-    long their start may take."""
+    """Where the coordinator serves and keeps its files. `job`: the job's name. `reward_function`: a function of this
+    process that replaces the manifest's reward. None: the manifest decides. `pods`: the other processes are pods. Then
+    the operator limits how long they may take to start."""
 
     run_dir: Path
     token: str
@@ -135,7 +136,7 @@ class Engines:
             record_result=self._record_result,
             log=log,
         )
-        # A pod may wait for hours for a node or an image: how long, the operator decides (startTimeoutSeconds).
+        # A pod may wait for hours for a node or an image. The operator limits that time (startTimeoutSeconds).
         self.start_seconds = float("inf") if settings.pods else START_SECONDS
         self.session = TrainerSession(
             self.trainers, store, settings.run_dir, spec.checkpoint.keep, self.start_seconds, log, self.run_id
@@ -265,7 +266,8 @@ class Engines:
         self.records.close()
 
     async def _listen(self, runner: web.AppRunner) -> None:
-        """Listen on the port, and wait for it if another process still has it. Raises TimeoutError."""
+        """Listen on the port. If another process still has it, wait until it is free. Raises TimeoutError after
+        PORT_SECONDS, and OSError for any other error."""
         host, port, end = self.settings.host, self.settings.port, time.monotonic() + PORT_SECONDS
         while True:
             try:
@@ -282,7 +284,8 @@ class Engines:
             await asyncio.sleep(1.0)
 
     async def guard(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run the job's loop. If a background task fails, the loop fails with its error."""
+        """Run the job's loop `work` and return its result. If a background task fails, this raises that task's
+        error."""
         main = asyncio.create_task(work)
         try:
             await asyncio.wait({main, *self._tasks}, return_when=asyncio.FIRST_COMPLETED)
@@ -295,7 +298,7 @@ class Engines:
             main.cancel()
 
     async def _watch(self) -> None:
-        """Once a second, look for silent peers and set the gauges of instances."""
+        """Check once a second which peers are silent, and set the gauges of the instances."""
         while True:
             self.trainers.check_silence()
             for kind in ("rollout", "scorer"):
@@ -306,16 +309,16 @@ class Engines:
             await asyncio.sleep(1.0)
 
     async def _hold(self) -> None:
-        """Bring processes that come late, or come back, up to date while the stages run."""
+        """Bring late and restarted processes up to date while the stages run."""
         await asyncio.gather(self.session.hold(), self._sync.hold(), self._maker.hold())
 
     def _oldest_drawn(self, version: int) -> None:
-        """Iterations are drawn with this version of the weights, or with later ones."""
+        """Take note that all samples from now on are drawn with this version of the weights, or with a later one."""
         self._sync.begin(version)
         self.session.need(version)
 
     def _note(self, text: str) -> None:
-        """Show how far the preparation is. Called from another thread."""
+        """Show the progress of the preparation. Another thread calls this."""
         self.records.progress.update(message=text)
 
     # ------------------------------------------------------------ called by the HTTP server
@@ -349,15 +352,15 @@ class Engines:
         return self.records.history.since(offset)
 
     def trace(self, iteration: int) -> bytes:
-        """Raises FileNotFoundError."""
+        """The trace of an iteration, as JSON. Raises FileNotFoundError."""
         return self.records.timeline.read(iteration)
 
     async def batch(self, key: str) -> bytes:
-        """See `Batches.read`."""
+        """The packed arrays of a batch: see `Batches.read`."""
         return self._batches.read(key)
 
     def _page(self, question: str) -> bytes:
-        """Answers the run page's questions. Raises NotKept."""
+        """Answer a question of the run page. Raises NotKept."""
         return self._documents.answer(question, time.time(), alive=True)
 
     # ------------------------------------------------------------ parts that others use
@@ -371,7 +374,7 @@ class Engines:
     # ------------------------------------------------------------ reward functions
 
     def _reward_calls(self) -> Calls | None:
-        """None: a model gives the rewards."""
+        """The reward functions of the job. None: a reward model gives the rewards."""
         reward, given = self.spec.models.reward, self.settings.reward_function
         if given is None and not reward.calls:
             return None
@@ -381,8 +384,8 @@ class Engines:
         return Calls(caller, self.spec.failure_policy.reward_retries, self.log)
 
     async def check_rewards(self) -> None:
-        """Call the functions of rewards and evaluations on two of the job's prompts, once in a run, before anything is
-        trained. Raises RewardError and DataError."""
+        """Call the job's reward and evaluation functions on two of its prompts, so that a broken function fails before
+        anything is trained. A run does this once. Raises RewardError and DataError."""
         if Stage.PPO not in self.spec.stages or self.records.store.get("rewards/checked"):
             return
         if self._rewards is not None:
@@ -394,33 +397,33 @@ class Engines:
     # ------------------------------------------------------------ SFT and reward model
 
     async def run_sft(self) -> None:
-        """Fine-tune the actor on demonstrations; the result is models/sft. Facts: sft.loss_before, sft.loss_after."""
+        """Fine-tune the actor on demonstrations. The result is models/sft. Facts: sft.loss_before, sft.loss_after."""
         await self._supervised.sft()
 
     async def run_reward(self) -> None:
-        """Train and centre the reward model; the result is models/reward. Facts: reward_model.accuracy, .pairs,
+        """Train and centre the reward model. The result is models/reward. Facts: reward_model.accuracy, .pairs,
         .centre."""
         await self._supervised.reward()
 
     async def run_dpo(self) -> None:
-        """Train the actor on preferences; the result is models/actor. Facts: dpo.loss_before, .loss_after, .accuracy,
-        .pairs."""
+        """Train the actor on preferences. The result is models/actor. Facts: dpo.loss_before, .loss_after, .accuracy,
+        and .pairs or .responses."""
         await self._supervised.dpo()
 
     # ------------------------------------------------------------ PPO
 
     @property
     def iteration(self) -> int:
-        """Last finished PPO iteration."""
+        """The last finished PPO iteration. 0 before the first one."""
         return self.session.step
 
     @property
     def over(self) -> bool:
-        """Whether PPO is done: all iterations are, or spec.evaluation.stopAfterNoGain ends it."""
+        """Whether PPO has ended: all iterations are done, or spec.evaluation.stopAfterNoGain ends it."""
         return self._ppo.over
 
     async def begin_ppo(self) -> None:
-        """Load actor and critic, and send their weights to the rollouts and scorers."""
+        """Load the actor and the critic, and send their weights to the rollouts and scorers."""
         await self._ppo.begin()
 
     async def evaluate(self) -> dict[str, dict[str, float]]:
@@ -430,26 +433,30 @@ class Engines:
     async def generate_experience(
         self, prompts: Sequence[GivenPrompt] | None = None, stream: bool = False
     ) -> Experience:
-        """Generate and score responses to the next iteration's prompts: to `prompts` if they are given, else to the
-        job's own. `stream`: it will be given to `train` as it is; with `ppo.streaming` the trainers learn from its
-        first samples meanwhile. With `ppo.lag` the next iterations' samples are made in the background from now on,
-        and `prompts` must be None.
+        """Generate and score responses to the next iteration's prompts. These are `prompts`, or the job's own if it is
+        None.
 
-        What the store already holds of the iteration (after a crash) is not done again."""
+        `stream`: the experience will be passed to `train` unchanged. With `ppo.streaming` the trainers then learn from
+        its first samples while the others are generated. With `ppo.lag`, `prompts` must be None. The samples of the
+        next iterations are then generated in the background from now on.
+
+        After a crash, results that the store already holds are not computed again. Raises ValueError for `prompts` in a
+        job with `ppo.lag`."""
         return await self._ppo.generate_experience(prompts, stream)
 
     async def train(self, experience: Experience) -> dict[str, float]:
-        """Train one iteration on `experience`, and send the new weights to all. Returns the iteration's metrics."""
+        """Train one iteration on `experience`, and send the new weights to all rollouts and scorers. Returns the
+        iteration's metrics. Raises ValueError if the experience is of another iteration."""
         return await self._ppo.train(experience)
 
     # ------------------------------------------------------------ end
 
     async def check_output(self) -> None:
-        """Raises OutputError if the models could not be copied to spec.output."""
+        """Check that the models can be copied to spec.output. Raises OutputError."""
         await asyncio.to_thread(check, self.spec.output)
 
     async def finish(self) -> dict[str, Any]:
-        """Export the trained models, copy them to spec.output, and write summary.json; returns its content."""
+        """Export the trained models, copy them to spec.output, and write summary.json. Returns its content."""
         if Stage.PPO in self.spec.stages:
             await self._ppo.close_iterations()
             await self._ppo.finish()
@@ -464,12 +471,12 @@ class Engines:
         return document
 
     def _card_facts(self) -> CardFacts:
-        """What the models' cards say, now that the results are known."""
+        """The facts for the models' cards. Call it once the results are known."""
         found = self.records.results.document("succeeded")
         return CardFacts(self.settings.job or self.settings.run_dir.name, self.spec, found, list_sizes(self.prepared))
 
     def fail(self, reason: str) -> None:
-        """Record that the job failed, and why, as far as store and disk still allow it."""
+        """Record that the job failed, and why. It writes as much as the store and the disk still allow."""
         self.records.progress.update(state="failed", message=reason)
         self.log("job.failed", reason=reason)
         with contextlib.suppress(OSError, StoreError):

@@ -1,8 +1,9 @@
-"""Evaluates versions of the weights: answers to prompts that are never trained on, measured, compared and kept.
+"""Evaluates versions of the weights. The policy answers prompts that are never trained on. The answers are measured and
+compared, and the best weights may be kept.
 
-Everything here is a function of the manifest and the weights. Seeds depend on the prompt and on the sample's number
-alone, so all versions are drawn with the same noise, on whatever servers. Training reads nothing of it, so a run with
-evaluations ends with the same weights as one without."""
+The results depend only on the manifest and the weights. A seed depends only on the prompt and the sample's number. So
+all versions are drawn with the same noise, on any server. Training reads none of the results, so a run with evaluations
+ends with the same weights as a run without."""
 
 from __future__ import annotations
 
@@ -24,9 +25,10 @@ from dovetail.manifest.types import Evaluation, RLHFJobSpec
 from dovetail.protocol.row_stages import EVALUATION
 
 BEFORE, AFTER = "before_ppo", "after_ppo"
-# In the store: by version of the weights, what was found.
+# The store's key of an evaluation's results, followed by the version of the weights.
 FOUND = "evaluation/at"
-# What changes neither answers nor measures: results from before and after a change can be compared.
+# These settings change neither the answers nor the measures. So results from before and after a change of them can be
+# compared.
 _WHEN = ("everyIterations", "keepBest", "stopAfterNoGain")
 
 # answer(version, prompts, seeds of each prompt's samples, temperature, rewarded)
@@ -36,7 +38,7 @@ Answering = Callable[
 
 
 class Measures(Protocol):
-    """See `EvaluationMetrics`."""
+    """The measures of the answers: see `EvaluationMetrics`."""
 
     names: list[str]
 
@@ -48,7 +50,8 @@ class Measures(Protocol):
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """`metrics`: {mean, ci95} of each metric after iteration `version`. The interval is over prompts."""
+    """The results of one evaluation. `metrics`: the mean and ci95 (half-width of the 95% interval over prompts) of each
+    metric after iteration `version`."""
 
     version: int
     metrics: Mapping[str, Mapping[str, float]]
@@ -58,19 +61,21 @@ class EvaluationResult:
 
 
 def best_of(found: Sequence[EvaluationResult], metric: str) -> EvaluationResult | None:
-    """The one with the highest mean, of equal ones the earliest."""
+    """The evaluation with the highest mean of `metric`. Among equal ones it is the earliest. None if there is none."""
     return max(found, key=lambda one: (one.mean(metric), -one.version), default=None)
 
 
 def without_gain(found: Sequence[EvaluationResult], metric: str) -> int:
-    """How many of the last evaluations, in order of versions, have not raised the highest mean."""
+    """How many evaluations since the best one have not raised the highest mean of `metric`."""
     best = best_of(found, metric)
     return 0 if best is None else sum(one.version > best.version for one in found)
 
 
 class Evaluator:
-    """Facts: evaluation.prompts, evaluation.<metric>.before_ppo and .after_ppo, each {mean, ci95}; with evaluations
-    during PPO also evaluation.best {iteration, metric, mean, ci95}."""
+    """Runs the evaluations of a job, and stores their results.
+
+    Facts: evaluation.prompts, evaluation.<metric>.before_ppo and .after_ppo, each {mean, ci95}. With evaluations during
+    PPO there is also evaluation.best {iteration, metric, mean, ci95}. `clock`: monotonic seconds."""
 
     def __init__(
         self,
@@ -93,23 +98,24 @@ class Evaluator:
         return self._metrics.names[0]
 
     def due(self, version: int) -> bool:
-        """Whether the weights after iteration `version` are to be evaluated during PPO, and are not yet."""
+        """Whether the weights after iteration `version` are still to be evaluated during PPO."""
         return self._spec.due(version) and self.wanted(version)
 
     def wanted(self, version: int) -> bool:
-        """Whether there is something to answer, and these weights are not evaluated yet."""
+        """Whether there are prompts to answer, and these weights are not evaluated yet."""
         return bool(self._prompts()) and self._get(version) is None
 
     async def check(self) -> None:
-        """Try what can be tried before anything is trained. Raises DataError and RewardError."""
+        """Try what can be tried before training begins. Raises DataError and RewardError."""
         if self._prompts():
             await self._metrics.check(self._prompts())
 
     async def run(self, version: int) -> EvaluationResult | None:
-        """Evaluate the weights after iteration `version`, which rollouts and scorers hold, unless that is done. None if
-        there is nothing to answer.
+        """Evaluate the weights after iteration `version`, which the rollouts and scorers hold. A finished evaluation is
+        not repeated. Returns None if there are no prompts to answer.
 
-        What a killed coordinator had stored of it is not done again."""
+        Answers that an earlier coordinator stored are not drawn again. Raises what drawing and measuring the answers
+        raise."""
         prompts, store = self._prompts(), self._records.store
         if not prompts:
             return None
@@ -131,7 +137,8 @@ class Evaluator:
         return found
 
     def found(self, through: int | None = None) -> list[EvaluationResult]:
-        """What was found with the present settings, of versions up to `through`, in order."""
+        """The results with the present settings, of versions up to `through`, ordered by version. None: of all
+        versions."""
         stored = self._records.store.items(FOUND)
         every = [
             EvaluationResult(int(key.rpartition("/")[2]), one["metrics"])
@@ -145,7 +152,8 @@ class Evaluator:
         return best_of(self.found(through), self.metric)
 
     def reason_to_stop(self, through: int) -> str | None:
-        """A sentence if evaluations up to version `through` have not gained for long enough, else None."""
+        """One sentence that says why to stop, if the evaluations up to version `through` have brought no gain for long
+        enough. Otherwise None."""
         patience, found = self._spec.stop_after_no_gain, self.found(through)
         best = best_of(found, self.metric)
         if patience is None or best is None or (count := without_gain(found, self.metric)) < patience:
@@ -165,7 +173,7 @@ class Evaluator:
     def _seeds(self, prompts: Sequence[PromptRecord]) -> list[list[int]]:
         return [
             [
-                # The first sample's seed is that of releases with one sample.
+                # Older releases drew one sample per prompt. The first sample keeps their seed.
                 derived_seed("evaluation", self._seed, prompt.index, *([number] if number else []))
                 for number in range(self._spec.samples_per_prompt)
             ]
@@ -182,7 +190,7 @@ class Evaluator:
     def _write(
         self, found: EvaluationResult, answers: Sequence[HeldOutAnswer], measured: Mapping[str, Sequence[float]]
     ) -> None:
-        """The answers as text. A full disk does not stop the run."""
+        """Write the answers as text. A full disk does not stop the run."""
         if self._records.texts is None:
             return
         rows = [
@@ -237,7 +245,7 @@ class Evaluator:
 
 
 def _mean(answers: Sequence[HeldOutAnswer], values: Sequence[float]) -> dict[str, float]:
-    """The mean over prompts of the mean over each prompt's answers, and its interval."""
+    """The mean over prompts of the mean over each prompt's answers, with its 95% interval."""
     by_prompt: dict[int, list[float]] = {}
     for answer, value in zip(answers, values, strict=True):
         by_prompt.setdefault(answer.prompt.index, []).append(value)
@@ -245,7 +253,7 @@ def _mean(answers: Sequence[HeldOutAnswer], values: Sequence[float]) -> dict[str
 
 
 def _settings(spec: Evaluation) -> str:
-    """A hash of what decides answers and measures."""
+    """A hash of the settings that decide the answers and measures."""
     document = spec.model_dump(mode="json", by_alias=True)
     kept = {name: value for name, value in document.items() if name not in _WHEN}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""What an evaluation measures of answers: their rewards, exact matches, and functions of the user's."""
+"""The measures of an evaluation's answers: rewards, exact matches, and the user's own functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dovetail.coordinator.rewards.workers import Workers
 from dovetail.manifest.types import RewardFunction, RLHFJobSpec, metric_name
 
 REWARD, EXACT_MATCH, QUALITY = "reward", "exactMatch", "quality"
-# Answers with which the user's functions are tried before training.
+# The user's functions are called with this answer before training, to find errors early.
 REHEARSED = "Yes, of course."
 REHEARSED_PROMPTS = 2
 
@@ -34,7 +34,8 @@ class HeldOutAnswer:
 
 
 class EvaluationMetrics:
-    """`folder`: where the user's functions are imported from, unless spec.models.reward.importPath says otherwise."""
+    """The metrics of an evaluation. `folder`: the folder from which the user's functions are imported, unless
+    spec.models.reward.importPath names another."""
 
     def __init__(self, spec: RLHFJobSpec, folder: Path, log: Callable[..., None]) -> None:
         self._spec = spec.evaluation
@@ -58,7 +59,8 @@ class EvaluationMetrics:
         return REWARD in self.names
 
     async def check(self, prompts: Sequence[PromptRecord]) -> None:
-        """Look for the right answers, and try the user's functions on two prompts. Raises DataError and RewardError."""
+        """Check that the prompts have right answers, and try the user's functions on two prompts. Raises DataError and
+        RewardError."""
         field = self._spec.answer_field
         if EXACT_MATCH in self.names:
             for prompt in prompts:
@@ -74,7 +76,8 @@ class EvaluationMetrics:
                     await self._calls.rewards(number, _call(0, prompt, texts, prompts), rehearsal=True)
 
     async def measure(self, version: int, answers: Sequence[HeldOutAnswer]) -> dict[str, list[float]]:
-        """Each metric's value for each answer. The answers to a prompt follow each other. Raises RewardError."""
+        """The value of each metric for each answer. The answers to one prompt must follow each other. Raises
+        RewardError."""
         found: dict[str, list[float]] = {}
         if self.rewarded:
             found[REWARD] = [float(answer.reward or 0.0) for answer in answers]
@@ -99,7 +102,7 @@ class EvaluationMetrics:
         return {name: found[name] for name in self.names}
 
     async def close(self) -> None:
-        """End the processes of the user's functions."""
+        """End the worker processes of the user's functions."""
         if self._calls is not None:
             await self._calls.close()
 
@@ -111,12 +114,13 @@ class EvaluationMetrics:
 
 
 def _call(version: int, prompt: PromptRecord, texts: list[str], everyone: Sequence[PromptRecord]) -> Call:
-    """All answers to one prompt. An iteration below 1 stands for an evaluation (`Call`)."""
+    """The call for all answers to one prompt. An iteration below 1 stands for an evaluation (see `Call`)."""
     fields = fields_of(everyone, [prompt] * len(texts))
     return Call(evaluation_slot(version), prompt.index, [prompt.text] * len(texts), texts, fields)
 
 
 def is_match(text: str, right: object) -> bool:
-    """Whether an answer is the right text, or one of a list of right texts, apart from white space around it."""
+    """Whether an answer equals the right text, or one of a list of right texts. White space around the texts is
+    ignored."""
     choices = right if isinstance(right, list) else [right]
     return any(text.strip() == str(choice).strip() for choice in choices)

@@ -1,5 +1,5 @@
-"""Makes experience of prompts: generation on the rollouts, inference on the scorers, and the arrays of one
-iteration."""
+"""Makes the experience of an iteration: generation on the rollouts, inference on the scorers, and the arrays to train
+on."""
 
 from __future__ import annotations
 
@@ -47,19 +47,20 @@ from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.process_names import rollout_of
 from dovetail.protocol.sampling import asked_of_servers
 
-# The limit of the time without a single scored sample.
+# Inference fails after this time without a scored sample.
 INFERENCE_SECONDS = 900.0
 REWARD_MODEL = "reward"
 
 
 def samples_lane(iteration: int, lag: int) -> str:
-    """The timeline's lane of an iteration that is made beside training. As many as may be open have lanes of their
-    own."""
+    """The timeline's lane of an iteration whose samples are generated while the trainers train. There are as many lanes
+    as iterations may be open."""
     return f"samples {1 + (iteration - 1) % (lag + 1)}"
 
 
 def _together(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The facts of an iteration from those of its rounds: seconds and samples are added up, others are the last's."""
+    """The facts of an iteration from those of its rounds. Seconds and numbers of samples are added up. The other facts
+    are those of the last round."""
     found = dict(rounds[-1])
     for name in ("fusion_migrated", "fusion_hidden_seconds", "fusion_saved_seconds", "fusion_stage_seconds"):
         found[name] = sum(facts[name] for facts in rounds)
@@ -67,12 +68,12 @@ def _together(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 class ExperienceMaker:
-    """Owns generation and inference of the PPO stage; state lives in the store.
+    """Runs generation and inference of the PPO stage. All state is in the store.
 
-    `calls`: the reward functions, in place of a reward model. `published()`: whether PPO has begun to publish weights.
-    `start_seconds`: how long a first rollout may take to come up. `on_first(version)`: with `ppo.lag`, called when the
-    oldest open iteration is one of another version. `facts`: by iteration, metrics of inter-stage fusion
-    and of each reward function, until somebody takes them."""
+    `calls`: the reward functions, which replace a reward model. `published()`: whether PPO has begun to publish
+    weights. `start_seconds`: how long a first rollout may take to start. `on_first(version)`: called with `ppo.lag`
+    when the oldest open iteration uses another version than the one before. `facts`: by iteration, metrics of
+    inter-stage fusion and of each reward function. The caller removes them."""
 
     def __init__(
         self,
@@ -121,7 +122,7 @@ class ExperienceMaker:
         )
 
     def end_beside(self) -> None:
-        """`make_beside` is not called any more: all rollouts take the current weights."""
+        """Call it after the last `make_beside`. All rollouts then take the current weights."""
         self._lineup.end()
 
     async def close(self) -> None:
@@ -129,32 +130,32 @@ class ExperienceMaker:
         await self._generator.close()
 
     def left(self, name: str) -> bool:
-        """Whether a rollout that was retired may end: no sample needs it any more. True of scorers."""
+        """Whether a retired rollout may end, because no sample needs it any more. Always true for scorers."""
         return self._generator.left(name)
 
     async def rest(self) -> None:
-        """Call it before training. Rollouts of groups that also train free their GPUs for the trainers, until they take
+        """Call it before training. Rollouts of groups that also train leave their GPUs to the trainers until they take
         the new weights."""
         rollouts = self._fleet.instances(ROLLOUT)
         await self._sleepers.rest([i.name for i in rollouts if i.ready and i.group in self._colocated])
 
     def in_batch(self, iteration: int) -> None:
-        """Mark the iteration's samples as those that the next step trains on."""
+        """Mark the iteration's samples as those of the next step."""
         self._samples.advance(iteration, State.IN_BATCH)
 
     def trained(self, iteration: int) -> None:
-        """The step is done."""
+        """Mark the iteration's samples as trained on."""
         self._samples.advance(iteration, State.TRAINED)
 
     def discard(self, iteration: int) -> None:
-        """Drop the iteration's samples. Others are generated when the run goes on."""
+        """Delete the iteration's samples. New ones are generated when the run continues."""
         self._samples.forget(iteration)
         self._records.store.put(replaced_key(iteration), None)
 
     # ------------------------------------------------------------ scorers
 
     async def prepare_instance(self, target: Target) -> None:
-        """Prepare an instance for new weights: wake a rollout, load a scorer's models. Raises OSError or
+        """Prepare an instance for new weights: wake a rollout, or load a scorer's models. Raises OSError or
         TimeoutError."""
         if target.kind == "rollout":
             await self._sleepers.wake(target.name)
@@ -162,8 +163,8 @@ class ExperienceMaker:
             await self._models.load(Scorer(target.name, target.url, target.incarnation))
 
     async def hold(self) -> None:
-        """A background task. Once PPO has begun, it loads the models of scorers that need no weight version. Until then
-        it keeps the rollouts beside trainers asleep."""
+        """Run as a background task. Once PPO has begun, it loads the models of scorers that need no weight version.
+        Until then it keeps the rollouts that share GPUs with trainers asleep."""
         while True:
             if self._published():
                 await self._models.load_all()
@@ -174,8 +175,9 @@ class ExperienceMaker:
     # ------------------------------------------------------------ the iteration
 
     async def make(self, iteration: int, prompts: Sequence[PromptRecord], further: Further | None = None) -> Experience:
-        """Generate and score, with the weights that rollouts and scorers hold. What the store already holds of the
-        iteration is not done again. `further`: prompts of further rounds, with `ppo.dynamicSampling`."""
+        """Generate and score responses with the weights that the rollouts and scorers hold. Results that the store
+        already holds are not computed again. `further` gives the prompts of further rounds, with `ppo.dynamicSampling`.
+        Raises GenerationError, RewardError, StoreError or TimeoutError."""
         ppo, store = self._spec.ppo, self._records.store
         drawn = IterationPrompts(
             iteration,
@@ -211,8 +213,8 @@ class ExperienceMaker:
         reach: Callable[[Turn], Awaitable[None]],
         evaluates: bool = False,
     ) -> Experience:
-        """As `make`, while the trainers learn and other iterations are made. `reach` is called if samples are to be
-        drawn, or if it `evaluates` the weights. It returns when a server holds the iteration's weights."""
+        """The same as `make`, while the trainers train and other iterations are open. `reach` is called if samples are
+        still to be drawn, or if it `evaluates` the weights. It returns when a server holds the iteration's weights."""
         new = [s for position, record in enumerate(prompts) for s in self._samples_of(iteration, position, record)]
         self._samples.begin_iteration(iteration, new)
         unfinished = self._samples.counts(iteration).get(State.PENDING, 0) or int(evaluates)
@@ -231,8 +233,8 @@ class ExperienceMaker:
         total: int,
         turn: Turn | None,
     ) -> None:
-        """Generate and score what the store lacks of the iteration's `total` samples. `prompts`: by position; those of
-        this round are `newest`."""
+        """Generate and score those of the iteration's `total` samples that the store lacks. `prompts`: all prompts by
+        position. `newest`: the positions of this round's prompts."""
         records, fleet = self._records, self._fleet
         scoring: list[Span] = []
         if self._calls is not None:
@@ -246,7 +248,7 @@ class ExperienceMaker:
                 records.metrics.samples_left.set(left - done)
             waking = self._waking is not None and not self._waking.done()
             if done < left and not waking and not fleet.has_current(ROLLOUT):
-                # Nobody else is left to generate.
+                # No other rollout is left to generate.
                 self._waking = asyncio.create_task(self._sleepers.wake_all())
             elif fusion.destinations:
                 self._sleepers.expect(fusion.freed)
@@ -255,7 +257,7 @@ class ExperienceMaker:
         @contextmanager
         def phase(name: str) -> Iterator[None]:
             if turn is not None:
-                # The status shows what the trainers do.
+                # The status shows the phase of the trainers instead.
                 with records.timeline.phase(name, iteration, samples_lane(iteration, self._spec.ppo.lag)):
                     yield
                 return
@@ -296,7 +298,7 @@ class ExperienceMaker:
             None if turn is None else samples_lane(iteration, self._spec.ppo.lag),
         ) | self._reward_means(iteration)
         groups = {i.name: i.group for i in fleet.instances()}
-        # A sample that goes through several lanes is one sample.
+        # A sample that goes through several lanes counts once.
         shares = [
             s.model_copy(update={"args": {**s.args, "tokens": s.args["tokens"] // len(self._models.lanes)}})
             for s in scoring
@@ -312,10 +314,12 @@ class ExperienceMaker:
         temperature: float | None,
         rewarded: bool,
     ) -> list[HeldOutAnswer]:
-        """Answers to prompts with the weights `version`, which rollouts and scorers hold; nothing trains on them.
-        `seeds`: of each prompt, those of its samples. They are in order of prompt and sample.
+        """The answers to evaluation prompts, drawn with the weights `version`, which the rollouts and scorers hold.
+        They are not trained on. `seeds`: the seeds of each prompt's samples. `temperature`: None for the job's own.
+        `rewarded`: whether the answers get rewards. The result is ordered by prompt and sample.
 
-        What the store already holds of them is not done again."""
+        Answers that the store already holds are not drawn again. Raises StoreError if an answer was drawn with another
+        version, and what generation and inference raise."""
         slot = evaluation_slot(version)
         self._samples.begin_iteration(
             slot,
@@ -342,8 +346,8 @@ class ExperienceMaker:
         ]
 
     async def _reward(self, version: int, records: Sequence[PromptRecord], samples_per_prompt: int) -> None:
-        """Store the rewards of the answers with the weights `version`: those of the job's reward functions or of its
-        reward model."""
+        """Store the rewards of the answers drawn with the weights `version`. The job's reward functions or its reward
+        model give them."""
         slot = evaluation_slot(version)
         finished = [Finished(s.key, s.prompt_tokens, s.tokens) for s in self._samples.samples(slot, State.GENERATED)]
 
@@ -383,8 +387,8 @@ class ExperienceMaker:
         collect: Callable[[list[Scores]], None],
         on_span: Callable[[Span], None],
     ) -> Inference:
-        """Inference of the models `want` on the scorers that hold the lane's models and are `allowed`. `version`: of
-        the critic, if they hold one."""
+        """Inference of the models `want`, on the scorers that hold the lane's models and are `allowed`. `version`: the
+        critic's, for scorers that hold a critic."""
         fleet = self._fleet
         return Inference(
             self._session,
@@ -414,7 +418,8 @@ class ExperienceMaker:
         on_span: Callable[[Span], None],
         turn: Turn | None,
     ) -> ScorerLanes | WithRewards:
-        """Scores finished samples and stores their scores; with reward functions, once these have answered too."""
+        """Inference that stores the scores of finished samples. With reward functions, a sample is stored when its
+        reward is known too."""
         records = self._records
         version = self._spec.ppo.weight_version(iteration)
         joined = Joined(self._samples, version)
@@ -451,7 +456,8 @@ class ExperienceMaker:
         return WithRewards(ScorerLanes(self._models.lanes, lane_inference, joined.scores), rewards)
 
     def _out_of_the_way(self, scorer: Scorer, fusion: StageFusion) -> bool:
-        """A freed rollout that can sleep must do so first."""
+        """Whether the rollout beside a scorer leaves the device to it. A freed rollout that can sleep must be asleep
+        first."""
         rollout = rollout_of(scorer.name)
         return rollout not in fusion.freed or self._sleepers.out_of_the_way(rollout)
 
@@ -462,7 +468,8 @@ class ExperienceMaker:
             (known.swapped_in if way == "in" else known.swapped_out)(seconds)
 
     def _reward_means(self, iteration: int) -> dict[str, float]:
-        """reward/<name> of each function: its mean over the iteration's samples, before its weight."""
+        """The metric reward/<name> of each reward function: its mean over the iteration's samples, before its weight is
+        applied."""
         by_function: dict[str, list[float]] = {}
         for given in self._samples.rewards(iteration).values():
             for title, reward in given.items():

@@ -1,4 +1,4 @@
-"""The metrics of one PPO iteration: statistics of its rewards, KL and responses. Pure."""
+"""The metrics of one PPO iteration: statistics of rewards, KL and responses. Pure functions."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def iteration_metrics(
     wall_seconds: float | None,
     temperature: float = 1.0,
 ) -> dict[str, float]:
-    """One row of history.jsonl: rewards, KL, lengths and the trainers' own metrics; with `wall_seconds` also the times
-    of phases."""
+    """One row of history.jsonl: rewards, KL (nats), response lengths (tokens) and the trainers' own metrics. With
+    `wall_seconds` it also has the times of the phases."""
     scores = arrays["scores"].tolist()
     reward, kl = mean_ci95(scores), mean_kl(arrays, trained, temperature)
     lengths = arrays["response_lengths"].astype(np.float64)
@@ -45,8 +45,8 @@ def iteration_metrics(
 
 
 def mean_kl(arrays: Arrays, trained: Mapping[str, float], temperature: float) -> dict[str, float]:
-    """The mean KL per sample to the reference in nats, and its interval. Rollouts report log-probabilities at
-    temperature 1, so at another temperature the trainers' KL is taken."""
+    """The mean KL to the reference per sample, in nats, and the half-width of its 95% interval. The rollouts report
+    log-probabilities at temperature 1. At another temperature the trainers' KL is used."""
     if temperature != 1.0 and "kl" in trained:
         return {"mean": trained["kl"], "ci95": trained.get("kl_ci95", 0.0)}
     return mean_ci95(kl_per_sample(arrays).tolist())
@@ -60,7 +60,7 @@ def distinct_responses(arrays: Arrays) -> int:
 
 
 def equal_groups(arrays: Arrays) -> float:
-    """The fraction of the prompts with several samples whose samples all have the same score. 0 without such
+    """Among the prompts with several samples, the fraction whose samples all have the same score. 0 without such
     prompts."""
     _, group, sizes = np.unique(arrays["groups"], return_inverse=True, return_counts=True)
     low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
@@ -76,5 +76,6 @@ def other_seconds(wall: float, phases: Mapping[str, float]) -> float:
 
 
 def one_after_the_other(phases: Mapping[str, float]) -> float:
-    """What the phases of an iteration with a lag would take if they followed each other. Nobody would wait then."""
+    """The seconds that an iteration with a lag would take if its phases followed each other. Time that the trainers
+    wait is left out, because they would not wait then."""
     return sum(seconds for name, seconds in phases.items() if name != "waiting")

@@ -12,12 +12,12 @@ ERROR_LIMIT = 0.2
 
 @dataclass
 class KLController:
-    """Holds `coef`. With a `target` (KL per sample in nats, summed over its tokens), `update` adapts `coef` to reach
-    it.
+    """Holds the KL coefficient `coef`. With a `target` (KL per sample in nats, summed over its tokens), `update` adapts
+    `coef` to reach the target. `horizon`: a number of samples.
 
-    The KL is always k1, whatever the penalty's estimator and place (`kl.in`). verl's controller uses the mean over
-    tokens, so its targets are smaller by the response length. `coef` is the whole state: a new controller with the
-    saved coefficient goes on as the old one."""
+    The KL is always the k1 estimate, whatever `kl.in` and the penalty's estimator are. verl's controller uses the mean
+    over tokens, so its targets are smaller by the factor of the response length. `coef` is the whole state. A new
+    controller with the saved coefficient continues like the old one."""
 
     coef: float
     target: float | None = None
@@ -25,15 +25,16 @@ class KLController:
 
     @staticmethod
     def from_config(config: KL, coef: float | None = None) -> KLController:
-        """A controller as `spec.ppo.kl` asks for it. `coef`: the coefficient in a checkpoint."""
+        """The controller for `spec.ppo.kl`. `coef`: the coefficient of a checkpoint. None: the manifest's."""
         return KLController(config.coef if coef is None else coef, config.target, config.horizon)
 
     def update(self, kl: float, samples: int) -> float:
-        """Adapt to an iteration's mean KL per sample, over `samples` samples. Returns the next coefficient.
+        """Adapt the coefficient to an iteration's mean KL per sample (nats) over `samples` samples. Returns the new
+        coefficient.
 
-        error = clip(kl / target - 1, -0.2, 0.2); coef *= 1 + error * samples / horizon, where samples /
-        horizon is at most 1 (else a large batch could make the coefficient negative). A fixed coefficient
-        does not change, nor does any by a KL that is not finite."""
+        error = clip(kl / target - 1, -0.2, 0.2); coef *= 1 + error * samples / horizon. Here samples / horizon is at
+        most 1, because a large batch could otherwise make the coefficient negative. A fixed coefficient does not
+        change. A KL that is not finite changes nothing."""
         if self.target is not None and math.isfinite(kl):
             error = min(max(kl / self.target - 1.0, -ERROR_LIMIT), ERROR_LIMIT)
             self.coef *= 1.0 + error * min(samples / self.horizon, 1.0)

@@ -1,4 +1,4 @@
-"""The commands that trainers get for a step of each stage, and where each model of a job comes from."""
+"""The commands for a training step of each stage, and the source of each model of a job."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def schedule(
     placed: Mapping[str, Parallelism] | None = None,
     parts: int = 0,
 ) -> dict[str, Any]:
-    """The fields of a step that say how a mini-batch is cut, and each rank's actions for it: 1F1B of one model after
-    another. `placed`: layouts that replace the plan's. `parts`: where the mini-batch is learnt in so many, the actions
-    are those of one."""
+    """The fields of a step that say how a mini-batch is divided, and the actions of each rank for it: 1F1B of one model
+    after another. `placed`: layouts that replace the plan's. `parts`: the number of parts in which a mini-batch is
+    learnt. With parts, the actions are those of one part."""
     rules = {rule.model: rule for rule in batch_rules(spec) if rule.stage is stage}
     layouts = {name: (placed or {}).get(name) or plan.parallelism[name] for name in models}
     rows = {name: rules[name].batch // max(1, parts) for name in models}
@@ -45,7 +45,8 @@ def schedule(
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What a PPO step needs to be replayed exactly. `schedule`: a stored `scheduling.Chosen`; None: serial."""
+    """The facts that make an exact replay of a PPO step possible. `schedule`: a `StoredSchedule` as JSON. None: the
+    serial schedule."""
 
     kl_coef: float
     train_actor: bool
@@ -62,7 +63,7 @@ def ppo_step(
     facts: StepFacts,
     placed: Mapping[str, Parallelism] | None = None,
 ) -> Step:
-    """The command of one iteration's training, serial."""
+    """The command that trains one iteration with the serial schedule. `placed`: layouts that replace the plan's."""
     models = ["actor"] if facts.train_actor else []
     if has_critic(spec):
         models.append("critic")
@@ -90,12 +91,13 @@ def supervised_step(spec: RLHFJobSpec, plan: Plan, stage: Stage, step: int) -> S
 
 
 class ModelSources:
-    """Which folder (or random initialisation) each model starts from, given the stages that the job runs."""
+    """The weights from which each model starts: a folder or a random initialisation. They depend on the stages that the
+    job runs."""
 
     def __init__(
         self, spec: RLHFJobSpec, run_dir: Path, own: Callable[[str], ModelRef | None], has_reward_model: bool
     ) -> None:
-        """`own`: a model's own source in the manifest, if it names one."""
+        """`own(name)`: the source that the manifest gives the model, or None."""
         self._stages = spec.stages
         self._shares_body = shares_body(spec)
         self._has_reward_model = has_reward_model
@@ -104,37 +106,38 @@ class ModelSources:
         self._own = own
 
     def actor(self) -> ModelRef:
-        """The actor before SFT."""
+        """The actor before SFT. Raises ValueError if the manifest names no source for it."""
         own = self._own("actor")
         if own is None:
             raise ValueError("spec.models.actor.source is missing")
         return own
 
     def actor_for_ppo(self) -> ModelRef:
-        """The actor before PPO or DPO: SFT's result if the job runs SFT."""
+        """The actor before PPO or DPO. It is SFT's result if the job runs SFT."""
         return self._trained("sft", "lm") if Stage.SFT in self._stages else self.actor()
 
     def policy(self) -> ModelRef:
-        """What PPO trains as the actor: `actor_for_ppo`, with a value head if the critic shares its body."""
+        """The model that PPO trains as the actor. It is `actor_for_ppo`, with a value head if actor and critic share
+        one body."""
         head = "lm+value" if self._shares_body else "lm"
         return self.actor_for_ppo().model_copy(update={"head": head})
 
     def reward(self) -> ModelRef:
-        """The reward model before its training: its own source, or else the actor after SFT, with a new head."""
+        """The reward model before its training. It is its own source, or else the actor after SFT with a new head."""
         return self._own("reward") or self._with_value_head(self.actor_for_ppo())
 
     def reward_for_ppo(self) -> ModelRef:
-        """The trained reward model."""
+        """The reward model that PPO uses. It is the trained one if the job trains it."""
         return self._trained("reward", "value") if Stage.REWARD in self._stages else self.reward()
 
     def critic(self) -> ModelRef:
-        """The critic before PPO: its own source, or else the reward model, or else the actor with a new head."""
+        """The critic before PPO. It is its own source, or else the reward model, or else the actor with a new head."""
         if self._has_reward_model:
             return self._own("critic") or self.reward_for_ppo()
         return self._own("critic") or self._with_value_head(self.actor_for_ppo())
 
     def reference(self) -> ModelRef:
-        """The frozen reference: its own source, or else the actor before PPO."""
+        """The frozen reference. It is its own source, or else the actor before PPO."""
         return self._own("reference") or self.actor_for_ppo()
 
     def _trained(self, name: str, head: str) -> ModelRef:

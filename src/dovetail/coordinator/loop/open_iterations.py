@@ -1,4 +1,4 @@
-"""The iterations whose samples are being made while the trainers learn from an earlier one (`ppo.lag`)."""
+"""The iterations whose samples are generated while the trainers train an earlier one (`ppo.lag`)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ T = TypeVar("T")
 
 
 class OpenIterations(Generic[T]):
-    """`make(iteration)` makes an iteration's experience, in the background. Which iteration gets which servers is for
-    `make` to say.
+    """The open iterations of a job. `make(iteration)` makes the experience of an iteration in the background. `make`
+    decides which servers each iteration uses.
 
-    `lag`: how many iterations after the one that is taken may be open. `last`: the job's last iteration. Which
-    iterations are open depends on what was taken only, never on time: when iteration i is taken, all up to i + lag are
+    `lag`: how many iterations after the taken one may be open. `last`: the job's last iteration. Which iterations are
+    open depends only on which were taken, never on time. When iteration i is taken, all iterations up to i + lag are
     open."""
 
     def __init__(self, make: Callable[[int], Coroutine[Any, Any, T]], lag: int, last: int) -> None:
@@ -23,17 +23,17 @@ class OpenIterations(Generic[T]):
 
     @property
     def numbers(self) -> list[int]:
-        """The open iterations that are not taken yet."""
+        """The open iterations that were not taken yet, in ascending order."""
         return sorted(self._tasks)
 
     def open_through(self, iteration: int) -> None:
-        """Open the iteration and those up to `lag` after it."""
+        """Open this iteration, and up to `lag` iterations after it."""
         for number in range(iteration, min(iteration + self._lag, self._last) + 1):
             if number not in self._tasks:
                 self._tasks[number] = asyncio.create_task(self._make(number))
 
     async def take(self, iteration: int) -> T:
-        """The iteration's experience, once it is made. Raises what `make` raised."""
+        """Wait for the iteration's experience and return it. Raises what `make` raised."""
         self.open_through(iteration)
         made = await asyncio.shield(self._tasks[iteration])
         for number in [n for n in self._tasks if n <= iteration]:
@@ -41,7 +41,7 @@ class OpenIterations(Generic[T]):
         return made
 
     async def close(self) -> None:
-        """End all that is being made. What is stored of it stays."""
+        """Cancel all open iterations. What they have stored stays in the store."""
         tasks, self._tasks = list(self._tasks.values()), {}
         for task in tasks:
             task.cancel()

@@ -1,4 +1,5 @@
-"""Whether iterations take as long as the plan says, and what to expect of the next one if they don't."""
+"""Checks whether iterations take as long as the plan predicts. If they do not, it corrects what is expected of the next
+ones."""
 
 from __future__ import annotations
 
@@ -9,15 +10,16 @@ from statistics import median
 
 from dovetail.protocol.prediction import MEASURED_NAMES
 
-# A plan is off when so many iterations in a row take so much longer or shorter than expected. It holds again when so
-# many in a row are as expected.
+# A plan is wrong when ITERATIONS iterations in a row differ from the expected time by more than the fraction TOLERANCE.
+# It is right again when as many in a row do not differ.
 TOLERANCE = 0.25
 ITERATIONS = 3
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Seconds of an iteration, and of its phases by the coordinator's names. `measured`: it was corrected."""
+    """The expected seconds of an iteration and of each phase, by the coordinator's phase names. `measured`: whether
+    they come from measurements and not from the plan."""
 
     seconds: float
     phases: Mapping[str, float]
@@ -25,18 +27,19 @@ class Expected:
 
     @classmethod
     def predicted(cls, seconds: float, phases: Mapping[str, float]) -> Expected:
-        """Of a plan's prediction."""
+        """The expectation from a plan's prediction, in seconds."""
         return cls(seconds, {MEASURED_NAMES.get(name, name): value for name, value in phases.items()})
 
 
 def off(expected: float, measured: float, tolerance: float = TOLERANCE) -> bool:
-    """Whether an iteration of `measured` seconds differs by more than `tolerance` from `expected` seconds."""
+    """Whether an iteration of `measured` seconds differs from `expected` seconds by more than the fraction
+    `tolerance`."""
     return abs(measured - expected) > tolerance * expected
 
 
 class PlanCheck:
-    """Compares each iteration with what is expected of it. Once ITERATIONS in a row were off, the next one is expected
-    to take their median, and `problem` says what was wrong until as many in a row have been as expected."""
+    """Compares each iteration with the expected time. After ITERATIONS wrong ones in a row, their median becomes the
+    expected time. `problem` then says what was wrong, until as many iterations in a row take the expected time."""
 
     def __init__(self, expected: Expected) -> None:
         self.expected = expected
@@ -44,7 +47,7 @@ class PlanCheck:
         self._recent: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=ITERATIONS)
 
     def observe(self, seconds: float, phases: Mapping[str, float]) -> None:
-        """An iteration ended; `phases`: seconds by name."""
+        """Take note that an iteration took `seconds` seconds. `phases`: the seconds of each phase."""
         wrong = off(self.expected.seconds, seconds)
         if self._recent and wrong != off(self.expected.seconds, self._recent[-1][0]):
             self._recent.clear()
@@ -65,7 +68,7 @@ class PlanCheck:
 
 
 def sentence(expected: Expected, found: Expected) -> str:
-    """What differs, and which phase most."""
+    """One sentence that says by how much the times differ, and in which phase most."""
     change = found.seconds / expected.seconds - 1 if expected.seconds else float("inf")
     said = "measured before" if expected.measured else "predicted"
     text = (

@@ -1,4 +1,5 @@
-"""The PPO stage. An iteration is generation, inference, training and weights; some iterations end with a checkpoint."""
+"""The PPO stage. An iteration consists of generation, inference, training and the transfer of weights. Some iterations
+end with a checkpoint."""
 
 from __future__ import annotations
 
@@ -46,17 +47,17 @@ if TYPE_CHECKING:
 def stored_step(
     spec: RLHFJobSpec, plan: Plan, records: KeyValues, settled: Settled, layouts: Mapping[str, Layout], iteration: int
 ) -> Step:
-    """The command of an iteration's training, made of the facts that were stored when it first ran.
+    """The command that trains one iteration. It is made of the facts that were stored when it first ran.
 
-    `layouts`: where the models' stages are if not where the plan puts them."""
+    `layouts`: the layouts of models that are not where the plan puts them."""
     facts = StepFacts(**records.get(f"ppo/{iteration}/facts"))
     step = settled.settle(ppo_step(spec, plan, iteration, facts, layouts))
     return scheduled(step, facts.schedule, plan.world_size)
 
 
 class PPOStage:
-    """Everything of it that must survive the coordinator is in the store: ppo/progress (last step and KL coefficient),
-    ppo/<iteration>/facts (what the step needs to be replayed), ppo/totals."""
+    """The PPO stage of a job. The store holds all state that must survive the coordinator: ppo/progress (the last step
+    and the KL coefficient), ppo/<iteration>/facts (what is needed to replay the step) and ppo/totals."""
 
     def __init__(
         self,
@@ -94,11 +95,11 @@ class PPOStage:
             from dovetail.coordinator.loop.scheduling import Scheduling
 
             self._scheduling = Scheduling(spec, plan, records.store, run_dir, records.log)
-            # It runs during the stages before PPO, because the first search compiles its kernels.
+            # The search runs during the stages before PPO, because the first search compiles its kernels.
             self._placing = asyncio.create_task(self._scheduling.begin())
 
     async def close(self) -> None:
-        """Abandon open iterations, a checkpoint and a search that are still running."""
+        """Cancel the open iterations, and a checkpoint or search that is still running."""
         if self._open is not None:
             await self._open.close()
         for task in (self._saving, self._placing):
@@ -107,7 +108,7 @@ class PPOStage:
                 await asyncio.gather(task, return_exceptions=True)
 
     async def begin(self) -> None:
-        """Load actor and critic, and send their weights to the rollouts and scorers."""
+        """Load the actor and the critic, and send their weights to the rollouts and scorers."""
         progress = self._records.store.get("ppo/progress") or {"step": 0, "kl_coef": self._spec.ppo.kl.coef}
         self._health = HealthWatch(self._spec, self._records.store, self._records.log, self._records.metrics.unhealthy)
         self._kl = KLController.from_config(self._spec.ppo.kl, progress["kl_coef"])
@@ -149,14 +150,14 @@ class PPOStage:
     async def generate_experience(
         self, prompts: Sequence[GivenPrompt] | None = None, stream: bool = False
     ) -> Experience:
-        """Generate and score responses to the next iteration's prompts: to `prompts` if they are given, else to the
-        job's own. `stream`: it will be given to `train` as it is, so the trainers may learn from its first samples
-        meanwhile, if the plan says so.
+        """Generate and score responses to the next iteration's prompts. These are `prompts`, or the job's own if it is
+        None. `stream`: the experience will be passed to `train` unchanged, so the trainers may learn from its first
+        samples while the others are generated, if the plan says so.
 
-        With `ppo.lag` it also opens the iterations after this one, whose samples are made in the background.
+        With `ppo.lag` this also opens the iterations after this one. Their samples are generated in the background.
 
-        What the store already holds of the iteration (after a crash) is not done again. Raises ValueError for prompts
-        in a job with `ppo.lag`."""
+        After a crash, results that the store already holds are not computed again. Raises ValueError for `prompts` in a
+        job with `ppo.lag`."""
         iteration = self._session.step + 1
         self._records.progress.update(iteration=iteration, phase="generation", message="")
         prepared = self._prepared
@@ -182,9 +183,9 @@ class PPOStage:
         return replace(made, config=ppo_config(self._spec), kl_coef=self._kl.coef)
 
     async def _draw(self, iteration: int) -> Experience:
-        """Make an iteration's experience with the weights that belong to it, while the trainers may train."""
+        """Make an iteration's experience with the weights that belong to it. The trainers may train meanwhile."""
         version = self._spec.ppo.weight_version(iteration)
-        # The first iterations are all of version 0.
+        # The first iterations all use version 0.
         due = version == iteration - 1 - self._spec.ppo.lag and self._evaluation.due(version)
         prompts = self._prepared.prompts(iteration)
         made = await self._maker.make_beside(iteration, prompts, lambda turn: self._reach(turn, due), evaluates=due)
@@ -193,8 +194,8 @@ class PPOStage:
         return made
 
     async def _reach(self, turn: Turn, due: bool) -> None:
-        """Returns when a server that may draw the iteration holds its weights. If they are `due` to be evaluated, that
-        is done first, when the iterations before are scored."""
+        """Returns when a server that may draw the iteration holds its weights. If an evaluation of these weights is
+        `due`, it runs first, after all earlier iterations are scored."""
         version, lane, timeline = turn.version, samples_lane(turn.iteration, self._spec.ppo.lag), self._records.timeline
         await (turn.wait_first() if due else turn.wait_server())
         with timeline.phase("weights", turn.iteration, lane):
@@ -206,8 +207,8 @@ class PPOStage:
             self._kept.choose(version)
 
     async def close_iterations(self) -> None:
-        """End iterations that are still open, and send the newest weights to all, if they lack them. Versions that are
-        still to be evaluated go first; the trainers keep them."""
+        """Close the iterations that are still open, and send the newest weights to all instances that lack them.
+        Versions whose evaluation is still due are sent and evaluated first. The trainers keep them."""
         if self._open is not None:
             await self._open.close()
             self._maker.end_beside()
@@ -221,8 +222,8 @@ class PPOStage:
                 await self._sync.publish(self._session.step)
 
     async def _evaluate(self, version: int) -> None:
-        """Evaluate the newest weights, if that is due, and keep them if they are the best so far. The trainers hold
-        these weights, and train nothing meanwhile."""
+        """Evaluate the newest weights if that is due, and keep them if they are the best so far. The trainers hold
+        these weights and do not train meanwhile."""
         if self._evaluation.due(version):
             await self._answer(version)
         if self._kept.wants(version):
@@ -230,9 +231,9 @@ class PPOStage:
             await self._kept.export(version)
 
     async def evaluate(self) -> dict[str, dict[str, float]]:
-        """Evaluate the newest weights now, unless that is done: mean and 95% interval of each metric. {} if there is
-        nothing to answer. It counts as an evaluation for keepBest and stopAfterNoGain. Raises ValueError in a job with
-        `ppo.lag`, whose rollouts hold other weights."""
+        """Evaluate the newest weights now, unless that is done. Returns the mean and the half-width of the 95% interval
+        of each metric. Returns {} if there are no prompts to answer. It counts as an evaluation for keepBest and
+        stopAfterNoGain. Raises ValueError in a job with `ppo.lag`, because its rollouts hold other weights."""
         if self._open is not None:
             raise ValueError("the newest weights cannot be evaluated with spec.ppo.lag above 0; set lag to 0")
         version = self._session.step
@@ -250,10 +251,10 @@ class PPOStage:
 
     @property
     def over(self) -> bool:
-        """Whether no further iteration is to be run: all are done, or evaluations have not gained for long enough.
+        """Whether PPO has ended: all iterations are done, or the last evaluations brought no gain for long enough.
 
-        With `ppo.lag` the evaluations that count are those of versions that samples were drawn with for sure, so the
-        answer depends on the iteration alone."""
+        With `ppo.lag`, only evaluations of versions count that have certainly drawn samples. So the answer depends on
+        the iteration alone."""
         if self._session.step >= self._spec.ppo.iterations:
             return True
         through = self._session.step - (0 if self._open is None else 1 + self._spec.ppo.lag)
@@ -266,7 +267,9 @@ class PPOStage:
         return True
 
     async def train(self, experience: Experience) -> dict[str, float]:
-        """Train one iteration on `experience`, and send the new weights to all. Returns the iteration's metrics."""
+        """Train one iteration on `experience`, and send the new weights to all rollouts and scorers. Returns the
+        iteration's metrics. Raises ValueError if the experience is of another iteration, and UnhealthyError if the run
+        must stop."""
         iteration = experience.iteration
         if iteration != self._session.step + 1:
             raise ValueError(f"experience of iteration {iteration} given, {self._session.step + 1} expected")
@@ -307,7 +310,7 @@ class PPOStage:
         try:
             self._health.check(iteration, self._verdicts)
         except UnhealthyError:
-            await self._saved()  # for --resume
+            await self._saved()  # --resume needs it
             raise
         if self._open is None:
             await self._evaluate(iteration)
@@ -315,12 +318,12 @@ class PPOStage:
         return metrics
 
     def _of(self, iteration: int) -> int | None:
-        """The iteration to which the timeline counts a phase: None if phases follow each other."""
+        """The iteration to which the timeline counts a phase. None if the phases follow each other."""
         return None if self._open is None else iteration
 
     def _refuse_untrue(self, iteration: int, arrays: Arrays, result: CommandResult) -> None:
-        """Raise UnhealthyError if nothing learnt from the iteration is true; it has not happened then, for a run that
-        is taken up again."""
+        """Raise UnhealthyError if the result of this iteration cannot be trusted. The iteration is then forgotten, so a
+        resumed run draws and trains it again."""
         metrics = iteration_metrics(arrays, result.metrics, {}, None, self._spec.generation.temperature)
         untrue = [v for v in self._health.judge(iteration, metrics) if v.stops]
         if not untrue:
@@ -334,25 +337,25 @@ class PPOStage:
     async def _checkpoint(self, iteration: int) -> None:
         started = clock.now()
         await self._session.save()
-        # An older checkpoint is kept in case this one is damaged, and so are the batches since.
+        # An older checkpoint is kept in case this one is damaged. The batches since then are kept too.
         self._records.batches.forget_through(self._session.oldest(Stage.PPO))
         self._records.store.samples.forget_before(iteration)
         span = Span(name="checkpoint", process=COORDINATOR, lane="checkpoint", start=started, end=clock.now())
         self._records.timeline.add([span])
 
     async def _saved(self) -> None:
-        """Wait for the checkpoint under way, if any; its error is raised here."""
+        """Wait for the checkpoint that is being written, if any. Raises what writing it raised."""
         if self._saving is not None:
             saving, self._saving = self._saving, None
             await saving
 
     def _close(self, iteration: int, arrays: Arrays, result: CommandResult) -> dict[str, float]:
-        """Account for a finished iteration and begin the next."""
+        """Record the times of a finished iteration, and begin the next one."""
         records, timeline = self._records, self._records.timeline
         wall = clock.now() - timeline.started
         timed = timeline.phases if self._open is None else timeline.of(iteration)
         timeline.forget_through(iteration)
-        # Generation and inference run beside training.
+        # Generation and inference run while the trainers train.
         own = timed if self._open is None else {name: timed.get(name, 0.0) for name in ("waiting", "training")}
         phases = {**timed, "other": other_seconds(wall, own)}
         facts = self._maker.facts.pop(iteration, {})
@@ -374,13 +377,13 @@ class PPOStage:
         return metrics
 
     def _is_usual(self, iteration: int) -> bool:
-        """Whether both lanes work all the time: with a lag the trainers wait for the first samples, and in the last
-        iterations nothing is left to draw."""
+        """Whether generation and training both work during the whole iteration. With a lag, the trainers wait for the
+        first samples, and in the last iterations no samples are left to draw."""
         ppo = self._spec.ppo
         return ppo.lag < iteration <= ppo.iterations - ppo.lag
 
     def _compare(self, check: PlanCheck, wall: float, phases: Mapping[str, float]) -> None:
-        """Say so when iterations take other times than the plan says, and what is expected of the next."""
+        """Report when iterations take longer or shorter than the plan says, and how long the next one should take."""
         before = check.problem
         check.observe(wall, phases)
         if check.problem is not None and check.problem != before:
@@ -397,7 +400,8 @@ class PPOStage:
         wall_seconds: float | None,
         more: Mapping[str, float] | None = None,
     ) -> dict[str, float]:
-        """The iteration's row of history and facts; `wall_seconds` None: it was cut short by a restart."""
+        """Record the iteration's row of history, its facts and its gauges. Returns its metrics. `wall_seconds` is None
+        if a restart interrupted the iteration."""
         records = self._records
         temperature = self._spec.generation.temperature
         metrics = {**iteration_metrics(arrays, result.metrics, phases, wall_seconds, temperature), **(more or {})}
@@ -421,7 +425,7 @@ class PPOStage:
         return metrics
 
     def _record_interrupted(self, iteration: int) -> None:
-        """A coordinator that died between the step and its records: make them now."""
+        """Write the records of a step if the coordinator died before it had written them."""
         if iteration == 0 or (self._records.store.get("ppo/recorded") or 0) >= iteration:
             return
         result = self._session.result_of(f"ppo/{iteration}/step")
@@ -435,12 +439,12 @@ class PPOStage:
         return {} if self._scheduling is None else self._scheduling.layouts
 
     def _facts(self, iteration: int) -> StepFacts:
-        """Of the next step, with the serial schedule."""
+        """The facts of the next step, with the serial schedule."""
         warm = iteration > self._spec.ppo.critic_warmup_iterations or not has_critic(self._spec)
         return StepFacts(self._kl.coef, warm)
 
     def _next_step(self, iteration: int) -> Step:
-        """The command of a step whose samples are not all there."""
+        """The command of a step whose samples are not complete yet."""
         step = ppo_step(self._spec, self._plan, iteration, self._facts(iteration))
         return self._settled.settle(step)
 
@@ -449,7 +453,7 @@ class PPOStage:
         return stored_step(self._spec, self._plan, store, self._settled, self._layouts(), iteration)
 
     async def finish(self) -> None:
-        """Evaluate the last weights, which rollouts and scorers hold, and export the trained models."""
+        """Evaluate the last weights, which the rollouts and scorers hold, and export the trained models."""
         version = self._session.step
         if self._evaluation.wanted(version):
             await self._answer(version)

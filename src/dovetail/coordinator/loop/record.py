@@ -1,4 +1,4 @@
-"""Records an iteration's fusion in metrics, timeline, summary and history."""
+"""Records the inter-stage fusion of an iteration in metrics, timeline, summary and history."""
 
 from __future__ import annotations
 
@@ -28,10 +28,12 @@ def record(
     scoring: Sequence[Span],
     lane: str | None = None,
 ) -> dict[str, float]:
-    """Returns the iteration's `fusion_...` metrics. `setting`: `spec.plan.interStageFusion`. `scorers`: how many there
-    are. `begun`, `generated`: when the stage began, and when its last sample was generated, in seconds since the epoch;
-    the stage ends now. `scoring`: a span for each chunk that was scored. `lane`: of the timeline, if other iterations
-    are made meanwhile; then a server without samples of this one is not idle."""
+    """Record the fusion of an iteration that ends now. Returns its `fusion_...` metrics.
+
+    `setting`: `spec.plan.interStageFusion`. `scorers`: the number of scorers. `begun`, `generated`: when the stage
+    began and when its last sample was generated, in seconds since the epoch. `scoring`: one span for each scored chunk.
+    `lane`: the timeline's lane if other iterations are open at the same time. A server without samples of this
+    iteration is then not idle."""
     by_rollout: dict[str, list[Span]] = {}
     for span in scoring:
         by_rollout.setdefault(rollout_of(span.process), []).append(span)

@@ -1,4 +1,4 @@
-"""The files and metrics to which a run writes what it does."""
+"""The files and metrics in which a run records what it does."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from dovetail.protocol.experience import Experience
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What a run keeps for a restart (`store`, `batches`), what it tells its user (`history`, `results`, `timeline`),
-    and what it shows (`metrics`, `progress`, `log`). `texts` is None if no text of samples is kept."""
+    """The records of a run. `store` and `batches` are for a restart. `history`, `results` and `timeline` are for the
+    user. `metrics`, `progress` and `log` show the live state. `texts` is None if no text of samples is kept."""
 
     store: Store
     results: Results
@@ -42,7 +42,8 @@ class RunRecords:
         log: Callable[..., None],
         predicted: float | None = None,
     ) -> RunRecords:
-        """The records of the run in `run_dir`. Its metrics are in `registry`. `predicted`: seconds of an iteration."""
+        """The records of the run in `run_dir`. `registry` holds its metrics. `predicted`: the predicted seconds of an
+        iteration, or None."""
         megabytes = spec.samples.keep_megabytes
         return RunRecords(
             store,
@@ -57,14 +58,14 @@ class RunRecords:
         )
 
     def keep_text(self, settings: SampleLog, experience: Experience) -> None:
-        """Write an iteration's samples as text, and show two of them in the log now and then. A full disk stops
-        neither."""
+        """Write an iteration's samples as text. In some iterations, also log the best and the worst sample. A full disk
+        does not stop the run."""
         if self.texts is None:
             return
         iteration, table = experience.iteration, self.store.samples
         samples = table.samples(iteration)
         if len(samples) != len(experience.responses):
-            return  # a loop of one's own may leave samples out
+            return  # a user's own loop may leave samples out
         rows = sample_rows(experience, samples, table.rewards(iteration))
         try:
             self.texts.write(iteration, rows)

@@ -1,7 +1,7 @@
-"""Chooses the schedule of actor and critic training: before the first iteration, and again with times that the trainers
-measured. The schedule is stored with each step, so a step that is run again runs in the same way.
+"""Chooses the pipeline schedule for training actor and critic. It does so before the first iteration, and again with
+times that the trainers measured. The schedule is stored with each step, so a step that is run again uses the same one.
 
-Made only where there is something to choose (`stored_schedule.applies`): the search loads numba."""
+`PPOStage` uses it only if there is a choice (`stored_schedule.applies`), because the search loads numba."""
 
 from __future__ import annotations
 
@@ -51,13 +51,14 @@ from dovetail.protocol.messages import CommandResult
 from dovetail.protocol.plan import Layout, Plan
 from dovetail.protocol.process.process_names import trainer_name
 
-# A schedule is replaced between iterations when the new one is faster by this part; ranks are divided between the
-# models only for as much, since a job then keeps to that.
+# Between iterations a schedule is replaced only if the new one is faster by this fraction. The ranks are divided
+# between the models only for the same gain, because the job then keeps that division.
 HYSTERESIS = 0.03
-# A job keeps to its number of stages on a rank, too. More of them send more messages, whose times are not known
-# without a profile: then they must gain as much.
+# A job also keeps its number of stages per rank. More stages send more messages, whose times are unknown without a
+# profile. Without one, more stages must therefore be faster by this fraction.
 MORE_MESSAGES = 0.01
-# What others would run with two stages a rank, built by rules. The report compares it, also where no rank can hold it.
+# Published schedules with two stages per rank, built by rules. The report compares them even if no rank can hold two
+# stages.
 RIVALS = ("interleaved", "zb-v")
 PROFILE = "profile.json"
 SEARCH_SECONDS = 5.0
@@ -66,7 +67,7 @@ SPLIT_GATHERS = "a layer's weights are not there any more for the second half of
 
 
 class ScheduleRecords(Protocol):
-    """The parts of the store used here."""
+    """The parts of the store that are used here."""
 
     def get(self, key: str) -> Any: ...
     def put(self, key: str, value: object) -> None: ...
@@ -74,20 +75,21 @@ class ScheduleRecords(Protocol):
 
 @dataclass(frozen=True)
 class KeptPlacement:
-    """The placement that a run keeps to: whether the critic's stages run against the actor's, how many stages of each
-    model a rank holds, and the layouts of models that have ranks of their own."""
+    """The placement that a run keeps. `reverse`: whether the critic's stages run in the opposite direction to the
+    actor's. `chunks`: how many stages of each model a rank holds. `own`: the layouts of models that have ranks of their
+    own."""
 
     reverse: bool
     chunks: int = 1
     own: Mapping[str, Layout] = field(default_factory=dict)
 
     def layouts(self, plan: Plan) -> dict[str, Layout]:
-        """Where the stages of actor and critic are."""
+        """The layouts of actor and critic."""
         return dict(self.own) or shared_layouts(plan.parallelism, self.reverse, self.chunks)
 
 
 def stored_placement(records: ScheduleRecords) -> KeptPlacement | None:
-    """None before the first PPO iteration."""
+    """The placement in the store. None before the first PPO iteration."""
     kept = records.get("ppo/placement")
     if not isinstance(kept, dict):
         return None
@@ -96,13 +98,13 @@ def stored_placement(records: ScheduleRecords) -> KeptPlacement | None:
 
 
 def stored_layouts(records: ScheduleRecords, plan: Plan) -> dict[str, Layout]:
-    """Where the stages of actor and critic are in a run; {} if they are where the plan puts them."""
+    """The layouts of actor and critic that the run has stored. {} if they are where the plan puts them."""
     kept = stored_placement(records)
     return {} if kept is None else kept.layouts(plan)
 
 
 class Scheduling:
-    """Chooses among the families that plan.intraStageFusion allows and that run where the critic's stages are."""
+    """Chooses among the schedule families that plan.intraStageFusion allows and that run on the job's placement."""
 
     def __init__(
         self, spec: RLHFJobSpec, plan: Plan, records: ScheduleRecords, run_dir: Path, log: Callable[..., None]
@@ -123,12 +125,12 @@ class Scheduling:
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """Where the stages of actor and critic are."""
+        """The layouts of actor and critic."""
         return {} if self._kept is None else self._kept.layouts(self._plan)
 
     @property
     def _unsplit(self) -> str:
-        """Why no backward pass can be split; empty if they can."""
+        """Why no backward pass can be split. Empty if it can be split."""
         if self._again:
             return SPLIT_RECOMPUTES
         return SPLIT_GATHERS if self._plan.gathered_by_layer(Stage.PPO) else ""
@@ -139,7 +141,8 @@ class Scheduling:
         return self._kept is not None and bool(self._kept.own)
 
     async def begin(self) -> None:
-        """Choose the first schedule. It decides where the critic's stages are, and the job keeps that placement."""
+        """Choose the first schedule. It decides on which ranks the critic's stages are, and the job keeps that
+        placement. Raises ProblemError if no schedule fits."""
         self._kept = stored_placement(self._records)
         self._assume()
         await asyncio.to_thread(self._choose, self._times)
@@ -149,8 +152,8 @@ class Scheduling:
         self._records.put("ppo/placement", kept)
 
     async def current(self) -> StoredSchedule | None:
-        """The schedule of the next iteration. It does not wait for a search that is running; a later iteration uses its
-        result."""
+        """The schedule of the next iteration. None before the first choice. It does not wait for a search that is
+        running. A later iteration uses its result. Raises what a finished search raised."""
         if self._choosing is not None and self._choosing.done():
             await self.close()
         current = self._current
@@ -160,9 +163,9 @@ class Scheduling:
         return StoredSchedule(current.family, current.instance.problem.mini_batches, encode(lists))
 
     def learn(self, result: CommandResult) -> None:
-        """Take an iteration's measurements. After iterations 1, 2, 4, 8, ... also start a search for a better schedule,
-        in the background. It is not started more often because each iteration adds less knowledge, and a search takes a
-        core from the rollouts."""
+        """Take an iteration's measurements. After iterations 1, 2, 4, 8, ... this also starts a search for a better
+        schedule in the background. It does not search more often, because each iteration adds less information, and a
+        search takes a CPU core from the rollouts. Raises what a finished search raised."""
         if self._current is None or not result.times:
             return
         self._times.add(result.times, self.layouts)
@@ -174,13 +177,13 @@ class Scheduling:
             if span.process == trainer_name(0) and span.lane == "phases" and span.name.startswith("mini-batch")
         ]
         if self._choosing is not None and self._choosing.done():
-            self._choosing.result()  # what went wrong there is raised here, as in `current`
+            self._choosing.result()  # it raises here what the search raised, as in `current`
             self._choosing = None
         if self._choosing is None and self._learned.bit_count() == 1:
             self._choosing = asyncio.create_task(asyncio.to_thread(self._refine, copy.deepcopy(self._times)))
 
     async def close(self) -> None:
-        """Wait for a search that is running, so that the report has its result."""
+        """Wait for a search that is running, so that the report has its result. Raises what the search raised."""
         if self._choosing is not None:
             choosing, self._choosing = self._choosing, None
             await choosing
@@ -188,8 +191,8 @@ class Scheduling:
     # ------------------------------------------------------------ choice
 
     def _assume(self) -> None:
-        """Begin with the run's profile.json (`dovetail run --profile`), where there is one that fits: its passes keep
-        all activations."""
+        """Begin with the times in the run's profile.json (`dovetail run --profile`), if there is one that fits. Its
+        passes were measured without activation checkpointing."""
         if self._again:
             return
         try:
@@ -201,19 +204,21 @@ class Scheduling:
             self._log("schedule.profile_ignored", reason=str(error))
 
     def _runs(self, family: str) -> bool:
-        """Whether a family runs where the stages are."""
+        """Whether a family runs on the job's placement."""
         assert self._kept is not None
         if self._apart or family == DEDICATED.name:
             return self._apart and family == DEDICATED.name
         return placeable(family_of(family), self._kept.reverse, self._kept.chunks)
 
     def _limited(self) -> bool:
-        """On GPUs a job that fits with one model after the other must fit with both at once."""
+        """Whether memory is limited: on GPUs, a job that fits when the models train one after the other must also fit
+        when they train at once."""
         return any(Role.TRAINER in group.roles and not group.on_cpu for group in self._spec.groups)
 
     def _limit(self, problem: ScheduleProblem, in_bytes: bool) -> float | None:
-        """The manifest's, where sizes are known to compare it with; else on GPUs, what serial 1F1B takes. None where
-        the plan gave each model ranks that 1F1B fits on."""
+        """The limit of activation memory, in the problem's units. It is the manifest's limit if the sizes are known in
+        bytes. Otherwise, on GPUs, it is what serial 1F1B takes. None if the plan gave each model ranks of its own,
+        where 1F1B fits."""
         given = self._spec.plan.activation_memory
         if given is not None and in_bytes:
             return given * 2**30
@@ -228,7 +233,8 @@ class Scheduling:
             self._log("schedule.kept", reason=str(error))
 
     def _choose(self, times: Times) -> None:
-        """Evaluate every family with what is known; take the best one, if it gains enough."""
+        """Evaluate every family with the known times, and take the best one if it gains enough. Raises ProblemError if
+        no schedule fits."""
         spec = self._spec
         either = shared_layouts(self._plan.parallelism, False)
         size = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
@@ -257,7 +263,8 @@ class Scheduling:
             self._kept = KeptPlacement(family.reverse, family.chunks, own if family is DEDICATED else {})
         here = {n: s for n, s in found.items() if self._runs(n)}
         if not times.profiled and not times.complete("B", either, counts):
-            # What a split backward costs is not known before both kinds have run. Whole ones are first.
+            # The cost of a split backward pass is unknown until both kinds have run. So begin with whole backward
+            # passes.
             here = {n: s for n, s in here.items() if not family_of(n).split} or here
         best = self._turned(min(here.values(), key=_rank), problem, effort)
         now = None if self._current is None else here.get(self._current.family)
@@ -270,8 +277,8 @@ class Scheduling:
         self._write(choice, choose_schedule(free, ["serial"], effort, self._kept.reverse).best, in_bytes)
 
     def _families(self, pipelined: bool) -> list[str]:
-        """Families to evaluate, also those that a pin leaves out: the report compares them. Several stages a rank only
-        where ranks can hold them."""
+        """The families to evaluate. Those that a pin leaves out are evaluated too, because the report compares them.
+        Families with several stages per rank are left out if no rank can hold them."""
         most = max(self._most_chunks, 1 if self._kept is None else self._kept.chunks)
         names = [*PINS["Auto"], *self._allowed] if pipelined else list(PINS["Serial"])
         return [n for n in dict.fromkeys(names) if family_of(n).chunks <= most and n != DEDICATED.name]
@@ -284,8 +291,8 @@ class Scheduling:
         times: Times,
         effort: SearchEffort,
     ) -> Choice:
-        """The best schedule of each family, or why there is none. `problem`: with one stage a rank. All share the
-        effort's seconds. Raises ProblemError where nothing fits."""
+        """The best schedule of each family, or the reason why there is none. `problem` has one stage per rank. All
+        families share the effort's seconds. Raises ProblemError if no schedule fits."""
         names = [n for n in families if not (self._unsplit and family_of(n).split)]
         schedules: dict[str, Schedule] = {}
         refused: dict[str, str] = {}
@@ -310,7 +317,7 @@ class Scheduling:
         return Choice(best, schedules, refused)
 
     def _posed(self, problem: ScheduleProblem, counts: Mapping[str, int], times: Times, chunks: int) -> ScheduleProblem:
-        """The same problem with so many stages a rank."""
+        """The same problem with `chunks` stages per rank."""
         if chunks == 1:
             return problem
         layouts = shared_layouts(self._plan.parallelism, False, chunks)
@@ -319,8 +326,9 @@ class Scheduling:
     def _dedicated(
         self, choice: Choice, times: Times, size: int, together: int, limit: float | None
     ) -> dict[str, Layout]:
-        """Add the schedule with ranks of its own for each model to the choice, or why there is none; returns the
-        layouts. Unless pinned, only where it changes neither micro-batches nor, on GPUs, what ranks hold."""
+        """Add the schedule with ranks of its own for each model to `choice`, or the reason why there is none. Returns
+        the layouts. Unless the manifest pins this schedule, it is considered only if it changes neither the
+        micro-batches nor, on GPUs, what the ranks hold."""
         shared = self._plan.parallelism
         if self._apart:
             found = [self.layouts]
@@ -340,8 +348,8 @@ class Scheduling:
         return layouts
 
     def _placement(self, found: dict[str, Schedule]) -> Family:
-        """The family that decides where stages are: one with more stages a rank, or with dedicated ranks, must be worth
-        it."""
+        """The family that decides where the stages are. A family with more stages per rank, or with dedicated ranks, is
+        taken only if it gains enough."""
         own = found.get(DEDICATED.name)
         shared = sorted(
             (s for s in found.values() if s is not own), key=lambda s: (family_of(s.family).chunks, _rank(s))
@@ -360,7 +368,8 @@ class Scheduling:
         return family_of(best.family)
 
     def _turned(self, found: Schedule, problem: ScheduleProblem, effort: SearchEffort) -> Schedule:
-        """A serial schedule, which runs either way, for the way that the stages are placed."""
+        """`found` for the direction in which the stages are placed. Only a serial schedule can run in both
+        directions."""
         assert self._kept is not None
         if self._apart or found.instance.placement.reverse == self._kept.reverse:
             return found
@@ -369,7 +378,8 @@ class Scheduling:
     # ------------------------------------------------------------ report
 
     def _write(self, choice: Choice, serial: Schedule, in_bytes: bool) -> None:
-        """schedule.json, for the report: every family's time and memory, and the timelines before and after."""
+        """Write schedule.json for the report: the time and memory of every family, and the timelines before and
+        after."""
         current = self._current
         assert current is not None
         write_json(

@@ -1,4 +1,4 @@
-"""The serial schedule: lists of passes of trainer ranks that train one model after another."""
+"""The serial schedule. Each trainer rank trains one model after another."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dovetail.protocol.plan import chunks_of, coordinates, holds
 def serial_1f1b(
     layouts: Mapping[str, Parallelism], micro_batches: Mapping[str, int], order: Sequence[str], world: int | None = None
 ) -> list[list[Action]]:
-    """Each model's 1F1B, one model after another in `order`: one list for each rank, of the models that it holds. Of a
-    model with several stages on each rank its ZB-V.
+    """The actions of each rank: 1F1B of one model after another, in `order`. A rank has the actions of the models that
+    it holds. A model with several stages per rank uses ZB-V instead of 1F1B.
 
-    `micro_batches[model]`: of one data-parallel rank. `world`: the number of ranks, needed where models have ranks of
-    their own. Raises ScheduleError when the layouts have different numbers of ranks and `world` is None, or when a
-    model has no micro-batch."""
+    `micro_batches[model]`: the number of micro-batches of one data-parallel rank. `world`: the number of ranks. It is
+    needed if models have ranks of their own. Raises ScheduleError if the layouts have different numbers of ranks and
+    `world` is None, or if a model has no micro-batch."""
     sizes = {model: world_size(layout) for model, layout in layouts.items()}
     if world is None and len(set(sizes.values())) != 1:
         raise ScheduleError(f"all models must occupy the same trainer ranks; these layouts occupy {sizes}")
@@ -45,8 +45,9 @@ def serial_1f1b(
 
 @lru_cache(maxsize=16)
 def _there_and_back(model: str, pp: int, chunks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
-    """The list of each place of a pipeline whose ranks hold several stages: ZB-V for two, else one micro-batch after
-    another. Kept: each step asks for it, also one that runs another schedule."""
+    """The actions of each pipeline rank, for ranks that hold several stages. Two stages per rank run ZB-V. More stages
+    run one micro-batch after another. The result is cached, because each step asks for it, even a step with another
+    schedule."""
     family = CHUNKED["zb-v"] if chunks == 2 else replace(CHUNKED["zb-v"], name="one by one", chunks=chunks)
     found = fixed_schedule(fused_problem(pp, pp, micro_batches, 1.0, 1.0), family)
     lists: list[list[Action]] = [[] for _ in range(pp)]

@@ -1,4 +1,4 @@
-"""A schedule of training as it is stored with a step: a string of letters for each trainer rank."""
+"""The stored form of a training schedule: one string of letters for each trainer rank."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ LETTERS: dict[str, tuple[str, Kind]] = {
 
 
 def applies(spec: RLHFJobSpec, plan: Plan) -> bool:
-    """Whether there is a schedule to choose: there are two models, at least one has pipeline stages or ranks of its
-    own, and it is known how many micro-batches there are."""
+    """Whether there is a schedule to choose. That needs two models, at least one with pipeline stages or ranks of its
+    own, and a fixed number of micro-batches."""
     if Stage.PPO not in spec.stages or not has_critic(spec) or spec.ppo.micro_batch_tokens is not None:
         return False
     layouts = plan.parallelism
@@ -30,9 +30,9 @@ def applies(spec: RLHFJobSpec, plan: Plan) -> bool:
 
 @dataclass(frozen=True)
 class StoredSchedule:
-    """`encoded`: one string for each trainer rank, one letter for each action. F, B, I and W are the actor's kinds of
-    action (`Kind`), f, b, i and w the critic's. A number behind it is the chunk, without one it is the first. The
-    micro-batches of each letter and chunk ascend."""
+    """A schedule that the store keeps. `encoded`: one string for each trainer rank, with one letter for each action. F,
+    B, I and W are the actor's kinds of action (`Kind`), and f, b, i and w are the critic's. A number after the letter
+    is the chunk. Without a number it is the first chunk. The micro-batches of each letter and chunk ascend."""
 
     family: str
     mini_batches: int
@@ -40,14 +40,14 @@ class StoredSchedule:
 
     @staticmethod
     def from_json(stored: Mapping[str, Any]) -> StoredSchedule:
-        """What `as_json` gave."""
+        """The schedule from the output of `as_json`."""
         return StoredSchedule(str(stored["family"]), int(stored["mini_batches"]), list(stored["words"]))
 
     def as_json(self) -> dict[str, object]:
         return {"family": self.family, "mini_batches": self.mini_batches, "words": self.encoded}
 
     def actions(self) -> list[list[Action]]:
-        """The list of each rank."""
+        """The actions of each rank."""
         return [_decode(letters) for letters in self.encoded]
 
 
@@ -68,8 +68,8 @@ def encode(lists: Sequence[Sequence[Action]]) -> list[str]:
 
 
 def scheduled(step: Step, chosen: Mapping[str, Any] | None, world: int) -> Step:
-    """The step with the stored schedule `chosen`; the step as it is (serial) if that is None. Raises ValueError if the
-    schedule is for another number of trainer ranks than `world`."""
+    """The step with the stored schedule `chosen`. If that is None, the step keeps the serial schedule. Raises
+    ValueError if the schedule is for another number of trainer ranks than `world`."""
     if chosen is None:
         return step
     schedule = StoredSchedule.from_json(chosen)

@@ -1,9 +1,9 @@
-"""Lets the trainers learn from the first samples of an iteration while the others are drawn (`ppo.streaming`).
+"""Lets the trainers learn from the first samples of an iteration while the others are generated (`ppo.streaming`).
 
-The samples are learnt in an order that depends on them alone: prompts whose longest response is shorter come first, and
-of equal ones the earlier prompt. That is about the order in which they end, and it is known early: a response that is
-still drawn will be at least as long as it is now. So a prompt is known to be the next one as soon as all its samples
-are scored and every other prompt has, or will have, a longer response."""
+The order of the samples depends only on the samples. Prompts are sorted by their longest response, the shortest first.
+Equal prompts keep their order. Generation ends in about the same order. The next prompt is known early, because a
+response that is still generated will be at least as long as it is now. So a prompt is known to be next when all its
+samples are scored, and every other prompt has or will have a longer response."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.messages import Accumulate, Step
 from dovetail.protocol.wire import Arrays
 
-# How often it looks whether a part is there.
+# The interval at which it looks for a complete part.
 LOOK_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class PromptProgress:
-    """`longest`: response tokens of its longest sample so far. `scored`: all its samples are scored."""
+    """The state of one prompt. `longest`: the number of response tokens of its longest sample so far. `scored`: whether
+    all its samples are scored."""
 
     prompt: int
     longest: int
@@ -37,7 +38,7 @@ class PromptProgress:
 
 
 def known_first(progress: Iterable[PromptProgress]) -> list[int]:
-    """The prompts that are known to come first in the order of learning, in that order."""
+    """The prompts that are known to come first in the order of learning. They are returned in that order."""
     found = []
     for each in sorted(progress, key=lambda p: (p.longest, p.prompt)):
         if not each.scored:
@@ -47,7 +48,7 @@ def known_first(progress: Iterable[PromptProgress]) -> list[int]:
 
 
 def in_learning_order(arrays: Arrays) -> Arrays:
-    """The rows of a PPO batch in the order in which they are learnt. `groups`: their prompts."""
+    """The rows of a PPO batch, sorted by the order of learning. `arrays["groups"]` has the prompt of each row."""
     groups, lengths = arrays["groups"], arrays["response_lengths"]
     longest: dict[int, int] = {}
     for group, length in zip(groups.tolist(), lengths.tolist(), strict=True):
@@ -59,15 +60,16 @@ def in_learning_order(arrays: Arrays) -> Arrays:
 
 @dataclass
 class Streamed:
-    """What the trainers did for an iteration while its samples were made. `parts`: that they were given last, since
-    they were last lost."""
+    """What the trainers did for an iteration while its samples were generated. `seconds`: the time of their work.
+    `parts`: the number of parts that they hold. It is 0 again after the trainers were lost."""
 
     seconds: float = 0.0
     parts: int = 0
 
 
 class Streaming:
-    """`parts`: into how many an iteration is cut. `step(iteration)`: the command of the whole step."""
+    """Streams the samples of an iteration to the trainers. `parts`: the number of parts of an iteration. `pad`: the id
+    of the pad token. `step(iteration)` returns the command of the whole step."""
 
     def __init__(
         self,
@@ -84,8 +86,8 @@ class Streaming:
 
     @asynccontextmanager
     async def beside(self, iteration: int) -> AsyncIterator[Streamed]:
-        """As long as the body makes the iteration's samples, the trainers learn from those that are known to be the
-        next ones. On return they do nothing."""
+        """While the body generates the iteration's samples, the trainers learn from those that are known to be next.
+        When the context ends, they are idle."""
         found, over = Streamed(), asyncio.Event()
         task = asyncio.create_task(self._stream(iteration, found, over))
         try:
@@ -102,7 +104,7 @@ class Streaming:
             first = known_first(PromptProgress(*row) for row in self._samples.progress(iteration))
             ready = len(first) // self._prompts
             if ready == self._parts:
-                return  # all samples are there
+                return  # all samples are there, so the step trains the rest
             if ready > found.parts:
                 chosen = first[found.parts * self._prompts :][: self._prompts]
                 try:
@@ -111,7 +113,7 @@ class Streaming:
                     self._records.log("trainers.recover", stage=Stage.PPO.value, step=iteration, reason=str(lost))
                     found.parts = 0
                 except TrainerError:
-                    return  # the step will fail in the same way, and say so
+                    return  # the step will fail in the same way, and report it
                 else:
                     found.parts += 1
                     found.seconds += result.metrics.get("seconds", 0.0)
@@ -122,7 +124,7 @@ class Streaming:
                         await over.wait()
 
     def _command(self, iteration: int, part: int, prompts: Sequence[int]) -> Accumulate:
-        """The part's batch may be fetched from now on."""
+        """The command for one part. From now on the trainers may fetch its batch."""
         place = {prompt: number for number, prompt in enumerate(prompts)}
         rows = sorted(self._samples.of_prompts(iteration, prompts), key=lambda s: (place[s.key.prompt], s.key.sample))
         key = f"ppo-part/{iteration}/{part}"

@@ -1,4 +1,5 @@
-"""The SFT, reward-model and DPO stages: an evaluation, steps with checkpoints, an evaluation, and the export."""
+"""The SFT, reward-model and DPO stages. Each consists of an evaluation, steps with checkpoints, another evaluation and
+the export."""
 
 from __future__ import annotations
 
@@ -16,16 +17,16 @@ from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.messages import CommandResult, ModelRef, Step
 from dovetail.protocol.plan import Plan
 
-# checkpoint.everySteps counts PPO iterations and tens of the much shorter SFT and reward steps.
+# checkpoint.everySteps counts PPO iterations. SFT and reward steps are much shorter, so ten of them count as one.
 STEPS_PER_CHECKPOINT_UNIT = 10
 
 
 @dataclass(frozen=True)
 class SupervisedStage:
-    """`recompute`: models with activation checkpointing; `zero3`: models under ZeRO-3. `references`: computes what
-    the stage needs of the weights that it starts from, before anything else. `centred`: it is a reward model, which
-    is centred when it is exported: its mean score over `demonstrations` becomes 0, or over the preferred responses
-    if there are none."""
+    """One supervised stage. `recompute`: the models with activation checkpointing. `zero3`: the models under ZeRO-3.
+    `references`: runs before everything else. It computes what the stage needs of its initial weights. `centred`: the
+    stage trains a reward model, whose scores are centred in the export. Their mean over `demonstrations` becomes 0.
+    Without demonstrations it is the mean over the preferred responses."""
 
     stage: Stage
     model: str
@@ -44,7 +45,8 @@ class SupervisedStage:
 
 @dataclass
 class Hooks:
-    """What a stage calls while it runs. `wall_seconds`: of the job, over restarts."""
+    """The functions that a stage calls while it runs. `wall_seconds`: the seconds that the job has run, over all
+    restarts."""
 
     on_step: Callable[[Stage, int, int, CommandResult], None]
     on_fact: Callable[[str, float], None]
@@ -52,9 +54,10 @@ class Hooks:
 
 
 async def run_supervised(stage: SupervisedStage, session: TrainerSession, records: StepRecords, hooks: Hooks) -> None:
-    """Run the stage, and go on from where its records say it is.
+    """Run the stage. It continues at the step that its records name. Raises TrainerError.
 
-    Facts: <stage>/before and <stage>/after hold the evaluation's metrics, <stage>/done that the export is complete."""
+    Facts: <stage>/before and <stage>/after hold the evaluation's metrics. <stage>/done says that the export is
+    complete."""
     name = stage.stage.value
     done = records.get(f"{name}/step")
     models = {stage.model: stage.source}
@@ -79,23 +82,25 @@ async def run_supervised(stage: SupervisedStage, session: TrainerSession, record
     after = await session.evaluate(stage.eval_batches, stage.demonstrations)
     records.put(f"{name}/after", after)
     await session.export(stage.model, stage.export_to, centre(after) if stage.centred else 0.0)
-    records.put(f"{name}/done", True)  # on the disk before `forget` deletes the checkpoints
+    records.put(f"{name}/done", True)  # it is on the disk before `forget` deletes the checkpoints
     session.forget(stage.stage)
     hooks.on_fact(f"stages.{name}", hooks.wall_seconds() - began)
 
 
 def centre(evaluation: Mapping[str, float]) -> float:
-    """The score that centring makes 0 (Ouyang et al. 2022, section 3.5): the mean over demonstrations; without these,
-    over the preferred responses of the held-out pairs; without these too, 0."""
+    """The score that centring makes 0 (Ouyang et al. 2022, section 3.5). It is the mean score over the demonstrations.
+    Without demonstrations it is the mean over the preferred responses of the held-out pairs. Without these too it is
+    0."""
     if evaluation.get("demonstrations"):
         return evaluation["demonstration_score"]
     return evaluation.get("chosen", 0.0)
 
 
 class SupervisedStages:
-    """The job's SFT, reward-model and DPO stages. Each goes on from whatever the store says, and is left out when done.
+    """The job's SFT, reward-model and DPO stages. Each continues at the step that the store names. A finished stage is
+    skipped.
 
-    `steps(stage)`: how many the stage has. `run_id`: whose models are accepted as this run's."""
+    `steps(stage)`: the number of steps of a stage. `run_id`: the run whose exported models are accepted."""
 
     def __init__(
         self,
@@ -115,7 +120,7 @@ class SupervisedStages:
         self._batches, self._steps = batches, steps
 
     async def sft(self) -> None:
-        """Fine-tune the actor on demonstrations; the result is models/sft. Facts: sft.loss_before, sft.loss_after."""
+        """Fine-tune the actor on demonstrations. The result is models/sft. Facts: sft.loss_before, sft.loss_after."""
         await self._run(self._stage(Stage.SFT, self._sources.actor()))
         for when in ("before", "after"):
             metrics = self._records.store.get(f"sft/{when}")
@@ -123,7 +128,7 @@ class SupervisedStages:
                 self._records.results.fact(f"sft.loss_{when}", metrics["loss"])
 
     async def reward(self) -> None:
-        """Train and centre the reward model; the result is models/reward. Facts: reward_model.accuracy, .pairs,
+        """Train and centre the reward model. The result is models/reward. Facts: reward_model.accuracy, .pairs,
         .centre."""
         demonstrations = [f"demonstrations/{i}" for i in range(len(self._batches.demonstrations()))]
         stage = self._stage(Stage.REWARD, self._sources.reward())
@@ -136,7 +141,7 @@ class SupervisedStages:
             self._records.results.fact("reward_model.centre", centre(after))
 
     async def dpo(self) -> None:
-        """Train the actor on preferences; the result is models/actor. Facts: dpo.loss_before, .loss_after, .accuracy,
+        """Train the actor on preferences. The result is models/actor. Facts: dpo.loss_before, .loss_after, .accuracy,
         and .pairs or .responses."""
         stage = self._stage(Stage.DPO, self._sources.actor_for_ppo())
         batches = [f"dpo/{step + 1}" for step in range(stage.steps)] + stage.eval_batches
@@ -152,8 +157,8 @@ class SupervisedStages:
             self._records.results.fact(f"dpo.{count}", after[count])
 
     async def _references(self, batches: list[str]) -> None:
-        """Have the trainers compute the reference's log-probabilities of all responses that the stage will see, each
-        once. They are kept in the store."""
+        """Let the trainers compute the reference log-probabilities of all responses that the stage will use, each once.
+        The store keeps them."""
         known = self._batches.references
         for key in batches:
             arrays = self._batches.arrays(key)
