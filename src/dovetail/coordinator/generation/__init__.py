@@ -1,1 +1,1 @@
-"""Samples drawn on rollout servers."""
+"""Generation: samples are drawn on rollout servers."""

@@ -1,4 +1,4 @@
-"""Decides which instance gets a sample, from loads and speeds. Pure."""
+"""Decides which instance gets a sample, from loads and speeds. It does no I/O."""
 
 from __future__ import annotations
 
@@ -7,26 +7,28 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-# Measured speeds this close to the mean count as equal: noise must not unbalance like servers.
+# Measured speeds that differ from the mean by at most this fraction count as equal. So noise does not unbalance equal
+# servers.
 TOLERANCE = 0.25
 SMOOTHING = 0.1
-# Measurements (of a quarter of a second) after which a difference counts for half: a busy machine's processes run
-# unevenly for moments, a slower device always.
+# A difference counts for half after this many measurements, of a quarter of a second each. On a busy machine processes
+# run unevenly for moments, but a slower device is always slower.
 BELIEF = 10
 MIN_INTERVAL_SECONDS = 0.1
 
 
 class Speeds:
-    """Tokens per second of one request on each instance, smoothed.
+    """The tokens per second of one request on each instance, smoothed.
 
-    A step takes longer with more requests, so instances are compared only where they ran about the same number."""
+    A decode step takes longer with more requests. So instances are compared only where they ran about the same number
+    of requests."""
 
     def __init__(self) -> None:
         self._speeds: dict[int, dict[str, float]] = {}
         self._counts: Counter[str] = Counter()
 
     def measured(self, name: str, tokens: int, streams: int, seconds: float) -> None:
-        """Add a measurement: `streams` concurrent requests gave `tokens` tokens in `seconds`."""
+        """Add a measurement: `streams` concurrent requests generated `tokens` tokens in `seconds`."""
         if streams < 1 or tokens < 1 or seconds < MIN_INTERVAL_SECONDS:
             return
         now = tokens / (streams * seconds)
@@ -35,8 +37,8 @@ class Speeds:
         speeds[name] = now + (1 - SMOOTHING) * (speeds.get(name, now) - now)
 
     def relative(self, names: Sequence[str]) -> dict[str, float]:
-        """Each speed divided by the mean. It is nearer to 1 the less is known, and 1 if it is unknown or near the
-        mean."""
+        """The speed of each instance divided by the mean speed. With few measurements it is closer to 1. It is 1 if it
+        is unknown or close to the mean."""
         ratios: dict[str, list[float]] = {n: [] for n in names}
         for speeds in self._speeds.values():
             here = {n: speeds[n] for n in names if n in speeds}
@@ -51,9 +53,9 @@ class Speeds:
 
 
 def place(count: int, loads: Mapping[str, int], speeds: Mapping[str, float], capacity: int) -> list[str]:
-    """Instances for `count` more requests. Each request goes to the instance that has the least load for its speed.
-    The list is shorter if all are full. `loads`: requests on each candidate. `capacity`: the most requests on one
-    instance."""
+    """Choose instances for `count` more requests. Each request goes to the instance with the lowest load relative to
+    its speed. The list is shorter than `count` if all instances are full. `loads`: the number of requests on each
+    candidate. `capacity`: the maximum number of requests on one instance."""
     heap = [((load + 1) / speeds[n], n, load + 1) for n, load in loads.items() if load < capacity]
     heapq.heapify(heap)
     placed: list[str] = []
@@ -66,7 +68,8 @@ def place(count: int, loads: Mapping[str, int], speeds: Mapping[str, float], cap
 
 
 def excess(loads: Mapping[str, int], newcomers: Sequence[str], capacity: int) -> dict[str, int]:
-    """How many requests to take from each instance, so that idle `newcomers` get an even share of all requests."""
+    """How many requests to move away from each instance, so that the idle `newcomers` get an equal share of all
+    requests."""
     everyone = len(set(loads) | set(newcomers))
     share = -(-sum(loads.values()) // max(1, everyone))
     room = min(share, capacity) * len(newcomers)

@@ -1,4 +1,4 @@
-"""Draws the samples of one iteration on the servers of the fleet: one call of `Generator.generate`."""
+"""Draws the samples of one iteration on the servers of the fleet. It is one call of `Generator.generate`."""
 
 from __future__ import annotations
 
@@ -32,21 +32,23 @@ from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.manifest.types import Generation
 
 GATHER_SECONDS = 0.005
-# The most requests that are started at once. Thousands would block the event loop until connections time out.
+# The maximum number of requests that are started at once. Thousands would block the event loop until connections time
+# out.
 BURST = 256
 TOKEN_BYTES = 4
 
 
-# Given the unfinished samples, each with its instance (None: it waits for one), and the instances that may take work:
-# those that what is left shall gather on, once it is time; None or nothing until then.
+# The function gets the unfinished samples, each with its instance (None: it waits for one), and the instances that may
+# take work. It returns the instances on which the remaining samples gather, once it is time. Before that it returns
+# None or nothing.
 Tail = Callable[[Sequence[tuple[Key, str | None]], Collection[str]], Collection[str] | None]
 
 
 @dataclass
 class Shared:
-    """What the drawings of all iterations have in common. `clock`: monotonic seconds. `replay`: servers shall say which
-    experts each token got. `leftovers`: by process, the requests that an earlier coordinator left there. `step`:
-    seconds of a decode step in an earlier drawing."""
+    """What the drawings of all iterations share. `clock`: monotonic seconds. `replay`: servers must report which
+    experts each token used. `leftovers`: by process, the ids of requests that an earlier coordinator left there.
+    `step`: seconds of a decode step in an earlier drawing."""
 
     store: Store
     fleet: Fleet
@@ -64,7 +66,7 @@ class Shared:
 
 
 class Drawing:
-    """See `Generator.generate`. It is used once."""
+    """One drawing: see `Generator.generate`. It is used once."""
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class Drawing:
         generation: Generation | None = None,
         turn: Turn | None = None,
     ) -> None:
-        """`turn`: the iteration's place among those that are open. None: no other is open."""
+        """`turn`: the iteration's place among the open ones. None: no other iteration is open."""
         self._shared = shared
         self._store, self._fleet, self._log, self._clock = shared.store, shared.fleet, shared.log, shared.clock
         self._settings, self._requests = shared.settings, shared.requests
@@ -95,7 +97,7 @@ class Drawing:
         self._destinations: frozenset[str] = frozenset()
 
     async def run(self) -> Generated:
-        """Returns when every sample is generated and stored. Raises GenerationError or StoreError."""
+        """Generate and store every sample. Raises GenerationError or StoreError."""
         result, started = Generated(), self._clock()
         if self._turn is not None:
             self._turn.draws(self, own=self._iteration == self._turn.iteration)
@@ -114,7 +116,7 @@ class Drawing:
         return result
 
     def remaining(self) -> tuple[int, Mapping[str, int]]:
-        """How many samples wait for a server, and how many each server has."""
+        """The number of samples that wait for a server, and the number on each server."""
         return len(self._pending), self._flying.counts
 
     def on(self, name: str) -> bool:
@@ -122,22 +124,22 @@ class Drawing:
         return not self._flying.idle(name)
 
     def idle(self, name: str) -> bool:
-        """Whether an instance has nothing to generate, and gets nothing more unless other instances fail."""
+        """Whether an instance has nothing to generate. It then gets new samples only if other instances fail."""
         return not self._pending and self._flying.idle(name)
 
     def left(self, name: str) -> bool:
-        """See `Generator.left`."""
+        """Whether an instance may end: see `Generator.left`."""
         waiting = self._pending if any(i.name != name for i in self._eligible()) else []
         return self._flying.idle(name) and not any(
             work.leave is not None and work.leave.instance == name for work in (*waiting, *self._flying)
         )
 
     def growing(self) -> list[Growing]:
-        """The samples that servers work on, with the tokens that they have now."""
+        """The samples that servers are generating, with their tokens so far."""
         return [Growing(work.key, work.prompt, work.tokens) for work in self._flying]
 
     async def drain(self, name: str) -> None:
-        """Move the samples of an instance to others with their tokens. Returns when it has none left."""
+        """Move an instance's samples, with their tokens, to other instances. Returns when it has none left."""
         works = self._flying.on(name)
         self._end(works, "drain")
         tasks = [w.task for w in works if w.task is not None]
@@ -170,7 +172,7 @@ class Drawing:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.flush):
                     await self._wake.wait()
-            # Responses often end together, at the same step of a server.
+            # Responses often end together, in the same decode step of a server.
             await asyncio.sleep(GATHER_SECONDS)
             self._wake.clear()
             done = self._flying.flush(self._clock() - flushed)
@@ -192,12 +194,12 @@ class Drawing:
 
     def _eligible(self) -> list[Instance]:
         """The instances that may get work. After the tail was gathered these are its destinations, unless all of them
-        are gone."""
+        have failed."""
         everyone = [i for i in self._fleet.eligible(KIND) if self._turn is None or self._turn.has(i)]
         return [i for i in everyone if i.name in self._destinations] or everyone
 
     def _leave(self) -> None:
-        """Move samples away from servers that another open iteration has now."""
+        """Move samples away from servers that another open iteration has taken over."""
         if self._turn is None:
             return
         self._turn.settle()
@@ -208,7 +210,8 @@ class Drawing:
                     self._end(works, reason)
 
     def _gather(self) -> None:
-        """Ask `tail` where to gather. When it names destinations, move the samples of all other instances there."""
+        """Ask `tail` where to gather the remaining samples. When it names destinations, move the samples of all other
+        instances there."""
         if self._tail is None or self._destinations or not (self._pending or self._flying):
             return
         unfinished = [*((w.key, None) for w in self._pending), *((w.key, w.instance) for w in self._flying)]
@@ -221,7 +224,7 @@ class Drawing:
             self._end(moving, "tail")
 
     def _greet(self, eligible: Sequence[Instance]) -> None:
-        """Handle a new instance: abort requests that an earlier coordinator left there, and give it a share of the
+        """Prepare a new instance: abort requests that an earlier coordinator left there, and give it a share of the
         work."""
         new = [i for i in eligible if (i.name, i.incarnation) not in self._known]
         first = not self._known
@@ -235,7 +238,7 @@ class Drawing:
             idle = [i.name for i in new if loads[i.name] == 0]
             for name, count in excess(loads, idle, self._generation.max_concurrent).items():
                 works = [w for w in self._flying.on(name) if w.ending is None]
-                # The samples with the fewest tokens, which have most to come.
+                # Move the samples with the fewest tokens, because they have the most tokens to come.
                 self._end(sorted(works, key=lambda w: len(w.tokens))[:count], "newcomer")
 
     def _assign(self, eligible: Sequence[Instance]) -> None:
@@ -285,7 +288,8 @@ class Drawing:
             room = int(instance.abilities.get("max_model_len") or 2**31) - len(work.prompt) - len(work.tokens)
             left = min(self._generation.max_tokens - len(work.tokens), room)
             if left < 1:
-                # The end was reached, but the coordinator died before it was stored; or the context is full.
+                # Either the response is complete but an earlier coordinator died before it was stored, or the context
+                # is full.
                 work.reason = "length"
                 return
             session, request = self._requests.session, self._body(work, instance, left)
@@ -307,8 +311,8 @@ class Drawing:
     def _started(
         self, work: Work, instance: Instance, now: float, moved: tuple[Mechanism, float] | None, nbytes: int
     ) -> None:
-        """Record the time to a request's first token: of a prefill or a migration. `nbytes`: bytes of KV cache that
-        were moved."""
+        """Record the time to a request's first token, after a prefill or a migration. `nbytes`: the bytes of KV cache
+        that were moved."""
         work.first = False
         tokens = len(work.prompt) + len(work.tokens)
         mechanism = Mechanism.TOKENS if moved is None else moved[0]
@@ -323,8 +327,8 @@ class Drawing:
             self._log("sample.moved", **migration.fields())
 
     def _watch(self) -> None:
-        """End requests that stall, whose process is gone, or that ignored an abort. Move samples away from servers that
-        will end soon or seem to be dead."""
+        """End requests that stall, that lost their process, or that ignored an abort. Move samples away from servers
+        that will end soon or seem to be dead."""
         now, s = self._clock(), self._settings
         if now - self._watched < s.flush:
             return
@@ -363,7 +367,7 @@ class Drawing:
                 self._requests.abort(instance, ids)
 
     async def _stop(self) -> None:
-        """End all running requests. Their tokens are stored, and their samples are pending again."""
+        """End all running requests. Their tokens are stored, and their samples become pending again."""
         flying = list(self._flying)
         await cancel([w.task for w in flying if w.task is not None])
         try:

@@ -1,9 +1,9 @@
-"""Generates samples on the servers of the fleet, whatever happens to these.
+"""Generates samples on the servers of the fleet, and survives failures of servers.
 
-Tokens are stored as they stream in. A sample must leave its server when the server dies, stalls, aborts the request, is
+Tokens are stored as they arrive. A sample must leave its server when the server dies, stalls, aborts the request, is
 drained, or has too few samples left (the long tail, RLHFuse section 4). It continues on another server from the prompt
-and its tokens so far. The noise of sampling depends on the position only, so it ends as it would have on the first
-server."""
+and its tokens so far. The noise of sampling depends only on the position, so the response ends as it would have on the
+first server."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from dovetail.manifest.types import Generation
 
 
 class Generator:
-    """`drain` may be called while `generate` runs.
+    """Generates the samples of a job. `drain` may be called while `generate` runs.
 
-    `token`: the job's token. `clock`: monotonic seconds. `decode` gives the text of tokens, with special tokens; it is
-    needed if the job has stop strings. `replay`: servers shall say which experts each token got. Use it
-    with `async with`, or close it."""
+    `token`: the job's token. `clock`: monotonic seconds. `decode` gives the text of tokens, with special tokens. It is
+    needed if the job has stop strings. `replay`: servers must report which experts each token used. Use it with `async
+    with`, or call `close`."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class Generator:
         await self.close()
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Close the connections. It may be called again."""
         await self._shared.requests.close()
 
     async def generate(
@@ -82,15 +82,16 @@ class Generator:
         generation: Generation | None = None,
         turn: Turn | None = None,
     ) -> Generated:
-        """Returns when every given sample (default: all pending ones of the iteration) is generated and stored.
+        """Generate every given sample (default: all pending ones of the iteration), and store it. Raises
+        GenerationError or StoreError.
 
         `on_finished` gets each sample when it is stored as generated. It does not get samples that were generated
-        before this call, or that are stored while the call is cancelled or fails; ask the store for these.
+        before this call, or that are stored while the call is cancelled or fails. Ask the store for these.
         `progress(done, total, tokens)` is called after each flush. When `tail` names instances, all remaining samples
-        migrate to these, as long as one of them lives. `generation`: how these samples are drawn, if it is not as the
-        job's others; its limit of tokens and its stop strings must be the job's. When the call is cancelled, the
-        requests end and the tokens stay. `turn`: the iteration's place among several that are open; without it no other
-        call may run. Raises GenerationError or StoreError."""
+        migrate to these, as long as one of them lives. `generation`: how these samples are drawn, if it differs from
+        the job's other samples. Its limit of tokens and its stop strings must be the job's. When the call is cancelled,
+        the requests end and the tokens are kept. `turn`: the iteration's place among several open ones. Without it no
+        other call may run."""
         if iteration in self._drawings or (self._drawings and turn is None):
             raise RuntimeError("generate is already running")
         chosen = self._shared.store.samples.samples(iteration, State.PENDING) if samples is None else samples
@@ -104,22 +105,22 @@ class Generator:
             del self._drawings[iteration]
 
     def idle(self, name: str) -> bool:
-        """Whether an instance has nothing to generate, and gets nothing more unless other instances fail."""
+        """Whether an instance has nothing to generate. It then gets new samples only if other instances fail."""
         return all(drawing.idle(name) for drawing in self._drawings.values())
 
     def growing(self, iteration: int) -> list[Growing]:
-        """The iteration's samples that servers work on, with the tokens that they have now."""
+        """The iteration's samples that servers are generating, with their tokens so far."""
         drawing = self._drawings.get(iteration)
         return [] if drawing is None else drawing.growing()
 
     def left(self, name: str) -> bool:
-        """Whether nothing that an instance holds is wanted any more: it has no samples, and those that left it have
-        their next token elsewhere, or have nowhere to go."""
+        """Whether an instance may end: it has no samples, and each sample that left it has its next token elsewhere, or
+        has no other instance to go to."""
         return all(drawing.left(name) for drawing in self._drawings.values())
 
     async def drain(self, name: str) -> None:
-        """Give an instance no more work, and move its samples to other instances with their tokens. Returns when it has
-        none left. `fleet.drain(name, False)` ends the draining."""
+        """Give an instance no more work, and move its samples, with their tokens, to other instances. Returns when it
+        has none left. `fleet.drain(name, False)` ends the draining."""
         self._fleet.drain(name)
         for drawing in list(self._drawings.values()):
             await drawing.drain(name)

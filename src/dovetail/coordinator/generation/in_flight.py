@@ -1,4 +1,5 @@
-"""The samples that servers work on: the state of each, when a request is given up, and how new tokens are stored."""
+"""The samples that servers are generating: the state of each, when a request is given up, and how new tokens are
+stored."""
 
 from __future__ import annotations
 
@@ -16,22 +17,23 @@ from dovetail.coordinator.store.samples import Delta, Key, Sample
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.protocol.messages import Span
 
-# An event costs the coordinator some 30 microseconds of CPU, and the server more, be it of one token or of eight. With
-# so many samples for each token in an event, at 50 tokens a second, the coordinator spends at most a tenth of a core.
+# An event costs the coordinator about 30 microseconds of CPU time, and the server more, whether it carries one token or
+# eight. An event carries one more token for each this many samples. At 50 tokens per second the coordinator then uses
+# at most a tenth of a core.
 SAMPLES_PER_TOKEN = 64
 MOST_PER_EVENT = 64
-# The tokens of small models, which decode fast, share events that cover this time. Losing them costs little.
+# Small models decode fast. Their tokens share events that cover this time. It costs little to lose them.
 EVENT_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Times are in seconds. `stream_interval`: tokens per event; None: as `interval` says. `max_fruitless`: how many
-    attempts of a sample in a row may give no token.
+    """Settings of generation. Times are in seconds. `stream_interval`: tokens per event. None: `interval` decides.
+    `max_fruitless`: how many attempts of a sample in a row may give no token.
 
-    `stall`: a request is given up after this silence if its whole server is silent, and after ten times this otherwise
-    (a server may queue requests while it works on others). `suspect`: after this silence the samples of a suspect
-    server move to other servers."""
+    `stall`: a request is given up after this silence if its whole server is silent. If only the request is silent, it
+    is given up after ten times this time, because a server may queue requests. `suspect`: after this silence the
+    samples of a suspect server move to other servers."""
 
     flush: float = 0.25
     stall: float = 60.0
@@ -43,9 +45,9 @@ class GenerationSettings:
     max_fruitless: int = 50
 
     def interval(self, samples: int, step: float | None = None) -> int:
-        """Tokens per event when `samples` samples are left. `step`: seconds of a decode step, if known. It is 1, so
-        that no token is lost when a server dies. It is more if steps are short, or if one core could not handle the
-        events. Lost tokens are generated again and are the same."""
+        """The tokens per event when `samples` samples are left. `step`: seconds of a decode step, if known. The result
+        is usually 1, so that no token is lost when a server dies. It is larger if decode steps are short, or if one
+        core could not handle the events. Lost tokens are generated again with the same result."""
         if self.stream_interval is not None:
             return self.stream_interval
         short = 1 if not step else int(EVENT_SECONDS / step)
@@ -57,7 +59,7 @@ class Activity:
     """What one instance did in one call of `generate`.
 
     `decode`: by batch size, the number of decode steps of single requests and their seconds. `prefills`: by the time of
-    submission, the tokens, and the seconds until the last request had its first token."""
+    submission, the number of tokens, and the seconds until the last request had its first token."""
 
     start: float
     end: float
@@ -68,7 +70,7 @@ class Activity:
     prefills: dict[float, tuple[int, float]] = field(default_factory=dict)
 
     def span(self, name: str, iteration: int, version: int | None = None) -> Span:
-        """Its bar on the timeline. `version`: of the weights, if several may be in use."""
+        """Its span on the timeline. `version`: the version of the weights, if several may be in use."""
         args = {"samples": self.samples, "tokens": self.tokens}
         if version is not None:
             args["weights"] = version
@@ -87,8 +89,8 @@ class Activity:
 @dataclass
 class Generated:
     """What one call of `generate` did. `retries`: how often a sample had to leave a server. `migrations`: the samples
-    that continued on another one. `tail`: (seconds since the epoch, samples left). `spans`: one for each instance that
-    worked."""
+    that continued on another server. `tail`: (seconds since the epoch, samples left). `spans`: one for each instance
+    that worked."""
 
     samples: int = 0
     tokens: int = 0
@@ -102,11 +104,11 @@ class Generated:
 
 @dataclass(eq=False)
 class Work:
-    """One sample that is being generated. `stored`: how many of `tokens` are in the store. `before`: how many it had
-    when the current attempt began. `last_token`, `ending`: when its last token came, and when its request was asked to
-    end, in monotonic seconds. `reason`: the server's finish reason. `failure`, `refusal`: why its stream broke.
-    `fruitless`: attempts in a row without a token. `departure`: where its KV cache may still be. `interval`: tokens per
-    event. `experts`: what its server said of the tokens from `experts_from` on, and is not stored yet."""
+    """One sample that is being generated. `stored`: how many of `tokens` are in the store. `before`: how many tokens it
+    had when the current attempt began. `last_token`, `ending`: when its last token arrived, and when its request was
+    asked to end, in monotonic seconds. `reason`: the server's finish reason. `failure`, `refusal`: why its stream
+    broke. `fruitless`: attempts in a row without a token. `departure`: where its KV cache may still be. `interval`:
+    tokens per event. `experts`: the experts of the tokens from `experts_from` on, which are not stored yet."""
 
     key: Key
     prompt: list[int]
@@ -136,7 +138,7 @@ class Work:
 
     @staticmethod
     def of(sample: Sample) -> Work:
-        """A pending sample with the tokens it has."""
+        """A pending sample with its tokens so far."""
         tokens: list[int] = sample.tokens.tolist()
         logprobs: list[float] = sample.logprobs.tolist()
         return Work(sample.key, sample.prompt_tokens.tolist(), sample.seed, tokens, logprobs, len(tokens))
@@ -147,7 +149,7 @@ class Work:
 
     @property
     def experts_from(self) -> int:
-        """The first token whose experts the current attempt is asked for."""
+        """The first token whose experts the current attempt must report."""
         return first_wanted(len(self.prompt), self.before)
 
     @property
@@ -156,12 +158,13 @@ class Work:
 
 
 def request_id(key: Key, attempt: int) -> str:
-    """Unique per attempt, so that an old request can be aborted without touching its successor."""
+    """The id of one attempt's request. It is unique, so an old request can be aborted without an effect on the next
+    one."""
     return f"dovetail-{key.iteration}-{key.prompt}-{key.sample}-{attempt}"
 
 
 def mean_step(activities: Iterable[Activity]) -> float | None:
-    """Mean seconds of a request's decode step. None if there was none."""
+    """The mean seconds of a request's decode step. None if there was no step."""
     seen = [found for activity in activities for found in activity.decode.values()]
     steps = sum(count for count, _ in seen)
     return sum(seconds for _, seconds in seen) / steps if steps else None
@@ -170,9 +173,10 @@ def mean_step(activities: Iterable[Activity]) -> float | None:
 def reason_to_give_up(
     work: Work, instance: Instance | None, now: float, server_last_token: float, settings: GenerationSettings
 ) -> str | None:
-    """Why a request's connection is dropped: a phrase, or "" for a request that ignored its abort. None: it is kept.
+    """The reason to drop a request's connection, as a phrase. It is "" for a request that ignored its abort. None: the
+    connection is kept.
 
-    `server_last_token`: when any request on its server last got a token."""
+    `server_last_token`: when any request on its server last got a token, in monotonic seconds."""
     if instance is None or instance.incarnation != work.incarnation or instance.health is InstanceHealth.DEAD:
         return "its process is gone"
     if work.ending is not None and now - work.ending > settings.abort:
@@ -186,9 +190,9 @@ def reason_to_give_up(
 def reason_to_leave(
     instance: Instance | None, quiet: float, elsewhere: bool, settings: GenerationSettings
 ) -> str | None:
-    """Why the samples of a server that may still answer move to other servers; None: they stay. `drain`: its pod will
-    end, or it was asked. `suspect`: it does not report, its requests got no token for `quiet` seconds, and there is
-    another server (`elsewhere`)."""
+    """The reason why the samples of a server that may still answer move to other servers. None: they stay. `drain`: its
+    pod will end, or the server was asked to drain. `suspect`: it does not report, its requests got no token for `quiet`
+    seconds, and there is another server (`elsewhere`)."""
     if instance is None:
         return None
     if instance.draining or instance.health is InstanceHealth.RETIRED:
@@ -202,11 +206,12 @@ FINISHED = ("stop", "length", "repetition")
 
 
 class GenerationError(Exception):
-    """Generation cannot go on; the message says what it waits for or what a server refused."""
+    """Generation cannot continue. The message says what it waits for or what a server refused."""
 
 
 class InFlight:
-    """`activity`: by instance. `clock`: monotonic seconds. `speeds`: of all instances, whatever iteration they draw."""
+    """The samples in flight. `activity`: what each instance did. `clock`: monotonic seconds. `speeds`: the speeds of
+    all instances, in all iterations."""
 
     def __init__(
         self,
@@ -236,7 +241,7 @@ class InFlight:
         return +self._counts
 
     def on(self, name: str) -> list[Work]:
-        """The samples on one instance."""
+        """The samples that one instance is generating."""
         return [w for w in self._works if w.instance == name]
 
     def loads(self, instances: Sequence[Instance]) -> dict[str, int]:
@@ -252,14 +257,14 @@ class InFlight:
         return self._speeds.relative(names)
 
     def begin(self, work: Work, now: float, wall: float) -> None:
-        """Note that an instance was given a sample. `wall`: seconds since the epoch."""
+        """Take note that an instance was given a sample. `now`: monotonic seconds. `wall`: seconds since the epoch."""
         work.last_token, work.begun, work.first = now, now, True
         self._works[work] = None
         self._counts[work.instance] += 1
         self.activity.setdefault(work.instance, Activity(wall, wall)).end = wall
 
     def ended(self, work: Work) -> None:
-        """Note that its request is over, for whatever reason. `sort_out` looks at it."""
+        """Take note that a sample's request has ended, for any reason. `sort_out` handles it."""
         self._ended.append(work)
 
     def _remove(self, work: Work) -> None:
@@ -272,9 +277,8 @@ class InFlight:
         self._ended.clear()
 
     def flush(self, seconds: float) -> list[Key]:
-        """Store the tokens since the last flush, `seconds` ago. Returns the samples that are finished now.
-
-        Raises StoreError."""
+        """Store the tokens since the last flush, `seconds` ago. Returns the samples that are now finished. Raises
+        StoreError."""
         deltas: list[Delta] = []
         works: list[Work] = []
         streams = +self._counts
@@ -307,7 +311,7 @@ class InFlight:
         return done
 
     def sort_out(self) -> list[Work]:
-        """Call it after a flush. Samples whose request ended before they were finished are pending again, and are
+        """Call it after a flush. Samples whose request ended before they were finished become pending again and are
         returned. Raises GenerationError if a server refused a sample, or if a sample never gets a token."""
         ended, self._ended = self._ended, []
         unfinished = [w for w in ended if w in self._works]

@@ -1,7 +1,7 @@
 """Decides for each sample that changes servers whether its KV cache moves too, and tells both servers what to do.
 
 A KV cache moves only between servers that both announce it (`Register.abilities["kv"]`) and have the same layout and
-weights. If anything fails, the destination prefills, so no sample can be lost here."""
+weights. If anything fails, the destination prefills the tokens, so no sample is lost."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from dovetail.coordinator.generation.requests import ROUTE
 from dovetail.protocol.kv import HOLD, HOLD_SECONDS, PULL, KVAbility, KVHold, KVPull
 
 BYTES_PER_SECOND = {"tcp": 1e9, "nixl": 20e9}
-# Blocks are fetched only within this time after the abort, because the server drops them soon after.
+# KV cache blocks are fetched only within this time after the abort, because the server drops them soon after.
 FRESH_SECONDS = HOLD_SECONDS - 10.0
 LEG_SECONDS = 10.0
 
 
 def ability(instance: Instance) -> KVAbility | None:
-    """What an instance announces. None if it announces nothing, or nothing that this coordinator understands."""
+    """The KV cache transfer that an instance announces. None if it announces nothing, or nothing that this coordinator
+    understands."""
     announced = instance.abilities.get("kv")
     if announced is None:
         return None
@@ -37,8 +38,8 @@ def ability(instance: Instance) -> KVAbility | None:
 
 
 class KVMigration:
-    """`moves`: the number of samples that changed servers, by mechanism. `nbytes`: the bytes of KV cache that were
-    asked for."""
+    """The KV cache transfers of a job. `moves`: the number of samples that changed servers, by mechanism. `nbytes`: the
+    bytes of KV cache that were requested."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -54,9 +55,9 @@ class KVMigration:
         departure: Departure | None,
         resumed: bool,
     ) -> Callable[[], tuple[Mechanism, float] | None]:
-        """Add to a request what `target` must know about moves. Returns a function to call when tokens arrive. On the
-        first call, if the sample is a `resumed` one, it returns the mechanism by which the sample came and the seconds
-        that this took."""
+        """Add to a request what `target` must know about moves. Returns a function to call when tokens arrive. If the
+        sample is a `resumed` one, the first call returns the mechanism by which the sample came and the seconds that
+        this took. Otherwise it returns None."""
         tokens = body["token_ids"]
         pull = await self._pull(session, departure, target, tokens) if resumed else {}
         if params := pull | self._hold(target, body["request_id"]):
@@ -75,14 +76,14 @@ class KVMigration:
         return arrived
 
     def left(self, source: Instance, request_id: str) -> Departure | None:
-        """Where the KV cache is after `source` aborted a request that had made tokens. `source` is as it was when the
-        request began."""
+        """Where the KV cache is after `source` aborted a request that had generated tokens. `source` is as it was when
+        the request began."""
         if source.weight_version is None or ability(source) is None:
             return None
         return Departure(source, request_id, source.weight_version, self._clock())
 
     def _hold(self, instance: Instance, key: str) -> dict[str, Any]:
-        """kv_transfer_params by which a request can be moved later."""
+        """The kv_transfer_params that make a later move of a request possible."""
         kv = ability(instance)
         if kv is None or kv.transport != "tcp" or instance.weight_version is None:
             return {}
@@ -94,8 +95,8 @@ class KVMigration:
     async def _pull(
         self, session: aiohttp.ClientSession, departure: Departure | None, target: Instance, tokens: list[int]
     ) -> dict[str, Any]:
-        """kv_transfer_params of the resubmission of `tokens` (prompt and response so far) to `target`; none if they
-        are to be prefilled."""
+        """The kv_transfer_params for the resubmission of `tokens` (prompt and response so far) to `target`. Empty if
+        they are to be prefilled."""
         if departure is None or self._clock() - departure.time > FRESH_SECONDS:
             return {}
         there, here = ability(departure.source), ability(target)
@@ -123,16 +124,16 @@ class KVMigration:
                 self.nbytes += measured.costs.nbytes(tokens)
 
     def _measured(self, kv: KVAbility) -> MeasuredCosts:
-        """Costs of servers that are alike."""
+        """The measured costs, shared by servers of one kind."""
         speed = BYTES_PER_SECOND[kv.transport]
         assumed = MigrationCosts(kv.token_bytes, kv.block_tokens, bytes_per_second=speed)
         return self._costs.setdefault((kv.transport, kv.layout), MeasuredCosts(assumed))
 
 
 async def nixl_leg(session: aiohttp.ClientSession, url: str, tokens: list[int]) -> dict[str, Any]:
-    """The parameters of a NIXL transfer. NIXL gives away only requests that ended by their length. So one more token is
-    generated on the old server, whose prefix cache still has all but the last block; its answer has the parameters.
-    They are empty if that fails."""
+    """The parameters of a NIXL transfer. NIXL gives away only the KV cache of requests that ended by their length. So
+    the old server generates one more token. Its prefix cache still has all but the last block. Its answer has the
+    parameters. They are empty if that fails."""
     body = {
         "model": "actor",
         "token_ids": tokens,

@@ -1,4 +1,4 @@
-"""The iterations that are open, and the servers of each (`ppo.lag`): it carries out what the allotment decides."""
+"""The open iterations and the servers of each (`ppo.lag`). It carries out the decisions of the allotment."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ KIND = "rollout"
 
 
 class Drawn(Protocol):
-    """The parts of a drawing that are used here."""
+    """The parts of `Drawing` that are used here."""
 
     def remaining(self) -> tuple[int, Mapping[str, int]]:
-        """How many samples wait for a server, and how many each server has."""
+        """The number of samples that wait for a server, and the number on each server."""
 
     def on(self, name: str) -> bool:
-        """Whether a server has any."""
+        """Whether a server has any of its samples."""
 
 
 class Turn:
-    """One open iteration. `version`: the weights that draw and score it."""
+    """One open iteration. `version`: the version of the weights that draw and score it. `total`: its number of samples.
+    `unfinished`: how many of them are still to be drawn."""
 
     def __init__(self, lineup: Lineup, iteration: int, version: int, total: int, unfinished: int) -> None:
         self._lineup = lineup
@@ -34,8 +35,8 @@ class Turn:
         self._drawing: Drawn | None = None
 
     def draws(self, drawing: Drawn, own: bool = True) -> None:
-        """The drawing that knows from now on what is left: of this iteration's `own` samples, or of others that come
-        before them."""
+        """Take note that from now on `drawing` knows how many samples are left. `own`: whether it draws this
+        iteration's own samples, and not others that come before them."""
         self._drawing = drawing
         self._unfinished = 0 if own else self._unfinished
 
@@ -50,35 +51,36 @@ class Turn:
 
     @property
     def first(self) -> bool:
-        """Whether no older iteration is open. Only such a one may complain that it has no server, and is scored."""
+        """Whether no older iteration is open. Only the oldest open iteration is scored, and only it may fail because it
+        has no server."""
         return self._lineup.first is self
 
     async def wait_server(self) -> None:
-        """Returns when this iteration was given a server, or is the oldest."""
+        """Wait until this iteration has a server or is the oldest open one."""
         await self._given.wait()
 
     async def wait_first(self) -> None:
-        """Returns when no older iteration is open."""
+        """Wait until no older iteration is open."""
         await self._is_first.wait()
 
     def give(self, first: bool = False) -> None:
-        """Note that it was given a server, or is the `first` now."""
+        """Take note that this iteration has a server. `first`: it is now the oldest open one."""
         self._given.set()
         if first:
             self._is_first.set()
 
     def settle(self) -> None:
-        """Decide anew which servers draw which iteration."""
+        """Decide again which servers draw which iteration."""
         self._lineup.settle()
 
     def missing(self) -> list[str]:
-        """The kinds of instances that must take this iteration's weights before it can begin."""
+        """The kinds of instances that must load this iteration's weights before it can begin."""
         self.settle()
         return [] if any(self.has(i) for i in self._lineup.eligible()) else [KIND]
 
     def has(self, instance: Instance) -> bool:
-        """Whether an instance may get samples of this iteration now: it is this iteration's, holds its weights, and has
-        no sample of another iteration left."""
+        """Whether an instance may get samples of this iteration now. It must be allotted to this iteration, hold its
+        weights, and have no samples of another iteration left."""
         return (
             self._lineup.of(instance.name) == self.iteration
             and instance.weight_version == self.version
@@ -86,7 +88,8 @@ class Turn:
         )
 
     def lost(self, name: str) -> str | None:
-        """Why the samples of this iteration leave a server: another iteration has it. None: they stay."""
+        """The reason why the samples of this iteration leave a server: another iteration has it now. None: they
+        stay."""
         number = self._lineup.of(name)
         if number is None or number == self.iteration:
             return None
@@ -94,9 +97,9 @@ class Turn:
 
 
 class Lineup:
-    """`fleet` is told which weights each server shall hold. `on_first(version)` is called with the version of the
-    oldest open iteration whenever that changes: scorers, and servers that no iteration can use yet, take that.
-    `capacity`, `gather`: see `Allotment`."""
+    """The open iterations of a job. It tells `fleet` which weights each server must hold. `on_first(version)` is called
+    with the version of the oldest open iteration whenever that changes. Scorers take that version, and so do servers
+    that no iteration can use yet. `capacity`, `gather`: see `Allotment`."""
 
     def __init__(
         self,
@@ -113,8 +116,8 @@ class Lineup:
 
     @contextmanager
     def open(self, iteration: int, version: int, total: int, unfinished: int) -> Iterator[Turn]:
-        """The iteration is open until this context is left: until then its samples are drawn and scored. `unfinished`:
-        how many of its `total` samples are to be drawn."""
+        """Open an iteration. It stays open until this context ends. Until then its samples are drawn and scored.
+        `unfinished`: how many of its `total` samples are to be drawn."""
         turn = self._turns[iteration] = Turn(self, iteration, version, total, unfinished)
         self._oldest_changed()
         try:
@@ -126,28 +129,29 @@ class Lineup:
 
     @property
     def first(self) -> Turn | None:
-        """The oldest open iteration."""
+        """The oldest open iteration. None if none is open."""
         return self._turns[min(self._turns)] if self._turns else None
 
     def eligible(self) -> list[Instance]:
-        """The servers that hold what they shall hold."""
+        """The servers that hold the weights that they must hold."""
         return self._fleet.eligible(KIND)
 
     def of(self, name: str) -> int | None:
-        """The iteration that a server draws, or will draw once it has its weights."""
+        """The iteration that a server draws, or will draw once it has the weights. None: it has no iteration."""
         return self._allotment.of(name)
 
     def busy_elsewhere(self, name: str, turn: Turn) -> bool:
-        """Whether a server still has samples of another iteration."""
+        """Whether a server still has samples of an iteration other than `turn`."""
         return any(other.on(name) for other in self._turns.values() if other is not turn)
 
     def settle(self) -> None:
-        """Decide which servers draw which iteration, and tell the fleet. A server keeps its weights until it has none
-        of the samples that they draw."""
+        """Decide which servers draw which iteration, and tell the fleet. A server keeps its weights until it has no
+        samples left that they draw."""
         lefts = [turn.left for turn in self._turns.values()]
         usable = self._fleet.usable(KIND)
         self._allotment.settle(lefts, {i.name: i.weight_version for i in usable}, {i.name for i in usable if i.refused})
-        # One that no iteration needs keeps what it holds, unless it has to show that it can take weights again.
+        # A server that no iteration needs keeps its weights. One that refused a transfer must first show that it can
+        # take weights again.
         wanted = {i.name: i.weight_version for i in usable if i.weight_version is not None and not i.refused}
         for name in (i.name for i in usable):
             if (number := self._allotment.of(name)) is not None:
@@ -162,7 +166,7 @@ class Lineup:
         self._fleet.want(wanted)
 
     def end(self) -> None:
-        """No more iterations are drawn: from now on all servers take the current version."""
+        """Call it when no more iterations will be drawn. From then on all servers take the current version."""
         self._fleet.want({})
 
     def _oldest_changed(self) -> None:

@@ -1,11 +1,12 @@
-"""How one sample migrates (RLHFuse section 4.2): its tokens are prefilled again, or its keys and values are moved."""
+"""The cost of moving one sample to another server (RLHFuse section 4.2). Either its tokens are prefilled again, or its
+KV cache is moved."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-# Weight of a new measurement.
+# The weight of a new measurement.
 SMOOTHING = 0.2
 
 
@@ -16,8 +17,9 @@ class Mechanism(StrEnum):
 
 @dataclass(frozen=True)
 class MigrationCosts:
-    """What a sample's move takes its new server, from resubmission to the next token: a fixed part, and a prefill or
-    `token_bytes` (keys and values of a token, moved in whole blocks of `block_tokens`) at `bytes_per_second`."""
+    """The seconds from a sample's resubmission to its next token on the new server. They are a fixed part plus a
+    prefill, or a fixed part plus the transfer of the KV cache at `bytes_per_second`. `token_bytes`: bytes of KV cache
+    per token. The KV cache is moved in whole blocks of `block_tokens` tokens."""
 
     token_bytes: int
     block_tokens: int = 1
@@ -27,7 +29,7 @@ class MigrationCosts:
     kv_fixed_seconds: float = 0.015
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes that a sample of `tokens` (prompt and response) has to move."""
+        """The bytes of KV cache to move for a sample of `tokens` tokens, prompt and response together."""
         return -(-tokens // self.block_tokens) * self.block_tokens * self.token_bytes
 
     def seconds(self, mechanism: Mechanism, tokens: int) -> float:
@@ -36,12 +38,12 @@ class MigrationCosts:
         return self.kv_fixed_seconds + self.nbytes(tokens) / self.bytes_per_second
 
     def choose(self, tokens: int) -> Mechanism:
-        """The cheaper one; tokens when they cost the same, as they need nothing of the old server."""
+        """The cheaper mechanism. If both cost the same it is `tokens`, which needs nothing from the old server."""
         cheaper = self.seconds(Mechanism.KV, tokens) < self.seconds(Mechanism.TOKENS, tokens)
         return Mechanism.KV if cheaper else Mechanism.TOKENS
 
     def least_tokens(self) -> int | None:
-        """The number of tokens from which on moving keys and values can be cheaper. None: it never is."""
+        """The smallest number of tokens for which moving the KV cache can be cheaper. None: it never is."""
         gain = self.prefill_seconds_per_token - self.token_bytes / self.bytes_per_second
         if gain <= 0:
             return None
@@ -49,9 +51,10 @@ class MigrationCosts:
 
 
 class MeasuredCosts:
-    """`assumed`, scaled for each mechanism by how long its moves have taken against what was assumed; older ones fade.
+    """The assumed costs, scaled for each mechanism by the ratio of measured to assumed seconds. Older measurements
+    count less.
 
-    A mechanism not yet used costs what is assumed."""
+    A mechanism that was not used yet keeps its assumed cost."""
 
     def __init__(self, assumed: MigrationCosts) -> None:
         self._assumed = assumed

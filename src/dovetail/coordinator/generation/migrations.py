@@ -1,4 +1,4 @@
-"""Samples that leave a server and continue on another one: what is kept of them, and records of it."""
+"""Samples that leave a server and continue on another one: which of their tokens are kept, and records of the move."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from typing import Any
 from dovetail.coordinator.fleet.fleet import Instance
 from dovetail.coordinator.store.samples import Key
 
-# The last tokens that show whether the last character is complete. A character has at most four bytes.
+# This many last tokens show whether the last character is complete. A character has at most four bytes.
 WINDOW = 8
 INCOMPLETE = "\ufffd"
 
 
 class StopStrings:
-    """`stop`: the job's stop strings. `decode`: text of tokens.
+    """Decides which tokens a sample keeps when it moves. `stop`: the job's stop strings. `decode`: gives the text of
+    tokens.
 
-    A server looks for stop strings only in the text that it generates itself. It would miss one that began on the
-    server before. So as many tokens as the longest stop string has bytes, less one, are generated again; they come out
-    the same. A server that begins within a character takes all text up to the end of that character for its own, the
-    prompt's too, and would end the response at a stop string of the prompt. So a response is only cut where a character
-    ends."""
+    A server looks for stop strings only in the text that it generates itself. It would miss a stop string that began on
+    the old server. So the last tokens are generated again, as many as the longest stop string has bytes, less one. The
+    result is the same. A server that begins within a character treats all text up to the end of that character as its
+    own, even the prompt's text. It would then end the response at a stop string of the prompt. So a response is cut
+    only where a character ends."""
 
     def __init__(self, stop: Sequence[str], decode: Callable[[Sequence[int]], str] | None = None) -> None:
         self._rewind = max((len(s.encode()) - 1 for s in stop), default=0)
         self._decode = decode if stop else None
 
     def kept(self, prompt: Sequence[int], tokens: Sequence[int]) -> int:
-        """How many of the response's tokens are kept: in a job without stop strings, all."""
+        """How many of the response's tokens are kept. A job without stop strings keeps all."""
         keep = max(0, len(tokens) - self._rewind)
         if self._decode is not None:
             before = list(prompt[-WINDOW:])
@@ -40,7 +41,7 @@ class StopStrings:
 @dataclass(frozen=True)
 class Leave:
     """A sample left its server at `time` (monotonic seconds). `reason`: tail, drain, newcomer, suspect or older (an
-    older iteration needs the server) if the request was ended on purpose; failure if it failed."""
+    older iteration needs the server) if the request was ended on purpose. It is failure if the request failed."""
 
     instance: str
     reason: str
@@ -50,8 +51,8 @@ class Leave:
 @dataclass(frozen=True)
 class Migration:
     """A sample that continued on another server. `mechanism`: tokens or kv. `tokens`: the number of prompt and response
-    tokens. `nbytes`: the bytes that were sent. `seconds`: from the decision to the first new token, which came at
-    `ended` (seconds since the epoch)."""
+    tokens. `nbytes`: the bytes that were sent. `seconds`: from the decision to the first new token. `ended`: when that
+    token came, in seconds since the epoch."""
 
     key: Key
     source: str

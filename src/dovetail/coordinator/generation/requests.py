@@ -1,4 +1,4 @@
-"""Requests to vLLM servers: one streamed request for a sample (`/inference/v1/generate`), and its abort."""
+"""Requests to vLLM servers: one streamed request for each sample (`/inference/v1/generate`), and how to abort it."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ ABORT_ROUTE = "/inference/v1/abort_requests"
 ABORT_PREFIX = "generate-tokens-"
 DATA = b"data: "
 DONE = b"data: [DONE]"
-# vLLM writes this where a log-probability is not a number.
+# vLLM sends this value in place of a log-probability that is not a number.
 NOT_A_NUMBER = -9999.0
-# The request itself is at fault: no server will take it.
+# With these statuses the request itself is wrong, so no server will accept it.
 REFUSALS = frozenset({400, 401, 403, 404, 413, 422})
 
-# Called with new token ids, their log-probabilities and, with the last ones, why the response ended, and the experts of
-# its tokens, if the server says them.
+# Called with the new token ids and their log-probabilities. The last call also has the finish reason, and the experts
+# of the tokens if the server sends them.
 OnTokens = Callable[[list[int], list[float], str | None, bytes | None], None]
 
 
 class ServerFailure(Exception):
-    """This server did not finish the request; another one may."""
+    """This server did not finish the request. Another one may."""
 
 
 class RequestRefused(Exception):
@@ -43,9 +43,9 @@ class RequestRefused(Exception):
 async def stream(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any], on_tokens: OnTokens, version: int | None = None
 ) -> None:
-    """Send the request and pass tokens to `on_tokens` as they come. `version`: the weights that shall draw the sample.
-    Returns after the event with a finish reason. Raises ServerFailure (also if the stream ends early or cannot be read)
-    or RequestRefused."""
+    """Send the request, and pass tokens to `on_tokens` as they arrive. `version`: the version of the weights that must
+    draw the sample. Returns after the event with a finish reason. Raises RequestRefused, or ServerFailure, also if the
+    stream ends early or cannot be read."""
     headers = {} if version is None else {WEIGHTS_HEADER: str(version)}
     try:
         async with session.post(url + ROUTE, data=json.dumps(body).encode(), headers=headers) as response:
@@ -64,7 +64,7 @@ async def stream(
 
 
 def _take(events: list[bytes], on_tokens: OnTokens) -> bool:
-    """Pass on all tokens that were read at once. Returns True if they end the response."""
+    """Pass on all tokens that were read at once. Returns True if they end the response. Raises ServerFailure."""
     if not events:
         return False
     tokens: list[int] = []
@@ -72,7 +72,7 @@ def _take(events: list[bytes], on_tokens: OnTokens) -> bool:
     reason: str | None = None
     experts: bytes | None = None
     try:
-        # Three times as fast as `json`, which took most of the coordinator's time.
+        # This is three times as fast as `json`, which took most of the coordinator's CPU time.
         for data in from_json(b"[" + b",".join(events) + b"]"):
             if "error" in data:
                 raise ServerFailure(_message(json.dumps(data)))
@@ -107,8 +107,8 @@ def _message(text: str) -> str:
 
 
 async def abort(session: aiohttp.ClientSession, url: str, request_ids: Sequence[str], seconds: float) -> str | None:
-    """Ask a server to abort requests; their streams then end with the reason `abort`. Returns what went wrong, or
-    None."""
+    """Ask a server to abort requests. Their streams then end with the finish reason `abort`. `seconds`: the time limit.
+    Returns an error text, or None."""
     body = {"request_ids": [ABORT_PREFIX + i for i in request_ids]}
     timeout = aiohttp.ClientTimeout(total=seconds)
     try:
@@ -124,8 +124,8 @@ MODEL = "actor"
 def body(
     work: Work, generation: Generation, instance: Instance, left: int, interval: int, replay: bool = False
 ) -> dict[str, Any]:
-    """The request for `left` more tokens after the prompt and the tokens so far. `interval`: tokens per event.
-    `replay`: the server shall say which experts each token got."""
+    """The body of a request for `left` more tokens after the prompt and the tokens so far. `interval`: tokens per
+    event. `replay`: the server must report which experts each token used."""
     sampler = instance.abilities.get("sampler", "counter")
     params = sampling_params(generation, work.seed, left, sampler, generated=len(work.tokens))
     params["stream_interval"] = interval
@@ -141,7 +141,7 @@ def body(
 
 
 class Requests:
-    """The connections to all servers. They are opened on first use; close them at the end."""
+    """The HTTP connections to all servers. They are opened on first use. Call `close` at the end."""
 
     def __init__(self, token: str, settings: GenerationSettings, log: Callable[..., None]) -> None:
         self._token = token
@@ -161,7 +161,7 @@ class Requests:
         return self._session
 
     def abort(self, instance: Instance, ids: Sequence[str]) -> None:
-        """Ask a server to abort requests. Does not wait: their streams show the end."""
+        """Ask a server to abort requests. This does not wait for the answer, because the streams show the end."""
 
         async def send() -> None:
             error = await abort(self.session, instance.url, ids, self._settings.abort)
@@ -172,7 +172,7 @@ class Requests:
         task.add_done_callback(self._aborts.discard)
 
     async def close(self) -> None:
-        """Idempotent."""
+        """Cancel running aborts, and close the connections. It may be called again."""
         await cancel(self._aborts)
         if self._session is not None:
             await self._session.close()
@@ -180,7 +180,7 @@ class Requests:
 
 
 async def cancel(tasks: Any) -> None:
-    """Cancel all tasks, and wait for them."""
+    """Cancel all tasks, and wait until they have ended."""
     tasks = list(tasks)
     for task in tasks:
         task.cancel()
