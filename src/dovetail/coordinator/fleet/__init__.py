@@ -1,1 +1,1 @@
-"""Which rollouts and scorers there are."""
+"""The fleet: which rollouts and scorers exist, and which of them may take work."""

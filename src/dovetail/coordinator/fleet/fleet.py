@@ -1,12 +1,12 @@
-"""Health of every rollout and scorer: a state machine per instance, pure but for an injected clock.
+"""The health of every rollout and scorer: one state machine per instance. It does no I/O, and its clock is injected.
 
     restarting --ready--> stale --weights acknowledged--> healthy <--heartbeat after back-off-- suspect
                             ^                                |  failure, silence                   |
                             |                                +-------------------------------------+
                             +--- reports again --- dead <------- silence, too many failures -------+
 
-An instance becomes `healthy` only with the weight version that it shall hold: the current one, or, while several
-iterations are open, its own (`want`). A `retired` instance never gets work again."""
+An instance becomes `healthy` only with the weight version that it must hold. That is the current version, or while
+several iterations are open, the version that `want` names for it. A `retired` instance never gets work again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any
 from dovetail.coordinator.weights.publishing import Target
 from dovetail.protocol.messages import Register
 
-# The most instances that a message describes.
+# The maximum number of instances that a message describes.
 MOST_NAMED = 8
 
 
@@ -45,12 +45,12 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Instance:
-    """What is known of one process. `weight_version`: the version that it holds as far as we know; None: no complete
-    one.
+    """What is known of one process. `weight_version`: the version that it holds, as far as is known. None: it holds no
+    complete version.
 
-    `until`: the end of the back-off after a failure. `doubts`: how many reports in a row contradict
-    `weight_version`. `updating`: a transfer of weights to it is under way. `refused`: the last one
-    failed because of it."""
+    `until`: the end of the back-off after a failure, in monotonic seconds. `doubts`: how many reports in a row
+    contradict `weight_version`. `updating`: a transfer of weights to it is running. `refused`: the last transfer failed
+    because of it."""
 
     name: str
     kind: str
@@ -72,10 +72,11 @@ class Instance:
 
 
 class Fleet:
-    """`clock`: monotonic seconds. `log(event, **fields)` gets every change. `versioned`: the kinds whose instances must
-    hold the current weight version before they may work (not scorers of a job without a critic). `exempt`: names of
-    instances of these kinds that need no version (scorers without a critic). `expected`: the names of each kind in the
-    plan, for messages about instances that never came."""
+    """The rollouts and scorers of a job. `clock`: monotonic seconds. `log(event, **fields)` gets every change.
+    `versioned`: the kinds whose instances must hold the current weight version before they may work. Scorers of a job
+    without a critic are not among them. `exempt`: the names of instances of these kinds that need no version, such as
+    scorers without a critic. `expected`: the names of each kind in the plan, for messages about instances that never
+    reported."""
 
     def __init__(
         self,
@@ -100,14 +101,14 @@ class Fleet:
     # ------------------------------------------------------------ what happens
 
     def register(self, message: Register) -> None:
-        """Take a report. Instances report at their start and every 2 s."""
+        """Take an instance's report. Instances report at their start and every 2 s."""
         now = self._clock()
         old = self._instances.get(message.name)
         if old is not None and old.health is InstanceHealth.RETIRED and old.incarnation == message.incarnation:
             self._instances[message.name] = replace(old, seen=now)
             return
         if old is None or old.incarnation != message.incarnation:
-            # A new process holds what it reports: nothing, unless it was the coordinator that restarted.
+            # A new process holds the weights that it reports. It reports none, unless only the coordinator restarted.
             fresh = Instance(
                 name=message.name,
                 kind=message.kind,
@@ -135,7 +136,7 @@ class Fleet:
     def _heard(self, old: Instance, message: Register, now: float) -> Instance:
         version, doubts = old.weight_version, 0
         if message.weight_version != version and not old.updating:
-            # One such report may have been written before the acknowledgement it seems to contradict.
+            # One such report may have been written before the acknowledgement that it seems to contradict.
             doubts = old.doubts + 1
             if doubts >= 2:
                 version, doubts = message.weight_version, 0
@@ -143,7 +144,7 @@ class Fleet:
         if health is InstanceHealth.DEAD:
             if now < old.until:
                 return replace(old, seen=now, ready=message.ready, doubts=doubts)
-            # It was given up, and its process may be in any state. So it must get the weights again.
+            # The instance was dead, and its process may be in any state. So it must get the weights again.
             health, failures, version = InstanceHealth.STALE, 0, None
         return replace(
             old,
@@ -158,32 +159,32 @@ class Fleet:
         )
 
     def publish(self, version: int) -> None:
-        """Make `version` the current one. Instances that lack it are stale, unless they shall hold another."""
+        """Make `version` the current one. Instances without it become stale, unless they must hold another version."""
         if version != self._version:
             self._version = version
             self.tick()
 
     def want(self, versions: Mapping[str, int]) -> None:
-        """The version that each of these instances shall hold. All others shall hold the current one."""
+        """Set the version that each of these instances must hold. All others must hold the current version."""
         if versions != self._own:
             self._own = dict(versions)
             self.tick()
 
     def update(self, name: str, updating: bool) -> None:
-        """Note that a transfer of weights to an instance begins, or is over. It gets no work meanwhile."""
+        """Take note that a transfer of weights to an instance begins or has ended. It gets no work meanwhile."""
         if name in self._instances:
             self._set(replace(self._instances[name], updating=updating))
 
     def transfer_failed(self, name: str, incarnation: str, blamed: bool) -> None:
-        """Note that a transfer failed, and whether this instance is to blame. Nobody knows what it holds until it has
-        reported that twice."""
+        """Take note that a transfer failed. `blamed`: whether this instance may be the cause. It is unknown which
+        version it holds until it has reported that twice."""
         instance = self._instances.get(name)
         if instance is not None and instance.incarnation == incarnation:
             unknown = replace(instance, weight_version=None, doubts=0, refused=instance.refused or blamed)
             self._set(self._settled(unknown, self._clock()))
 
     def weights_acked(self, name: str, incarnation: str, version: int) -> None:
-        """Note that an instance has taken a complete version. Ignored if the process has ended."""
+        """Take note that an instance holds a complete version. Ignored if the process has ended."""
         instance = self._instances.get(name)
         if instance is None or instance.incarnation != incarnation:
             return
@@ -193,8 +194,8 @@ class Fleet:
         self._set(self._settled(updated, self._clock()))
 
     def failed(self, name: str, reason: str) -> None:
-        """Note that a request or a transfer failed. Failures during the back-off after an earlier one are not counted
-        again."""
+        """Take note that a request or a transfer failed. Failures during the back-off after an earlier failure are not
+        counted again."""
         instance = self._instances.get(name)
         now = self._clock()
         if instance is None or instance.health in (InstanceHealth.DEAD, InstanceHealth.RETIRED) or now < instance.until:
@@ -210,23 +211,23 @@ class Fleet:
         self._set(replace(instance, health=health, failures=failures, until=until, reason=reason))
 
     def succeeded(self, name: str) -> None:
-        """Note that a request succeeded. Earlier failures are forgotten."""
+        """Take note that a request succeeded. Earlier failures are forgotten."""
         instance = self._instances.get(name)
         if instance is not None and instance.failures and instance.health is not InstanceHealth.DEAD:
             self._instances[name] = replace(instance, failures=0)
 
     def retire(self, name: str) -> None:
-        """Note that the instance is scaled down. This incarnation never gets work again."""
+        """Take note that the instance will be removed. This incarnation never gets work again."""
         if name in self._instances:
             self._set(replace(self._instances[name], health=InstanceHealth.RETIRED, reason="retired"))
 
     def drain(self, name: str, draining: bool = True) -> None:
-        """Give it no new work while it drains. Its health stays as it is."""
+        """Give an instance no new work while it is `draining`. Its health does not change."""
         if name in self._instances:
             self._set(replace(self._instances[name], draining=draining))
 
     def tick(self) -> None:
-        """Apply what time changes: silence, and ends of back-offs. Every query does this first."""
+        """Apply the changes that time brings: silence, and the end of back-offs. Every query calls this first."""
         now = self._clock()
         for instance in list(self._instances.values()):
             self._set(self._settled(instance, now))
@@ -238,14 +239,14 @@ class Fleet:
         return self._version
 
     def eligible(self, kind: str) -> list[Instance]:
-        """The instances that may take work, by name: healthy, ready, with the weights that they shall hold, and not
-        draining."""
+        """The instances that may take work, ordered by name. They are healthy, ready and not draining, and hold the
+        weights that they must hold."""
         self.tick()
         found = (i for i in self._instances.values() if i.kind == kind and self._may_work(i))
         return sorted(found, key=lambda i: i.name)
 
     def usable(self, kind: str) -> list[Instance]:
-        """The instances that may take work once they hold the right weights, by name."""
+        """The instances that may take work once they hold the right weights, ordered by name."""
         able = (InstanceHealth.HEALTHY, InstanceHealth.SUSPECT, InstanceHealth.STALE)
         recent = self._clock() - self._timeouts.suspect
         return [i for i in self.instances(kind) if i.health in able and not i.draining and i.seen >= recent]
@@ -255,17 +256,18 @@ class Fleet:
         return not self._versioned(instance) or instance.weight_version == version
 
     def has_current(self, kind: str) -> bool:
-        """Whether an instance of that kind may take work, and holds weights if any of its kind do."""
+        """Whether an instance of that kind may take work. If instances of that kind hold weight versions, exempt ones
+        do not count."""
         return any(kind not in self.versioned or self._versioned(i) for i in self.eligible(kind))
 
     def has_come(self, kind: str) -> bool:
-        """Whether an instance of that kind is up, with whatever weights."""
+        """Whether an instance of that kind is running, with any weights."""
         up = (i for i in self.instances(kind) if self._versioned(i) or kind not in self.versioned)
         return any(i.ready and i.health not in (InstanceHealth.DEAD, InstanceHealth.RETIRED) for i in up)
 
     def stale_targets(self, version: int) -> list[Target]:
-        """Make `version` the current one. Returns the instances to send weights to: they are up, not in a back-off, and
-        lack the version that they shall hold."""
+        """Make `version` the current one. Returns the instances that need weights. They are running, not in a back-off,
+        and lack the version that they must hold."""
         self.publish(version)
         self.tick()
         now = self._clock()
@@ -291,7 +293,8 @@ class Fleet:
         ]
 
     def gone(self, name: str, incarnation: str) -> bool:
-        """Whether this process will never answer: it is dead, silent for too long, or replaced by another one."""
+        """Whether this process will never answer: it is dead, it has been silent for too long, or another process
+        replaced it."""
         instance = self.get(name)
         return instance is None or instance.incarnation != incarnation or instance.health is InstanceHealth.DEAD
 
@@ -300,12 +303,12 @@ class Fleet:
         return self._instances.get(name)
 
     def instances(self, kind: str | None = None) -> list[Instance]:
-        """All known instances, by name."""
+        """All known instances, ordered by name. `kind` None: of all kinds."""
         self.tick()
         return [i for _, i in sorted(self._instances.items()) if kind is None or i.kind == kind]
 
     def describe(self, kind: str | None = None) -> str:
-        """One line on every instance, for error messages."""
+        """One line about every instance, for error messages."""
         lines = [
             f"{i.name} is {'draining' if i.draining else i.health}" + (f" ({i.reason})" if i.reason else "")
             for i in self.instances(kind)
@@ -336,7 +339,7 @@ class Fleet:
         return wanted is not None and instance.weight_version == wanted
 
     def _settled(self, i: Instance, now: float) -> Instance:
-        """The health that follows from the facts of an instance at `now`."""
+        """The health that follows from the facts of an instance at `now` (monotonic seconds)."""
         t, silence = self._timeouts, now - i.seen
         if i.health in (InstanceHealth.DEAD, InstanceHealth.RETIRED):
             return i
@@ -348,7 +351,7 @@ class Fleet:
             held = "no weights" if i.weight_version is None else f"weights {i.weight_version}"
             wanted = self._wanted(i)
             reason = f"holds {held}" + (f", version {wanted} is current" if wanted is not None else "")
-            # After a failed transfer the reason of that says more.
+            # After a failed transfer, the reason of that failure says more.
             return replace(i, health=InstanceHealth.STALE, reason=i.reason if i.failures else reason)
         if silence > t.suspect:
             return replace(i, health=InstanceHealth.SUSPECT, reason=f"silent for {silence:.0f} s")

@@ -1,1 +1,1 @@
-"""Samples scored by reference, reward model and critic."""
+"""Scoring: the reference, the reward model and the critic score finished samples."""

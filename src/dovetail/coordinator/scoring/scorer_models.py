@@ -1,4 +1,4 @@
-"""Which models each scorer holds: loaded before it takes weights or samples."""
+"""The models of each scorer. A scorer loads them before it takes weights or samples."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ LOAD_SECONDS = 600.0
 
 
 class ScorerModels:
-    """`sources`: where each model that scorers hold comes from. `plan_holds`: by rollout, the models the plan gives
-    its scorer; a scorer that the plan does not know (a surplus rollout) holds all. `session`: sends the job's token."""
+    """Loads the models of scorers. `sources`: the source of each model that scorers hold. `plan_holds`: by rollout, the
+    models that the plan gives its scorer. A scorer that the plan does not know (of a surplus rollout) holds all models.
+    `session`: sends the job's token."""
 
     def __init__(
         self,
@@ -27,7 +28,7 @@ class ScorerModels:
         session: aiohttp.ClientSession,
     ) -> None:
         self._sources, self._plan_holds, self._fleet, self._session = sources, plan_holds, fleet, session
-        # By name: the incarnation of a scorer that has loaded its models.
+        # For each scorer's name, the incarnation that has loaded its models.
         self._loaded: dict[str, str] = {}
         self.lanes = lanes_of(list(sources), list(plan_holds.values())) if plan_holds else []
 
@@ -36,11 +37,11 @@ class ScorerModels:
         return [model for model in self._sources if model in self._plan_holds.get(rollout_of(scorer), self._sources)]
 
     def has_loaded(self, name: str, incarnation: str) -> bool:
-        """Whether this process holds its models."""
+        """Whether this process has loaded its models."""
         return self._loaded.get(name) == incarnation
 
     async def load(self, scorer: Scorer) -> None:
-        """Make the scorer hold its models. Raises OSError or TimeoutError."""
+        """Let the scorer load its models, unless it has. Raises OSError or TimeoutError."""
         if self.has_loaded(scorer.name, scorer.incarnation):
             return
         models = {model: self._sources[model]() for model in self.held_by(scorer.name)}
@@ -51,7 +52,8 @@ class ScorerModels:
         self._loaded[scorer.name] = scorer.incarnation
 
     async def load_all(self) -> None:
-        """Make every scorer that may take work hold its models; those that cannot are failures of the fleet's."""
+        """Let every scorer that may take work load its models. One that fails to load them counts as failed in the
+        fleet."""
         for instance in self._fleet.eligible("scorer"):
             try:
                 await self.load(Scorer(instance.name, instance.url, instance.incarnation))
@@ -59,7 +61,8 @@ class ScorerModels:
                 self._fleet.failed(instance.name, f"could not load its models: {error}")
 
     def scorers(self, lane: Lane, version: int) -> list[Scorer]:
-        """Those that can score with all models of the lane now. `version`: of the critic, if they hold one."""
+        """The scorers that can score with all models of the lane now. `version`: the critic's weight version, for
+        scorers that hold a critic."""
         return [
             Scorer(i.name, i.url, i.incarnation, int(i.abilities.get("room") or 0))
             for i in self._fleet.eligible("scorer")

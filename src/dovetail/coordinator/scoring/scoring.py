@@ -1,11 +1,11 @@
-"""Reference, reward and critic inference: scorers take finished samples in chunks, the longest first; the shortest
-first where the trainers learn from them meanwhile, in that order.
+"""Reference, reward and critic inference. Scorers take finished samples in chunks, the longest first. If the trainers
+learn from the samples meanwhile, the shortest come first, in the trainers' order.
 
-Samples may be added while others are scored; inter-stage fusion (RLHFuse section 4) adds them as they finish. A scorer
-takes its next chunk when it has finished the last one, so faster devices get more. If a scorer fails, its chunk goes to
-another one.
+Samples may be added while others are scored. Inter-stage fusion (RLHFuse section 4) adds them as they finish. A scorer
+takes its next chunk when it has finished the last one, so faster devices score more. If a scorer fails, its chunk goes
+to another one.
 
-In the tail scorers also look at samples that are still generated (`streams`), if nothing longer waits."""
+In the tail, scorers also compute parts of samples that are still generated (`streams`), if no longer sample waits."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from dovetail.protocol.messages import ModelRef, Span
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
 
 RETRY_SECONDS = 0.5
-# How often it looks for new blocks of unfinished samples.
+# The interval at which it looks for new blocks of unfinished samples.
 LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Scorer:
-    """A scorer's process. A restarted one has another `incarnation`. `room`: tokens of unfinished samples that it can
-    keep."""
+    """A scorer's process. A restarted one has another `incarnation`. `room`: the number of tokens of unfinished samples
+    that it can keep."""
 
     name: str
     url: str
@@ -51,7 +51,7 @@ class Scorer:
 
 @dataclass(frozen=True)
 class Finished:
-    """One finished sample: the token ids of prompt and response, int32."""
+    """One finished sample: the token ids of its prompt (P,) and response (R,), int32."""
 
     key: Key
     prompt: NDArray[np.int32]
@@ -63,8 +63,8 @@ class Finished:
 
 @dataclass(frozen=True)
 class Scores:
-    """The results of one sample: float32 arrays over response tokens, each None if it is not wanted, and the sequence's
-    score."""
+    """The results of one sample. The log-probabilities (nats) and values are float32 arrays (R,) over the R response
+    tokens. The score is one number for the sequence. Each is None if it was not requested."""
 
     key: Key
     ref_logprobs: NDArray[np.float32] | None
@@ -73,13 +73,13 @@ class Scores:
 
 
 class Waiting:
-    """Finished samples that wait for a scorer, by prompt."""
+    """Finished samples that wait for a scorer, grouped by prompt."""
 
     def __init__(self, samples: Iterable[Finished] = (), shortest_first: bool = False) -> None:
         self._groups: dict[tuple[int, int], list[Finished]] = {}
         self._shortest_first = shortest_first
-        # (length or -length, order, prompt) of every sample; those of samples that were taken are dropped when they
-        # come up.
+        # (length or -length, order, prompt) of every sample. Entries of samples that were taken are dropped when they
+        # reach the top.
         self._order: list[tuple[int, int, tuple[int, int]]] = []
         self._added = 0
         self._tokens = 0
@@ -99,7 +99,7 @@ class Waiting:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample; 0 if none waits."""
+        """The number of tokens of the longest waiting sample. 0 if none waits."""
         if self._shortest_first:
             return max((len(sample) for group in self._groups.values() for sample in group), default=0)
         while self._order:
@@ -110,12 +110,12 @@ class Waiting:
         return 0
 
     def take(self, scorers: int, least: int = MIN_CHUNK_TOKENS, most: int = MAX_CHUNK_TOKENS) -> list[Finished]:
-        """The next chunk for one of `scorers` scorers: as many samples as `chunk_rows` says, prompt by prompt, the
-        longest (or shortest) first. It is empty if nothing waits.
+        """The next chunk for one of `scorers` scorers. It has as many samples as `chunk_rows` says, prompt by prompt,
+        the longest (or shortest) first. It is empty if no sample waits.
 
-        A scorer computes a prompt once for all its samples in a chunk. So the samples of one prompt go together, also
-        if the chunk gets a few samples more. They are only divided if both parts are large enough for a chunk (`least`)
-        and each has at least as many response tokens as the prompt has."""
+        A scorer computes a prompt once for all its samples in a chunk. So the samples of one prompt stay together, even
+        if the chunk then gets a few samples more. They are divided only if both parts are large enough for a chunk
+        (`least`), and each has at least as many response tokens as the prompt has tokens."""
         chunk: list[Finished] = []
         rows = 0
         while self._groups and (not chunk or len(chunk) < rows):
@@ -131,7 +131,7 @@ class Waiting:
         return chunk
 
     def _next(self) -> tuple[int, int]:
-        """The prompt of the longest sample, or of the shortest."""
+        """The prompt of the longest sample, or of the shortest one."""
         extreme = min if self._shortest_first else max
         while True:
             length, _, prompt = heapq.heappop(self._order)
@@ -140,7 +140,7 @@ class Waiting:
 
 
 def _cut(group: Sequence[Finished], rows: int, least: int) -> int:
-    """How many of a prompt's samples go into a chunk that has room for `rows`: see `Waiting.take`."""
+    """How many of a prompt's samples go into a chunk with room for `rows` samples: see `Waiting.take`."""
     prompt = len(group[0].prompt)
     enough = max(prompt, least - prompt)
     taken = sum(len(sample.response) for sample in group[:rows])
@@ -156,7 +156,7 @@ def _cut(group: Sequence[Finished], rows: int, least: int) -> int:
 async def load_models(
     session: aiohttp.ClientSession, scorer: Scorer, models: dict[str, ModelRef], timeout: float
 ) -> None:
-    """Tell a scorer which models to load. Raises aiohttp.ClientError or TimeoutError."""
+    """Tell a scorer which models to load. `timeout`: seconds. Raises aiohttp.ClientError or TimeoutError."""
     body = {"models": {name: ref.model_dump() for name, ref in models.items()}}
     async with session.post(
         f"{scorer.url}/v1/load", json=body, timeout=aiohttp.ClientTimeout(total=timeout)
@@ -166,12 +166,13 @@ async def load_models(
 
 
 class Inference:
-    """Scores samples as they are added. It is an async context manager; outside of it nothing runs.
+    """Scores samples as they are added. It is an async context manager. Outside of it nothing runs.
 
-    `want`: some of "reference", "reward" and "critic". `scorers` returns the scorers that may take a chunk now; `poke`
+    `want`: some of "reference", "reward" and "critic". `scorers` returns the scorers that may take a chunk now. `poke`
     says that its answer may have changed. `everyone` returns the number of all scorers, which decides the size of
-    chunks. `gone` says that a process will never answer; then its chunk goes to another one. `on_scores` gets the
-    scores of each chunk. What these functions raise is raised by `check` and `finish`."""
+    chunks. `gone` says that a process will never answer. Then its chunk goes to another one. `on_scores` gets the
+    scores of each chunk. `chunk_seconds`: the time limit of a chunk. `clock`: monotonic seconds. `check` and `finish`
+    raise what these functions raised."""
 
     def __init__(
         self,
@@ -199,7 +200,7 @@ class Inference:
         self._waiting = Waiting(shortest_first=shortest_first)
         self._streams = Streams()
         self._growing: Sequence[Growing] = ()
-        # Finished samples that wait for the scorer which has seen a part of them.
+        # Finished samples that wait for the scorer which has computed a part of them.
         self._at_home: dict[Key, Finished] = {}
         self._left = 0
         self._wake = asyncio.Event()
@@ -239,21 +240,22 @@ class Inference:
         self.poke()
 
     def follow(self, left: int, growing: Callable[[], Sequence[Growing]]) -> None:
-        """`left` samples are not generated yet. Scorers without other work may look at them, if they are few enough."""
+        """Take note that `left` samples are not generated yet. If they are few enough, idle scorers may compute parts
+        of them."""
         self._growing = growing() if 0 < left <= STREAMED_PER_SCORER * self._everyone() else ()
 
     def poke(self) -> None:
-        """Call `scorers` again."""
+        """Ask `scorers` again which scorers are free."""
         self._wake.set()
 
     def check(self) -> None:
-        """Raise what a function that was passed in raised."""
+        """Raise what a function that was passed in has raised."""
         if self._error is not None:
             raise self._error
 
     async def finish(self, deadline_seconds: float) -> None:
-        """Returns when all added samples are scored. Raises TimeoutError with the last failure if nothing was scored
-        for `deadline_seconds`."""
+        """Wait until all added samples are scored. Raises TimeoutError with the last failure if nothing was scored for
+        `deadline_seconds`, and what `check` raises."""
         self.poke()
         self._progress = self._clock()
         while not self._done.is_set():
@@ -282,13 +284,13 @@ class Inference:
                     self._take_back(chunk)
             if self._waiting or self._at_home or self._growing:
                 self._hand_to(self._scorers())
-            # While samples are left it looks again without being woken, also when all of them are being scored: a
-            # failed chunk comes back without a word, as a scorer that always fails must not be asked in a tight loop.
+            # While samples are left, this loop wakes up by itself, even if all of them are being scored. A failed chunk
+            # comes back without a signal, because a scorer that always fails must not be asked in a tight loop.
             idle = RETRY_SECONDS if self._left else None
             await _wait(self._wake, LOOK_SECONDS if self._growing else idle)
 
     def _hand_to(self, allowed: Sequence[Scorer]) -> None:
-        """Give each of these scorers that has no work finished samples, or a look at unfinished ones."""
+        """Give each idle scorer of `allowed` a chunk of finished samples, or parts of unfinished ones."""
         busy = [chunk.scorer for chunk in self._busy.values()]
         for key in self._streams.stay({scorer.process for scorer in [*allowed, *busy]}):
             if key in self._at_home:
@@ -300,7 +302,7 @@ class Inference:
                 del self._at_home[sample.key]
             growing: list[Growing] = []
             if not samples:
-                # The longest first, be it finished or not: it would be the last one to end.
+                # The longest sample comes first, finished or not, because it would be the last one to end.
                 least = self._waiting.longest + 1
                 growing = self._streams.take(scorer.process, scorer.room, self._growing, len(free) - number, least)
             if growing:
@@ -315,7 +317,7 @@ class Inference:
         self._busy[scorer.name] = _Chunk(scorer, samples, asyncio.create_task(work))
 
     async def _look(self, scorer: Scorer, growing: Sequence[Growing]) -> None:
-        """Let a scorer see a part of unfinished samples."""
+        """Let a scorer compute parts of unfinished samples."""
         started = time.time()
         tokens = [len(g.prompt) + g.blocks - self._streams.seen(g.key) for g in growing]
         samples = [
@@ -327,7 +329,7 @@ class Inference:
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
             self._last_failure = f"{scorer.name}: {error or type(error).__name__}"
             self._on_failure(scorer, self._last_failure)
-            # What it has seen before it may not have any more.
+            # The scorer may have lost what it computed before.
             self._streams.end([sample.key for sample in samples])
             return
         except Exception as error:
@@ -342,7 +344,8 @@ class Inference:
         self._wake.set()
 
     def _take_back(self, chunk: _Chunk) -> None:
-        """Take back the chunk of a scorer that will never answer. Its connection may stay open, as with a lost node."""
+        """Take back the chunk of a scorer that will never answer. Its connection may stay open, for example if a node
+        is lost."""
         chunk.task.cancel()
         del self._busy[chunk.scorer.name]
         self._last_failure = f"{chunk.scorer.name}: it went away with {len(chunk.samples)} samples"
@@ -361,7 +364,7 @@ class Inference:
         self._left -= len(samples)
         if not self._left:
             self._done.set()
-        # This task has ended when `_hand_out` looks at it.
+        # This task will have ended when `_hand_out` looks at it.
         self._wake.set()
 
     async def _try(self, scorer: Scorer, chunk: list[Finished]) -> bool:
@@ -382,7 +385,7 @@ class Inference:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """The chunk that a scorer works on."""
+    """The chunk that a scorer is scoring."""
 
     scorer: Scorer
     samples: list[Finished]
@@ -390,7 +393,8 @@ class _Chunk:
 
 
 async def _wait(event: asyncio.Event, seconds: float | None) -> None:
-    """Wait for the event, at most `seconds`. Not `asyncio.wait_for`: on Python 3.11 it can swallow a cancellation."""
+    """Wait for the event, for at most `seconds`. It does not use `asyncio.wait_for`, which can swallow a cancellation
+    on Python 3.11."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -403,7 +407,7 @@ async def _show(
     want: Sequence[str],
     timeout: float,
 ) -> list[int]:
-    """Returns how many response tokens of each the scorer has seen."""
+    """Let a scorer compute parts of samples. Returns how many response tokens of each it has computed."""
     body = json.loads(await _ask(session, scorer, "begin", samples, want, timeout))
     held = body.get("held") if isinstance(body, dict) else None
     if not isinstance(held, list) or len(held) != len(samples) or not all(isinstance(n, int) for n in held):

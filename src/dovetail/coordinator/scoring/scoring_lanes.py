@@ -1,6 +1,6 @@
-"""Inference if scorers hold different models: each sample goes to one scorer of each kind, and the answers are merged.
+"""Inference if scorers hold different models. Each sample goes to one scorer of each kind, and the answers are merged.
 
-A *lane* is a set of models that are always asked for together. If every scorer holds all models, there is one lane."""
+A *lane* is a set of models that are always requested together. If every scorer holds all models, there is one lane."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Lane = tuple[str, ...]
 
 
 def lanes_of(want: Sequence[str], holders: Sequence[Collection[str]]) -> list[Lane]:
-    """The models of `want` in as few lanes as possible, so that each scorer holds all models of a lane or none.
-    `holders`: the models of each scorer. Raises ValueError for a model that no scorer holds."""
+    """Divide the models of `want` into as few lanes as possible, so that each scorer holds all models of a lane or none
+    of them. `holders`: the models of each scorer. Raises ValueError for a model that no scorer holds."""
     lanes: dict[frozenset[int], list[str]] = {}
     for model in want:
         where = frozenset(index for index, held in enumerate(holders) if model in held)
@@ -30,8 +30,8 @@ def lanes_of(want: Sequence[str], holders: Sequence[Collection[str]]) -> list[La
 
 
 class ScorerLanes:
-    """One `Inference` for each lane, with the interface of a single one. `make(lane, on_scores)` builds that of a lane.
-    `on_scores` gets a sample's scores when all lanes have theirs."""
+    """One `Inference` for each lane, with the interface of a single one. `make(lane, on_scores)` builds the `Inference`
+    of a lane. `on_scores` gets a sample's scores once all lanes have scored it."""
 
     def __init__(
         self,
@@ -62,17 +62,17 @@ class ScorerLanes:
             lane.add(new)
 
     def follow(self, left: int, growing: Callable[[], Sequence[Growing]]) -> None:
-        """Let scorers look at samples that are still generated."""
+        """Let scorers compute parts of samples that are still generated."""
         for lane in self._lanes:
             lane.follow(left, growing)
 
     def poke(self) -> None:
-        """Ask for scorers again: which are free may have changed."""
+        """Ask again which scorers are free."""
         for lane in self._lanes:
             lane.poke()
 
     def check(self) -> None:
-        """Raise what the handling of scores raised."""
+        """Raise what the handling of scores has raised."""
         for lane in self._lanes:
             lane.check()
 
@@ -97,7 +97,7 @@ class ScorerLanes:
 
 
 def merged(parts: Sequence[Scores]) -> Scores:
-    """The scores of one sample, merged from scorers that each gave a part."""
+    """The scores of one sample, merged from the answers of several scorers."""
     found = parts[0]
     for part in parts[1:]:
         found = replace(

@@ -1,8 +1,8 @@
-"""Which scorer has seen how much of which unfinished sample. Pure.
+"""Which scorer has computed which part of which unfinished sample. It does no I/O.
 
-A scorer keeps the keys and values of what it has seen (`dovetail.rollout.scoring.prefixes`). So a sample stays with one
-scorer, its home, from its first block to its end. Nothing depends on it but time: a sample that has lost its home is
-scored from its first token on by another one, with the same bits."""
+A scorer keeps the KV cache of the tokens that it has computed (`dovetail.rollout.scoring.prefixes`). So a sample stays
+with one scorer, its home, from its first block to its end. A home changes only the speed. If a sample loses its home,
+another scorer computes it from its first token on, with the same bits."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from dataclasses import dataclass
 
 from dovetail.coordinator.store.samples import Key
 
-# Response tokens of a block: see RESPONSE_BLOCK in `dovetail.models.packing`, which needs torch.
+# The number of response tokens in a block. It equals RESPONSE_BLOCK in `dovetail.models.packing`, which needs torch.
 BLOCK_TOKENS = 64
-# What a scorer looks at in one request, unless one sample has more. A sample that is finished meanwhile waits for it.
+# The maximum number of tokens that a scorer computes in one such request, unless a single sample has more. A sample
+# that is finished meanwhile waits for it.
 LOOK_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Growing:
-    """A sample that is being generated: the token ids of its prompt and of its response so far."""
+    """A sample that is being generated: the token ids of its prompt, and of its response so far."""
 
     key: Key
     prompt: Sequence[int]
@@ -27,13 +28,15 @@ class Growing:
 
     @property
     def blocks(self) -> int:
-        """Response tokens that scorers may see: whole blocks, and never the last token."""
+        """The number of response tokens that scorers may compute. It is a whole number of blocks, and never includes
+        the last token."""
         return max(0, len(self.response) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
 @dataclass
 class _Home:
-    """`scorer`: name and incarnation. `held`: response tokens that it has seen, of a prompt of `prompt` tokens."""
+    """The home of a sample. `scorer`: its name and incarnation. `held`: how many response tokens it has computed.
+    `prompt`: the number of prompt tokens."""
 
     scorer: tuple[str, str]
     prompt: int
@@ -47,29 +50,29 @@ class Streams:
         self._homes: dict[Key, _Home] = {}
 
     def home(self, key: Key) -> tuple[str, str] | None:
-        """Name and incarnation of the scorer that has seen a part of the sample."""
+        """The name and incarnation of the scorer that has computed a part of the sample. None if there is none."""
         found = self._homes.get(key)
         return None if found is None or not found.held else found.scorer
 
     def seen(self, key: Key) -> int:
-        """Tokens of the sample's prompt and response that its home has seen."""
+        """How many tokens of the sample's prompt and response its home has computed."""
         found = self._homes.get(key)
         return found.prompt + found.held if found is not None and found.held else 0
 
     def held(self, scorer: tuple[str, str], key: Key, prompt: int, tokens: int) -> None:
-        """A scorer says how many of its response tokens it has seen."""
+        """Take note that a scorer has computed `tokens` response tokens of a sample with `prompt` prompt tokens."""
         if tokens:
             self._homes[key] = _Home(scorer, prompt, tokens)
         else:
             self.end([key])
 
     def end(self, keys: Collection[Key]) -> None:
-        """Forget the homes of these samples: they are scored, or will be by any scorer."""
+        """Forget the homes of these samples: they are scored, or any scorer will score them."""
         for key in keys:
             self._homes.pop(key, None)
 
     def stay(self, scorers: Collection[tuple[str, str]]) -> list[Key]:
-        """Forget all scorers but these. Returns the samples that had a home."""
+        """Forget all scorers but these. Returns the samples that lost their home."""
         lost = [key for key, home in self._homes.items() if home.scorer not in scorers]
         self.end(lost)
         return lost
@@ -77,9 +80,10 @@ class Streams:
     def take(
         self, scorer: tuple[str, str], room: int, growing: Sequence[Growing], idle: int, least: int = 1
     ) -> list[Growing]:
-        """What a scorer looks at next: samples with a new block and at least `least` tokens that nobody has seen, its
-        own ones and its part (one of `idle` scorers takes it) of those without a home, the longest first. What it has
-        seen then stays within `room` tokens, and it is not busy for long: with `LOOK_TOKENS` tokens, or one sample."""
+        """The samples that a scorer computes next, the longest first. Each has a new block, and at least `least` tokens
+        that no scorer has computed. The scorer gets the samples whose home it is, and its share of those without a
+        home, as one of `idle` scorers. The tokens that it keeps then stay within `room`. The request is short: at most
+        `LOOK_TOKENS` tokens, or one sample."""
         alone = [g for g in growing if g.key not in self._homes and g.blocks]
         new = sorted(alone, key=lambda g: (-len(g.response), g.key))[: -(-len(alone) // max(1, idle))]
         own = [g for g in growing if (home := self._homes.get(g.key)) is not None and home.scorer == scorer]
@@ -90,7 +94,7 @@ class Streams:
             held = 0 if home is None else home.held
             before = len(each.prompt)
             if before + max(held, each.blocks) > room:
-                # It makes room for longer ones, and any scorer may take it.
+                # It makes room for longer samples, and any scorer may take it.
                 self.end([each.key])
                 continue
             room -= before + max(held, each.blocks)
