@@ -1,1 +1,1 @@
-"""The trainer ranks: who has joined, and what they are told to do."""
+"""The trainer ranks: which have joined, and which commands they run."""

@@ -1,8 +1,8 @@
-"""The coordinator's view of the trainer ranks: which ranks have joined, which generation is current, which command
-runs.
+"""The coordinator's view of the trainer ranks: which ranks have joined, which generation is current, and which command
+is running.
 
-Ranks pull commands (docs/architecture.md, "Trainers pull"). A *generation* is one life of the ranks' process groups. It
-ends as soon as a rank joins again, is silent, or reports that it lost a peer."""
+Ranks ask for commands (docs/architecture.md, "Trainers pull"). A *generation* is one lifetime of the ranks' process
+groups. It ends as soon as a rank joins again, is silent, or reports that it lost a peer."""
 
 from __future__ import annotations
 
@@ -30,24 +30,25 @@ POLL_SECONDS = 20.0
 
 
 class TrainerLost(Exception):
-    """The generation ended while a command ran. The last checkpoint must be loaded and the steps since run again."""
+    """The generation ended while a command ran. The last checkpoint must be loaded, and the steps since then must run
+    again."""
 
 
 class TrainerError(Exception):
-    """The trainers refused or failed a command; the message is theirs."""
+    """The trainers refused a command, or it failed. The message is theirs."""
 
 
 class StaleGeneration(Exception):
-    """A rank asked for work in a generation that is over."""
+    """A rank asked for work in a generation that has ended."""
 
 
 class CheckpointDamaged(TrainerError):
-    """A checkpoint is not what was saved, or is gone."""
+    """A checkpoint is missing or differs from what was saved."""
 
 
 @dataclass(frozen=True)
 class TrainerPosition:
-    """What the ranks hold: a stage and the last step of it that was applied. If `stage` is None, nothing is loaded."""
+    """What the ranks hold: a stage and its last step that was applied. If `stage` is None, they hold no models."""
 
     stage: Stage | None
     step: int
@@ -69,8 +70,9 @@ class _Running:
 
 @dataclass
 class TrainerGroup:
-    """`clock`: monotonic seconds. `record_result` stores a result; it is called before the rank gets its
-    acknowledgement."""
+    """The trainer ranks of a job. `generation`: the last generation. `formed`: whether it is still running.
+    `peer_timeout`: after so many seconds without a heartbeat a rank counts as lost. `clock`: monotonic seconds.
+    `record_result` stores a result. It is called before the rank gets its acknowledgement."""
 
     world_size: int
     generation: int
@@ -88,14 +90,14 @@ class TrainerGroup:
     _position: TrainerPosition | None = None
     _last_result: CommandResult | None = None
     _cancelled: str | None = None
-    _why: str = ""  # the last generation ended
+    _why: str = ""  # the reason why the last generation ended
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     # ------------------------------------------------------------ called by the HTTP server
 
     async def join(self, request: JoinRequest) -> JoinReply:
-        """Long poll: the reply's generation is None if the world is not complete yet. Raises ValueError for a rank that
-        cannot form groups with the others."""
+        """Add a rank to the next generation, by a long poll. The reply's generation is None if ranks are still missing.
+        Raises ValueError for a rank that cannot form process groups with the others."""
         if request.world_size != self.world_size:
             raise ValueError(
                 f"rank {request.rank} was started for {request.world_size} ranks, the plan has {self.world_size}"
@@ -117,12 +119,12 @@ class TrainerGroup:
             if remaining <= 0:
                 return JoinReply()
             await self._wait_change(remaining)
-        # Answered once. A rank that joins again after this has left the generation.
+        # Each join is answered once. A rank that joins again after this has left the generation.
         return self._replies.pop(request.incarnation)
 
     def heartbeat(self, beat: Heartbeat) -> HeartbeatReply:
-        """Tell a rank the current generation and the command that runs. So it leaves the collectives of an older
-        generation, and gives up a publish that a dead coordinator began."""
+        """Tell a rank the current generation and the command that is running. It then leaves the collectives of an
+        older generation, and gives up a publish that a dead coordinator began."""
         self._seen[beat.rank] = self.clock()
         ids = {lane: there.command.id for lane, there in self._running.items()}
         return HeartbeatReply(
@@ -134,7 +136,8 @@ class TrainerGroup:
         )
 
     async def next(self, request: NextRequest) -> NextReply:
-        """Long poll of rank 0: of its main thread, or of the one that sends kept weights. Raises StaleGeneration."""
+        """Give rank 0 its next command, by a long poll. Its main thread asks, or the thread that sends kept weights.
+        Raises StaleGeneration."""
         if request.generation != self.generation or not self.formed:
             raise StaleGeneration(f"generation {request.generation} is over; the current one is {self.generation}")
         lane = request.lane
@@ -142,12 +145,12 @@ class TrainerGroup:
             self._position = TrainerPosition(request.stage, request.step)
             self._versions = frozenset(request.versions)
         elif self._position is None:
-            # This coordinator came back while the main threads train.
+            # This coordinator restarted while the main threads train.
             self._versions |= frozenset(request.versions)
         if request.result is not None:
             self._take_result(request.result, lane)
         if (running := self._running.get(lane)) is not None:
-            # An idle rank 0 has not got the command, even if it was sent. That reply was lost.
+            # If rank 0 asks again, it has not received the command. The reply that carried it was lost.
             running.sent = False
         self._notify()
         deadline = self.clock() + POLL_SECONDS
@@ -166,7 +169,7 @@ class TrainerGroup:
             await self._wait_change(remaining)
 
     def end_generation(self, why: str) -> None:
-        """End the generation. The surviving ranks learn it from their heartbeats and join again."""
+        """End the generation. The remaining ranks learn it from their heartbeats and join again."""
         self.generation += 1
         self.formed = False
         self._why = why
@@ -184,7 +187,7 @@ class TrainerGroup:
         self._notify()
 
     def check_silence(self) -> None:
-        """End the generation if a rank's heartbeats stopped for `peer_timeout` seconds. Call every second or so."""
+        """End the generation if a rank's heartbeats stopped for `peer_timeout` seconds. Call it about once a second."""
         if not self.formed:
             return
         now = self.clock()
@@ -197,7 +200,8 @@ class TrainerGroup:
     # ------------------------------------------------------------ called by the driver
 
     async def wait_position(self, timeout: float) -> TrainerPosition:
-        """What the ranks hold, once a generation is formed and rank 0 has asked for work. Raises TimeoutError."""
+        """Wait until a generation is formed and rank 0 has asked for work. Returns what the ranks hold. Raises
+        TimeoutError after `timeout` seconds."""
         deadline = self.clock() + timeout
         while self._position is None or not self.formed:
             remaining = deadline - self.clock()
@@ -213,18 +217,18 @@ class TrainerGroup:
 
     @property
     def versions(self) -> frozenset[int]:
-        """The versions of the weights that the ranks keep, to be sent while they train."""
+        """The versions of the weights that the ranks keep. They can be sent while the ranks train."""
         return self._versions if self.formed else frozenset()
 
     async def wait_version(self, version: int) -> None:
-        """Returns when the ranks keep the version."""
+        """Wait until the ranks keep the version."""
         while version not in self.versions:
             await self._wait_change(POLL_SECONDS)
 
     async def execute(self, command: Command, timeout: float, beside: bool = False) -> CommandResult:
-        """Run one command on all ranks. `beside`: a publish of a kept version, while the main threads may run another
-        command. Raises TrainerLost if a rank dies or no result comes within `timeout` seconds, and TrainerError if the
-        ranks refuse the command."""
+        """Run one command on all ranks. `beside`: the command is a publish of a kept version, and the main threads may
+        run another command meanwhile. Raises TrainerLost if a rank dies or no result comes within `timeout` seconds,
+        and TrainerError if the ranks refuse the command."""
         lane: Lane = "weights" if beside else "main"
         if (before := self._running.get(lane)) is not None:
             raise RuntimeError(f"{before.command.id} is still running")
@@ -252,13 +256,14 @@ class TrainerGroup:
         return self._checked(result)
 
     def extend(self, command_id: str, timeout: float) -> None:
-        """Let the command that runs take `timeout` seconds from now."""
+        """Let the running command take `timeout` seconds from now."""
         for running in self._running.values():
             if running.command.id == command_id and running.limit is not None:
                 running.limit.reschedule(asyncio.get_running_loop().time() + timeout)
 
     def cancel(self, command_id: str) -> None:
-        """Tell the ranks with their next heartbeats to give up a publish that waits for a receiver that has failed."""
+        """Tell the ranks, with their next heartbeats, to give up a publish. Use it for a publish that waits for a
+        failed receiver."""
         self._cancelled = command_id
 
     # ------------------------------------------------------------ inner parts

@@ -1,8 +1,8 @@
-"""Brings the trainers to a step and keeps them there: it loads the last whole checkpoint and runs the steps since
-again.
+"""Brings the trainers to a step and keeps them there. It loads the last complete checkpoint and repeats the steps since
+then.
 
-A step depends only on the state before it and on its batch. Batches are kept until a checkpoint covers them. So steps
-that are run again give the same bits."""
+A step depends only on the state before it and on its batch. Batches are kept until a checkpoint covers them. So
+repeated steps give the same bits."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ from dovetail.protocol.messages import Accumulate, Command, CommandResult, Evalu
 from dovetail.protocol.plan import Layout
 
 STEP_TIMEOUT_SECONDS = 6 * 3600.0
-# How often it looks whether ranks that do not keep a version must be brought back.
+# The interval at which it checks whether ranks that do not keep a version must be restored.
 BACK_SECONDS = 0.5
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What the trainers need to run a stage: the source of each model, the number of optimizer steps, the command of
-    a step, layouts that replace the plan's, and the models with activation checkpointing, and under ZeRO-3.
-    `can_replay(i, k)`: whether the batches of steps i + 1 to k are still there. `lag`: how many steps behind the
-    newest the weights may lie that are sent; above 0 the ranks keep lag + 1 versions, and send these while they
-    train."""
+    """What the trainers need to run a stage. `models`: the source of each model. `total_optimizer_steps`: the number of
+    optimizer steps. `make_step(step)`: the command of a step. `layouts`: layouts that replace the plan's. `recompute`:
+    the models with activation checkpointing. `zero3`: the models under ZeRO-3. `can_replay(i, k)`: whether the batches
+    of steps i + 1 to k still exist. `lag`: how many steps the weights that are sent may be behind the newest. Above 0,
+    the ranks keep lag + 1 versions and send them while they train."""
 
     stage: Stage
     models: dict[str, ModelRef]
@@ -52,7 +52,7 @@ class StagePlan:
 
 
 class StepRecords(Protocol):
-    """The parts of the store used here."""
+    """The parts of the store that are used here."""
 
     def get(self, key: str) -> object: ...
     def put(self, key: str, value: object) -> None: ...
@@ -60,7 +60,8 @@ class StepRecords(Protocol):
 
 
 class TrainerSession:
-    """Calls run one after another. Each survives any number of lost generations; the launcher limits restarts."""
+    """The commands of one job to its trainers. Calls run one after another. Each survives any number of lost
+    generations. The launcher limits restarts."""
 
     def __init__(
         self,
@@ -72,7 +73,8 @@ class TrainerSession:
         log: Callable[..., None],
         run: str = "",
     ) -> None:
-        """`run`: the run's id, which is in its checkpoints and exports."""
+        """`group`: the trainer ranks. `keep`: how many checkpoints are kept. `join_timeout`: how many seconds the ranks
+        may take to join. `run`: the run's id, which is written into its checkpoints and exports."""
         self._run = run
         self._group = group
         self._records = records
@@ -83,29 +85,30 @@ class TrainerSession:
         self._lock = asyncio.Lock()
         self._plan: StagePlan | None = None
         self._step = 0
-        # The oldest version that may be asked for, which ranks that come back must make again; None: the newest alone.
+        # The oldest version that may be requested. Restored ranks must compute it again. None: only the newest.
         self._needed: int | None = None
 
     # ------------------------------------------------------------ checkpoints
 
     def checkpoint(self, stage: Stage) -> tuple[int, str | None]:
-        """The step and folder of the stage's last checkpoint; (0, None) before the first one."""
+        """The step and folder of the stage's last checkpoint. (0, None) before the first one."""
         record = self._records.get(f"checkpoint/{stage.value}")
         if isinstance(record, dict):
-            # Stored relative to the run directory (by older releases absolute), which may have been moved.
+            # The path is stored relative to the run directory, which may have been moved. Older releases stored it
+            # absolute.
             return int(record["step"]), str(self._dir / Path(str(record["path"])).name)
         return 0, None
 
     def oldest(self, stage: Stage) -> int:
-        """The step of the oldest checkpoint that is kept; 0 if none is kept. No step before it is ever run again.
+        """The step of the oldest checkpoint that is kept. 0 if none is kept. No step before it is ever repeated.
 
-        It is 0 too while an older version than any checkpoint's may have to be made again."""
+        It is also 0 while a version older than any checkpoint may have to be computed again."""
         last = self.checkpoint(stage)[0]
         first = min((step for step in self._kept(stage) if step <= last), default=0)
         return 0 if self._lag and first > self._step - self._lag else first
 
     async def save(self) -> None:
-        """Write a checkpoint of the current step, then delete the oldest ones beyond `keep`."""
+        """Write a checkpoint of the current step. Then delete the oldest ones beyond `keep`. Raises TrainerError."""
         plan = self._need_plan()
         path = self._path(plan.stage, self._step)
         if self.checkpoint(plan.stage) == (self._step, str(path)):
@@ -114,9 +117,10 @@ class TrainerSession:
         self._record(plan.stage, self._step)
         self._log("checkpoint.saved", stage=plan.stage.value, step=self._step)
         kept = self._kept(plan.stage)
-        # Checkpoints of later steps than the store knows: a power failure lost the store's last transactions.
+        # There can be checkpoints of later steps than the store knows, if a power failure lost the store's last
+        # transactions.
         ours = [step for step in kept if step <= self._step]
-        # One from which the oldest version can be made that may have to be sent again.
+        # Keep the newest checkpoint from which the oldest version that may be sent can be computed again.
         before = [step for step in ours if step <= self._step - self._lag][-1:]
         doomed = [step for step in ours[: -self._keep] if step not in before]
         for step in [*doomed, *(s for s in kept if s > self._step)]:
@@ -135,19 +139,20 @@ class TrainerSession:
         return self._dir / f"{stage.value}-{step:06d}"
 
     def _kept(self, stage: Stage) -> list[int]:
-        """Steps of the stage's checkpoint folders, oldest first."""
+        """The steps of the stage's checkpoint folders, in ascending order."""
         names = (p.name.removeprefix(f"{stage.value}-") for p in self._dir.glob(f"{stage.value}-*"))
         return sorted(int(name) for name in names if name.isdecimal())
 
     def _record(self, stage: Stage, step: int) -> None:
-        """Make this the stage's last checkpoint, and flush the store, because others are deleted next."""
+        """Record this as the stage's last checkpoint, and flush the store, because other checkpoints are deleted
+        next."""
         where = {"step": step, "path": f"{self._dir.name}/{self._path(stage, step).name}"}
         self._records.put(f"checkpoint/{stage.value}", where if step else None)
         self._records.sync()
 
     @staticmethod
     def _delete(folder: Path) -> None:
-        """Delete a checkpoint in a way that a half-deleted folder never looks like a checkpoint."""
+        """Delete a checkpoint. A half-deleted folder never looks like a checkpoint."""
         doomed = folder.with_name(folder.name + ".old")
         shutil.rmtree(doomed, ignore_errors=True)
         try:
@@ -157,8 +162,8 @@ class TrainerSession:
         shutil.rmtree(doomed, ignore_errors=True)
 
     def _fall_back(self, plan: StagePlan, step: int, damaged: int, reason: str) -> None:
-        """Go on from an older checkpoint, or from the stage's beginning. The damaged one is renamed, and deleted after
-        the next one is saved. Raises TrainerError if there is nothing to go on from."""
+        """Continue from an older checkpoint, or from the beginning of the stage. The damaged one is renamed, and
+        deleted after the next one is saved. Raises TrainerError if no other starting point exists."""
         older = [s for s in reversed(self._kept(plan.stage)) if s < damaged and plan.can_replay(s, step)]
         if not older and not plan.can_replay(0, step):
             raise TrainerError(
@@ -179,7 +184,7 @@ class TrainerSession:
     # ------------------------------------------------------------ steps
 
     def begin(self, plan: StagePlan, step: int) -> None:
-        """Make (plan.stage, step) the position that the trainers must hold. Nothing is sent yet."""
+        """Make (plan.stage, step) the position that the trainers must hold. This sends nothing yet."""
         self._plan, self._step = plan, step
 
     @property
@@ -188,7 +193,8 @@ class TrainerSession:
         return self._step
 
     async def run_step(self) -> CommandResult:
-        """Run the next step once. If the ranks have run it already, its stored result is returned."""
+        """Run the next step once. If the ranks have run it already, its stored result is returned. Raises
+        TrainerError."""
         plan, step = self._need_plan(), self._step + 1
         command = plan.make_step(step)
         async with self._lock:
@@ -207,15 +213,15 @@ class TrainerSession:
                 return result
 
     async def accumulate(self, command: Accumulate) -> CommandResult:
-        """Have the ranks learn a part of the next step's samples, before the others are there. Raises TrainerError, and
-        TrainerLost, after which the ranks hold no part."""
+        """Let the ranks learn from one part of the next step's samples, before the other parts exist. Raises
+        TrainerError, and TrainerLost. After TrainerLost the ranks hold no part."""
         async with self._lock:
             await self._bring(self._need_plan(), self._step)
             return await self._group.execute(command, STEP_TIMEOUT_SECONDS)
 
     async def evaluate(self, batches: list[str], demonstrations: Sequence[str] = ()) -> dict[str, float]:
-        """The metrics of the current weights on whole batches. `demonstrations`: batches by which a reward model is
-        centred."""
+        """The metrics of the current weights on whole batches. `demonstrations`: the batches that centre a reward
+        model."""
         plan = self._need_plan()
         command = Evaluate(
             id=self._id("evaluate"), stage=plan.stage, batches=batches, demonstrations=list(demonstrations)
@@ -223,20 +229,22 @@ class TrainerSession:
         return (await self.at_target(lambda: self._command(command))).metrics
 
     async def logprobs(self, batch: str) -> list[float]:
-        """The log-probabilities of the batch's responses under the current weights, nats."""
+        """The log-probabilities, in nats, of the batch's responses under the current weights. There is one for each
+        response."""
         plan = self._need_plan()
         command = Evaluate(id=self._id("reference"), stage=plan.stage, batches=[batch], reference=True)
         return (await self.at_target(lambda: self._command(command))).logprobs
 
     async def export(self, model: str, path: Path, subtract: float = 0.0) -> None:
-        """Write the current weights as a Hugging Face folder. `subtract` is subtracted from each value of a value
+        """Write the current weights as a Hugging Face folder. `subtract` is subtracted from each output of a value
         head."""
         where = {"path": str(path), "subtract": subtract, "run": self._run}
         command = Export.model_validate({"id": self._id(f"export-{model}"), "model": model, **where})
         await self.at_target(lambda: self._command(command))
 
     async def hold(self) -> None:
-        """A background task: when the ranks have formed new groups, bring them back to the current step at once."""
+        """Run as a background task. When the ranks have formed new process groups, it brings them back to the current
+        step at once."""
         while True:
             position = await self._group.wait_position(float("inf"))
             lost = position.stage is None or self._lacks(position)
@@ -249,8 +257,8 @@ class TrainerSession:
             await asyncio.sleep(0.5)
 
     async def at_version(self, version: int, action: Callable[[], Awaitable[T]]) -> T | None:
-        """Run `action`, a publish of a version that the ranks keep, while they may train. It is repeated if they are
-        lost meanwhile. None once no iteration needs the version any more."""
+        """Run `action`, a publish of a version that the ranks keep. They may train meanwhile. It is repeated if the
+        ranks are lost. Returns None once no iteration needs the version any more."""
         if self._needed is None or version < self._needed:
             self._needed = version
         while not self._is_over(version):
@@ -259,7 +267,7 @@ class TrainerSession:
                     async with self._lock:
                         await self._bring(self._need_plan(), self._step)
                 try:
-                    # While they train, whoever gave the command brings them back when they are lost.
+                    # If the ranks are lost while they train, the caller that gave the command restores them.
                     async with asyncio.timeout(BACK_SECONDS):
                         await self._group.wait_version(version)
                 except TimeoutError:
@@ -270,7 +278,7 @@ class TrainerSession:
         return None
 
     def need(self, version: int | None) -> None:
-        """The oldest version that instances may ask for from now on; None: the newest alone."""
+        """Set the oldest version that instances may ask for from now on. None: only the newest."""
         self._needed = version
 
     # ------------------------------------------------------------ inner parts
@@ -288,7 +296,7 @@ class TrainerSession:
         return f"{self._need_plan().stage.value}/{self._step}/{what}/{time.time_ns()}"
 
     def result_of(self, command_id: str) -> CommandResult:
-        """A command's stored result. It has no metrics if the coordinator died before it could store them."""
+        """The stored result of a command. It has no metrics if the coordinator died before it stored them."""
         record = self._records.get(f"result/{command_id}")
         if record is None:
             return CommandResult(id=command_id, ok=True)
@@ -298,7 +306,7 @@ class TrainerSession:
         return await self._group.execute(command, STEP_TIMEOUT_SECONDS)
 
     async def at_target(self, action: Callable[[], Awaitable[T]]) -> T:
-        """Run `action` (a publish) while the ranks hold the current step. It is repeated if they are lost meanwhile."""
+        """Run `action` (a publish) while the ranks hold the current step. It is repeated if the ranks are lost."""
         async with self._lock:
             while True:
                 try:
@@ -308,18 +316,19 @@ class TrainerSession:
                     self._log("trainers.recover", step=self._step, reason=str(lost))
 
     def _is_over(self, version: int) -> bool:
-        """Whether no iteration that is left is drawn with the version; the ranks may have dropped it."""
+        """Whether no remaining iteration is drawn with the version. The ranks may then have dropped it."""
         return version < self._step - self._lag
 
     def _lacks(self, position: TrainerPosition) -> bool:
-        """Whether the ranks, which hold a step, neither keep the version that is needed nor will come to it."""
+        """Whether ranks that hold a step cannot provide the needed version: they do not keep it and will not compute
+        it."""
         plan, version = self._plan, self._needed
         if plan is None or version is None or self._is_over(version) or position.stage is not plan.stage:
             return False
         return version <= position.step and version not in self._group.versions
 
     def _start(self, plan: StagePlan, step: int) -> tuple[int, str | None]:
-        """The checkpoint to go on from: the last one, or an older one if an older version is needed."""
+        """The checkpoint from which to continue. It is the last one, or an older one if an older version is needed."""
         saved, path = self.checkpoint(plan.stage)
         if not plan.lag or self._needed is None or self._is_over(self._needed) or saved <= self._needed:
             return saved, path
@@ -335,7 +344,7 @@ class TrainerSession:
         )
 
     async def _bring(self, plan: StagePlan, step: int) -> None:
-        """Load a checkpoint and run steps again until the ranks hold (plan.stage, step). Raises TrainerLost."""
+        """Load a checkpoint and repeat steps until the ranks hold (plan.stage, step). Raises TrainerLost."""
         while True:
             position = await self._group.wait_position(self._join_timeout)
             lacks = self._lacks(position)

@@ -1,1 +1,1 @@
-"""New weights for rollouts and scorers."""
+"""Sends new weights from the trainers to rollouts and scorers."""

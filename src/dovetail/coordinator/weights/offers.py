@@ -1,5 +1,4 @@
-"""Tells receivers to take an offer of weights: by vLLM's sequence of calls for rollouts, and by one call for
-scorers."""
+"""Tells receivers to take an offer of weights. Rollouts get vLLM's sequence of calls. Scorers get one call."""
 
 from __future__ import annotations
 
@@ -13,18 +12,19 @@ import aiohttp
 
 from dovetail.protocol.messages import Offer, Receive, Receiver
 
-# Added to the transfer's own deadline, for the calls around it.
+# Seconds that are added to the transfer's deadline, for the calls before and after it.
 GRACE_SECONDS = 10.0
-# For calls that only change state. An engine answers them between two steps.
+# The time limit of calls that only change state. An engine answers them between two decode steps.
 CALL_SECONDS = 30.0
 
 
 class ReceiverError(RuntimeError):
-    """A receiver's refusal or silence; the message is one sentence."""
+    """A receiver refused a call or did not answer. The message is one sentence."""
 
 
 def receive_for(offer: Offer, receiver: Receiver, receivers: Sequence[Receiver]) -> Receive:
-    """The part of `offer` that `receiver` takes. Raises ValueError if its models' communicators differ in size."""
+    """The part of `offer` that `receiver` takes. Raises ValueError if its models have communicators of different
+    sizes."""
     segments = [s for s in offer.segments if s.model in receiver.models]
     sizes = {1 + sum(r.world for r in receivers if s.model in r.models) for s in segments}
     if len(sizes) > 1:
@@ -45,13 +45,14 @@ async def push_offer(
     pause_mode: Literal["abort", "wait", "keep"] = "abort",
     on_error: Callable[[str, str], None] = lambda name, error: None,
 ) -> dict[str, str | None]:
-    """Let all receivers (by their base URLs) take `offer` at the same time. `session` sends the job's token.
+    """Let all receivers (with their base URLs) take `offer` at the same time. `session` sends the job's token.
 
-    Returns for each name None if it holds the whole version now, else what went wrong. A rollout that fails before its
-    weights were touched goes on with the old ones. One that fails later stays paused and refuses to generate until a
-    later offer succeeds. One that does not fail also refuses to generate, until it has passed the probe
-    (`dovetail.coordinator.weights.probing`). `pause_mode` says what happens to requests in flight (vLLM's /pause).
-    `on_error(name, what)` is called as soon as one fails, while others may still wait for it."""
+    The result has for each name None if the receiver holds the whole version, and otherwise the error. A rollout that
+    fails before its weights were changed continues with the old ones. A rollout that fails later stays paused, and
+    refuses to generate until a later offer succeeds. A rollout that does not fail also refuses to generate, until it
+    has passed the probe (`dovetail.coordinator.weights.probing`). `pause_mode` says what happens to running requests
+    (vLLM's /pause). `on_error(name, what)` is called as soon as a receiver fails, while others may still wait for
+    it."""
     everyone = [receiver for receiver, _ in receivers]
 
     async def one(receiver: Receiver, url: str) -> str | None:
@@ -83,13 +84,13 @@ async def _update_rollout(
         if epoch_is_new:
             await post(session, f"{base}/init_weight_transfer_engine", long, {"init_info": body})
     except ReceiverError:
-        # Its weights are complete, so it may go on with them.
+        # Its old weights are complete, so it may continue with them.
         with suppress(ReceiverError):
             await post(session, f"{base}/resume", CALL_SECONDS)
         raise
     await post(session, f"{base}/start_weight_update", CALL_SECONDS)
     await post(session, f"{base}/update_weights", long, {"update_info": body})
-    # The KV cache of the old weights is worthless now.
+    # The KV cache was computed with the old weights, so it is invalid now.
     await post(session, f"{base}/reset_prefix_cache?reset_running_requests=true", CALL_SECONDS)
     await post(session, f"{base}/finish_weight_update", CALL_SECONDS, {"weight_version": str(receive.offer.version)})
     await post(session, f"{base}/resume", CALL_SECONDS)
@@ -106,7 +107,8 @@ async def post(
     body: dict[str, Any] | None = None,
     headers: dict[str, str] | None = None,
 ) -> Any:
-    """The answer as JSON, or None if it is not JSON. Raises ReceiverError."""
+    """Send a POST request with a time limit of `seconds`. Returns the answer as JSON, or None if it is not JSON. Raises
+    ReceiverError."""
     route = "/" + url.split("://", 1)[-1].split("/", 1)[-1].split("?", 1)[0]
     try:
         limit = aiohttp.ClientTimeout(total=seconds)

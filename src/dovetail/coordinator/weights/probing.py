@@ -1,5 +1,6 @@
-"""Probes whether a vLLM server serves the weights that it was sent. It is asked for the log-probabilities of a few
-tokens, which are compared with the trainers' of the same version. Until it has passed, it answers nothing else."""
+"""Probes whether a vLLM server serves the weights that it was sent. The server is asked for the log-probabilities of a
+few tokens. They are compared with the trainers' log-probabilities for the same version. Until it has passed, the server
+answers no other requests."""
 
 from __future__ import annotations
 
@@ -15,18 +16,20 @@ from dovetail.protocol.messages import Probe
 from dovetail.protocol.probe import HEADER
 
 PROBE_SECONDS = 60.0
-# vLLM's header that chooses the data-parallel engine.
+# This header of vLLM selects the data-parallel engine.
 ENGINE = "X-data-parallel-rank"
-# Mean of absolute differences, in nats; of the coarser of trainers and server. Rounding of bfloat16 gives up to 0.1
-# with tokens drawn at random, which are unlikely ones; weights of another version of the model several nats.
+# The largest mean absolute difference, in nats, for the coarser dtype of trainers and server. Rounding to bfloat16
+# gives up to 0.1 with tokens drawn at random, which are unlikely. Weights of another version of the model give several
+# nats.
 TOLERANCE = {"float32": 0.01, "float16": 0.1, "bfloat16": 0.5}
 QUANTISED_TOLERANCE = 2.0
 
 
 @dataclass(frozen=True)
 class ProbedServer:
-    """What a probe needs to know of a server: its longest sequence in tokens, the dtype of its weights (None: they are
-    quantised, or it does not say), and the number of its data-parallel engines. Each engine has weights of its own."""
+    """What a probe needs to know about a server. `max_model_len`: its longest sequence in tokens. `dtype`: of its
+    weights. None: they are quantised, or the server does not say. `engines`: the number of its data-parallel engines.
+    Each engine has weights of its own."""
 
     url: str
     max_model_len: int | None = None
@@ -35,18 +38,18 @@ class ProbedServer:
 
 
 def tolerance(trainers: str, server: str | None) -> float:
-    """The largest allowed difference in nats, by the dtypes of server and trainer."""
+    """The largest allowed difference in nats, for the dtypes of trainers and server."""
     return max(TOLERANCE.get(dtype, QUANTISED_TOLERANCE) for dtype in (trainers, server or ""))
 
 
 def verdict(probe: Probe, answered: Sequence[float], server: str | None) -> str | None:
-    """One sentence on what is wrong with a server's log-probabilities, or None. They may be of the probe's first tokens
-    only."""
+    """One sentence that says what is wrong with a server's log-probabilities (nats), or None. They may cover only the
+    first tokens of the probe."""
     expected = probe.logprobs[: len(answered)]
     gaps = [abs(a - b) for a, b in zip(answered, expected, strict=True)]
     limit = tolerance(probe.dtype, server)
     mean = math.fsum(gaps) / len(gaps)
-    if mean <= limit:  # not so where one is not a number
+    if mean <= limit:  # this is false if a value is NaN
         return None
     return (
         f"it does not serve the weights of version {probe.version}: its log-probabilities of {len(gaps)} tokens differ "
@@ -57,7 +60,7 @@ def verdict(probe: Probe, answered: Sequence[float], server: str | None) -> str 
 
 async def prove(session: aiohttp.ClientSession, server: ProbedServer, probe: Probe | None, version: int) -> None:
     """Probe a server that has taken `version`, and let it serve that version. Raises ReceiverError with one sentence if
-    the server fails the probe; it then still refuses to generate."""
+    the server fails the probe. It then still refuses to generate."""
     base = server.url.rstrip("/")
     if probe is not None:
         most = len(probe.tokens) if server.max_model_len is None else server.max_model_len - 1
@@ -77,7 +80,7 @@ async def prove(session: aiohttp.ClientSession, server: ProbedServer, probe: Pro
 
 
 def read_logprobs(reply: Any, tokens: Sequence[int]) -> list[float]:
-    """The log-probabilities of tokens[1:] in vLLM's answer. Raises ReceiverError if the answer has none."""
+    """The log-probabilities of tokens[1:], in nats, from vLLM's answer. Raises ReceiverError if the answer has none."""
     try:
         rows = reply["prompt_logprobs"]
         return [float(rows[i][str(token)]["logprob"]) for i, token in enumerate(tokens) if i]

@@ -1,5 +1,5 @@
-"""Publishes one weight version to a set of receivers: trainers offer it, receivers take it (docs/architecture.md,
-"Weights")."""
+"""Publishes one weight version to a set of receivers. The trainers offer it, and the receivers take it
+(docs/architecture.md, "Weights")."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from dovetail.coordinator.weights.probing import ProbedServer, prove
 from dovetail.protocol.messages import CALLED_OFF, CommandResult, Offer, Publish, Receiver
 
 GRACE_SECONDS = 10.0
-# Receivers that fail within this time after the first one may be the cause. Later ones only waited for them. So did
-# those that say that the transfer was called off.
+# Receivers that fail within this time after the first failure may be the cause. Later ones only waited for them.
+# Receivers that report that the transfer was cancelled also only waited.
 BLAME_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Target:
     """An instance that will hold the new weights. A restarted process has another `incarnation`. `max_model_len`,
-    `dtype`, `engines`: see `dovetail.coordinator.weights.probing.ProbedServer`. `version`: that it shall hold; None:
-    the current one."""
+    `dtype`, `engines`: see `dovetail.coordinator.weights.probing.ProbedServer`. `version`: the version that it must
+    hold. None: the current one."""
 
     name: str
     kind: str
@@ -41,9 +41,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Published:
-    """`errors` by receiver: None if the whole version arrived and a server serves it. `result` is None if the trainers
-    failed to send. `blamed`: the receivers that failed first, which may have blocked the others, and those that serve
-    other weights. `byte_seconds`: how long its bytes alone may have taken."""
+    """The result of a publish. `errors`: by receiver, None if the whole version arrived and a server serves it.
+    `result`: None if the trainers failed to send. `blamed`: the receivers that failed first, which may have blocked the
+    others, and those that serve other weights. `byte_seconds`: how long the transfer of the bytes alone may have
+    taken."""
 
     errors: dict[str, str | None]
     result: CommandResult | None
@@ -52,7 +53,8 @@ class Published:
 
 
 def receivers_of(targets: Sequence[Target]) -> list[Receiver]:
-    """Give the receivers of each model ranks from 1 up. Rollouts take the actor, scorers the critic."""
+    """The receivers of the targets. Those of each model have ranks from 1 up. Rollouts take the actor, and scorers take
+    the critic."""
     offsets = {"actor": 1, "critic": 1}
     receivers = []
     for target in sorted(targets, key=lambda t: t.name):
@@ -72,9 +74,10 @@ def receivers_of(targets: Sequence[Target]) -> list[Receiver]:
 
 
 class Publisher:
-    """Keeps the epoch of the communicators. `deadline_seconds`: how long a transfer may take besides the time that its
-    bytes take, which the trainers add. `beside`: versions are sent that the trainers keep, while they may train. A new
-    epoch begins when receivers, their processes or the trainers' groups change, and after each failure."""
+    """Publishes versions, and keeps the epoch of the communicators. `deadline_seconds`: how long a transfer may take in
+    addition to the time for its bytes, which the trainers add. `beside`: the trainers keep the versions that are sent,
+    and may train meanwhile. A new epoch begins when the receivers, their processes or the trainers' process groups
+    change, and after each failure."""
 
     def __init__(
         self, trainers: TrainerGroup, session: aiohttp.ClientSession, deadline_seconds: float, beside: bool = False
@@ -83,19 +86,19 @@ class Publisher:
         self._trainers = trainers
         self._session = session
         self._deadline = deadline_seconds
-        # It starts at the time, so that a restarted coordinator never uses an epoch again.
+        # It starts at the current time, so that a restarted coordinator never reuses an epoch.
         self._epoch = int(time.time())
         self._members: frozenset[tuple[str, str]] | None = None
         self._expected: dict[tuple[int, int], asyncio.Future[Offer]] = {}
 
     def offer(self, message: Offer) -> None:
-        """Handles POST /v1/weights/offer. An offer that nobody waits for is dropped; its deadline ends it."""
+        """Handle POST /v1/weights/offer. An offer that nobody waits for is dropped. Its deadline ends it."""
         future = self._expected.get((message.version, message.epoch))
         if future is not None and not future.done():
             future.set_result(message)
 
     async def publish(self, version: int, targets: Sequence[Target]) -> Published:
-        """Send `version` to all targets at once. Failures of receivers are in the result. Raises TrainerLost."""
+        """Send `version` to all targets at once. The result has the failures of receivers. Raises TrainerLost."""
         members = frozenset({(t.name, t.incarnation) for t in targets} | {("trainers", str(self._trainers.generation))})
         epoch_is_new = members != self._members
         if epoch_is_new:

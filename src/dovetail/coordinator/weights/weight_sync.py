@@ -1,4 +1,5 @@
-"""Keeps every rollout and scorer on the current weights: all of them after each step, and late ones in between."""
+"""Keeps every rollout and scorer on the current weights. All instances get them after each step. Late instances get
+them in between."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ from dovetail.coordinator.weights.publishing import Published, Publisher, Target
 from dovetail.protocol.messages import Span
 
 RETRY_SECONDS = 0.25
-# A failed attempt to send to a doubtful instance is followed by a pause so many times as long, twice that after each
-# further one: trainers can do nothing else meanwhile.
+# After a failed transfer to an unreliable instance alone, the pause is PAUSE times as long as the attempt. It doubles
+# after each further failure, because the trainers can do nothing else during an attempt.
 PAUSE, LONGEST_PAUSE_SECONDS = 4.0, 600.0
 
 
@@ -24,28 +25,29 @@ class Receivers(Protocol):
     """The parts of the fleet that are used here."""
 
     def stale_targets(self, version: int) -> Sequence[Target]:
-        """Instances that are up but do not hold what they shall hold: `version`, or another that the target names."""
+        """The instances that are running but lack the version that they must hold. That is `version`, or another one
+        that the target names."""
 
     def has_current(self, kind: str) -> bool:
         """Whether an instance of that kind may take work."""
 
     def has_come(self, kind: str) -> bool:
-        """Whether an instance of that kind is up, with whatever weights."""
+        """Whether an instance of that kind is running, with any weights."""
 
     def weights_acked(self, name: str, incarnation: str, version: int) -> None: ...
     def transfer_failed(self, name: str, incarnation: str, blamed: bool) -> None: ...
     def update(self, name: str, updating: bool) -> None:
-        """A transfer to an instance begins, or is over."""
+        """Take note that a transfer to an instance begins or has ended."""
 
     def failed(self, name: str, reason: str) -> None: ...
     def describe(self) -> str:
-        """One line on every instance, for error messages."""
+        """One line about every instance, for error messages."""
 
 
 @dataclass(frozen=True)
 class _Doubt:
-    """A process whose transfer failed. `failures`: its failed attempts alone. `until`: the earliest time of the next
-    attempt."""
+    """A process whose transfer failed. `failures`: how often an attempt for it alone failed. `until`: the earliest time
+    of the next attempt, in monotonic seconds."""
 
     incarnation: str
     failures: int
@@ -53,14 +55,14 @@ class _Doubt:
 
 
 class WeightSync:
-    """`prepare` makes an instance ready for weights (a scorer must first load the models); it may raise OSError.
-    `deadline_seconds`: the limit for weights to instances that are up, besides the time of their bytes.
-    `start_seconds`: the limit for the first instance of a kind to come up; infinity if something else limits that.
-    `beside`: the trainers keep the versions that may be asked for, and send them while they train. `on_spans` gets what
-    the trainers tell of each transfer. `clock`: monotonic seconds.
+    """Sends weights to all instances that lack them. `prepare` makes an instance ready for weights: a scorer must first
+    load its models. It may raise OSError. `deadline_seconds`: the time limit for weights to running instances, in
+    addition to the time for their bytes. `start_seconds`: the time limit for the first instance of a kind to start. It
+    is infinity if something else limits that. `beside`: the trainers keep the versions that may be requested, and send
+    them while they train. `on_spans` gets the trainers' spans of each transfer. `clock`: monotonic seconds.
 
-    A transfer goes at once to all instances that lack the version, so an instance that cannot be reached would block
-    all others each time. Therefore an instance whose transfer failed gets its weights alone, after the others."""
+    A transfer goes to all instances that lack the version at once. An instance that cannot be reached would block all
+    others each time. Therefore an instance whose transfer failed gets its weights alone, after the others."""
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class WeightSync:
 
     @property
     def version(self) -> int | None:
-        """The version that instances must hold to take work; None before PPO."""
+        """The version that instances must hold to take work. None before PPO."""
         return self._version
 
     async def publish(self, version: int) -> None:
@@ -102,19 +104,21 @@ class WeightSync:
         await self.reach(version, lambda: [kind for kind in self._kinds if not self._fleet.has_current(kind)])
 
     def begin(self, version: int) -> None:
-        """Make `version` the current one: `hold` sends it to all instances for which the fleet names no other."""
+        """Make `version` the current one. `hold` sends it to all instances for which the fleet names no other
+        version."""
         self._version = version
 
     async def reach(
         self, version: int, missing_kinds: Callable[[], Sequence[str]], counts: Callable[[], bool] = lambda: True
     ) -> None:
-        """Send weights until no kind of instance is missing. `version`: the one that is waited for.
+        """Send weights until no kind of instance is missing. `version`: the version that is needed.
 
-        While no instance of a kind is up, the time counts against `start_seconds`, because its pod may wait for a node
-        or an image. It does not count at all while `counts` says so. Raises TimeoutError that names what is missing."""
+        While no instance of a kind is running, the time counts against `start_seconds`, because its pod may wait for a
+        node or an image. While `counts` returns False, the time does not count at all. Raises TimeoutError that names
+        what is missing."""
         began = self._clock()
-        absent = 0.0  # seconds in which nobody was up
-        moving = 0.0  # seconds that the bytes of transfers may have taken
+        absent = 0.0  # seconds in which no instance was running
+        moving = 0.0  # seconds that the transfers of bytes may have taken
         told: list[str] = []
         while True:
             moving += await self._round()
@@ -143,15 +147,15 @@ class WeightSync:
             absent += self._clock() - before if nobody else 0.0
 
     async def hold(self) -> None:
-        """A background task: send the current version to late instances."""
+        """Run as a background task. It sends the current version to late instances."""
         while True:
             await asyncio.sleep(RETRY_SECONDS)
             if self._version is not None and not self._lock.locked():
                 await self._round()
 
     async def _round(self) -> float:
-        """One transfer of one version, the oldest that is lacked. Returns how much of its time its bytes may have
-        taken."""
+        """Make one transfer of one version: the oldest one that an instance lacks. Returns how many seconds its bytes
+        may have taken."""
         async with self._lock:
             if self._version is None:
                 return 0.0
@@ -170,7 +174,8 @@ class WeightSync:
                     self._fleet.update(target.name, False)
 
     async def _transfer(self, version: int, chosen: Sequence[Target]) -> float:
-        """Send a version to the chosen instances that can take it. Returns what `_round` returns."""
+        """Send a version to the chosen instances that can take it. Returns how many seconds its bytes may have
+        taken."""
         targets = []
         for target in chosen:
             try:
@@ -186,7 +191,7 @@ class WeightSync:
 
         async def publish() -> Published | None:
             nonlocal began
-            # A step may have been taken while this waited for the trainers. Its own publish follows.
+            # The trainers may have run a step while this waited for them. That step publishes its own version.
             if not self._beside and self._session.step != version:
                 return None
             began = self._clock()
@@ -206,9 +211,10 @@ class WeightSync:
         return min(published.byte_seconds, seconds)
 
     def _chosen(self, stale: Sequence[Target]) -> list[Target]:
-        """The instances of the next transfer: all but the doubted ones. If only doubted ones are left, half of those
-        that have not failed alone yet, so that one that works is found soon; those with no other at their address come
-        first, because usually a whole pod cannot be reached. Otherwise the one whose pause is over."""
+        """The instances of the next transfer: all but the doubted ones. If only doubted ones are left, it is half of
+        those that have not failed alone yet, so that a working one is found soon. Instances with no other at their
+        address come first, because usually a whole pod cannot be reached. Otherwise it is the one whose pause is
+        over."""
         stale = [target for target in stale if target.kind in self._kinds]
         known = {target: self._doubts.get(target.name) for target in stale}
         doubtful = {t: doubt for t, doubt in known.items() if doubt is not None and doubt.incarnation == t.incarnation}
@@ -231,7 +237,7 @@ class WeightSync:
                 self._doubts.pop(name, None)
                 self._fleet.weights_acked(name, target.incarnation, version)
                 continue
-            # It may hold this version, the one before or none.
+            # It may hold this version, the last one or none.
             self._fleet.transfer_failed(name, target.incarnation, name in published.blamed)
             if problem is not None and (name in published.blamed or not published.blamed):
                 self._log("weights.failed", instance=name, version=version, reason=problem)
@@ -240,7 +246,8 @@ class WeightSync:
                     self._doubt(target, seconds if len(targets) == 1 else None)
 
     def _doubt(self, target: Target, alone: float | None) -> None:
-        """Doubt an instance. `alone`: the seconds of an attempt for this instance only."""
+        """Doubt an instance. `alone`: the seconds of an attempt for this instance alone. None: others took part in the
+        attempt."""
         old, failures, pause = self._doubts.get(target.name), 0, 0.0
         if alone is not None:
             failures = 1 + (old.failures if old is not None and old.incarnation == target.incarnation else 0)
