@@ -1,4 +1,4 @@
-"""Figures of an iteration's generation and inference: overlap, seconds saved, idle instances. Pure."""
+"""Figures of an iteration's generation and inference: overlap, seconds saved and idle instances. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Interval = tuple[float, float]
 
 
 def union_seconds(intervals: Iterable[Interval]) -> float:
-    """The length of the union of [start, end) intervals."""
+    """The total length, in seconds, of the union of [start, end) intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(intervals):
         if end > reached:
@@ -22,15 +22,16 @@ def union_seconds(intervals: Iterable[Interval]) -> float:
 
 
 def clipped(spans: Iterable[Span], start: float, end: float) -> list[Interval]:
-    """The parts of the spans that lie within [start, end)."""
+    """The parts of the spans within [start, end), as intervals."""
     return [(max(s.start, start), min(s.end, end)) for s in spans if s.end > start and s.start < end]
 
 
 @dataclass(frozen=True)
 class StageAccount:
-    """In seconds. `hidden`: inference while samples were still generated, summed over scorers. `saved`: the time that
-    all scorers together would have needed for this work after generation, as without fusion (the cost of migrations is
-    not subtracted). `idle`: by rollout, the time in which neither it nor its scorer worked."""
+    """The figures of one iteration, in seconds. `hidden`: the time of inference while samples were still generated,
+    summed over the scorers. `saved`: the time that all scorers together would have needed for this work after
+    generation, as without fusion. The cost of migrations is not subtracted. `idle`: by rollout, the time in which
+    neither it nor its scorer worked."""
 
     seconds: float
     generation: float
@@ -47,9 +48,9 @@ def account(
     scoring: Mapping[str, Sequence[Span]],
     scorers: int,
 ) -> StageAccount:
-    """`begun`, `generated`, `ended`: when the stage began, when its last sample was generated, and when it ended, in
-    seconds since the epoch. `generating`: a span for each rollout. `scoring`: the spans of inference, by the rollout
-    beside the scorer."""
+    """The figures of one iteration. `begun`, `generated`, `ended`: when the stage began, when its last sample was
+    generated, and when it ended, in seconds since the epoch. `generating`: one span for each rollout. `scoring`: the
+    spans of inference, by the rollout beside the scorer. `scorers`: the number of scorers."""
     hidden = sum(union_seconds(clipped(spans, begun, generated)) for spans in scoring.values())
     names = {s.process for s in generating} | set(scoring)
     busy = {
@@ -68,6 +69,6 @@ def account(
 
 
 def totals(before: Mapping[str, Any] | None, facts: Mapping[str, float]) -> dict[str, float]:
-    """Sums over iterations."""
+    """The sums over iterations: `before` plus the figures of one more iteration."""
     before = before or {}
     return {name: before.get(name, 0.0) + value for name, value in facts.items()}

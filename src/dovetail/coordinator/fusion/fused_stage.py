@@ -1,4 +1,5 @@
-"""Runs generation and inference of one iteration, as fusion decides. Each sample is scored as soon as it may be."""
+"""Runs generation and inference of one iteration, as fusion decides. Each sample is scored as soon as fusion allows
+it."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from dovetail.coordinator.store.samples import Sample, SampleTable, State
 
 
 class Scoring(Protocol):
-    """Where finished samples go: see `dovetail.coordinator.scoring.scoring.Inference`."""
+    """Takes finished samples: see `dovetail.coordinator.scoring.scoring.Inference`."""
 
     def add(self, samples: Iterable[Finished]) -> None: ...
     def follow(self, left: int, growing: Callable[[], Sequence[Growing]]) -> None: ...
@@ -40,19 +41,20 @@ async def generate_and_score(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     turn: Turn | None = None,
 ) -> Generated:
-    """Returns when `on_scores` of `inference` has had every sample of the iteration that was not scored before.
+    """Generate and score an iteration. Returns when `on_scores` of `inference` has had every sample of the iteration
+    that was not scored before.
 
-    `inference` must ask `fusion.may_score`. `phase` measures two times: "generation" until the last sample is
-    generated, and "inference" after that. `on_progress(done, total)` follows generation. `turn`: the iteration's place
-    among several that are open. They are scored one after another, and which servers draw which is decided there.
-    Raises what both parts raise."""
+    `inference` must ask `fusion.may_score`. `deadline_seconds`: the longest time without a scored sample. `phase`
+    measures two times: "generation" until the last sample is generated, and "inference" after that. `on_progress(done,
+    total)` follows generation. `turn`: the iteration's place among several open ones. They are scored one after
+    another, and the turn decides which servers draw which iteration. Raises what generation and inference raise."""
 
     def progress(done: int, total: int, tokens: int) -> None:
         on_progress(done, total)
         inference.check()
         if fusion.threshold is not None:
             inference.follow(total - done, lambda: generator.growing(iteration))
-        # Which rollouts are idle may have changed.
+        # The set of idle rollouts may have changed.
         inference.poke()
 
     inference.add(_finished(s) for s in samples.samples(iteration, State.GENERATED))

@@ -1,6 +1,6 @@
-"""Decides when an iteration's tail is gathered, and which scorers may work meanwhile, with the planner's simulation.
+"""Decides when an iteration's tail is gathered, and which scorers may work meanwhile. It uses the planner's simulation.
 
-A job has one `Fusion`, an iteration has one `StageFusion`. The only I/O is the store's key `ppo/fusion`."""
+A job has one `Fusion`. An iteration has one `StageFusion`. The only I/O is the store's key `ppo/fusion`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dovetail.protocol.messages import Span
 from dovetail.protocol.process.process_names import rollout_of
 
 STORED = "ppo/fusion"
-# Stands in for what a run has not measured yet, on the premise that a step takes almost as long with some dozens
+# These values replace what a run has not measured yet. They assume that a decode step takes almost as long with dozens
 # of samples as with one. Only ratios matter for the first choice.
 ASSUMED = StageProfile(
     decode=((1, 0.010), (64, 0.012)), prefill_seconds_per_token=1e-4, inference_seconds_per_token=3e-4
@@ -31,8 +31,8 @@ ASSUMED = StageProfile(
 
 @dataclass
 class StageFusion:
-    """The fusion of one iteration. `decision` is None if fusion is off, or while it is not decided yet; until then
-    `provisional` and `roomy_before` are used.
+    """The fusion of one iteration. `decision` is None if fusion is off, or while the decision is still being computed.
+    Until then `provisional` and `roomy_before` are used.
 
     `destinations`: the rollouts on which the tail was gathered. `freed`: the other rollouts. `remaining`: how many
     samples were left then. `generated`: whether all samples are generated."""
@@ -50,17 +50,18 @@ class StageFusion:
 
     @property
     def threshold(self) -> int | None:
-        """The number of unfinished samples at which the tail is gathered. 0: never. None: inference waits until
-        generation has ended."""
+        """The number of unfinished samples at which the tail is gathered. 0: it is never gathered. None: inference
+        waits until generation has ended."""
         return self.provisional if self.decision is None else self.decision.threshold
 
     @property
     def roomy(self) -> bool:
-        """Whether destinations take as many samples as they have room for: see `Decision`."""
+        """Whether the destinations take as many samples as they have room for: see `Decision`."""
         return self.roomy_before if self.decision is None else self.decision.roomy
 
     def gather(self, unfinished: Sequence[tuple[Key, str | None]], eligible: Collection[str]) -> Collection[str] | None:
-        """The generator's `Tail`: the destinations, as soon as no more samples are left than the threshold says."""
+        """The generator's `Tail`. It returns the destinations as soon as the number of unfinished samples reaches the
+        threshold, and None before."""
         if self.destinations or not self.threshold or len(unfinished) > self.threshold or not unfinished:
             return None
         profiles = {name: self.profiles.get(name, ASSUMED) for name in sorted(eligible)}
@@ -74,12 +75,13 @@ class StageFusion:
         return plan.destinations
 
     def may_score(self, scorer: str, idle: Callable[[str], bool]) -> bool:
-        """Whether a scorer may work now. While others generate, it may if its rollout has nothing left to do."""
+        """Whether a scorer may work now. While samples are generated, it may if its own rollout has nothing left to
+        generate."""
         return self.generated or (self.threshold is not None and idle(rollout_of(scorer)))
 
 
 class Fusion:
-    """Controls the threshold. It keeps its state in the store, and a measured profile of each rollout group."""
+    """Controls the threshold of a job. Its state is in the store, with a measured profile of each rollout group."""
 
     def __init__(self, spec: RLHFJobSpec, store: Store, log: Callable[..., None]) -> None:
         self._spec = spec
@@ -107,9 +109,9 @@ class Fusion:
         instances: Sequence[Instance],
         block_tokens: int | None = None,
     ) -> AsyncIterator[StageFusion]:
-        """The fusion of one iteration. Its threshold is decided while generation begins; until then the last one is
-        used. `block_tokens`: see `StageProfile`. With `ppo.lag` servers without samples draw the next iteration, so
-        there is nothing to decide. Raises what the decision raises."""
+        """The fusion of one iteration. Its threshold is computed while generation begins. Until then the last one is
+        used. `prompt_lengths`: tokens. `block_tokens`: see `StageProfile`. With `ppo.lag`, servers without samples draw
+        the next iteration, so there is nothing to decide. Raises what the decision raises."""
         longest = max(prompt_lengths) + self._spec.generation.max_tokens
         known = {i.name: self.measured(i.group).profile() for i in instances}
         stage = StageFusion({name: replace(p, block_tokens=block_tokens) for name, p in known.items()}, longest)
@@ -152,13 +154,14 @@ class Fusion:
             known.migrated(sum(m.tokens for m in moves), max(m.seconds for m in moves))
 
     def end(self, response_lengths: Sequence[int]) -> None:
-        """Learn the lengths of an iteration's responses."""
+        """Learn the lengths of an iteration's responses, in tokens."""
         self._controller.observe(response_lengths)
         self._store.put(STORED, self._controller.as_json())
 
 
 def arrivals(migrations: Sequence[Migration]) -> dict[str, list[Migration]]:
-    """The samples of the tail that were prefilled at each destination. The last one waited for all of them."""
+    """The samples of the tail that were prefilled, by destination. The last sample of a destination waited for all of
+    them."""
     found: dict[str, list[Migration]] = {}
     for move in migrations:
         if (move.mechanism, move.reason) == ("tokens", "tail"):

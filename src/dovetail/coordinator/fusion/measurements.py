@@ -1,4 +1,4 @@
-"""Makes a `StageProfile` of what a run measures."""
+"""Builds a `StageProfile` from what a run measures."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 
 from dovetail.planner.simulate import StageProfile
 
-# Weight of a new measurement in the mean of its kind.
+# The weight of a new measurement in the mean of its kind.
 SMOOTHING = 0.3
-# What is left of the weight of a measured chunk with each one after it.
+# The factor by which the weight of a measured chunk decreases with each later chunk.
 FADING = 0.98
-# Relative variance of amounts below which they count as alike.
+# Amounts with a smaller relative variance count as equal.
 SPREAD = 0.02
 
 
 class Mean:
-    """A ratio of sums, older ones fading."""
+    """A ratio of two sums: seconds per amount. Older measurements count less."""
 
     def __init__(self) -> None:
         self._amount = 0.0
@@ -36,18 +36,18 @@ class Mean:
 
     @property
     def weight(self) -> float:
-        """How much was measured, lately."""
+        """The amount that was measured recently."""
         return self._amount
 
 
 class Line:
-    """Fixed seconds and seconds each, fitted to (amount, seconds); older ones fade.
+    """A line fitted to (amount, seconds): fixed seconds, and seconds per amount. Older measurements count less.
 
-    Of amounts that were all alike nothing can be said about the fixed part: it is then 0, as it is where the fit would
-    be below 0."""
+    If all amounts were equal, the fixed part is unknown. It is then 0. It is also 0 if the fit gives a negative
+    value."""
 
     def __init__(self) -> None:
-        self._sums = np.zeros(5)  # of 1, x, y, x x, x y
+        self._sums = np.zeros(5)  # weighted sums of 1, x, y, x x, x y
 
     def add(self, amount: float, seconds: float) -> None:
         if amount > 0 and seconds > 0:
@@ -56,7 +56,7 @@ class Line:
 
     @property
     def fit(self) -> tuple[float, float] | None:
-        """(fixed, each); None before anything was measured."""
+        """(fixed seconds, seconds per amount). None before the first measurement."""
         n, x, y, xx, xy = self._sums
         if not n:
             return None
@@ -67,7 +67,8 @@ class Line:
 
 
 class Measurements:
-    """The measurements of one instance, or of all that are alike. `assumed` is used for what was not measured yet."""
+    """The measurements of one instance, or of all instances of one kind. `assumed` is used for what was not measured
+    yet."""
 
     def __init__(self, assumed: StageProfile) -> None:
         self._assumed = assumed
@@ -76,16 +77,19 @@ class Measurements:
         self._swap_in, self._swap_out = Mean(), Mean()
 
     def decoded(self, batch: int, steps: float, seconds: float) -> None:
-        """`steps` decode steps at a mean batch size took `seconds`. Batch sizes within a quarter count as one."""
+        """Add a measurement: `steps` decode steps at a mean batch size took `seconds`. Batch sizes that differ by up to
+        a quarter count as equal."""
         if batch >= 1:
             self._decode.setdefault(_bin(batch), Mean()).add(steps, seconds)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """Prompts' tokens sent at once, until the last of them had been prefilled."""
+        """Add a measurement: `tokens` prompt tokens were sent at once, and the last of them was prefilled after
+        `seconds`."""
         self._prefill.add(tokens, seconds)
 
     def scored(self, tokens: int, seconds: float) -> None:
-        """A chunk's prompt and response tokens through reference, reward and critic."""
+        """Add a measurement: the reference, reward model and critic took `seconds` for a chunk of `tokens` prompt and
+        response tokens."""
         self._inference.add(tokens, seconds)
 
     def swapped_in(self, seconds: float) -> None:
@@ -95,13 +99,13 @@ class Measurements:
         self._swap_out.add(1, seconds)
 
     def migrated(self, tokens: int, seconds: float) -> None:
-        """Prompt and response tokens of all samples that came at once to be prefilled, from the decision to move them
-        to the last one's next token."""
+        """Add a measurement: samples with `tokens` prompt and response tokens moved at once to be prefilled. `seconds`:
+        from the decision to move them to the next token of the last one."""
         self._migration.add(tokens, seconds)
 
     @property
     def measured(self) -> bool:
-        """Whether decoding and inference, which decide everything, have both been seen."""
+        """Whether decoding and inference have both been measured. They decide the result."""
         return bool(self._points()) and self._inference.fit is not None
 
     def _points(self) -> tuple[tuple[int, float], ...]:
@@ -123,9 +127,10 @@ class Measurements:
 
 
 def rising(points: Sequence[tuple[int, float, float]]) -> tuple[tuple[int, float], ...]:
-    """(batch, seconds, weight) -> (batch, seconds) that never fall: the closest such ones (isotonic regression).
+    """Turn (batch, seconds, weight) into (batch, seconds) whose seconds never decrease. The result is the closest such
+    sequence (isotonic regression).
 
-    A step does not get shorter with more samples, and one noisy point must not make all larger batches seem slow."""
+    A decode step does not get shorter with more samples. One noisy point must not make all larger batches look slow."""
     pools: list[tuple[float, float, list[int]]] = []
     for batch, seconds, weight in points:
         batches = [batch]
@@ -138,7 +143,7 @@ def rising(points: Sequence[tuple[int, float, float]]) -> tuple[tuple[int, float
 
 
 def _bin(batch: int) -> int:
-    """1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 31, ...: the largest of these that is not above `batch`."""
+    """The largest value of 1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 25, 31, ... that is not above `batch`."""
     value = 1
     while (following := max(value + 1, value * 5 // 4)) <= batch:
         value = following

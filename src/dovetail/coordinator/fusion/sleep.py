@@ -1,9 +1,9 @@
-"""Servers that sleep, so that the scorer or the trainers beside them have the GPU: vLLM's sleep mode, level 1 (weights
-go to host memory, the KV cache is dropped).
+"""Puts servers to sleep, so that the scorer or the trainers on the same GPU can use it. It uses vLLM's sleep mode,
+level 1: weights go to host memory, and the KV cache is dropped.
 
-Only a rollout that announces it can sleep (`abilities.sleep`): it runs with `--enable-sleep-mode`. On GPUs the servers
-of groups that also train do. Meanwhile the scorer's own weights come from host memory (`abilities.host_weights`). They
-leave the GPU before the server wakes or trainers begin."""
+Only a rollout that announces it can sleep (`abilities.sleep`). It runs with `--enable-sleep-mode`. On GPUs, the servers
+of groups that also train announce it. The scorer's own weights are loaded from host memory meanwhile
+(`abilities.host_weights`). They leave the GPU before the server wakes or the trainers begin."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ SECONDS = 120.0
 
 
 class Sleepers:
-    """A sleeping server is drained in the fleet: it gets no requests until `wake`. `session` sends the job's token.
+    """The sleeping servers of a job. A sleeping server is drained in the fleet: it gets no requests until `wake`.
+    `session` sends the job's token.
 
-    `on_swapped(name, way, seconds)` is called with the seconds that going to sleep (`in`: the scorer moves in) or
-    waking (`out`) took."""
+    `on_swapped(name, way, seconds)` is called with the seconds that a change took. `way` is `in` when the server goes
+    to sleep (the scorer moves in), and `out` when the server wakes."""
 
     def __init__(
         self,
@@ -33,17 +34,17 @@ class Sleepers:
         on_swapped: Callable[[str, str, float], None] = lambda name, way, seconds: None,
     ) -> None:
         self._fleet, self._session, self._log, self._on_swapped = fleet, session, log, on_swapped
-        # By name: the incarnation that sleeps, and the task that puts it to sleep.
+        # For each rollout's name, the incarnation that sleeps, and the task that puts it to sleep.
         self._asleep: dict[str, tuple[str, asyncio.Task[bool]]] = {}
-        # By scorer: the incarnation that was told to load its models.
+        # For each scorer, the incarnation that was told to load its models.
         self._expecting: dict[str, str] = {}
         self._told: set[asyncio.Task[bool]] = set()
-        # By rollout: the incarnation of the scorer that has left the device to trainers.
+        # For each rollout, the incarnation of the scorer that has left the device to the trainers.
         self._resting: dict[str, str] = {}
 
     def expect(self, names: Iterable[str]) -> None:
-        """Call it when these rollouts make their last steps before their samples move away. Their scorers then load
-        what fits beside them. Only the first call of an iteration counts."""
+        """Call it when these rollouts run their last decode steps before their samples move away. Their scorers then
+        load the weights that fit beside them. Only the first call in an iteration has an effect."""
         for name in names:
             scorer = self._scorer(name)
             if scorer is not None and self._expecting.get(scorer.name) != scorer.incarnation:
@@ -53,7 +54,7 @@ class Sleepers:
                 task.add_done_callback(self._told.discard)
 
     def free(self, names: Iterable[str]) -> None:
-        """Call it when these rollouts have nothing left to generate. Those that can, go to sleep."""
+        """Call it when these rollouts have nothing left to generate. Those that can sleep go to sleep."""
         for name in names:
             instance = self._fleet.get(name)
             if instance is None or not instance.abilities.get("sleep") or self._known(instance):
@@ -63,8 +64,8 @@ class Sleepers:
             self._asleep[name] = (instance.incarnation, way)
 
     async def rest(self, names: Iterable[str]) -> None:
-        """Free the devices of these rollouts for the trainers. When it returns, those that can sleep are asleep (or
-        failed), and their scorers' weights are in host memory."""
+        """Free the devices of these rollouts for the trainers. When it returns, the rollouts that can sleep are asleep
+        (or have failed), and their scorers' weights are in host memory."""
         ways = []
         for name in names:
             instance = self._fleet.get(name)
@@ -82,14 +83,14 @@ class Sleepers:
             await asyncio.wait(ways)
 
     def out_of_the_way(self, name: str) -> bool:
-        """Whether the scorer beside a freed server may use the device: the server sleeps, or it cannot sleep."""
+        """Whether the scorer beside a freed server may use the device. It may if the server sleeps or cannot sleep."""
         instance = self._fleet.get(name)
         if instance is None or not instance.abilities.get("sleep"):
             return True
         return self._known(instance) and self._asleep[name][1].done()
 
     async def wake(self, name: str) -> None:
-        """Wake a server before it takes weights or requests. Raises OSError if it fails; then the server is no longer
+        """Wake a server before it takes weights or requests. Raises OSError if it fails. The server is then no longer
         drained, so that its failures are seen."""
         if name not in self._asleep:
             return
@@ -109,7 +110,7 @@ class Sleepers:
             raise OSError(f"{name} did not wake up")
 
     async def wake_all(self) -> None:
-        """Wake all servers. One that does not wake counts as failed in the fleet."""
+        """Wake all servers. A server that does not wake counts as failed in the fleet."""
         for name in list(self._asleep):
             try:
                 await self.wake(name)
@@ -124,12 +125,12 @@ class Sleepers:
         asleep = await self._post(instance, "/sleep?level=1", "in")
         scorer = self._scorer(instance.name)
         if asleep and scorer is not None:
-            # Now there is room for all models. The first chunk need not wait for the answer.
+            # There is room for all models now. The first chunk does not need to wait for the answer.
             await self._post(scorer, "/v1/bring", None)
         return asleep
 
     def _scorer(self, rollout: str) -> Instance | None:
-        """The scorer beside a rollout, if it keeps its weights in host memory."""
+        """The scorer beside a rollout, if it can keep its weights in host memory. Otherwise None."""
         scorer = self._fleet.get(scorer_name(rollout))
         return scorer if scorer is not None and scorer.abilities.get("host_weights") else None
 
@@ -137,7 +138,8 @@ class Sleepers:
         return self._asleep.get(instance.name, ("", None))[0] == instance.incarnation
 
     async def _post(self, instance: Instance, route: str, way: str | None) -> bool:
-        """`way`: what is logged and measured as a swap; None: a scorer's part, whose failure its chunks will show."""
+        """Send a POST request to an instance. Returns whether it succeeded. `way`: how the time is logged and measured
+        as a swap. None: the request is for a scorer, whose chunks would show a failure."""
         started = time.monotonic()
         error: str | None = None
         try:
