@@ -1,1 +1,1 @@
-"""Data: sources, blending and splits, tokenization, the built-in dialogue language."""
+"""The data of a job: sources, blending, splits, tokenization, and the built-in synthetic dialogue language."""

@@ -1,7 +1,9 @@
-"""Which records a stage uses, and in which order: DeepSpeed-Chat's data abstraction as pure functions of the seed.
+"""Decides which records a stage uses, and in which order. It is DeepSpeed-Chat's data abstraction as pure functions of
+the seed.
 
-Each source's records are shuffled and split into disjoint parts for the stages (`split`). A part of each is held out,
-and the rest is blended by weight (`Blend`). A batch depends only on (seed, step), so a job can resume from any step."""
+The records of each source are shuffled and split into disjoint parts for the stages (`split`). A share of each part is
+held out, and the rest is blended by weight (`Blend`). A batch depends only on (seed, step), so a job can resume from
+any step."""
 
 from __future__ import annotations
 
@@ -17,13 +19,14 @@ Indices = NDArray[np.int64]
 
 
 def permutation(size: int, *key: int | str) -> Indices:
-    """A permutation of range(size), (size,) int64, drawn with the key as seed."""
+    """A permutation of range(size), (size,) int64. It depends only on `size` and the key."""
     return np.random.Generator(np.random.PCG64(derived_seed(*key))).permutation(size).astype(np.int64)
 
 
 def split(size: int, shares: Mapping[str, float], *key: int | str) -> dict[str, Indices]:
-    """Disjoint random parts of range(size), in proportion to `shares`. Together they are the whole. Each part with a
-    positive share gets at least one record if there are enough. Raises ValueError if no share is positive."""
+    """Disjoint random parts of range(size), in proportion to `shares`, each (n,) int64. Together they cover the range.
+    Each part with a positive share gets at least one record if there are enough. Raises ValueError if no share is
+    positive."""
     total = sum(shares.values())
     if total <= 0:
         raise ValueError("no share is positive")
@@ -31,15 +34,15 @@ def split(size: int, shares: Mapping[str, float], *key: int | str) -> dict[str, 
     order = permutation(size, "split", *key)
     bounds = np.rint(np.cumsum([shares[name] for name in wanted]) / total * size).astype(int)
     if size >= len(wanted):
-        for i in range(len(bounds)):  # at least one each, from both ends
+        for i in range(len(bounds)):  # each part gets at least one, from both ends
             bounds[i] = min(max(bounds[i], (bounds[i - 1] if i else 0) + 1), size - (len(bounds) - 1 - i))
     parts = dict(zip(wanted, np.split(order, bounds[:-1]), strict=True))
     return {name: parts.get(name, np.zeros(0, np.int64)) for name in shares}
 
 
 def hold_out(part: Indices, share: float) -> tuple[Indices, Indices]:
-    """The records to train on, and those held out. At least one is held out if `share` > 0, and at least one is left to
-    train on if `share` < 1."""
+    """The indices of the records to train on, and of those held out, each (n,) int64. At least one is held out if
+    `share` > 0, and at least one is left for training if `share` < 1."""
     count = round(len(part) * share)
     if share > 0:
         count = max(count, 1)
@@ -52,11 +55,11 @@ def hold_out(part: Indices, share: float) -> tuple[Indices, Indices]:
 class Blend:
     """An endless sequence of (source, position in source), interleaved in proportion to the weights.
 
-    After n picks, each source has had its share of n, within 1. Each source is read in epochs. Each epoch has an order
-    of its own, and has every record once."""
+    After n picks, each source has had its share of n, within 1. Each source is read in epochs. An epoch has its own
+    order, and has every record once."""
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], *key: int | str) -> None:
-        """Raises ValueError for an empty source, because it could not give its share."""
+        """Raises ValueError for an empty source, because it could not provide its share."""
         if len(sizes) != len(weights) or not sizes:
             raise ValueError("a blend needs one weight for each of at least one source")
         if min(sizes) < 1 or min(weights) <= 0:
@@ -64,8 +67,8 @@ class Blend:
         self.sizes = list(sizes)
         self._key = key
         self._weights = np.asarray(weights, np.float64) / sum(weights)
-        self._sources: list[int] = []  # source of pick n
-        self._turns: list[int] = []  # how often that source had been picked before
+        self._sources: list[int] = []  # the source of pick n
+        self._turns: list[int] = []  # how often that source was picked before
         self._counts = np.zeros(len(sizes), np.int64)
         self._order = lru_cache(maxsize=2 * len(sizes))(
             lambda source, epoch: permutation(self.sizes[source], "epoch", *key, source, epoch)
@@ -89,7 +92,8 @@ class Blend:
         return [self.pick(n) for n in range((step - 1) * size, step * size)]
 
     def _turn(self, n: int) -> tuple[int, int]:
-        # Next is the source that is most below its share, and the first of equal ones. The rule needs all picks before.
+        # The next source is the one furthest below its share, or the first of several equal ones. This rule needs all
+        # earlier picks.
         while len(self._sources) <= n:
             lag = self._weights * (len(self._sources) + 1) - self._counts
             source = int(np.argmax(lag))

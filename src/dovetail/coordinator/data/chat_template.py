@@ -1,4 +1,4 @@
-"""Dialogues as text: the Human/Assistant format, or the tokenizer's own chat template."""
+"""Turns dialogues into text, in the Human/Assistant format or with the tokenizer's own chat template."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ ASSISTANTS = ("assistant", "gpt")
 
 Message = dict[str, str]
 
-# HumanAssistant as a chat template, after a beginning-of-sequence token if the tokenizer writes one.
+# The Human/Assistant format as a chat template. It begins with a beginning-of-sequence token if the tokenizer writes
+# one.
 HUMAN_ASSISTANT_TEMPLATE = (
     "{%- for message in messages %}"
     "{%- if message['role'] == 'user' %}{{- '\\n\\nHuman: ' + message['content'] }}"
@@ -24,7 +25,8 @@ HUMAN_ASSISTANT_TEMPLATE = (
 
 
 def human_assistant_template(tokenizer: Any) -> str:
-    """The Human/Assistant format as a chat template of this tokenizer, for a model whose tokenizer has none."""
+    """The Human/Assistant format as a chat template for this tokenizer. It is for models whose tokenizer has no
+    template."""
     begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     return ("{{- bos_token }}" if begins else "") + HUMAN_ASSISTANT_TEMPLATE
 
@@ -33,19 +35,20 @@ class ChatFormat(Protocol):
     """Turns messages (role, content) into text."""
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """The text up to where the assistant's next turn begins."""
+        """The text up to the point where the assistant's next turn begins."""
 
     def reply(self, messages: Sequence[Message], content: str) -> str:
-        """The assistant's next turn, without the end-of-sequence token."""
+        """The text of the assistant's next turn, without the end-of-sequence token."""
 
     def turn_length(self, messages: Sequence[Message], content: str, rest: str) -> int | None:
-        """How many characters the assistant's turn after `messages` has in a longer conversation, with what closes it.
+        """The number of characters of the assistant's turn after `messages` in a longer conversation, with the text
+        that closes it.
 
-        `rest`: the conversation's text after `prompt(messages)`. None: the turn does not stand there."""
+        `rest`: the conversation's text after `prompt(messages)`. None: `rest` does not begin with the turn."""
 
 
 class HumanAssistant:
-    """Anthropic's format of hh-rlhf."""
+    """Anthropic's format of the hh-rlhf data set."""
 
     def prompt(self, messages: Sequence[Message]) -> str:
         return "".join(_HEADS[m["role"]] + m["content"] for m in messages) + ASSISTANT
@@ -58,7 +61,7 @@ class HumanAssistant:
 
 
 class WithSystem:
-    """A format that opens each conversation without a system message with one."""
+    """A format that adds a system message to each conversation without one."""
 
     def __init__(self, chat: ChatFormat, system: str) -> None:
         self.chat, self._system = chat, system
@@ -79,7 +82,7 @@ class WithSystem:
 
 
 class Template:
-    """A Hugging Face tokenizer's chat template."""
+    """The chat template of a Hugging Face tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -97,14 +100,14 @@ class Template:
         return stripped.removesuffix(end) if end and stripped.endswith(end) else text
 
     def _written(self, messages: Sequence[Message], content: str) -> str:
-        """The assistant's turn as the end of a conversation, with what closes it."""
+        """The assistant's turn as the end of a conversation, with the text that closes it."""
         before = self._render(messages, add_generation_prompt=True)
         whole = self._render([*messages, {"role": "assistant", "content": content}])
-        # Some templates write the generation prompt otherwise than the turn itself; then the plain text is the reply.
+        # Some templates write the generation prompt differently from the turn itself. Then the plain text is the reply.
         return whole[len(before) :] if whole.startswith(before) else content
 
     def turn_length(self, messages: Sequence[Message], content: str, rest: str) -> int | None:
-        # Templates of models that think write other things before the last answer than before earlier ones.
+        # Templates of reasoning models write other text before the last answer than before earlier ones.
         said, last = content.strip(), self._written(messages, content)
         if said not in rest or said not in last:
             return None
@@ -117,11 +120,11 @@ class Template:
         return len(head + said + closing) if rest.startswith(head + said + closing) else None
 
     def _without_bos(self, text: str) -> str:
-        """Tokenization adds the beginning-of-sequence token itself."""
+        """The text without a beginning-of-sequence token, because tokenization adds it."""
         bos = self._tokenizer.bos_token
         return text.removeprefix(bos) if bos else text
 
 
 def chat_format(tokenizer: Any | None) -> ChatFormat:
-    """The tokenizer's template if it has one, else Human/Assistant."""
+    """The format for a tokenizer: its chat template if it has one, otherwise Human/Assistant."""
     return Template(tokenizer) if getattr(tokenizer, "chat_template", None) else HumanAssistant()

@@ -1,4 +1,4 @@
-"""All data of a job: every list is loaded, split between the stages, partly held out, and blended."""
+"""All data of a job. Each list of sources is loaded, split between the stages, partly held out, and blended."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from dovetail.coordinator.data.sources import identity, load
 from dovetail.manifest.types import RLHFJobSpec, Stage
 
 R = TypeVar("R")
-HELD_OUT_LIMIT = 4096  # records of a stage that are evaluated at most: more tell nothing new and take long
+HELD_OUT_LIMIT = 4096  # most held-out records of a stage; more take long and add little
 
 
 @dataclass(frozen=True)
 class SourcePart(Generic[R]):
-    """One source's records in one list: the positions in the source of those to train on, and of those held out."""
+    """The records of one source in one list. `train`, `held_out`: the positions in the source of records to train on
+    and of held-out records, each (n,) int64."""
 
     records: Records[R]
     train: Indices
@@ -38,20 +39,22 @@ class StageData(Generic[R]):
         self._blend = Blend([len(p.train) for p in parts], [p.weight for p in parts], *key)
 
     def __len__(self) -> int:
-        """Records to train on."""
+        """The number of records to train on."""
         return len(self._blend)
 
     def batch(self, step: int, size: int) -> list[R]:
-        """The records of a step; steps count from 1. They depend only on the job's seed and the step."""
+        """The records of a step, `size` of them. Steps count from 1. They depend only on the job's seed and the
+        step."""
         return [self._get(source, i) for source, i in self._blend.batch(step, size)]
 
     def steps_per_epoch(self, size: int) -> int:
-        """The number of batches of `size` that hold every record once. The last one is filled with records of the next
-        epoch."""
+        """The number of batches of `size` that hold every record once. The last batch is filled with records of the
+        next epoch."""
         return -(-len(self) // size)
 
     def held_out(self) -> list[R]:
-        """The records for evaluation, at most 4,096, in proportion to the sources' held-out parts."""
+        """The held-out records for evaluation, about 4,096 at most, in proportion to the held-out parts of the
+        sources."""
         total = sum(len(p.held_out) for p in self.parts)
         keep = min(1.0, HELD_OUT_LIMIT / max(total, 1))
         return [p.records[int(i)] for p in self.parts for i in p.held_out[: max(1, int(len(p.held_out) * keep))]]
@@ -69,8 +72,8 @@ class StageData(Generic[R]):
 
 @dataclass(frozen=True)
 class Collection:
-    """The lists of a job; a list that no stage needs is None. `fingerprints`: of each source, by manifest field.
-    `evaluated`: the records of spec.evaluation.prompts, by source."""
+    """The lists of a job. A list that no stage needs is None. `fingerprints`: the fingerprint of each source, by
+    manifest field. `evaluated`: the records of spec.evaluation.prompts, by source."""
 
     demonstrations: StageData[Demonstration] | None
     preferences: StageData[Judged] | None
@@ -79,15 +82,15 @@ class Collection:
     evaluated: list[Records[Prompt]] = field(default_factory=list)
 
     def evaluation_prompts(self, held_out: int) -> list[Prompt]:
-        """The prompts that an evaluation answers: the first 4,096 of those that the manifest names for it, or else
-        `held_out` of those that are held out."""
+        """The prompts that an evaluation answers. They are the first 4,096 that the manifest names for it, or else
+        `held_out` of the held-out ones."""
         if self.evaluated:
             every = (source[i] for source in self.evaluated for i in range(len(source)))
             return list(islice(every, HELD_OUT_LIMIT))
         return self.prompts.held_out()[:held_out] if self.prompts is not None else []
 
     def texts(self) -> Iterator[str]:
-        """All text to train on, for training a tokenizer. Held-out records are left out."""
+        """All text to train on, for training a tokenizer. It does not include held-out records."""
         for d in self.demonstrations.training_records() if self.demonstrations else ():
             yield d.text
         for p in self.preferences.training_records() if self.preferences else ():
@@ -101,8 +104,8 @@ class Collection:
 
 
 def needed(spec: RLHFJobSpec) -> list[Kind]:
-    """The lists that the job's stages read: demonstrations for SFT and ptx, preferences for the reward model
-    and DPO, prompts for PPO."""
+    """The lists that the job's stages read: demonstrations for SFT and ptx, preferences for the reward model and DPO,
+    and prompts for PPO."""
     stages = set(spec.stages)
     kinds: list[Kind] = []
     if Stage.SFT in stages or (Stage.PPO in stages and spec.ppo.ptx_coef > 0):
@@ -121,11 +124,11 @@ def collect(
     chat: ChatFormat | None,
     known: Mapping[str, Fingerprint] | None = None,
 ) -> Collection:
-    """Load, split and blend the data. Raises DataError that names the manifest field, also if a source differs from its
-    fingerprint in `known`, which was taken when the run began.
+    """Load, split and blend the data. Raises DataError that names the manifest field. It is also raised if a source
+    differs from its fingerprint in `known`, which was taken when the run began.
 
-    A data set that only one list names is used whole. One that several lists name is split between their stages without
-    overlap, in proportion to `spec.data.split`; only stages that run count."""
+    A data set that only one list names is used completely. A data set that several lists name is split between their
+    stages without overlap, in proportion to `spec.data.split`. Only stages that run count."""
     kinds = needed(spec)
     users: dict[str, set[Kind]] = {}
     prints: dict[str, Fingerprint] = {}
@@ -156,7 +159,8 @@ def collect(
                 raise DataError(
                     f"spec.data.split gives stage {_reader(kind, spec)} no share of {name}, which other stages use too"
                 )
-            # The split must not depend on where the run's files lie: a path's own name is enough to tell sets apart.
+            # The split must not depend on the folder of the run's files. The name of a path is enough to distinguish
+            # data sets.
             mine = split(len(records), shares, spec.seed, _label(key))[kind]
             train, held = hold_out(mine, spec.data.held_out)
             if not len(train):
@@ -192,7 +196,7 @@ def collect(
 
 
 def _one_shape(spec: RLHFJobSpec, name: str, records: Records[Any], others: list[SourcePart[Any]]) -> None:
-    """Raises DataError for responses with a label where pairs are needed, or beside pairs."""
+    """Raises DataError for labelled responses in a list that needs pairs or already has pairs."""
     labelled = isinstance(records[0], Labelled)
     if labelled and (Stage.REWARD in spec.stages or spec.dpo.loss != "KTO"):
         needs = "the reward stage" if Stage.REWARD in spec.stages else f"spec.dpo.loss {spec.dpo.loss}"

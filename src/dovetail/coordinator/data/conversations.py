@@ -16,8 +16,8 @@ _ROLES = {"human": "user", "gpt": "assistant"}
 
 @dataclass(frozen=True)
 class Conversation:
-    """`learnt`: for each message, whether it is an assistant's that is not marked with "train": false or
-    "weight": 0."""
+    """The messages of a conversation. `learnt`: for each message, whether it is learnt. That is an assistant's message
+    without the mark "train": false or "weight": 0."""
 
     messages: list[Message]
     learnt: list[bool]
@@ -31,12 +31,12 @@ class Conversation:
         return bool(self.messages) and self.messages[-1]["role"] in ASSISTANTS
 
     def unlearnt(self) -> Conversation:
-        """The same as something that is given."""
+        """The same conversation as context: none of its messages is learnt."""
         return Conversation(self.messages, [False] * len(self.messages))
 
 
 def conversation(value: Any, name: str, where: str) -> Conversation:
-    """The messages of field `name`, with roles user, assistant and system. Raises DataError that begins with
+    """The messages of field `name`, with roles user, assistant and system. Raises DataError whose message begins with
     `where`."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise DataError(f"{where}: field {name!r} must be a list of messages, not {type_name(value)}")
@@ -56,7 +56,7 @@ def conversation(value: Any, name: str, where: str) -> Conversation:
 
 
 def _marked(item: Mapping[str, Any], place: str) -> bool:
-    """Whether a message is learnt as far as its marks say. A table has null where a record has no mark."""
+    """Whether the marks of a message allow learning it. A table has null in a record without a mark."""
     for name, kinds, allowed in (("train", (bool,), (True, False)), ("weight", (int, float), (0, 1))):
         mark = item.get(name)
         if mark is None:
@@ -70,8 +70,8 @@ def _marked(item: Mapping[str, Any], place: str) -> bool:
 
 
 def demonstration(dialogue: Conversation, name: str, chat: ChatFormat, where: str) -> Demonstration:
-    """What SFT learns of a conversation: every assistant turn that is marked to be learnt. What comes after the last
-    of them is left out. Raises DataError."""
+    """The demonstration that SFT learns from a conversation: every assistant turn that is marked to be learnt. The text
+    after the last of these turns is left out. Raises DataError."""
     messages = dialogue.messages
     turns = [i for i, learnt in enumerate(dialogue.learnt) if learnt]
     if not dialogue.answered:
@@ -102,6 +102,6 @@ def demonstration(dialogue: Conversation, name: str, chat: ChatFormat, where: st
 
 
 def type_name(value: Any) -> str:
-    """What JSON calls the value."""
+    """The JSON name of the value's type."""
     names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", int: "a number", float: "a number"}
     return "null" if value is None else names.get(type(value), type(value).__name__)

@@ -1,5 +1,5 @@
-"""Fingerprints of the data sources, to notice data that changed during a run. They are taken when the run begins, and
-compared when it is resumed."""
+"""Fingerprints of the data sources. They show whether data changed during a run. They are taken when the run begins,
+and compared when it is resumed."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ _COMMIT = re.compile(r"@([0-9a-f]{40})/")
 def fingerprint(
     source: DataSource, records: Records[Any], field: str, base_dir: Path, known: Fingerprint | None
 ) -> Fingerprint | None:
-    """The fingerprint of a source as it is now. It is None for synthetic data, because the manifest determines these.
+    """The fingerprint of a source as it is now. It is None for synthetic data, because the manifest determines that
+    data.
 
-    For files it has name, size, modification time (ns) and SHA-256; files in `known` with the same size and time are
-    not read again. For hub data it has the repository, the requested revision, and the commit if `datasets` tells it.
-    Raises DataError."""
+    For files it has name, size in bytes, modification time (ns) and SHA-256. Files with the same size and time in
+    `known` are not read again. For hub data it has the repository, the requested revision, and the commit if `datasets`
+    reports it. Raises DataError."""
     if source.path is not None:
         before = {file["name"]: file for file in (known or {}).get("files", [])}
         return {"files": [_file(p, before.get(p.name)) for p in source_files(base_dir / source.path, field)]}
@@ -40,7 +41,8 @@ def compare(
     known: Mapping[str, Fingerprint],
     found: Mapping[str, Fingerprint],
 ) -> None:
-    """Raises DataError that names the first file or repository that has changed since the run began."""
+    """Compare the fingerprints. Raises DataError that names the first file or repository that has changed since the run
+    began."""
     for field, now in found.items():
         before = known.get(field)
         if before is None:
@@ -100,7 +102,7 @@ def _file(path: Path, known: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _commit(records: Records[Any]) -> str | None:
-    """The commit of hub data. `datasets` has it in the addresses of the files that it downloaded."""
+    """The commit of hub data. The URLs of the files that `datasets` downloaded contain it."""
     info = getattr(records.table, "info", None) if isinstance(records, Rows) else None
     checksums = getattr(info, "download_checksums", None) or {}
     commits = {match[1] for address in checksums if (match := _COMMIT.search(str(address)))}

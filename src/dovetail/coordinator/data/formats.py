@@ -20,9 +20,9 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RowFormat:
-    """One shape of a row. `fits` tells whether a row has it (`format: Auto`). `read(row, kind, chat, where)` makes the
-    record, or raises DataError with a sentence that `where` opens. `judged`: rows say which replies are good and which
-    are not; other formats give no preferences."""
+    """One format of a row. `fits` says whether a row has it (`format: Auto`). `read(row, kind, chat, where)` makes the
+    record, or raises DataError whose message begins with `where`. `judged`: whether rows say which replies are good and
+    which are bad. Other formats give no preferences."""
 
     name: str
     fits: Callable[[Row], bool]
@@ -42,8 +42,8 @@ def detect(row: Row, where: str) -> str:
 
 
 def convert(row: Row, fmt: str, kind: Kind, chat: ChatFormat, where: str) -> Record:
-    """The record of `kind` in the row. Every error message begins with `where`: the file and line, or the data set and
-    row."""
+    """The record of `kind` in the row. Raises DataError whose message begins with `where`: the file and line, or the
+    data set and row."""
     chosen = FORMATS[fmt]
     if kind == "preferences" and not chosen.judged:
         raise DataError(
@@ -59,7 +59,7 @@ def convert(row: Row, fmt: str, kind: Kind, chat: ChatFormat, where: str) -> Rec
 
 
 def is_dialogue(row: Row) -> bool:
-    """Whether a row holds messages, which a chat template writes."""
+    """Whether a row holds messages, which a chat template turns into text."""
     return any(isinstance(row.get(name), list) for name in (*MESSAGE_FIELDS, *PROMPT_FIELDS, "chosen"))
 
 
@@ -75,7 +75,7 @@ def _prompt_response(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Reco
 
 
 def _prompt_messages(row: Row, name: str, kind: Kind, chat: ChatFormat, where: str) -> Record:
-    """A prompt that is a list of messages. The response is a text, or the messages that follow; only these are
+    """A prompt that is a list of messages. The response is a text, or the messages that follow. Only the response is
     learnt."""
     given = conversation(row[name], name, where)
     if kind == "prompts":
@@ -121,7 +121,7 @@ def _messages(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
 
 
 def _asked(dialogue: Conversation, name: str, where: str) -> list[Message]:
-    """The messages up to the last that is not the assistant's."""
+    """The messages up to the last one that is not the assistant's."""
     messages = list(dialogue.messages)
     while messages and messages[-1]["role"] in ASSISTANTS:
         messages.pop()
@@ -140,7 +140,7 @@ def _chosen_rejected(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Reco
     chosen, rejected = _string(row, "chosen", where), _string(row, "rejected", where)
     if row.get("prompt") is not None:
         prompt = _filled(_string(row, "prompt", where), "prompt", where)
-        # Some sets repeat the prompt at the start of both.
+        # Some data sets repeat the prompt at the start of both replies.
         if chosen.startswith(prompt) and rejected.startswith(prompt):
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         return _from_pair(kind, prompt, _continued(prompt, chosen), _continued(prompt, rejected), fields)
@@ -153,8 +153,8 @@ def _chosen_rejected(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Reco
 
 
 def _message_pair(row: Row, chat: ChatFormat, where: str) -> tuple[str, str, str]:
-    """Conversational preferences: lists of messages that share all but the last, with or without a prompt list, which
-    some sets repeat at the start of both."""
+    """Conversational preferences: two lists of messages that differ only in the last one. There may be a list with the
+    prompt, which some data sets repeat at the start of both."""
     chosen = conversation(row["chosen"], "chosen", where).messages
     rejected = conversation(row["rejected"], "rejected", where).messages
     given = row.get("prompt")
@@ -183,7 +183,7 @@ def _read_hh(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
 
 
 def _hh(row: Row, where: str) -> tuple[str, str, str]:
-    """The prompt is the common dialogue up to its last "\\n\\nAssistant:"."""
+    """Prompt, chosen reply and rejected reply. The prompt is the common dialogue up to its last "\\n\\nAssistant:"."""
     chosen = _string(row, _need(row, ("chosen",), where), where)
     rejected = _string(row, _need(row, ("rejected",), where), where)
     cut = _common(chosen, rejected).rfind(ASSISTANT)
@@ -196,7 +196,7 @@ def _hh(row: Row, where: str) -> tuple[str, str, str]:
 
 
 def _common(a: str, b: str) -> str:
-    """The longest text with which both begin."""
+    """The longest common beginning of two texts."""
     end = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[:end]
 
@@ -208,13 +208,13 @@ def _from_pair(kind: Kind, prompt: str, chosen: str, rejected: str, fields: dict
 
 
 def _continued(prompt: str, response: str) -> str:
-    """The response, with a space before it if nothing else separates it from the prompt."""
+    """The response. It gets a space in front if nothing else separates it from the prompt."""
     joined = not response or response[0].isspace() or prompt[-1].isspace()
     return response if joined else " " + response
 
 
 def _others(row: Row, *names: str) -> dict[str, Any]:
-    """The fields that are not in `names`, for reward functions."""
+    """The fields that are not in `names`. Reward functions get them."""
     return {name: value for name, value in row.items() if name not in names}
 
 
@@ -248,7 +248,7 @@ def _has(row: Row) -> str:
     return ("fields " if len(names) > 1 else "only ") + ", ".join(names[:12]) if names else "no fields"
 
 
-# By the names of `DataSource.format`, in the order in which `detect` asks them.
+# The formats by the names of `DataSource.format`, in the order in which `detect` tries them.
 FORMATS: dict[str, RowFormat] = {
     each.name: each
     for each in (

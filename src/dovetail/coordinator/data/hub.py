@@ -1,8 +1,8 @@
-"""Models of a Hugging Face hub: downloaded once, and always the same commit in a run.
+"""Models of a Hugging Face hub. Each is downloaded once, and a run always uses the same commit.
 
-A model comes in two parts. The small files say what it is; they come first, so that rollouts can start and a model that
-cannot be used is refused at once. The weights follow. The commit and the files of each are in `hub.json` in the run
-directory, so a run that is resumed asks the hub for nothing that it has."""
+A model is downloaded in two parts. The small files describe it. They come first, so that rollouts can start and an
+unusable model is refused at once. The weights follow. `hub.json` in the run directory records the commit and the files
+of each model, so a resumed run requests nothing that it already has."""
 
 from __future__ import annotations
 
@@ -25,16 +25,18 @@ from dovetail.manifest.types import HubAccess as HubSpec
 
 COMMITS = "hub.json"
 MAIN = "main"
-# Tries without a byte of progress, after which the hub counts as out of reach, and the seconds between them.
+# The seconds of waiting after each attempt that brought no byte of progress. After the last one the hub counts as
+# unreachable.
 WAITS = (2.0, 4.0, 8.0, 16.0)
-# Left free on a disk, for what a run writes before it says that the disk is full.
+# The space that is kept free on a disk, for what a run writes before it reports that the disk is full.
 SPARE_BYTES = 64 << 20
 GB = 1e9
 
 
 @dataclass
 class _Model:
-    """A repository in use. `files`: name and bytes of all that it holds at the commit; empty: not known."""
+    """A repository in use. `files`: the name and size in bytes of all its files at the commit. Empty: they are
+    unknown."""
 
     field: str
     repository: str
@@ -45,9 +47,10 @@ class _Model:
 
 
 class Hub:
-    """Fetches the repositories of a run. `run_dir` None: nothing is recorded. `pods`: files go to the run directory,
-    which all pods see; on one machine, to the user's own cache. `shared`: a cache of models that all pods read. `note`
-    is called with a sentence on how far a download is. Methods raise DataError with a sentence for the user."""
+    """Downloads the repositories of a run. `run_dir` None: nothing is recorded. `pods`: files go to the run directory,
+    which all pods can read. Otherwise they go to the user's own cache on this machine. `shared`: a cache of models that
+    all pods can read. `note` is called with a sentence about the progress of a download. `clock`: monotonic seconds.
+    Methods raise DataError with a sentence for the user."""
 
     def __init__(
         self,
@@ -71,8 +74,8 @@ class Hub:
         self._models: dict[str, _Model] = {}
 
     def describe(self, name: str, field: str, repository: str, revision: str | None, code: bool = False) -> Path:
-        """The folder of a repository, with the files that describe the model, and later its weights. `name`: of the
-        model; `code`: the model's Python files too."""
+        """The folder of a repository, with the files that describe the model, and later its weights. `name`: the
+        model's name. `code`: whether to include the model's Python files."""
         wanted = revision or MAIN
         known = self._known().get(f"{repository}@{wanted}", {})
         model = self._from_shared(field, repository, wanted, known.get("commit")) or self._from_record(
@@ -88,15 +91,16 @@ class Hub:
         return model.folder
 
     def files(self, name: str) -> list[str]:
-        """The names of all files in the model's repository; of one in a shared cache, of those that are there."""
+        """The names of all files in the model's repository. For a model in a shared cache these are the files that the
+        cache has."""
         model = self._models[name]
         return sorted(model.files) or sorted(path.name for path in model.folder.iterdir())
 
     def download_weights(self) -> None:
-        """The weights of all models that were described."""
+        """Download the weights of all models that were described."""
         for name, model in self._models.items():
             if not model.files:
-                continue  # of the shared cache, and complete
+                continue  # it is in the shared cache, and complete
             weights = weight_files(list(model.files), read_json(model.folder / INDEX))
             missing = [each for each in weights if not _complete(model.folder / each, model.files.get(each))]
             if missing and name != "tokenizer":
@@ -110,7 +114,7 @@ class Hub:
 
     @property
     def commits(self) -> dict[str, dict[str, str]]:
-        """Repository and commit of each model, by the model's name."""
+        """The repository and commit of each model, by the model's name."""
         return {name: {"repository": m.repository, "commit": m.commit} for name, m in self._models.items()}
 
     # ------------------------------------------------------------ what is there
@@ -120,7 +124,7 @@ class Hub:
         return None if self._cache is None else str(self._cache)
 
     def _from_shared(self, field: str, repository: str, revision: str, commit: str | None) -> _Model | None:
-        """A model that the shared cache has complete."""
+        """A model that is complete in the shared cache. None if there is none."""
         if self._shared is None:
             return None
         roots = (self._shared, self._shared / "hub")
@@ -139,7 +143,7 @@ class Hub:
     def _from_record(
         self, field: str, repository: str, revision: str, known: dict[str, Any], code: bool
     ) -> _Model | None:
-        """A model whose small files an earlier life of the run has downloaded."""
+        """A model whose small files an earlier process of the run has downloaded. None if there is none."""
         files, folder = known.get("files") or {}, Path(known.get("folder") or "/nonexistent")
         if not files or not all(_complete(folder / name, files[name]) for name in small_files(list(files), code)):
             return None
@@ -161,7 +165,8 @@ class Hub:
     # ------------------------------------------------------------ downloads
 
     def _check_room(self, model: _Model, missing: list[str]) -> None:
-        """Raises DataError if the disk has too little room for the weights: better now than after an hour."""
+        """Raises DataError if the disk has too little space for the weights, so that the job fails now and not after an
+        hour."""
         at = self._cache if self._cache is not None else model.folder
         needed = self._size(model, missing) - self._have(missing, model)
         free = shutil.disk_usage(at).free
@@ -171,7 +176,7 @@ class Hub:
             )
 
     def _fetch(self, field: str, request: Request, revision: str, model: _Model | None = None) -> dict[str, Any]:
-        """The answer of a process that downloads; it is tried again while it makes progress."""
+        """The answer of a process that downloads. The process is started again as long as it makes progress."""
         deadline = self._clock() + self._spec.timeout_seconds
         names = list(request.names or ())
         waits, had = list(WAITS), self._have(names, model)
@@ -189,7 +194,7 @@ class Hub:
             self._sleep(min(waits.pop(0), max(0.0, deadline - self._clock())))
 
     def _run(self, request: Request, deadline: float, names: list[str], model: _Model | None) -> dict[str, Any] | None:
-        """One try. None: the deadline has passed."""
+        """One attempt. None: the deadline has passed."""
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", hub_client.__name__],
             stdin=subprocess.PIPE,
@@ -204,7 +209,7 @@ class Hub:
             process.stdin.flush()
             while self._clock() < deadline:
                 try:
-                    # The input stays open: it ends with this process, and so does the download.
+                    # Its standard input stays open. It closes when this process ends, and the download then ends too.
                     process.wait(0.2)
                     break
                 except subprocess.TimeoutExpired:
@@ -230,7 +235,7 @@ class Hub:
         return sum(model.files.get(name) or 0 for name in names)
 
     def _have(self, names: list[str], model: _Model | None) -> int:
-        """Bytes of these files that are there, those of files under way too."""
+        """The bytes of these files that are on the disk, including incomplete files."""
         if model is None:
             return 0
         done = sum(path.stat().st_size for name in names if (path := model.folder / name).is_file())
@@ -239,7 +244,7 @@ class Hub:
             try:
                 done += path.stat().st_size
             except OSError:
-                continue  # it is whole now
+                continue  # it is complete now
         return done
 
     def _progress(self, names: list[str], model: _Model) -> str:
@@ -289,7 +294,7 @@ def _complete(path: Path, size: int | None) -> bool:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file's value; None for what is no JSON."""
+    """The value of a JSON file. None if the file is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

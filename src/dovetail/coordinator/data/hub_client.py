@@ -1,9 +1,9 @@
 """A process that downloads one repository of a Hugging Face hub: `python -P -m dovetail.coordinator.data.hub_client`.
 
-In: one JSON line (`Request`). Out: one JSON line, {"commit", "folder", "files": {name: bytes}} or {"error": kind,
-"message", "endpoint"}. The process ends when its input ends. It is a process of its own, so that it can be ended at a
-deadline: huggingface_hub has none for a whole download. The token, the hub's address and the user's cache come from the
-environment, as huggingface_hub reads them."""
+Its input is one JSON line (`Request`). Its output is one JSON line: {"commit", "folder", "files": {name: bytes}} or
+{"error": kind, "message", "endpoint"}. The process ends when its input ends. It is a separate process so that it can be
+ended at a deadline, because huggingface_hub has no deadline for a whole download. The token, the hub's address and the
+user's cache come from the environment, as huggingface_hub reads them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-# Configurations, tokenizers and templates; and code only where the manifest says so.
+# The small files are configurations, tokenizers and templates, and Python code if the manifest allows it.
 SMALL = (".json", ".model", ".txt", ".jinja")
 CODE = ".py"
 WEIGHTS = ".safetensors"
 INDEX = "model.safetensors.index.json"
-# Kinds of errors that a second try does not mend; all others are `transient`.
+# The kinds of errors that another attempt cannot fix. All others are `transient`.
 FINAL = ("gated", "missing", "revision", "token", "forbidden", "full", "invalid")
 
 
 @dataclass(frozen=True)
 class Request:
-    """`cache_dir` None: the user's own cache. `names` None: the small files; else these files."""
+    """What to download. `cache_dir` None: use the user's own cache. `names` None: download the small files. Otherwise
+    download these files."""
 
     repository: str
     revision: str
@@ -42,14 +43,15 @@ class Request:
 
 
 def small_files(names: Iterator[str] | list[str], code: bool) -> list[str]:
-    """What describes a model, of a repository's files. Files in folders belong to other formats."""
+    """The files of a repository that describe its model. Files in folders belong to other formats, so they are left
+    out."""
     wanted = (*SMALL, CODE) if code else SMALL
     return sorted(name for name in names if "/" not in name and name.endswith(wanted))
 
 
 def weight_files(names: list[str], index: Any) -> list[str]:
-    """The files with the model's weights. `index`: the content of INDEX. Some repositories have the same weights a
-    second time, in another format."""
+    """The files with the model's weights. `index`: the content of INDEX. Some repositories have the same weights again
+    in another format."""
     here = sorted(name for name in names if "/" not in name and name.endswith(WEIGHTS))
     if isinstance(index, dict) and isinstance(index.get("weight_map"), dict):
         return sorted({str(name) for name in index["weight_map"].values()})
@@ -57,7 +59,7 @@ def weight_files(names: list[str], index: Any) -> list[str]:
 
 
 def download(request: Request) -> dict[str, Any]:
-    """Raises what huggingface_hub raises."""
+    """Download the files of a request. Returns the answer. Raises what huggingface_hub raises."""
     from huggingface_hub import HfApi, snapshot_download
 
     named = request.names is not None
@@ -78,7 +80,7 @@ def download(request: Request) -> dict[str, Any]:
             info = HfApi().model_info(request.repository, revision=folder.name, files_metadata=True)
             files = {each.rfilename: each.size for each in info.siblings or []}
         except Exception:
-            # Without a network a model that is in the cache will do.
+            # Without a network, a model in the cache is good enough.
             files = {path.name: path.stat().st_size for path in folder.iterdir() if path.is_file()}
             if not weight_files(list(files), None):
                 raise
@@ -86,7 +88,7 @@ def download(request: Request) -> dict[str, Any]:
 
 
 def kind_of(error: BaseException) -> str:
-    """What an error of huggingface_hub means for the user. It hides some in others."""
+    """The kind of an error of huggingface_hub, for the user. huggingface_hub hides some errors in others."""
     from huggingface_hub import errors
 
     for each in _chain(error):
@@ -116,7 +118,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def make_room(request: Request) -> None:
-    """Delete what was not downloaded completely: it would keep a full disk full, so that nobody could write why."""
+    """Delete incomplete downloads. They would keep a full disk full, so that the reason could not be written."""
     if request.cache_dir is not None:
         for path in Path(request.cache_dir).rglob("*.incomplete"):
             with contextlib.suppress(OSError):

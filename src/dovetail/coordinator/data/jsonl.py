@@ -13,7 +13,7 @@ from dovetail.coordinator.data.data_error import DataError
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number from 1, text) of every line that is not blank. Files that end in .gz are decompressed. Raises
+    """The (line number from 1, text) of every line that is not blank. Files that end in .gz are decompressed. Raises
     DataError for a file that cannot be read, decompressed or decoded."""
     number = 0
     try:

@@ -1,5 +1,5 @@
-"""The sources of the job's models: checks folders and hub repositories, and writes configurations of models from
-scratch."""
+"""The sources of the job's models. It checks folders and hub repositories, and writes the configurations of models that
+start from random weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def resolve(source: ModelSource, name: str, base_dir: Path, hub: Hub, trust_remote_code: bool = False) -> Path:
-    """The folder of a path or hub source. The weights of a hub's model are there after `hub.download_weights`. `name`:
+    """The folder of a path or hub source. The weights of a hub model are there after `hub.download_weights`. `name`:
     actor, critic, reward or reference. Raises DataError that names the field."""
     field = f"spec.models.{name}"
     if source.path is not None:
@@ -43,13 +43,13 @@ def resolve(source: ModelSource, name: str, base_dir: Path, hub: Hub, trust_remo
         raise DataError(
             f"{field}.source: {source.path or source.hugging_face} has {found}; Dovetail loads safetensors, so {fix}"
         )
-    config = read_json(folder / "config.json")  # what is no JSON is told where the model is loaded
+    config = read_json(folder / "config.json")  # loading the model reports a file that is not JSON
     if isinstance(config, dict) and "model_type" in config and (why := problem(config, MODEL_FAMILIES)) is not None:
         raise DataError(f"{field}.source: {source.path or source.hugging_face}: {why}")
     return folder
 
 
-# Fields of all families that must be whole numbers above 0.
+# The fields of all families that must be integers above 0.
 _COUNTS = (
     "vocab_size",
     "hidden_size",
@@ -64,9 +64,10 @@ _COUNTS = (
 
 
 def scratch_config(scratch: ScratchModel, tokenizer: Any, field: str) -> dict[str, Any]:
-    """config.json of a model with random weights: the manifest's fields, then those that follow from the tokenizer.
+    """The config.json of a model with random weights. It has the manifest's fields, and those that follow from the
+    tokenizer.
 
-    Other fields have the family's defaults when the model is loaded. (The configuration classes are not used here,
+    Other fields get the family's defaults when the model is loaded. (The configuration classes are not used here,
     because importing one imports torch.) Raises DataError for sizes that do not fit each other or the tokenizer."""
     where = f"{field}.source.scratch.config"
     eos, bos, pad = tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id
@@ -77,7 +78,8 @@ def scratch_config(scratch: ScratchModel, tokenizer: Any, field: str) -> dict[st
         "vocab_size": len(tokenizer),
         "eos_token_id": eos,
         "bos_token_id": bos,
-        # The embedding row of the pad token gets no gradient, so it must not be a token that is read.
+        # The embedding row of the pad token gets no gradient, so the pad token must not be a token that the model
+        # reads.
         "pad_token_id": None if pad in (eos, bos) else pad,
         **scratch.config,
     }

@@ -1,4 +1,5 @@
-"""Prepares what a job needs before its first step: tokenizer, model folders, data. It may be repeated at any time."""
+"""Prepares what a job needs before its first step: tokenizer, model folders and data. It may be repeated at any
+time."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ GivenPrompt = str | Mapping[str, Any]
 
 
 def given_prompt(given: GivenPrompt) -> tuple[str, dict[str, Any]]:
-    """Text and fields. Raises ValueError for a record without a text."""
+    """The text and the other fields of a given prompt. Raises ValueError for a record without a text."""
     if isinstance(given, str):
         return given, {}
     text = given.get("prompt")
@@ -68,9 +69,9 @@ def given_prompt(given: GivenPrompt) -> tuple[str, dict[str, Any]]:
 class Prepared:
     """The batches of every stage, which depend only on the step, and the folders of the job's models.
 
-    `sources`: the models with a source in the manifest: a folder with weights, or a configuration for random weights.
-    Steps and iterations count from 1. Methods raise DataError for a malformed record of a table, and ValueError for a
-    list that the job does not have."""
+    `sources`: the source of each model that has one in the manifest. It is a folder with weights, or a configuration
+    for random weights. Steps and iterations count from 1. Methods raise DataError for a malformed record of a table,
+    and ValueError for a list that the job does not have."""
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class Prepared:
         return self.encoder.pad
 
     def model_ref(self, name: str) -> ModelRef | None:
-        """The first weights of actor, critic, reward or reference. None if the manifest does not name them."""
+        """The initial weights of actor, critic, reward or reference. None if the manifest does not name them."""
         return own_model(self.spec, name, self.sources, self.tokenizer_dir)
 
     def steps_per_epoch(self, stage: Stage) -> int:
@@ -111,8 +112,8 @@ class Prepared:
         return _have(self.data.prompts, "prompts").steps_per_epoch(self._prompts_per_iteration)
 
     def total_steps(self, stage: Stage) -> int:
-        """The number of optimizer steps of SFT, reward training or DPO (`steps`, or epochs over the data); of PPO,
-        iterations."""
+        """The number of optimizer steps of SFT, reward training or DPO (`steps`, or epochs over the data). For PPO it
+        is the number of iterations."""
         if stage is Stage.PPO:
             return self.spec.ppo.iterations
         training = self.spec.supervised(stage)
@@ -138,9 +139,8 @@ class Prepared:
         return [sft_batch([held[i] for i in group], self.encoder.pad) for group in groups]
 
     def scored_demonstrations(self) -> list[Arrays]:
-        """The demonstrations by which the reward model's scores are centred, at most 512, in batches of
-        `reward.batchSize`: held-out ones, or else the first ones to train on. Empty if the job reads no
-        demonstrations."""
+        """The demonstrations that centre the reward model's scores, at most 512, in batches of `reward.batchSize`. They
+        are held-out ones, or else the first ones to train on. Empty if the job reads no demonstrations."""
         data = self.data.demonstrations
         if data is None:
             return []
@@ -155,7 +155,8 @@ class Prepared:
         return [reward_batch(_pairs([rows for _, rows in batch]), self.encoder.pad) for batch in batches]
 
     def dpo_eval_batches(self) -> list[Arrays]:
-        """The held-out pairs, or responses with a label, in batches of `dpo.batchSize`, likewise."""
+        """The held-out pairs, or labelled responses, in batches of `dpo.batchSize`, sorted by length. The last batch
+        may be smaller."""
         return [self._dpo_batch(batch) for batch in self._held_out_judged(self.spec.dpo.batch_size)]
 
     def _held_out_judged(self, size: int) -> list[list[tuple[Judged, tuple[Encoded, ...]]]]:
@@ -172,16 +173,16 @@ class Prepared:
         return dpo_batch(_pairs([rows for _, rows in batch]), pad, longest if self.spec.dpo.loss == "KTO" else None)
 
     def prompts(self, iteration: int) -> list[PromptRecord]:
-        """The prompts of a PPO iteration: globalBatchSize / samplesPerPrompt of them."""
+        """The prompts of a PPO iteration. There are globalBatchSize / samplesPerPrompt of them."""
         records = _have(self.data.prompts, "prompts").batch(iteration, self._prompts_per_iteration)
         return self._prompt_records([(r.prompt, r.fields) for r in records])
 
     def further_prompts(
         self, iteration: int, round_number: int, count: int, known: Container[str]
     ) -> list[PromptRecord]:
-        """`count` prompts of a further round (1, 2, ...) of dynamic sampling. They are drawn from the data in an order
-        of their own, so the iterations' first prompts do not depend on them. Prompts with a text in `known` come only
-        if there are too few others."""
+        """`count` prompts of a further round (1, 2, ...) of dynamic sampling. They are drawn from the data in a
+        separate order, so the first prompts of iterations do not depend on them. Prompts whose text is in `known` are
+        used only if there are too few others."""
         each = self._prompts_per_iteration
         number = (iteration - 1) * self.spec.ppo.dynamic_sampling + round_number
         drawn = self._further.batch(number, 2 * each)
@@ -197,7 +198,7 @@ class Prepared:
         return StageData(_have(self.data.prompts, "prompts").parts, self.spec.seed, "prompts", "further")
 
     def given_prompts(self, prompts: Sequence[GivenPrompt]) -> list[PromptRecord]:
-        """Prompts of the user's own. Raises ValueError."""
+        """The records of prompts that the user gives. Raises ValueError."""
         return self._prompt_records([given_prompt(each) for each in prompts])
 
     def evaluation_prompts(self) -> list[PromptRecord]:
@@ -207,8 +208,8 @@ class Prepared:
         )
 
     def ptx_batch(self, iteration: int) -> Arrays:
-        """The arrays `ptx_tokens`, `ptx_lengths` and `ptx_loss_mask` of as many demonstrations as the iteration has
-        samples."""
+        """The arrays `ptx_tokens` (N,T) int32, `ptx_lengths` (N,) int32 and `ptx_loss_mask` (N,T) uint8. N is the
+        number of samples in the iteration."""
         demonstrations = _have(self.data.demonstrations, "demonstrations")
         records = demonstrations.batch(iteration, self.spec.ppo.global_batch_size)
         return sft_batch([self.encoder.demonstration(r) for r in records], self.encoder.pad, "ptx_")
@@ -228,11 +229,11 @@ def prepare(
     known: Mapping[str, Fingerprint] | None = None,
     hub: Hub | None = None,
 ) -> Prepared:
-    """Make what is missing in the run directory, and load the data. Relative paths start from `base_dir`.
+    """Create what is missing in the run directory, and load the data. Relative paths start from `base_dir`.
 
-    `known`: the fingerprints of the data with which the run began; other data is refused. `hub`: fetches models by
-    name. Writes `tokenizer/`, `models/actor-config/` and `cache/`, each whole or not at all. Raises DataError, and
-    OSError when the disk fails."""
+    `known`: the fingerprints of the data with which the run began. Other data is refused. `hub`: downloads models by
+    name. Writes `tokenizer/`, `models/actor-config/` and `cache/`, each completely or not at all. Raises DataError, and
+    OSError if the disk fails."""
     run_dir.mkdir(parents=True, exist_ok=True)
     hub = hub or Hub(spec.hub, run_dir)
     sources = model_sources(spec, base_dir, hub)
@@ -240,7 +241,7 @@ def prepare(
     config_dir = run_dir / "models" / "actor-config"
 
     def ready_for_rollouts(made: Callable[[], Any]) -> Any:
-        """The tokenizer. Rollouts start as soon as it and the actor's configuration are there."""
+        """The tokenizer. Rollouts start as soon as it and the actor's configuration exist."""
         _once(tokenizer_dir, lambda folder: made().save_pretrained(str(folder)))
         tokenizer = tokenizers.load(tokenizer_dir, "spec.models.tokenizer", trust_remote_code=_trusts(spec, "actor"))
         actor = sources["actor"]
@@ -252,7 +253,7 @@ def prepare(
             _once(config_dir, lambda folder: _copy_config(actor, folder))
         return tokenizer
 
-    # Data and weights may take an hour to download, so rollouts do not wait for them.
+    # Data and weights may take an hour to download. Rollouts do not wait for them.
     training = spec.models.tokenizer.train
     given = None if training else given_tokenizer(spec, sources, base_dir, hub)
     tokenizer = None if training else ready_for_rollouts(lambda: given)
@@ -272,7 +273,7 @@ def prepare(
 def own_model(
     spec: RLHFJobSpec, name: str, sources: Mapping[str, Path | ScratchModel], tokenizer_dir: Path
 ) -> ModelRef | None:
-    """Starting weights of a model whose manifest names a source; None when the manifest leaves them to the default."""
+    """The initial weights of a model whose manifest names a source. None if the manifest does not."""
     source = sources.get(name)
     if source is None:
         return None
@@ -288,9 +289,9 @@ def own_model(
 
 
 def model_sources(spec: RLHFJobSpec, base_dir: Path, hub: Hub) -> dict[str, Path | ScratchModel]:
-    """The source of each model whose manifest names one: a local folder, or a configuration for random weights.
+    """The source of each model for which the manifest names one: a local folder, or a configuration for random weights.
 
-    Of repositories of a hub, the weights are not there yet. Relative paths start from `base_dir`. Raises DataError."""
+    The weights of hub repositories are not downloaded yet. Relative paths start from `base_dir`. Raises DataError."""
     if spec.models.actor.source is None:
         raise DataError("spec.models.actor.source is missing: name a huggingFace repository, a path, or scratch")
     result: dict[str, Path | ScratchModel] = {}
@@ -337,7 +338,7 @@ def _fits(model: Path, tokenizer: Any) -> None:
 
 def _same_tokens(tokenizer: Any, teacher: Path, trust_remote_code: bool) -> None:
     """Raises DataError if the teacher's tokenizer has other tokens than the actor's. A teacher's folder without a
-    tokenizer is taken to have the actor's."""
+    tokenizer is assumed to use the actor's."""
     if not (teacher / "tokenizer_config.json").is_file():
         return
     field = "spec.models.reference.source"
@@ -364,7 +365,8 @@ def _write_json(path: Path, value: object) -> None:
 
 
 def _once(folder: Path, make: Callable[[Path], object]) -> None:
-    """Fill a folder unless it exists. A crash, or another process that does the same, never leaves half of it."""
+    """Fill a folder with `make` unless it exists. A crash, or another process that does the same, never leaves it
+    incomplete."""
     if folder.is_dir():
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -388,7 +390,7 @@ def _once(folder: Path, make: Callable[[Path], object]) -> None:
 
 
 def _pairs(encoded: Sequence[tuple[Encoded, ...]]) -> list[tuple[Encoded, Encoded]]:
-    """Of a job whose preferences are pairs, as `collect` has seen to."""
+    """The pairs of a job whose preferences are pairs. `collect` has checked that they are."""
     return [(chosen, rejected) for chosen, rejected in encoded]
 
 

@@ -1,4 +1,4 @@
-"""The three kinds of record that training needs, whatever file they come from."""
+"""The three kinds of record that training needs, from any file format."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STAGE_OF: dict[Kind, Stage] = {
 
 @dataclass(frozen=True, slots=True)
 class LaterTurn:
-    """A later turn of a conversation: `given` is what stands before it, `response` what the assistant says."""
+    """A later turn of a conversation. `given`: the text before it. `response`: the assistant's text."""
 
     given: str
     response: str
@@ -26,7 +26,8 @@ class LaterTurn:
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """The text is `prompt + response`, and then `given + response` of each of `turns`. Only responses are learnt."""
+    """One conversation for SFT. The text is `prompt + response`, and then `given + response` for each of `turns`. Only
+    responses are learnt."""
 
     prompt: str
     response: str
@@ -34,13 +35,13 @@ class Demonstration:
 
     @property
     def text(self) -> str:
-        """All of it, without an end token."""
+        """The whole text, without an end-of-sequence token."""
         return self.prompt + self.response + "".join(turn.given + turn.response for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Two continuations of one prompt."""
+    """Two responses to one prompt, of which `chosen` is better."""
 
     prompt: str
     chosen: str
@@ -58,7 +59,7 @@ class Labelled:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`fields`: the record's other fields, which reward functions get."""
+    """One prompt. `fields`: the record's other fields, which reward functions get."""
 
     prompt: str
     fields: dict[str, Any] = field(default_factory=dict)

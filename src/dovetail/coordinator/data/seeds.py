@@ -1,4 +1,4 @@
-"""Seeds that are equal on every platform and after every restart."""
+"""Seeds that are the same on every platform and after every restart."""
 
 from __future__ import annotations
 

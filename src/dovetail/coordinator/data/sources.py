@@ -1,4 +1,4 @@
-"""Loads a `DataSource` into records with `datasets`. Tables are Arrow files, so they may be larger than memory."""
+"""Loads a `DataSource` into records with `datasets`. Tables are Arrow files, so they may be larger than the memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dovetail.manifest.types import DataSource
 
 JSON_LINES = (".jsonl", ".jsonl.gz")
 PARQUET = (".parquet",)
-# Goes up when lines are checked in another way, so that those that were checked before are checked anew.
+# The version of the checks of JSON lines. Increase it when the checks change, so that lines are checked again.
 CHECKED = 2
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The records of a table, converted when they are asked for."""
+    """The records of a table. Each is converted when it is requested."""
 
     table: Any
     row: Callable[[Any], dict[str, Any]]
@@ -41,8 +41,8 @@ class Rows:
 
 
 def identity(source: DataSource, kind: Kind, position: int, base_dir: Path) -> str:
-    """A value that is equal for two sources with the same records, which the stages must then share. Synthetic sources
-    are never equal: each list and each entry has records of its own."""
+    """A value that is equal for two sources with the same records, which the stages must then share. Two synthetic
+    sources are never equal, because each list and each entry has its own records."""
     if source.hugging_face:
         return json.dumps(["hub", source.hugging_face, source.subset, source.split])
     if source.path:
@@ -63,8 +63,8 @@ def load(
     """Records of `kind` from the source, in the source's own order.
 
     `field`: the manifest field, for errors. `base_dir`: the folder from which relative paths start. `cache_dir`: the
-    folder for Arrow files. Every JSON line is checked here. Of tables the first record is checked here, and each other
-    record when it is read. Raises DataError."""
+    folder for Arrow files. Every JSON line is checked here. In tables, only the first record is checked here, and each
+    other record when it is read. Raises DataError."""
     chat = with_system(chat or HumanAssistant(), source)
     if source.synthetic is not None:
         return _synthetic(kind, source.synthetic.size, seed, field)
@@ -133,7 +133,7 @@ def _path(source: DataSource, path: Path, kind: Kind, field: str, cache_dir: Pat
             convert(jsonl.parse(text, place), fmt, kind, chat, place)
             yield {"file": file, "line": number, "json": text}
 
-    # The stamp lets a later start reuse the Arrow file of unchanged, already checked lines.
+    # With this stamp, a later start reuses the Arrow file of unchanged lines that were checked before.
     stamp = json.dumps([[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files] + [fmt, kind, CHECKED])
     columns = {"file": "int32", "line": "int64", "json": "large_string"}
     features = datasets.Features({name: datasets.Value(dtype) for name, dtype in columns.items()})
@@ -156,7 +156,7 @@ def _path(source: DataSource, path: Path, kind: Kind, field: str, cache_dir: Pat
 
 
 def _numbered(files: Sequence[Path]) -> Iterator[tuple[int, int, str]]:
-    """(file's position, line number, line). Raises DataError for a file without records."""
+    """The (position of the file, line number, line) of each line. Raises DataError for a file without records."""
     for i, file in enumerate(files):
         empty = True
         for number, text in jsonl.lines(file):
@@ -187,7 +187,7 @@ def _hub(source: DataSource, kind: Kind, field: str, cache_dir: Path, chat: Chat
         try:
             return datasets.load_dataset(source.hugging_face, source.subset, **options)
         except ValueError as error:
-            # Anthropic/hh-rlhf and others keep their parts in folders instead of named configurations.
+            # Anthropic/hh-rlhf and others have their parts in folders and not in named configurations.
             if source.subset is None or "BuilderConfig" not in str(error):
                 raise
             return datasets.load_dataset(source.hugging_face, data_dir=source.subset, **options)
@@ -207,10 +207,10 @@ def _table(table: Any, source: DataSource, name: str, kind: Kind, chat: ChatForm
 
 
 def _raising(action: Callable[[], Any], what: str) -> Any:
-    """Run `action`, and turn the loader's errors into a DataError of one sentence. A DataError stays as it is."""
+    """Run `action`, and turn the loader's errors into a DataError of one sentence. A DataError is raised unchanged."""
     try:
         return action()
-    except Exception as error:  # `datasets` raises many kinds, all about the user's source
+    except Exception as error:  # `datasets` raises many kinds of errors, all about the user's source
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, DataError):
@@ -223,7 +223,7 @@ def _raising(action: Callable[[], Any], what: str) -> Any:
 
 
 class _quiet:  # noqa: N801 - reads as a statement
-    """LaterTurn off the loader's progress bars, because they would break the caller's own."""
+    """Turns off the loader's progress bars, because they would damage the caller's own."""
 
     def __enter__(self) -> None:
         import datasets

@@ -1,10 +1,10 @@
 """A small dialogue language in which the quality of a reply is known.
 
 A prompt asks for a number of facts about a topic ("Tell me two things about the cat."). A good reply opens politely,
-says as many true facts about that topic as were asked for, none twice, and closes politely. Replies are written by
-imaginary authors with a care from 0 to 1. The less care an author takes, the more a reply is rude, off the topic,
-vague, repetitive and rambling. So a policy that imitates all authors can improve much, what is good depends on the
-prompt, and lengths have a long tail. `quality` is the ground truth. Everything follows from a seed."""
+says as many true facts about that topic as were asked for, none twice, and closes politely. Imaginary authors write the
+replies with a care from 0 to 1. With less care, a reply is more often rude, off the topic, vague, repetitive and too
+long. So a policy that imitates all authors can improve much. The best reply depends on the prompt, and lengths have a
+long tail. `quality` is the ground truth. A seed determines everything."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from dovetail.coordinator.data.chat_template import ASSISTANT, HUMAN
 
-# Six true facts about each topic, in short common words. Topics share many words.
+# Six true facts about each topic, in short common words. The topics share many words.
 FACTS: dict[str, tuple[str, ...]] = {
     "cat": ("is small", "is soft", "has fur", "can run", "can sleep", "likes milk"),
     "dog": ("is loud", "has fur", "can run", "can play", "likes meat", "likes walks"),
@@ -62,12 +62,12 @@ class Pair:
 
 
 def quality(prompt: str, reply: str) -> float:
-    """Ground truth in [0, 1]: 0.6 F1(said, asked) + 0.25 politeness + 0.15 proper end.
+    """The ground truth in [0, 1]: 0.6 F1(said, asked) + 0.25 politeness + 0.15 proper end.
 
-    F1 is of precision (distinct true things about the topic, at most as many as asked, over all sentences
-    between opening and closing) and recall (the same over the number asked). A rude opening scores 0, none 0.5,
-    a polite one 1; a closing sentence scores 1, another whole last sentence 0.5, a broken-off one 0.
-    A prompt that is not of this language is answered by 0."""
+    F1 combines precision and recall. Precision counts distinct true facts about the topic, at most as many as asked,
+    over all sentences between opening and closing. Recall is the same count over the number asked. A rude opening
+    scores 0, no opening 0.5 and a polite one 1. A closing sentence scores 1, another complete last sentence 0.5 and an
+    incomplete one 0. A prompt that is not of this language gives 0."""
     requests = _REQUEST.findall(prompt)
     text = reply.strip()
     if not requests or not text:
@@ -122,9 +122,9 @@ def _reply(rng: random.Random, topic: str, asked: int, care: float) -> str:
     else:
         sentences.append(rng.choice(_RUDE))
     length = asked
-    if rng.random() < lapse:  # too short, or a ramble whose length has a long tail
+    if rng.random() < lapse:  # it is too short, or too long with a long tail of lengths
         length = rng.randint(1, asked) if rng.random() < 0.5 else asked + 1 + min(int(rng.expovariate(0.3)), 14)
-    # Facts keep their order, as in natural speech: what it is, what it has or can do, what it likes or needs.
+    # Facts keep their order, as in natural speech: what it is, what it has or can do, and what it likes or needs.
     unsaid = [FACTS[topic][i] for i in sorted(rng.sample(range(len(FACTS[topic])), min(length, len(FACTS[topic]))))]
     said: list[str] = []
     for i in range(length):
@@ -148,12 +148,12 @@ def _reply(rng: random.Random, topic: str, asked: int, care: float) -> str:
 
 
 def _care(rng: random.Random) -> float:
-    """The care of a random author. Half are careless, so that imitation alone is not good enough."""
+    """The care of a random author. Half of the authors are careless, so that imitation alone is not good enough."""
     return min(1.0, max(0.0, rng.choice((0.1, 0.9)) + rng.uniform(-0.1, 0.1)))
 
 
 def prompt(index: int, seed: int | str) -> str:
-    """The index-th prompt, in HH format, ending in "Assistant:"."""
+    """The index-th prompt, in HH format. It ends in "Assistant:"."""
     return _prompt(_rng("prompt", seed, index))[0]
 
 
@@ -165,13 +165,13 @@ def demonstration(index: int, seed: int | str) -> tuple[str, str]:
 
 
 def preference(index: int, seed: int | str, noise: float = 0.02, margin: float = 0.3) -> Pair:
-    """The index-th pair of replies to a prompt; the better one is chosen. A fraction `noise` of the pairs is
+    """The index-th pair of replies to a prompt. The better one is chosen. A fraction `noise` of the pairs is
     mislabelled.
 
-    One pair in four is by two authors, whose replies differ in quality by at least `margin`. In the other three, one
-    reply is the other one with one more mistake, of a kind that policies make (`_mistaken`). Only such pairs teach a
-    reward model that each property counts by itself (how many facts, about what, none twice), because careless authors
-    do everything badly."""
+    In one pair of four, two authors write the replies, whose quality differs by at least `margin`. In the other three,
+    one reply is the other one with one more mistake, of a kind that policies make (`_mistaken`). Only such pairs teach
+    a reward model that each property counts by itself (how many facts, about what, none twice), because careless
+    authors do everything badly."""
     rng = _rng("preference", seed, index)
     text, topic, asked = _prompt(rng)
     if rng.random() < 0.25:
@@ -191,8 +191,8 @@ def preference(index: int, seed: int | str, noise: float = 0.02, margin: float =
 
 
 def _mistaken(rng: random.Random, reply: str, topic: str) -> str:
-    """The reply with one more mistake: a fact too few or too many, said twice, off the topic or vague; all facts off
-    the topic; no opening or a rude one; no closing; or a reply that breaks off."""
+    """The reply with one more mistake: one fact too few or too many, a fact that is repeated, off the topic or vague,
+    all facts off the topic, no opening or a rude one, no closing, or a reply that is cut off."""
     sentences = [s.strip() for s in _SENTENCE.findall(reply.strip())]
     opening = sentences[:1] if sentences[0] in _POLITE + _RUDE else []
     closing = sentences[-1:] if sentences[-1] in _CLOSING else []
@@ -232,5 +232,5 @@ def _mistaken(rng: random.Random, reply: str, topic: str) -> str:
 
 
 def _rng(kind: str, seed: int | str, index: int) -> random.Random:
-    """A generator seeded by a string, which Python hashes with SHA-512, the same everywhere."""
+    """A random generator seeded by a string. Python hashes it with SHA-512, so it is the same everywhere."""
     return random.Random(f"{kind}/{seed}/{index}")

@@ -17,8 +17,8 @@ Tokens = list[int]
 
 @dataclass(frozen=True)
 class Encoded:
-    """One sequence. The first `prompt_length` tokens are given, and so are those of the ranges in `given`, which come
-    later, as (start, end). The rest are learnt."""
+    """One sequence of token ids. The first `prompt_length` tokens are context. So are the later ranges in `given`, as
+    (start, end). The other tokens are learnt."""
 
     tokens: Tokens
     prompt_length: int
@@ -28,8 +28,8 @@ class Encoded:
 class Encoder:
     """A tokenizer with the job's limits.
 
-    `max_prompt_tokens`: longer prompts keep their last tokens. `max_tokens`: the limit of prompt, response and end
-    token together. A longer sequence loses the end of its response, and the end token too, because the text does not
+    `max_prompt_tokens`: longer prompts keep only their last tokens. `max_tokens`: the limit of prompt, response and end
+    token together. A longer sequence loses the end of its response, and also the end token, because the text does not
     end there. A prompt leaves at least half of `max_tokens` to the response."""
 
     def __init__(self, tokenizer: Any, max_prompt_tokens: int, max_tokens: int) -> None:
@@ -39,7 +39,8 @@ class Encoder:
         self.max_prompt_tokens = max_prompt_tokens
         self.max_tokens = max_tokens
         bos = tokenizer.bos_token_id
-        # Only tokenizers that put it there themselves expect it (Llama does, Qwen and OPT's GPT-2 kind may not).
+        # Only models whose tokenizers write the token themselves expect it (Llama does; Qwen and the GPT-2 tokenizer of
+        # OPT may not).
         self.bos: Tokens = [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
 
     def encode(self, text: str) -> Tokens:
@@ -47,13 +48,13 @@ class Encoder:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def prompt(self, text: str, limit: int | None = None) -> Tokens:
-        """The beginning-of-sequence token if the model has one, and the text's last tokens."""
+        """The beginning-of-sequence token if the model has one, and the last tokens of the text, within `limit`."""
         limit = min(self.max_prompt_tokens, limit or self.max_prompt_tokens) - len(self.bos)
         ids = self.encode(text)
         return self.bos + (ids[-limit:] if limit > 0 else [])
 
     def continued(self, prompt: str, response: str) -> Encoded:
-        """Prompt, response and end token within the limits."""
+        """The sequence of prompt, response and end token, within the limits."""
         return self._sequence(prompt, response, ())
 
     def _sequence(self, prompt: str, response: str, turns: Sequence[LaterTurn]) -> Encoded:
@@ -70,18 +71,18 @@ class Encoder:
         return Encoded(tokens[:most], len(given), kept)
 
     def demonstration(self, record: Demonstration) -> Encoded:
-        """The prompt, which is what stands before the first response, all turns and the end token."""
+        """The sequence of the prompt (the text before the first response), all turns and the end token."""
         return self._sequence(record.prompt, record.response, record.turns)
 
     def labelled(self, record: Labelled) -> Encoded:
         return self.continued(record.prompt, record.response)
 
     def preference(self, record: Preference) -> tuple[Encoded, Encoded]:
-        """(chosen, rejected)."""
+        """The sequences of the chosen and the rejected response."""
         return self.continued(record.prompt, record.chosen), self.continued(record.prompt, record.rejected)
 
     def judged(self, record: Judged) -> tuple[Encoded, ...]:
-        """The sequences of a record: chosen and rejected, or the one with a label."""
+        """The sequences of a record: the chosen and the rejected one, or the one with a label."""
         return (self.labelled(record),) if isinstance(record, Labelled) else self.preference(record)
 
 
@@ -98,7 +99,8 @@ def right_pad(rows: Sequence[Row], pad: int) -> tuple[NDArray[np.int32], NDArray
 
 
 def sft_batch(sequences: Sequence[Encoded], pad: int, prefix: str = "") -> Arrays:
-    """`tokens` (N,T) int32, `lengths` (N,) int32, `loss_mask` (N,T) uint8: 1 on responses and the end token."""
+    """The arrays of an SFT batch: `tokens` (N,T) int32, `lengths` (N,) int32, and `loss_mask` (N,T) uint8, which is 1
+    on responses and the end token. `prefix` begins their names."""
     tokens, lengths = right_pad([s.tokens for s in sequences], pad)
     column = np.arange(tokens.shape[1])[None, :]
     start = np.array([s.prompt_length for s in sequences], np.int32)[:, None]
@@ -110,7 +112,8 @@ def sft_batch(sequences: Sequence[Encoded], pad: int, prefix: str = "") -> Array
 
 
 def reward_batch(pairs: Sequence[tuple[Encoded, Encoded]], pad: int) -> Arrays:
-    """`chosen_tokens`, `rejected_tokens` (N,T) int32 (each its own T), `chosen_lengths`, `rejected_lengths` (N,)."""
+    """The arrays of a reward batch: `chosen_tokens` and `rejected_tokens` (N,T) int32, each with its own T, and
+    `chosen_lengths` and `rejected_lengths` (N,) int32."""
     chosen, chosen_lengths = right_pad([c.tokens for c, _ in pairs], pad)
     rejected, rejected_lengths = right_pad([r.tokens for _, r in pairs], pad)
     return {
@@ -122,22 +125,22 @@ def reward_batch(pairs: Sequence[tuple[Encoded, Encoded]], pad: int) -> Arrays:
 
 
 def dpo_batch(pairs: Sequence[tuple[Encoded, Encoded]], pad: int, mismatched: int | None) -> Arrays:
-    """The arrays of an SFT batch of 2N sequences: the N chosen ones, then the rejected ones.
+    """The arrays of an SFT batch of 2N sequences: the N chosen ones, then the N rejected ones.
 
-    `mismatched`: KTO's estimate of the KL needs each prompt with the response of the next row as well, in at most so
-    many tokens: the same arrays with the prefix `kl_`. None: without them."""
+    KTO's estimate of the KL also needs each prompt with the response of the next row. `mismatched`: the limit of tokens
+    of these sequences. Their arrays have the prefix `kl_`. None: they are left out."""
     rows = [c for c, _ in pairs] + [r for _, r in pairs]
     return sft_batch(rows, pad) | ({} if mismatched is None else _mismatched(rows, pad, mismatched))
 
 
 def labelled_batch(rows: Sequence[Encoded], good: Sequence[bool], pad: int, mismatched: int) -> Arrays:
-    """The arrays of an SFT batch of N responses, `good` (N,) uint8, and those with the prefix `kl_` as in
+    """The arrays of an SFT batch of N responses, `good` (N,) uint8, and the arrays with the prefix `kl_` as in
     `dpo_batch`."""
     return {**sft_batch(rows, pad), "good": np.array(good, np.uint8), **_mismatched(rows, pad, mismatched)}
 
 
 def _mismatched(rows: Sequence[Encoded], pad: int, limit: int) -> Arrays:
-    """Each row's prompt with the response of the next row, in at most `limit` tokens."""
+    """The arrays of each row's prompt with the response of the next row, in at most `limit` tokens."""
     others = [
         Encoded((row.tokens[: row.prompt_length] + other.tokens[other.prompt_length :])[:limit], row.prompt_length)
         for row, other in zip(rows, [*rows[1:], rows[0]], strict=True)
@@ -146,7 +149,8 @@ def _mismatched(rows: Sequence[Encoded], pad: int, limit: int) -> Arrays:
 
 
 def ppo_batch(prompts: Sequence[Row], responses: Sequence[Row], pad: int) -> Arrays:
-    """`tokens` (N,T) int32, prompt then response; `prompt_lengths`, `response_lengths` (N,) int32."""
+    """The arrays of a PPO batch: `tokens` (N,T) int32, which is the prompt and then the response, and `prompt_lengths`
+    and `response_lengths` (N,) int32."""
     tokens, _ = right_pad([np.concatenate([p, r]) for p, r in zip(prompts, responses, strict=True)], pad)
     return {
         "tokens": tokens,
@@ -156,7 +160,7 @@ def ppo_batch(prompts: Sequence[Row], responses: Sequence[Row], pad: int) -> Arr
 
 
 def by_length(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Positions in batches of `size`, sorted by length so that there is little padding. The last batch may be
+    """The positions in batches of `size`, sorted by length so that there is little padding. The last batch may be
     smaller."""
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], i))
     return [order[i : i + size] for i in range(0, len(order), size)]

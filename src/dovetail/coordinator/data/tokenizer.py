@@ -1,4 +1,4 @@
-"""The job's tokenizer: loaded from a folder or a hub, or trained on the job's data. It needs no torch."""
+"""The job's tokenizer. It is loaded from a folder or a hub, or trained on the job's data. It does not need torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dovetail.coordinator.data.data_error import DataError
 
 PAD = "<|pad|>"
 EOS = "<|eos|>"
-# More text than this hardly changes a vocabulary, but takes time.
+# More characters than this hardly change a vocabulary, but take time.
 MAX_TRAINING_CHARACTERS = 200_000_000
 
 
@@ -64,7 +64,7 @@ def load(name: str | Path, field: str, revision: str | None = None, trust_remote
             from transformers import AutoTokenizer
 
             tokenizer = AutoTokenizer.from_pretrained(str(name), revision=revision, trust_remote_code=trust_remote_code)
-    except Exception as error:  # transformers raises many kinds, all about the user's files
+    except Exception as error:  # transformers raises many kinds of errors, all about the user's files
         message = " ".join(str(error).split())[:300]
         raise DataError(f"{field}: no tokenizer can be loaded from {name}: {message}") from error
     if tokenizer.eos_token_id is None:
@@ -77,7 +77,7 @@ def load(name: str | Path, field: str, revision: str | None = None, trust_remote
 
 
 def _is_plain(folder: Path) -> bool:
-    """Whether tokenizer.json has everything. (AutoTokenizer would also do, but it imports torch if that is
+    """Whether tokenizer.json has everything. (AutoTokenizer would also work, but it imports torch if torch is
     installed.)"""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text())
