@@ -1,2 +1,2 @@
-"""Reward functions. They are called in worker processes as samples finish, with a deadline; answers are checked, and
-failed calls are repeated."""
+"""Reward functions. Worker processes call them as samples finish, with a deadline. Results are checked, and failed
+calls are repeated."""

@@ -1,4 +1,4 @@
-"""Calls of reward functions: what a function gets, how a call can fail, and when it is repeated."""
+"""Calls of reward functions: the arguments of a function, how a call can fail, and when it is repeated."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ class RewardError(Exception):
 
 @dataclass(eq=False)
 class CallFailed(Exception):
-    """`what`: what the function did, as a verb phrase. `retry`: whether another call may succeed. `outside`: a
-    connection or a file failed, not the code. `frames`: the last frames of the traceback, each "file:line in name"."""
+    """A call of a function failed. `what`: what the function did, as a verb phrase. `retry`: whether another call may
+    succeed. `outside`: whether a connection or a file failed, and not the code. `frames`: the last frames of the
+    traceback, each "file:line in name"."""
 
     what: str
     frames: Sequence[str] = ()
@@ -30,7 +31,8 @@ class CallFailed(Exception):
 
 @dataclass(frozen=True)
 class Function:
-    """A reward function. `where`: its file and line. `needs`: what one call gets. `what`: how messages call it."""
+    """A reward function. `where`: its file and line. `needs`: the samples of one call, Sample or Group. `what`: how
+    messages name it."""
 
     title: str
     weight: float
@@ -41,9 +43,9 @@ class Function:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call: responses to one prompt, as lists of equal length of prompts, responses and the
-    record's other fields. `prompt` counts from 0 in the iteration. `sample` is the sample's number if there is only
-    one. `iteration` is below 0 in an evaluation (`evaluation_slot`)."""
+    """The arguments of one call: lists of equal length of prompts, responses and the record's other fields. All
+    responses answer one prompt. `prompt`: the prompt's number in the iteration, from 0. `sample`: the sample's number
+    if there is only one. `iteration`: below 0 in an evaluation (`evaluation_slot`)."""
 
     iteration: int
     prompt: int
@@ -55,8 +57,8 @@ class Call:
 
 @dataclass(frozen=True)
 class RewardAnswer:
-    """One reward for each response, and the steps of each, if the function gave any. `started` and `ended` are in
-    seconds since the epoch."""
+    """The result of a call: one reward for each response, and the steps of each response if the function gave any.
+    `started` and `ended` are in seconds since the epoch."""
 
     rewards: list[float]
     started: float
@@ -65,13 +67,13 @@ class RewardAnswer:
 
 
 def evaluation_slot(version: int) -> int:
-    """The iteration number that stands for the evaluation of a version of the weights, in the table of samples and in
-    calls. It is negative, so training never reads what is stored there."""
+    """The iteration number of the evaluation of a weight version, in the table of samples and in calls. It is negative,
+    so training never reads what is stored there."""
     return -1 - version
 
 
 class Caller(Protocol):
-    """What runs the functions. `open` finds them and may raise RewardError; it may be called again. `call` may raise
+    """Runs the reward functions. `open` finds them and may raise RewardError. It may be called again. `call` may raise
     CallFailed."""
 
     async def open(self) -> list[Function]: ...
@@ -80,8 +82,9 @@ class Caller(Protocol):
 
 
 class Calls:
-    """A caller with retries. A function that raises, crashes or hangs is called again up to `retries` times, after 1,
-    2, 4, ... seconds. A function that returns wrong values is not called again, because it would return them again."""
+    """A caller with retries. A function that raises, crashes or hangs is called again, up to `retries` times, after 1,
+    2, 4, ... seconds. A function that returns wrong values is not called again, because it would return the same
+    values."""
 
     def __init__(
         self,
@@ -97,18 +100,18 @@ class Calls:
         self.functions: list[Function] = []
 
     async def open(self) -> list[Function]:
-        """Find the functions, once. Raises RewardError."""
+        """Find the functions, only once. Raises RewardError."""
         if not self.functions:
             self.functions = await self._caller.open()
         return self.functions
 
     async def close(self) -> None:
-        """End the workers."""
+        """End the worker processes."""
         await self._caller.close()
 
     async def rewards(self, function: int, call: Call, rehearsal: bool = False) -> RewardAnswer:
-        """The rewards of one call. A rehearsal repeats only what failed outside of the code. Raises RewardError with
-        one sentence."""
+        """The rewards of one call. A rehearsal repeats the call only if a connection or a file failed. Raises
+        RewardError with one sentence."""
         tries = 0
         while True:
             tries += 1
@@ -124,7 +127,7 @@ class Calls:
 
 
 def sentence(function: Function, call: Call, error: CallFailed, tries: int, rehearsal: bool = False) -> str:
-    """One sentence: what failed, where, on which prompt, and the traceback's last frames."""
+    """One sentence that says what failed, where and on which prompt, with the last frames of the traceback."""
     place = f"iteration {call.iteration}"
     if call.iteration < 0:
         place = f"the evaluation after iteration {-1 - call.iteration}"

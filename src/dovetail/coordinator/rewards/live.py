@@ -1,5 +1,5 @@
-"""Calls a reward function that was passed to the Python API. It runs in this process, one call at a time: in a thread,
-or awaited if it is a coroutine function."""
+"""Calls a reward function that was passed to the Python API. It runs in this process, one call at a time. A coroutine
+function is awaited. Any other function runs in a thread."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ RewardCallable = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
 
 
 class LiveFunction:
-    """`seconds`: the deadline of a call. A call that misses it goes on in its thread, because a thread cannot be
-    ended."""
+    """A reward function of the Python API. `seconds`: the deadline of a call. A call that misses it continues in its
+    thread, because a thread cannot be ended."""
 
     def __init__(self, function: RewardCallable, seconds: float) -> None:
         self._function = function
@@ -29,7 +29,7 @@ class LiveFunction:
         self._one = asyncio.Lock()
 
     async def open(self) -> list[Function]:
-        """The one function. Raises RewardError for a bad attribute `needs`."""
+        """Return the one function. Raises RewardError if its attribute `needs` is wrong."""
         title = getattr(self._function, "__name__", type(self._function).__name__)
         try:
             found = describe(self._function)
@@ -39,7 +39,7 @@ class LiveFunction:
         return [Function(title, 1.0, where, found["needs"] or "Group")]
 
     async def call(self, function: int, call: Call) -> RewardAnswer:
-        """Raises CallFailed."""
+        """Call the function. Raises CallFailed."""
         work: Callable[[], Any] = functools.partial(self._function, call.prompts, call.responses, **call.fields)
         async with self._one:
             started = time.time()
@@ -50,7 +50,7 @@ class LiveFunction:
                         result = await work()
                     else:
                         thread = _Thread(work)
-                        # Raised here, because a coroutine cannot raise StopIteration.
+                        # It is raised here, because a coroutine cannot raise StopIteration.
                         result, failure = await thread.result()
                         if failure is not None:
                             raise failure
@@ -68,7 +68,7 @@ class LiveFunction:
             return RewardAnswer(found.rewards, started, time.time(), found.steps)
 
     async def close(self) -> None:
-        """Do nothing: no process has to end."""
+        """Do nothing, because there is no process to end."""
 
 
 class _Thread:
@@ -82,11 +82,11 @@ class _Thread:
         self._thread.start()
 
     async def result(self) -> tuple[Any, BaseException | None]:
-        """Return what `work` returned, or raise what it raised."""
+        """Wait for the thread. Returns what `work` returned and None, or None and what it raised."""
         return await self._done
 
     def frames(self) -> list[str]:
-        """The last frames of where the thread is now."""
+        """The last frames of the code that the thread runs now."""
         frame = sys._current_frames().get(self._thread.ident or 0)
         found = []
         while frame is not None and frame.f_code.co_filename != __file__:
@@ -97,7 +97,7 @@ class _Thread:
     def _run(self) -> None:
         try:
             self._tell(self._work(), None)
-        # SystemExit too comes from the function.
+        # SystemExit may come from the function too.
         except BaseException as error:
             self._tell(None, error)
 
@@ -106,6 +106,6 @@ class _Thread:
             if not self._done.done():
                 self._done.set_result((result, error))
 
-        # The answer may come late, when the loop is closed.
+        # The result may come late, when the event loop is closed.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(tell)

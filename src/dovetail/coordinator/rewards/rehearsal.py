@@ -1,5 +1,4 @@
-"""Calls the reward functions on two of the job's prompts before training, so that a broken function fails in
-seconds."""
+"""Calls the reward functions on two of the job's prompts before training. So a broken function fails within seconds."""
 
 from __future__ import annotations
 
@@ -10,13 +9,13 @@ from dovetail.coordinator.rewards.calls import Call, Calls
 from dovetail.coordinator.rewards.reward_stage import fields_of
 
 PROMPTS = 2
-# Responses for a job without demonstrations.
+# These responses are used in a job without demonstrations.
 RESPONSES = ["Yes, of course.", "I do not know."]
 
 
 async def rehearse(calls: Calls, prepared: Prepared) -> None:
     """Call every function on the first prompts of iteration 1 with plausible responses. The results are checked and
-    dropped. Raises RewardError."""
+    discarded. Raises RewardError."""
     functions = await calls.open()
     everyone = prepared.prompts(1)
     records = everyone[:PROMPTS]

@@ -1,5 +1,5 @@
-"""The rewards of one iteration. A function is called as soon as the samples that it needs are finished, while others
-are generated."""
+"""The rewards of one iteration. A function is called as soon as its samples are finished, while other samples are
+generated."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from dovetail.protocol.process.process_names import COORDINATOR
 
 
 def fields_of(records: Sequence[PromptRecord], chosen: Sequence[PromptRecord]) -> dict[str, list[Any]]:
-    """The other fields of the records `chosen`, each as a list. They are all fields that any of `records` has; a record
-    that lacks one has None."""
+    """The other fields of the records `chosen`, each as a list. These are all fields that any of `records` has. A
+    record without a field has None there."""
     names = sorted(set().union(*(r.fields for r in records)))
     return {name: [r.fields.get(name) for r in chosen] for name in names}
 
 
 class Rewards:
-    """An async context manager; outside of it nothing is called. Each answer is stored at once, and a stored one is not
-    asked for again. So results do not depend on the timing of samples or on the number of workers.
+    """The reward functions of one iteration. It is an async context manager. Outside of it nothing is called. Each
+    result is stored at once, and a stored result is not requested again. So results do not depend on the timing of
+    samples or on the number of workers.
 
-    `text` decodes a response. `on_score` gets each sample's weighted sum; what it raises is raised by `check` and
-    `finish`. `calls` must be open."""
+    `text` decodes a response. `on_score` gets each sample's weighted sum. `check` and `finish` raise what it raised.
+    `calls` must be open."""
 
     def __init__(
         self,
@@ -88,12 +89,12 @@ class Rewards:
                 self._settle(key)
 
     def check(self) -> None:
-        """Raise what a call or `on_score` raised."""
+        """Raise what a call or `on_score` has raised."""
         if self._error is not None:
             raise self._error
 
     async def finish(self) -> None:
-        """Returns when all added samples have their scores. Each call has its own deadline. Raises what `check`
+        """Wait until all added samples have their scores. Each call has its own deadline. Raises what `check`
         raises."""
         await self._done.wait()
         self.check()
@@ -152,7 +153,7 @@ class Rewards:
 
 
 class Joined:
-    """Stores a sample as scored when it has both the scorers' answer and its reward, whichever comes first."""
+    """Stores a sample as scored when both its scores from the scorers and its reward have arrived, in any order."""
 
     def __init__(self, samples: SampleTable, critic_version: int) -> None:
         self._samples = samples
@@ -175,7 +176,7 @@ class Joined:
 
 
 class WithRewards:
-    """Inference and reward functions together, with the interface of `Inference`."""
+    """Runs inference and reward functions together, with the interface of `Inference`."""
 
     def __init__(self, inference: Inference | ScorerLanes, rewards: Rewards) -> None:
         self._inference = inference
@@ -199,20 +200,21 @@ class WithRewards:
         self._rewards.add(new)
 
     def follow(self, left: int, growing: Callable[[], Sequence[Growing]]) -> None:
-        """Let scorers look at samples that are still generated."""
+        """Let scorers compute parts of samples that are still generated."""
         self._inference.follow(left, growing)
 
     def poke(self) -> None:
-        """Ask for scorers again: which are free may have changed."""
+        """Ask again which scorers are free."""
         self._inference.poke()
 
     def check(self) -> None:
-        """Raise what the handling of scores raised."""
+        """Raise what the handling of scores has raised."""
         self._inference.check()
         self._rewards.check()
 
     async def finish(self, deadline_seconds: float) -> None:
-        """Wait until all added samples are scored. The deadline is that of inference."""
+        """Wait until all added samples are scored. The deadline applies to inference. Raises what `check` raises, and
+        TimeoutError."""
         parts = [
             asyncio.create_task(self._rewards.finish()),
             asyncio.create_task(self._inference.finish(deadline_seconds)),

@@ -1,5 +1,5 @@
-"""What a reward function may return, and how its errors are described. It imports only the standard library, because
-workers import it first."""
+"""The values that a reward function may return, and the description of its errors. It imports only the standard
+library, because workers import it first."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ MESSAGE_CHARACTERS = 500
 
 
 class WrongRewards(ValueError):
-    """A function returned something that cannot be used. The message continues a sentence that begins with the
-    function's name."""
+    """A function returned a value that cannot be used. The message continues a sentence that begins with the function's
+    name."""
 
 
-# The steps of one response: the number of characters up to the end of each, and its reward.
+# The steps of one response. Each has the number of characters up to its end, and its reward.
 Steps = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
 class Returned:
-    """One reward for each response. `steps`: those of each response; None: the function gave none."""
+    """One reward for each response. `steps`: the steps of each response. None: the function gave none."""
 
     rewards: list[float]
     steps: list[Steps] | None = None
 
 
 def checked(result: Any, responses: Sequence[str]) -> Returned:
-    """`result` as one finite float for each response. Takes lists, tuples, arrays and tensors. In place of a number a
-    response may have {"reward": number, "steps": [[end, number], ...]}. Raises WrongRewards."""
+    """Check `result` and convert it to one finite float for each response. It may be a list, tuple, array or tensor. A
+    response may have {"reward": number, "steps": [[end, number], ...]} in place of a number. Raises WrongRewards."""
     count = len(responses)
     kind = type(result).__name__
     if hasattr(result, "tolist"):
@@ -59,7 +59,7 @@ def checked(result: Any, responses: Sequence[str]) -> Returned:
 
 
 def _steps(marks: Any, characters: int, position: int) -> Steps:
-    """The steps of a response in order of their ends."""
+    """The steps of a response, ordered by their ends. Raises WrongRewards."""
     if isinstance(marks, str | bytes | dict) or not isinstance(marks, Iterable):
         raise WrongRewards(
             f"returned steps as {type(marks).__name__} for response {position}; return [[end, reward], ...]"
@@ -96,7 +96,7 @@ def _short(value: Any) -> str:
 
 
 def one_line(text: str) -> str:
-    """The text without line breaks, cut if it is too long."""
+    """The text without line breaks. A long text is cut."""
     flat = " ".join(text.split())
     return flat if len(flat) <= MESSAGE_CHARACTERS else f"{flat[: MESSAGE_CHARACTERS - 3]}..."
 
@@ -122,8 +122,8 @@ def describe(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def raised(error: BaseException, own: Iterable[str]) -> dict[str, Any]:
-    """An exception as JSON: `what` it was, its last `frames`, and whether it came from `outside` (a connection, a
-    file). Frames before the user's own, those of files in `own` and of asyncio, are left out."""
+    """An exception as JSON: `what` it was, its last `frames`, and whether it came from `outside` (a connection or a
+    file). The frames before the user's own code, in the files of `own` and in asyncio, are left out."""
     own = set(own)
     found = traceback.extract_tb(error.__traceback__)
     first = next((i for i, f in enumerate(found) if f.filename not in own and not _asyncio(f.filename)), len(found))

@@ -1,9 +1,10 @@
 """A process that calls reward functions: `python -P -m dovetail.coordinator.rewards.worker PARENT`.
 
-JSON lines. In: first {"folder", "functions": [{"name", "field"}]}, then {"function": number, "prompts", "responses",
-"fields"}. Out: first {"ready": [{"file", "line", "needs"}]} or {"refused": sentence}; then {"rewards", "steps"},
-{"wrong": what} or {"raised": ...} (`values.raised`). What functions print goes to stderr, and so do the main thread's
-frames on SIGUSR1. The process ends when its input or its parent ends."""
+Input and output are JSON lines. The first input line is {"folder", "functions": [{"name", "field"}]}. The others are
+{"function": number, "prompts", "responses", "fields"}. The first output line is {"ready": [{"file", "line", "needs"}]}
+or {"refused": sentence}. The others are {"rewards", "steps"}, {"wrong": what} or {"raised": ...} (`values.raised`).
+Text that functions print goes to stderr. On SIGUSR1, the main thread's frames go there too. The process ends when its
+input or its parent ends."""
 
 from __future__ import annotations
 
@@ -22,13 +23,13 @@ from dovetail.coordinator.rewards.values import WrongRewards, checked, describe,
 from dovetail.manifest import callables
 
 _PR_SET_PDEATHSIG = 1
-# Frames of these files are not the user's.
+# The frames of these files are not the user's.
 _OWN = {__file__, callables.__file__, "<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>"}
 _OWN.add(str(sys.modules["importlib"].__file__))
 
 
 def _pipes() -> tuple[TextIO, TextIO]:
-    """The pipes of requests and replies, on descriptors to which functions and their children cannot write by
+    """The pipes of requests and replies. They use descriptors to which functions and their children cannot write by
     accident."""
     requests, replies = os.fdopen(os.dup(0), "r", encoding="utf-8"), os.fdopen(os.dup(1), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -45,7 +46,7 @@ def _die_with(parent: int) -> None:
 
 
 def _load(order: dict[str, Any]) -> tuple[list[Callable[..., Any]], dict[str, Any]]:
-    """The functions, and the first answer."""
+    """Import the functions. Returns them and the first output line."""
     functions, ready = [], []
     for wanted in order["functions"]:
         name, field = wanted["name"], wanted["field"]
@@ -72,7 +73,7 @@ def _call(function: Callable[..., Any], request: dict[str, Any], loop: asyncio.A
         return {"rewards": found.rewards, "steps": found.steps}
     except WrongRewards as error:
         return {"wrong": str(error)}
-    # SystemExit too: a function that calls sys.exit() must not look like a worker that came to its end.
+    # SystemExit is caught too. A function that calls sys.exit() must not look like a worker that has ended normally.
     except BaseException as error:
         return {"raised": raised(error, _OWN)}
 
@@ -87,13 +88,13 @@ def _lines(file: TextIO) -> Iterator[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until the input ends."""
+    """Answer requests until the input ends. Returns the exit code."""
     (parent,) = sys.argv[1:] if argv is None else argv
     _die_with(int(parent))
     requests, replies = _pipes()
     faulthandler.enable(all_threads=False)
     faulthandler.register(signal.SIGUSR1, all_threads=False)
-    # Ctrl-C is for the coordinator, which ends this process itself.
+    # The coordinator handles Ctrl-C, and ends this process itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     functions: list[Callable[..., Any]] = []
     loop = asyncio.new_event_loop()

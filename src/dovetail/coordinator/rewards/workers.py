@@ -1,4 +1,4 @@
-"""Worker processes that call the manifest's reward functions. Each runs one call at a time."""
+"""Worker processes that call the manifest's reward functions. Each process runs one call at a time."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from dovetail.coordinator.rewards.values import FRAMES
 from dovetail.manifest.types import RewardModel
 from dovetail.protocol.process.env import TOKEN
 
-# A module may import large libraries and load models, which takes time.
+# The time limit of a worker's start. A module may import large libraries and load models, which takes time.
 START_SECONDS = 300.0
-# Until a worker that is being ended has written its last output and its exit status is known.
+# How long to wait for the last output and the exit status of a worker that is being ended.
 END_SECONDS = 2.0
 LINE_BYTES = 1 << 26
 TAIL_LINES = 200
@@ -57,13 +57,14 @@ class _Worker:
             stderr=asyncio.subprocess.PIPE,
             env=environment,
             limit=LINE_BYTES,
-            # A group of its own, so that what it starts ends with it.
+            # The worker has its own process group, so that the processes that it starts end with it.
             start_new_session=True,
         )
         return _Worker(process)
 
     async def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The worker's answer. Raises TimeoutError, and _Gone if the worker ends instead."""
+        """Send a request and return the worker's answer. Raises TimeoutError after `seconds`, and _Gone if the worker
+        ends first."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         async with asyncio.timeout(seconds):
@@ -78,7 +79,7 @@ class _Worker:
         return dict(json.loads(line))
 
     async def end(self) -> None:
-        """Kill the worker and all that it started."""
+        """Kill the worker and all processes that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         with contextlib.suppress(TimeoutError):
@@ -91,7 +92,7 @@ class _Worker:
             self._process.stdin.close()
 
     async def stack(self) -> list[str]:
-        """The last frames of the Python code that the worker runs; none if it does not answer."""
+        """The last frames of the Python code that the worker runs. Empty if the worker does not answer."""
         self._said.clear()
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGUSR1)
@@ -103,7 +104,7 @@ class _Worker:
         return self._frames()
 
     async def how_it_ended(self) -> tuple[str, list[str]]:
-        """How the worker ended, as a verb phrase, and the frames in which it was, if it wrote them."""
+        """How the worker ended, as a verb phrase, and its last frames, if it wrote them."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
                 await self._process.wait()
@@ -120,7 +121,7 @@ class _Worker:
         return f"crashed its worker process ({name})", self._frames()
 
     def _frames(self, whole: bool = False) -> list[str]:
-        """The frames in faulthandler's output. `whole`: none if the output is not complete."""
+        """The frames in the output of faulthandler. `whole`: return none if the output is incomplete."""
         found: list[str] = []
         for line in self._said:
             if "(most recent call first)" in line:
@@ -136,7 +137,7 @@ class _Worker:
         return [] if whole else found[:FRAMES][::-1]
 
     async def _listen(self) -> None:
-        """Copy what functions print to the coordinator's log."""
+        """Copy the text that functions print to the coordinator's log."""
         assert self._process.stderr is not None
         while chunk := await self._process.stderr.read(1 << 16):
             text = chunk.decode(errors="replace")
@@ -149,9 +150,9 @@ class _Worker:
 
 
 class Workers:
-    """Up to `reward.workers` processes. Each is started when it is first needed, and one that fails is replaced.
-    Functions are looked for in `reward.import_path`, or else in `folder`, before PYTHONPATH. `fields`: where the
-    manifest names each function, for messages; default: in spec.models.reward."""
+    """Up to `reward.workers` processes. Each is started when it is first needed. A process that fails is replaced.
+    Functions are imported from `reward.import_path`, or else from `folder`, before PYTHONPATH. `fields`: where the
+    manifest names each function, for messages. The default is spec.models.reward."""
 
     def __init__(self, reward: RewardModel, folder: Path, fields: Sequence[str] = ()) -> None:
         self._reward = reward
@@ -174,7 +175,7 @@ class Workers:
         self._ready: Sequence[dict[str, Any]] = ()
 
     async def open(self) -> list[Function]:
-        """Start a first worker, which imports the functions. Raises RewardError."""
+        """Start a first worker, which imports the functions. Returns them. Raises RewardError."""
         try:
             self._idle.append(await self._start())
         except CallFailed as error:
