@@ -1,1 +1,1 @@
-"""Metrics, events and timelines of a run."""
+"""The metrics, events and timelines of a run."""

@@ -1,5 +1,4 @@
-"""Seconds since the epoch that never jump, so that spans and durations stay right when somebody sets the machine's
-clock."""
+"""Seconds since the epoch that never jump. So spans and durations stay right when the machine's clock is set."""
 
 from __future__ import annotations
 
@@ -9,5 +8,5 @@ _EPOCH = time.time() - time.monotonic()
 
 
 def now() -> float:
-    """The time at the start of this process plus the monotonic seconds since then."""
+    """The time in seconds since the epoch: that at the start of this process plus the monotonic seconds since then."""
     return _EPOCH + time.monotonic()

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON line per event, on stderr and in the run's events.jsonl."""
+"""Structured logs: one JSON line for each event, on stderr and in the run's events.jsonl."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any, TextIO
 
 
 class EventLog:
-    """`log("iteration.finished", iteration=3, reward=0.4)`; names are noun.verb, values JSON scalars.
+    """The event log of a process. Call it as `log("iteration.finished", iteration=3, reward=0.4)`. Names are noun.verb,
+    and values are JSON scalars. `clock`: seconds since the epoch.
 
-    If a line cannot be written (a full disk), only that line is lost: logging never raises."""
+    If a line cannot be written (for example on a full disk), only that line is lost. Logging never raises."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class EventLog:
             self._write((line + "\n").encode())
 
     def _write(self, line: bytes) -> None:
-        # Without a buffer, because a line that did not fit would fail again with each later line.
+        # This writes without a buffer. In a buffer, a line that did not fit would fail again with each later line.
         line = b"\n" + line if self._cut else line
         try:
             self._cut = os.write(self._file, line) < len(line)

@@ -1,4 +1,4 @@
-"""Versions of what a run uses, for its summary."""
+"""The versions of the packages that a run uses, for its summary."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import platform
 from importlib.metadata import PackageNotFoundError, version
 
-# By the names that people know. A package that is not in the coordinator's image is left out.
+# The packages by their common names. A package that is not in the coordinator's image is left out.
 PACKAGES = {"dovetail": "dovetail-rlhf", "torch": "torch", "vllm": "vllm", "transformers": "transformers"}
 
 

@@ -1,4 +1,4 @@
-"""How far a job is, and how long the rest will take at the pace of its last steps. Pure."""
+"""The progress of a job, and an estimate of the remaining time from its last steps. It does no I/O."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from dovetail.manifest.types import Stage
 
-# The last steps, whose mean time counts.
+# The estimate uses the mean time of so many last steps.
 STEPS = 20
-# Phases between two iterations.
+# These phases are between two iterations.
 _BETWEEN = (None, "export", "checkpoint", "evaluation")
 
 
 def position(status: Mapping[str, Any]) -> tuple[Stage, int, int] | None:
-    """The stage of a status document, its finished steps (PPO: iterations) and their total. None before the first stage
-    and for unknown stages."""
+    """The stage of a status document, the number of its finished steps (PPO: iterations), and their total. None before
+    the first stage and for unknown stages."""
     try:
         stage = Stage(status.get("stage") or "")
     except ValueError:
@@ -24,13 +24,14 @@ def position(status: Mapping[str, Any]) -> tuple[Stage, int, int] | None:
     if stage is not Stage.PPO:
         return stage, int(status.get("step") or 0), int(status.get("total_steps") or 0)
     iteration, total = int(status.get("iteration") or 0), int(status.get("total_iterations") or 0)
-    # The current iteration counts from its first phase on. After its training `phase` is null.
+    # The status names an iteration from its first phase on, but it is not finished then. After its training, `phase` is
+    # null.
     done = iteration if status.get("phase") in _BETWEEN else max(0, iteration - 1)
     return stage, done, total
 
 
 class Pace:
-    """Sees finished steps, and tells how long the rest of the stage will take."""
+    """Estimates from finished steps how long the rest of the stage will take."""
 
     def __init__(self) -> None:
         self._stage: Stage | None = None
@@ -38,7 +39,7 @@ class Pace:
         self._seen: deque[tuple[int, float]] = deque(maxlen=STEPS + 1)
 
     def see(self, stage: Stage, done: int, total: int, now: float) -> None:
-        """`done` steps of `total` are finished at `now`, in seconds."""
+        """Take note that `done` steps of `total` are finished at `now`, in monotonic seconds."""
         if stage is not self._stage or (self._seen and done < self._seen[-1][0]):
             self._stage = stage
             self._seen.clear()
@@ -47,10 +48,10 @@ class Pace:
             self._seen.append((done, now))
 
     def left(self, now: float) -> float | None:
-        """Seconds until the stage's last step is finished; None before two steps were seen to end."""
+        """The seconds until the stage's last step is finished. None until two steps have been finished."""
         if len(self._seen) < 2:
             return None
-        # The time until the first step ends holds what is done only once.
+        # The time until the end of the first step includes work that is done only once.
         (first, begun), (last, ended) = self._seen[1 if len(self._seen) > 2 else 0], self._seen[-1]
         each = (ended - begun) / (last - first)
         return max(0.0, (self._total - last) * each - max(0.0, now - ended))

@@ -1,4 +1,4 @@
-"""summary.json, the results of a run. Pure except for the atomic write."""
+"""Builds summary.json, the results of a run. All functions are pure except the atomic writes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dovetail.protocol.durable import sync
 
 
 def mean_ci95(values: Sequence[float]) -> dict[str, float]:
-    """The mean, and the half-width of its 95% confidence interval: 1.96 s / sqrt(n) with the unbiased s (0 for n <
-    2)."""
+    """The mean, and the half-width of its 95% confidence interval. That is 1.96 s / sqrt(n) with the unbiased standard
+    deviation s, and 0 for n < 2."""
     n = len(values)
     if n == 0:
         raise ValueError("no values")
@@ -26,7 +26,7 @@ def mean_ci95(values: Sequence[float]) -> dict[str, float]:
 
 
 def set_path(document: dict[str, Any], path: str, value: Any) -> None:
-    """set_path(d, "ppo.reward_first", x) makes the dictionaries that are missing."""
+    """Set a value in nested dictionaries: set_path(d, "ppo.reward_first", x). Missing dictionaries are created."""
     *parents, last = path.split(".")
     for name in parents:
         document = document.setdefault(name, {})
@@ -34,7 +34,7 @@ def set_path(document: dict[str, Any], path: str, value: Any) -> None:
 
 
 def build(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Nest dotted facts: {"sft.loss_before": 3.1} -> {"sft": {"loss_before": 3.1}}."""
+    """Nest facts with dotted names: {"sft.loss_before": 3.1} -> {"sft": {"loss_before": 3.1}}."""
     document: dict[str, Any] = {}
     for path in sorted(facts):
         set_path(document, path, facts[path])
@@ -42,12 +42,12 @@ def build(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a JSON document atomically."""
+    """Write a JSON document atomically. Raises OSError that names `path`."""
     write_whole(path, (json.dumps(document, indent=2, sort_keys=False) + "\n").encode())
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file atomically: it has all of the text, or is as it was before. Raises OSError that names `path`."""
+    """Write a file atomically. It then has all of `data`, or its old content. Raises OSError that names `path`."""
     temporary = path.with_suffix(".tmp")
     try:
         with temporary.open("wb", buffering=0) as file:
@@ -58,5 +58,5 @@ def write_whole(path: Path, data: bytes) -> None:
         temporary.rename(path)
         sync(path.parent)
     except OSError as error:
-        temporary.unlink(missing_ok=True)  # on a full disk others need the room
+        temporary.unlink(missing_ok=True)  # on a full disk other files need the space
         raise OSError(error.errno, error.strerror, str(path)) from error

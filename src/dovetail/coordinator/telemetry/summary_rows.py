@@ -1,4 +1,4 @@
-"""The rows of a run's result: what a person compares before and after. Pure."""
+"""The rows of a run's results, which compare before and after. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def get(document: Mapping[str, Any], path: str) -> Any:
-    """get(d, 'ppo.reward_last.mean'), or None."""
+    """The value at a dotted path: get(d, 'ppo.reward_last.mean'). None if it is missing."""
     value: Any = document
     for name in path.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -16,12 +16,12 @@ def get(document: Mapping[str, Any], path: str) -> Any:
 
 
 def method(summary: Mapping[str, Any]) -> str:
-    """What people call the method of the stage ppo."""
+    """The common name of the method in the stage ppo."""
     return str(get(summary, "method") or "PPO")
 
 
 def interval(value: Any, digits: int = 3) -> str | None:
-    """'1.234 ± 0.056' of {mean, ci95}."""
+    """The text '1.234 ± 0.056' for {mean, ci95}. None if the value has another form."""
     if not isinstance(value, Mapping) or not isinstance(value.get("mean"), int | float):
         return None
     spread = value.get("ci95")
@@ -30,7 +30,8 @@ def interval(value: Any, digits: int = 3) -> str | None:
 
 
 def binomial_p(correct: int, pairs: int) -> float:
-    """The probability that coin flips get at least `correct` of `pairs` right (one-sided binomial test against 1/2)."""
+    """The probability that coin flips get at least `correct` of `pairs` right. It is a one-sided binomial test against
+    1/2."""
     if correct <= 0:
         return 1.0
     log_half = math.lgamma(pairs + 1) - pairs * math.log(2.0)
@@ -39,7 +40,7 @@ def binomial_p(correct: int, pairs: int) -> float:
 
 
 def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows (what, before or first, after or last) of all results in the summary."""
+    """The rows (name, before or first, after or last) of all results in the summary."""
     found: list[tuple[str, str, str]] = []
     before, after = get(summary, "sft.loss_before"), get(summary, "sft.loss_after")
     if after is not None:
@@ -63,7 +64,7 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def evaluation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows (measure, before PPO, after PPO) of the answers to held-out prompts; none if none were measured."""
+    """The rows (measure, before PPO, after PPO) of the answers to held-out prompts. Empty if none were measured."""
     found = []
     for name, value in (get(summary, "evaluation") or {}).items():
         before, after = interval(get(value, "before_ppo")), interval(get(value, "after_ppo"))

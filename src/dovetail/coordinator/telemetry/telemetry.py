@@ -1,4 +1,4 @@
-"""What a run shows: Prometheus metrics, TensorBoard event files, history.jsonl and the live status."""
+"""The output of a run: Prometheus metrics, TensorBoard event files, history.jsonl and the live status."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dovetail.manifest.types import Stage
 
 
 class CoordinatorMetrics:
-    """Prometheus metrics in base units. Labels are bounded by the plan: stage, phase and instance names."""
+    """Prometheus metrics in base units. The plan limits the values of labels: stage, phase and instance names."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.stage_step = Gauge("dovetail_stage_step", "Last finished step of a stage.", ["stage"], registry=registry)
@@ -106,15 +106,15 @@ class CoordinatorMetrics:
 
 
 def whole_lines(path: Path) -> None:
-    """End a line that a full disk or a crash cut off, so that the next one is not lost with it."""
+    """Complete a line that a full disk or a crash cut off. Otherwise the next line would be lost with it."""
     with contextlib.suppress(FileNotFoundError), path.open("rb+") as file:
         if file.seek(0, 2) and (file.seek(-1, 2), file.read(1))[1] != b"\n":
             file.write(b"\n")
 
 
 class MetricsHistory:
-    """history.jsonl and TensorBoard files, one entry for each step. A step that is run again is written again; its last
-    entry counts."""
+    """history.jsonl and TensorBoard files, with one entry for each step. A repeated step is written again. Readers use
+    its last entry."""
 
     def __init__(self, run_dir: Path) -> None:
         from tensorboard.summary import Writer
@@ -140,19 +140,19 @@ class MetricsHistory:
         for line in whole.split(b"\n"):
             try:
                 rows.append(json.loads(line))
-            except ValueError:  # cut off by a crash
+            except ValueError:  # a crash cut the line off
                 continue
         return {"offset": offset + len(whole) + len(newline), "rows": rows}
 
     def close(self) -> None:
         for file in (self._file, self._board):
-            with contextlib.suppress(OSError):  # of a full disk: it would hide why the run ends
+            with contextlib.suppress(OSError):  # an error of a full disk would hide why the run ends
                 file.close()
 
 
 class Status:
-    """The document of GET /v1/status. `stages`: those of the job. `iterations`: how many PPO has. `predicted`: the
-    seconds that one is predicted to take, if known."""
+    """The document of GET /v1/status. `stages`: the job's stages. `iterations`: the number of PPO iterations.
+    `predicted`: the predicted seconds of one iteration, or None. `clock`: monotonic seconds."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Status:
         }
 
     def update(self, **fields: Any) -> None:
-        """Change some fields. Raises an error for unknown names."""
+        """Change some fields. Raises KeyError for unknown names."""
         unknown = set(fields) - set(self._fields)
         if unknown:
             raise KeyError(f"no status field {sorted(unknown)}")
@@ -196,7 +196,7 @@ class Status:
         return {**self._fields, **self._left(), "instances": instances}
 
     def _left(self) -> dict[str, float | None]:
-        """How long the stage and the job are expected to take from now on, in seconds; None: unknown."""
+        """The expected remaining seconds of the stage and of the job. None: unknown."""
         place = position(self._fields)
         if place is None or self._fields["state"] != "running":
             return {"stage_seconds_left": None, "seconds_left": None}

@@ -14,11 +14,11 @@ from dovetail.protocol.trace import chrome_trace
 
 
 class Timeline:
-    """Collects the spans of one iteration at a time: those that end between two calls of `begin`. `phases`: the
+    """Collects the spans of one iteration at a time. These end between two calls of `begin`. `phases`: the
     coordinator's own phases, in seconds.
 
-    If generation runs beside training, a phase belongs to an iteration that may not be the one that ends next. Its
-    seconds are in `of(iteration)` then."""
+    If generation runs while the trainers train, a phase may belong to another iteration than the one that ends next.
+    Its seconds are then in `of(iteration)`."""
 
     def __init__(self, run_dir: Path) -> None:
         self._dir = run_dir / "traces"
@@ -30,7 +30,7 @@ class Timeline:
         self.started = clock.now()
 
     def begin(self) -> None:
-        """Start an iteration. Spans of the last one that were not written are dropped."""
+        """Start an iteration. Spans of the last iteration that were not written are dropped."""
         self._spans = []
         self._counters = {}
         self.phases = {}
@@ -49,7 +49,7 @@ class Timeline:
 
     @contextmanager
     def phase(self, name: str, iteration: int | None = None, lane: str = "phases") -> Iterator[None]:
-        """Time a phase: of the iteration that ends next, or of `iteration` if it is given."""
+        """Measure a phase. It belongs to `iteration`, or to the iteration that ends next if that is None."""
         start = clock.now()
         try:
             yield
@@ -62,20 +62,20 @@ class Timeline:
             )
 
     def of(self, iteration: int) -> dict[str, float]:
-        """The seconds of the phases that were timed for this iteration."""
+        """The seconds of each phase that was measured for this iteration."""
         return dict(self._of.get(iteration, {}))
 
     def forget_through(self, iteration: int) -> None:
-        """Drop what was timed for iterations up to this one."""
+        """Drop the measurements of iterations up to this one."""
         self._of = {number: phases for number, phases in self._of.items() if number > iteration}
 
     def write(self, iteration: int) -> None:
-        """traces/iteration-0001.json, for Perfetto and the report."""
+        """Write traces/iteration-0001.json, for Perfetto and the report."""
         trace = chrome_trace(self._spans, {"iteration": iteration}, self._counters)
         write_json(self._path(iteration), trace)
 
     def read(self, iteration: int) -> bytes:
-        """The trace that `write` wrote. Raises FileNotFoundError."""
+        """The trace that `write` wrote, as JSON. Raises FileNotFoundError."""
         return self._path(iteration).read_bytes()
 
     def _path(self, iteration: int) -> Path:

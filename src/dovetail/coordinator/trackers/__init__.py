@@ -1,1 +1,1 @@
-"""Sends a run's metrics and timelines to trackers such as W&B and MLflow, each from a process of its own."""
+"""Sends a run's metrics and timelines to trackers such as W&B and MLflow. Each tracker has its own process."""

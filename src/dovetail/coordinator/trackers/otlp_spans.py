@@ -1,7 +1,8 @@
-"""The timeline of an iteration as OpenTelemetry spans, sent with OTLP over HTTP.
+"""Sends the timeline of an iteration as OpenTelemetry spans, with OTLP over HTTP.
 
-An iteration is a trace. Its root span lasts from its first span to its last one; all others are the root's children.
-Ids are made of the run's id, so an iteration that is sent again is the same trace."""
+An iteration is a trace. Its root span lasts from the start of its first span to the end of its last one. All other
+spans are children of the root. Ids are derived from the run's id, so an iteration that is sent again is the same
+trace."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from opentelemetry.trace import SpanContext, TraceFlags
 
 from dovetail.coordinator.trackers.tracker_clients import State, TrackerSettings
 
-# Spans of one request.
+# The maximum number of spans in one request.
 BATCH = 2000
 
 
 class OtlpClient:
-    """`settings.url` is the collector's, such as http://collector:4318; without it OTEL_EXPORTER_OTLP_ENDPOINT
-    counts."""
+    """A client of an OpenTelemetry collector. `settings.url` is the collector's address, such as http://collector:4318.
+    Without it OTEL_EXPORTER_OTLP_ENDPOINT is used."""
 
     def __init__(self, settings: TrackerSettings, state: State) -> None:
         endpoint = None if settings.url is None else f"{settings.url.rstrip('/')}/v1/traces"
@@ -31,10 +32,10 @@ class OtlpClient:
         self._settings = settings
 
     def log(self, stage: str, step: int, metrics: Mapping[str, float], time: float) -> None:
-        """Metrics are Prometheus's."""
+        """This sends nothing, because Prometheus collects the metrics."""
 
     def trace(self, document: Mapping[str, Any]) -> None:
-        """Raises ConnectionError if the collector does not take the spans."""
+        """Send the spans of a timeline. Raises ConnectionError if the collector does not accept them."""
         spans = spans_of(document, self._settings)
         for at in range(0, len(spans), BATCH):
             if self._exporter.export(spans[at : at + BATCH]) is not SpanExportResult.SUCCESS:
@@ -45,7 +46,7 @@ class OtlpClient:
 
 
 def spans_of(document: Mapping[str, Any], settings: TrackerSettings) -> list[ReadableSpan]:
-    """The spans of a Chrome trace (`dovetail.protocol.trace`). Each process is a service instance. Pure."""
+    """The spans of a Chrome trace (`dovetail.protocol.trace`). Each process is a service instance. It does no I/O."""
     events = document["traceEvents"]
     origin = float(document["otherData"]["start_seconds"])
     iteration = int(document["otherData"]["iteration"])
@@ -94,6 +95,6 @@ def spans_of(document: Mapping[str, Any], settings: TrackerSettings) -> list[Rea
 
 
 def _number(size: int, *key: object) -> int:
-    """A number of `size` bytes, never 0, made of a key."""
+    """A number of `size` bytes that is derived from a key. It is never 0."""
     digest = hashlib.sha256("\x1f".join(str(part) for part in key).encode()).digest()
     return int.from_bytes(digest[:size], "big") or 1

@@ -1,6 +1,6 @@
-"""What each kind of tracker is told, through its own client. The clients are optional packages.
+"""The client of each kind of tracker. It sends a run's metrics with the tracker's own package, which is optional.
 
-Every client gets its settings and `state`, a dictionary that is kept between processes of one run."""
+Every client gets its settings and `state`, a dictionary that is kept between the processes of one run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class TrackerSettings:
-    """`run`: the run's id. `manifest`: the spec without defaults. `folder`: for the client's own files."""
+    """The settings of a tracker. `run`: the run's id. `manifest`: the spec without default values. `folder`: the folder
+    for the client's own files."""
 
     project: str
     name: str
@@ -28,7 +29,8 @@ class TrackerSettings:
 
 
 class TrackerClient(Protocol):
-    """`log` gets rows of history.jsonl, `trace` the timelines of iterations. Any of them may raise anything."""
+    """The interface of a client. `log` gets rows of history.jsonl, with `time` in seconds since the epoch. `trace` gets
+    the timelines of iterations. All methods may raise any exception."""
 
     def log(self, stage: str, step: int, metrics: Mapping[str, float], time: float) -> None: ...
     def trace(self, document: Mapping[str, Any]) -> None: ...
@@ -60,14 +62,14 @@ class WandbClient:
         self._run.log({f"{stage}/step": step, **{f"{stage}/{name}": value for name, value in metrics.items()}})
 
     def trace(self, document: Mapping[str, Any]) -> None:
-        """It has no place for spans."""
+        """This sends nothing, because the tracker does not support spans."""
 
     def finish(self, succeeded: bool) -> None:
         self._run.finish(exit_code=0 if succeeded else 1)
 
 
 class MlflowClient:
-    """MLflow. Without a URL the client's own default counts (MLFLOW_TRACKING_URI)."""
+    """MLflow. Without a URL, the client's own default is used (MLFLOW_TRACKING_URI)."""
 
     def __init__(self, settings: TrackerSettings, state: State) -> None:
         from mlflow.entities import Metric, Param, RunTag
@@ -93,14 +95,14 @@ class MlflowClient:
         self._client.log_batch(self._run, metrics=rows)
 
     def trace(self, document: Mapping[str, Any]) -> None:
-        """Its traces are of requests, not of training."""
+        """This sends nothing, because MLflow's traces are for requests and not for training."""
 
     def finish(self, succeeded: bool) -> None:
         self._client.set_terminated(self._run, "FINISHED" if succeeded else "FAILED")
 
 
 class TrackioClient:
-    """Trackio. Without a URL it writes where `trackio show` looks (TRACKIO_DIR)."""
+    """Trackio. Without a URL, it writes to the folder that `trackio show` reads (TRACKIO_DIR)."""
 
     def __init__(self, settings: TrackerSettings, state: State) -> None:
         import trackio
@@ -122,7 +124,7 @@ class TrackioClient:
         self._trackio.log({f"{stage}/{name}": value for name, value in metrics.items()}, step=step)
 
     def trace(self, document: Mapping[str, Any]) -> None:
-        """It has no place for spans."""
+        """This sends nothing, because the tracker does not support spans."""
 
     def finish(self, succeeded: bool) -> None:
         self._trackio.finish()
@@ -134,7 +136,7 @@ def _otlp(settings: TrackerSettings, state: State) -> TrackerClient:
     return OtlpClient(settings, state)
 
 
-# The module that each kind needs, and its client.
+# For each kind, the module that it needs, and its client.
 CLIENTS: dict[str, tuple[str, Callable[[TrackerSettings, State], TrackerClient]]] = {
     "wandb": ("wandb", WandbClient),
     "mlflow": ("mlflow", MlflowClient),
@@ -144,7 +146,7 @@ CLIENTS: dict[str, tuple[str, Callable[[TrackerSettings, State], TrackerClient]]
 
 
 def flattened(document: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """('ppo.kl.coef', 0.1) and so on of nested mappings; lists are one value."""
+    """The leaves of nested mappings with dotted names, such as ('ppo.kl.coef', 0.1). A list is one value."""
     for name, value in document.items():
         if isinstance(value, Mapping):
             yield from flattened(value, f"{path}{name}.")
@@ -153,5 +155,5 @@ def flattened(document: Mapping[str, Any], path: str = "") -> Iterator[tuple[str
 
 
 def _plain(name: str) -> str:
-    """The name with the characters that MLflow allows."""
+    """The name with only the characters that MLflow allows."""
     return "".join(c if c.isalnum() or c in "_-. /" else "_" for c in name)

@@ -1,4 +1,4 @@
-"""Starts a process for each tracker of a job. Whatever becomes of it, the run goes on as if it were not there."""
+"""Starts a process for each tracker of a job. A failure of such a process never affects the run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from dovetail.coordinator.trackers.tracker_clients import CLIENTS
 from dovetail.manifest.types import RLHFJobSpec, Tracker
 from dovetail.protocol.process.env import TOKEN
 
-# How long trackers may take to tell the rest when a run is over.
+# How long trackers may take to send the rest when a run has ended.
 FINISH_SECONDS = 30.0
-# Until a process that failed is started again; twice as long after each failure.
+# A failed process is started again after this time. The time doubles after each failure, up to a maximum.
 AGAIN_SECONDS, LONGEST_SECONDS = 30.0, 600.0
 
 
 def missing(trackers: Sequence[Tracker]) -> Iterator[tuple[Tracker, str]]:
-    """Trackers whose package is not installed here, each with one sentence."""
+    """The trackers whose package is not installed here, each with one sentence about it."""
     for index, tracker in enumerate(trackers):
         if not _is_installed(CLIENTS[tracker.kind][0]):
             yield (
@@ -37,12 +37,13 @@ def missing(trackers: Sequence[Tracker]) -> Iterator[tuple[Tracker, str]]:
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent of it
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 
 class TrackerProcesses:
-    """`run`: the run's id. `logs` has a log of each process, `tracker-<kind>.log`."""
+    """The tracker processes of a job. `run`: the run's id. The folder `logs` has the log of each process,
+    `tracker-<kind>.log`."""
 
     def __init__(self, spec: RLHFJobSpec, run_dir: Path, run: str, log: Callable[..., None]) -> None:
         self._trackers = spec.trackers
@@ -52,7 +53,7 @@ class TrackerProcesses:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Start those whose clients are installed, and name the others."""
+        """Start the trackers whose clients are installed, and log the others."""
         absent = {tracker.kind: told for tracker, told in missing(self._trackers)}
         for kind, told in absent.items():
             self._log("tracker.missing", kind=kind, message=told)
@@ -60,7 +61,7 @@ class TrackerProcesses:
         self._tasks = [asyncio.create_task(self._keep(tracker)) for tracker in wanted]
 
     async def close(self, seconds: float = FINISH_SECONDS) -> None:
-        """The run is over: wait until all is told, at most so long."""
+        """Call it when the run has ended. It waits until everything is sent, for at most `seconds`."""
         self._over.set()
         if not self._tasks:
             return
@@ -73,12 +74,12 @@ class TrackerProcesses:
         self._tasks = []
 
     async def _keep(self, tracker: Tracker) -> None:
-        """Run the tracker's process until the run is over, and start it again if it fails."""
+        """Run the tracker's process until the run has ended. A failed process is started again."""
         pause, told = AGAIN_SECONDS, ""
         while True:
             try:
                 reason = await self._follow(tracker)
-            except OSError as error:  # no memory for a process, a full disk
+            except OSError as error:  # for example no memory for a process, or a full disk
                 reason = str(error)
             if reason is None:
                 return
@@ -93,7 +94,7 @@ class TrackerProcesses:
             pause = min(2 * pause, LONGEST_SECONDS)
 
     async def _follow(self, tracker: Tracker) -> str | None:
-        """Start the process and wait for it. None if it has told all, else its last line."""
+        """Start the process and wait for it. Returns None if it has sent everything, otherwise its last line."""
         path = self._dir / "logs" / f"tracker-{tracker.kind}.log"
         path.parent.mkdir(exist_ok=True)
         environment = {name: value for name, value in os.environ.items() if name != TOKEN}
@@ -141,7 +142,7 @@ class TrackerProcesses:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a log that is not empty, or ''."""
+    """The last line of a log that is not empty. '' if there is none."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)

@@ -1,8 +1,8 @@
-"""Follows the files of a run and tells one tracker what is new in them.
+"""Reads the new content of a run's files and sends it to one tracker.
 
-The coordinator starts it, with its order as a line of JSON on standard input, and closes that when the run is over.
-What has been told is kept in `trackers/<kind>.json` of the run directory. So a tracker that was down, or a coordinator
-that was restarted, loses nothing. Exits with 0 when all is told."""
+The coordinator starts this process. Its settings are one JSON line on standard input, which the coordinator closes when
+the run has ended. `trackers/<kind>.json` in the run directory records what was sent. So nothing is lost if the tracker
+was unreachable or the coordinator was restarted. The process exits with 0 when everything is sent."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from dovetail.coordinator.trackers.tracker_clients import CLIENTS, State, Tracke
 
 FOLDER = "trackers"
 LOOK_SECONDS = 1.0
-# Bytes of history.jsonl at a time.
+# The number of bytes of history.jsonl that are read at a time.
 PAGE = 1 << 20
 _TRACE = re.compile(r"iteration-(\d+)\.json")
 
 
 class RunFollower:
-    """What is new in a run directory since `state`, which it changes as it goes."""
+    """The new content of a run directory since `state`. It updates `state` as it sends."""
 
     def __init__(self, run_dir: Path, state: State, client: TrackerClient) -> None:
         self._dir, self._state, self._client = run_dir, state, client
 
     def tell(self) -> None:
-        """Tell all that is new. After each part the state can be kept. Raises what the client raises."""
+        """Send everything that is new. The state can be saved after each part. Raises what the client raises."""
         while self._page():
             pass
         for number, path in self._traces():
@@ -51,7 +51,7 @@ class RunFollower:
             try:
                 row = json.loads(line)
                 row = str(row["stage"]), int(row["step"]), dict(row["metrics"]), float(row["time"])
-            except (ValueError, KeyError, TypeError):  # cut off by a crash
+            except (ValueError, KeyError, TypeError):  # a crash cut the line off
                 continue
             self._client.log(*row)
         self._state["offset"] = offset + len(whole) + len(newline)
@@ -68,7 +68,7 @@ class RunFollower:
 
 
 def succeeded(run_dir: Path) -> bool:
-    """Whether summary.json says that the run has succeeded."""
+    """Whether summary.json says that the run succeeded."""
     try:
         return bool(json.loads((run_dir / "summary.json").read_text(encoding="utf-8")).get("state") == "succeeded")
     except (OSError, ValueError, AttributeError):
@@ -76,7 +76,7 @@ def succeeded(run_dir: Path) -> bool:
 
 
 def read_state(path: Path) -> State:
-    """The kept state; {} if there is none."""
+    """The saved state. {} if there is none."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -85,7 +85,8 @@ def read_state(path: Path) -> State:
 
 
 def follow(order: Mapping[str, Any], is_over: Callable[[float], bool]) -> None:
-    """Tell the tracker of `order` until `is_over(seconds)`, which waits so long, says that the run is over."""
+    """Send new content to the tracker of `order` until the run has ended. `is_over(seconds)` waits for that time and
+    says whether it has."""
     kind, run_dir = str(order["kind"]), Path(order["run_dir"])
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
@@ -107,8 +108,8 @@ def follow(order: Mapping[str, Any], is_over: Callable[[float], bool]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code. An error is one line, the last on standard error."""
-    os.nice(10)  # training comes first
+    """The entry point. Returns the exit code. An error is one line, the last one on standard error."""
+    os.nice(10)  # training has priority
     order = json.loads(os.fdopen(0, "rb", buffering=0, closefd=False).readline())
 
     def is_over(seconds: float) -> bool:
