@@ -86,7 +86,7 @@ class Blend:
         return source, int(self._order(source, epoch)[within])
 
     def batch(self, step: int, size: int) -> list[tuple[int, int]]:
-        """The picks of a step; steps count from 1. Raises ValueError for a step below 1."""
+        """The `size` picks of a step. Steps count from 1. Raises ValueError for a step below 1."""
         if step < 1:
             raise ValueError(f"steps count from 1, not {step}")
         return [self.pick(n) for n in range((step - 1) * size, step * size)]

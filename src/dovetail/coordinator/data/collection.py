@@ -17,7 +17,7 @@ from dovetail.coordinator.data.sources import identity, load
 from dovetail.manifest.types import RLHFJobSpec, Stage
 
 R = TypeVar("R")
-HELD_OUT_LIMIT = 4096  # a stage evaluates at most so many records; more take long
+HELD_OUT_LIMIT = 4096  # a stage evaluates at most this many records, because more would take long
 
 
 @dataclass(frozen=True)

@@ -4,4 +4,5 @@ from __future__ import annotations
 
 
 class DataError(ValueError):
-    """An error in data. The message is one sentence that names the field or file, what is there, and what to do."""
+    """An error in the user's data. The message is one sentence that names the field or file, what it contains, and what
+    to do."""

@@ -31,7 +31,7 @@ class RowFormat:
 
 
 def detect(row: Row, where: str) -> str:
-    """The format of a row, from its fields. Raises DataError if no format fits."""
+    """The name of a row's format, from its fields. Raises DataError if no format fits."""
     for each in FORMATS.values():
         if each.fits(row):
             return each.name

@@ -117,7 +117,7 @@ class Hub:
         """The repository and commit of each model, by the model's name."""
         return {name: {"repository": m.repository, "commit": m.commit} for name, m in self._models.items()}
 
-    # ------------------------------------------------------------ what is there
+    # ------------------------------------------------------------ models on the disk
 
     @property
     def _cache_name(self) -> str | None:
@@ -250,7 +250,7 @@ class Hub:
     def _progress(self, names: list[str], model: _Model) -> str:
         return f"{self._have(names, model) / GB:.2f} of {self._size(model, names) / GB:.2f} GB"
 
-    # ------------------------------------------------------------ sentences
+    # ------------------------------------------------------------ error messages
 
     def _full(self, field: str, repository: str, why: str) -> DataError:
         if self._pods:

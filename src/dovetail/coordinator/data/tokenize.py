@@ -90,7 +90,7 @@ Row = Sequence[int] | NDArray[np.int32]
 
 
 def right_pad(rows: Sequence[Row], pad: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """(tokens (N,T) int32, lengths (N,) int32). T is the length of the longest row."""
+    """Pad rows on the right. Returns (tokens (N,T) int32, lengths (N,) int32). T is the length of the longest row."""
     lengths = np.array([len(row) for row in rows], np.int32)
     tokens = np.full((len(rows), int(lengths.max(initial=1))), pad, np.int32)
     for i, row in enumerate(rows):

@@ -98,7 +98,7 @@ class Fleet:
         self._own: dict[str, int] = {}
         self.listeners: list[Callable[[], None]] = []
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ events
 
     def register(self, message: Register) -> None:
         """Take an instance's report. Instances report at their start and every 2 s."""
@@ -171,12 +171,12 @@ class Fleet:
             self.tick()
 
     def update(self, name: str, updating: bool) -> None:
-        """Take note that a transfer of weights to an instance begins or has ended. It gets no work meanwhile."""
+        """Record that a transfer of weights to an instance begins or has ended. It gets no work meanwhile."""
         if name in self._instances:
             self._set(replace(self._instances[name], updating=updating))
 
     def transfer_failed(self, name: str, incarnation: str, blamed: bool) -> None:
-        """Take note that a transfer failed. `blamed`: whether this instance may be the cause. It is unknown which
+        """Record that a transfer failed. `blamed`: whether this instance may be the cause. It is unknown which
         version it holds until it has reported that twice."""
         instance = self._instances.get(name)
         if instance is not None and instance.incarnation == incarnation:
@@ -184,7 +184,7 @@ class Fleet:
             self._set(self._settled(unknown, self._clock()))
 
     def weights_acked(self, name: str, incarnation: str, version: int) -> None:
-        """Take note that an instance holds a complete version. Ignored if the process has ended."""
+        """Record that an instance holds a complete version. Ignored if the process has ended."""
         instance = self._instances.get(name)
         if instance is None or instance.incarnation != incarnation:
             return
@@ -194,7 +194,7 @@ class Fleet:
         self._set(self._settled(updated, self._clock()))
 
     def failed(self, name: str, reason: str) -> None:
-        """Take note that a request or a transfer failed. Failures during the back-off after an earlier failure are not
+        """Record that a request or a transfer failed. Failures during the back-off after an earlier failure are not
         counted again."""
         instance = self._instances.get(name)
         now = self._clock()
@@ -211,13 +211,13 @@ class Fleet:
         self._set(replace(instance, health=health, failures=failures, until=until, reason=reason))
 
     def succeeded(self, name: str) -> None:
-        """Take note that a request succeeded. Earlier failures are forgotten."""
+        """Record that a request succeeded. Earlier failures are forgotten."""
         instance = self._instances.get(name)
         if instance is not None and instance.failures and instance.health is not InstanceHealth.DEAD:
             self._instances[name] = replace(instance, failures=0)
 
     def retire(self, name: str) -> None:
-        """Take note that the instance will be removed. This incarnation never gets work again."""
+        """Record that the instance will be removed. This incarnation never gets work again."""
         if name in self._instances:
             self._set(replace(self._instances[name], health=InstanceHealth.RETIRED, reason="retired"))
 
@@ -232,7 +232,7 @@ class Fleet:
         for instance in list(self._instances.values()):
             self._set(self._settled(instance, now))
 
-    # ------------------------------------------------------------ what follows
+    # ------------------------------------------------------------ queries
 
     @property
     def version(self) -> int | None:

@@ -168,7 +168,7 @@ class Drawing:
                     f"no rollout could take the {len(self._pending)} remaining samples of iteration {self._iteration} "
                     f"within {self._settings.wait:.0f} s: {self._fleet.describe(KIND)}"
                 )
-            # Not wait_for: on Python 3.11 it swallows a cancellation that comes with the event.
+            # This does not use wait_for, which on Python 3.11 swallows a cancellation that comes with the event.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.flush):
                     await self._wake.wait()

@@ -257,14 +257,14 @@ class InFlight:
         return self._speeds.relative(names)
 
     def begin(self, work: Work, now: float, wall: float) -> None:
-        """Take note that an instance was given a sample. `now`: monotonic seconds. `wall`: seconds since the epoch."""
+        """Record that an instance was given a sample. `now`: monotonic seconds. `wall`: seconds since the epoch."""
         work.last_token, work.begun, work.first = now, now, True
         self._works[work] = None
         self._counts[work.instance] += 1
         self.activity.setdefault(work.instance, Activity(wall, wall)).end = wall
 
     def ended(self, work: Work) -> None:
-        """Take note that a sample's request has ended, for any reason. `sort_out` handles it."""
+        """Record that a sample's request has ended, for any reason. `sort_out` handles it."""
         self._ended.append(work)
 
     def _remove(self, work: Work) -> None:

@@ -35,7 +35,7 @@ class Turn:
         self._drawing: Drawn | None = None
 
     def draws(self, drawing: Drawn, own: bool = True) -> None:
-        """Take note that from now on `drawing` knows how many samples are left. `own`: whether it draws this
+        """Record that from now on `drawing` knows how many samples are left. `own`: whether it draws this
         iteration's own samples, and not others that come before them."""
         self._drawing = drawing
         self._unfinished = 0 if own else self._unfinished
@@ -64,7 +64,7 @@ class Turn:
         await self._is_first.wait()
 
     def give(self, first: bool = False) -> None:
-        """Take note that this iteration has a server. `first`: it is now the oldest open one."""
+        """Record that this iteration has a server. `first`: it is now the oldest open one."""
         self._given.set()
         if first:
             self._is_first.set()

@@ -37,7 +37,7 @@ class ServerFailure(Exception):
 
 
 class RequestRefused(Exception):
-    """The server says that the request itself is wrong."""
+    """The server reports that the request itself is wrong."""
 
 
 async def stream(

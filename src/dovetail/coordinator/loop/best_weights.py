@@ -16,9 +16,9 @@ KEPT = "evaluation/kept"
 
 
 class BestWeights:
-    """Keeps the best weights. The trainers export the weights that they hold. Without a lag, that is the version that
-    was evaluated. With a lag, the trainers are ahead of it. So each version that will be evaluated is exported to a
-    folder before the trainers train on."""
+    """Keeps the weights with the best evaluation. The trainers export the weights that they hold. Without a lag, that
+    is the version that was evaluated. With a lag, the trainers are ahead of it. So each version that will be evaluated
+    is exported to a folder before the trainers train on."""
 
     def __init__(
         self, spec: RLHFJobSpec, run_dir: Path, store: KeyValues, session: TrainerSession, evaluation: Evaluator

@@ -159,7 +159,7 @@ class Engines:
             },
         )
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ start and end
 
     async def __aenter__(self) -> Engines:
         spec, settings, records = self.spec, self.settings, self.records
@@ -313,7 +313,7 @@ class Engines:
         await asyncio.gather(self.session.hold(), self._sync.hold(), self._maker.hold())
 
     def _oldest_drawn(self, version: int) -> None:
-        """Take note that all samples from now on are drawn with this version of the weights, or with a later one."""
+        """Record that all samples from now on are drawn with this version of the weights, or with a later one."""
         self._sync.begin(version)
         self.session.need(version)
 
@@ -327,7 +327,7 @@ class Engines:
         self.fleet.register(message)
 
     def retire(self, name: str) -> None:
-        """Note that the instance's pod will end soon."""
+        """Record that the instance's pod will end soon. It gets no more work."""
         self.fleet.retire(name)
 
     def left(self, name: str) -> bool:
@@ -394,7 +394,7 @@ class Engines:
         await self._evaluation.check()
         self.records.store.put("rewards/checked", True)
 
-    # ------------------------------------------------------------ SFT and reward model
+    # ------------------------------------------------------------ SFT, reward model and DPO
 
     async def run_sft(self) -> None:
         """Fine-tune the actor on demonstrations. The result is models/sft. Facts: sft.loss_before, sft.loss_after."""
@@ -449,8 +449,7 @@ class Engines:
         iteration's metrics. Raises ValueError if the experience is of another iteration."""
         return await self._ppo.train(experience)
 
-    # ------------------------------------------------------------ end
-
+    # ------------------------------------------------------------ export and result
     async def check_output(self) -> None:
         """Check that the models can be copied to spec.output. Raises OutputError."""
         await asyncio.to_thread(check, self.spec.output)

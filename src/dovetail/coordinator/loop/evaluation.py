@@ -123,7 +123,7 @@ class Evaluator:
             return known
         begun, slot = self._clock(), evaluation_slot(version)
         if store.get("evaluation/open") != (mark := [version, self._settings]):
-            store.samples.forget(slot)  # answers of other settings
+            store.samples.forget(slot)  # these answers were drawn with other settings
             store.put("evaluation/open", mark)
         answers = await self._answer(
             version, prompts, self._seeds(prompts), self._spec.temperature, self._metrics.rewarded

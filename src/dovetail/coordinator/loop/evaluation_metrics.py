@@ -23,7 +23,8 @@ REHEARSED_PROMPTS = 2
 
 @dataclass(frozen=True)
 class HeldOutAnswer:
-    """One answer to a prompt. `reward` is None if no rewards were asked for."""
+    """One answer to an evaluation prompt. `tokens`: the number of its tokens. `reward` is None if no rewards were
+    requested."""
 
     prompt: PromptRecord
     sample: int
@@ -43,7 +44,7 @@ class EvaluationMetrics:
         language = bool(prompts) and all(source.synthetic is not None for source in prompts)
         named = [metric_name(metric) for metric in spec.evaluation.metrics]
         self._language = language and QUALITY not in named
-        # The first one decides which weights are the best.
+        # The first metric decides which weights are the best.
         self.names = [*named, *([QUALITY] if self._language else [])]
         self._calls: Calls | None = None
         if functions := spec.evaluation.functions:

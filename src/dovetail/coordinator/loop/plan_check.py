@@ -47,7 +47,7 @@ class PlanCheck:
         self._recent: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=ITERATIONS)
 
     def observe(self, seconds: float, phases: Mapping[str, float]) -> None:
-        """Take note that an iteration took `seconds` seconds. `phases`: the seconds of each phase."""
+        """Record that an iteration took `seconds` seconds. `phases`: the seconds of each phase."""
         wrong = off(self.expected.seconds, seconds)
         if self._recent and wrong != off(self.expected.seconds, self._recent[-1][0]):
             self._recent.clear()

@@ -185,7 +185,7 @@ class PPOStage:
     async def _draw(self, iteration: int) -> Experience:
         """Make an iteration's experience with the weights that belong to it. The trainers may train meanwhile."""
         version = self._spec.ppo.weight_version(iteration)
-        # The first iterations all use version 0.
+        # The first iterations all use version 0. Only the last of them starts its evaluation.
         due = version == iteration - 1 - self._spec.ppo.lag and self._evaluation.due(version)
         prompts = self._prepared.prompts(iteration)
         made = await self._maker.make_beside(iteration, prompts, lambda turn: self._reach(turn, due), evaluates=due)

@@ -104,7 +104,7 @@ class Streaming:
             first = known_first(PromptProgress(*row) for row in self._samples.progress(iteration))
             ready = len(first) // self._prompts
             if ready == self._parts:
-                return  # all samples are there, so the step trains the rest
+                return  # all samples are scored, so the step trains the rest
             if ready > found.parts:
                 chosen = first[found.parts * self._prompts :][: self._prompts]
                 try:

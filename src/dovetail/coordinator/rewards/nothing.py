@@ -6,7 +6,7 @@ from typing import Any
 
 
 def zero(prompts: list[str], responses: list[str], **fields: Any) -> list[float]:
-    """0 for each response."""
+    """Return 0 for each response."""
     return [0.0] * len(responses)
 
 

@@ -240,7 +240,7 @@ class Inference:
         self.poke()
 
     def follow(self, left: int, growing: Callable[[], Sequence[Growing]]) -> None:
-        """Take note that `left` samples are not generated yet. If they are few enough, idle scorers may compute parts
+        """Record that `left` samples are not generated yet. If they are few enough, idle scorers may compute parts
         of them."""
         self._growing = growing() if 0 < left <= STREAMED_PER_SCORER * self._everyone() else ()
 

@@ -60,7 +60,7 @@ class Streams:
         return found.prompt + found.held if found is not None and found.held else 0
 
     def held(self, scorer: tuple[str, str], key: Key, prompt: int, tokens: int) -> None:
-        """Take note that a scorer has computed `tokens` response tokens of a sample with `prompt` prompt tokens."""
+        """Record that a scorer has computed `tokens` response tokens of a sample with `prompt` prompt tokens."""
         if tokens:
             self._homes[key] = _Home(scorer, prompt, tokens)
         else:

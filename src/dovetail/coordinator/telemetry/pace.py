@@ -39,7 +39,7 @@ class Pace:
         self._seen: deque[tuple[int, float]] = deque(maxlen=STEPS + 1)
 
     def see(self, stage: Stage, done: int, total: int, now: float) -> None:
-        """Take note that `done` steps of `total` are finished at `now`, in monotonic seconds."""
+        """Record that `done` steps of `total` are finished at `now`, in monotonic seconds."""
         if stage is not self._stage or (self._seen and done < self._seen[-1][0]):
             self._stage = stage
             self._seen.clear()
