@@ -25,7 +25,7 @@ from dovetail.manifest.types import HubAccess as HubSpec
 
 COMMITS = "hub.json"
 MAIN = "main"
-# The seconds of waiting after each attempt that brought no byte of progress. After the last one the hub counts as
+# The seconds of waiting between attempts that bring no byte of progress. After the last one the hub counts as
 # unreachable.
 WAITS = (2.0, 4.0, 8.0, 16.0)
 # The space that is kept free on a disk, for what a run writes before it reports that the disk is full.

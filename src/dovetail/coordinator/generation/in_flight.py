@@ -18,8 +18,8 @@ from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.protocol.messages import Span
 
 # An event costs the coordinator about 30 microseconds of CPU time, and the server more, whether it carries one token or
-# eight. An event carries one more token for each this many samples. At 50 tokens per second the coordinator then uses
-# at most a tenth of a core.
+# eight. So an event carries one token for each SAMPLES_PER_TOKEN samples that are left. At 50 tokens per second the
+# coordinator then uses at most a tenth of a core.
 SAMPLES_PER_TOKEN = 64
 MOST_PER_EVENT = 64
 # Small models decode fast. Their tokens share events that cover this time. It costs little to lose them.
