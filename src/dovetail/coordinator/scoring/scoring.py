@@ -5,7 +5,7 @@ Samples may be added while others are scored. Inter-stage fusion (RLHFuse sectio
 takes its next chunk when it has finished the last one, so faster devices score more. If a scorer fails, its chunk goes
 to another one.
 
-In the tail, scorers also compute parts of samples that are still generated (`streams`), unless a longer sample waits."""
+In the tail, scorers also compute parts of samples that are still generated (`streams`), unless a longer one waits."""
 
 from __future__ import annotations
 
