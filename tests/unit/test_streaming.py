@@ -3,8 +3,11 @@ bits whatever was learnt early."""
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,15 +20,19 @@ from rich.console import Console, Group
 
 from dovetail.cli.common.plan_tables import plan_tables
 from dovetail.cli.common.prediction_tables import prediction_tables
-from dovetail.coordinator.loop.streaming import PromptProgress, in_learning_order, known_first
+from dovetail.coordinator.loop.experience_maker import ExperienceMaker
+from dovetail.coordinator.loop.streaming import PromptProgress, Streaming, in_learning_order, known_first
+from dovetail.coordinator.store.experience_files import ExperienceFiles
+from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, ScoreRow
+from dovetail.coordinator.store.store import Store
 from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import Stage
 from dovetail.planner.make_plan import make_plan
 from dovetail.planner.simulate.hidden_training import hidden
-from dovetail.protocol.messages import Accumulate, Step
+from dovetail.protocol.messages import Accumulate, CommandResult, Step
 from dovetail.protocol.wire import Arrays, pack, unpack
-from dovetail.trainer.steps.streamed_step import rows_of
+from dovetail.trainer.steps.streamed_step import digest_of, rows_of
 from helpers.example_jobs import EXAMPLES, hub_configs
 from helpers.jobs import tiny_job
 from helpers.local_trainer import LocalTrainer
@@ -61,6 +68,71 @@ def test_training_is_hidden_from_when_the_first_prompts_are_scored() -> None:
     # The second part is under way when the stage ends.
     assert hidden(scored, lengths, [1] * 6, 2, 3, 12.0, 9.0) == pytest.approx(8.0)
     assert hidden([9.0] * 6, lengths, [1] * 6, 2, 3, 3.0, 9.0) == 0.0
+
+
+# ---------------------------------------------------------------- what the trainers get
+
+
+def answered(store: Store, key: Key, length: int, steps: list[tuple[int, float]]) -> None:
+    """A response of so many tokens, scored by a function `f` that gave it these steps."""
+    (attempt,) = store.samples.assign([Assignment(key, "r", "i", 0, 0)])
+    store.samples.record([Delta(key, attempt, 0, [key.sample + 1] * length, [0.0] * length, "stop")])
+    store.samples.add_rewards("f", {key: float(key.sample)}, {key: steps})
+    store.samples.score([ScoreRow(key, np.zeros(length, np.float32), None, float(key.sample))])
+
+
+def maker(store: Store) -> ExperienceMaker:
+    made = ExperienceMaker.__new__(ExperienceMaker)
+    made._samples = store.samples
+    made._prepared = SimpleNamespace(  # type: ignore[assignment]
+        pad_token_id=0, tokenizer=SimpleNamespace(decode=lambda tokens, **_: "x" * len(tokens))
+    )
+    made._calls = SimpleNamespace(functions=[SimpleNamespace(title="f", weight=0.5)])  # type: ignore[assignment]
+    return made
+
+
+def test_a_part_is_what_the_whole_batch_has_also_with_rewards_of_steps(tmp_path: Path) -> None:
+    """Prompt 1 ends first, and no reward function marks steps in its responses."""
+    store, files = Store(tmp_path), ExperienceFiles(tmp_path)
+    store.samples.begin_iteration(1, [NewSample(p, s, [7] * (p + 1), 2 * p + s) for p in range(2) for s in range(2)])
+    given: list[str] = []
+    records: Any = SimpleNamespace(
+        store=store, batches=files, log=lambda *_, **__: None, timeline=SimpleNamespace(add=lambda _: None)
+    )
+
+    class Session:
+        async def accumulate(self, command: Accumulate) -> CommandResult:
+            part = files.part(command.batch)
+            assert part is not None
+            given.append(digest_of(rows_of(unpack(part), 0, 2)))
+            return CommandResult(id=command.id, ok=True)
+
+    def step(iteration: int) -> Step:
+        return Step(id="ppo/1/step", stage=Stage.PPO, step=iteration, batch="ppo/1", actions=[[]], parts=2)
+
+    async def scenario() -> None:
+        spec = tiny_job(ppo={**CAN, "globalBatchSize": 4, "miniBatchSize": 4, "samplesPerPrompt": 2}).spec
+        session: Any = Session()
+        async with Streaming(spec, 2, records, session, maker(store).arrays_of, step).beside(1):
+            for sample in range(2):
+                answered(store, Key(1, 1, sample), 2, [])
+                # Still drawn, and longer.
+                (attempt,) = store.samples.assign([Assignment(Key(1, 0, sample), "r", "i", 0, 0)])
+                store.samples.record([Delta(Key(1, 0, sample), attempt, 0, [3] * 4, [0.0] * 4)])
+            async with asyncio.timeout(60):
+                while not given:
+                    await asyncio.sleep(0.01)
+            for sample in range(2):
+                key = Key(1, 0, sample)
+                store.samples.record([Delta(key, 1, 4, [4], [0.0], "stop")])
+                store.samples.add_rewards("f", {key: 0.0}, {key: [(2, 1.0), (5, -1.0)]})
+                store.samples.score([ScoreRow(key, np.zeros(5, np.float32), None, 0.0)])
+
+    asyncio.run(scenario())
+    whole = unpack(pack(in_learning_order(maker(store).arrays_of(1, store.samples.experience(1)))))
+    assert whole["step_rewards"].any()
+    assert given == [digest_of(rows_of(whole, 0, 2))]
+    store.close()
 
 
 # ---------------------------------------------------------------- who can have it

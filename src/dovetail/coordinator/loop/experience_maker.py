@@ -35,7 +35,7 @@ from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Sc
 from dovetail.coordinator.scoring.scoring_lanes import Lane, ScorerLanes
 from dovetail.coordinator.scoring.streams import BLOCK_TOKENS
 from dovetail.coordinator.store.experience_files import experience_arrays
-from dovetail.coordinator.store.samples import Key, NewSample, ScoreRow, State
+from dovetail.coordinator.store.samples import Key, NewSample, Sample, ScoreRow, State
 from dovetail.coordinator.store.step_rewards import step_arrays
 from dovetail.coordinator.store.store import StoreError
 from dovetail.coordinator.weights.publishing import Target
@@ -46,6 +46,7 @@ from dovetail.protocol.messages import Span
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.process_names import rollout_of
 from dovetail.protocol.sampling import asked_of_servers
+from dovetail.protocol.wire import Arrays
 
 # Inference fails after this time without a scored sample.
 INFERENCE_SECONDS = 900.0
@@ -483,16 +484,21 @@ class ExperienceMaker:
         text = self._prepared.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
         return str(text)
 
+    def arrays_of(self, iteration: int, samples: Sequence[Sample]) -> Arrays:
+        """The arrays of some of an iteration's samples, which are scored."""
+        arrays = experience_arrays(samples, self._prepared.pad_token_id, self._samples.experts(iteration))
+        if self._calls is not None:
+            weights = {function.title: function.weight for function in self._calls.functions}
+            arrays |= step_arrays(samples, self._samples.steps(iteration), weights, self._text)
+        return arrays
+
     def _experience(self, iteration: int, prompts: Sequence[PromptRecord]) -> Experience:
         samples = self._samples.experience(iteration)
         prepared, version = self._prepared, self._spec.ppo.weight_version(iteration)
         for held in (v for s in samples for v in (s.first_version, s.weight_version)):
             if held is not None and held != version:
                 raise StoreError(f"samples of iteration {iteration} are of weight version {held}, not {version}")
-        arrays = experience_arrays(samples, prepared.pad_token_id, self._samples.experts(iteration))
-        if self._calls is not None:
-            weights = {function.title: function.weight for function in self._calls.functions}
-            arrays |= step_arrays(samples, self._samples.steps(iteration), weights, self._text)
+        arrays = self.arrays_of(iteration, samples)
         if self._spec.ppo.ptx_coef > 0:
             arrays |= prepared.ptx_batch(iteration)
         return Experience(

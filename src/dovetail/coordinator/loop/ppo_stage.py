@@ -86,8 +86,8 @@ class PPOStage:
         self._streaming: Streaming | None = None
         self._streamed: dict[int, Streamed] = {}
         if plan.streamed_parts:
-            pad, parts = prepared.pad_token_id, plan.streamed_parts
-            self._streaming = Streaming(spec, parts, records, session, pad, self._next_step)
+            parts = plan.streamed_parts
+            self._streaming = Streaming(spec, parts, records, session, maker.arrays_of, self._next_step)
         self._check: PlanCheck | None = None
         if (predicted := plan.prediction) is not None and predicted.lag == spec.ppo.lag:
             self._check = PlanCheck(Expected.predicted(predicted.iteration_seconds, predicted.phases))

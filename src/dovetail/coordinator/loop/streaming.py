@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dovetail.coordinator.loop.run_records import RunRecords
-from dovetail.coordinator.store.experience_files import experience_arrays
+from dovetail.coordinator.store.samples import Sample
 from dovetail.coordinator.trainers.trainer_group import TrainerError, TrainerLost
 from dovetail.coordinator.trainers.trainer_session import TrainerSession
 from dovetail.manifest.types import RLHFJobSpec, Stage
@@ -68,8 +68,8 @@ class Streamed:
 
 
 class Streaming:
-    """Streams the samples of an iteration to the trainers. `parts`: the number of parts of an iteration. `pad`: the id
-    of the pad token. `step(iteration)` returns the command of the whole step."""
+    """`parts`: into how many an iteration is cut. `arrays_of(iteration, samples)`: the batch of some of its samples.
+    `step(iteration)`: the command of the whole step."""
 
     def __init__(
         self,
@@ -77,10 +77,11 @@ class Streaming:
         parts: int,
         records: RunRecords,
         session: TrainerSession,
-        pad: int,
+        arrays_of: Callable[[int, Sequence[Sample]], Arrays],
         step: Callable[[int], Step],
     ) -> None:
-        self._parts, self._records, self._session, self._pad, self._step = parts, records, session, pad, step
+        self._parts, self._records, self._session = parts, records, session
+        self._arrays_of, self._step = arrays_of, step
         self._prompts = spec.ppo.global_batch_size // spec.ppo.samples_per_prompt // parts
         self._samples = records.store.samples
 
@@ -128,6 +129,5 @@ class Streaming:
         place = {prompt: number for number, prompt in enumerate(prompts)}
         rows = sorted(self._samples.of_prompts(iteration, prompts), key=lambda s: (place[s.key.prompt], s.key.sample))
         key = f"ppo-part/{iteration}/{part}"
-        arrays = experience_arrays(rows, self._pad, self._samples.experts(iteration))
-        self._records.batches.show_part(key, arrays)
+        self._records.batches.show_part(key, self._arrays_of(iteration, rows))
         return Accumulate(id=f"ppo/{iteration}/accumulate/{part}", step=self._step(iteration), part=part, batch=key)

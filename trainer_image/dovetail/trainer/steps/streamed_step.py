@@ -39,6 +39,7 @@ TOKENS, RESPONSES = (
     ("tokens", "routed_experts"),
     ("rollout_logprobs", "ref_logprobs", "values", "advantages", "returns", "step_rewards", "step_ends"),
 )
+STEPS = ("step_rewards", "step_ends")
 
 
 @dataclass
@@ -66,13 +67,17 @@ class StreamedPart:
 
 
 def rows_of(arrays: Arrays, start: int, stop: int) -> Arrays:
-    """These rows of a PPO batch, with as little padding as they need. The result does not depend on the other rows."""
+    """These rows of a PPO batch, with as little padding as they need: the same arrays whatever rows are beside them.
+    Arrays of steps are left out where none of the rows has a step, because whether a batch has them depends on all its
+    rows."""
     prompts, responses = (arrays[name][start:stop].astype(np.int64) for name in ("prompt_lengths", "response_lengths"))
     width, longest = int((prompts + responses).max()), int(responses.max())
     found = {}
     for name, array in arrays.items():
         rows = array[start:stop]
         found[name] = rows[:, :width] if name in TOKENS else rows[:, :longest] if name in RESPONSES else rows
+    if not any(found[name].any() for name in STEPS if name in found):
+        found = {name: rows for name, rows in found.items() if name not in STEPS}
     return found
 
 
