@@ -73,10 +73,12 @@ def test_training_is_hidden_from_when_the_first_prompts_are_scored() -> None:
 # ---------------------------------------------------------------- what the trainers get
 
 
-def answered(store: Store, key: Key, length: int, steps: list[tuple[int, float]]) -> None:
+def answered(
+    store: Store, key: Key, length: int, steps: list[tuple[int, float]], experts: tuple[int, bytes] | None = None
+) -> None:
     """A response of so many tokens, scored by a function `f` that gave it these steps."""
     (attempt,) = store.samples.assign([Assignment(key, "r", "i", 0, 0)])
-    store.samples.record([Delta(key, attempt, 0, [key.sample + 1] * length, [0.0] * length, "stop")])
+    store.samples.record([Delta(key, attempt, 0, [key.sample + 1] * length, [0.0] * length, "stop", experts)])
     store.samples.add_rewards("f", {key: float(key.sample)}, {key: steps})
     store.samples.score([ScoreRow(key, np.zeros(length, np.float32), None, float(key.sample))])
 
@@ -132,6 +134,18 @@ def test_a_part_is_what_the_whole_batch_has_also_with_rewards_of_steps(tmp_path:
     whole = unpack(pack(in_learning_order(maker(store).arrays_of(1, store.samples.experience(1)))))
     assert whole["step_rewards"].any()
     assert given == [digest_of(rows_of(whole, 0, 2))]
+    store.close()
+
+
+def test_a_part_whose_experts_nobody_reported_has_none(tmp_path: Path) -> None:
+    store, file = Store(tmp_path), io.BytesIO()
+    np.save(file, np.zeros((2, 1, 1), np.int16))
+    store.samples.begin_iteration(1, [NewSample(p, 0, [7], p) for p in range(2)])
+    answered(store, Key(1, 0, 0), 2, [], (0, file.getvalue()))
+    answered(store, Key(1, 1, 0), 2, [])
+    for prompts, there in (([0], True), ([1], False), ([0, 1], True)):
+        arrays = maker(store).arrays_of(1, store.samples.of_prompts(1, prompts))
+        assert ("routed_experts" in arrays) == there, prompts
     store.close()
 
 

@@ -486,7 +486,8 @@ class ExperienceMaker:
 
     def arrays_of(self, iteration: int, samples: Sequence[Sample]) -> Arrays:
         """The arrays of some of an iteration's samples, which are scored."""
-        arrays = experience_arrays(samples, self._prepared.pad_token_id, self._samples.experts(iteration))
+        experts = self._samples.experts(iteration, sorted({s.key.prompt for s in samples}))
+        arrays = experience_arrays(samples, self._prepared.pad_token_id, experts)
         if self._calls is not None:
             weights = {function.title: function.weight for function in self._calls.functions}
             arrays |= step_arrays(samples, self._samples.steps(iteration), weights, self._text)

@@ -385,14 +385,15 @@ class SampleTable:
                 of_sample[function] = [(end, reward) for end, reward in json.loads(steps)]
         return found
 
-    def experts(self, iteration: int) -> dict[Key, list[tuple[int, bytes]]]:
+    def experts(self, iteration: int, prompts: Sequence[int] | None = None) -> dict[Key, list[tuple[int, bytes]]]:
         """The reports of servers on the experts of a sample's tokens, in order: each has its first token and a numpy
-        file."""
+        file. `prompts`: of these alone; None: of all."""
         found: dict[Key, list[tuple[int, bytes]]] = {}
+        where = "iteration=?" + ("" if prompts is None else f" AND prompt_index IN ({','.join('?' * len(prompts))})")
         with self._db.reading() as db:
             rows = db.execute(
-                "SELECT prompt_index, sample_index, start, npy FROM experts WHERE iteration=? ORDER BY 1, 2, attempt",
-                (iteration,),
+                f"SELECT prompt_index, sample_index, start, npy FROM experts WHERE {where} ORDER BY 1, 2, attempt",
+                (iteration, *(prompts or ())),
             )
             for prompt, sample, start, npy in rows:
                 found.setdefault(Key(iteration, prompt, sample), []).append((start, npy))
