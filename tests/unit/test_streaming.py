@@ -305,4 +305,6 @@ def test_parts_that_do_not_fit_are_refused_and_change_nothing() -> None:
             trainer.execute(command.model_copy(update={"step": uneven})).error
         )
         assert trainer.runner.stage is Stage.PPO
-        trainer.metrics(step)
+        # It was learnt with another coefficient of the KL penalty than its step has.
+        trainer.metrics(accumulate(trainer, step.model_copy(update={"kl_coef": 0.1}), 0, batch(), 1))
+        assert trainer.metrics(step)["streamed_fraction"] == 0.0

@@ -44,9 +44,9 @@ STEPS = ("step_rewards", "step_ends")
 
 @dataclass
 class HeldParts:
-    """The parts of the next step whose gradient the ranks hold. `step` is the step's number. `digests` are the hashes
-    of each part's arrays. `totals` are sums of the losses' statistics. `old` are the log-probabilities that the trainer
-    has computed itself, as `before_step` returns them; None if it uses the rollout's."""
+    """The parts of the next step whose gradient the ranks hold. `step`: its number. `digests`: of each part.
+    `totals`: statistics of the losses. `old`: log-probabilities that the trainer has computed itself, as `before_step`
+    returns them; None where it trusts the rollouts."""
 
     step: int = 0
     digests: list[str] = field(default_factory=list)
@@ -60,7 +60,7 @@ class HeldParts:
 
 @dataclass(frozen=True)
 class StreamedPart:
-    """A part that was checked. `samples` are its rows only. `digest` is the hash of its arrays."""
+    """A part, checked. `samples`: its rows alone. `digest`: of its arrays, and of what the step says about its loss."""
 
     samples: PPOSamples
     digest: str
@@ -98,7 +98,7 @@ def prepare_part(context: Context, held: HeldParts, command: Accumulate) -> Run:
     models = _models(context, step)
     arrays = context.fetch(command.batch)
     rows = context.spec.ppo.global_batch_size // step.parts
-    part = _part(context, models, arrays, 0, rows)
+    part = _part(context, step, models, arrays, 0, rows)
     if _rows(arrays) != rows:
         raise BadCommand(f"batch {command.batch} has {_rows(arrays)} rows, a part has {rows}")
     schedule = _schedule(context, step, models, rows)
@@ -126,7 +126,7 @@ def prepare_step(context: Context, held: HeldParts, step: Step) -> Run:
     if count != context.spec.ppo.global_batch_size:
         raise BadCommand(f"batch {step.batch} has {count} samples, expected ppo.globalBatchSize")
     rows = count // step.parts
-    parts = [_part(context, models, arrays, start, start + rows) for start in range(0, count, rows)]
+    parts = [_part(context, step, models, arrays, start, start + rows) for start in range(0, count, rows)]
     samples = PPOSamples.read(arrays, config)
     schedule = _schedule(context, step, models, rows)
 
@@ -176,7 +176,7 @@ def _schedule(context: Context, step: Step, models: list[str], rows: int) -> Ran
     return RankSchedule(context.actions(step, counts), 1, digest(step.actions))
 
 
-def _part(context: Context, models: list[str], arrays: Arrays, start: int, stop: int) -> StreamedPart:
+def _part(context: Context, step: Step, models: list[str], arrays: Arrays, start: int, stop: int) -> StreamedPart:
     config = ppo_config(context.spec)
     mine = rows_of(arrays, start, stop)
     samples = PPOSamples.read(mine, config)
@@ -186,7 +186,8 @@ def _part(context: Context, models: list[str], arrays: Arrays, start: int, stop:
         check_routing(context.model("actor").config, samples.sequences)
     if "critic" in models and samples.values is None and config.value_clip is not None:
         raise BadCommand("the batch has no array 'values', which the critic's clipped loss needs")
-    return StreamedPart(samples, digest_of(mine))
+    # A manifest may get another ppo.kl.coef between a part and its step.
+    return StreamedPart(samples, f"{digest_of(mine)} {step.kl_coef!r} {step.train_actor}")
 
 
 def _forget(context: Context, held: HeldParts, step: Step) -> None:
