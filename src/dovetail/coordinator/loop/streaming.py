@@ -60,8 +60,8 @@ def in_learning_order(arrays: Arrays) -> Arrays:
 
 @dataclass
 class Streamed:
-    """What the trainers did for an iteration while its samples were generated. `seconds`: the time of their work.
-    `parts`: the number of parts that they hold. It is 0 again after the trainers were lost."""
+    """What the trainers did for an iteration while its samples were made, since they were last lost. `parts`: how many
+    they learnt. `seconds`: how long that took."""
 
     seconds: float = 0.0
     parts: int = 0
@@ -112,7 +112,7 @@ class Streaming:
                     result = await self._session.accumulate(self._command(iteration, found.parts, chosen))
                 except TrainerLost as lost:
                     self._records.log("trainers.recover", stage=Stage.PPO.value, step=iteration, reason=str(lost))
-                    found.parts = 0
+                    found.parts, found.seconds = 0, 0.0
                 except TrainerError:
                     return  # the step will fail in the same way, and report it
                 else:

@@ -87,6 +87,8 @@ class TrainerSession:
         self._step = 0
         # The oldest version that may be requested. Restored ranks must compute it again. None: only the newest.
         self._needed: int | None = None
+        # The generation of ranks that learnt a part last.
+        self._with_parts: int | None = None
 
     # ------------------------------------------------------------ checkpoints
 
@@ -213,10 +215,13 @@ class TrainerSession:
                 return result
 
     async def accumulate(self, command: Accumulate) -> CommandResult:
-        """Let the ranks learn from one part of the next step's samples, before the other parts exist. Raises
-        TrainerError, and TrainerLost. After TrainerLost the ranks hold no part."""
+        """Have the ranks learn a part of the next step's samples, before the others are there. Raises TrainerError, and
+        TrainerLost, after which the ranks hold no part: they were lost now, or since the part before."""
         async with self._lock:
             await self._bring(self._need_plan(), self._step)
+            before, self._with_parts = self._with_parts, self._group.generation
+            if command.part and before != self._with_parts:
+                raise TrainerLost("the ranks that learnt the earlier parts were lost")
             return await self._group.execute(command, STEP_TIMEOUT_SECONDS)
 
     async def evaluate(self, batches: list[str], demonstrations: Sequence[str] = ()) -> dict[str, float]:
