@@ -27,7 +27,8 @@ from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
-from dovetail.manifest.types import Stage
+from dovetail.manifest.types import Parallelism, Stage
+from dovetail.planner import streamed_parts
 from dovetail.planner.make_plan import make_plan
 from dovetail.planner.simulate.hidden_training import hidden
 from dovetail.protocol.messages import Accumulate, CommandResult, Step
@@ -179,6 +180,14 @@ def test_a_plan_says_in_how_many_parts_or_why_not() -> None:
         assert parts == 0
         assert words in why
         assert not why.endswith(".")
+
+
+def test_actor_and_critic_both_cut_a_part_into_whole_micro_batches() -> None:
+    settings = {"advantage": "gae", "samplesPerPrompt": 1, "whitenAdvantages": False, "microBatchSize": 2}
+    spec = resolve(tiny_job(ppo={**CAN, **settings, "globalBatchSize": 24, "miniBatchSize": 24}).spec)
+    layouts = {"actor": Parallelism(tp=2, dp=3), "critic": Parallelism(tp=3, dp=2)}
+    # Six samples are enough for the actor's ranks, but the critic's take four at a time.
+    assert streamed_parts.streamed(spec, layouts, {}, False) == (2, "")
 
 
 def test_a_plan_predicts_what_is_hidden_behind_the_samples() -> None:

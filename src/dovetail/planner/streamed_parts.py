@@ -32,8 +32,8 @@ def streamed(
     if problem is not None:
         return 0, problem
     ppo = spec.ppo
-    dp = max(layouts[model].dp for model in ("actor", "critic") if model in layouts)
-    least = math.lcm(ppo.samples_per_prompt, ppo.micro_batch_size * dp)
+    shares = [ppo.micro_batch_size * layouts[model].dp for model in ("actor", "critic") if model in layouts]
+    least = math.lcm(ppo.samples_per_prompt, *shares)
     whole = ppo.global_batch_size // least
     parts = max((n for n in range(1, MOST_PARTS + 1) if whole % n == 0), default=0) if whole else 0
     if parts < 2 or ppo.global_batch_size % least:
