@@ -222,8 +222,8 @@ def _raising(action: Callable[[], Any], what: str) -> Any:
         raise DataError(f"{what}: cannot be loaded: {message or type(error).__name__}") from error
 
 
-class _quiet:  # noqa: N801 - it reads like a statement
-    """Turns off the loader's progress bars, because they would damage the caller's own."""
+class _quiet:  # noqa: N801 - reads as a statement
+    """Turn off the loader's progress bars, because they would break the caller's own."""
 
     def __enter__(self) -> None:
         import datasets
