@@ -102,6 +102,8 @@ def test_each_verdict_says_the_figure_and_what_to_look_at(
 def test_what_does_not_fit_the_job_is_not_judged() -> None:
     assert judge(row(equal_reward_groups=1.0), FIRST, {}, RULES) == []
     assert judge(row(reward_min=1.0, reward_max=1.0), FIRST, {}, GROUPED) == []
+    learns_from_a_teacher = row(kl=60.0, reward_min=0.0, reward_max=0.0)
+    assert judge(learns_from_a_teacher, FIRST, row(kl=1.0), Rules(distils=True)) == []
     (verdict,) = judge(row(mismatch_abs=0.4), FIRST, {}, Rules(exact=False))
     assert not verdict.stops, "the adapters' dropout makes a difference, too"
     assert judge({}, {}, {}, GROUPED) == []
@@ -111,6 +113,7 @@ def test_what_does_not_fit_the_job_is_not_judged() -> None:
 def test_rules_follow_the_job() -> None:
     assert Rules.of(tiny_job().spec) == Rules(exact=True, grouped=False, max_tokens=48)
     assert Rules.of(tiny_job(ppo={"advantage": "rloo", "samplesPerPrompt": 2}).spec).grouped
+    assert Rules.of(tiny_job(ppo={"advantage": "distillation"}).spec).distils
 
 
 def arrays(scores: list[float], responses: list[list[int]], groups: list[int]) -> dict[str, Any]:

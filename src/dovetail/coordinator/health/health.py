@@ -75,10 +75,12 @@ class Rules:
     """The properties of a job that decide which verdicts make sense.
 
     `exact`: nothing random lies between rollouts and trainers, so a mismatch is an error. `grouped`: advantages
-    compare the samples of one prompt. `max_tokens`: the longest response."""
+    compare the samples of one prompt. `distils`: the reference is a teacher, from which the policy may begin far away,
+    and rewards train nothing. `max_tokens`: the longest response."""
 
     exact: bool = True
     grouped: bool = False
+    distils: bool = False
     max_tokens: int = 0
 
     @staticmethod
@@ -87,6 +89,7 @@ class Rules:
         return Rules(
             exact=lora is None or lora.dropout == 0.0,
             grouped=spec.ppo.compares_samples and spec.ppo.advantage_function is None,
+            distils=spec.ppo.advantage == "distillation" and spec.ppo.advantage_function is None,
             max_tokens=spec.generation.max_tokens,
         )
 
@@ -101,11 +104,11 @@ def judge(
     verdicts = [
         _mismatch(metrics, rules),
         _not_finite(metrics),
-        _kl(metrics, previous),
+        None if rules.distils else _kl(metrics, previous),
         _entropy(metrics, first),
         _truncated(metrics, rules),
         _responses_equal(metrics),
-        _groups_equal(metrics) if rules.grouped else _rewards_equal(metrics),
+        None if rules.distils else _groups_equal(metrics) if rules.grouped else _rewards_equal(metrics),
         _clipped(metrics),
         _stale(metrics),
     ]
