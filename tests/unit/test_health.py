@@ -102,6 +102,7 @@ def test_each_verdict_says_the_figure_and_what_to_look_at(
 def test_what_does_not_fit_the_job_is_not_judged() -> None:
     assert judge(row(equal_reward_groups=1.0), FIRST, {}, RULES) == []
     assert judge(row(reward_min=1.0, reward_max=1.0), FIRST, {}, GROUPED) == []
+    assert judge(row(reward_min=0.0, reward_max=0.0, steps=3.5), FIRST, row(kl=1.0), RULES) == []
     learns_from_a_teacher = row(kl=60.0, reward_min=0.0, reward_max=0.0)
     assert judge(learns_from_a_teacher, FIRST, row(kl=1.0), Rules(distils=True)) == []
     (verdict,) = judge(row(mismatch_abs=0.4), FIRST, {}, Rules(exact=False))
@@ -146,6 +147,11 @@ def test_equal_samples_are_counted_by_their_tokens_alone() -> None:
     found = arrays([1.0, 1.0, 0.0, 1.0, 5.0], [[1, 2], [1, 2], [1], [1, 2, 9], [3]], [0, 0, 1, 1, 2])
     assert distinct_responses(found) == 4
     assert equal_groups(found) == 0.5, "a prompt of one sample is no group"
+    found["step_rewards"], found["step_ends"] = np.zeros((5, 3), np.float32), np.zeros((5, 3), np.uint8)
+    found["step_ends"][:2, 1] = 1
+    assert equal_groups(found) == 0.5, "steps with the same reward"
+    found["step_rewards"][0, 1] = 1.0
+    assert equal_groups(found) == 0.0
 
 
 class Run:

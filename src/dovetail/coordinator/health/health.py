@@ -210,7 +210,8 @@ def _responses_equal(metrics: Mapping[str, float]) -> Verdict | None:
 
 def _rewards_equal(metrics: Mapping[str, float]) -> Verdict | None:
     low, high = metrics.get("reward_min"), metrics.get("reward_max")
-    if low is None or low != high or metrics.get("samples", 0.0) < 2:
+    # Rewards of steps are not in these.
+    if low is None or low != high or metrics.get("samples", 0.0) < 2 or metrics.get("steps", 0.0) > 0:
         return None
     return Verdict(
         REWARDS_EQUAL,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dovetail.coordinator.telemetry.summary import mean_ci95
 from dovetail.protocol.experience import kl_per_sample
@@ -60,14 +61,24 @@ def distinct_responses(arrays: Arrays) -> int:
 
 
 def equal_groups(arrays: Arrays) -> float:
-    """Among the prompts with several samples, the fraction whose samples all have the same score. 0 without such
-    prompts."""
+    """The fraction of the prompts with several samples whose samples all have the same score, and whose steps, if
+    there are any, all have the same reward. 0 without such prompts."""
     _, group, sizes = np.unique(arrays["groups"], return_inverse=True, return_counts=True)
-    low, high = np.full(len(sizes), np.inf), np.full(len(sizes), -np.inf)
-    np.minimum.at(low, group, arrays["scores"])
-    np.maximum.at(high, group, arrays["scores"])
     several = sizes > 1
-    return float((low == high)[several].mean()) if several.any() else 0.0
+    same = _equal(group, arrays["scores"], len(sizes))
+    if "step_ends" in arrays:
+        rows, columns = np.nonzero(arrays["step_ends"])
+        same &= _equal(group[rows], arrays["step_rewards"][rows, columns], len(sizes))
+    return float(same[several].mean()) if several.any() else 0.0
+
+
+def _equal(group: NDArray[np.intp], values: NDArray[np.floating], groups: int) -> NDArray[np.bool_]:
+    """Of each group, whether it has no two values that differ. `group`, `values` (n,)."""
+    low, high = np.full(groups, np.inf), np.full(groups, -np.inf)
+    np.minimum.at(low, group, values)
+    np.maximum.at(high, group, values)
+    found: NDArray[np.bool_] = low >= high
+    return found
 
 
 def other_seconds(wall: float, phases: Mapping[str, float]) -> float:
