@@ -274,6 +274,20 @@ def test_truncated_responses_and_equal_groups_are_left_out() -> None:
     assert found.tolist() == expected
 
 
+def test_a_group_whose_steps_differ_is_not_equal() -> None:
+    arrays = unpack(ppo_batch(3))
+    width = arrays["rollout_logprobs"].shape[1]
+    arrays["scores"] = np.array([1, 1, 0, 1] * 4, np.float32)
+    arrays["step_rewards"], arrays["step_ends"] = np.zeros((16, width), np.float32), np.zeros((16, width), np.uint8)
+    # With their steps both samples of the second group sum up to 1; those of the others have the same steps, or none.
+    arrays["step_ends"][[0, 1, 2, 4, 5], 0] = 1
+    arrays["step_rewards"][[0, 1, 2, 5], 0] = 1.0
+    config = PPO(advantage="grpo", samples_per_prompt=2, drop_equal_groups=True)
+    found = counted_samples(PPOSamples.read(arrays, config), config)
+    assert found is not None
+    assert found.tolist() == [False, False, True, True, True, True, True, True] + [False, False, True, True] * 2
+
+
 def trained(data: bytes, micro: int, **ppo: Any) -> dict[str, float]:
     """The metrics of an iteration of one mini-batch of an actor alone."""
     fields = {"globalBatchSize": 16, "miniBatchSize": 16, "microBatchSize": micro, "samplesPerPrompt": 2}

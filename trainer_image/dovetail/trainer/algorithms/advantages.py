@@ -327,6 +327,19 @@ def equal_groups(scores: Tensor, groups: Tensor) -> Tensor:
     return (low == high)[index]
 
 
+def equal_steps(rewards: Tensor, ends: Tensor, groups: Tensor) -> Tensor:
+    """(batch,) bool: samples whose group's steps all have the same reward, or that have no steps.
+
+    rewards (batch, time); ends (batch, time) bool: the tokens that end a step."""
+    index, count = _numbered(groups)
+    of_step = index.unsqueeze(1).expand_as(ends)[ends]
+    low, high = (
+        torch.full((count,), start, dtype=rewards.dtype).scatter_reduce(0, of_step, rewards[ends], how)
+        for start, how in ((float("inf"), "amin"), (float("-inf"), "amax"))
+    )
+    return (low >= high)[index]
+
+
 def token_rewards(
     scores: Tensor,
     kl: Tensor,

@@ -12,7 +12,7 @@ from torch import Tensor
 from dovetail.manifest.types import PPO, Dtype, RLHFJobSpec, Role
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.wire import Arrays
-from dovetail.trainer.algorithms.advantages import compute_advantages, equal_groups, final_scores
+from dovetail.trainer.algorithms.advantages import compute_advantages, equal_groups, equal_steps, final_scores
 from dovetail.trainer.algorithms.importance import mismatch_metrics, staleness_metrics, truncated_weights
 from dovetail.trainer.algorithms.kl import kl_estimate
 from dovetail.trainer.command_errors import BadCommand
@@ -143,9 +143,10 @@ def counted_samples(samples: PPOSamples, config: PPO) -> Tensor | None:
         counted &= samples.finished
     if config.drop_equal_groups:
         scores = final_scores(config, samples.scores, samples.finished, samples.response_lengths)
-        if samples.step_rewards is not None:
-            scores = scores + samples.step_rewards.sum(dim=1)
-        counted &= ~equal_groups(scores, samples.groups)
+        equal = equal_groups(scores, samples.groups)
+        if samples.step_rewards is not None and samples.step_ends is not None:
+            equal &= equal_steps(samples.step_rewards, samples.step_ends, samples.groups)
+        counted &= ~equal
     return counted
 
 
