@@ -387,6 +387,17 @@ RULES = [
         {"ppo.dynamicSampling": 2, "ppo.samplesPerPrompt": 4, "ppo.lag": 1},
         "spec.ppo.lag is 1, but spec.ppo.dynamicSampling draws an iteration's further rounds when the earlier ones are",
     ),
+    (
+        {
+            "ppo.advantage": "distillation",
+            "ppo.kl": {"coef": 0},
+            "ppo.dynamicSampling": 2,
+            "ppo.samplesPerPrompt": 4,
+            "models.reward": {"function": "a:b"},
+            "models.reference": HF,
+        },
+        "spec.ppo.dynamicSampling draws other prompts where all rewards of a prompt are equal, but with the advantage",
+    ),
     ({"ppo.criticWarmupIterations": 100}, "leaves no iteration that trains the actor"),
     ({"ppo.kl": {"coef": 0, "target": 1}}, "spec.ppo.kl.coef is 0, from which the adaptive controller cannot move"),
     ({"ppo.kl": {"estimator": "k3"}}, "spec.ppo.kl.estimator is k3, which in the reward lowers another quantity"),

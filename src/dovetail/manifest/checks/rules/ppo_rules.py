@@ -282,6 +282,12 @@ PPO_RULES = (
         "ones are scored, for which rollouts would have to keep older weights; set lag or dynamicSampling to 0.",
     ),
     ppo_rule(
+        lambda spec: spec.ppo.dynamic_sampling == 0 or not _distils(spec),
+        f"self.ppo.dynamicSampling == 0 || !{_DISTILS}",
+        "spec.ppo.dynamicSampling draws other prompts where all rewards of a prompt are equal, but with the advantage "
+        "distillation rewards train nothing; set dynamicSampling to 0.",
+    ),
+    ppo_rule(
         lambda spec: spec.ppo.overlong is None or spec.ppo.overlong.from_tokens < _overlong_end(spec),
         "!has(self.ppo.overlong) || self.ppo.overlong.fromTokens < (has(self.ppo.overlong.toTokens) "
         "? self.ppo.overlong.toTokens : self.generation.maxTokens)",
