@@ -51,7 +51,7 @@ JOIN_SECONDS = 300.0
 # A debugger may hold a rank for as long as it takes.
 STEP_SECONDS = 24 * 3600.0
 # Metrics that say how the machine fared, not what was learnt.
-MEASURED = ("seconds", "activation_peak_bytes")
+MEASURED = ("seconds", "activation_peak_bytes", "streamed_fraction")
 
 
 @dataclass(frozen=True)
