@@ -12,7 +12,7 @@ from dovetail.coordinator.page.iteration_timeline import as_run, schedule_docume
 from dovetail.coordinator.page.overview import SeenRun, last_of_each_step, line, overview, plan_against_actual
 from dovetail.coordinator.page.rollout_table import life, staleness, table, turns
 from dovetail.coordinator.page.run_folder import RunFolder
-from dovetail.coordinator.page.sample_tokens import not_learnt, token_document
+from dovetail.coordinator.page.sample_tokens import batch_row, not_learnt, token_document
 from dovetail.manifest.types import Stage
 from dovetail.protocol.page_questions import QUESTION
 
@@ -99,6 +99,7 @@ class PageDocuments:
         row = rows[place]
         moves = [move for move in self.folder.moves(iteration) if move["sample"] == [iteration, prompt, sample]]
         group = [r.get("reward") for r in rows if r["prompt_index"] == prompt]
+        batch, number = self.folder.batch(iteration), sum(r["prompt_index"] == prompt for r in rows[:place])
         equal = len(group) > 1 and len(set(group)) == 1
         return {
             **{key: row.get(key) for key in _SHOWN},
@@ -106,7 +107,7 @@ class PageDocuments:
             "turns": turns(str(row.get("prompt") or ""), str(row.get("response") or "")),
             "life": life(row, moves),
             "not_learnt": not_learnt(self.folder.parsed_job(), row, equal),
-            "tokens_of": token_document(self.folder.batch(iteration), place, self.folder.path),
+            "tokens_of": token_document(batch, batch_row(batch, prompt, number), self.folder.path),
             "before": _place(rows, place - 1),
             "after": _place(rows, place + 1),
         }

@@ -34,6 +34,13 @@ def token_texts(run_dir: Path, ids: list[int]) -> list[str] | None:
     return [stream.step(tokenizer, token) or "" for token in ids]
 
 
+def batch_row(arrays: Arrays, prompt: int, number: int) -> int:
+    """The batch's row of a prompt's sample, which is the prompt's `number`-th. -1: it has none. Rows are in the order
+    in which they were learnt, which with ppo.streaming is not that of the prompts."""
+    rows = np.flatnonzero(arrays["groups"] == prompt) if arrays else np.empty(0, np.intp)
+    return int(rows[number]) if number < len(rows) else -1
+
+
 def token_document(arrays: Arrays, row: int, run_dir: Path) -> Document:
     """`prompt` and `response`: the texts of their tokens. For each token of the response: `logprob` as it was sampled,
     `reference` and `value`, where there are any. {} if the batch or the tokenizer is not there."""
