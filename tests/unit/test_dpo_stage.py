@@ -49,6 +49,8 @@ def test_an_actor_learns_to_prefer_the_chosen_responses(tmp_path: Path, dpo: dic
         if dpo.get("loss") != "KTO":
             plain = [pack({k: v for k, v in unpack(batch).items() if not k.startswith("kl_")}) for batch in plain]
         batches = [with_reference(trainer, references, f"dpo/{i}", batch) for i, batch in enumerate(plain)]
+        nothing = trainer.metrics(Evaluate(id="nothing", stage=Stage.DPO, batches=[]))
+        assert nothing["pairs"] == nothing["loss"] == 0.0, "data.heldOut may be 0"
         trainer.client.batches["held-out"] = batches[0]
         evaluate = Evaluate(id="before", stage=Stage.DPO, batches=["held-out"])
         before = trainer.metrics(evaluate)

@@ -147,7 +147,7 @@ def _metrics(stats: dict[str, float]) -> Metrics:
         "margin": mean(stats, "margin", "pairs"),
         "rewards/chosen": mean(stats, "chosen", "pairs"),
         "rewards/rejected": mean(stats, "rejected", "pairs"),
-        "pairs": stats["pairs"],
+        "pairs": stats.get("pairs", 0.0),
     }
 
 
@@ -187,7 +187,7 @@ def prepare_step(context: Context, step: Step) -> Run:
 
 
 def prepare_evaluate(context: Context, command: Evaluate) -> Run:
-    """Prepare to compute the metrics of a step over all records of the batches. Raises BadCommand."""
+    """The metrics of a step over all records of the batches; without any (`data.heldOut` 0) they are 0."""
     context.require("actor")
     batches = [_checked(context, key) for key in command.batches]
     config = context.spec.dpo
