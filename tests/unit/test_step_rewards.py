@@ -77,6 +77,20 @@ def test_a_step_ends_at_the_first_token_that_holds_its_last_character() -> None:
     assert last_tokens(tokens, [], text) == []
 
 
+def test_a_token_is_decoded_by_itself_once() -> None:
+    """An iteration has millions of tokens, and the coordinator does nothing else meanwhile."""
+    alone: list[int] = []
+
+    def counted(tokens: NDArray[np.int32]) -> str:
+        alone.extend(tokens.tolist() if len(tokens) == 1 else [])
+        return text(tokens)
+
+    lengths: dict[int, int] = {}
+    for _ in range(3):
+        assert last_tokens(np.array([2, 1, 2, 2], np.int32), [5], counted, lengths) == [2]
+    assert alone == [2, 1]
+
+
 def test_workers_answer_with_steps_and_the_batch_has_them_weighted(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(LINES)
     answers = ["good a\nbad\n", "x"]

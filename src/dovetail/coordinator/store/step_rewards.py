@@ -29,22 +29,31 @@ def step_arrays(
         return {}
     shape = len(samples), max(len(s.tokens) for s in samples)
     rewards, ends = np.zeros(shape, np.float64), np.zeros(shape, np.uint8)
+    lengths: dict[int, int] = {}
     for row, sample in enumerate(samples):
         for function, found in sorted(steps.get(sample.key, {}).items()):
-            tokens = last_tokens(sample.tokens, [end for end, _ in found], text)
+            tokens = last_tokens(sample.tokens, [end for end, _ in found], text, lengths)
             for token, (_, reward) in zip(tokens, found, strict=True):
                 rewards[row, token] += weights[function] * reward
                 ends[row, token] = 1
     return {"step_rewards": rewards.astype(np.float32), "step_ends": ends}
 
 
-def last_tokens(tokens: NDArray[np.int32], ends: Sequence[int], text: Text) -> list[int]:
+def last_tokens(
+    tokens: NDArray[np.int32], ends: Sequence[int], text: Text, lengths: dict[int, int] | None = None
+) -> list[int]:
     """For each number of characters the first token with which the text has as many; the last token, if it never has.
 
-    Tokens are not decoded one by one, because a character may have several."""
+    Tokens are not decoded one by one, because a character may have several. Their own lengths say about where to look.
+    `lengths`: characters of single tokens as far as they are known; others are added."""
     if not ends or not len(tokens):
         return []
-    about = list(accumulate(len(text(tokens[i : i + 1])) for i in range(len(tokens))))
+    known: dict[int, int] = {} if lengths is None else lengths
+    ids = tokens.tolist()
+    for place, token in enumerate(ids):
+        if token not in known:
+            known[token] = len(text(tokens[place : place + 1]))
+    about = list(accumulate(known[token] for token in ids))
     found = []
     for end in ends:
         count = min(bisect_left(about, end) + 1, len(tokens))
