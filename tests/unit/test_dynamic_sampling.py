@@ -7,11 +7,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from dovetail.coordinator.data.prepare import PromptRecord
-from dovetail.coordinator.loop.dynamic_sampling import IterationPrompts, equal_prompts
+from dovetail.coordinator.loop.dynamic_sampling import IterationPrompts, equal_prompts, replaced_key
 from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, ScoreRow, State
-from dovetail.coordinator.store.store import Store
+from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.planner.make_plan import make_plan
 from helpers.jobs import tiny_job
 
@@ -101,6 +102,26 @@ def test_a_restart_at_any_time_gives_the_same_samples(tmp_path: Path) -> None:
         with opened(folder) as store:
             draw(store, 3)
             assert held(store) == wanted, scored
+
+
+def test_an_iteration_is_forgotten_with_its_decisions_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path) as store:
+        draw(store, 3)
+        wanted = held(store)
+
+        def full(key: str, value: object) -> None:
+            raise StoreError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "put", full)
+            with pytest.raises(StoreError):
+                store.forget(1, [replaced_key(1)])
+        assert held(store) == wanted
+        store.forget(1, [replaced_key(1)])
+        draw(store, 3)
+        assert held(store) == wanted
 
 
 def test_rewards_of_steps_count_as_well(tmp_path: Path) -> None:

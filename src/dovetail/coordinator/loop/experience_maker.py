@@ -149,9 +149,8 @@ class ExperienceMaker:
         self._samples.advance(iteration, State.TRAINED)
 
     def discard(self, iteration: int) -> None:
-        """Delete the iteration's samples. New ones are generated when the run continues."""
-        self._samples.forget(iteration)
-        self._records.store.put(replaced_key(iteration), None)
+        """Drop the iteration's samples. Others are generated when the run goes on."""
+        self._records.store.forget(iteration, [replaced_key(iteration)])
 
     # ------------------------------------------------------------ scorers
 

@@ -92,6 +92,13 @@ class Store(KeyValues):
             self.samples.replace_prompts(iteration, gone, samples)
             self.put_all(values)
 
+    def forget(self, iteration: int, keys: Iterable[str]) -> None:
+        """`SampleTable.forget`, and delete these keys, in one transaction."""
+        with self._db.transaction():
+            self.samples.forget(iteration)
+            for key in keys:
+                self.put(key, None)
+
     def take_interrupted(self) -> list[Sample]:
         """The samples that were on a server when the coordinator died, as they were then. A second call returns
         none."""
