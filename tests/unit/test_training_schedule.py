@@ -325,16 +325,46 @@ def test_auto_lays_stages_in_a_v_where_that_is_faster(tmp_path: Path) -> None:
     assert again.layouts == scheduling.layouts, "a job keeps to where its stages are"
 
 
-def in_a_v(split: bool) -> CommandResult:
-    """All stages of four ranks alike, two a rank."""
+def in_a_v(split: bool, held: dict[tuple[str, int, int], float] | None = None) -> CommandResult:
+    """All stages of four ranks alike, two a rank. `held`: bytes of a micro-batch by model, rank and chunk, if it is not
+    a megabyte."""
     seconds = {"F": [0.01] * 4, "I": [0.01] * 4, "W": [0.01] * 4} if split else {"F": [0.01] * 4, "B": [0.02] * 4}
+    sizes = held or {}
     times = [
-        StageTimes(rank=rank, model=model, chunk=chunk, seconds=seconds, activation=[1e6] * 4)
+        StageTimes(
+            rank=rank,
+            model=model,
+            chunk=chunk,
+            seconds=seconds,
+            activation=[sizes.get((model, rank, chunk), 1e6)] * 4,
+        )
         for rank in range(4)
         for model in ("actor", "critic")
         for chunk in range(2)
     ]
     return CommandResult(id="step", ok=True, times=times)
+
+
+def test_a_job_goes_on_with_its_schedule_where_measured_sizes_fit_no_other(tmp_path: Path) -> None:
+    """The actor's first and last stage are on rank 0, where one micro-batch is more than the limit. With one stage a
+    rank it would be less, but the job keeps to the places of its stages."""
+    spec = four_ranks(activationMemory=1)
+    records = Records()
+    records.put("ppo/placement", {"reverse": True, "chunks": 2, "apart": {}})
+    logged: list[str] = []
+
+    async def go() -> tuple[StoredSchedule | None, StoredSchedule | None]:
+        scheduling = Scheduling(spec, make_plan(spec), records, tmp_path, lambda event, **_: logged.append(event))
+        await scheduling.begin()
+        before = await scheduling.current()
+        scheduling.learn(in_a_v(False, {("actor", 0, 0): 0.2e9, ("actor", 0, 1): 0.95e9}))
+        await scheduling.close()
+        return before, await scheduling.current()
+
+    before, after = asyncio.run(go())
+    assert before is not None
+    assert before == after
+    assert logged[-1] == "schedule.kept"
 
 
 def test_auto_has_one_stage_a_rank_where_a_v_cannot_run_or_would_change_bits() -> None:

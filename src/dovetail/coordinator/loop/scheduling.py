@@ -262,6 +262,11 @@ class Scheduling:
             family = self._placement(found)
             self._kept = KeptPlacement(family.reverse, family.chunks, own if family is DEDICATED else {})
         here = {n: s for n, s in found.items() if self._runs(n)}
+        if not here:
+            # What fits now would need the stages elsewhere, and a job keeps to their places.
+            raise ProblemError(
+                "no schedule can run where the job's stages are: " + "; ".join(dict.fromkeys(choice.refused.values()))
+            )
         if not times.profiled and not times.complete("B", either, counts):
             # The cost of a split backward pass is unknown until both kinds have run. So begin with whole backward
             # passes.
