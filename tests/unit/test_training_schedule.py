@@ -8,6 +8,7 @@ import re
 import threading
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -365,6 +366,18 @@ def test_a_job_goes_on_with_its_schedule_where_measured_sizes_fit_no_other(tmp_p
     assert before is not None
     assert before == after
     assert logged[-1] == "schedule.kept"
+
+
+def test_of_equally_fast_schedules_the_one_of_less_memory_decides_where_stages_are(tmp_path: Path) -> None:
+    """Sums of the same times in another order differ in their last digit."""
+    spec = four_ranks()
+    scheduling = Scheduling(spec, make_plan(spec), Records(), tmp_path, lambda *_, **__: None)
+    found: Any = {
+        "stitched": SimpleNamespace(family="stitched", makespan=9.999999999999998, peak=9.0),
+        "fused": SimpleNamespace(family="fused", makespan=10.0, peak=8.0),
+        "fused-v": SimpleNamespace(family="fused-v", makespan=9.95, peak=7.0),
+    }
+    assert scheduling._placement(found).name == "fused"
 
 
 def test_auto_has_one_stage_a_rank_where_a_v_cannot_run_or_would_change_bits() -> None:

@@ -363,7 +363,7 @@ class Scheduling:
         best: Schedule | None = None
         for each in shared:
             more = best is not None and family_of(each.family).chunks > family_of(best.family).chunks
-            if best is None or each.makespan < best.makespan * (1 - margin * more):
+            if best is None or _rank(each)[0] < _rank(best)[0] * (1 - margin * more):
                 best = each
         if own is not None and (
             best is None or not (self._limited() or own.makespan > best.makespan * (1 - HYSTERESIS))
