@@ -17,7 +17,7 @@ from dovetail.planner.hardware import GPU
 from dovetail.planner.lag import chosen, excluded, with_lags
 from dovetail.planner.placement import data_parallel, on_cpus, on_gpus
 from dovetail.planner.placement.activations import LimitError, activation_bytes, beyond_limit, check_limit
-from dovetail.planner.placement.configs import ConfigError, shapes
+from dovetail.planner.placement.configs import ConfigError, gathers_by_layer, shapes
 from dovetail.planner.placement.layouts import divisions
 from dovetail.planner.placement.manifest import pin_errors, product_errors, product_warnings
 from dovetail.planner.placement.placed import Infeasible, Placed
@@ -97,8 +97,9 @@ def _planned(
             "set spec.plan.intraStageFusion to Auto"
         )
     schedule = "Dedicated" if placed.apart else _schedule(spec, layouts)
-    kept = models | set(layouts) if spec.plan.zero3 == "Always" else models
-    chunks = most_chunks(spec, layouts, layers, shapes(spec, configs), placed, schedule, kept)
+    both = {model: layouts_ppo[model] for model in ("actor", "critic") if model in layouts_ppo}
+    unsplit = models | {model for model, layout in both.items() if gathers_by_layer(spec, layout)}
+    chunks = most_chunks(spec, layouts, layers, shapes(spec, configs), placed, schedule, unsplit)
     memory = pod_memory(spec, configs, layouts, schedule, models)
     parts, not_streamed = streamed(spec, layouts_ppo, configs, bool(placed.apart))
     return Plan(
@@ -222,7 +223,7 @@ def _batching(
         micro_batch_tokens=tokens,
         micro_batches=count,
         recompute=(rule.stage, rule.model) in checkpointed,
-        zero3=spec.plan.zero3 == "Always" and layout.dp > 1,
+        zero3=gathers_by_layer(spec, layout),
     )
 
 

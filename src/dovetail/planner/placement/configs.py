@@ -88,6 +88,11 @@ def training_head(spec: RLHFJobSpec, model: str) -> Head:
     return "lm+value" if shares_body(spec) else "lm"
 
 
+def gathers_by_layer(spec: RLHFJobSpec, layout: Parallelism) -> bool:
+    """Whether a model that is laid out so trains under ZeRO-3: there must be data-parallel ranks to share with."""
+    return spec.plan.zero3 == "Always" and layout.dp > 1
+
+
 def training_job(
     spec: RLHFJobSpec,
     rule: BatchRule,

@@ -21,20 +21,20 @@ def most_chunks(
     known: Mapping[str, ModelShape] | None,
     placed: Placed,
     schedule: str,
-    checkpointed: Collection[str],
+    unsplit: Collection[str],
 ) -> int:
     """The most stages of each model that PPO's schedules may put on a rank: what the manifest pins; with `schedule`
     Auto what the job permits, else 1.
 
     Auto puts several there only where that is known to work and changes no bit: both models have the same pipeline
     without tensor parallelism, layers that divide evenly, no dropout (which is drawn by stage), neither activation
-    checkpointing nor ZeRO-3 (`checkpointed` names the models with either), and on GPUs what the ranks then hold fits.
-    `layers`: by model, where `known` does not tell."""
+    checkpointing nor ZeRO-3 (`unsplit`: the models with either, whose backward passes cannot be split), and on GPUs
+    what the ranks then hold fits. `layers`: by model, where `known` does not tell."""
     if schedule != "Auto":
         return spec.plan.chunks if schedule == "VShaped" else 1
     both = [layouts[model] for model in ("actor", "critic")]
     dropout = any(each.lora is not None and each.lora.dropout for each in (spec.models.actor, spec.models.critic))
-    if both[0] != both[1] or both[0].tp > 1 or checkpointed or dropout:
+    if both[0] != both[1] or both[0].tp > 1 or unsplit or dropout:
         return 1
     counts = [known[m].layers if known is not None else layers.get(m) for m in ("actor", "critic")]
     stages = [c for c in SEVERAL if all(n is not None and n % (both[0].pp * c) == 0 for n in counts)]
