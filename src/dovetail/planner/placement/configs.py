@@ -103,11 +103,10 @@ def training_job(
     gpu: bool = True,
     stage: int = 0,
     recompute: bool = False,
-    zero3: bool = False,
 ) -> Training:
     """The training of `rule`'s model in `rule`'s stage of the job, as pipeline stage `stage` runs it under 1F1B.
 
-    `dtype`: where the manifest says Auto. `gpu`: whether trainers have GPUs. `zero3`: if data-parallel ranks do so."""
+    `dtype`: where the manifest says Auto. `gpu`: whether trainers have GPUs."""
     given = getattr(spec.models, rule.model)
     ppo = rule.stage is Stage.PPO
     tokens, outputs = (
@@ -133,7 +132,7 @@ def training_job(
         offload=_offload(spec, rule),
         ema="device" if averaged else None,
         gpu=gpu,
-        fsdp=3 if zero3 and layout.dp > 1 else 2,
+        fsdp=3 if gathers_by_layer(spec, layout) else 2,
         kept=spec.ppo.kept_versions if ppo else 0,
         outputs=outputs if ppo else None,
         chunks=chunks,

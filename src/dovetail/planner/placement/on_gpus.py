@@ -274,8 +274,6 @@ def _fitting(
             # The search finds how many fit. One sample must.
             rule = rule._replace(tokens=longest_sample(spec, rule.stage))
         job = training_job(spec, rule, shape, layout, dtype)
-        if spec.plan.zero3 == "Always" and layout.dp > 1:
-            job = replace(job, fsdp=3)
         ways = [replace(job, recompute=way) for way in RECOMPUTE[spec.plan.recompute]]
         fits = next((way for way in ways if worst(way).device_bytes <= pool.gpu.memory), None)
         if fits is None:

@@ -130,7 +130,6 @@ def _trainer(
                 gpu=False,
                 stage=stage,
                 recompute=model in checkpointed,
-                zero3=spec.plan.zero3 == "Always",
             )
             memory = training_memory(job, min(stage, layout.pp - 1))
             parts = _named(f"{model}_training", memory.device)
