@@ -9,13 +9,17 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from test_recompute_plan import on_cpus, on_gpus
+from test_recompute_plan import A100, on_cpus, on_gpus
 
 from dovetail.cli.common.plan_tables import plan_tables
 from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.pipelines import FAMILIES
+from dovetail.planner.candidate import Candidate, Placement, Share
+from dovetail.planner.hardware import gpu
+from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.make_plan import PlanError, make_plan
+from dovetail.planner.placement.recommend import unexecuted
 
 
 def gathered(spec: RLHFJobSpec) -> list[tuple[Stage, str]]:
@@ -58,6 +62,13 @@ def test_a_pin_holds_for_all_stages_and_for_ranks_that_share_a_batch() -> None:
     assert "spec.plan.zero3 is Always, which has no effect: no trained model has data-parallel ranks" in alone.warnings
     shared = on_cpus(zero3="Always", parallelism={"actor": {"dp": 2}})
     assert {model for _, model in gathered(shared)} == {"actor", "critic"}
+
+
+def test_what_an_inventory_allows_is_told_to_need_the_pin_only_where_it_lacks() -> None:
+    candidate = Candidate(Placement.SEPARATION, (Share("a100", 8, dp=8),), (Share("a100", dp=8, fsdp=3),))
+    inventory = Inventory((Pool("a100", gpu(A100), 2, 8),))
+    assert unexecuted(candidate, inventory) == ["ZeRO-3 is only used with spec.plan.zero3 set to Always"]
+    assert unexecuted(candidate, inventory, zero3=True) == []
 
 
 def test_plans_without_it_do_not_name_it() -> None:

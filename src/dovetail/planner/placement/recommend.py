@@ -85,7 +85,7 @@ def recommend(
         raise Infeasible(everything)
     return everything, [
         f"with what is executed today nothing fits: {found}",
-        *unexecuted(everything.candidate, inventory),
+        *unexecuted(everything.candidate, inventory, zero3=spec.plan.zero3 == "Always"),
     ]
 
 
@@ -196,15 +196,15 @@ def _missing(result: Result) -> str:
     return f"{nearest}; add GPUs, take some with more memory, or shorten sequences or batches"
 
 
-def unexecuted(candidate: Candidate, inventory: Inventory) -> list[str]:
-    """One sentence for each thing that trainers and scorers do not run yet."""
+def unexecuted(candidate: Candidate, inventory: Inventory, zero3: bool = False) -> list[str]:
+    """One sentence for each thing that trainers and scorers do not run yet. `zero3`: the manifest asks for ZeRO-3."""
     shares = list(candidate.placed)
     training = [s for task, s in shares if task.endswith("_training")]
     scored = [(task, s) for task, s in shares if not task.endswith("_training") and task != "generation"]
     found = []
     if len({s.tp for s in training}) > 1:
         found.append("training actor and critic with unlike tp is not executed yet")
-    if any(s.fsdp != 2 and s.dp > 1 for s in training):
+    if not zero3 and any(s.fsdp != 2 and s.dp > 1 for s in training):
         found.append("ZeRO-3 is only used with spec.plan.zero3 set to Always")
     if len({s.micro_batch for s in training}) > 1:
         found.append("micro-batches of other sizes for the critic than for the actor are not executed yet")
