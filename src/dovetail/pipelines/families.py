@@ -141,7 +141,7 @@ def family_of(name: str) -> Family:
 
 def family_names(problem: ScheduleProblem, chunked: bool = False) -> list[str]:
     """The families that make sense for the problem: rolled ones need a border to roll over. `chunked`: also those that
-    lay several stages on a rank, which Dovetail runs where the manifest pins them."""
+    lay several stages on a rank."""
     names = [*FAMILIES, *(CHUNKED if chunked else ())]
     return [n for n in names if problem.mini_batches > 1 or not n.endswith("-rolled")]
 
