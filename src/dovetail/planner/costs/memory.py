@@ -317,11 +317,11 @@ def with_stages(job: Training, pp: int) -> Training | None:
     return replace(job, layout=layout, micro_batches=micro_batches, in_flight=min(pp, micro_batches))
 
 
-def remedies(job: Training) -> Iterator[tuple[str, Training]]:
-    """Changes that a user can make, the smallest first."""
+def remedies(job: Training, zero3: bool = True) -> Iterator[tuple[str, Training]]:
+    """Changes that a user can make, the smallest first. `zero3`: the manifest's other pins allow ZeRO-3."""
     if job.gpu and not job.recompute:
         yield "set spec.plan.recompute to Auto", replace(job, recompute=True)
-    if job.gpu and job.fsdp == 2 and job.layout.dp > 1:
+    if zero3 and job.gpu and job.fsdp == 2 and job.layout.dp > 1:
         yield "set spec.plan.zero3 to Always", replace(job, fsdp=3)
     if job.gpu and not job.offload:
         yield "set the optimizer's offload to true", replace(job, offload=True)
@@ -334,13 +334,13 @@ def remedies(job: Training) -> Iterator[tuple[str, Training]]:
             yield f"raise pp to {pp} and set the optimizer's offload to true", replace(other, offload=True)
 
 
-def problem(task: str, group: str, job: Training, capacity: float) -> str | None:
+def problem(task: str, group: str, job: Training, capacity: float, zero3: bool = True) -> str | None:
     """None if every stage fits in `capacity` bytes. Otherwise one sentence with the bytes that are needed and a
-    remedy that works, or the size of a GPU that is large enough."""
+    remedy that works, or the size of a GPU that is large enough. `zero3`: as for `remedies`."""
     memory = worst(job)
     if memory.device_bytes <= capacity:
         return None
-    tried = [(name, worst(other).device_bytes) for name, other in remedies(job)]
+    tried = [(name, worst(other).device_bytes) for name, other in remedies(job, zero3)]
     working = next((name for name, size in tried if size <= capacity), None)
     if working is None:
         least = min([memory.device_bytes, *(size for _, size in tried)])

@@ -258,7 +258,9 @@ def supervised(spec: RLHFJobSpec, model: str, shape: ModelShape, pool: Pool) -> 
     fitting = [(seconds, fit) for seconds, fit, _ in found if fit is not None]
     if found and not fitting:
         least, task = min((f for _, _, f in found if f is not None), key=lambda f: worst(f[0]).device_bytes)
-        raise Infeasible(str(problem(task, pool.name, least, pool.gpu.memory)))
+        # A rule refuses the two pins together.
+        zero3 = Stage.PPO not in spec.stages or spec.plan.intra_stage_fusion != "VShaped"
+        raise Infeasible(str(problem(task, pool.name, least, pool.gpu.memory, zero3)))
     return [fit for _, fit in sorted(fitting, key=lambda f: f[0])]
 
 
