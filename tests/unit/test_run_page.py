@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import os
 
 import httpx
 import numpy as np
@@ -19,7 +20,7 @@ from dovetail.coordinator.page.sample_tokens import batch_row
 from dovetail.coordinator.store.database import Database
 from dovetail.local.run_page.demo_run import play, unpack
 from dovetail.local.run_page.live_status import coordinator_port
-from dovetail.local.run_page.run_list import at_work
+from dovetail.local.run_page.run_list import RunList, at_work
 from helpers.demo_runs import append, demo_runs, serve_page
 
 
@@ -153,6 +154,22 @@ def test_a_run_whose_processes_are_gone_is_told_from_one_that_goes_on(tmp_path):
     stopped = ask(documents, "overview", alive=at_work(tmp_path))
     assert stopped["state"] == "stopped"
     assert "dovetail run --resume" in stopped["reason"]
+
+
+def test_a_folder_that_may_not_be_read_hides_no_run(tmp_path, monkeypatch):
+    for name in ("mine", "theirs"):
+        (tmp_path / name).mkdir()
+        append(tmp_path / name / "history.jsonl", {"stage": "sft", "step": 1, "metrics": {}})
+    stat = os.stat
+
+    def refused(path, **options):
+        """As the system answers everybody but root."""
+        if "theirs" in str(path) and not str(path).endswith("theirs"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", refused)
+    assert list(RunList(tmp_path).runs()) == ["mine"]
 
 
 # ---------------------------------------------------------------- health

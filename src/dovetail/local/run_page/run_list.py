@@ -72,4 +72,5 @@ class RunList:
 
 
 def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in SIGNS)
+    """False for a folder that this user may not read. Path.is_file would raise PermissionError there."""
+    return any(os.path.isfile(path / name) for name in SIGNS)
