@@ -29,7 +29,9 @@ def browser():
     with sync_playwright() as playwright:
         # Root has no sandbox; a page without a GPU draws as well.
         found = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+            executable_path=CHROMIUM,
+            args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"],
+            timeout=240_000,
         )
         yield found
         found.close()
@@ -197,6 +199,20 @@ def test_a_run_that_goes_on_is_followed_until_it_is_gone(page, url, runs):
     # The process is gone, and left no summary.
     page.get_by_text("dovetail run --resume goes on").wait_for()
     shutil.rmtree(live)
+
+
+def test_the_list_shows_the_last_of_quick_changes(page, url, runs):
+    ends = runs.parent / "ends"
+    ends.mkdir()
+    (ends / "job.json").write_text((runs / "job.json").read_text())
+    row = page.locator("tr", has=page.get_by_role("link", name="ends", exact=True))
+    with coordinator(ends) as run:
+        page.goto(url)
+        row.get_by_text("running", exact=True).wait_for()
+        run.add(1, reward=0.5)
+        row.get_by_text("1 / 12").wait_for()
+    row.get_by_text("stopped", exact=True).wait_for()
+    shutil.rmtree(ends)
 
 
 def test_400_pixels_keys_and_the_dark(page, url, runs):

@@ -54,10 +54,17 @@ export async function runsView({source, root, signal, say}) {
       {label: "Samples/s", n: true}, {label: "Seed", n: true}, {label: "Began"}, {label: "Took"}], rows, "Runs"));
   }
   await refresh();
-  let last = 0;
-  source.follow(null, () => {
-    if (Date.now() - last < 900) return;
-    last = Date.now();
-    refresh().catch((error) => { if (error.name !== "AbortError") say(error.message); });
-  }, signal, say);
+  // Changes that come while the list is asked for, or soon after, are shown together a moment later: none is left out.
+  let busy = false, again = false;
+  async function follow() {
+    if (busy) { again = true; return; }
+    busy = true;
+    do {
+      again = false;
+      try { await refresh(); } catch (error) { if (error.name !== "AbortError" && !signal.aborted) say(error.message); }
+      await new Promise((resolve) => setTimeout(resolve, 900));
+    } while (again && !signal.aborted);
+    busy = false;
+  }
+  source.follow(null, follow, signal, say);
 }
