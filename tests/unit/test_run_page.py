@@ -65,6 +65,17 @@ def test_history_comes_in_parts_and_goes_on(tmp_path):
     assert [row["step"] for row in ask(documents, "history/1")["rows"]] == [2]
 
 
+def test_history_that_begins_anew_is_read_anew(tmp_path):
+    folder, file = RunFolder(tmp_path), tmp_path / "history.jsonl"
+    rows = [{"stage": "sft", "step": step, "metrics": {}} for step in range(1, 6)]
+    append(file, *rows)
+    assert folder.rows() == rows
+    file.write_text("")
+    assert folder.rows() == []
+    append(file, *rows, *rows)
+    assert folder.rows() == [*rows, *rows]
+
+
 def test_a_sample_has_its_tokens_and_its_life(documents):
     iteration = ask(documents, "overview")["token_iterations"][-1]
     row = ask(documents, f"samples/{iteration}")["rows"][3]
@@ -79,10 +90,22 @@ def test_a_sample_has_its_tokens_and_its_life(documents):
     assert found["life"]["parts"][-1]["to"] == found["tokens"]
 
 
-def test_a_sample_is_found_in_a_batch_of_another_order():
-    batch = {"groups": np.array([2, 2, 0, 0, 1, 1], np.int32)}
-    assert [batch_row(batch, prompt, number) for prompt in range(3) for number in range(2)] == [2, 3, 4, 5, 0, 1]
-    assert batch_row(batch, 3, 0) == batch_row({}, 0, 0) == -1
+def test_moves_are_remembered_as_long_as_their_samples_are_kept(tmp_path):
+    moves = [{"event": "sample.moved", "sample": [iteration, 0, 0]} for iteration in range(1, 41)]
+    append(tmp_path / "events.jsonl", *moves)
+    (tmp_path / "samples").mkdir()
+    append(tmp_path / "samples" / "iteration-000039.jsonl", {"prompt_index": 0, "sample_index": 0})
+    folder = RunFolder(tmp_path)
+    assert [folder.moves(iteration) for iteration in (38, 39, 40)] == [[], [moves[38]], [moves[39]]]
+
+
+def test_a_schedule_that_comes_later_is_seen(tmp_path):
+    folder = RunFolder(tmp_path)
+    assert not folder.has_schedule()
+    append(tmp_path / "schedule.json", {"problem": "too few ranks"})
+    assert not folder.has_schedule()
+    (tmp_path / "schedule.json").write_text(json.dumps({"before": {}, "after": {}, "chosen": "fused"}))
+    assert folder.has_schedule()
 
 
 def test_a_samples_way_over_servers_and_weights():

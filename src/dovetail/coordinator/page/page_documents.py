@@ -17,8 +17,8 @@ from dovetail.manifest.types import Stage
 from dovetail.protocol.page_questions import QUESTION
 
 Document = dict[str, Any]
-# Rows of history in one answer.
-ROWS = 5000
+# Rows of history in one answer. A row has up to 3 KB, and the status API takes answers of 8 MiB.
+ROWS = 2000
 
 
 class NotKept(LookupError):
@@ -41,7 +41,7 @@ class PageDocuments:
 
     def line(self, now: float, alive: bool | None) -> Document:
         """The run's line in a list of runs."""
-        return line(self._seen(now, alive))
+        return line(self._seen(now, alive, {}))
 
     def answer(self, question: str, now: float, alive: bool | None) -> bytes:
         """JSON. `now`: seconds since the epoch. `alive`: whether the run's coordinator is at work; None: unknown.
@@ -51,21 +51,25 @@ class PageDocuments:
             raise NotKept("there is no such page")
         kind, *numbers = question.split("/")
         if kind == "overview":
-            return encode(overview(self._seen(now, alive)))
+            return encode(overview(self._seen(now, alive, self._kept())))
         if kind == "events":
             return encode({"events": self.folder.events()})
         return encode(self._answers[kind](*map(int, numbers)))
 
-    def _seen(self, now: float, alive: bool | None) -> SeenRun:
+    def _kept(self) -> Document:
+        """What there is to look at, by kind."""
         folder = self.folder
-        kept = {
+        return {
             "sample_iterations": folder.sample_iterations(),
             "evaluations": folder.evaluations(),
             "trace_iterations": folder.trace_iterations(),
             "token_iterations": folder.batch_iterations(),
-            "has_schedule": bool(folder.schedule()),
+            "has_schedule": folder.has_schedule(),
             "models": folder.models(),
         }
+
+    def _seen(self, now: float, alive: bool | None, kept: Document) -> SeenRun:
+        folder = self.folder
         job, plan, summary = folder.job(), folder.plan(), folder.summary()
         name = folder.path.name
         return SeenRun(name, job, folder.parsed_job(), plan, summary, folder.rows(), alive, now, kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import sys
@@ -23,6 +24,8 @@ EVENTS = 200
 # Too many and of too little interest for a list of events.
 _UNLISTED = frozenset({"sample.moved", "sample.retried", "sample.shown", "iteration.finished", "requests.aborted"})
 _MOVES = frozenset({"sample.moved", "sample.retried"})
+# Iterations that may be drawn before the first file of samples is written.
+AHEAD = 16
 _TRACE = re.compile(r"iteration-(\d{1,9})\.json")
 _BATCH = re.compile(r"(\d{1,9})\.safetensors")
 Document = dict[str, Any]
@@ -42,6 +45,8 @@ class RunFolder:
         self._rows: list[Document] = []
         self._events: deque[Document] = deque(maxlen=EVENTS)
         self._moves: dict[int, list[Document]] = {}
+        # Size and time of schedule.json when it was last looked at, and whether there was a schedule in it.
+        self._scheduled: tuple[tuple[int, int] | None, bool] = (None, False)
 
     # ------------------------------------------------------------ documents
 
@@ -65,6 +70,17 @@ class RunFolder:
         """schedule.json; {} for a run with only one possible schedule."""
         found = self._json("schedule.json")
         return found if "after" in found and "before" in found else {}
+
+    def has_schedule(self) -> bool:
+        """Whether there is a `schedule`. With many ranks its file is large, so it is read again only if it changed."""
+        try:
+            found = (self.path / "schedule.json").stat()
+        except OSError:
+            return False
+        mark = (found.st_size, found.st_mtime_ns)
+        if self._scheduled[0] != mark:
+            self._scheduled = mark, bool(self.schedule())
+        return self._scheduled[1]
 
     def trace(self, iteration: int) -> Document:
         return self._json(f"traces/iteration-{iteration:04d}.json")
@@ -132,10 +148,16 @@ class RunFolder:
         return sizes | newest | {"evaluations": len(self.evaluations())}
 
     def _read_events(self) -> None:
+        kept = files(self.path)
+        # Nobody asks for the moves of samples that are not kept any more.
+        oldest = min(kept) if kept else max(self._moves, default=0) - AHEAD
+        for gone in [iteration for iteration in self._moves if iteration < oldest]:
+            del self._moves[gone]
         for event in self._new_lines("events.jsonl"):
             name, sample = event.get("event"), event.get("sample")
-            if name in _MOVES and isinstance(sample, list) and len(sample) == 3:
-                self._moves.setdefault(sample[0], []).append(event)
+            iteration = sample[0] if isinstance(sample, list) and len(sample) == 3 else None
+            if name in _MOVES and isinstance(iteration, int) and iteration >= oldest:
+                self._moves.setdefault(iteration, []).append(event)
             # Servers fall behind and catch up with each publication of weights.
             if name not in _UNLISTED and "stale" not in (event.get("health"), event.get("before")):
                 self._events.append(event)
@@ -144,23 +166,22 @@ class RunFolder:
         """The JSON objects on whole lines since the last call. A file that became shorter is read anew."""
         start = self._read.get(name, 0)
         if self._size(name) < start:
-            start = 0
+            self._read[name] = start = 0
             for known in (self._rows,) if name == "history.jsonl" else (self._events, self._moves):
                 known.clear()
-        try:
-            with (self.path / name).open("rb") as file:
-                file.seek(start)
-                whole, newline, _ = file.read().rpartition(b"\n")
-        except OSError:
-            return
-        self._read[name] = start + len(whole) + len(newline)
-        for line in whole.split(b"\n"):
-            try:
-                document = json.loads(line)
-            except ValueError:  # cut off by a crash
-                continue
-            if isinstance(document, dict):
-                yield document
+        with contextlib.suppress(OSError), (self.path / name).open("rb") as file:
+            file.seek(start)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return  # it is still being written
+                start += len(line)
+                self._read[name] = start
+                try:
+                    document = json.loads(line)
+                except ValueError:  # cut off by a crash
+                    continue
+                if isinstance(document, dict):
+                    yield document
 
     # ------------------------------------------------------------ inner parts
 
