@@ -4,11 +4,15 @@ import asyncio
 import json
 import math
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from prometheus_client import CollectorRegistry
+from status_api_fixtures import Run
 
 from dovetail.cli.main import cli
 from dovetail.coordinator.health.advice import advice
@@ -16,12 +20,13 @@ from dovetail.coordinator.health.stalls import PHASE_STALLED, silent, stalled_ph
 from dovetail.coordinator.page.page_documents import NotKept, PageDocuments
 from dovetail.coordinator.page.rollout_table import life, table, turns
 from dovetail.coordinator.page.run_folder import RunFolder
-from dovetail.coordinator.page.sample_tokens import batch_row
+from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.store.database import Database
 from dovetail.local.run_page.demo_run import play, unpack
 from dovetail.local.run_page.live_status import coordinator_port
 from dovetail.local.run_page.run_list import RunList, at_work
 from helpers.demo_runs import append, demo_runs, serve_page
+from helpers.fake_kube import ServerThread
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +251,29 @@ def test_runs_of_one_manifest_are_a_group(client):
     assert len(runs) >= 2
     assert len({run["group"] for run in runs}) < len(runs), "seeds of one manifest"
     assert len({run["seed"] for run in runs}) == len(runs)
+
+
+def test_a_coordinator_answers_one_viewer_at_a_time(tmp_path):
+    """Else many viewers would take all threads of the run."""
+    busy, together = threading.Lock(), threading.Event()
+
+    def page(question):
+        if not busy.acquire(blocking=False):
+            together.set()
+            return b"{}"
+        together.wait(0.05)
+        busy.release()
+        return b"{}"
+
+    run = Run(tmp_path)
+    server = ServerThread(make_app(run, "secret", CollectorRegistry(), page))
+    headers = {"Authorization": "Bearer secret"}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as client, ThreadPoolExecutor(8) as pool:
+        replies = list(pool.map(lambda _: client.get("/v1/page/overview").status_code, range(8)))
+    server.close()
+    run.history.close()
+    assert replies == [200] * 8
+    assert not together.is_set()
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ def _reply(message: BaseModel) -> web.Response:
 def make_app(host: Host, token: str, registry: CollectorRegistry, page: Page | None = None) -> web.Application:
     """The routes of docs/architecture.md. Every one but /metrics and /healthz asks for the job's token. `page`: None
     for hosts without a run's folder."""
+    # Many viewers must not take the threads and the memory that the run needs.
+    one_page = asyncio.Lock()
 
     @web.middleware
     async def authenticate(
@@ -139,7 +141,8 @@ def make_app(host: Host, token: str, registry: CollectorRegistry, page: Page | N
         if page is None:
             raise web.HTTPNotFound(text="this host has no run page")
         try:
-            body = await asyncio.to_thread(page, request.match_info["question"])
+            async with one_page:
+                body = await asyncio.to_thread(page, request.match_info["question"])
         except NotKept as error:
             raise web.HTTPNotFound(text=str(error)) from error
         return web.Response(body=body, content_type="application/json")

@@ -75,9 +75,11 @@ def make_page_app(runs: RunList, about: dict[str, Any], *, any_host: bool = Fals
         run = runs.get(request.match_info["run"])
         if run is None:
             return _problem(404, f"there is no run of this name in {runs.folder}")
-        at_work = runs.alive(run)
-        found = await asyncio.to_thread(live_status, run.folder.path, run.folder.events()) if at_work else None
-        return _json(encode({"status": found}))
+
+        def status() -> dict[str, Any] | None:
+            return live_status(run.folder.path, run.folder.events()) if runs.alive(run) else None
+
+        return _json(encode({"status": await asyncio.to_thread(status)}))
 
     async def changes(request: web.Request) -> web.StreamResponse:
         def stamp() -> Any:
