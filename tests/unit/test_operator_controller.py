@@ -172,6 +172,20 @@ def test_the_workload_of_a_job_that_is_sent_elsewhere():
     assert client.calls[2:] == [("create", "Workload")]
 
 
+@pytest.mark.parametrize(("reason", "calls"), [("OutOfSync", [("create", "Event")]), ("Succeeded", [])])
+def test_a_job_whose_workload_kueue_has_ended_says_why_once(reason, calls):
+    controller, client = sent()
+    finished = {"type": "Finished", "status": "True", "reason": reason, "message": "other containers"}
+    owner = controlled("RLHFJob", client.job["metadata"]["uid"]) | {"apiVersion": "dovetail.dev/v1alpha1"}
+    metadata = {"name": "w", "uid": "u", "ownerReferences": [owner]}
+    client.workload = {"metadata": metadata, "spec": {}, "status": {"conditions": [finished]}}
+    for _ in range(2):
+        asyncio.run(controller.process(KEY))
+    assert client.calls == calls
+    assert [event["reason"] for event in client.made.values()] == ["WorkloadEnded"] * len(calls)
+    assert all("OutOfSync: other containers" in event["message"] for event in client.made.values())
+
+
 def test_a_suspended_job_has_no_workload():
     controller, client = sent(suspend=True)
     asyncio.run(controller.process(KEY))

@@ -12,8 +12,9 @@ from dovetail.operator.log import log
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner
 from dovetail.operator.reconcile import reasons
-from dovetail.operator.reconcile.children import Children, Object, deleting, is_true
+from dovetail.operator.reconcile.children import Children, Object, condition, deleting, is_true
 from dovetail.operator.reconcile.conditions import JobEvent
+from dovetail.operator.reconcile.queueing import LONGEST_MESSAGE
 from dovetail.operator.reconcile.reconcile import PlanRefused, is_over, old_status
 from dovetail.operator.reconcile.refusals import taken
 from dovetail.operator.render.context import RenderContext
@@ -21,6 +22,8 @@ from dovetail.operator.render.sent_workload import workload
 
 # Workloads are not watched.
 LOOK_SECONDS = 30.0
+# Why Kueue ends a Workload whose job has ended. The job's status may come a moment later.
+WITH_ITS_JOB = frozenset({"Succeeded", "Failed"})
 
 
 class Dispatch:
@@ -54,6 +57,8 @@ class Dispatch:
                 await self._client.delete(WORKLOAD.kind, key[0], name, str(there["metadata"]["uid"]))
                 why = "the job is suspended" if suspended else "Kueue has evicted it"
                 log("object.deleted", job="/".join(key), object=f"{WORKLOAD.kind}/{name}", reason=why)
+            elif (problem := _ended(there)) is not None:
+                return self._once(key, document, reasons.WORKLOAD_ENDED, problem)
             return None
         if suspended:
             return None
@@ -87,3 +92,12 @@ class Dispatch:
             return None
         self._told[key] = now
         return JobEvent("Warning", reason, message)
+
+
+def _ended(there: Object) -> str | None:
+    """Why Kueue has ended the Workload of a job that goes on; None if it has not."""
+    found = condition(there, "Finished") or {}
+    if found.get("status") != "True" or found.get("reason") in WITH_ITS_JOB:
+        return None
+    said = f"{found.get('reason')}: {found.get('message')}"[:LONGEST_MESSAGE]
+    return f"Kueue has ended the job's Workload, so the job does not run in another cluster ({said})"

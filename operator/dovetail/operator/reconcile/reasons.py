@@ -33,6 +33,7 @@ AS_EXPECTED = "AsExpected"
 APPLY_FAILED = "ObjectRejected"
 NAME_CONFLICT = "NameConflict"
 STARTED_ANEW = "StartedAnew"
+WORKLOAD_ENDED = "WorkloadEnded"
 
 # What becomes of pods
 IMAGE_PULL = "ImagePullFailed"
