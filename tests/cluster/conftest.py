@@ -1,7 +1,7 @@
 """Clusters for the tests in this folder, each brought up when a test first asks for it and taken down when the tests
 that follow don't need it.
 
-DOVETAIL_TEST_CLUSTER=keep leaves them for the next run; =external uses KUBECONFIG's cluster for both.
+DOVETAIL_TEST_CLUSTER=keep leaves them for the next run with keep; =external uses KUBECONFIG's cluster for both.
 """
 
 from collections.abc import Iterator

@@ -172,8 +172,8 @@ def external() -> KubeCluster | None:
 
 @contextmanager
 def running(name: str, **options: bool) -> Iterator[KubeCluster]:
-    """A cluster of hack/devcluster, taken down at the end unless DOVETAIL_TEST_CLUSTER=keep. No other session on this
-    machine uses it.
+    """A new cluster of hack/devcluster, taken down at the end. With DOVETAIL_TEST_CLUSTER=keep it is neither: an
+    earlier one goes on, and the next session may use it. No other session on this machine uses it meanwhile.
 
     Its programs must be built: that takes longer than a test may.
     """
@@ -182,11 +182,14 @@ def running(name: str, **options: bool) -> Iterator[KubeCluster]:
     if missing:
         raise ClusterError(f"not built yet: {', '.join(missing)} (make cluster-binaries)")
     with _own_name(name) as mine:
-        cluster = lifecycle.up(mine, **options)
+        keep = os.environ.get("DOVETAIL_TEST_CLUSTER") == "keep"
+        if not keep:
+            lifecycle.down(mine)  # a session that was killed may have left it, with its objects
         try:
+            cluster = lifecycle.up(mine, **options)
             yield KubeCluster(cluster.kubeconfig, mine)
         finally:
-            if os.environ.get("DOVETAIL_TEST_CLUSTER") != "keep":
+            if not keep:
                 lifecycle.down(mine)
 
 

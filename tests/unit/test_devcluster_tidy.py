@@ -11,8 +11,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "hack/devcluster"))
 
-from devcluster import binaries, sysctls
-from devcluster.settings import locked, machine_lock, state_root, tidy
+from devcluster import binaries, lifecycle, sysctls
+from devcluster.settings import Cluster, ClusterError, locked, machine_lock, state_root, tidy
+
+from helpers.cluster import running
 
 
 @pytest.fixture
@@ -77,6 +79,34 @@ def test_who_waits_for_a_lock_whose_file_was_removed_has_the_next_one(machine):
     thread.join(240)
     assert order == ["first", "second"]
     assert path.exists()
+
+
+def test_each_session_of_the_tests_has_a_new_cluster_of_its_own(machine, monkeypatch):
+    calls = []
+
+    def up(name, **options):
+        calls.append(f"up {name}")
+        if options:
+            raise ClusterError("not ready")
+        return Cluster(name, 200)
+
+    monkeypatch.setattr(lifecycle, "up", up)
+    monkeypatch.setattr(lifecycle, "down", lambda name: calls.append(f"down {name}"))
+    monkeypatch.setattr(binaries, "folder", lambda module: machine)
+    monkeypatch.delenv("DOVETAIL_TEST_CLUSTER", raising=False)
+    with running("t") as one, running("t") as two:
+        assert (one.name, two.name) == ("t", "t-2")
+    # What a killed session left goes first.
+    assert calls == ["down t", "up t", "down t-2", "up t-2", "down t-2", "down t"]
+    calls.clear()
+    with pytest.raises(ClusterError, match="not ready"), running("t", kueue=True):
+        pass
+    assert calls == ["down t", "up t", "down t"], "nothing of it goes on"
+    calls.clear()
+    monkeypatch.setenv("DOVETAIL_TEST_CLUSTER", "keep")
+    with running("t"):
+        pass
+    assert calls == ["up t"]
 
 
 def test_archives_of_images_take_a_stated_room(tmp_path):
