@@ -123,6 +123,18 @@ def test_metrics_zoom_together_and_are_filtered(page, url, runs):
     wait_for("one figure", lambda: page.locator("figure:visible").count() == 1)
 
 
+def test_values_that_differ_by_rounding_alone_are_drawn(page, url, runs):
+    even = runs.parent / "even"
+    even.mkdir()
+    rows = [{"stage": "ppo", "step": 1 + i, "time": 1.0, "metrics": {"ratio": 1.0 + i * 2.0**-52}} for i in range(2)]
+    append(even / "history.jsonl", *rows)
+    open_tab(page, url, even, "metrics")
+    page.locator("svg[data-chart=ratio] circle").nth(1).wait_for()
+    assert page.locator("svg[data-chart=ratio] text").count() < 20
+    page.goto(url)  # nobody asks for it any more
+    shutil.rmtree(even)
+
+
 def test_samples_are_sorted_and_one_is_read_token_by_token(page, url, runs):
     open_tab(page, url, runs, "samples")
     page.get_by_role("button", name="Sort by Reward").click()
@@ -198,6 +210,7 @@ def test_a_run_that_goes_on_is_followed_until_it_is_gone(page, url, runs):
         page.get_by_text("3 / 12").wait_for()
     # The process is gone, and left no summary.
     page.get_by_text("dovetail run --resume goes on").wait_for()
+    page.goto(url)  # nobody asks for it any more
     shutil.rmtree(live)
 
 

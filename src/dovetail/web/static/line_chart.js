@@ -19,8 +19,9 @@ export class Zoom {
 export function ticks(low, high, count) {
   const rough = (high - low) / count || 1, size = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((m) => m * size).find((value) => value >= rough * 0.999);
-  const found = [];
-  for (let i = Math.ceil(low / step); i * step <= high + step * 1e-9; i++) found.push(i * step || 0);
+  const begin = Math.ceil(low / step), found = [];
+  // Numbers that are equal but for rounding have no step between them: adding one would change nothing, without an end.
+  for (let n = 0; n <= count + 1 && (begin + n) * step <= high + step * 1e-9; n++) found.push((begin + n) * step || 0);
   return found;
 }
 
@@ -79,7 +80,8 @@ export class LineChart {
     let low = Infinity, high = -Infinity;
     for (const one of shown) for (const [, y, under = y, over = y] of one.points) { low = Math.min(low, y, under); high = Math.max(high, y, over); }
     if (!(low <= high)) { low = 0; high = 1; }
-    if (low === high) { low -= Math.abs(low) * 0.1 || 1; high += Math.abs(high) * 0.1 || 1; }
+    // Also if they differ by rounding alone.
+    if (high - low <= 1e-12 * Math.abs(high)) { low -= Math.abs(low) * 0.1 || 1; high += Math.abs(high) * 0.1 || 1; }
     const room = (high - low) * 0.05;
     low -= room; high += room;
     const x = (value) => L + ((value - first) / (last - first || 1)) * (W - L - R);
