@@ -298,6 +298,10 @@ def test_a_job_on_a_cluster(browser, tmp_path, monkeypatch):
         # An OIDC proxy before the API sends the user's token: nothing is pasted.
         by_proxy = {"Authorization": "Bearer ada-token"}
         with watched(browser, root, extra_http_headers=by_proxy) as page:
+            # A tab without metrics does not ask for the rows of all iterations.
+            with page.expect_request(re.compile("/rlhfjobs/job/events$")) as asked:
+                page.goto(f"{root}/#/run/lab%2Fjob/samples")
+            assert int(asked.value.headers["last-event-id"]) > 1000
             page.goto(f"{root}/#/run/lab%2Fjob/overview")
             page.get_by_text("Healthy", exact=True).wait_for()
     finally:

@@ -98,6 +98,9 @@ export class FolderSource {
   }
 }
 
+// Rows in one answer of the status API, at most.
+const ROWS = 10_000;
+
 export class ClusterSource {
   kind = "cluster";
   #history = new Map();
@@ -145,15 +148,19 @@ export class ClusterSource {
   }
 
   async #more(id, known, signal) {
-    const page = await (await ask(`${this.#path(id)}/iterations?after=${known.next}`, this.#options(signal))).json();
-    known.rows.push(...page.items.map((row) => ({...row, time: row.time ? Date.parse(row.time) / 1000 : null})));
-    known.next = page.next;
+    for (let more = true; more;) {
+      const page = await (await ask(`${this.#path(id)}/iterations?after=${known.next}&limit=${ROWS}`, this.#options(signal))).json();
+      known.rows.push(...page.items.map((row) => ({...row, time: row.time ? Date.parse(row.time) / 1000 : null})));
+      more = page.next - known.next >= ROWS;
+      known.next = page.next;
+    }
     return known.rows;
   }
 
   follow(id, onChange, signal, tell) {
     if (id === null) return this.#poll(onChange, signal);
-    let last = this.#history.get(id)?.next || 0;
+    // Of a run whose rows nobody has asked for, only its status is followed: else all rows would come once more.
+    let last = this.#history.get(id)?.next ?? Number.MAX_SAFE_INTEGER;
     return keep(async (works) => {
       let over = false;
       await events(`${this.#path(id)}/events`, this.#options(signal, {"Last-Event-ID": `${last}`}), (name, data, number) => {
