@@ -246,6 +246,24 @@ def client(run):
     server.close()
 
 
+def test_the_list_hears_of_ended_steps_alone(tmp_path):
+    """Of hundreds of runs nobody looks through the folders of samples and traces twice a second."""
+    run = tmp_path / "run"
+    run.mkdir()
+    append(run / "history.jsonl", {"stage": "sft", "step": 1, "metrics": {}})
+    append(run / "events.jsonl", {"event": "sample.moved"})
+    server = serve_page(tmp_path)
+    with httpx.Client(base_url=server.url, timeout=60) as client, client.stream("GET", "/api/v1/changes") as reply:
+        told = (json.loads(line.removeprefix("data: ")) for line in reply.iter_lines() if line.startswith("data: "))
+        first = next(told)
+        append(run / "events.jsonl", {"event": "sample.moved"})
+        append(run / "history.jsonl", {"stage": "sft", "step": 2, "metrics": {}})
+        second = next(told)
+    server.close()
+    assert sorted(first["run"]) == ["alive", "history.jsonl", "summary.json"]
+    assert second["run"]["history.jsonl"] > first["run"]["history.jsonl"]
+
+
 def test_runs_of_one_manifest_are_a_group(client):
     runs = client.get("/api/v1/runs").json()["runs"]
     assert len(runs) >= 2

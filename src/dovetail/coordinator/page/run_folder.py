@@ -141,9 +141,13 @@ class RunFolder:
             self._read_events()
             return list(self._moves.get(iteration, []))
 
+    def sizes(self) -> Document:
+        """What changes when a step of the run has ended. Cheap, for many runs at once."""
+        return {name: self._size(name) for name in ("history.jsonl", "summary.json")}
+
     def stamp(self) -> Document:
         """What changes when the run goes on."""
-        sizes = {name: self._size(name) for name in ("history.jsonl", "events.jsonl", "summary.json", "schedule.json")}
+        sizes = self.sizes() | {name: self._size(name) for name in ("events.jsonl", "schedule.json")}
         newest = {"samples": max(files(self.path), default=0), "traces": max(self.trace_iterations(), default=0)}
         return sizes | newest | {"evaluations": len(self.evaluations())}
 

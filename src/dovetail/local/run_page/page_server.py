@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from dovetail.coordinator.page.page_documents import NotKept, PageDocuments, encode
+from dovetail.coordinator.page.page_documents import NotKept, encode
 from dovetail.local.run_page.live_status import live_status
 from dovetail.local.run_page.run_list import RunList
 from dovetail.protocol import serving
@@ -83,7 +83,7 @@ def make_page_app(runs: RunList, about: dict[str, Any], *, any_host: bool = Fals
 
     async def changes(request: web.Request) -> web.StreamResponse:
         def stamp() -> Any:
-            return {name: _stamp(run, runs) for name, run in runs.runs().items()}
+            return {name: run.folder.sizes() | {"alive": runs.alive(run)} for name, run in runs.runs().items()}
 
         return await _stream(request, stamp)
 
@@ -91,7 +91,7 @@ def make_page_app(runs: RunList, about: dict[str, Any], *, any_host: bool = Fals
         run = runs.get(request.match_info["run"])
         if run is None:
             return _problem(404, f"there is no run of this name in {runs.folder}")
-        return await _stream(request, lambda: _stamp(run, runs))
+        return await _stream(request, lambda: run.folder.stamp() | {"alive": runs.alive(run)})
 
     app = web.Application(middlewares=[guarded])
     app.add_routes(
@@ -107,10 +107,6 @@ def make_page_app(runs: RunList, about: dict[str, Any], *, any_host: bool = Fals
         ]
     )
     return app
-
-
-def _stamp(run: PageDocuments, runs: RunList) -> dict[str, Any]:
-    return run.folder.stamp() | {"alive": runs.alive(run)}
 
 
 async def _stream(request: web.Request, stamp: Callable[[], Any]) -> web.StreamResponse:
