@@ -125,7 +125,8 @@ def test_iterations_in_order_with_the_last_of_a_replayed_step(api):
 
     wait(lambda: newer()["items"], "the row: an answer may be as old as poll_seconds")
     assert [row["step"] for row in newer()["items"]] == [4]
-    assert api.get(f"{BASE}/job/iterations", params={"stage": "sft"}).json()["items"] == []
+    for stage in ("sft", "dpo"):
+        assert api.get(f"{BASE}/job/iterations", params={"stage": stage}).json()["items"] == []
     api.run.history.add("evaluation", 4, {"exactMatch": 0.5})
 
     def evaluations():

@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from dovetail.kube.connection import KubeError
 from dovetail.manifest.base import NAME_PATTERN
 from dovetail.protocol.page_questions import QUESTION
+from dovetail.protocol.row_stages import ROW_STAGES
 from dovetail.statusapi.answers import IterationList, JobDetail, JobList, PodLogList, Problem
 from dovetail.statusapi.api_metrics import ApiMetrics
 from dovetail.statusapi.auth import Forbidden, Unauthenticated
@@ -131,7 +132,7 @@ def _routes(app: FastAPI) -> None:
         namespace: Namespace,
         name: Name,
         stage: Annotated[
-            str | None, Query(pattern="^(sft|reward|ppo|evaluation)$", description="Of this stage only.")
+            str | None, Query(pattern=f"^({'|'.join(ROW_STAGES)})$", description="Of this stage only.")
         ] = None,
         after: Annotated[int, Query(ge=0, description="`next` of an earlier answer.")] = 0,
         limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,

@@ -54,10 +54,10 @@ async function route() {
   stop = new AbortController();
   view = {};
   say("");
-  const parts = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
-  const context = {source: from, about, root: $("main"), signal: stop.signal, say, args: parts.slice(1)};
   const mine = stop;
   try {
+    const parts = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
+    const context = {source: from, about, root: $("main"), signal: stop.signal, say, args: parts.slice(1)};
     const shown = parts[0] === "run" && parts[1] ? runView(context) : parts[0] === "compare" ? compareView(context) : runsView(context);
     const found = await shown;
     if (mine === stop) view = found || {};
