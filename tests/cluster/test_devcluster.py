@@ -3,9 +3,11 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from devcluster import lifecycle, preflight, settings
 from devcluster.supervisor import Supervisor
 
 from helpers import cluster as helper
-from helpers.cluster import KubeCluster, wait_for
+from helpers.cluster import KubeCluster, own_name, wait_for
 
 BUSYBOX = "dovetail-dev/busybox:dev"
 PRODUCTS = {"a100": "NVIDIA-A100-SXM4-80GB", "v100": "Tesla-V100-SXM2-32GB", "a10": "NVIDIA-A10"}
@@ -203,8 +205,8 @@ def test_bringing_up_a_cluster_that_runs_changes_nothing(cluster: KubeCluster) -
     assert json.loads(cluster.devcluster("status"))["processes"] == before
 
 
-def traces() -> dict[str, set[str]]:
-    """What a cluster could leave on this machine, by kind; without that of the clusters that others run beside."""
+def traces(mine: str) -> dict[str, set[str]]:
+    """What the cluster `mine` could leave on this machine, by kind; without that of the clusters that run beside it."""
 
     def lines(*command: str) -> set[str]:
         return set(subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines())
@@ -224,9 +226,12 @@ def traces() -> dict[str, set[str]]:
         "forwarding": {Path("/proc/sys/net/ipv4/ip_forward").read_text()},
     }
     names = [path.parent.name for path in settings.state_root().glob("*/cluster.json")]
-    others = [other for name in names if not name.startswith("gone-") and (other := settings.find(name))]
-    marks = [mark for other in others for mark in (other.link, f"{other.prefix}.", other.cgroup, str(other.state))]
-    return {kind: {one for one in all if not any(mark in one for mark in marks)} for kind, all in found.items()}
+    others = [other for name in names if name != mine and (other := settings.find(name))]
+    marks = [re.escape(mark) for other in others for mark in (other.link, f"{other.prefix}.")]
+    # The name of one cluster may begin with another's: gone, and gone-2.
+    marks += [re.escape(mark) + r"(?![\w-])" for other in others for mark in (other.cgroup, str(other.state))]
+    theirs = re.compile("|".join(marks) or "(?!)")
+    return {kind: {one for one in all if not theirs.search(one)} for kind, all in found.items()}
 
 
 def processes(cluster: settings.Cluster, namespace: str) -> set[str]:
@@ -242,9 +247,16 @@ def processes(cluster: settings.Cluster, namespace: str) -> set[str]:
     return found
 
 
-def test_nothing_is_left_of_a_cluster_and_its_pods_not_even_of_one_that_was_killed() -> None:
-    name = f"gone-{os.getpid()}"
-    before = traces()
+@pytest.fixture
+def gone() -> Iterator[str]:
+    """The name of a cluster that does not run, and that no other session of the tests uses."""
+    with own_name("gone") as name:
+        lifecycle.down(name)  # a session that was killed may have left it
+        yield name
+
+
+def test_nothing_is_left_of_a_cluster_and_its_pods_not_even_of_one_that_was_killed(gone: str) -> None:
+    name, before = gone, traces(gone)
     try:
         cluster = lifecycle.up(name)
         first = Supervisor(cluster).pid()
@@ -254,7 +266,7 @@ def test_nothing_is_left_of_a_cluster_and_its_pods_not_even_of_one_that_was_kill
         kube.apply(pod("victim", "exec sleep 3600", "a10", gpus=1))
         kube.wait_pod("default", "victim", "Running")
         assert {"etcd", "kubelet", "containerd", "sleep"} <= processes(cluster, namespace)
-        assert traces()["cgroups"] - before["cgroups"]
+        assert traces(name)["cgroups"] - before["cgroups"]
         # As when a session ends: nobody tidies up.
         os.kill(first, signal.SIGKILL)
         wait_for("the end of all processes", lambda: not processes(cluster, namespace))
@@ -265,7 +277,7 @@ def test_nothing_is_left_of_a_cluster_and_its_pods_not_even_of_one_that_was_kill
         lifecycle.down(name)
 
     def left() -> dict[str, set[str]]:
-        return {kind: new for kind, found in traces().items() if (new := found - before[kind])}
+        return {kind: new for kind, found in traces(name).items() if (new := found - before[kind])}
 
     # Another worker of the tests may be taking a cluster of its own down.
     with contextlib.suppress(AssertionError):  # what is left is shown below

@@ -181,7 +181,7 @@ def running(name: str, **options: bool) -> Iterator[KubeCluster]:
     missing = [module for module in modules if not binaries.folder(module).is_dir()]
     if missing:
         raise ClusterError(f"not built yet: {', '.join(missing)} (make cluster-binaries)")
-    with _own_name(name) as mine:
+    with own_name(name) as mine:
         keep = os.environ.get("DOVETAIL_TEST_CLUSTER") == "keep"
         if not keep:
             lifecycle.down(mine)  # a session that was killed may have left it, with its objects
@@ -194,7 +194,7 @@ def running(name: str, **options: bool) -> Iterator[KubeCluster]:
 
 
 @contextmanager
-def _own_name(name: str) -> Iterator[str]:
+def own_name(name: str) -> Iterator[str]:
     """The first of `name`, `name`-2 and so on that no other session has."""
     for number in range(1, 100):
         mine = name if number == 1 else f"{name}-{number}"
