@@ -254,6 +254,7 @@ def test_400_pixels_keys_and_the_dark(page, url, runs):
 def test_a_job_on_a_cluster(browser, tmp_path, monkeypatch):
     """The same page by the status API: a job that runs, and one that is suspended and has no coordinator."""
     api = Api(demo_runs(tmp_path), monkeypatch)
+    api.kube.rights.add(("ada", "get", "pods/log"))
     root = f"http://127.0.0.1:{api.port}"
     running = {
         "groups": [{"name": "rollouts", "desired": 4, "ready": 3}],

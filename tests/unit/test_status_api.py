@@ -386,6 +386,11 @@ def test_the_page_asks_the_coordinator_about_the_run(api):
     api.run.add(1, reward=1.5)
     found = api.get(f"{BASE}/job/run/overview").json()
     assert (found["state"], found["reward"], found["health"]["iteration"]) == ("running", 1.5, 1)
+    for texts in ("samples/3", "sample/3/0/0", "evaluation/3"):
+        refused = api.get(f"{BASE}/job/run/{texts}")
+        assert refused.status_code == 403, "prompts and responses, which may be secret, are in logs too"
+        assert "pods/log" in refused.json()["detail"]
+    api.kube.rights.add(("ada", "get", "pods/log"))
     missing = api.get(f"{BASE}/job/run/samples/3")
     assert missing.status_code == 502
     assert "the samples of iteration 3 are not kept" in missing.json()["detail"]

@@ -17,6 +17,8 @@ from dovetail.statusapi.kube import Kube, Object, core_path, get, jobs_path
 
 KEEP_ALIVE_SECONDS = 15.0
 LOG_BYTES = 4 << 20
+# Questions of the run page whose answers hold prompts and responses.
+TEXTS = ("sample", "evaluation/")
 
 
 class NotFound(Exception):
@@ -77,6 +79,9 @@ class Service:
 
     async def page(self, header: str | None, namespace: str, name: str, question: str) -> bytes:
         await self._allow(header, Access("get", namespace, name))
+        if question.startswith(TEXTS):
+            # The coordinator's log holds such text, too.
+            await self._allow(header, Access("get", namespace, group="", resource="pods", subresource="log"))
         return await self._coordinators.page(await self._job(namespace, name), question)
 
     async def plan(self, header: str | None, namespace: str, name: str) -> dict[str, Any]:
