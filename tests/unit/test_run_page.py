@@ -20,6 +20,7 @@ from dovetail.coordinator.health.stalls import PHASE_STALLED, silent, stalled_ph
 from dovetail.coordinator.page.page_documents import NotKept, PageDocuments
 from dovetail.coordinator.page.rollout_table import life, table, turns
 from dovetail.coordinator.page.run_folder import RunFolder
+from dovetail.coordinator.page.sample_tokens import batch_row
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.store.database import Database
 from dovetail.local.run_page.demo_run import play, unpack
@@ -111,6 +112,12 @@ def test_a_schedule_that_comes_later_is_seen(tmp_path):
     assert not folder.has_schedule()
     (tmp_path / "schedule.json").write_text(json.dumps({"before": {}, "after": {}, "chosen": "fused"}))
     assert folder.has_schedule()
+
+
+def test_a_sample_is_found_in_a_batch_of_another_order():
+    batch = {"groups": np.array([2, 2, 0, 0, 1, 1], np.int32)}
+    assert [batch_row(batch, prompt, number) for prompt in range(3) for number in range(2)] == [2, 3, 4, 5, 0, 1]
+    assert batch_row(batch, 3, 0) == batch_row({}, 0, 0) == -1
 
 
 def test_a_samples_way_over_servers_and_weights():
