@@ -134,6 +134,10 @@ def test_one_response_and_a_label() -> None:
     assert (found.response, found.good) == ("4", False)
     with pytest.raises(DataError, match="the label is of one reply"):
         read({"prompt": LONG[:1], "completion": LONG[1:], "label": True}, "preferences")
+    good, bad = ({"prompt": "a", "completion": "b", "label": label} for label in (True, False))
+    assert isinstance(convert(good, "Labelled", "demonstrations", CHATML, "f:1"), Demonstration)
+    with pytest.raises(DataError, match="label' is false, so SFT must not learn this response"):
+        convert(bad, "Labelled", "demonstrations", CHATML, "f:1")
     with pytest.raises(DataError, match=r"field 'label' must be true \(a good response\) or false, not a number"):
         convert({"prompt": "a", "response": "b", "label": 1}, "Labelled", "preferences", CHATML, "f:1")
 

@@ -89,9 +89,11 @@ def _prompt_messages(row: Row, name: str, kind: Kind, chat: ChatFormat, where: s
 
 
 def _labelled(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
+    label = row.get("label")
+    if kind == "demonstrations" and label is False:
+        raise DataError(f"{where}: field 'label' is false, so SFT must not learn this response; remove the record")
     if kind != "preferences":
         return _prompt_response(row, kind, chat, where)
-    label = row.get("label")
     if label is None:
         raise DataError(f"{where}: field 'label' is missing; the record has {_has(row)}")
     if not isinstance(label, bool):

@@ -17,6 +17,7 @@ import numpy as np
 
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.store.samples import Sample
+from dovetail.coordinator.telemetry import clock
 from dovetail.coordinator.trainers.trainer_group import TrainerError, TrainerLost
 from dovetail.coordinator.trainers.trainer_session import TrainerSession
 from dovetail.manifest.types import RLHFJobSpec, Stage
@@ -60,8 +61,8 @@ def in_learning_order(arrays: Arrays) -> Arrays:
 
 @dataclass
 class Streamed:
-    """What the trainers did for an iteration while its samples were made, since they were last lost. `parts`: how many
-    they learnt. `seconds`: how long that took."""
+    """What the trainers did for an iteration while its samples were made, since they were last lost. `parts`: the number
+    of parts that they learnt. `seconds`: how long that took until the last sample was there."""
 
     seconds: float = 0.0
     parts: int = 0
@@ -94,7 +95,10 @@ class Streaming:
         try:
             yield found
             over.set()
+            last = clock.now()
             await task
+            # What a part takes after the last sample is not gained.
+            found.seconds = max(0.0, found.seconds - (clock.now() - last))
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
