@@ -32,7 +32,12 @@ def test_the_same_mini_batch_with_more_stages() -> None:
 
 def test_a_7b_critic_on_8_v100s_is_told_what_to_do() -> None:
     v100 = 32 * GIB
-    message = problem("critic training", "v100", job(dtype=Dtype.FLOAT32), v100)
+    large = job(dtype=Dtype.FLOAT32)
+    message = problem("critic training", "v100", large, v100)
+    assert message is not None
+    assert message.endswith("; set spec.plan.zero3 to Always")
+    assert problem("critic training", "v100", replace(large, fsdp=3), v100) is None
+    message = problem("critic training", "v100", large, v100, zero3=False)
     assert message is not None
     assert re.fullmatch(
         r"critic training needs \d+\.\d GiB per GPU on group v100, 32\.0 GiB there \(most: .*\); "

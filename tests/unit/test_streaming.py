@@ -99,6 +99,7 @@ def test_a_part_is_what_the_whole_batch_has_also_with_rewards_of_steps(tmp_path:
     store, files = Store(tmp_path), ExperienceFiles(tmp_path)
     store.samples.begin_iteration(1, [NewSample(p, s, [7] * (p + 1), 2 * p + s) for p in range(2) for s in range(2)])
     given: list[str] = []
+    early = asyncio.Event()
     records: Any = SimpleNamespace(
         store=store, batches=files, log=lambda *_, **__: None, timeline=SimpleNamespace(add=lambda _: None)
     )
@@ -108,6 +109,7 @@ def test_a_part_is_what_the_whole_batch_has_also_with_rewards_of_steps(tmp_path:
             part = files.part(command.batch)
             assert part is not None
             given.append(digest_of(rows_of(unpack(part), 0, 2)))
+            early.set()
             return CommandResult(id=command.id, ok=True)
 
     def step(iteration: int) -> Step:
@@ -123,8 +125,7 @@ def test_a_part_is_what_the_whole_batch_has_also_with_rewards_of_steps(tmp_path:
                 (attempt,) = store.samples.assign([Assignment(Key(1, 0, sample), "r", "i", 0, 0)])
                 store.samples.record([Delta(Key(1, 0, sample), attempt, 0, [3] * 4, [0.0] * 4)])
             async with asyncio.timeout(60):
-                while not given:
-                    await asyncio.sleep(0.01)
+                await early.wait()
             for sample in range(2):
                 key = Key(1, 0, sample)
                 store.samples.record([Delta(key, 1, 4, [4], [0.0], "stop")])

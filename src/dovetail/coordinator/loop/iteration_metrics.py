@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +73,7 @@ def equal_groups(arrays: Arrays) -> float:
     return float(same[several].mean()) if several.any() else 0.0
 
 
-def _equal(group: NDArray[np.intp], values: NDArray[np.floating], groups: int) -> NDArray[np.bool_]:
+def _equal(group: NDArray[np.intp], values: NDArray[Any], groups: int) -> NDArray[np.bool_]:
     """Of each group, whether it has no two values that differ. `group`, `values` (n,)."""
     low, high = np.full(groups, np.inf), np.full(groups, -np.inf)
     np.minimum.at(low, group, values)

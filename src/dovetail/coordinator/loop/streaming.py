@@ -61,8 +61,9 @@ def in_learning_order(arrays: Arrays) -> Arrays:
 
 @dataclass
 class Streamed:
-    """What the trainers did for an iteration while its samples were made, since they were last lost. `parts`: the number
-    of parts that they learnt. `seconds`: how long that took until the last sample was there."""
+    """What the trainers did for an iteration while its samples were made, since they were last lost.
+
+    `parts`: the number of parts that they learnt. `seconds`: how long that took until the last sample was there."""
 
     seconds: float = 0.0
     parts: int = 0
