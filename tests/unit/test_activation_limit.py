@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from dovetail.coordinator.loop.scheduling import Scheduling
-from dovetail.local.report.report_schedule import read_schedule, schedule_section
+from dovetail.coordinator.page.run_folder import RunFolder
+from dovetail.local.report.report_schedule import schedule_section
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.make_plan import PlanError, make_plan
 
@@ -68,8 +69,8 @@ def choose(spec: RLHFJobSpec, folder: Path) -> dict[str, Any]:
         await scheduling.begin()
 
     asyncio.run(go())
-    found = read_schedule(folder)
-    assert found is not None
+    found = RunFolder(folder).schedule()
+    assert found
     return found
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from dovetail.coordinator.loop.model_sources import StepFacts, ppo_step
 from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.coordinator.loop.stored_schedule import StoredSchedule, applies, scheduled
-from dovetail.local.report.report_schedule import families_section, read_schedule
+from dovetail.coordinator.page.run_folder import RunFolder
+from dovetail.local.report.report_schedule import families_section
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.make_plan import PlanError, make_plan
@@ -185,8 +186,8 @@ def test_a_pinned_job_has_the_actor_on_one_rank_and_the_critic_on_the_other(
     check_actions(step.actions[1], {"critic": 8}, True, 2)
     warm_up = ppo_step(spec, plan, 1, StepFacts(0.1, False), scheduling.layouts)
     assert [len(mine) for mine in warm_up.actions] == [0, 2 * 4]
-    found = read_schedule(tmp_path)
-    assert found is not None
+    found = RunFolder(tmp_path).schedule()
+    assert found
     assert found["measured"]
     assert found["families"]["dedicated"]["runs_here"]
     assert found["families"]["dedicated"]["makespan"] == pytest.approx(2 * count * 0.03)
@@ -218,8 +219,8 @@ def test_auto_shares_the_ranks_where_dividing_them_gains_little_and_says_what_it
     scheduling, chosen = begun(spec, plan, Records(), tmp_path, times(slow=5.0))
     assert chosen.family != "dedicated"
     assert not any(layout.first for layout in scheduling.layouts.values())
-    found = read_schedule(tmp_path)
-    assert found is not None
+    found = RunFolder(tmp_path).schedule()
+    assert found
     own = found["families"]["dedicated"]
     assert not own["runs_here"]
     # The critic alone on one rank: 8 micro-batches of two stages' passes.
@@ -246,8 +247,8 @@ def test_auto_divides_the_ranks_where_messages_take_long(tmp_path: Path) -> None
     scheduling, chosen = begun(spec, plan, Records(), tmp_path)
     assert chosen.family == "dedicated"
     assert scheduling.layouts["critic"].first == 1
-    found = read_schedule(tmp_path)
-    assert found is not None
+    found = RunFolder(tmp_path).schedule()
+    assert found
     assert found["families"]["dedicated"]["makespan"] == pytest.approx(2 * 4 * 6 * 3e-3)
     assert found["speedup"] > 1.5
 

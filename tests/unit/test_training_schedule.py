@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from dovetail.coordinator.loop.model_sources import StepFacts, ppo_step
 from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.coordinator.loop.stored_schedule import StoredSchedule, applies, encode, scheduled
-from dovetail.local.report.report_schedule import families_section, read_schedule, schedule_section
+from dovetail.coordinator.page.run_folder import RunFolder
+from dovetail.local.report.report_schedule import families_section, schedule_section
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.pipelines import SearchEffort
@@ -215,8 +216,8 @@ def test_auto_beats_serial_on_two_ranks_and_the_report_shows_it(tmp_path: Path) 
     scheduling, chosen = asyncio.run(go())
     assert chosen.family not in ("serial", "overlapped")
     assert scheduling.layouts["critic"].reverse == chosen.family.startswith("fused")
-    found = read_schedule(tmp_path)
-    assert found is not None
+    found = RunFolder(tmp_path).schedule()
+    assert found
     assert found["measured"]
     assert found["speedup"] > 1.15
     assert found["families"]["serial"]["makespan"] == pytest.approx(found["after"]["makespan"] * found["speedup"])
@@ -312,8 +313,8 @@ def test_auto_lays_stages_in_a_v_where_that_is_faster(tmp_path: Path) -> None:
     assert families[0] == "fused-v-whole"
     assert families[2] in ("fused-v", "fused-v-rolled")
     assert {layout.chunks for layout in scheduling.layouts.values()} == {2}
-    found = read_schedule(tmp_path)
-    assert found is not None
+    found = RunFolder(tmp_path).schedule()
+    assert found
     rivals = ("serial", "interleaved", "zero-bubble", "zb-v", "v-half", "v-min", "fused-split")
     taken = {name: each["makespan"] for name, each in found["families"].items() if name in rivals}
     assert taken.keys() | found["refused"].keys() >= set(rivals)
@@ -429,7 +430,7 @@ def test_without_a_pipeline_there_is_nothing_to_choose(tmp_path: Path) -> None:
     assert applies(*job())
     only_actor, plan_of_it = job(parallelism={"actor": {"pp": 2}})
     assert not applies(only_actor.model_copy(update={"stages": []}), plan_of_it)
-    assert schedule_section(read_schedule(tmp_path)) == ""
+    assert schedule_section(RunFolder(tmp_path).schedule()) == ""
 
 
 def test_warm_up_of_the_critic_runs_where_its_stages_are() -> None:
@@ -500,8 +501,8 @@ def test_a_profile_gives_the_first_schedule_its_times(tmp_path: Path) -> None:
     (tmp_path / "profile.json").write_text(profile.model_dump_json(by_alias=True))
     scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
     asyncio.run(scheduling.begin())
-    found = read_schedule(tmp_path)
-    assert found is not None
+    found = RunFolder(tmp_path).schedule()
+    assert found
     assert (found["measured"], found["profiled"]) == (False, True)
     assert found["communication"] == pytest.approx(1e-4 + 4 * 16 * 8 * 4 / 1e9)
     assert found["before"]["models"][0]["forward"] == pytest.approx(3e-3), "two layers and the embedding or head"

@@ -12,18 +12,18 @@ BARS = 6000
 _ACTION = re.compile(r"(actor|critic) ([FBIW])(\d+)")
 
 
-def timeline(trace: Mapping[str, Any]) -> Document:
+def timeline(trace: Mapping[str, Any], most: int | None = None) -> Document:
     """`lanes`: process, lane, and bars [name, start, end, detail] in seconds from the iteration's beginning. `curves`:
-    counters as [seconds, value]. `left_out`: the shortest bars beyond BARS."""
+    counters as [seconds, value]. `left_out`: the number of the shortest bars beyond `most`; None: all are kept."""
     events = [event for event in trace.get("traceEvents") or [] if isinstance(event, Mapping)]
     processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     spans = [event for event in events if event.get("ph") == "X"]
-    kept = sorted(spans, key=lambda event: -event["dur"])[:BARS]
+    kept = spans if most is None else sorted(spans, key=lambda event: -event["dur"])[:most]
     lanes: dict[tuple[Any, Any], list[list[Any]]] = {}
     for event in sorted(kept, key=lambda event: event["ts"]):
-        start = event["ts"] / 1e6
-        bar = [event["name"], start, start + event["dur"] / 1e6, _detail(event.get("args") or {})]
+        end = (event["ts"] + event["dur"]) / 1e6
+        bar = [event["name"], event["ts"] / 1e6, end, _detail(event.get("args") or {})]
         lanes.setdefault((event["pid"], event["tid"]), []).append(bar)
     curves: dict[str, list[list[float]]] = {}
     for event in events:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from dovetail.coordinator.page.iteration_timeline import as_run, schedule_document, timeline
+from dovetail.coordinator.page.iteration_timeline import BARS, as_run, schedule_document, timeline
 from dovetail.coordinator.page.overview import SeenRun, last_of_each_step, line, overview, plan_against_actual
 from dovetail.coordinator.page.rollout_table import life, staleness, table, turns
 from dovetail.coordinator.page.run_folder import RunFolder
@@ -124,14 +124,14 @@ class PageDocuments:
         row = steps.get(iteration)
         prediction = self.folder.plan().get("prediction")
         plan = plan_against_actual(prediction, [row["metrics"]]) if row is not None else []
-        return {"iteration": iteration, "plan": plan, **timeline(trace)}
+        return {"iteration": iteration, "plan": plan, **timeline(trace, BARS)}
 
     def _schedule(self, iteration: int) -> Document:
         schedule = self.folder.schedule()
         if not schedule:
             raise NotKept("this run has only one possible schedule of training")
         trace = self.folder.trace(iteration)
-        return schedule_document(schedule, as_run(timeline(trace)) if trace else [], iteration)
+        return schedule_document(schedule, as_run(timeline(trace, BARS)) if trace else [], iteration)
 
 
 _SHOWN = (

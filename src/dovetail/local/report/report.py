@@ -9,14 +9,17 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from dovetail.coordinator.page.iteration_timeline import timeline
+from dovetail.coordinator.page.run_folder import RunFolder
 from dovetail.coordinator.telemetry.summary_rows import get, method, rows
 from dovetail.local.report import charts
 from dovetail.local.report.charts import ChartBar, Series
-from dovetail.local.report.report_run import read_job, run_section
+from dovetail.local.report.report_run import run_section
 from dovetail.local.report.report_samples import read_samples, samples_section
-from dovetail.local.report.report_schedule import families_section, read_schedule, schedule_section
+from dovetail.local.report.report_schedule import families_section, schedule_section
 from dovetail.local.report.run_summary import (
     PHASES,
     duration,
@@ -141,38 +144,22 @@ def last_trace(run_dir: Path) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-def trace_bars(trace: Mapping[str, Any]) -> list[ChartBar]:
-    """The bars of a Chrome trace, in seconds, on tracks 'process / lane' in the trace's own order."""
-    events = trace["traceEvents"]
-    processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
-    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+def trace_bars(lanes: Iterable[Mapping[str, Any]]) -> list[ChartBar]:
+    """The bars of a timeline's lanes, on tracks 'process / lane'."""
+    bars = []
+    for lane in lanes:
+        track = lane["process"] if lane["lane"] == "main" else f"{lane['process']} / {lane['lane']}"
+        bars += [ChartBar(str(track), str(name), start, end, detail) for name, start, end, detail in lane["bars"]]
+    return bars
 
-    def track(event: Mapping[str, Any]) -> str:
-        process = processes.get(event["pid"], str(event["pid"]))
-        lane = lanes.get((event["pid"], event["tid"]), str(event["tid"]))
-        return str(process) if lane == "main" else f"{process} / {lane}"
 
-    spans = sorted((e for e in events if e.get("ph") == "X"), key=lambda e: (e["pid"], e["tid"], e["ts"]))
+def trace_curves(curves: Mapping[str, Sequence[Sequence[float]]], prefix: str) -> list[Series]:
+    """The counters of a timeline whose names begin with `prefix`, as values over seconds."""
     return [
-        ChartBar(track(e), str(e["name"]), e["ts"] / 1e6, (e["ts"] + e["dur"]) / 1e6, _detail(e.get("args") or {}))
-        for e in spans
+        Series(name, [at for at, _ in points], [value for _, value in points])
+        for name, points in sorted(curves.items())
+        if name.startswith(prefix)
     ]
-
-
-def trace_curves(trace: Mapping[str, Any], prefix: str) -> list[Series]:
-    """The counters of a Chrome trace whose names begin so, as values over seconds."""
-    events = [e for e in trace["traceEvents"] if e.get("ph") == "C" and str(e.get("name")).startswith(prefix)]
-    by_name: dict[str, list[Any]] = {}
-    for event in events:
-        by_name.setdefault(event["name"], []).append(event)
-    return [
-        Series(name, [e["ts"] / 1e6 for e in points], [float(e["args"]["value"]) for e in points])
-        for name, points in sorted(by_name.items())
-    ]
-
-
-def _detail(args: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in list(args.items())[:6] if isinstance(value, str | int | float))
 
 
 def _table(summary: Mapping[str, Any]) -> str:
@@ -212,11 +199,12 @@ def render_report(
     summary: Mapping[str, Any],
     history: Mapping[str, Mapping[int, Mapping[str, Any]]],
     trace: tuple[str, Mapping[str, Any]] | None,
-    schedule: Mapping[str, Any] | None = None,
+    schedule: Mapping[str, Any] = MappingProxyType({}),
     samples: str = "",
     run: str = "",
 ) -> str:
-    """The page. `samples` is its section on responses, `run` that on the manifest. Pure."""
+    """The page. `schedule` is empty if there was no choice. `samples` is the section on responses, `run` that on the
+    manifest. Pure."""
     facts: list[str] = []
     if summary.get("wall_seconds") is not None:
         facts.append(duration(float(summary["wall_seconds"])))
@@ -259,14 +247,15 @@ def render_report(
     time_bar = charts.share_bar("Where the time of all iterations went", phases)
     if time_bar and (overlap := overlap_sentence(summary)):
         time_bar += f'<p class="sub">{escape(overlap)}</p>'
-    timeline = ""
+    drawn = ""
     if trace is not None:
         number = int(trace[0].rpartition("-")[2])
-        timeline = charts.gantt(f"Timeline of iteration {number}", trace_bars(trace[1]), PHASES)
-        left = trace_curves(trace[1], "samples left")
+        found = timeline(trace[1])
+        drawn = charts.gantt(f"Timeline of iteration {number}", trace_bars(found["lanes"]), PHASES)
+        left = trace_curves(found["curves"], "samples left")
         curve = charts.line_chart(f"Samples still to generate, iteration {number}", "second", left)
-        timeline += f'<div class="charts">{curve}</div>' if curve else ""
-    when = f"<h2>Time</h2>{time_bar}{timeline}" if time_bar or timeline else ""
+        drawn += f'<div class="charts">{curve}</div>' if curve else ""
+    when = f"<h2>Time</h2>{time_bar}{drawn}" if time_bar or drawn else ""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -284,14 +273,15 @@ def write_report(run_dir: Path) -> Path:
     except (OSError, ValueError, KeyError, TypeError):
         name = run_dir.name
     summary = read_summary(run_dir)
+    folder = RunFolder(run_dir)
     page = render_report(
         name,
         summary,
         read_history(run_dir),
         last_trace(run_dir),
-        read_schedule(run_dir),
+        folder.schedule(),
         samples_section(read_samples(run_dir, method(summary))),
-        run_section(read_job(run_dir), summary),
+        run_section(folder.parsed_job(), summary),
     )
     path = run_dir / "report.html"
     temporary = path.with_suffix(".html.tmp")

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from html import escape
-from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import ValidationError
 
 from dovetail.coordinator.page.manifest_facts import manifest_facts
 from dovetail.coordinator.telemetry.summary_rows import get
 from dovetail.manifest.types import RLHFJob
-
-
-def read_job(run_dir: Path) -> RLHFJob | None:
-    """job.json of the run, or None if it cannot be read."""
-    try:
-        return RLHFJob.model_validate(json.loads((run_dir / "job.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, ValidationError):
-        return None
 
 
 def run_section(job: RLHFJob | None, summary: Mapping[str, Any]) -> str:

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from html import escape
-from pathlib import Path
 from typing import Any
 
 from dovetail.local.report.charts import ChartBar, gantt
 
 _KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-
-
-def read_schedule(run_dir: Path) -> dict[str, Any] | None:
-    """schedule.json, or None for a run with only one possible schedule."""
-    try:
-        found = json.loads((run_dir / "schedule.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) and "after" in found and "before" in found else None
 
 
 def schedule_bars(document: Mapping[str, Any]) -> list[ChartBar]:
@@ -33,9 +22,9 @@ def schedule_bars(document: Mapping[str, Any]) -> list[ChartBar]:
     return bars
 
 
-def schedule_section(found: Mapping[str, Any] | None) -> str:
+def schedule_section(found: Mapping[str, Any]) -> str:
     """The report's section on the schedule, or '' without one. Pure."""
-    if found is None:
+    if not found:
         return ""
     mini = int(found["mini_batches"])
     what = f"{mini} mini-batch{'es' if mini > 1 else ''} of actor and critic"
@@ -53,9 +42,9 @@ def schedule_section(found: Mapping[str, Any] | None) -> str:
     )
 
 
-def families_section(found: Mapping[str, Any] | None) -> str:
+def families_section(found: Mapping[str, Any]) -> str:
     """The report's table of all families of schedules, or '' without a schedule. Pure."""
-    return "" if found is None else f"<h2>All families of schedules</h2>{_families(found)}"
+    return f"<h2>All families of schedules</h2>{_families(found)}" if found else ""
 
 
 def _names() -> list[str]:
