@@ -53,9 +53,35 @@ async function keep(read, signal, tell) {
   }
 }
 
-export class FolderSource {
-  kind = "folder";
+// A source's `_page(id, next, signal)` gives {rows, next, more}: rows of the history from number `next` on, the number of
+// the row after them, and whether there are more now.
+class Source {
   #history = new Map();
+
+  // All rows so far; only new ones are fetched, by one caller at a time.
+  history(id, signal) {
+    const known = this.#history.get(id) || {rows: [], next: 0, work: Promise.resolve()};
+    this.#history.set(id, known);
+    known.work = known.work.catch(() => null).then(() => this.#more(id, known, signal));
+    return known.work;
+  }
+
+  // The number of the first row that was not fetched yet; undefined if nobody has asked for rows.
+  _next(id) { return this.#history.get(id)?.next; }
+
+  async #more(id, known, signal) {
+    for (let more = true; more;) {
+      const page = await this._page(id, known.next, signal);
+      known.rows.push(...page.rows);
+      known.next = page.next;
+      more = page.more;
+    }
+    return known.rows;
+  }
+}
+
+export class FolderSource extends Source {
+  kind = "folder";
 
   async list(signal) {
     return (await (await ask("api/v1/runs", {signal})).json()).runs;
@@ -70,22 +96,8 @@ export class FolderSource {
     return (await (await ask(`api/v1/runs/${encodeURIComponent(id)}/live`, {signal})).json()).status;
   }
 
-  // All rows so far; only new ones are fetched, by one caller at a time.
-  history(id, signal) {
-    const known = this.#history.get(id) || {rows: [], next: 0, work: Promise.resolve()};
-    this.#history.set(id, known);
-    known.work = known.work.catch(() => null).then(() => this.#more(id, known, signal));
-    return known.work;
-  }
-
-  async #more(id, known, signal) {
-    for (let more = true; more;) {
-      const page = await this.document(id, `history/${known.next}`, signal);
-      known.rows.push(...page.rows);
-      known.next = page.next;
-      more = page.more;
-    }
-    return known.rows;
+  async _page(id, next, signal) {
+    return this.document(id, `history/${next}`, signal);
   }
 
   // `id` null: the list of runs.
@@ -101,9 +113,8 @@ export class FolderSource {
 // Rows in one answer of the status API, at most.
 const ROWS = 10_000;
 
-export class ClusterSource {
+export class ClusterSource extends Source {
   kind = "cluster";
-  #history = new Map();
   get namespace() { return sessionStorage.getItem("namespace") || "default"; }
   set namespace(name) { sessionStorage.setItem("namespace", name); }
   get token() { return sessionStorage.getItem("token") || ""; }
@@ -140,27 +151,16 @@ export class ClusterSource {
   async logs(id, signal) { return (await (await ask(`${this.#path(id)}/logs`, this.#options(signal))).json()).items; }
   async log(path, signal) { return (await ask(path.replace(/^\//, ""), this.#options(signal))).text(); }
 
-  history(id, signal) {
-    const known = this.#history.get(id) || {rows: [], next: 0, work: Promise.resolve()};
-    this.#history.set(id, known);
-    known.work = known.work.catch(() => null).then(() => this.#more(id, known, signal));
-    return known.work;
-  }
-
-  async #more(id, known, signal) {
-    for (let more = true; more;) {
-      const page = await (await ask(`${this.#path(id)}/iterations?after=${known.next}&limit=${ROWS}`, this.#options(signal))).json();
-      known.rows.push(...page.items.map((row) => ({...row, time: row.time ? Date.parse(row.time) / 1000 : null})));
-      more = page.next - known.next >= ROWS;
-      known.next = page.next;
-    }
-    return known.rows;
+  async _page(id, next, signal) {
+    const page = await (await ask(`${this.#path(id)}/iterations?after=${next}&limit=${ROWS}`, this.#options(signal))).json();
+    const rows = page.items.map((row) => ({...row, time: row.time ? Date.parse(row.time) / 1000 : null}));
+    return {rows, next: page.next, more: page.next - next >= ROWS};
   }
 
   follow(id, onChange, signal, tell) {
     if (id === null) return this.#poll(onChange, signal);
     // Of a run whose rows nobody has asked for, only its status is followed: else all rows would come once more.
-    let last = this.#history.get(id)?.next ?? Number.MAX_SAFE_INTEGER;
+    let last = this._next(id) ?? Number.MAX_SAFE_INTEGER;
     return keep(async (works) => {
       let over = false;
       await events(`${this.#path(id)}/events`, this.#options(signal, {"Last-Event-ID": `${last}`}), (name, data, number) => {
