@@ -318,6 +318,13 @@ def test_no_path_leads_out_of_the_runs(client, path):
     assert set(reply.json()) == {"detail"}
 
 
+@pytest.mark.parametrize("question", ["overview", "live", "changes"])
+def test_a_run_that_is_not_there_is_one_sentence(client, run, question):
+    reply = client.get(f"/api/v1/runs/nowhere/{question}")
+    assert reply.status_code == 404
+    assert reply.json() == {"detail": f"there is no run of this name in {run.parent}"}
+
+
 def test_a_name_that_leads_here_is_refused(client):
     """Else a page of another site could read the runs (DNS rebinding)."""
     assert client.get("/api/v1/runs", headers={"Host": "evil.example"}).status_code == 403

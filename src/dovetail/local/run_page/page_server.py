@@ -12,7 +12,7 @@ from typing import Any
 
 from aiohttp import web
 
-from dovetail.coordinator.page.page_documents import NotKept, encode
+from dovetail.coordinator.page.page_documents import NotKept, PageDocuments, encode
 from dovetail.local.run_page.live_status import live_status
 from dovetail.local.run_page.run_list import RunList
 from dovetail.protocol import serving
@@ -24,6 +24,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 LOOK_SECONDS = 0.5
 KEEP_ALIVE_SECONDS = 15.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+RunHandler = Callable[[web.Request, PageDocuments], Awaitable[web.StreamResponse]]
 
 
 def make_page_app(runs: RunList, about: dict[str, Any], *, any_host: bool = False) -> web.Application:
@@ -61,21 +62,25 @@ def make_page_app(runs: RunList, about: dict[str, Any], *, any_host: bool = Fals
 
         return _json(encode({"runs": await asyncio.to_thread(lines)}))
 
-    async def document(request: web.Request) -> web.Response:
-        run = runs.get(request.match_info["run"])
-        if run is None:
-            return _problem(404, f"there is no run of this name in {runs.folder}")
+    def of_run(handler: RunHandler) -> Handler:
+        """Calls `handler` with the run that the path names."""
+
+        async def found(request: web.Request) -> web.StreamResponse:
+            run = runs.get(request.match_info["run"])
+            if run is None:
+                return _problem(404, f"there is no run of this name in {runs.folder}")
+            return await handler(request, run)
+
+        return found
+
+    async def document(request: web.Request, run: PageDocuments) -> web.Response:
         try:
             question = request.match_info["question"]
             return _json(await asyncio.to_thread(lambda: run.answer(question, time.time(), runs.alive(run))))
         except NotKept as error:
             return _problem(404, str(error))
 
-    async def live(request: web.Request) -> web.Response:
-        run = runs.get(request.match_info["run"])
-        if run is None:
-            return _problem(404, f"there is no run of this name in {runs.folder}")
-
+    async def live(_: web.Request, run: PageDocuments) -> web.Response:
         def status() -> dict[str, Any] | None:
             return live_status(run.folder.path, run.folder.events()) if runs.alive(run) else None
 
@@ -87,10 +92,7 @@ def make_page_app(runs: RunList, about: dict[str, Any], *, any_host: bool = Fals
 
         return await _stream(request, stamp)
 
-    async def run_changes(request: web.Request) -> web.StreamResponse:
-        run = runs.get(request.match_info["run"])
-        if run is None:
-            return _problem(404, f"there is no run of this name in {runs.folder}")
+    async def run_changes(request: web.Request, run: PageDocuments) -> web.StreamResponse:
         return await _stream(request, lambda: run.folder.stamp() | {"alive": runs.alive(run)})
 
     app = web.Application(middlewares=[guarded])
@@ -101,9 +103,9 @@ def make_page_app(runs: RunList, about: dict[str, Any], *, any_host: bool = Fals
             web.get("/api/v1/about", describe),
             web.get("/api/v1/runs", listed),
             web.get("/api/v1/changes", changes),
-            web.get("/api/v1/runs/{run}/changes", run_changes),
-            web.get("/api/v1/runs/{run}/live", live),
-            web.get("/api/v1/runs/{run}/{question:.+}", document),
+            web.get("/api/v1/runs/{run}/changes", of_run(run_changes)),
+            web.get("/api/v1/runs/{run}/live", of_run(live)),
+            web.get("/api/v1/runs/{run}/{question:.+}", of_run(document)),
         ]
     )
     return app
