@@ -164,6 +164,26 @@ def test_the_report_names_the_method_the_manifest_and_the_learning_rates(tmp_pat
     assert "<td>Fusion: samples migrated, all iterations</td><td></td><td>22</td>" in text
 
 
+@pytest.mark.parametrize(
+    ("job", "name"),
+    [
+        ('{"metadata": {"name": "sums"}}', "sums"),
+        ('{"metadata": {}}', "run"),
+        ('{"metadata": "sums"}', "run"),
+        ("[]", "run"),
+        ('{"metadata": {"na', "run"),
+        (None, "run"),
+    ],
+)
+def test_a_report_without_a_job_has_its_folders_name(tmp_path, job, name):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "summary.json").write_text("{}")
+    if job is not None:
+        (run / "job.json").write_text(job)
+    assert f"<h1>{name}</h1>" in write_report(run).read_text()
+
+
 def test_a_failed_run_has_a_report_with_its_reason(tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps({"state": "failed", "reason": "<b>disk</b> full"}))
     text = write_report(tmp_path).read_text()

@@ -60,7 +60,7 @@ def line(seen: SeenRun) -> Document:
     figures = steps[max(steps)]["metrics"] if steps else {}
     return {
         "id": seen.folder,
-        "name": str(_of(seen.job, "metadata").get("name") or seen.folder),
+        "name": job_name(seen.job, seen.folder),
         "group": group(seen.job),
         "seed": spec.get("seed"),
         "state": state(seen),
@@ -74,6 +74,11 @@ def line(seen: SeenRun) -> Document:
         "began": seen.rows[0].get("time") if seen.rows else None,
         "ended": last.get("time") if last is not None else None,
     }
+
+
+def job_name(job: Mapping[str, Any], folder: str) -> str:
+    """The name in the manifest `job`. If it has none, the name of the run's folder."""
+    return str(_of(job, "metadata").get("name") or folder)
 
 
 def group(job: Mapping[str, Any]) -> str:

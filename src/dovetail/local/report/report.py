@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from dovetail.coordinator.page.iteration_timeline import timeline
+from dovetail.coordinator.page.overview import job_name
 from dovetail.coordinator.page.run_folder import RunFolder
 from dovetail.coordinator.telemetry.summary_rows import get, method, rows
 from dovetail.local.report import charts
@@ -268,14 +269,10 @@ def render_report(
 
 def write_report(run_dir: Path) -> Path:
     """Write report.html into a run directory, atomically. Raises RunError if there is no summary.json."""
-    try:
-        name = str(json.loads((run_dir / "job.json").read_text(encoding="utf-8"))["metadata"]["name"])
-    except (OSError, ValueError, KeyError, TypeError):
-        name = run_dir.name
     summary = read_summary(run_dir)
     folder = RunFolder(run_dir)
     page = render_report(
-        name,
+        job_name(folder.job(), run_dir.name),
         summary,
         read_history(run_dir),
         last_trace(run_dir),
