@@ -29,7 +29,6 @@ was predicted. The first iterations and the last do not count."""
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -39,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from asynchronous.curves import compare_curves
+from asynchronous.json_lines import print_line
 from asynchronous.real import compare
 from asynchronous.run import Job, Ran, run
 from asynchronous.world import length_of
@@ -120,51 +120,29 @@ def _kept(stage: StagePrediction, half: float) -> float:
 
 def emulate(job: Job, lags: Sequence[int]) -> list[dict[str, Any]]:
     """A run for each lag, the first without one; prints and returns the lines."""
-    first, last = BEFORE + 1, job.iterations - AFTER
-    lines: list[dict[str, Any]] = []
-    reference: Ran | None = None
-    for lag in [0, *(each for each in lags if each)]:
-        with tempfile.TemporaryDirectory() as folder:
-            ran = run(job, lag, Path(folder) / "run")
-        reference = reference or ran
-        expected = parts(job, reference, reference.known, lag)
-        predicted = play(expected, lag, None, first, last, job.iterations)
-        trainers, rollouts = ran.idle(first, last)
-        figures = {
-            "seconds": ran.seconds(first, last),
-            "predicted_seconds": predicted.seconds,
-            "trainer_idle": trainers,
-            "predicted_trainer_idle": predicted.trainer_idle,
-            "rollout_idle": rollouts,
-            "predicted_rollout_idle": predicted.rollout_idle,
-        }
-        line = {"measurement": "async emulated", "lag": lag, "instances": job.instances, **figures}
-        plain = lines[0] if lines else line
-        line |= {
-            "speedup": plain["seconds"] / line["seconds"],
-            "predicted_speedup": plain["predicted_seconds"] / line["predicted_seconds"],
-        }
-        lines.append(line)
-        print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}), flush=True)
-    return lines
+    return _compare([({"lag": lag}, job, lag) for lag in [0, *(each for each in lags if each)]])
 
 
 def compare_streaming(job: Job) -> list[dict[str, Any]]:
-    """A run without streaming and one with it, neither with a lag; prints and returns the lines. The first one tells
-    what is expected of the other."""
-    first, last = BEFORE + 1, job.iterations - AFTER
+    """A run without streaming and one with it, neither with a lag; prints and returns the lines."""
+    return _compare([({"streaming": way}, replace(job, streaming=way), 0) for way in (False, True)])
+
+
+def _compare(ways: Sequence[tuple[dict[str, Any], Job, int]]) -> list[dict[str, Any]]:
+    """Runs jobs, each with its lag; prints and returns a line for each, which begins with the words given. The first
+    run tells what is expected of all, and is what the others are compared with."""
     lines: list[dict[str, Any]] = []
     reference: Ran | None = None
-    for streaming in (False, True):
-        mine = replace(job, streaming=streaming)
+    for words, job, lag in ways:
+        first, last = BEFORE + 1, job.iterations - AFTER
         with tempfile.TemporaryDirectory() as folder:
-            ran = run(mine, 0, Path(folder) / "run")
+            ran = run(job, lag, Path(folder) / "run")
         reference = reference or ran
-        predicted = play(parts(mine, reference, reference.known, 0), 0, None, first, last, job.iterations)
+        predicted = play(parts(job, reference, reference.known, lag), lag, None, first, last, job.iterations)
         trainers, rollouts = ran.idle(first, last)
         line: dict[str, Any] = {
             "measurement": "async emulated",
-            "streaming": streaming,
+            **words,
             "instances": job.instances,
             "seconds": ran.seconds(first, last),
             "predicted_seconds": predicted.seconds,
@@ -172,13 +150,18 @@ def compare_streaming(job: Job) -> list[dict[str, Any]]:
             "rollout_idle": rollouts,
             "training_left": ran.mean("seconds_training", first, last),
         }
+        if not job.streaming:  # else the trainers also work while `play` sees samples being drawn
+            line |= {
+                "predicted_trainer_idle": predicted.trainer_idle,
+                "predicted_rollout_idle": predicted.rollout_idle,
+            }
         plain = lines[0] if lines else line
         line |= {
             "speedup": plain["seconds"] / line["seconds"],
             "predicted_speedup": plain["predicted_seconds"] / line["predicted_seconds"],
         }
         lines.append(line)
-        print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}), flush=True)
+        print_line(line)
     return lines
 
 

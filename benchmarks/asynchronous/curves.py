@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import tempfile
@@ -12,8 +11,10 @@ from typing import Any
 
 import yaml
 
+from asynchronous.json_lines import print_line
 from asynchronous.run import MANIFEST
 from dovetail.local.calibrate.measure import run_one
+from dovetail.local.report.report import read_history
 from dovetail.manifest.documents import parse
 from dovetail.manifest.types import RLHFJob
 
@@ -59,12 +60,6 @@ def job_of(folder: Path, lag: int, seed: int) -> RLHFJob:
     return parse(document)
 
 
-def curve(run_dir: Path) -> list[float]:
-    """The mean reward of each iteration."""
-    rows = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
-    return [row["metrics"]["reward"] for row in rows if row["stage"] == "ppo"]
-
-
 def compare_curves(lags: Sequence[int], seeds: int) -> list[dict[str, Any]]:
     """Prints and returns a line for each lag: the reward of the first and of the last iterations, mean over seeds, the
     interval of 95% of that mean, and whether the last ones are within the noise of those without a lag."""
@@ -78,7 +73,7 @@ def compare_curves(lags: Sequence[int], seeds: int) -> list[dict[str, Any]]:
             for seed in range(seeds):
                 run_dir = folder / f"{lag}-{seed}"
                 run_one(job_of(folder, lag, seed), run_dir)
-                found.append(curve(run_dir))
+                found.append([row["reward"] for row in read_history(run_dir)["ppo"].values()])
             ends[lag] = [statistics.fmean(each[-LAST:]) for each in found]
             noise = error(ends[lag])
             line = {
@@ -92,7 +87,7 @@ def compare_curves(lags: Sequence[int], seeds: int) -> list[dict[str, Any]]:
                 <= math.hypot(noise, error(ends[lags[0]])),
             }
             lines.append(line)
-            print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}), flush=True)
+            print_line(line)
     return lines
 
 

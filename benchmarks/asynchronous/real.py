@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from e2e.settings import Folder, Settings
 
+from asynchronous.json_lines import print_line
 from dovetail.manifest.types import RLHFJob
 
 SETTINGS = Settings(batch=32, mini_batches=2, max_new_tokens=64)
@@ -71,5 +71,5 @@ def compare(rounds: int) -> list[dict[str, Any]]:
                 "speedup": statistics.median(a / b for a, b in zip(seconds[0], seconds[1], strict=True)),
             }
             lines.append(line)
-            print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in line.items()}), flush=True)
+            print_line(line)
     return lines
