@@ -1,1 +1,1 @@
-"""Plans and schedules: pure functions of the manifest."""
+"""Makes plans and schedules from the manifest. All functions are pure."""

@@ -1,4 +1,4 @@
-"""What the search asks for a hundred thousand times is worked out once: hashes, and figures of a share."""
+"""Caches what the search asks for a hundred thousand times: hashes, and figures of a share."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def hashed_once(cls: type[T]) -> type[T]:
-    """For a frozen dataclass: its hash is computed when it is first needed, and kept."""
+    """A decorator for a frozen dataclass. The hash is computed when it is first needed, and then kept."""
     whole = cls.__hash__
 
     def once(self: Any) -> int:
@@ -21,7 +21,7 @@ def hashed_once(cls: type[T]) -> type[T]:
         return value
 
     def state(self: Any) -> dict[str, Any]:
-        # Another process hashes strings otherwise.
+        # The kept hash is left out: another process hashes strings differently.
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
     cls.__hash__ = once  # type: ignore[assignment]
@@ -30,8 +30,8 @@ def hashed_once(cls: type[T]) -> type[T]:
 
 
 def known_share(method: Callable[..., T]) -> Callable[..., T]:
-    """For a method of (task, share, ...) whose answer depends on the share's layout, and not on where the share begins:
-    it is asked once for each, with a share that begins at GPU 0."""
+    """A decorator for a method of (task, share, ...) whose answer depends on the share's layout, but not on the GPU
+    where the share begins. The method runs once for each layout, with a share that begins at GPU 0."""
 
     @wraps(method)
     def once(self: Any, task: Any, share: Any, *more: Any) -> T:

@@ -1,4 +1,4 @@
-"""What a lag (`ppo.lag`) brings a job: predicted iterations with several lags, and the one that the planner takes."""
+"""Predicts iterations with several lags (`ppo.lag`), and chooses the lag of a job."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from dovetail.manifest.types import RLHFJobSpec, Role
 from dovetail.planner.simulate.lanes import Lanes
 from dovetail.protocol.prediction import PredictedLag, Prediction
 
-# The lags that are always shown.
+# These lags are always shown.
 SHOWN = (0, 1, 2)
-# A smaller lag is taken if its iterations take at most this share longer than the shortest.
+# The smallest lag is taken whose iterations take at most this fraction longer than the shortest.
 NEAR = 0.03
 
 
 def excluded(spec: RLHFJobSpec) -> str | None:
-    """Why the job cannot have a lag; None: it can. The manifest's rules refuse a lag for the same reasons. With a
-    number for a lag `ppo.oldLogProbs` follows from it."""
+    """Why the job cannot have a lag, as a sentence without a full stop. None: it can have one.
+
+    The manifest's rules refuse a lag for the same reasons. They also choose `ppo.oldLogProbs` if `ppo.lag` is a number,
+    so it is checked here only if `ppo.lag` is Auto."""
     if any({Role.TRAINER, Role.ROLLOUT} <= set(group.roles) for group in spec.groups):
         return "a group has both roles, trainer and rollout, whose processes take turns on a GPU"
     if spec.ppo.dynamic_sampling:
@@ -28,9 +30,11 @@ def excluded(spec: RLHFJobSpec) -> str | None:
 
 
 def with_lags(found: Prediction, why_not: str | None, lag: int, lanes: Callable[[], Lanes] | None) -> Prediction:
-    """The prediction of a synchronous iteration, with what several lags would make of it. Its seconds and phases become
-    those of `lag`; without a lag they stay as they are. `why_not`: the job cannot have a lag. `lanes()`: iterations of
-    the job, drawn at random; None: the placement cannot be played."""
+    """Adds the predictions of several lags to `found`, the prediction of a synchronous iteration. Seconds and phases
+    become those of `lag`. If `lag` is 0 they stay as they are.
+
+    `why_not`: why the job cannot have a lag, or None. `lanes()`: draws iterations of the job at random. It is None if
+    the placement cannot be simulated."""
     if lanes is None:
         return found
     if why_not is not None:
@@ -43,7 +47,7 @@ def with_lags(found: Prediction, why_not: str | None, lag: int, lanes: Callable[
         PredictedLag(
             lag=each.lag,
             iteration_seconds=each.seconds if each.lag else found.synchronous_seconds,
-            trainer_idle=max(0.0, each.trainer_idle),  # shares that were added up may be 1 and a rounding error
+            trainer_idle=max(0.0, each.trainer_idle),  # rounding may make it slightly negative
             rollout_idle=max(0.0, each.rollout_idle),
         )
         for each in steady.values()
@@ -69,7 +73,8 @@ def with_lags(found: Prediction, why_not: str | None, lag: int, lanes: Callable[
 
 
 def choose(rows: Sequence[PredictedLag]) -> tuple[int, str]:
-    """The smallest lag whose iterations take about as long as the shortest, and why. `rows`: lag 0 first."""
+    """The smallest lag whose iterations take at most NEAR longer than the shortest, and the reason as a sentence
+    without a full stop. `rows`: the predictions by lag; lag 0 comes first."""
     known = [(row.lag, row.iteration_seconds) for row in rows if row.iteration_seconds is not None]
     shortest = min(seconds for _, seconds in known)
     lag, seconds = next((lag, seconds) for lag, seconds in known if seconds <= (1 + NEAR) * shortest)
@@ -81,7 +86,8 @@ def choose(rows: Sequence[PredictedLag]) -> tuple[int, str]:
 
 
 def chosen(spec: RLHFJobSpec, synchronous: Prediction | None) -> tuple[int, str]:
-    """The lag of a job whose manifest says Auto, and why, by the prediction of the job without a lag."""
+    """The lag of a job whose `ppo.lag` is Auto, and the reason. `synchronous`: the prediction of the job without a
+    lag, as `with_lags` returns it; None if nothing is predicted."""
     if (why_not := excluded(spec)) is not None:
         return 0, f"the job cannot have a lag: {why_not}"
     if synchronous is None:

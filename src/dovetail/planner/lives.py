@@ -1,9 +1,9 @@
-"""What samples cost on GPUs with a price, some of which come and go. Pure.
+"""Computes what samples cost on GPUs with a price. Some of these GPUs are on spot nodes. All functions are pure.
 
-A node of a pool with a mean lifetime dies at random (exponential lives). Then the pool is a node short until the next
-one comes, which is not paid for meanwhile. A new node is paid for from its start, and works `START_SECONDS` later.
-Rollouts go on with the nodes that are there, so generation takes longer; the rest of an iteration does not. When a node
-of trainers dies, all wait for the next one, and begin the training of the iteration anew."""
+A node of a pool with a mean lifetime dies at random, and its lifetime has an exponential distribution. Then the pool
+lacks a node until the next one comes. The missing node costs nothing. A new node is paid for from its start, and works
+`START_SECONDS` later. Rollouts go on with the nodes that are left, so only generation and inference take longer. When a
+node of the trainers dies, all trainers wait for the next one, and begin the training of the iteration again."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from numpy.typing import NDArray
 
 from dovetail.planner.inventory import Inventory, Pool
 
-# A node's container and server, and its weights: until it works.
+# The time until a new node works: it starts its container and its server, and loads the weights.
 START_SECONDS = 120.0
-# Tokens that a dead server had not sent, and prefills elsewhere.
+# The time that a dead server costs: its unsent tokens are generated again, and its samples are prefilled elsewhere.
 LOST_SECONDS = 2.0
-# Steps by which the capacity of a fleet is counted.
+# The capacity of a fleet is counted in so many equal steps.
 GRID = 240
 HOUR = 3600.0
 
 
 def present(pool: Pool) -> float:
-    """The share of the time in which a node of the pool is there, and paid for."""
+    """The fraction of the time in which a node of the pool exists and is paid for."""
     return 1.0 if pool.life is None else pool.life / (pool.life + pool.absence)
 
 
 def working(pool: Pool) -> float:
-    """The share of the time in which a node of the pool works: from its start's end to its death."""
+    """The fraction of the time in which a node of the pool works: from the end of its start to its death.
+
+    A lifetime of mean L is longer than the start s with probability exp(-s / L), and then lasts L more on average."""
     if pool.life is None:
         return 1.0
     useful = pool.life * math.exp(-START_SECONDS / pool.life)
@@ -40,8 +42,10 @@ def working(pool: Pool) -> float:
 
 
 def capacities(parts: Iterable[tuple[float, int, float]]) -> NDArray[np.float64]:
-    """The distribution of a fleet's capacity: at index i, how likely it is to be i / GRID of the whole. `parts`: for
-    each pool its share of the whole, its nodes, and how likely one of these works."""
+    """The distribution of a fleet's capacity, (about GRID + 1,) float64. Entry i is the probability that i of all steps
+    work. The numbers of working nodes are binomial, and the pools are independent.
+
+    `parts`: for each pool its fraction of the fleet, its number of nodes, and the probability that a node works."""
     found: NDArray[np.float64] = np.ones(1)
     for share, nodes, chance in parts:
         mine = np.zeros(round(GRID * share) + 1)
@@ -59,7 +63,7 @@ def capacities(parts: Iterable[tuple[float, int, float]]) -> NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Use:
-    """GPUs of a pool that a placement uses, for rollouts or for trainers."""
+    """How many GPUs of a pool a placement uses. `trains`: trainers use them; otherwise rollouts do."""
 
     pool: str
     gpus: int
@@ -68,21 +72,23 @@ class Use:
 
 @dataclass(frozen=True)
 class PricedIteration:
-    """`seconds` of an iteration, deaths and starts counted. `per_hour`: the price of its GPUs, those that are absent
-    not counted; None: a price is missing. `lost`: the share of the price that deaths and starts cost."""
+    """`seconds`: the mean duration of an iteration, with deaths and starts of nodes. `per_hour`: the price of its GPUs
+    for an hour. Absent GPUs cost nothing. It is None if a price is missing. `lost`: the fraction of the price that
+    deaths and starts cost."""
 
     seconds: float
     per_hour: float | None
     lost: float
 
     def per_thousand(self, batch: int) -> float | None:
-        """The price of 1,000 samples."""
+        """The price of 1,000 samples. `batch`: the samples of an iteration. None if a price is missing."""
         return None if self.per_hour is None else self.per_hour * self.seconds / HOUR * 1000 / batch
 
 
 def expected(phases: Mapping[str, float], uses: Sequence[Use], inventory: Inventory) -> PricedIteration:
-    """Of iterations with these seconds by phase. A fleet changes slowly against an iteration: iterations are averaged
-    over what may be there."""
+    """The mean duration and the price of an iteration whose phases take so many seconds while all nodes work.
+
+    A fleet changes slowly compared with an iteration. So the rate of iterations is averaged over the fleet's states."""
     plain = seconds = sum(phases.values())
     rollouts = [use for use in uses if not use.trains]
     if any(inventory[use.pool].life is not None for use in rollouts):
@@ -91,7 +97,8 @@ def expected(phases: Mapping[str, float], uses: Sequence[Use], inventory: Invent
         pool = inventory[use.pool]
         if use.trains and pool.life is not None:
             rate, training = _nodes(use, inventory) / pool.life, phases.get("training", 0.0)
-            # Work of t seconds, begun anew after each death, takes (1/rate + absence) e^(rate start) (e^(rate t) - 1).
+            # Work of t seconds that begins again after each death takes
+            # (1 / rate + absence) e^(rate start) (e^(rate t) - 1) seconds on average.
             started = math.exp(min(rate * START_SECONDS, 50.0))
             again = (1 / rate + pool.absence) * started * math.expm1(min(rate * training, 50.0))
             seconds = (seconds - training) * (started + rate * pool.absence) + again
@@ -105,13 +112,13 @@ def expected(phases: Mapping[str, float], uses: Sequence[Use], inventory: Invent
 
 
 def _slowed(phases: Mapping[str, float], rollouts: Sequence[Use], inventory: Inventory) -> float:
-    """Seconds of an iteration on average over the rollouts that may be there."""
+    """The mean seconds of an iteration, over the numbers of rollouts that may be there."""
     total = sum(use.gpus for use in rollouts)
     parts = [(use.gpus / total, _nodes(use, inventory), working(inventory[use.pool])) for use in rollouts]
     drawing = phases.get("generation", 0.0) + phases.get("inference", 0.0)
     rest, chances = sum(phases.values()) - drawing, capacities(parts)
     there = np.arange(1, len(chances)) / (len(chances) - 1)
-    rate = float(chances[1:] @ (1 / (rest + drawing / there)))  # with no rollout nothing goes on
+    rate = float(chances[1:] @ (1 / (rest + drawing / there)))  # without any rollout the rate is 0
     return 1 / rate if rate else float("inf")
 
 
@@ -120,8 +127,8 @@ def _nodes(use: Use, inventory: Inventory) -> int:
 
 
 def uses(candidate: Any, memory: Iterable[Any]) -> list[Use]:
-    """Of a candidate's GPUs: each pool's, those that train apart from those that do not. `memory`: of every GPU with a
-    task (`Estimate.memory`)."""
+    """Counts the GPUs that a candidate uses, by pool, and by whether they train. `memory`: the memory of every GPU that
+    has a task (`Estimate.memory`)."""
     training = [(s.pool, s.range) for s in (*candidate.actor_training, *candidate.critic_training)]
     counts: dict[tuple[str, bool], int] = {}
     for used in memory:

@@ -1,4 +1,4 @@
-"""From a measured profile to the times of real stages, which differ at both ends of a pipeline."""
+"""Turns a measured profile into the times of real pipeline stages. The first and the last stage differ from others."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from dovetail.pipelines import Floats, ProblemError
 from dovetail.protocol.machine_profile import ModelTimes, PassTimes, Profile
 from dovetail.protocol.weights import layer_range
 
-# Seconds, where nothing was measured: a problem's times are above 0.
+# Seconds. It replaces times that are 0, because a schedule problem needs times above 0.
 _NO_TIME = 1e-9
 
 
 def stage_times(name: str, times: ModelTimes, pp: int, size: int) -> dict[str, Floats]:
-    """Seconds of F, B, I and W and bytes of activations (`bytes`), each (pp,), of a micro-batch of `size` sequences."""
+    """The times and the activations of a micro-batch of `size` sequences, by kind of pass, as (pp,) float64 arrays.
+
+    F is the forward pass and B the whole backward pass. I is the input gradient and W the weight gradient of a split
+    backward pass. All four are in seconds. `bytes`: the activations that a stage keeps. Raises ProblemError if the
+    model has fewer layers than stages."""
     layers = stage_layers(name, times.layers, pp)
     embedding, layer, head = (_at(part, size) for part in (times.embedding_times, times.layer_times, times.head_times))
 
@@ -26,7 +30,7 @@ def stage_times(name: str, times: ModelTimes, pp: int, size: int) -> dict[str, F
         return values
 
     first, second = per_stage("input_gradient"), per_stage("weight_gradient")
-    # The first stage computes both halves in the second: nobody waits for the gradient of tokens.
+    # The first stage computes both halves of its backward pass in W, because no stage waits for its input gradient.
     second[0] += first[0]
     first[0] = 0.0
     seconds = {"F": per_stage("forward"), "B": per_stage("backward"), "I": first, "W": second}
@@ -36,14 +40,18 @@ def stage_times(name: str, times: ModelTimes, pp: int, size: int) -> dict[str, F
 
 
 def transfer_seconds(profile: Profile, name: str, micro_batch: int) -> float:
-    """Seconds that what a micro-batch of `name` sends to the next stage is on its way; 0 where not measured."""
+    """The seconds that a micro-batch's hidden states need to reach the next stage. 0 if the link was not measured.
+
+    `name`: the model. `micro_batch`: sequences."""
     model, link = profile.models[name], profile.link
     boundary = micro_batch * profile.tokens * model.hidden_size * model.bytes_per_value
     return 0.0 if link is None else link.latency + boundary / link.bytes_per_second
 
 
 def stage_layers(name: str, layers: int, stages: int) -> list[int]:
-    """Layers of each stage, as the trainer splits them. Raises ProblemError."""
+    """The number of layers of each stage, as the trainer splits them. `name`: the model, for the error's sentence.
+
+    Raises ProblemError if there are more stages than layers."""
     if stages > layers:
         raise ProblemError(
             f"{stages} pipeline stages need at least {stages} layers, the {name} has {layers}; use fewer"
@@ -52,7 +60,7 @@ def stage_layers(name: str, layers: int, stages: int) -> list[int]:
 
 
 def _at(measured: Sequence[PassTimes], size: int) -> PassTimes:
-    """Times of a micro-batch size: as measured, else between or beyond the two nearest ones measured."""
+    """The times of a micro-batch of `size` sequences: as measured, or on a line through the two nearest sizes."""
     points = sorted(measured, key=lambda p: p.micro_batch)
     for point in points:
         if point.micro_batch == size:

@@ -1,4 +1,4 @@
-"""GPU nodes of a Kubernetes cluster, counted. It imports nothing, because the operator counts nodes, too."""
+"""Counts the GPU nodes of a Kubernetes cluster. It imports nothing of Dovetail, because the operator uses it too."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ PRODUCT_LABEL = "nvidia.com/gpu.product"
 GPU_RESOURCE = "nvidia.com/gpu"
 
 Pools = Mapping[tuple[str, int], int]
-"""How many nodes there are by GPU product and GPUs a node."""
+"""The number of nodes by (GPU product, GPUs per node)."""
 
 
 def count(nodes: Iterable[Mapping[str, Any]]) -> Pools:
-    """Counts Kubernetes Node objects that are ready, not cordoned, and have GPUs by device plug-in and label."""
+    """Counts the Kubernetes Node objects that are ready and not cordoned, and whose GPUs are known.
+
+    The number of GPUs comes from the device plug-in, the product from the label PRODUCT_LABEL."""
     found: dict[tuple[str, int], int] = {}
     for node in nodes:
         product = ((node.get("metadata") or {}).get("labels") or {}).get(PRODUCT_LABEL)

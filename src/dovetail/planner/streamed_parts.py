@@ -1,5 +1,5 @@
-"""Whether the trainers may learn from an iteration's first samples while others are drawn (`ppo.streaming`), and in
-how many parts."""
+"""Decides whether the trainers learn from an iteration's first samples while others are generated (`ppo.streaming`),
+and in how many parts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.protocol.prediction import Prediction
 
-# More parts begin earlier and leave less for the end. Each costs a command, and with sharded weights a gathering.
+# With more parts, training begins earlier and less of it is left at the end. Each part costs a command, and an
+# all-gather if the weights are sharded.
 MOST_PARTS = 16
 
 
@@ -22,10 +23,10 @@ def streamed(
     configs: Mapping[str, Mapping[str, Any]],
     apart: bool,
 ) -> tuple[int, str]:
-    """The number of parts, 0 for none, and why there are none; both empty where the manifest does not ask for it.
+    """The number of parts, and the reason if it is 0. The reason is empty if the manifest does not ask for streaming.
 
-    `layouts`: of the models that PPO trains. `configs`: the models' config.json, as `make_plan` gets them. `apart`:
-    actor and critic have trainer ranks of their own."""
+    `layouts`: the layouts of the models that PPO trains. `configs`: the models' config.json, as `make_plan` takes them.
+    `apart`: actor and critic have trainer ranks of their own."""
     if spec.ppo.streaming == "Never" or Stage.PPO not in spec.stages:
         return 0, ""
     problem = obstacle(spec) or _layout_obstacle(layouts, apart) or _balancing(spec, configs)
@@ -45,8 +46,8 @@ def streamed(
 
 
 def obstacle(spec: RLHFJobSpec) -> str | None:
-    """What in the manifest makes the result depend on all samples of an iteration at once, as a sentence without a full
-    stop; None: nothing."""
+    """Why the result of a step depends on all samples of an iteration at once, as a sentence without a full stop. It
+    names the field. None if nothing in the manifest makes it so."""
     ppo = spec.ppo
     reasons = (
         (ppo.lag != 0, "spec.ppo.lag is above 0, so the next iteration is drawn while the trainers learn"),
@@ -114,7 +115,9 @@ def _balancing(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]]) -> s
 
 
 def with_streaming(found: Prediction, hidden: float) -> Prediction:
-    """The prediction of a job without a lag, `hidden` seconds of whose training are hidden behind its samples."""
+    """The prediction of a job without a lag, after `hidden` seconds of its training were hidden behind generation.
+
+    `found`: the prediction without streaming."""
     seconds = found.iteration_seconds - hidden
     faster = found.iteration_seconds / seconds
     price = found.samples_per_dollar
