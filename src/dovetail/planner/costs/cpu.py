@@ -1,8 +1,8 @@
-"""Seconds of an iteration on CPUs that all processes share, by measured costs.
+"""Computes the seconds of an iteration on CPUs that all processes share, from measured costs.
 
-Generation and inference are a fluid simulation: servers and scorers make progress at the speed that they have alone,
-divided by `slowdown` of all that is busy at the time. A server with n samples takes step + n token seconds a decode
-step. Chunks are cut by the coordinator's rule. Training is a closed form."""
+Generation and inference are simulated as flows. Each server and scorer works at the speed that it has alone, divided by
+the `slowdown` of all processes that are busy at that time. With n samples a decode step takes step + n token seconds.
+Chunks are cut by the coordinator's rule. Training is computed in closed form."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from dovetail.protocol.machine_profile import Machine
 
 NEVER = float("inf")
 _TINY = 1e-9
-# Of the pipeline's filling, what a fused schedule leaves.
+# The fraction of the time for filling a pipeline that a fused schedule does not hide.
 FILLING = 0.5
 
 
 @dataclass(frozen=True)
 class IterationWork:
-    """`prompts`, `responses`: tokens of each sample. `scores`: the models of each rollout's scorer. `models`: those
-    that are trained, on `dp` ranks or, with `pp` above 1, in as many pipeline stages. `fusion`: shares of the samples
-    left at which generation's tail may gather, 0: scorers of idle rollouts work, but nobody migrates, None: scoring
-    waits for generation; the best one counts. `values_first`: a forward pass of the actor over all samples before the
-    steps makes the values (a shared body)."""
+    """The work of one iteration. `prompts`, `responses`: tokens of each sample. `scores`: the models of each rollout's
+    scorer. `models`: the trained models, each on `dp` data-parallel ranks with `pp` pipeline stages. `fusion`: the
+    fractions of the samples left at which generation's tail may gather; the best one counts. With 0, scorers of idle
+    rollouts work, but no sample migrates. With None, scoring waits until generation has ended. `values_first`: before
+    the steps, a forward pass of the actor over all samples computes the values (a critic on the actor's body)."""
 
     prompts: tuple[int, ...]
     responses: tuple[int, ...]
@@ -53,38 +53,39 @@ class IterationWork:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of each model."""
+        """The optimizer steps of each model."""
         return self.epochs * (len(self.responses) // self.mini_batch)
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a rank, a model and an optimizer step."""
+        """The micro-batches of one rank and model in an optimizer step."""
         return self.mini_batch // (self.dp * self.micro_batch)
 
     @property
     def passes(self) -> float:
-        """Passes over all samples, forward and backward. A forward pass alone counts as a third."""
+        """The number of passes over all samples, forward and backward. A forward pass alone counts as a third."""
         return self.epochs + (1 / 3 if self.values_first else 0)
 
     @property
     def tokens(self) -> float:
-        """Tokens of a rank in all passes of a model. Micro-batches are packed, and ranks get equal parts."""
+        """The tokens of one rank in all passes of a model. Micro-batches are packed, and ranks get equal parts."""
         return self.passes * (sum(self.prompts) + sum(self.responses)) / self.dp
 
     @property
     def executed(self) -> float:
-        """Micro-batches of a rank in all passes of a model."""
+        """The micro-batches of one rank in all passes of a model."""
         return self.passes / self.epochs * self.steps * self.micro_batches
 
 
 def slowdown(busy_cores: float, cores: int) -> float:
-    """How many times longer everything takes if processes want more cores than there are."""
+    """The factor by which everything takes longer if the processes want more cores than there are. At least 1."""
     return max(1.0, busy_cores / cores)
 
 
 @dataclass
 class _Server:
-    """`steps` were made; `ends`: a heap of (steps after which it ends, sample); `prefill`: seconds before the next."""
+    """`steps`: the decode steps made so far. `ends`: a heap of (step after which it ends, sample). `prefill`: the
+    seconds of prefills before the next step. `queue`: the samples that wait."""
 
     prefill: float
     queue: deque[int]
@@ -103,9 +104,11 @@ class _Scorer:
 
 
 class CpuStageTimes:
-    """One generation and inference stage. `generated`: when the last response ended; `end`: when all samples were
-    scored. `working`: how long a rollout generated or scored, mean over the rollouts. `core_seconds`: how long the
-    machine's cores were busy, all together. Seconds."""
+    """Simulates one stage of generation and inference. All values are seconds. `generated`: when the last response
+    ended. `end`: when all samples were scored. `working`: how long a rollout generated or scored, as the mean over the
+    rollouts. `core_seconds`: how long the machine's cores were busy, summed over the cores.
+
+    `fusion`: one of `IterationWork.fusion`."""
 
     def __init__(self, work: IterationWork, machine: Machine, fusion: float | None) -> None:
         self._work, self._machine, self._fusion = work, machine, fusion
@@ -153,7 +156,7 @@ class CpuStageTimes:
             server.prefill += self._machine.generation.sample
 
     def _next(self, server: _Server) -> float:
-        """Seconds alone until a server's next event."""
+        """The seconds until a server's next event, if it had the machine for itself."""
         return server.prefill or (server.ends[0][0] - server.steps) * self._step(server)
 
     def _step(self, server: _Server) -> float:
@@ -179,8 +182,8 @@ class CpuStageTimes:
             self._gather()
 
     def _gather(self) -> None:
-        """The remaining samples move to the server that has most of them (`plan_migration`, if one server has room
-        for all)."""
+        """Move the remaining samples to the server that has most of them, if it has room for all. `plan_migration`
+        does the same in that case."""
         if self._left > self._work.max_concurrent:
             return
         self._gathered = True
@@ -195,7 +198,7 @@ class CpuStageTimes:
                 server.queue.clear()
 
     def _assign(self) -> None:
-        """Scorers that are free and may work take their next chunk."""
+        """Give each free scorer that may work its next chunk."""
         for scorer, server in zip(self._scorers, self._servers, strict=True):
             waiting = self._waiting[scorer.models]
             may = not self._left or (self._fusion is not None and server.idle)
@@ -207,22 +210,22 @@ class CpuStageTimes:
 
 
 def chunk_seconds(machine: Machine, models: Sequence[str], tokens: float) -> float:
-    """Seconds to score a chunk with so many tokens by these models, on an idle machine."""
+    """The seconds that these models need to score a chunk of `tokens` tokens on an idle machine."""
     return machine.scoring.chunk + tokens * sum(machine.scoring.token[m] for m in models)
 
 
 def best_stage(work: IterationWork, machine: Machine) -> CpuStageTimes:
-    """The stage with the threshold that ends first."""
+    """Simulates the stage with each threshold of `work.fusion`, and returns the one that ends first."""
     return min((CpuStageTimes(work, machine, f) for f in work.fusion), key=lambda s: s.end)
 
 
 def seconds(work: IterationWork, machine: Machine) -> dict[str, float]:
-    """Seconds of the phases, one after the other, by the coordinator's names."""
+    """The seconds of the phases, one after the other, by the coordinator's names."""
     return phases(best_stage(work, machine), work, machine)
 
 
 def phases(stage: CpuStageTimes, work: IterationWork, machine: Machine) -> dict[str, float]:
-    """`seconds` of an iteration with this stage."""
+    """The same as `seconds`, for an iteration with this stage."""
     return {
         "generation": stage.generated,
         "inference": stage.end - stage.generated,
@@ -233,7 +236,7 @@ def phases(stage: CpuStageTimes, work: IterationWork, machine: Machine) -> dict[
 
 
 def training_seconds(work: IterationWork, machine: Machine) -> float:
-    """Seconds of all optimizer steps. The last update is part of the weights' phase."""
+    """The seconds of all optimizer steps. The last update is part of the phase `weights`."""
     costs = machine.training
     exchange = costs.exchange if work.dp > 1 else 0.0
     passes = _passes(work, machine) * slowdown(work.ranks * costs.cores, machine.cores)
@@ -243,15 +246,15 @@ def training_seconds(work: IterationWork, machine: Machine) -> float:
 
 
 def forward_seconds(work: IterationWork, machine: Machine) -> float:
-    """Seconds of a forward pass of the actor over all samples, which recomputes the old log-probabilities."""
+    """The seconds of a forward pass of the actor over all samples. It recomputes the old log-probabilities."""
     cost = machine.training.models["actor"]
     alone = (work.executed * cost.fixed + work.tokens * cost.each) / work.passes / 3 / work.pp
     return alone * slowdown(work.ranks * machine.training.cores, machine.cores)
 
 
 def _passes(work: IterationWork, machine: Machine) -> float:
-    """Seconds of the passes of all optimizer steps on an idle machine: model by model (Serial), both models on the same
-    ranks (TimeSharing, Fused), or each on its own (Dedicated)."""
+    """The seconds of the passes of all optimizer steps on an idle machine. The models run one after the other (Serial),
+    together on the same ranks (TimeSharing, Fused), or each on ranks of its own (Dedicated)."""
     steps = []
     for model in work.models:
         cost, count = machine.training.models[model], work.steps * work.micro_batches
@@ -268,12 +271,13 @@ def _passes(work: IterationWork, machine: Machine) -> float:
 
 
 def _on(work: IterationWork, step: StepTimes, ranks: int) -> float:
-    """Seconds of a step on some of the ranks."""
+    """The seconds of a step if a model has only `ranks` of the ranks."""
     longer = work.ranks / ranks
     stages = max(1, min(work.pp, ranks // work.dp))
     return replace(step, stages=stages, forward=longer * step.forward, backward=longer * step.backward).alone
 
 
 def exposed_messages(work: IterationWork) -> int:
-    """Messages that nothing hides: there and back through the stages, in every optimizer step of each model."""
+    """The number of messages that nothing hides. In every optimizer step of each model they go through the stages once
+    and come back."""
     return 2 * (work.pp - 1) * work.steps * len(work.models)

@@ -1,4 +1,5 @@
-"""Seconds of inference after generation, and what inter-stage fusion hides of them (RLHFuse section 4)."""
+"""Computes the seconds of inference after generation, and how much of them inter-stage fusion hides (RLHFuse section
+4)."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ from dovetail.planner.costs.generation import GenerationTimes
 
 
 def busiest(work: Iterable[tuple[Share, float]]) -> float:
-    """Most seconds of any GPU, tasks that share it taking turns."""
+    """The seconds of the busiest GPU, if tasks that share a GPU take turns. `work`: the shares of all tasks with their
+    seconds."""
     tasks = list(work)
     most = 0.0
     for share, _ in tasks:
-        # Where any share begins is where sums change.
+        # The sum can only grow at a GPU where a share begins.
         total = sum(s for other, s in tasks if other.pool == share.pool and share.first in other.range)
         most = max(most, total)
     return most
@@ -27,8 +29,11 @@ def busiest(work: Iterable[tuple[Share, float]]) -> float:
 def exposed_inference(
     candidate: Candidate, batch: int, generated: GenerationTimes, scored: Sequence[tuple[Task, Share, float]]
 ) -> float:
-    """Seconds after generation. Fused: shares beside the servers score while samples still come, all but the last;
-    shares on their GPUs from the gathering on, on the part of them that is free by then."""
+    """The seconds of inference that are left after generation.
+
+    With fusion, shares on GPUs of their own score while samples still come, all but the last ones. Shares on the
+    servers' GPUs score from the gathering on, on the GPUs that are free by then. `batch`: the samples of an iteration.
+    `scored`: each inference task's shares with the seconds of their part of the batch."""
     if candidate.migration is None or not scored:
         return busiest((share, seconds) for _, share, seconds in scored)
     most = 0.0
@@ -36,15 +41,17 @@ def exposed_inference(
         here = [each for each in scored if each[1].pool == corner.pool and corner.first in each[1].range]
         total = sum(seconds for _, _, seconds in here)
         early = [(share, seconds) for task, share, seconds in here if task != "actor_training"]
-        # The last samples come last: a pass over them remains.
+        # A pass over the last samples always remains.
         rest = sum(seconds * min(1.0, share.dp * share.micro_batch / batch) for share, seconds in early)
         most = max(most, rest, total - _hidden(candidate, generated, early))
     return most
 
 
 def _hidden(candidate: Candidate, generated: GenerationTimes, tasks: Sequence[tuple[Share, float]]) -> float:
-    """Seconds of tasks on one GPU that are done by the end of generation. A copy of a model that is split over GPUs
-    works when all of these are free, whichever servers the tail gathers on."""
+    """The seconds of one GPU's tasks that are done before generation ends.
+
+    A copy of a model that is split over GPUs works when all of these GPUs are free. Any set of servers is equally
+    likely to get the tail."""
     beside, after = [], []
     for share, seconds in tasks:
         on = next((other for other in candidate.generation if share.overlaps(other)), None)
@@ -67,7 +74,7 @@ def _hidden(candidate: Candidate, generated: GenerationTimes, tasks: Sequence[tu
 
 @lru_cache(maxsize=8192)
 def _spread(share: Share, serving: Share) -> Counter[int]:
-    """Number of the share's copies by the number of servers that have GPUs of the copy."""
+    """Counts the copies of a share's model, by the number of servers on whose GPUs a copy lies."""
     if share.pp == share.tp == 1:
         return Counter({1: share.dp})
     starts = share.first + share.tp * np.arange(share.pp * share.dp).reshape(share.pp, share.dp)
@@ -79,5 +86,5 @@ def _spread(share: Share, serving: Share) -> Counter[int]:
 
 
 def _all_free(some: int, busy: int, servers: int) -> float:
-    """Chance that none of `some` of the servers is one of the `busy` ones."""
+    """The probability that none of `some` given servers is among the `busy` ones, which are drawn at random."""
     return math.comb(servers - some, busy) / math.comb(servers, busy) if some <= servers else 0.0

@@ -1,4 +1,5 @@
-"""Seconds of optimizer steps in closed form, on any hardware: 1F1B of one model, and of two that share their ranks."""
+"""Computes the seconds of optimizer steps in closed form, on any hardware, for 1F1B of one model and for two models
+that share their ranks."""
 
 from __future__ import annotations
 
@@ -8,9 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StepTimes:
-    """One optimizer step of a model in a share. `forward`, `backward`: seconds of a micro-batch in the slowest stage;
-    `hop`: from stage to stage; `fixed`: collectives, optimizer and its swap. `skew`: the longest micro-batch over the
-    mean one: a pipeline fills and drains at the pace of the longest. `samples`: of a micro-batch, on average."""
+    """The times of one optimizer step of a model in a share, in seconds.
+
+    `forward`, `backward`: a micro-batch in the slowest stage. `hop`: a message from stage to stage. `fixed`:
+    collectives, the optimizer, and loading its moments from host memory. `skew`: the length of the longest micro-batch
+    over that of the mean one. A pipeline fills and drains at the pace of the longest one. `samples`: the mean number of
+    samples of a micro-batch."""
 
     stages: int
     micro_batches: int
@@ -27,17 +31,18 @@ class StepTimes:
 
     @property
     def work(self) -> float:
-        """Seconds of the slowest stage, without bubbles."""
+        """The seconds of the slowest stage, without bubbles."""
         return self.micro_batches * self.both
 
     @property
     def hops(self) -> float:
-        """Seconds of waiting for boundary tensors: there and back once for every pp micro-batches."""
+        """The seconds of waiting for boundary tensors. For every pp micro-batches, messages go through the pipeline and
+        back once."""
         return 2 * (self.stages - 1) * self.hop * max(1.0, self.micro_batches / self.stages)
 
     @property
     def alone(self) -> float:
-        """1F1B: (M + pp - 1)(f + b)."""
+        """The seconds of the step by 1F1B, (M + pp - 1)(f + b), with hops and fixed parts."""
         return self.work + self.bubble + self.hops + self.fixed
 
     @property
@@ -46,13 +51,18 @@ class StepTimes:
 
 
 def together(actor: StepTimes, critic: StepTimes, schedule: str, filling: float | None = None) -> float:
-    """Seconds of one optimizer step of both models on the same ranks.
+    """The seconds of one optimizer step of both models on the same ranks.
 
-    TimeSharing: PUZZLE's equation 1, M (T1 + T2) + (P - 1) max(T1, T2), T = f + b. Fused: RLHFuse's lower bound
-    (section 7.3), which the search of `dovetail.pipelines` reaches or nearly so: on each position the earliest
-    arrival, all work, the least that then remains, and each model alone. VShaped: the same with two half stages a rank:
-    it is reached and left in half the time, and a model alone has no bubbles. `filling`: a fused schedule instead takes
-    TimeSharing's time with so much of the pipeline's filling, as measured. Serial: one after the other."""
+    Serial: the models run one after the other.
+    TimeSharing: PUZZLE's equation 1, M (T1 + T2) + (P - 1) max(T1, T2), where T = f + b.
+    Fused: RLHFuse's lower bound (section 7.3). The search of `dovetail.pipelines` reaches it almost or exactly. On each
+    position it is the earliest arrival of work, plus all work there, plus the least time that remains afterwards. It is
+    at least the time of each model alone.
+    VShaped: the same bound with two half stages a rank. Work arrives and leaves in half the time, and a model alone has
+    no bubbles.
+
+    `filling`: a fused schedule takes TimeSharing's time, but only this fraction of the time for filling the pipeline.
+    None: the bound is used."""
     serial = actor.alone + critic.alone
     if schedule == "Serial" or max(actor.stages, critic.stages) == 1:
         return serial

@@ -1,4 +1,4 @@
-"""The migration threshold of each iteration: scanned, kept while it is about as good as the best, or pinned."""
+"""Chooses the migration threshold of each iteration. A threshold stays in use while it is about as good as the best."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from dovetail.planner.simulate.profile import ProfileError, StageProfile
 from dovetail.planner.simulate.stage import StagePrediction, ratio, scan
 from dovetail.planner.workload import Ints, Lengths
 
-# Of the batch (RLHFuse section 4.2).
+# The thresholds that are tried, as fractions of the batch (RLHFuse section 4.2).
 SCANNED = tuple(k / 100 for k in range(5, 100, 5))
-# A new choice must beat the one in use by this share of the stage, and fusion at all must save it.
+# A new choice must save this fraction of the stage over the one in use. Any choice must save it over no fusion.
 HYSTERESIS = 0.01
-# Random draws of the lengths that a choice is averaged over; fewer of larger batches: at most so many samples in all.
+# A choice is averaged over so many random draws of the lengths. For large batches there are fewer draws, so that they
+# have no more than DRAWN_SAMPLES samples in all.
 DRAWS = 8
 DRAWN_SAMPLES = 2048
 
-# A fraction of the batch (None: off), and whether destinations take what they have room for.
+# A threshold as a fraction of the batch (None: fusion is off), and `Decision.roomy`.
 Choice = tuple[float | None, bool]
 OFF: Choice = (None, False)
 RECENT_ITERATIONS = 5
@@ -29,11 +30,13 @@ RECENT_ITERATIONS = 5
 
 @dataclass(frozen=True)
 class Decision:
-    """`threshold`: unfinished samples at which the rest migrates; 0: none does, but free instances score; None: off.
+    """`threshold`: the number of unfinished samples at which these migrate. 0: none migrates, but free instances score.
+    None: fusion is off. `fraction`: the same as a fraction of the batch.
 
-    `prediction`: of one draw of the lengths; `serial_seconds` and `fused_seconds`: means of all draws.
-    `scanned`: mean seconds of the stage by threshold as a share of the batch. `roomy`: destinations take what they have
-    room for (`StageProfile.roomy`), where longer steps cost less than what a freed instance saves; else BS_max."""
+    `prediction`: the stage with one draw of the lengths. `serial_seconds`, `fused_seconds`: means of all draws.
+    `scanned`: mean seconds of the stage, by threshold as a fraction of the batch. `roomy`: a destination takes as many
+    samples as it has room for (`StageProfile.roomy`), because longer decode steps cost less than a freed instance
+    saves. Otherwise it takes at most BS_max."""
 
     threshold: int | None
     fraction: float | None
@@ -50,8 +53,10 @@ class Decision:
 
 
 class ThresholdController:
-    """One per job. `setting`: `plan.interStageFusion`, Auto, Off or a fraction of the batch. `max_tokens`: most
-    response tokens. Lengths are drawn of those of the last few iterations."""
+    """A job has one controller. `setting`: `plan.interStageFusion`, which is Auto, Off or a fraction of the batch.
+    `max_tokens`: the most tokens of a response. Lengths are drawn from those of the last RECENT_ITERATIONS iterations.
+
+    Raises ProfileError for a fraction that is not between 0 and 1."""
 
     def __init__(self, setting: Literal["Auto", "Off"] | float, max_tokens: int, seed: int = 0) -> None:
         if not isinstance(setting, str) and not 0 <= setting <= 1:
@@ -65,16 +70,17 @@ class ThresholdController:
         self._chosen = False
 
     def observe(self, response_lengths: Sequence[int]) -> None:
-        """An iteration's measured response lengths, tokens."""
+        """Remember the measured response lengths of an iteration, in tokens."""
         if len(response_lengths):
             self._recent.append([int(n) for n in response_lengths])
 
     def decide(self, prompt_lengths: Sequence[int], profiles: Sequence[StageProfile]) -> Decision:
-        """For an iteration with these prompts on these instances. Deterministic given what was observed before.
+        """The decision for an iteration with these prompts on these instances. It is deterministic, given what was
+        observed before. `prompt_lengths`: tokens of each sample's prompt. `profiles`: one for each instance.
 
-        Takes 1 s for 512 samples on 16 instances, 5 s for 10,000 on 256, more where both rules for destinations are
-        played: not for an event loop's own thread.
-        Raises ProfileError for numbers that cannot be."""
+        It takes 1 s for 512 samples on 16 instances and 5 s for 10,000 on 256. It takes longer if both rules for
+        destinations are simulated. So it must not run in an event loop's own thread. Raises ProfileError for numbers
+        that are impossible."""
         count = len(prompt_lengths)
         choices = self._choices(profiles)
         thresholds = {choice: None if choice[0] is None else int(choice[0] * count) for choice in choices}
@@ -101,13 +107,14 @@ class ThresholdController:
         )
 
     def _draw(self, count: int, rng: np.random.Generator) -> Ints:
-        """`count` lengths with replacement, of those measured, or else of the prior."""
+        """Draw (count,) lengths: with replacement from the measured ones, or from the prior if none were measured."""
         if not self._recent:
             return Lengths.long_tailed(self._max_tokens).draw(count, rng)
         return rng.choice(np.concatenate([np.asarray(r) for r in self._recent]), count)
 
     def _choices(self, profiles: Sequence[StageProfile]) -> list[Choice]:
-        """Off, and what the setting allows. Whoever names a fraction has weighed longer steps against freed servers."""
+        """Off, and the choices that the setting allows. A user who names a fraction accepts longer decode steps, so the
+        destinations are roomy then."""
         if not isinstance(self._setting, str):
             return [OFF, (self._setting, True)]
         if self._setting == "Off" or not profiles:
@@ -122,7 +129,7 @@ class ThresholdController:
             return OFF, "plan.interStageFusion is Off"
         if self._setting != "Auto":
             return (float(self._setting), True), "pinned by plan.interStageFusion"
-        # The fewest migrations among equals.
+        # Among equals, the choice with the fewest migrations is taken.
         best = min(seconds, key=lambda c: (seconds[c], c[0] is not None, c[0] or 0.0, c[1]))
         known = f"lengths of {len(self._recent)} iterations" if self._recent else "prior lengths"
         current = self._current if self._chosen and self._current in seconds else OFF
@@ -135,7 +142,7 @@ class ThresholdController:
         return best, f"{why}, by {known}: {100 * saved:.0f}% of generation and inference saved"
 
     def as_json(self) -> dict[str, Any]:
-        """What a coordinator that comes back needs to go on as if it had not died."""
+        """The state that a restarted coordinator needs to go on as before."""
         return {
             "recent": list(self._recent),
             "decisions": self._decisions,
@@ -145,7 +152,7 @@ class ThresholdController:
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """The reverse of `as_json`."""
+        """Take in the state that `as_json` gave."""
         self._recent.clear()
         self._recent.extend([int(n) for n in lengths] for lengths in saved["recent"])
         self._decisions, self._chosen = saved["decisions"], saved["chosen"]

@@ -1,4 +1,4 @@
-"""Generation on many instances, event by event: every sample's end, exact for the given step times."""
+"""Simulates generation on many instances, event by event. Every sample's end is exact for the given step times."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ ROUNDING = 1e-9
 
 
 class Decode:
-    """Samples are dealt as the coordinator does: one by one to the instance least loaded for its speed, at most
-    `max_samples` each; the rest wait, and go to the first with room.
+    """The state of generation. Samples are dealt as the coordinator deals them, one by one to the instance with the
+    least load for its speed. An instance gets at most `max_samples`. The others wait, and go to the first instance with
+    room.
 
-    An instance whose KV cache has no room for a sample at its full length lets it wait (vLLM would preempt, at about
-    the same cost). A prefill holds up its instance's other samples and makes the first token. Samples join between two
-    steps. Times are seconds since the stage began."""
+    A sample also waits if the instance's KV cache has no room for its full length. (vLLM would preempt it, at about the
+    same cost.) A prefill holds up the other samples of its instance, and makes the first token. Samples join between
+    two steps.
+
+    `lengths`, `prompts`: tokens of each sample's response and prompt. `profiles`: one for each instance. `now`: the
+    time of the last event. `end`: when each sample ended. `owner`: the instance of each sample. `busy`: how long each
+    instance worked. `idle_at`: when each instance last had no samples left. Times are seconds since the stage began."""
 
     def __init__(self, lengths: Sequence[int], prompts: Sequence[int], profiles: Sequence[StageProfile]) -> None:
         self.lengths, self.prompts, self.profiles = lengths, prompts, profiles
@@ -30,8 +35,8 @@ class Decode:
         self.end = [0.0] * count
         self.owner: list[int | None] = [None] * count
         self.busy = [0.0] * instances
-        self.idle_at = [0.0] * instances  # when it last had nothing left
-        self._clock = [0.0] * instances  # when `_step` steps had been done
+        self.idle_at = [0.0] * instances
+        self._clock = [0.0] * instances  # the time at which `_step` steps were done
         self._step = [0] * instances
         self._base = [0] * count  # the instance's step at which the response was empty
         self._running: list[list[tuple[int, int]]] = [[] for _ in profiles]  # heaps of (last step, sample)
@@ -60,7 +65,7 @@ class Decode:
         return []
 
     def copy(self) -> Decode:
-        """An independent continuation."""
+        """A copy that goes on independently."""
         other = copy(self)
         for name in ("end", "owner", "busy", "idle_at", "_clock", "_step", "_base", "_kv", "_version", "_events"):
             setattr(other, name, list(getattr(self, name)))
@@ -71,7 +76,7 @@ class Decode:
         return other
 
     def run(self, remaining: int) -> None:
-        """Go on until at most that many samples are unfinished."""
+        """Go on until at most `remaining` samples are unfinished."""
         while self.remaining > remaining:
             time, i, version = heapq.heappop(self._events)
             if version == ARRIVAL:
@@ -84,7 +89,7 @@ class Decode:
                 self._complete(i)
 
     def unfinished(self) -> list[tuple[int, int | None]]:
-        """(sample, its instance or None), in order."""
+        """The unfinished samples in order, each with its instance, or None if it waits for one."""
         owners: dict[int, int | None] = dict.fromkeys(self._pending)
         for i, running in enumerate(self._running):
             owners.update((s, i) for _, s in running)
@@ -92,7 +97,7 @@ class Decode:
         return sorted(owners.items())
 
     def migrate(self, moves: dict[int, int]) -> None:
-        """Now: end the samples in `moves` where they are, and take them up at their destinations."""
+        """Move samples at the time `now`. `moves`: the destination of each sample that moves."""
         had: dict[int, int] = {}
         for i in {self.owner[s] for s in moves} - {None}:
             assert i is not None
@@ -119,7 +124,7 @@ class Decode:
     # ------------------------------------------------------------ inner parts
 
     def _steps_done(self, i: int, time: float) -> int:
-        """Whole steps since the clock; 0 while it prefills."""
+        """The number of whole steps since the instance's clock. It is 0 while the instance prefills."""
         step = self.profiles[i].steps[len(self._running[i])]
         return max(0, math.floor((time - self._clock[i]) / step + ROUNDING))
 
@@ -138,7 +143,7 @@ class Decode:
         self._complete(i)
 
     def _complete(self, i: int) -> None:
-        """At a step's end: take off what is complete, admit what waits, and say when the next is complete."""
+        """At the end of a step, remove the samples that are complete, and admit samples that wait."""
         running, step, time = self._running[i], self._step[i], self._clock[i]
         while running and running[0][0] <= step:
             _, sample = heapq.heappop(running)

@@ -1,4 +1,4 @@
-"""What of an iteration's training is hidden behind the samples that are still made (`ppo.streaming`)."""
+"""Computes how much of an iteration's training is hidden behind samples that are still generated (`ppo.streaming`)."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ def hidden(
     training: float,
     end: float,
 ) -> float:
-    """Seconds of training before the samples' stage ends.
+    """The seconds of training before the stage of generation and inference ends.
 
-    `scored` (N,): when each sample's scores are there; `lengths` (N,): response tokens; `tokens` (N,): of the whole
-    sample, by which training takes its time. `each`: samples of a prompt, one after another. `parts`: into how many the
-    iteration is cut; they are learnt in the order of the prompts' longest responses. `training`: seconds of all.
-    `end`: when the stage ends. All in seconds since the stage began."""
+    `scored` (N,): when each sample was scored. `lengths` (N,): response tokens. `tokens` (N,): tokens of prompt and
+    response; the time of training is in proportion to them. `each`: the samples of a prompt, which are neighbours.
+    `parts`: the number of parts of the iteration. They are learnt in the order of the prompts' longest responses.
+    `training`: the seconds of training all samples. `end`: when the stage ends. Times are seconds since the stage
+    began."""
     prompts = range(len(lengths) // each)
     longest = {p: max(lengths[p * each : (p + 1) * each]) for p in prompts}
     order = sorted(prompts, key=lambda p: (longest[p], p))
@@ -30,7 +31,7 @@ def hidden(
         if now >= end:
             break
         seconds = training * sum(tokens[row] for row in rows) / whole
-        # A part that is under way at the end goes on.
+        # A part that has begun before the end counts up to the end.
         done += min(seconds, end - now)
         now += seconds
     return done

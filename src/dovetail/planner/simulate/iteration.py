@@ -1,4 +1,4 @@
-"""An iteration of a candidate played event by event, and as a trace in the format of real runs."""
+"""Simulates an iteration of a candidate event by event, and writes it as a trace in the format of real runs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from dovetail.protocol.trace import chrome_trace
 
 @dataclass(frozen=True)
 class Simulated:
-    """`phases`: seconds by name of PHASES; `bars`: what each GPU does; `migrated`: samples that moved. `gathered`: when
-    the tail left for fewer servers, seconds since the iteration began; None: it did not."""
+    """A simulated iteration. `phases`: seconds by name of PHASES. `bars`: what each GPU does. `migrated`: the number of
+    samples that moved. `gathered`: when the tail moved to fewer servers, in seconds since the iteration began. None: it
+    did not move."""
 
     phases: Mapping[str, float]
     bars: tuple[Bar, ...]
@@ -31,7 +32,8 @@ class Simulated:
         return sum(self.phases.values())
 
     def trace(self, iteration: int = 1) -> dict[str, Any]:
-        """For Perfetto, as traces/iteration-0001.json of a run: a process a GPU, and the coordinator's phases."""
+        """A trace for Perfetto, like traces/iteration-0001.json of a run. Each GPU is a process. The coordinator shows
+        the phases."""
         spans = [
             Span(name=b.name, process=f"{b.pool}-{b.gpu}", lane=b.lane, start=b.start, end=b.end, iteration=iteration)
             for b in self.bars
@@ -55,8 +57,9 @@ assert sorted(_ORDER) == sorted(PHASES)
 
 
 def simulate(candidate: Candidate, costs: GPUCosts, prompts: Ints, lengths: Ints) -> Simulated:
-    """One iteration of samples with these `prompts` and `lengths`, (batch,) tokens. Raises as `GPUCosts.estimate`
-    does."""
+    """Simulates one iteration. `prompts`, `lengths`, (batch,): the tokens of each sample's prompt and response.
+
+    Raises KeyError for a pool that the inventory lacks."""
     _, rooms = costs.memory.of(candidate)
     swapped, moved = costs.swapped_in(candidate), costs.transfer(candidate)
     rolled = play_rollout(candidate, costs, rooms, prompts, lengths)
