@@ -1,25 +1,26 @@
-"""Many iterations whose samples are made while the trainers learn (`ppo.lag`), played event by event on two lanes."""
+"""Simulates many iterations with a lag (`ppo.lag`) event by event. One lane generates and scores samples while the
+other lane trains."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-# At least so many iterations are played. The first half brings the lanes into step, and does not count.
+# At least so many iterations are simulated. The first half does not count, because the lanes are not in step yet.
 PLAYED = 256
 TAIL = "tail"
 
 
 @dataclass(frozen=True)
 class Parts:
-    """One iteration. `samples` and `training`: seconds by name, in order, of what rollouts with their scorers do, and
-    of what the trainers' lane does; each as if the other lane stood still.
+    """The times of one iteration. `samples`: the seconds of what rollouts and scorers do, by name and in order.
+    `training`: the same for the trainers. Both are measured as if the other lane did nothing.
 
-    `idle`: of the seconds of `samples`, how many a rollout has nothing to do, mean over the rollouts. `cores`: what
-    each lane keeps busy of a machine that both share; (0, 0) where they share none.
+    `idle`: the seconds of `samples` in which a rollout has nothing to do, as the mean over the rollouts. `cores`: the
+    cores that each lane keeps busy if both share a machine; else (0, 0).
 
-    `tail`: seconds at the end of `generation` in which at most half of the servers are needed, so that the others can
-    begin the next iteration; `kept`: the share of all servers' time that this iteration takes then."""
+    `tail`: the seconds at the end of `generation` in which at most half of the servers are needed. The others can begin
+    the next iteration then. `kept`: the fraction of all servers' time that this iteration takes in its tail."""
 
     samples: Mapping[str, float]
     training: Mapping[str, float]
@@ -30,11 +31,11 @@ class Parts:
 
     @property
     def seconds(self) -> float:
-        """Of the iteration, if its parts follow each other."""
+        """The seconds of the iteration if its parts follow each other."""
         return sum(self.samples.values()) + sum(self.training.values())
 
     def in_order(self) -> Iterator[tuple[str, float]]:
-        """The parts of `samples`, with the tail of generation as one of its own."""
+        """The names and seconds of the parts of `samples`. The tail of generation is a part of its own."""
         for name, seconds in self.samples.items():
             if name == "generation":
                 yield name, seconds - min(self.tail, seconds)
@@ -45,23 +46,24 @@ class Parts:
 
 @dataclass(frozen=True)
 class Lanes:
-    """Iterations of a job, drawn at random: `synchronous` as they are without a lag, `lagged` with one. `cores`: of the
-    machine that trainers and rollouts share; None: they share nothing."""
+    """Iterations of a job that were drawn at random, without a lag (`synchronous`) and with one (`lagged`). `cores`:
+    the number of cores of the machine that trainers and rollouts share. None: they share no machine."""
 
     synchronous: Sequence[Parts]
     lagged: Sequence[Parts]
     cores: int | None = None
 
     def steady(self, lag: int) -> Steady:
-        """A mean iteration with the lag."""
+        """The mean iteration with this lag."""
         return steady(self.lagged if lag else self.synchronous, lag, self.cores)
 
 
 @dataclass(frozen=True)
 class Steady:
-    """A mean iteration of a job that runs for long. `trainer_idle`: share of the time in which the trainers do not
-    train; `rollout_idle`: in which a rollout neither takes weights nor generates nor scores, mean over the rollouts.
-    `phases`: seconds by name, which overlap; `waiting`: the trainers have no samples to learn from."""
+    """The mean iteration of a job that runs for long. `trainer_idle`: the fraction of the time in which the trainers do
+    not train. `rollout_idle`: the fraction in which a rollout neither takes weights nor generates nor scores, as the
+    mean over the rollouts. `phases`: seconds by name; they overlap. In the phase `waiting` the trainers have no samples
+    to learn from."""
 
     lag: int
     seconds: float
@@ -71,19 +73,19 @@ class Steady:
 
 
 class _Work:
-    """The parts of one iteration that one lane has still to do."""
+    """The parts of one iteration that one lane still has to do."""
 
     def __init__(self, parts: Iterable[tuple[str, float]]) -> None:
         self._parts = [part for part in reversed(list(parts)) if part[1] > 0]
 
     @property
     def part(self) -> str | None:
-        """What is done now; None: all is done."""
+        """The name of the part under way. None if all parts are done."""
         return self._parts[-1][0] if self._parts else None
 
     @property
     def left(self) -> float:
-        """Seconds of the part under way."""
+        """The seconds that are left of the part under way."""
         return self._parts[-1][1]
 
     def advance(self, seconds: float, ended: bool) -> None:
@@ -93,26 +95,26 @@ class _Work:
 
 
 class _Samples:
-    """The lane of rollouts and scorers: iterations of which servers and scorers may work on several."""
+    """The lane of rollouts and scorers. They may work on several iterations at a time."""
 
     def __init__(self, iterations: Sequence[Parts], alone: bool) -> None:
-        """`alone`: where all share cores, an iteration's last servers get those of the others, so nothing is gained by
-        beginning the next one."""
+        """`alone`: only one iteration is under way at a time. If all processes share cores, an iteration's last servers
+        get the cores of the others, so it gains nothing to begin the next iteration."""
         self._iterations, self._alone = iterations, alone
         self.done = 0
         self.begun = 0
         self._open: list[_Work] = []
 
     def begin(self, through: int) -> None:
-        """Begin the iterations before number `through` for which servers are free."""
+        """Begin the iterations before number `through`, as far as servers are free for them."""
         after = () if self._alone else (TAIL, "inference")
         while self.begun < through and all(work.part in after for work in self._open):
             self._open.append(_Work(self._of(self.begun).in_order()))
             self.begun += 1
 
     def active(self) -> list[tuple[_Work, float]]:
-        """Those that get on, each with its speed: the share of the servers that older iterations leave it. Scoring
-        takes all devices, and iterations are scored in their order."""
+        """The iterations that make progress, each with its speed: the fraction of the servers that older iterations
+        leave to it. Scoring takes all devices, and iterations are scored in their order."""
         found, free = list[tuple[_Work, float]](), 1.0
         for at, work in enumerate(self._open):
             if work.part == "inference":
@@ -127,7 +129,7 @@ class _Samples:
         return found
 
     def idle(self) -> float:
-        """The share of the rollouts that have nothing to do."""
+        """The fraction of the rollouts that have nothing to do."""
         if len(self._open) != 1:
             return 0.0 if self._open else 1.0
         parts = self._of(self.done)
@@ -138,7 +140,7 @@ class _Samples:
         return self._of(self.done).cores[0] if self._open else 0.0
 
     def close(self) -> None:
-        """Take off what is scored."""
+        """Remove the oldest iterations whose samples are all scored."""
         while self._open and self._open[0].part is None:
             self._open.pop(0)
             self.done += 1
@@ -148,18 +150,18 @@ class _Samples:
 
 
 def steady(iterations: Sequence[Parts], lag: int, cores: int | None = None) -> Steady:
-    """What a mean iteration takes with `lag`, when such `iterations` come again and again."""
+    """The mean iteration with `lag` of a job that repeats these `iterations` again and again. `cores`: see `Lanes`."""
     rounds = len(iterations) * -(-PLAYED // len(iterations))
     return play(iterations, lag, cores, rounds // 2 + 1, rounds, rounds + lag)
 
 
 def play(iterations: Sequence[Parts], lag: int, cores: int | None, first: int, last: int, total: int) -> Steady:
-    """A mean iteration of those from `first` to `last`, which count from 1, in a job of `total` iterations. They are
-    the given ones, again and again.
+    """Simulates a job of `total` iterations, which repeats the given ones. Returns the mean of the iterations `first`
+    to `last`, which count from 1.
 
-    The samples of an iteration are begun once servers are free (`Parts.tail`), and once the trainers have finished the
-    iteration whose weights they are drawn with, which is lag + 1 iterations before. The trainers begin once the samples
-    are scored. `cores`: of the machine that both lanes share; None: they share nothing."""
+    The samples of an iteration begin when servers are free (`Parts.tail`) and the trainers have finished the iteration
+    whose weights the samples are drawn with. That is the one lag + 1 iterations before. The trainers begin when the
+    samples are scored. `cores`: see `Lanes`."""
     samples, learnt, training = _Samples(iterations, cores is not None), 0, _Work(())
     spent: dict[str, float] = {}
     seconds = resting = 0.0
@@ -195,7 +197,7 @@ def play(iterations: Sequence[Parts], lag: int, cores: int | None, first: int, l
     return Steady(
         lag,
         seconds / count,
-        # Sums of the same parts in another order differ by rounding.
+        # Sums of the same numbers in another order differ by rounding, so the difference may be below 0.
         max(0.0, 1 - spent.get("training", 0.0) / seconds) if seconds else 0.0,
         min(1.0, resting / seconds) if seconds else 0.0,
         {name: value / count for name, value in spent.items()},

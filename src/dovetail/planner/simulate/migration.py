@@ -1,4 +1,5 @@
-"""Where the remaining samples go: fewest destinations that hold them, those with most samples first (section 4.2)."""
+"""Decides where the remaining samples go: to as few instances as hold them, those with most samples first (RLHFuse
+section 4.2)."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ I = TypeVar("I", bound=Hashable)  # noqa: E741 - an instance's name
 
 @dataclass(frozen=True)
 class MigrationPlan(Generic[S, I]):
-    """`destinations` keep their samples and take the `moves` (sample -> destination); `freed` generate no more."""
+    """`destinations`: the instances that keep their samples and take others. `freed`: the instances that generate no
+    more. `moves`: the destination of each sample that moves."""
 
     destinations: tuple[I, ...]
     freed: tuple[I, ...]
@@ -26,11 +28,12 @@ class MigrationPlan(Generic[S, I]):
 def plan_migration(
     unfinished: Sequence[tuple[S, I | None]], profiles: Mapping[I, StageProfile], kv_per_sample: int
 ) -> MigrationPlan[S, I] | None:
-    """`unfinished`: (sample, its instance or None while it waits for one), in the order in which they are to be placed.
+    """The migration that frees most instances. None if it frees no instance.
 
-    `profiles`: of every instance that may generate; `kv_per_sample`: tokens of the longest sample there can be. A
-    destination is given no sample beyond its BS_max or its KV memory; ties go by the order of `profiles`. None if
-    that frees no instance."""
+    `unfinished`: the samples in the order in which they are placed, each with its instance, or None while it waits for
+    one. `profiles`: the profile of every instance that may generate. `kv_per_sample`: the tokens of the longest
+    possible sample. A destination gets no more samples than BS_max, and no more than its KV cache holds. Among equal
+    instances the first one of `profiles` is taken."""
     loads = Counter(owner for _, owner in unfinished if owner in profiles)
     order = sorted(profiles, key=lambda i: -loads[i])
     slots = {i: profiles[i].slots(kv_per_sample) for i in order}

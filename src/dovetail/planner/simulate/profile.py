@@ -1,4 +1,5 @@
-"""What one rollout instance costs: decode, prefill, inference, swap; and what fits on it."""
+"""Describes one rollout instance: the seconds of decode steps, prefills, inference and swaps, and how many samples fit
+on it."""
 
 from __future__ import annotations
 
@@ -15,29 +16,33 @@ from dovetail.planner.costs.generation import SATURATED
 
 
 class ProfileError(ValueError):
-    """A profile or an argument that cannot be; the message names the field."""
+    """A profile or an argument is impossible. The message names the field."""
 
 
 @dataclass(frozen=True)
 class StageProfile:
-    """One instance: a vLLM server and its scorer.
+    """One instance: a vLLM server and its scorer. Both share the device, so the instance scores only while it does not
+    generate. This is also right for CPU scorers on the server's own cores.
 
-    `decode`: measured (batch size, seconds a step), interpolated; below the first point as at it, beyond the last as
-    the last two go on (with one point: in proportion). `inference_seconds_per_token`: reference, reward and critic
-    together, per token of prompt and response (the prompt counts for each of its samples, though they share its
-    computation: what is measured is that much lower); `inference_seconds_per_chunk`: what a chunk of samples that are
-    scored together costs besides.
-    `swap_in_seconds`: from the last decode step to the first scored batch, as far as nothing hides it;
-    `swap_out_seconds`: from the last scored batch back to a server that can generate.
-    `max_samples`: most requests at once. `kv_tokens`: the KV cache's room, None: enough. `saturation`: BS_max, the
-    batch up to which a step takes almost as long as with one sample; None: read off `decode`.
-    Scorer and server share the device, so the instance scores when it does not generate (also right for CPU scorers on
-    the server's own cores).
-    `migration_seconds`: from the decision to stop a request to its arrival elsewhere.
-    `resume_seconds_per_token`: of its prefill there; None: as of any.
-    `kv_transfer_seconds_per_token`: moving the KV cache instead of a new prefill, where it can be moved.
-    `chunk_tokens`: fewest tokens that are scored together, if there are as many.
-    `block_tokens`: scorers take unfinished samples in blocks of so many response tokens; None: they do not."""
+    `decode`: measured points (batch size, seconds of a decode step). Between points the time is interpolated. Below the
+    first point it is constant. Beyond the last point the line through the last two points goes on; with one point the
+    time is in proportion to the batch.
+    `prefill_seconds_per_token`: of a prefill.
+    `inference_seconds_per_token`: of reference, reward and critic together, per token of prompt and response. A prompt
+    counts for each of its samples, although they share its computation. So the measured value is lower.
+    `inference_seconds_per_chunk`: the fixed seconds of a chunk of samples that are scored together.
+    `swap_in_seconds`: from the last decode step to the first scored batch, as far as nothing hides it.
+    `swap_out_seconds`: from the last scored batch until the server can generate again.
+    `max_samples`: the most requests at once.
+    `kv_tokens`: the tokens that the KV cache holds. None: it holds enough.
+    `saturation`: BS_max, the largest batch whose step takes almost as long as that of one sample. None: `decode` tells.
+    `migration_seconds`: from the decision to stop a request until it arrives elsewhere.
+    `resume_seconds_per_token`: of the prefill at its destination. None: the same as of any prefill.
+    `kv_transfer_seconds_per_token`: of moving the KV cache in place of a prefill. None: it cannot be moved.
+    `chunk_tokens`: the fewest tokens that are scored together, if so many wait.
+    `block_tokens`: scorers take unfinished samples in blocks of so many response tokens. None: they do not take them.
+
+    Raises ProfileError for impossible values."""
 
     decode: tuple[tuple[int, float], ...]
     prefill_seconds_per_token: float
@@ -82,7 +87,7 @@ class StageProfile:
 
     @cached_property
     def steps(self) -> tuple[float, ...]:
-        """Seconds of a step at batch size 0 (as 1) to `max_samples`; never falling."""
+        """The seconds of a step by batch size, from 0 (equal to 1) to `max_samples`. They never fall."""
         batches = np.array([b for b, _ in self.decode], float)
         # Measured points are noisy; a larger batch is not faster.
         seconds = np.maximum.accumulate([s for _, s in self.decode])
@@ -97,22 +102,24 @@ class StageProfile:
 
     @cached_property
     def bs_max(self) -> int:
-        """BS_max, at most `max_samples`."""
+        """BS_max (RLHFuse section 4.2), but at most `max_samples`."""
         if self.saturation is not None:
             return min(self.saturation, self.max_samples)
         return max(b for b in range(1, self.max_samples + 1) if b == 1 or self.steps[b] <= SATURATED * self.steps[1])
 
     def roomy(self) -> Self:
-        """The same, but as a destination it takes what it has room for, though its steps get longer."""
+        """The same instance, but as a destination it takes all samples that it has room for. Its steps get longer."""
         return replace(self, saturation=self.max_samples)
 
     def slots(self, kv_per_sample: int) -> int:
-        """Samples that a destination takes: BS_max, fewer where KV memory is short (RLHFuse section 4.2)."""
+        """The number of samples that a destination takes. It is BS_max, or fewer if the KV cache is too small (RLHFuse
+        section 4.2). `kv_per_sample`: tokens."""
         fit = self.bs_max if self.kv_tokens is None else self.kv_tokens // max(1, kv_per_sample)
         return max(1, min(self.bs_max, fit))
 
     def moving_seconds(self, tokens: int) -> tuple[float, bool]:
-        """The cheaper way to bring a sample of `tokens` (prompt and response) here, and whether it is a prefill."""
+        """The seconds of the cheaper way to bring a sample here, and whether that way is a prefill. `tokens`: the
+        tokens of its prompt and response so far."""
         each = self.resume_seconds_per_token
         prefill = tokens * (self.prefill_seconds_per_token if each is None else each)
         if self.kv_transfer_seconds_per_token is None:
@@ -121,5 +128,5 @@ class StageProfile:
         return (transfer, False) if transfer < prefill else (prefill, True)
 
     def chunk_seconds(self, lengths: Sequence[int]) -> float:
-        """Scoring samples of so many tokens (prompt and response) together."""
+        """The seconds to score samples together. `lengths`: the tokens of each sample's prompt and response."""
         return self.inference_seconds_per_chunk + sum(lengths) * self.inference_seconds_per_token

@@ -1,4 +1,4 @@
-"""Generation and inference of one iteration, event by event, on the simulator of inter-stage fusion."""
+"""Simulates generation and inference of one iteration event by event, with the simulator of inter-stage fusion."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from dovetail.planner.workload import Ints
 
 @dataclass(frozen=True)
 class Rolled:
-    """`generated`, `scored`: when all samples are. `half`: when half of the servers are needed no more, if the others
-    take what is left; `kept`: the share of the samples that is left after that, on average. `begun`: when the tail
-    gathered, None: it did not. `ready`: when each sample's scores are there."""
+    """`generated`, `scored`: when all samples are generated, and when all are scored. `begun`: when the tail gathered.
+    None: it did not. `migrated`: the number of samples that moved. `bars`: what each GPU does. `half`: when half of the
+    servers are no longer needed, if the others take what is left. `kept`: the mean fraction of the samples that is left
+    after that. `ready`: when each sample was scored. Times are seconds since the stage began."""
 
     generated: float
     scored: float
@@ -35,7 +36,7 @@ class Rolled:
     ready: Sequence[float] = ()
 
     def busy(self, shares: Sequence[Share]) -> float:
-        """Share of the stage that GPUs of these shares generate or score, mean over the GPUs."""
+        """The fraction of the stage in which the GPUs of these shares generate or score, as the mean over the GPUs."""
         gpus = {(share.pool, gpu) for share in shares for gpu in share.range}
         worked = sum(bar.end - bar.start for bar in self.bars if (bar.pool, bar.gpu) in gpus)
         return min(1.0, worked / len(gpus) / self.scored) if self.scored else 1.0
@@ -44,7 +45,8 @@ class Rolled:
 def play_rollout(
     candidate: Candidate, costs: GPUCosts, rooms: Mapping[Share, int], prompts: Ints, lengths: Ints
 ) -> Rolled:
-    """`prompts`, `lengths`: (batch,) tokens."""
+    """Simulates generation and inference of one iteration. `rooms`: the tokens of KV cache of each generation share's
+    servers. `prompts`, `lengths`, (batch,): the tokens of each sample's prompt and response."""
     longest = costs.work.longest
     groups = [(share, costs.servers(share, max(rooms[share], longest))) for share in candidate.generation]
     places = [(share, i) for share, _ in groups for i in range(share.dp)]
@@ -62,7 +64,7 @@ def play_rollout(
     totals = [int(p) + int(n) for p, n in zip(prompts, lengths, strict=True)]
     ready, new = _score(candidate, costs, ends, totals, prompts, free, 0.0 if fused else generated)
     scored = max(ready)
-    # Without fusion no sample moves.
+    # Without fusion no sample moves, so the servers count, not the samples.
     half = sorted(ends)[len(ends) // 2] if candidate.migration else sorted(idle)[len(idle) // 2]
     left = sum(max(0.0, end - half) for end in ends) / len(ends)
     kept = left / (generated - half) if generated > half else 0.0
@@ -118,8 +120,8 @@ def _score(
     free: dict[tuple[str, int], float],
     earliest: float,
 ) -> tuple[list[float], list[Bar]]:
-    """Whoever's GPUs are free takes the next micro-batch of its task, in the order in which samples were finished.
-    Returns when each sample is scored."""
+    """Simulates scoring. Each copy of a model whose GPUs are free takes the next micro-batch of its task, in the order
+    in which the samples were finished. Returns when each sample was scored, and what the GPUs do."""
     work, order = costs.work, sorted(range(len(ends)), key=ends.__getitem__)
     tasks = [(task, candidate.shares(task)) for task in INFERENCE]
     waiting: dict[str, deque[int]] = {task: deque(order) for task, shares in tasks if shares}
@@ -145,7 +147,7 @@ def _score(
         if not queue:
             return float("inf")
         rows = queue[min(len(queue), copy.share.micro_batch) - 1]
-        # The actor's own pass is the trainers', who begin when all samples are there.
+        # Trainers run the actor's own pass. They begin when all samples are generated.
         begin = generated if copy.task == "actor" else earliest
         return max(begin, ends[rows], *(free.get(gpu, 0.0) for gpu in copy.gpus))
 
@@ -162,7 +164,7 @@ def _score(
             continue
         queue = waiting[copy.task]
         rows = [queue.popleft() for _ in range(min(len(queue), copy.share.micro_batch))]
-        # Trainers share no prompts.
+        # A trainer computes a prompt for each of its samples.
         again = 0.0 if copy.task == "actor" else 1 - shared_prompt(work, copy.share.pp)
         tokens = sum(totals[r] - again * prompts[r] for r in rows) / copy.share.micro_batch
         context = sum(totals[r] for r in rows) / copy.share.micro_batch / 2
@@ -180,7 +182,7 @@ def _score(
 
 
 def _places(candidate: Candidate, share: Share, copy: int) -> list[tuple[str, int]]:
-    """GPUs of an inference share's copy."""
+    """The GPUs of one copy of an inference share, as (pool, index)."""
     server = next((s for s in candidate.generation if candidate.beside and s.overlaps(share)), None)
     if server is None:
         return [(share.pool, gpu) for gpu in _gpus(share, copy)]
@@ -189,7 +191,8 @@ def _places(candidate: Candidate, share: Share, copy: int) -> list[tuple[str, in
 
 
 def _gpus(share: Share, copy: int) -> list[int]:
-    """Of data-parallel copy `copy`: rank = (pp * dp + d) * tp + t."""
+    """The GPUs of data-parallel copy `copy`. The rank of stage p, copy d and tensor-parallel rank t is
+    (p * dp + d) * tp + t."""
     return [
         share.first + (stage * share.dp + copy) * share.tp + t for stage in range(share.pp) for t in range(share.tp)
     ]

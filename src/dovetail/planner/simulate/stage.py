@@ -1,4 +1,5 @@
-"""Generation and inference of one iteration, one after the other and fused: what a threshold would save."""
+"""Simulates generation and inference of one iteration, one after the other and fused, to see how much time a threshold
+saves."""
 
 from __future__ import annotations
 
@@ -13,18 +14,20 @@ from dovetail.planner.simulate.profile import ProfileError, StageProfile
 
 
 def ratio(serial: float, fused: float) -> float:
-    """Speed-up; 1 for a stage that takes no time."""
+    """The speed-up. It is 1 for a stage that takes no time."""
     return serial / fused if fused else 1.0
 
 
 @dataclass(frozen=True)
 class StagePrediction:
-    """Seconds since the stage began. The stage ends when every sample is scored and every instance can generate again.
+    """The prediction of one stage. The stage ends when every sample is scored and every instance can generate again.
+    Times are seconds since the stage began.
 
-    `generation_seconds`: of the serial stage; `generation_end`: of the fused one. `moves` (index -> instance): samples
-    that left for the `destinations`. `idle_seconds`: of each instance in the fused stage, neither generating nor
-    scoring. `tail`: (time, samples not yet generated) of the fused stage. `scored`: of each sample, when its scores are
-    there."""
+    `serial_seconds`, `fused_seconds`: the duration of the serial and of the fused stage. `generation_seconds`,
+    `generation_end`: when generation ends in the serial and in the fused stage. `moves`: by sample, the one of the
+    `destinations` to which it moved. `idle_seconds`: the time in which each instance neither generates nor scores in
+    the fused stage. `tail`: points (time, samples not yet generated) of the fused stage. `scored`: when each sample was
+    scored in the fused stage."""
 
     threshold: int | None
     serial_seconds: float
@@ -56,21 +59,24 @@ def scan(
     roomy: Iterable[bool] = (),
     shortest_first: bool = False,
 ) -> list[StagePrediction]:
-    """One iteration of N samples for each of several thresholds, in their order; what they have in common is simulated
-    once. `lengths` (N,) and `prompt_lengths` (N,) tokens; `profiles`: one per instance.
+    """Simulates one iteration of N samples with each of several thresholds. Returns the predictions in their order. The
+    part that all have in common is simulated once.
 
-    A threshold: unfinished samples at which the rest migrates; 0: none do; None: one stage after the other.
-    `max_tokens`: most response tokens, which is what KV memory is kept for (default: the longest of `lengths`).
-    `early`: an instance with nothing left to generate scores at once, before the threshold too; False, as in the paper:
-    from the threshold on. `roomy`: for each threshold, whether destinations take what they have room for
-    (`StageProfile.roomy`); by default none do. `shortest_first`: what short samples need is scored before longer ones.
-    Raises ProfileError for numbers that cannot be."""
+    `lengths` (N,), `prompt_lengths` (N,): tokens. `profiles`: one for each instance. `thresholds`: the number of
+    unfinished samples at which these migrate. 0: none migrates. None: inference follows generation. `max_tokens`: the
+    most tokens of a response. The KV cache keeps room for so many. By default it is the longest of `lengths`. `early`:
+    an instance that has nothing left to generate scores at once, also before the threshold. If it is False, scoring
+    begins at the threshold, as in the paper. `roomy`: for each threshold, whether the destinations take all samples
+    that they have room for (`StageProfile.roomy`). By default they do not. `shortest_first`: short samples are scored
+    before longer ones.
+
+    Raises ProfileError for numbers that are impossible."""
     thresholds = list(thresholds)
     wide = list(roomy) or [False] * len(thresholds)
     _check(lengths, prompt_lengths, profiles, thresholds)
     lengths, prompts = [int(n) for n in lengths], [int(n) for n in prompt_lengths]
     longest = max(prompts) + max(max_tokens or 0, max(lengths))
-    # From the earliest migration to the latest, on one undisturbed generation.
+    # One undisturbed generation goes through all thresholds, from the earliest migration to the latest.
     base = Decode(lengths, prompts, profiles)
     started: dict[int, Decode] = {}
     for remaining in sorted({t for t in thresholds if t is not None}, reverse=True):
@@ -107,12 +113,13 @@ def _fused(
 
 
 def _gathered(decode: Decode, longest: int, destinations: Sequence[StageProfile]) -> MigrationPlan[int, int] | None:
-    """Go on until what is left fits on fewer instances than there are, as the coordinator does; None: it never did."""
+    """Go on until the samples that are left fit on fewer instances than there are, as the coordinator does. None if
+    they never do."""
     if len(destinations) == 1:
         return None
     profiles = dict(enumerate(destinations))
     slots = [p.slots(longest) for p in destinations]
-    # Where no instance has more than its room, more than this fits on no fewer.
+    # If no instance has more samples than slots, more samples than this cannot fit on fewer instances.
     room = sum(slots) - min(slots)
     while decode.remaining:
         plan = plan_migration(decode.unfinished(), profiles, longest)
@@ -130,10 +137,11 @@ class _Scored:
 
 
 def _inference(decode: Decode, begun: float | None, early: bool, shortest_first: bool) -> _Scored:
-    """Scoring by whoever is free, in the coordinator's chunks, the longest (or shortest) first, of finished samples and
-    of what there is of unfinished ones.
+    """Simulates scoring on the instances that are free, in the coordinator's chunks, the longest (or shortest) samples
+    first. Finished samples are scored, and the parts of unfinished ones that are generated so far.
 
-    `begun` None: after generation. Else an instance is free once it has nothing left to generate."""
+    `begun`: when the tail gathered. From then on an instance is free once it has nothing left to generate. None:
+    scoring begins after generation."""
     generated = max(decode.end)
     heap = []
     for i, profile in enumerate(decode.profiles):
@@ -141,7 +149,7 @@ def _inference(decode: Decode, begun: float | None, early: bool, shortest_first:
         heap.append(((generated if begun is None else free) + profile.swap_in_seconds, i))
     heapq.heapify(heap)
     parts = _parts(decode, None if begun is None else heap[0][0])
-    ready: list[tuple[int, int]] = []  # a heap of tokens or -tokens, with the sample
+    ready: list[tuple[int, int]] = []  # a heap of (tokens or -tokens, sample)
     sign = 1 if shortest_first else -1
     at = [0.0] * len(decode.end)
     busy = [0.0] * len(decode.profiles)
@@ -171,11 +179,11 @@ def _inference(decode: Decode, begun: float | None, early: bool, shortest_first:
 
 
 def _parts(decode: Decode, free: float | None) -> list[tuple[float, int, int]]:
-    """(when they are there, tokens, the sample) of what is scored, in the order of time. `free`: when the first
-    instance may score; None: when all samples are generated.
+    """The parts of samples that are scored, as (when the part is generated, its tokens, the sample), in the order of
+    time. `free`: when the first instance may score. None: when all samples are generated.
 
-    The last samples come in parts: what there is of one when the first instance is free, then always half of what is
-    left of it, and at last no more than a block."""
+    The last samples come in parts. The first part is what is generated when the first instance is free. Each following
+    part is half of what is left, and the last one has no more than a block."""
     order = sorted(range(len(decode.end)), key=decode.end.__getitem__)
     block = min((p.block_tokens or 0 for p in decode.profiles), default=0)
     last = STREAMED_PER_SCORER * len(decode.profiles) if block and free is not None else 0
@@ -186,7 +194,7 @@ def _parts(decode: Decode, free: float | None) -> list[tuple[float, int, int]]:
         if place >= 0 and free is not None and free < end:
             there = free
             while (left := tokens - seen) > block:
-                # A response is taken to grow evenly.
+                # This assumes that a response grows evenly.
                 grown = max(seen + left // 2 if seen else 0, int(tokens * there / end)) // block * block
                 grown = max(seen + block, min(grown, (tokens - 1) // block * block))
                 there = max(there, end * grown / tokens)

@@ -1,4 +1,4 @@
-"""Training of one iteration, event by event: every pass of every rank, with the samples' own lengths."""
+"""Simulates the training of one iteration event by event: every pass of every rank, with the samples' own lengths."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from dovetail.planner.costs.steps import StepTimes
 from dovetail.planner.workload import Ints, Lengths
 
 FAMILY = {"Serial": "serial", "TimeSharing": "stitched", "Fused": "fused", "VShaped": "fused-v"}
-# One round of the search: its answer is within a few percent of the bound.
+# One round of the search. Its answer is within a few percent of the bound.
 EFFORT = SearchEffort(seconds=0.0, workers=1, memory=False, exact=False)
 
 
 class Bar(NamedTuple):
-    """What one GPU of a pool does, seconds since the iteration began."""
+    """A span of work of one GPU of a pool. Times are seconds since the iteration began."""
 
     pool: str
     gpu: int
@@ -45,7 +45,9 @@ class Bar(NamedTuple):
 
 
 def play_training(candidate: Candidate, costs: GPUCosts, tokens: Ints, begun: float = 0.0) -> tuple[float, list[Bar]]:
-    """Seconds, and what the GPUs do. `tokens`: (batch,) of each sample, prompt and response. Mini-batches take them in
+    """Simulates training, which begins at second `begun`. Returns its seconds, and what the GPUs do.
+
+    `tokens`, (batch,): the tokens of each sample, prompt and response together. Mini-batches take the samples in
     order."""
     work = costs.work
     plain = replace(work, response=_flat(work.response), prompt=_flat(work.prompt))
@@ -73,7 +75,8 @@ def _flat(lengths: Lengths) -> Lengths:
 
 
 def deal(relative: Floats, share: Share, step: StepTimes) -> list[Floats]:
-    """Of each data-parallel rank: the lengths of its micro-batches, one being a micro-batch of mean length."""
+    """Deals samples to data-parallel ranks. Returns for each rank the lengths of its micro-batches, where 1 is the
+    length of a mean micro-batch. `relative`: the samples' lengths over the mean length."""
     ranks: list[list[float]] = [[] for _ in range(share.dp)]
     room = -(-len(relative) // share.dp)
     sums = [0.0] * share.dp
@@ -86,7 +89,8 @@ def deal(relative: Floats, share: Share, step: StepTimes) -> list[Floats]:
 
 
 def _shared(candidate: Candidate, actor: StepTimes, critic: StepTimes) -> bool:
-    """Whether one schedule can hold both models: the same GPUs, tp alike, and pipelines that divide each other."""
+    """Whether one schedule can hold both models. They need the same GPUs and the same tp, and one pp must divide the
+    other."""
     a, k = candidate.actor_training[0], candidate.critic_training[0]
     if (a.pool, a.range, a.tp) != (k.pool, k.range, k.tp) or max(a.pp, k.pp) == 1:
         return False
@@ -151,7 +155,7 @@ def _schedule(actor: StepTimes, critic: StepTimes, a: Floats, k: Floats, name: s
 
 @lru_cache(maxsize=64)
 def _orders(actor: StepTimes, critic: StepTimes, a: tuple[int, int], k: tuple[int, int], family: str) -> Ints:
-    """The order of passes for micro-batches of equal length."""
+    """The order of passes that the search finds for micro-batches of equal length."""
     problem = _problem(actor, critic, (np.ones(a), np.ones(k)))
     found = find(problem, family_of(family), EFFORT)
     return found.orders
@@ -160,7 +164,7 @@ def _orders(actor: StepTimes, critic: StepTimes, a: tuple[int, int], k: tuple[in
 def _apart(
     candidate: Candidate, actor: StepTimes, critic: StepTimes | None, relative: Floats, now: float
 ) -> tuple[float, list[Bar]]:
-    """Each model by 1F1B; after each other where they share GPUs."""
+    """Simulates each model by 1F1B. If the models share GPUs, they run one after the other."""
     mine, bars = candidate.actor_training[0], []
     first, new = _alone("actor", mine, actor, relative, now)
     bars += new
@@ -191,6 +195,6 @@ def _steps(share: Share, name: str, start: float, end: float) -> list[Bar]:
 
 
 def _bars(share: Share, group: int, name: str, start: float, end: float) -> list[Bar]:
-    """On the GPUs of one tensor parallel group, by its number."""
+    """The same span on each GPU of one tensor-parallel group. `group`: its number in the share."""
     first = share.first + group * share.tp
     return [Bar(share.pool, gpu, "trainer", name, start, end) for gpu in range(first, first + share.tp)]
