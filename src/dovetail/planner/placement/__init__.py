@@ -1,1 +1,1 @@
-"""Which task of an iteration runs on which GPUs, in which layout (APP section V)."""
+"""Decides which task of an iteration runs on which GPUs, and in which layout (APP section V)."""

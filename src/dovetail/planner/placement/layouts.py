@@ -1,5 +1,5 @@
-"""Layouts that a manifest allows: those that share every batch evenly, the pinned ones, and divisions of the trainer
-ranks between actor and critic."""
+"""Lists the layouts that a manifest allows: those that share every batch evenly, the pinned ones, and divisions of the
+trainer ranks between actor and critic."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TRAINING_TASKS: dict[str, Task] = {"actor": "actor_training", "critic": "critic_
 
 
 def pinned_shares(spec: RLHFJobSpec) -> dict[Task, tuple[Parallelism, ...]]:
-    """Layouts that spec.plan.parallelism allows for actor and critic training. Empty: all."""
+    """The layouts that spec.plan.parallelism allows for actor and critic training. Empty if it allows all."""
     pins = pinned_layouts(spec)
     if pins is None:
         return {}
@@ -35,27 +35,27 @@ def pinned_shares(spec: RLHFJobSpec) -> dict[Task, tuple[Parallelism, ...]]:
 
 
 def trainable_layouts(spec: RLHFJobSpec, model: str, pool: Pool, shape: ModelShape) -> list[Parallelism]:
-    """`allowed_layouts` on all GPUs of a pool."""
+    """The `allowed_layouts` of a model on all GPUs of a pool."""
     return allowed_layouts(spec, model, pool.gpus, shape.layers, tensor_degrees(spec, model, pool, shape))
 
 
 def tensor_degrees(spec: RLHFJobSpec, model: str, pool: Pool, shape: ModelShape) -> list[int]:
-    """Tensor parallel degrees of a trained model: within a node, and with equal parts of a layer. A model with
-    adapters is not split."""
+    """The tensor-parallel degrees of a trained model. A degree stays within a node and cuts a layer into equal parts. A
+    model with adapters is not split."""
     most = 1 if getattr(spec.models, model).lora is not None else pool.per_node
     return [t for t in range(1, most + 1) if pool.per_node % t == 0 and shape.split_problem(t) is None]
 
 
 def most_stages(spec: RLHFJobSpec, layers: int) -> int:
-    """The most ranks of a pipeline of a model with so many layers."""
+    """The most pipeline ranks of a model with so many layers."""
     return max(1, layers // spec.plan.chunks)
 
 
 def allowed_layouts(
     spec: RLHFJobSpec, model: str, ranks: int, layers: int | None, degrees: Sequence[int] = (1,)
 ) -> list[Parallelism]:
-    """(pp, tp, dp) over `ranks`, tp one of `degrees`, that share every batch of the model in every stage evenly; the
-    pinned one, if any."""
+    """The layouts over `ranks` ranks that share every batch of the model in every stage evenly. If a layout is pinned,
+    only that one is allowed. `layers`: the model's layers, or None if they are not known. `degrees`: the allowed tp."""
     rules = [rule for rule in batch_rules(spec) if rule.model == model]
     pins = pinned_layouts(spec)
     return [
@@ -66,14 +66,14 @@ def allowed_layouts(
 
 
 def divisions(layouts: Mapping[str, Parallelism], micro_batches: int) -> list[dict[str, Layout]]:
-    """Divisions of the trainer ranks: the first for the actor alone, the others for the critic.
+    """The divisions of the trainer ranks. The first ranks are for the actor alone, the others for the critic.
 
     A model keeps its data-parallel size where it can, and has fewer pipeline stages instead. Then its micro-batches,
     and with them its gradients, are the same bits as on all ranks. Only the divisions that change the fewest
     data-parallel sizes are returned.
 
-    `layouts`: those on all ranks. `micro_batches` of a mini-batch, which data-parallel ranks share evenly. A model
-    never has more pipeline stages than in `layouts`. Empty where the ranks cannot be divided."""
+    `layouts`: the layouts on all ranks. `micro_batches`: those of a mini-batch, which data-parallel ranks share evenly.
+    A model never has more pipeline stages than in `layouts`. The list is empty if the ranks cannot be divided."""
     world, tp = world_size(layouts["actor"]), layouts["actor"].tp
     found: list[tuple[int, dict[str, Layout]]] = []
     for ranks in range(tp, world, tp):
@@ -91,12 +91,13 @@ def divisions(layouts: Mapping[str, Parallelism], micro_batches: int) -> list[di
 
 
 def same_batches(layouts: Mapping[str, Parallelism], division: Mapping[str, Layout]) -> bool:
-    """Whether every data-parallel rank has the micro-batches that it has in `layouts`."""
+    """Whether every data-parallel rank has the same micro-batches as in `layouts`."""
     return all(division[name].dp == layouts[name].dp for name in ("actor", "critic"))
 
 
 def _part(whole: Parallelism, ranks: int, micro_batches: int) -> Layout | None:
-    """The model on `ranks` tensor-parallel groups of its own: with its dp, else with as few stages as can be."""
+    """The layout of a model on `ranks` tensor-parallel groups of its own. It keeps the dp of `whole` if it can;
+    otherwise it has as few stages as possible."""
     found = [each for each in every_layout(ranks, (1,), whole.pp) if micro_batches % each.dp == 0]
     best = min(found, key=lambda each: each.dp != whole.dp, default=None)
     return None if best is None else Layout(pp=best.pp, dp=best.dp, tp=whole.tp)

@@ -1,4 +1,5 @@
-"""A manifest as the planner sees it: the iteration's work, the GPUs of its groups, and what it leaves open."""
+"""Reads a manifest for the planner: the work of an iteration, the GPUs of its groups, and the choices that it leaves
+open."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ ZERO: dict[str, tuple[Literal[2, 3], ...]] = {"Always": (3,), "Never": (2,)}
 
 
 def workload(spec: RLHFJobSpec, shapes: Mapping[str, ModelShape]) -> Workload:
-    """One PPO iteration. Until lengths are measured, prompts are half as long as they may be, and responses have a
-    long tail."""
+    """The work of one PPO iteration. Lengths are not measured yet, so prompts are half as long as they may be, and
+    responses have a long tail."""
     longest = spec.data.max_prompt_tokens
     function = bool(spec.models.reward.calls)
     critic = spec.models.critic.lora or spec.models.reward.lora
@@ -66,15 +67,15 @@ def workload(spec: RLHFJobSpec, shapes: Mapping[str, ModelShape]) -> Workload:
 
 
 def _unit(spec: RLHFJobSpec) -> int | None:
-    """Tokens that a share's `micro_batch` counts: all that the manifest allows, or, if the planner may choose, those of
-    the longest sample."""
+    """The tokens that a share's `micro_batch` counts. These are all tokens that the manifest allows. If the planner may
+    choose, they are those of the longest sample. None: `micro_batch` counts samples."""
     if spec.ppo.micro_batch_tokens == "Auto":
         return longest_sample(spec, Stage.PPO)
     return spec.ppo.micro_batch_tokens
 
 
 def _micro_batch(spec: RLHFJobSpec) -> int | None:
-    """`Limits.micro_batch`: what a share's `micro_batch` must be; None: open."""
+    """The value of `Limits.micro_batch`, which a share's `micro_batch` must have. None: any value."""
     if spec.ppo.micro_batch_tokens is None:
         return spec.ppo.micro_batch_size
     return None if spec.ppo.micro_batch_tokens == "Auto" else 1
@@ -93,7 +94,7 @@ def product_errors(spec: RLHFJobSpec, measured: Mapping[str, GPU] | None = None)
 
 
 def product_warnings(spec: RLHFJobSpec, measured: Mapping[str, GPU] | None = None) -> list[str]:
-    """One sentence for each group whose GPU is in no table. All products are known by now."""
+    """One sentence for each group whose GPU is in no table. `product_errors` must have found nothing before."""
     found = []
     for index, group in enumerate(spec.groups):
         if not group.on_cpu and (known := gpu(str(group.gpu.product), measured)).estimated:
@@ -123,8 +124,9 @@ def pin_errors(spec: RLHFJobSpec) -> list[str]:
 
 
 def groups_inventory(spec: RLHFJobSpec, measured: Mapping[str, GPU] | None = None) -> Inventory | None:
-    """A pool for each group, with the pods that it starts with. Trainer groups are one pool with the slowest of
-    their GPUs, because their ranks work in step. None if a group has no GPUs. Raises UnknownProduct."""
+    """An inventory with a pool for each group, with the pods that the group starts with. The trainer groups are one
+    pool with the slowest of their GPUs, because their ranks work in step. It is the first pool. None if a group has no
+    GPUs. Raises UnknownProduct."""
     if any(group.on_cpu for group in spec.groups):
         return None
     trainers = [g for g in spec.groups if Role.TRAINER in g.roles]
@@ -144,7 +146,8 @@ def _pool(group: Group, measured: Mapping[str, GPU] | None) -> Pool:
 
 
 def groups_limits(spec: RLHFJobSpec, inventory: Inventory, shapes: Mapping[str, ModelShape]) -> Limits:
-    """What the manifest's groups and pins leave open of what trainers and scorers run today."""
+    """The choices that the manifest's groups and pins leave open, among those that trainers and scorers run today.
+    `inventory`: as `groups_inventory` gives it."""
     trainers = inventory.pools[0]
     both = [g for g in spec.groups if {Role.TRAINER, Role.ROLLOUT} <= set(g.roles)]
     rollouts = [g.name for g in spec.groups if Role.ROLLOUT in g.roles and Role.TRAINER not in g.roles]
@@ -168,8 +171,8 @@ def groups_limits(spec: RLHFJobSpec, inventory: Inventory, shapes: Mapping[str, 
 
 
 def with_parts(spec: RLHFJobSpec, limits: Limits, inventory: Inventory, shapes: Mapping[str, ModelShape]) -> Limits:
-    """`limits` with layouts on a part of the trainer ranks, if actor and critic may have their own ranks: every
-    layout that shares PPO's mini-batch evenly, or the divisions of pinned layouts
+    """Adds layouts on a part of the trainer ranks to `limits`, if actor and critic may have ranks of their own. These
+    are all layouts that share PPO's mini-batch evenly, or the divisions of pinned layouts
     (`dovetail.planner.placement.layouts.divisions`)."""
     if True not in limits.apart or "critic_training" not in limits.layouts:
         return limits
@@ -185,11 +188,11 @@ def with_parts(spec: RLHFJobSpec, limits: Limits, inventory: Inventory, shapes: 
 
 
 def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
-    """`limits` without what spec.plan rules out."""
+    """The part of `limits` that spec.plan allows."""
     placement, fusion, together = spec.plan.placement, spec.plan.inter_stage_fusion, spec.plan.intra_stage_fusion
     if spec.ppo.micro_batch_tokens is not None:
-        together = "Serial"  # only then may the number of micro-batches differ from step to step
-    # Pinned layouts, and layouts of a placement pinned to Flattening, use all ranks.
+        together = "Serial"  # other schedules need the same number of micro-batches in each step
+    # Pinned layouts use all ranks. So do the layouts of a placement that is pinned to Flattening.
     divided = pinned_layouts(spec) is None and placement != "Flattening"
     apart = (together == "Dedicated",) if together != "Auto" else (False, True) if divided else (False,)
     return replace(
@@ -198,10 +201,10 @@ def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
         schedules=_SCHEDULES[together],
         apart=apart,
         migrations=MIGRATIONS if fusion == "Auto" else (None if fusion == "Off" else float(fusion),),
-        # Values of a shared body come from the forward pass that a fold would save.
+        # With a shared body, the values come from the forward pass that a fold would save.
         folded=spec.ppo.old_log_probs == "Rollout" and not shares_body(spec),
         shared_body=shares_body(spec),
-        # Halves of backward passes would recompute a layer for every weight.
+        # With activation checkpointing, a split backward pass would recompute a layer for every weight.
         recompute=RECOMPUTE["Never" if together == "VShaped" else spec.plan.recompute],
         fsdp=ZERO.get(spec.plan.zero3, limits.fsdp),
     )

@@ -1,4 +1,5 @@
-"""The placement of a job whose groups are CPUs of one measured machine, by predicted seconds."""
+"""Places a job whose groups are CPUs of one measured machine. It takes the placement with the fewest predicted
+seconds."""
 
 from __future__ import annotations
 
@@ -22,17 +23,17 @@ from dovetail.planner.workload import Lengths
 from dovetail.protocol.machine_profile import Machine, Profile
 from dovetail.protocol.prediction import Alternative, PredictedTask, Prediction
 
-# Iterations whose lengths are drawn; a prediction is their mean.
+# A prediction is the mean of so many iterations, whose lengths are drawn at random.
 DRAWS = 8
-# At which shares of the samples a tail may gather where `plan.interStageFusion` is Auto.
+# The fractions of the samples at which a tail may gather, if `plan.interStageFusion` is Auto.
 THRESHOLDS = (None, 0.0, 0.1, 0.2, 0.3, 0.5)
 
-# What a prediction calls the coordinator's phases.
+# The names of the coordinator's phases in a prediction, where they differ.
 PHASE_NAMES = {"weights": "transfer"}
 
 
 def mismatch(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], profile: Profile) -> str | None:
-    """The trained model that the profile was not made of; None: none."""
+    """A trained model whose layers or hidden size differ from the profile's. None if all agree."""
     known = shapes(spec, configs)
     for model in trained_models(spec) if known is not None else []:
         measured = profile.models.get("critic" if model == "reward" else model)
@@ -44,8 +45,8 @@ def mismatch(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], profil
 
 
 def place(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], profile: Profile | None) -> Placed | None:
-    """None where the job's groups are not all CPUs, the profile has no whole iterations or other models, the job has no
-    PPO, or no layout divides its batches (the caller says why)."""
+    """The fastest placement. It is None if a group has GPUs, if the profile has no whole iterations or has other
+    models, if the job has no PPO, or if no layout divides its batches. The caller says why."""
     known = shapes(spec, configs)
     machine = profile.machine if profile is not None else None
     if machine is None or known is None or Stage.PPO not in spec.stages or not all(g.on_cpu for g in spec.groups):
@@ -81,7 +82,8 @@ PlacementName = Literal["Flattening", "Interleaving", "Separation"]
 
 @dataclass(frozen=True)
 class PredictedIteration:
-    """`work`: of the first lengths that were drawn. `phases`: seconds by the coordinator's names."""
+    """An iteration with one placement and layout. `work`: the iteration with the first lengths that were drawn.
+    `phases`: mean seconds by the coordinator's names."""
 
     placement: PlacementName
     layout: Parallelism
@@ -110,7 +112,7 @@ def _placements(spec: RLHFJobSpec) -> Iterator[PlacementName]:
 def predict_iteration(
     spec: RLHFJobSpec, machine: Machine, models: Sequence[str], layout: Parallelism, placement: PlacementName
 ) -> PredictedIteration:
-    """An iteration with the trained `models` laid out so: the mean over lengths that are drawn."""
+    """The mean iteration over DRAWS random draws of the lengths. The trained `models` all have `layout`."""
     works = _works(spec, machine, models, layout, placement)
     found = [seconds(work, machine) for work in works]
     return PredictedIteration(
@@ -121,14 +123,14 @@ def predict_iteration(
 def _works(
     spec: RLHFJobSpec, machine: Machine, models: Sequence[str], layout: Parallelism, placement: PlacementName
 ) -> list[IterationWork]:
-    """Iterations with lengths that are drawn."""
+    """DRAWS iterations whose lengths are drawn at random."""
     pinned = spec.model_copy(update={"plan": spec.plan.model_copy(update={"placement": placement})})
     rng = np.random.default_rng(spec.seed)
     return [work_of(pinned, models, layout, *_lengths(spec, machine, rng)) for _ in range(DRAWS)]
 
 
 def predicted_lanes(spec: RLHFJobSpec, machine: Machine, models: Sequence[str], best: PredictedIteration) -> Lanes:
-    """The same iterations as two lanes, which share the machine's cores. With a lag the trainers recompute the old
+    """The same iterations as two lanes that share the machine's cores. With a lag the trainers recompute the old
     log-probabilities."""
     synchronous, lagged = [], []
     for work in _works(spec, machine, models, best.layout, best.placement):
@@ -146,8 +148,9 @@ def predicted_lanes(spec: RLHFJobSpec, machine: Machine, models: Sequence[str], 
 
 
 def _lengths(spec: RLHFJobSpec, machine: Machine, rng: np.random.Generator) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Prompts as long as measured on average; responses as in a run of the job, else as the measured policy ends them,
-    else with a long tail."""
+    """Draws the tokens of prompts and of responses, (batch,) each. Prompts are as long as the measured mean. Responses
+    are as in a run of the job if there was one. Otherwise they end as the measured policy ends them, or have a long
+    tail if that was not measured."""
     count, longest = spec.ppo.global_batch_size, spec.generation.max_tokens
     prompts = (min(round(machine.prompt_tokens), spec.data.max_prompt_tokens),) * count
     if machine.responses is not None:
@@ -166,7 +169,8 @@ def work_of(
     prompts: tuple[int, ...],
     responses: tuple[int, ...],
 ) -> IterationWork:
-    """An iteration of a job with samples of these lengths. `spec.plan.placement` says what each scorer holds."""
+    """The work of an iteration with samples of these lengths. `spec.plan.placement` says which models each scorer
+    holds."""
     rollouts = sum(pod_count(g) for g in spec.groups if Role.ROLLOUT in g.roles)
     fusion = spec.plan.inter_stage_fusion
     return IterationWork(
@@ -187,7 +191,7 @@ def work_of(
 
 
 def _micro_batch(spec: RLHFJobSpec, dp: int) -> int:
-    """Samples of a micro-batch; cut by tokens, as many of the longest ones as there is room for."""
+    """The samples of a micro-batch. If micro-batches are cut by tokens, as many of the longest samples as they hold."""
     tokens = micro_batch_tokens(spec, Stage.PPO)
     if tokens is None:
         return spec.ppo.micro_batch_size
@@ -226,7 +230,7 @@ def _prediction(
 
 
 def _tasks(spec: RLHFJobSpec, machine: Machine, best: PredictedIteration) -> Iterator[PredictedTask]:
-    """Each as long as its own processes take, if they had the machine to themselves."""
+    """The tasks of the plan. Inference takes as long as on an idle machine, and training as if it were alone."""
     rollouts = "+".join(g.name for g in spec.groups if Role.ROLLOUT in g.roles)
     trainers = "+".join(g.name for g in spec.groups if Role.TRAINER in g.roles)
     work, tokens = best.work, sum(best.work.prompts) + sum(best.work.responses)

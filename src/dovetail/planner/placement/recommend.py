@@ -1,4 +1,4 @@
-"""The best that an inventory allows, whatever groups a manifest has, and the groups that would make it so."""
+"""Finds the best placement on an inventory, whatever groups a manifest has, and the groups that it needs."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from dovetail.planner.placement.search.search import Effort, Found, Result, Sear
 from dovetail.planner.placement.search.structures import ALONE
 from dovetail.planner.shape import ModelShape
 
-# Estimates of whole iterations; enough for 64 GPUs, and more for more.
+# The search may estimate so many whole iterations. The least is enough for 64 GPUs; more GPUs get more.
 LEAST_EFFORT = 1500
 EFFORT_PER_GPU = 12
 
 
 class Unknown(ValueError):
-    """The planner knows too little of the job; one sentence."""
+    """The planner knows too little about the job. The message is one sentence."""
 
 
 class PodCosts(GPUCosts):
-    """Costs of placements as `fragment` writes them. Trainers that share GPUs with servers are in pods of one server
-    each. Messages from pod to pod go over the network, as in the plan of such a manifest."""
+    """The costs of placements as `fragment` writes them. If trainers share GPUs with servers, each pod has one server.
+    Messages between pods go over the network, as in the plan of such a manifest."""
 
     def estimate(self, candidate: Candidate) -> Estimate:
         mine = self.of(candidate)
@@ -51,14 +51,14 @@ class PodCosts(GPUCosts):
         pool = self.inventory[name]
         if size >= pool.per_node:
             return self
-        life = pool.life and pool.life * pool.per_node / size  # a node's end is that of all its pods
+        life = pool.life and pool.life * pool.per_node / size  # when a node ends, all its pods end
         pods = replace(pool, nodes=pool.gpus // size, per_node=size, life=life)
         pools = tuple(pods if each is pool else each for each in self.inventory.pools)
         return GPUCosts(self.work, Inventory(pools), self.max_samples)
 
 
 def effort(inventory: Inventory, expired: Callable[[], bool] = lambda: False) -> Effort:
-    """For an inventory of this size."""
+    """The effort of a search on an inventory of this size."""
     return Effort(max(LEAST_EFFORT, EFFORT_PER_GPU * inventory.gpus), expired)
 
 
@@ -68,9 +68,9 @@ def recommend(
     inventory: Inventory,
     expired: Callable[[], bool] = lambda: False,
 ) -> tuple[Chosen, list[str]]:
-    """The best placement on an inventory that trainers and scorers run today, whatever groups the manifest has. If
-    none fits, the best of all placements, with sentences about what of it is not executed yet. Raises Infeasible,
-    ConfigError, Unknown."""
+    """The best placement on an inventory, whatever groups the manifest has, among those that trainers and scorers run
+    today. If none of these fits, it is the best of all placements, with a sentence for each part that is not executed
+    yet. `expired`: whether the search must end now. Raises Infeasible, ConfigError or Unknown."""
     if Stage.PPO not in spec.stages:
         raise Unknown("spec.stages has no ppo, whose iteration is what is placed on an inventory; add it")
     known = shapes(spec, configs)
@@ -95,9 +95,10 @@ def cheapest(
     inventory: Inventory,
     expired: Callable[[], bool] = lambda: False,
 ) -> tuple[Chosen, list[str]]:
-    """As `recommend`, for the lowest price of a sample: perhaps on fewer nodes. A descent, from all nodes and from each
-    pool alone: while it helps, a pool has a node less, half its nodes, or none. Raises Unknown also where a price is
-    missing."""
+    """Like `recommend`, but for the lowest price of a sample. The placement may use fewer nodes.
+
+    It descends from all nodes, and from each pool alone. While the price falls, one pool gets a node less, half its
+    nodes, or none. Raises Unknown also if a price is missing."""
     if missing := next((pool.name for pool in inventory.pools if pool.price is None), None):
         raise Unknown(
             f"pool {missing} of the inventory has no pricePerGPUHour, which a search for the lowest price needs"
@@ -144,7 +145,7 @@ def cheapest(
 def _limits(spec: RLHFJobSpec, limits: Limits) -> Limits:
     batches: dict[Task, tuple[int, ...]] = {"actor_training": (), "critic_training": ()}
     for rule in batch_rules(spec):
-        if rule.stage is not Stage.PPO:  # the reward model is laid out like the critic, if there is one
+        if rule.stage is not Stage.PPO:  # the reward model has the critic's layout, if there is a critic
             task: Task = "critic_training" if rule.model == "reward" and has_critic(spec) else "actor_training"
             batches[task] += (rule.batch // rule.micro,)
     return replace(pinned(spec, limits), layouts=pinned_shares(spec), batches=batches)
@@ -175,8 +176,8 @@ def _search(
 
 
 def _plainest(result: Result, costs: GPUCosts) -> Result:
-    """The result with its plainest placement: among those that the models of time cannot tell from the best one, the
-    placement that divides GPUs least."""
+    """The result with the simplest placement in place of the best one. The cost model cannot tell some placements from
+    the best one. Among these, the simplest divides the GPUs least."""
     best = result.best
     assert best is not None
     near = [best]
@@ -190,14 +191,15 @@ def _plainest(result: Result, costs: GPUCosts) -> Result:
 
 
 def _missing(result: Result) -> str:
-    """Why nothing fits: the reason of the placement that is nearest to fitting."""
+    """Why nothing fits. The reason is that of the placement that is nearest to fitting."""
     reasons = [r.problem for r in result.rejected if r.problem]
     nearest = min(reasons, key=len) if reasons else "no layout divides the batches and layers evenly"
     return f"{nearest}; add GPUs, take some with more memory, or shorten sequences or batches"
 
 
 def unexecuted(candidate: Candidate, inventory: Inventory, zero3: bool = False) -> list[str]:
-    """One sentence for each thing that trainers and scorers do not run yet. `zero3`: the manifest asks for ZeRO-3."""
+    """One sentence for each part of a candidate that trainers and scorers do not run yet. `zero3`: the manifest asks
+    for ZeRO-3."""
     shares = list(candidate.placed)
     training = [s for task, s in shares if task.endswith("_training")]
     scored = [(task, s) for task, s in shares if not task.endswith("_training") and task != "generation"]
@@ -223,7 +225,7 @@ def unexecuted(candidate: Candidate, inventory: Inventory, zero3: bool = False) 
 
 
 def fragment(chosen: Chosen) -> dict[str, Any]:
-    """The fields of a manifest's spec that describe the same placement: groups, plan pins and batch sizes."""
+    """The fields of a manifest's spec that describe this placement: groups, pins of the plan, and batch sizes."""
     candidate, pools = chosen.candidate, chosen.costs.inventory
     actor = candidate.actor_training[0]
     critic = candidate.critic_training[0] if candidate.critic_training else None
@@ -246,7 +248,7 @@ def fragment(chosen: Chosen) -> dict[str, Any]:
         )
     groups += [_group(chosen, s, ["rollout"], s.pp * s.tp) for s in candidate.generation if s not in shared]
     layouts = {"actor": _layout(actor), **({"critic": _layout(critic)} if critic else {})}
-    # Layouts of a manifest are on all trainer ranks; those on parts of them the planner finds again.
+    # A manifest's layouts are on all trainer ranks. The planner finds layouts on parts of them again.
     own = {"intraStageFusion": "Dedicated"} if candidate.schedule == "Dedicated" else {"parallelism": layouts}
     return {
         "groups": groups,

@@ -1,4 +1,5 @@
-"""Which scorer serves which models: all of them everything, or each a part (APP section V-A, Interleaving)."""
+"""Decides which scorer holds which models. Each holds all models, or a part of them (APP section V-A,
+Interleaving)."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dovetail.protocol.plan import Scored
 
 
 def scored_models(spec: RLHFJobSpec) -> list[Scored]:
-    """What PPO asks scorers for."""
+    """The models whose outputs PPO asks scorers for."""
     found: list[Scored] = ["reference"]
     if not spec.models.reward.calls:
         found.append("reward")
@@ -18,11 +19,11 @@ def scored_models(spec: RLHFJobSpec) -> list[Scored]:
 
 
 def scorer_models(spec: RLHFJobSpec, scorers: int, interleaved: bool = False) -> list[list[Scored]]:
-    """The models that each of `scorers` holds.
+    """The models that each of the `scorers` scorers holds.
 
-    Interleaving, pinned or chosen (`interleaved`), with two scorers or more: the reference is on the first half of
-    them. The other models, which have no vocabulary projection, are on the second half. So each scorer holds fewer
-    models, and their passes run side by side. Otherwise every scorer holds all models."""
+    With Interleaving, which is pinned or chosen (`interleaved`), and two scorers or more, the first half of them holds
+    the reference. The second half holds the other models, which have no vocabulary projection. So each scorer holds
+    fewer models, and their passes run side by side. Otherwise every scorer holds all models."""
     models = scored_models(spec)
     halves = interleaved or spec.plan.placement == "Interleaving"
     if not halves or scorers < 2 or len(models) < 2:

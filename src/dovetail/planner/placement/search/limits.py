@@ -1,4 +1,4 @@
-"""What the search may choose: everything, what is executed today, or what a manifest leaves open."""
+"""Says what the search may choose: everything, what is executed today, or what a manifest leaves open."""
 
 from __future__ import annotations
 
@@ -13,26 +13,36 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 MIGRATIONS = (None, 0.1, 0.2, 0.3)
 # For the best placement, once it is found.
 FINE_MIGRATIONS = tuple(k / 100 for k in range(5, 100, 5))
-# Most pipeline stages that serve or infer: each adds a message, and a stage's memory is small long before.
+# The most pipeline stages of a server and in inference. Each stage adds a message, and far fewer stages make a stage's
+# memory small.
 MOST_STAGES = 16
 
 
 @dataclass(frozen=True)
 class Limits:
-    """`trainers`, `rollouts`: pools that may train, and that may generate and infer; None: all. Pools in both are
-    shared by all tasks or divided between them. `whole`: a task takes all of a pool (the groups of a manifest).
+    """The choices of the search. An open choice may have any value.
 
-    `micro_batch`: of training, None: open. `batches`: by training task, numbers of micro-batches of the model's other
-    stages, which its data-parallel ranks must share evenly. `layouts`: those allowed of a training task; all if it
-    is not named. `servers`: GPUs of a vLLM server by pool, open if it is not named; `within`: a server is on one
-    node; `asleep`: pools whose servers leave the GPU to others, and whose scorers' weights wait in host memory.
-    `inference_tp`: most tensor parallel ranks in inference; `serving_pp`, `inference_pp`: most pipeline stages of a
-    vLLM server and in inference. `fsdp`, `recompute`: values allowed in training;
-    `offload`: by training task, open if it is not named; `swap`: of `offload` in other pools' inference. `folded`: the
-    rollouts' log-probabilities serve as the old ones.
-    `shared_body`: the critic is a head on the actor. `apart`: whether actor and critic may train on GPUs of their
-    own (True) or on the same (False). `together`: they have one micro-batch size and one tp, and inference runs
-    beside generation, in a scorer for each server."""
+    `placements`, `schedules`, `migrations`: the allowed values of a candidate's fields.
+    `trainers`, `rollouts`: the pools that may train, and those that may generate and infer. None: all pools. A pool in
+    both is shared by all tasks or divided between them.
+    `whole`: a task takes all of a pool, as the groups of a manifest do.
+    `micro_batch`: `Share.micro_batch` of training. None: it is open.
+    `batches`: by training task, the numbers of micro-batches of the model's other stages. Its data-parallel ranks must
+    share them evenly.
+    `layouts`: the allowed layouts by training task. All are allowed of a task that is not named.
+    `servers`: the GPUs of a vLLM server, by pool. It is open for a pool that is not named.
+    `within`: a server must be on one node.
+    `asleep`: the pools whose servers sleep while others use the GPU. Their scorers' weights wait in host memory then.
+    `inference_tp`: the most tensor-parallel ranks in inference.
+    `serving_pp`, `inference_pp`: the most pipeline stages of a vLLM server, and in inference.
+    `fsdp`, `recompute`: the allowed values in training.
+    `offload`: the allowed values by training task. It is open for a task that is not named.
+    `swap`: the allowed values of `Share.offload` in the inference of pools that are not `asleep`.
+    `folded`: the rollouts' log-probabilities serve as the old ones.
+    `shared_body`: the critic is a head on the actor.
+    `apart`: whether actor and critic may train on GPUs of their own (True) or on the same GPUs (False).
+    `together`: actor and critic have one micro-batch size and one tp, and inference runs beside generation, in one
+    scorer for each server."""
 
     placements: tuple[Placement, ...] = tuple(Placement)
     trainers: tuple[str, ...] | None = None
@@ -59,9 +69,9 @@ class Limits:
     together: bool = False
 
     def executed(self) -> Limits:
-        """Only what trainers and scorers run today: FSDP2 as ZeRO-2, actor and critic with one tp, vLLM servers in a
-        pod each, a scorer beside each server, whose models are whole or in pipeline stages on its pod's GPUs, where
-        they stay."""
+        """The part of the choices that trainers and scorers run today. Training uses FSDP2 as ZeRO-2, and actor and
+        critic have the same tp. Each vLLM server has a pod, and a scorer beside it. The scorer's models are whole or in
+        pipeline stages on the pod's GPUs, and stay there."""
         return replace(
             self,
             inference_tp=1,
@@ -73,7 +83,7 @@ class Limits:
 
 
 def every_layout(ranks: int, degrees: Iterable[int], layers: int) -> Iterator[Parallelism]:
-    """Every (pp, tp, dp) over `ranks`, tp one of `degrees`, with at most a stage a layer."""
+    """Every layout over `ranks` ranks whose tp is one of `degrees`, with at most `layers` pipeline stages."""
     for tp in degrees:
         for pp in range(1, min(layers, ranks // tp) + 1):
             if ranks % (pp * tp) == 0:
