@@ -1,4 +1,4 @@
-"""The GPUs that there are: pools of equal nodes, from a file or from a cluster's Node objects."""
+"""Reads an inventory of GPUs, as pools of equal nodes, from a file or from a cluster's Node objects."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from dovetail.planner.hardware import GPU, UnknownProduct, gpu
 from dovetail.planner.hashing import hashed_once
 from dovetail.planner.nodes import GPU_RESOURCE, PRODUCT_LABEL, count
 
-# Assumed where an inventory does not say: one 100 Gbit/s port a GPU (APP section VI-A has 100 GB/s for eight).
+# The default of an inventory: each GPU has one 100 Gbit/s port (APP section VI-A has 100 GB/s for eight).
 NETWORK_GBPS = 100.0
-# Until a cloud gives another node for one that it took, seconds.
+# The default time until a cloud replaces a node that it took, in seconds.
 ABSENCE_SECONDS = 300.0
 _KEYS = {"name", "product", "nodes", "gpusPerNode", "pricePerGPUHour", "networkGbps"}
 _KEYS |= {"meanLifetimeHours", "meanAbsenceHours"}
 
 
 class InventoryError(ValueError):
-    """An inventory that cannot be read; one sentence that names the entry and the fix."""
+    """An inventory cannot be read. The message is one sentence that names the entry and the fix."""
 
 
 @hashed_once
 @dataclass(frozen=True)
 class Pool:
-    """`nodes` equal nodes of `per_node` GPUs. `network`: bytes per second of one GPU to other nodes, one direction.
+    """`nodes` equal nodes of `per_node` GPUs each. GPU i of the pool is on node i // per_node.
 
-    GPU i of the pool is on node i // per_node. `price`: of a GPU for an hour, in any currency; None: not known.
-    `life`: mean seconds from a node's start to its end, if the nodes come and go (spot); None: they stay. `absence`:
-    mean seconds until the next one."""
+    `network`: bytes per second of one GPU to other nodes, in one direction. `price`: the price of a GPU for an hour, in
+    any currency. None: it is not known. `life`: the mean seconds from a spot node's start to its end. None: the nodes
+    stay. `absence`: the mean seconds until the next node comes."""
 
     name: str
     gpu: GPU
@@ -47,17 +47,17 @@ class Pool:
 
     @property
     def training(self) -> Pool:
-        """As trainers use its GPUs."""
+        """The pool as trainers use its GPUs: see `GPU.training`."""
         mine = self.gpu.training
         return self if mine is self.gpu else replace(self, gpu=mine)
 
     def link(self, ranks: int) -> float:
-        """Bytes per second between `ranks` neighbouring ranks: within a node, or else over the network."""
+        """The bytes per second between `ranks` neighbouring ranks. If they do not fit on a node, the network counts."""
         return self.gpu.peer if ranks <= self.per_node else self.network
 
     def ring(self, ranks: int, stride: int = 1) -> float:
-        """Bytes per second of a collective over `ranks` ranks, every `stride`-th GPU. Between nodes, the GPUs of a node
-        add up their network cards: data cross once a node, and NVLink passes them on."""
+        """The bytes per second of a collective over `ranks` ranks on every `stride`-th GPU. Between nodes, the GPUs of
+        a node use their network cards together. Data enter a node once, and NVLink passes them on."""
         if ranks * stride <= self.per_node:
             return self.gpu.peer
         return min(self.gpu.peer, max(1, self.per_node // stride) * self.network)
@@ -65,7 +65,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Inventory:
-    """Pools by name, in the order in which they were given. Hashable; never empty."""
+    """Pools by name, in the order in which they were given. It is hashable and never empty."""
 
     pools: tuple[Pool, ...]
 
@@ -89,14 +89,15 @@ class Inventory:
 
     @property
     def measured(self) -> bool:
-        """Whether all GPU figures were measured (`dovetail profile`), none from data sheets."""
+        """Whether all figures of the GPUs were measured by `dovetail profile`. Otherwise some are from data sheets."""
         return all(pool.gpu.measured for pool in self.pools)
 
 
 def read(document: Any, measured: Mapping[str, GPU] | None = None) -> Inventory:
-    """The value of an inventory file, YAML or JSON: `{pools: [{name, product, nodes, gpusPerNode, pricePerGPUHour,
-    meanLifetimeHours, meanAbsenceHours, networkGbps}]}`, or of what `kubectl get nodes -o json` prints. `networkGbps`:
-    Gbit/s of one GPU. Raises InventoryError."""
+    """Reads the parsed value of an inventory file, YAML or JSON: `{pools: [{name, product, nodes, gpusPerNode,
+    pricePerGPUHour, meanLifetimeHours, meanAbsenceHours, networkGbps}]}`. It also reads the output of
+    `kubectl get nodes -o json`. `networkGbps` is the Gbit/s of one GPU. `measured`: figures that replace those of the
+    data sheets, by product. Raises InventoryError."""
     if isinstance(document, dict) and isinstance(document.get("items"), list):
         return from_nodes(document["items"], measured)
     if not isinstance(document, dict) or not isinstance(document.get("pools"), list):
@@ -127,8 +128,8 @@ def _pool(entry: Any, where: str, measured: Mapping[str, GPU] | None) -> Pool:
 
 
 def from_nodes(nodes: Iterable[Mapping[str, Any]], measured: Mapping[str, GPU] | None = None) -> Inventory:
-    """Of Kubernetes Node objects, as `dovetail.planner.nodes` counts them: one pool for each product and number of GPUs
-    a node. Raises InventoryError."""
+    """The inventory of Kubernetes Node objects, as `dovetail.planner.nodes` counts them. Each product and number of
+    GPUs per node has one pool. Raises InventoryError."""
     counts = count(nodes)
     if not counts:
         raise InventoryError(
@@ -143,7 +144,7 @@ def from_nodes(nodes: Iterable[Mapping[str, Any]], measured: Mapping[str, GPU] |
 
 
 def slug(product: str) -> str:
-    """A pool's name by its product: NVIDIA-A100-SXM4-80GB is a100-sxm4-80gb."""
+    """The name of a product's pool: NVIDIA-A100-SXM4-80GB becomes a100-sxm4-80gb."""
     return re.sub(r"[^a-z0-9]+", "-", re.sub(r"^(nvidia|tesla)[- ]", "", product.lower())).strip("-")
 
 

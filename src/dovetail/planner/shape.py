@@ -1,6 +1,7 @@
-"""The sizes of a transformer, from its Hugging Face configuration: parameters, saved activations, keys and values.
+"""Computes the sizes of a transformer from its Hugging Face configuration: parameters, saved activations, and the KV
+cache.
 
-What families differ in is in `dovetail.manifest.model_families`."""
+The differences between families are in `dovetail.manifest.model_families`."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ Head = Literal["lm", "value", "lm+value"]
 
 
 class ShapeError(ValueError):
-    """A model configuration that cannot be read; the message names the field."""
+    """A model configuration cannot be read. The message names the field."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer of a block. `split`: which side tensor parallel ranks share, "out" (columns) or "in" (rows); None:
-    they cannot."""
+    """A linear layer of a block. `split`: the side that tensor-parallel ranks share, "out" (columns) or "in" (rows).
+    None: they cannot share it."""
 
     name: str
     inputs: int
@@ -39,10 +40,11 @@ class Linear:
 @hashed_once
 @dataclass(frozen=True)
 class ModelShape:
-    """`queries`, `keys`: width of all query heads, and of all key (or value) heads. `embedding`: width of the token
-    embedding where it is not `hidden` (some OPT models). `positions`: rows of a learnt position table. `windowed`: how
-    many layers attend to `window` tokens only. `experts` of a layer (0: an MLP), of which a token gets `chosen`;
-    `intermediate` is then the inner width of one."""
+    """The sizes of a model. `queries`, `keys`: the width of all query heads, and of all key (or value) heads.
+    `embedding`: the width of the token embedding if it is not `hidden` (some OPT models), else 0. `positions`: the rows
+    of a learnt position table. `windowed`: how many layers attend only to the last `window` tokens. `experts`: the
+    experts of a layer. With 0 it has an MLP. `chosen`: the experts that a token gets. `intermediate`: the inner width
+    of the MLP or of one expert."""
 
     family: str
     layers: int
@@ -65,7 +67,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> ModelShape:
-        """From a `config.json`. Raises ShapeError."""
+        """Reads the sizes from a model's `config.json`. Raises ShapeError."""
         if (why := problem(config, MODEL_FAMILIES)) is not None:
             raise ShapeError(why)
         family = MODEL_FAMILIES[config["model_type"]]
@@ -106,12 +108,12 @@ class ModelShape:
         return self.kv_heads * self.head_dim
 
     def linears(self) -> tuple[Linear, ...]:
-        """Of one block, experts not counted."""
+        """The linear layers of one block, without experts."""
         return _linears(self)
 
     def split_problem(self, tp: int, model: str = "model") -> str | None:
-        """Why `tp` tensor parallel ranks cannot train a block of `model` together, each with as many heads and as much
-        of the MLP, and what to do; None if they can."""
+        """Why `tp` tensor-parallel ranks cannot train a block of `model` together, and what to do, as the second half
+        of a sentence. Each rank must get as many heads and as much of the MLP as the others. None if they can."""
         if tp > 1 and not MODEL_FAMILIES[self.family].splits:
             return f"but layers of {self.family} models, such as the {model}, cannot be shared over ranks; set tp to 1"
         inner = MODEL_FAMILIES[self.family].inner_field
@@ -124,29 +126,31 @@ class ModelShape:
     # ------------------------------------------------------------ parameters
 
     def layer_parameters(self, tp: int = 1) -> int:
-        """Of one block, on one of `tp` tensor parallel ranks: its share of the linear layers, and the norms."""
+        """The parameters of one block on one of `tp` tensor-parallel ranks: its part of the linear layers, and all
+        norms."""
         return _layer_parameters(self, tp)
 
     def embedding_parameters(self, tp: int = 1) -> int:
-        """Before the first block."""
+        """The parameters before the first block, on one of `tp` tensor-parallel ranks."""
         projection = self.embedding * self.hidden
         return self.vocabulary * (self.embedding or self.hidden) // tp + projection + self.positions * self.hidden
 
     def head_parameters(self, head: Head, tied_here: bool = False, tp: int = 1) -> int:
-        """After the last block. `tied_here`: the head's weight is the embedding on the same rank."""
+        """The parameters after the last block, on one of `tp` tensor-parallel ranks. `tied_here`: the head's weight is
+        the embedding, which is on the same rank."""
         norm = (1 + MODEL_FAMILIES[self.family].layer_norm) * self.hidden * self.final_norm
         width = self.embedding or self.hidden
         vocabulary = 0 if tied_here or head == "value" else self.vocabulary * width // tp
         return norm + self.embedding * self.hidden + vocabulary + (0 if head == "lm" else width)
 
     def parameters(self, head: Head = "lm") -> int:
-        """Of the whole model, a tied embedding counting once."""
+        """The parameters of the whole model. A tied embedding counts once."""
         blocks = self.layers * self.layer_parameters()
         return self.embedding_parameters() + blocks + self.head_parameters(head, self.tied)
 
     def read_parameters(self, tokens: float, head: Head = "lm") -> float:
-        """Those that a pass over `tokens` positions reads: all, but of experts only those that a token gets, if each
-        token gets any `chosen` of them alike."""
+        """The mean number of parameters that a pass over `tokens` positions reads. It reads all but the experts that no
+        token gets. Each token gets any `chosen` of the experts with the same probability."""
         if not self.experts:
             return self.parameters(head)
         idle: float = (1 - self.chosen / self.experts) ** tokens
@@ -155,14 +159,16 @@ class ModelShape:
     # ------------------------------------------------------------ bytes a token
 
     def saved_bytes(self, itemsize: int, tp: int = 1) -> float:
-        """What autograd keeps of one block for one token, attention by a fused kernel (scaled_dot_product_attention)
-        where there is one.
+        """The bytes that autograd keeps of one block for one token, on one of `tp` tensor-parallel ranks. Attention
+        runs in a fused kernel (scaled_dot_product_attention) if the family has one. `itemsize`: bytes of a number.
 
-        Each norm: its input in float32, the normalised input and the scaled one; queries, keys, values and the
-        attention's output, with a float32 number a head; the MLP's inner tensors: gate, its activation, up and their
-        product, or as many as the family says. LayerNorm keeps less than the RMSNorms of transformers. Of fused
-        projections all is kept as long as the values are. Experts keep each token's states once more for each of its
-        experts, before and after it, with their order and weights, and the scores of all experts."""
+        - Norms: each keeps its input in float32, the normalised input and the scaled input. LayerNorm keeps less than
+          the RMSNorms of transformers.
+        - Attention: queries, keys, values, the output, and a float32 number for each head. If one layer makes queries,
+          keys and values, all three are kept as long as the values are.
+        - MLP: its inner tensors, which are gate, its activation, up and their product, or as many as the family says.
+        - Experts: each token's states, once more for each of its experts, before and after it, with their order and
+          weights; and the scores of all experts."""
         q, k, i, h, b = self.queries / tp, self.keys / tp, self.intermediate / tp, self.hidden, itemsize
         family = MODEL_FAMILIES[self.family]
         fused_kernel = not (family.bounded_scores or family.sinks)
@@ -178,16 +184,17 @@ class ModelShape:
         return norms + attention + each_head + fused + turned + inner
 
     def kv_bytes(self, itemsize: int, tp: int = 1) -> float:
-        """Keys and values of one token in all blocks, on one of `tp` ranks (a key head is not split further). Blocks
-        with a window count as others: what vLLM frees behind it is not known beforehand."""
+        """The bytes of the KV cache of one token in all blocks, on one of `tp` ranks. A key head is never split. Blocks
+        with a window count like others, because it is not known beforehand how much vLLM frees behind the window."""
         return 2 * self.layers * max(1.0, self.kv_heads / tp) * self.head_dim * itemsize
 
     # ------------------------------------------------------------ arithmetic
 
     def forward_flops(self, tokens: float, context: float, head: Head = "lm") -> float:
-        """Of a forward pass over `tokens` positions that attend to `context` tokens each on average: two per weight of
-        a matrix and position (of a token's own experts only), and scores and their use (4 x queries x context, of
-        which a window lets no more than itself through)."""
+        """The FLOPs of a forward pass over `tokens` positions, which attend to `context` tokens on average.
+
+        Each position costs two for each weight of a matrix; of experts only the token's own count. Attention scores and
+        their use cost 4 x queries x context, where a window limits the context."""
         matrices = _matrices(self)
         if self.windowed:
             context = context + self.windowed / self.layers * (min(context, self.window) - context)
@@ -195,7 +202,7 @@ class ModelShape:
         return tokens * (self.layers * (2 * matrices + 4 * self.queries * context) + 2 * output)
 
 
-# The search of a placement asks for these a hundred thousand times.
+# The following are cached, because the search of a placement asks for them a hundred thousand times.
 @lru_cache(maxsize=256)
 def _linears(shape: ModelShape) -> tuple[Linear, ...]:
     widths = {"hidden": shape.hidden, "queries": shape.queries, "keys": shape.keys, "inner": shape.intermediate}
@@ -209,7 +216,7 @@ def _linears(shape: ModelShape) -> tuple[Linear, ...]:
 
 @lru_cache(maxsize=256)
 def _matrices(shape: ModelShape) -> int:
-    """Of one block, weights that one token meets."""
+    """The weights of one block's matrices that one token is multiplied with."""
     routing = shape.experts * shape.hidden + shape.chosen * 3 * shape.hidden * shape.intermediate
     return sum(each.inputs * each.outputs for each in _linears(shape)) + routing
 
@@ -227,7 +234,7 @@ def _layer_parameters(shape: ModelShape, tp: int) -> int:
 
 
 def _expert_parameters(shape: ModelShape) -> int:
-    """Of one block: all experts and what chooses among them."""
+    """The parameters of all experts of one block and of their router."""
     experts = MODEL_FAMILIES[shape.family].experts
     if experts is None:
         return 0

@@ -1,4 +1,4 @@
-"""What an iteration of PPO has to do, whatever it runs on."""
+"""Describes the work of a PPO iteration, whatever it runs on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dovetail.planner.shape import Head, ModelShape
 
 Ints = npt.NDArray[np.int64]
 # RLHFuse figure 2: the 99.9th percentile is about ten times the median, for models of every size. The limit on tokens
-# should lie there.
+# is assumed to be there.
 TAIL_RATIO = 10.0
 TAIL_QUANTILE = 0.999
 
@@ -24,7 +24,8 @@ TAIL_QUANTILE = 0.999
 @hashed_once
 @dataclass(frozen=True)
 class Lengths:
-    """Log-normal numbers of tokens, cut off at `longest`. `sigma` 0: all are the median (APP's fixed 256 and 256)."""
+    """A log-normal distribution of numbers of tokens, cut off at `longest`. With `sigma` 0 all are the median, as
+    APP's fixed 256 prompt and 256 response tokens."""
 
     median: float
     sigma: float
@@ -36,16 +37,17 @@ class Lengths:
 
     @classmethod
     def long_tailed(cls, longest: int) -> Lengths:
-        """The limit at the 99.9th percentile, ten times the median (RLHFuse figure 2)."""
+        """A distribution whose 99.9th percentile is `longest`, ten times the median (RLHFuse figure 2)."""
         return cls(longest / TAIL_RATIO, math.log(TAIL_RATIO) / NormalDist().inv_cdf(TAIL_QUANTILE), longest)
 
     def quantiles(self, count: int) -> Ints:
-        """(count,) the distribution's middles of `count` equal parts, shortest first: a sample without chance."""
+        """The middles of `count` equally likely parts of the distribution, (count,) int64, the shortest first. They
+        replace a random sample."""
         z = [NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]
         return self._cut(self.median * np.exp(self.sigma * np.array(z)))
 
     def draw(self, count: int, rng: np.random.Generator) -> Ints:
-        """(count,) at random."""
+        """A random sample of (count,) int64 lengths."""
         return self._cut(self.median * np.exp(self.sigma * rng.standard_normal(count)))
 
     @cached_property
@@ -59,15 +61,17 @@ class Lengths:
 @hashed_once
 @dataclass(frozen=True)
 class Workload:
-    """One iteration: `batch` samples generated, scored, and trained on in `epochs` passes of batch / mini_batch
-    optimizer steps each. `critic` None: no critic model (grpo, rloo, a shared body); `reward` None: a reward function.
-    Actor and reference have the language-model head, critic and reward one value a token; with `value_head` the actor
-    has both in training. `per_prompt`: samples of each prompt.
+    """The work of one iteration: `batch` samples are generated, scored and learnt. There are `epochs` passes of
+    batch / mini_batch optimizer steps each.
 
-    `actor_lora`, `critic_lora`: adapters in place of all weights. `ema`: averaged weights of the actor are kept, in
-    host memory. `kept_versions`: so many versions of actor and critic are kept there, to be sent while training goes
-    on. `micro_batch_tokens`: training cuts micro-batches by tokens, and a share's `micro_batch` counts so many of them;
-    None: it counts samples. `chunks`: stages of actor and critic on each rank of their pipelines."""
+    `critic`: None if there is no critic model (grpo, rloo, or a shared body). `reward`: None if there is a reward
+    function. Actor and reference have a language-model head. Critic and reward have a head with one value per token.
+    With `value_head` the actor has both heads in training. `prompt`, `response`: the distributions of lengths.
+    `per_prompt`: the samples of each prompt. `actor_lora`, `critic_lora`: adapters are trained in place of all weights.
+    `ema`: averaged weights of the actor are kept in host memory. `kept_versions`: so many versions of actor and critic
+    are kept in host memory, to be sent while training goes on. `micro_batch_tokens`: training cuts micro-batches by
+    tokens, and a share's `micro_batch` counts units of so many tokens. None: it counts samples. `chunks`: the stages of
+    actor and critic on each rank of their pipelines."""
 
     actor: ModelShape
     reference: ModelShape
@@ -78,7 +82,7 @@ class Workload:
     epochs: int
     prompt: Lengths
     response: Lengths
-    # Not part of the hash: a LoRA holds a list.
+    # Adapters are not part of the hash, because a LoRA holds a list.
     actor_lora: LoRA | None = field(default=None, hash=False)
     critic_lora: LoRA | None = field(default=None, hash=False)
     ema: bool = False
@@ -89,27 +93,30 @@ class Workload:
     chunks: int = 1
 
     def longest_micro_batch(self, dp: int, micro: int) -> int:
-        """Most tokens of a micro-batch of a share in training."""
+        """The most tokens of a micro-batch in training, of a share with so many data-parallel ranks (`dp`) and such a
+        `Share.micro_batch` (`micro`)."""
         if self.micro_batch_tokens is None:
             return min(micro, self._rows(dp)) * self.longest
         return min(micro * self.micro_batch_tokens, self._rows(dp) * self.longest)
 
     def micro_batches(self, dp: int, micro: int, longest: bool = False) -> int:
-        """Micro-batches of a data-parallel rank in an optimizer step; with `longest` if all samples are the longest."""
+        """The micro-batches of a data-parallel rank in an optimizer step. `longest`: all samples have the longest
+        length."""
         if self.micro_batch_tokens is None:
             return -(-self._rows(dp) // micro)
         tokens = self.longest if longest else self.tokens
         return max(1, min(self._rows(dp), math.ceil(self._rows(dp) * tokens / (micro * self.micro_batch_tokens))))
 
     def samples_together(self, dp: int, micro: int) -> float:
-        """Samples of a micro-batch on average."""
+        """The mean number of samples of a micro-batch."""
         return float(micro) if self.micro_batch_tokens is None else self._rows(dp) / self.micro_batches(dp, micro)
 
     def divides(self, dp: int, micro: int) -> bool:
-        """Whether data-parallel ranks get micro-batches of one kind."""
+        """Whether the data-parallel ranks get equal numbers of samples, in micro-batches of this size. If they are cut
+        by tokens, a size is refused when half of it already holds all samples of a rank."""
         if self.micro_batch_tokens is None:
             return self.mini_batch % (dp * micro) == 0
-        # A micro-batch that has room for more than a rank's samples is the same as a smaller one.
+        # Such a micro-batch is the same as one of half the size.
         whole = self.longest_micro_batch(dp, micro // 2) == self._rows(dp) * self.longest if micro > 1 else False
         return self.mini_batch % dp == 0 and not whole
 
@@ -118,21 +125,22 @@ class Workload:
 
     @property
     def steps(self) -> int:
-        """Optimizer steps of each trained model."""
+        """The optimizer steps of each trained model."""
         return self.epochs * max(1, self.batch // self.mini_batch)
 
     @property
     def tokens(self) -> float:
-        """Mean of a whole sample."""
+        """The mean tokens of a sample, prompt and response together."""
         return self.prompt.mean + self.response.mean
 
     @property
     def longest(self) -> int:
-        """Most tokens of a sample."""
+        """The most tokens of a sample, prompt and response together."""
         return self.prompt.longest + self.response.longest
 
     def model(self, task: str) -> tuple[ModelShape, Head] | None:
-        """Shape and head of the model that a task of `candidate.TASKS` runs; None if the job has no such task."""
+        """The shape and the head of the model that a task of `candidate.TASKS` runs. None if the job has no such
+        task."""
         shapes: dict[str, tuple[ModelShape | None, Head]] = {
             "generation": (self.actor, "lm"),
             "actor_training": (self.actor, "lm+value" if self.value_head else "lm"),
@@ -145,7 +153,7 @@ class Workload:
         return None if shape is None else (shape, head)
 
     def needed(self, task: str) -> tuple[ModelShape, Head]:
-        """`model` of a task that the job has."""
+        """The same as `model`, for a task that the job has."""
         found = self.model(task)
         assert found is not None, f"the workload has no {task}"
         return found

@@ -1,4 +1,4 @@
-"""GPUs by product: what they can do, from data sheets (`gpus.toml`) or measured in the same format."""
+"""Describes GPUs by product. The figures come from data sheets (`gpus.toml`), or were measured in the same format."""
 
 from dovetail.planner.hardware.gpus import (
     GPU,

@@ -1,4 +1,4 @@
-"""The table of GPUs, and looking one up."""
+"""Reads the table of GPUs, and looks a GPU up in it."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from dovetail.manifest.types import Dtype
 from dovetail.planner.hashing import hashed_once
 
 GIB = 2**30
-# Suffixes that GPU feature discovery adds for time slicing.
-# A slice by the "single" strategy of NVIDIA's device plug-in: GPU, sevenths, GB.
+# A MIG slice by the "single" strategy of NVIDIA's device plug-in: the GPU, its sevenths, and its GB.
 _MIG = re.compile(r"(.+)-MIG-(\d+)g\.(\d+)gb(?:\.[\w.+-]+)?")
+# GPU feature discovery adds this suffix for time slicing.
 _SUFFIX = re.compile(r"-SHARED$")
 
 
 class HardwareError(ValueError):
-    """A hardware file that cannot be read; the message names the entry and the fix."""
+    """A hardware file cannot be read. The message names the entry and the fix."""
 
 
 class UnknownProduct(ValueError):
-    """No such GPU product; the message offers the nearest names."""
+    """There is no such GPU product. The message offers the nearest names."""
 
 
 @hashed_once
 @dataclass(frozen=True)
 class GPU:
-    """`flops`: per second by dtype, without sparsity; a dtype that is missing is not supported in hardware.
+    """`flops`: FLOPs per second by dtype, without sparsity. The hardware does not support a dtype that is missing.
 
-    `memory`: bytes; `memory_bandwidth`, `nvlink` and `pcie`: bytes per second, the latter two in one direction;
-    `nvlink` is 0 where the GPUs of a node have only PCIe. `measured`: whether by `dovetail profile`. `resource`: what
-    pods ask their node for. `node_product`: the nodes' product label; empty: as `product`. `estimated`: the figures
-    are those of a similar GPU."""
+    `memory`: bytes. `memory_bandwidth`, `nvlink`, `pcie`: bytes per second, the latter two in one direction. `nvlink`
+    is 0 if the GPUs of a node have only PCIe. `measured`: `dovetail profile` measured the figures. `resource`: the
+    resource that pods ask their node for. `node_product`: the product label of the nodes. If it is empty, it is
+    `product`. `estimated`: the figures are those of a similar GPU."""
 
     product: str
     flops: Mapping[Dtype, float] = field(hash=False)
@@ -58,24 +58,24 @@ class GPU:
 
     @property
     def dtype(self) -> Dtype:
-        """What `Auto` means on it: bfloat16 where it can, else float16; float32 where there is neither."""
+        """The dtype that `Auto` means on this GPU: bfloat16 if it has it, else float16, else float32."""
         return next(d for d in (Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT32) if d in self.flops)
 
     @property
     def training(self) -> GPU:
-        """As trainers use it: they train in float32 where there is no bfloat16."""
+        """The GPU as trainers use it. They train in float32 if it has no bfloat16."""
         if self.bf16 or Dtype.FLOAT32 not in self.flops:
             return self
         return replace(self, flops={Dtype.FLOAT32: self.flops[Dtype.FLOAT32]})
 
     @property
     def peer(self) -> float:
-        """Bytes per second to another GPU of the node."""
+        """The bytes per second to another GPU of the node."""
         return self.nvlink or self.pcie
 
 
 def gpu(product: str, measured: Mapping[str, GPU] | None = None) -> GPU:
-    """A GPU by the value of its node label; `measured` entries go before the data sheets'.
+    """The GPU with this value of the node label. `measured`: figures that replace those of the data sheets, by product.
 
     Raises UnknownProduct."""
     name = _SUFFIX.sub("", product)
@@ -88,7 +88,8 @@ def gpu(product: str, measured: Mapping[str, GPU] | None = None) -> GPU:
 
 
 def _slice(whole: GPU, name: str, seventh: int, gigabytes: int) -> GPU:
-    """A MIG slice: so many of a GPU's seven parts, with memory of its own. Slices are not joined by NVLink."""
+    """A MIG slice. It has so many of a GPU's seven parts (`seventh`), and memory of its own. NVLink does not join
+    slices."""
     memory = min(whole.memory, int(gigabytes * 1e9))
     return replace(
         whole,
@@ -111,8 +112,9 @@ def is_known(product: str, more: Mapping[str, GPU]) -> bool:
 
 
 def estimate(product: str, labels: Mapping[str, str] | None = None) -> GPU:
-    """A product that is in no table: memory and compute capability as its nodes' `labels` (GPU feature discovery) say,
-    all else as of the known GPU that is most alike. Without labels the memory is what the name says, else 16 GiB."""
+    """Estimates a product that is in no table. Memory and compute capability are those of its nodes' `labels` (GPU
+    feature discovery). All else is that of the most similar known GPU. Without labels the memory is the one in the
+    product's name, or 16 GiB."""
     said = labels or {}
     memory = int(said["nvidia.com/gpu.memory"]) << 20 if said.get("nvidia.com/gpu.memory", "").isdigit() else 0
     if not memory:
@@ -135,7 +137,7 @@ def estimate(product: str, labels: Mapping[str, str] | None = None) -> GPU:
 def _unknown(product: str, names: list[str]) -> str:
     key = _plain(product)
     by_key = {_plain(n): n for n in names}
-    # Users write "H100" or "a100-80gb": every name with those parts comes first, then names spelt alike.
+    # Users write "H100" or "a100-80gb". Names with all those parts come first, then names with a similar spelling.
     parts = [p for p in re.findall(r"[a-z]*\d+[a-z]*|[a-z]+", product.lower()) if p not in ("nvidia", "tesla")]
     near = [n for n in names if parts and all(p in _plain(n) for p in parts)]
     near += [by_key[k] for k in difflib.get_close_matches(key, by_key, 3, 0.5) if by_key[k] not in near]
@@ -150,12 +152,12 @@ def _plain(name: str) -> str:
 
 @cache
 def products() -> Mapping[str, GPU]:
-    """The data sheets', by product."""
+    """The GPUs of the data sheets, by product."""
     return parse(resources.files(__package__).joinpath("gpus.toml").read_text(encoding="utf-8"))
 
 
 def parse(text: str, measured: bool = False) -> dict[str, GPU]:
-    """A hardware file in the format of `gpus.toml`. Raises HardwareError."""
+    """Reads the text of a hardware file in the format of `gpus.toml`. Raises HardwareError."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -164,13 +166,13 @@ def parse(text: str, measured: bool = False) -> dict[str, GPU]:
 
 
 def read(tables: Mapping[str, Any], measured: bool = False) -> dict[str, GPU]:
-    """Tables of a hardware file by product. Raises HardwareError."""
+    """Reads the tables of a hardware file, by product. Raises HardwareError."""
     return {str(name): _read(str(name), table, measured) for name, table in tables.items()}
 
 
 def described(tables: Any) -> dict[str, GPU]:
-    """GPUs that an administrator describes: objects by product, with the keys of `gpus.toml`. `source` may be missing.
-    Raises HardwareError."""
+    """Reads the GPUs that an administrator describes: objects by product, with the keys of `gpus.toml`. `source` may be
+    missing. Raises HardwareError."""
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise HardwareError("the description of GPUs holds no tables by product")
     return read({name: {"source": "the administrator"} | table for name, table in tables.items()})

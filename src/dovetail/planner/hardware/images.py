@@ -1,5 +1,5 @@
-"""Whether the images of a job's groups have kernels for the groups' GPUs. A process asks again when it starts
-(`dovetail.gpus.kernel_check`): here only the GPU's product is known, and what the images were built from."""
+"""Checks that the images of a job's groups have kernels for the groups' GPUs. It knows only the GPU's product and the
+architectures that the images were built for. A process checks again when it starts (`dovetail.gpus.kernel_check`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dovetail.gpus.kernels import DEFAULT_ARCHITECTURES, capabilities, has_kerne
 from dovetail.manifest.types import RLHFJobSpec, Role
 from dovetail.planner.hardware import GPU, UnknownProduct, gpu
 
-# In place of a list: an image whose kernels are not known is not checked.
+# This replaces the list of architectures of an image that is not checked, because its kernels are not known.
 ANY = "any"
 
 
@@ -19,8 +19,8 @@ def image_errors(
     rollout: Collection[str] = DEFAULT_ARCHITECTURES,
     measured: Mapping[str, GPU] | None = None,
 ) -> list[str]:
-    """One sentence for each group that names no image, and whose GPU the operator's has no kernels for. `trainer`,
-    `rollout`: the architectures that the operator's images have kernels for, or ANY."""
+    """One sentence for each group that names no image, if the operator's image has no kernels for the group's GPU.
+    `trainer`, `rollout`: the architectures that the operator's images have kernels for, or ANY."""
     found = []
     for index, group in enumerate(spec.groups):
         built_for = rollout if Role.ROLLOUT in group.roles else trainer

@@ -1,4 +1,5 @@
-"""What PPO's micro-batches hold on each pipeline stage, and the manifest's limit on it (`plan.activationMemory`)."""
+"""Computes the activations of PPO's micro-batches on each pipeline stage, and checks the manifest's limit on them
+(`plan.activationMemory`)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from dovetail.planner.placement.configs import shapes, training_job
 
 
 class LimitError(ValueError):
-    """A limit that no schedule can keep to; one sentence with the least that one needs."""
+    """No schedule can keep within the limit. The message is one sentence, with the least memory that a schedule
+    needs."""
 
 
 def activation_bytes(
@@ -23,12 +25,11 @@ def activation_bytes(
     checkpointed: Collection[str] = (),
     chunks: int | None = None,
 ) -> dict[str, list[int]]:
-    """Bytes that autograd keeps of one micro-batch of the longest sequences, by trained model and place in its
-    pipeline.
+    """The bytes that autograd keeps of one micro-batch of the longest sequences, by trained model and by pipeline rank.
+    The result is empty if a model's configuration is not known.
 
-    `checkpointed`: models with activation checkpointing. `configs`: as `make_plan` takes them. `chunks`: by stage
-    instead, of which each rank has so many. The result is empty if a model's configuration is not known. Raises
-    ConfigError."""
+    `configs`: as `make_plan` takes them. `checkpointed`: the models with activation checkpointing. `chunks`: if it is
+    given, each rank has so many stages, and the result is by stage. Raises ConfigError."""
     known = shapes(spec, configs)
     both = [model for model in ("actor", "critic") if model in parallelism]
     if known is None or any(model not in known or known[model].layers < parallelism[model].pp for model in both):
@@ -40,7 +41,7 @@ def activation_bytes(
         model, layout = rule.model, parallelism[rule.model]
         job = training_job(spec, rule, known[model], layout, dtype, gpu=gpu, recompute=model in checkpointed)
         if chunks is not None:
-            # A stage holds the same, whether its rank has another one or not.
+            # A stage keeps the same, whether its rank has other stages or not.
             layout = layout.model_copy(update={"pp": layout.pp * chunks})
             job = replace(job, layout=layout, chunks=1)
         memory = (training_memory(replace(job, in_flight=1), stage) for stage in range(layout.pp))
@@ -49,8 +50,8 @@ def activation_bytes(
 
 
 def check_limit(spec: RLHFJobSpec, sizes: Mapping[str, list[int]]) -> None:
-    """Raises LimitError where spec.plan.activationMemory is below the largest micro-batch on a stage: a schedule of one
-    at a time needs that. `sizes` as `activation_bytes` gives them."""
+    """Raises LimitError if spec.plan.activationMemory is below the largest micro-batch on a stage. Even a schedule with
+    one micro-batch at a time needs that much. `sizes`: as `activation_bytes` gives them."""
     limit = spec.plan.activation_memory
     if limit is None or not sizes:
         return
@@ -68,12 +69,12 @@ def check_limit(spec: RLHFJobSpec, sizes: Mapping[str, list[int]]) -> None:
 
 
 def beyond_limit(spec: RLHFJobSpec, sizes: Mapping[str, list[int]]) -> set[str]:
-    """Models of which one micro-batch is more than spec.plan.activationMemory."""
+    """The models whose micro-batch needs more than spec.plan.activationMemory."""
     limit = spec.plan.activation_memory
     return set() if limit is None else {model for model, each in sizes.items() if max(each) > limit * GIB}
 
 
 def _up(value: float) -> str:
-    """Three digits, rounded up."""
+    """The value with three digits, rounded up."""
     shown = f"{value:.3g}"
     return shown if float(shown) >= value else f"{value * 1.005:.3g}"

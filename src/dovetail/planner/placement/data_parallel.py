@@ -1,4 +1,5 @@
-"""Layouts of a job whose GPUs or models are not known: as data-parallel as its batch sizes allow, or as pinned."""
+"""Lays out a job whose GPUs or models are not known: with as many data-parallel ranks as its batch sizes allow, or as
+pinned."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ from dovetail.planner.placement.placed import Infeasible, Placed
 
 
 def place(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], layers: Mapping[str, int]) -> Placed:
-    """Pipeline stages come only where the batches cannot be shared by all ranks. `layers[model]` bounds them.
+    """The layouts of the trained models. A model has pipeline stages only if its batches cannot be shared by all ranks.
+    `layers[model]` is the most stages of a model.
 
-    Raises Infeasible, ConfigError."""
+    Raises Infeasible or ConfigError."""
     pinned, rules, world = pinned_layouts(spec), batch_rules(spec), trainer_world(spec)
     known = shapes(spec, configs)
     layouts = {}

@@ -1,4 +1,4 @@
-"""Each task's layouts on the GPUs that a structure gives it, fastest first."""
+"""Ranks each task's layouts on the GPUs that a structure gives it, the fastest first."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from dovetail.planner.workload import Workload
 
 INFERENCE_MICRO_BATCH = 8
 INFERENCE_MICRO_BATCHES = (1, 4)
-# Fastest layouts of a task that are kept besides those that need less memory than any faster one.
+# So many of the fastest layouts of a task are kept, and all that need less memory than every faster one.
 WIDTH = 4
 EVERY = 10**9
-# Training that needs less of a GPU than this does nothing to need less.
+# Training that needs less than this fraction of a GPU's memory does not try to need less.
 ROOMY = 0.25
 _EITHER = (False, True)
 
@@ -32,7 +32,7 @@ Ranked = list[Option]
 
 @dataclass(frozen=True)
 class Misfit:
-    """Why no layout fits, one sentence. `need`: what the smallest layout needs, as a fraction of a GPU's memory."""
+    """Why no layout fits, as one sentence, and the smallest layout's need as a fraction of GPU memory."""
 
     problem: str
     need: float
@@ -40,8 +40,9 @@ class Misfit:
 
 @dataclass(frozen=True)
 class Ranking:
-    """A structure with the layouts of each task on each of its shares, fastest first, as if each share began at GPU 0.
-    `guess`: seconds of the fastest layouts together. `bound`: no choice of layouts takes fewer seconds."""
+    """A structure with the layouts of each task on each of its shares, the fastest first. The shares of the layouts
+    begin at GPU 0. `places`: the tasks and their shares. `layouts`: the options of each place. `guess`: the seconds of
+    the fastest layouts together. `bound`: no choice of layouts takes fewer seconds."""
 
     structure: Candidate
     places: tuple[tuple[Task, Share], ...]
@@ -51,7 +52,7 @@ class Ranking:
 
 
 class Ranker:
-    """Ranks the layouts of tasks. It skips ways to save memory where there is plenty of memory."""
+    """Ranks the layouts of tasks. If there is plenty of memory, it skips the ways to save memory."""
 
     def __init__(self, limits: Limits, costs: GPUCosts) -> None:
         self._limits, self._costs = limits, costs
@@ -68,14 +69,14 @@ class Ranker:
                 return ranked
             layouts.append(ranked)
             for seconds, more in ((fastest, ranked[0].seconds), (floors, min(option.floor for option in ranked))):
-                # Shares of a task work at the same time, each by its speed.
+                # The shares of a task work at the same time, and each gets samples in proportion to its speed.
                 rate = 1 / max(more, 1e-12) + (1 / seconds[task] if task in seconds else 0.0)
                 seconds[task] = 1 / rate
         return Ranking(structure, places, tuple(layouts), _sum(structure, fastest), _sum(structure, floors))
 
     @known_share
     def _kept(self, task: Task, slot: Share, shared: bool, width: int) -> Ranked | Misfit:
-        """The options of a task that are kept. Where actor and critic must have one tp, the best of each tp are
+        """The options of a task that are kept. If actor and critic must have the same tp, the best of each tp are
         kept."""
         ranked = self._fitting(task, slot, shared)
         if isinstance(ranked, Misfit):
@@ -88,7 +89,8 @@ class Ranker:
 
     @known_share
     def _fitting(self, task: Task, slot: Share, shared: bool) -> Ranked | Misfit:
-        """Layouts that fit alone, fastest first. `shared`: the same GPUs also train."""
+        """The layouts that fit if nothing else ran on the GPUs, the fastest first. `shared`: the same GPUs also
+        train."""
         pool = self._costs.inventory[slot.pool]
         alike = options(task, slot, shared, pool, self._costs.work, self._limits)
         found = [option for shares in alike for option in self.ways(task, shares)]
@@ -101,8 +103,9 @@ class Ranker:
         return Misfit(why, float("inf"))
 
     def ways(self, task: Task, shares: Sequence[Share]) -> list[Option]:
-        """Options for shares that differ only in how they save memory. There is one if saving everything is not
-        enough, and if there is plenty of memory there are only those that save nothing (of each ZeRO stage)."""
+        """The options for `shares`, which differ only in how they save memory. The last one saves most. If even that
+        one does not fit, it is the only option. If there is plenty of memory, the options that save nothing are
+        returned, one for each ZeRO stage."""
         least = self._costs.option(task, shares[-1])
         if least.problem is not None or len(shares) == 1:
             return [least]
@@ -119,16 +122,16 @@ def _by_seconds(option: Option) -> tuple[float, str]:
 
 
 def _sum(structure: Candidate, seconds: Mapping[Task, float]) -> float:
-    """Seconds of generation, inference and training one after the other. Actor and critic train at once if they have
-    different GPUs."""
+    """The seconds of generation, inference and training one after the other. Actor and critic train at the same time if
+    they have different GPUs."""
     actor, critic = seconds["actor_training"], seconds.get("critic_training", 0.0)
     training = max(actor, critic) if apart(structure) else actor + critic
     return seconds["generation"] + training + sum(seconds.get(task, 0.0) for task in INFERENCE)
 
 
 def _front(ranked: Ranked, width: int) -> Ranked:
-    """The `width` fastest options, and each option that needs less memory than every faster one. Options that leave
-    the GPU to other tasks between their turns are compared among themselves."""
+    """The `width` fastest options, and each option that needs less memory than every faster one. Options with
+    `Share.offload` leave the GPU to other tasks between their turns, so they are compared among themselves."""
     kept = []
     least = {False: float("inf"), True: float("inf")}
     for count, option in enumerate(ranked):
@@ -139,13 +142,14 @@ def _front(ranked: Ranked, width: int) -> Ranked:
 
 
 def orders(layouts: Sequence[Ranked]) -> Iterator[tuple[int, ...]]:
-    """Combinations by the sum of their seconds, each once. A combination has the number of an option of each list."""
+    """Combinations of options by the sum of their seconds, the smallest first, each once. A combination holds the index
+    of an option in each list."""
     start = (0,) * len(layouts)
     heap = [(sum(ranked[0].seconds for ranked in layouts), start, 0)]
     while heap:
         seconds, at, last = heapq.heappop(heap)
         yield at
-        # Each is reached from the one whose last place that is not the first option is one step back.
+        # A combination is reached from one other only: the last index that is not 0 is one smaller there.
         for k in range(last, len(layouts)):
             ranked, i = layouts[k], at[k]
             if i + 1 < len(ranked):
@@ -157,12 +161,12 @@ def orders(layouts: Sequence[Ranked]) -> Iterator[tuple[int, ...]]:
 
 
 def options(task: Task, slot: Share, shared: bool, pool: Pool, work: Workload, limits: Limits) -> Iterator[list[Share]]:
-    """Every share of `task` on `slot` that the model's shape and the batch sizes allow, whether or not it fits. Shares
-    that differ only in how they save memory come together, from the one that saves nothing to the one that saves most.
+    """Every share of `task` on `slot` that the model's shape and the batch sizes allow, whether or not it fits. Each
+    list holds shares that differ only in how they save memory. The first saves nothing and the last saves most.
 
-    `shared`: the same GPUs also train, so tasks beside the training may have to make room."""
+    `shared`: the same GPUs also train, so that other tasks may have to free their memory."""
     shape, _ = work.needed(task)
-    # Tensor parallel degrees within a node.
+    # Tensor-parallel ranks are on one node.
     degrees = [
         t
         for t in range(1, min(pool.per_node, slot.gpus) + 1)
@@ -182,23 +186,23 @@ def options(task: Task, slot: Share, shared: bool, pool: Pool, work: Workload, l
                 dp = slot.gpus // (pp * tp)
                 yield [Share(slot.pool, slot.first, pp, tp, dp, offload=asleep) for asleep in ways]
     else:
-        servers = limits.servers.get(pool.name, 1)  # a scorer beside each, on some of its GPUs
+        servers = limits.servers.get(pool.name, 1)  # beside each server there is a scorer, on some of its GPUs
         most = limits.servers.get(pool.name, pool.per_node) if limits.together else slot.gpus
         for tp, pp in _stages(shape, slot, degrees):
             if tp > limits.inference_tp or pp > limits.inference_pp or pp * tp > most:
                 continue
             dp = slot.gpus // max(pp * tp, servers)
-            # Stages have the less to wait for, the smaller the micro-batches are: a scorer's are a pp-th.
+            # With smaller micro-batches the stages wait less. A scorer divides its micro-batch by pp.
             least = (max(1, INFERENCE_MICRO_BATCH // pp),)
             for micro in least if pp == 1 or limits.together else INFERENCE_MICRO_BATCHES:
-                # Beside a server that sleeps, the weights come from host memory.
+                # If the server sleeps, the scorer's weights come from host memory.
                 swap = (True,) if pool.name in limits.asleep else limits.swap
                 yield [Share(slot.pool, slot.first, pp, tp, dp, micro, offload=swapped) for swapped in swap]
 
 
 def _stages(shape: ModelShape, slot: Share, degrees: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(tp, pp) of a task that does not train. Numbers of pipeline stages are powers of two, because they are tried with
-    everything else."""
+    """The (tp, pp) of a task that does not train. Only powers of two are tried as pp, because each is combined with all
+    other choices."""
     for tp in degrees:
         ranks = slot.gpus // tp
         most = min(shape.layers, ranks, MOST_STAGES)
@@ -208,18 +212,18 @@ def _stages(shape: ModelShape, slot: Share, degrees: Sequence[int]) -> Iterator[
 def _training(
     task: Task, slot: Share, degrees: Sequence[int], shape: ModelShape, work: Workload, limits: Limits
 ) -> Iterator[list[Share]]:
-    """Every layout with every size of micro-batch that suits a mini-batch."""
+    """Every layout of a training task, with every micro-batch size that divides a mini-batch."""
     lora = work.actor_lora if task == "actor_training" else work.critic_lora  # adapters are not split
     micros = MICRO_BATCHES if limits.micro_batch is None else (limits.micro_batch,)
     splits = (t for t in degrees if t == 1 or (lora is None and not shape.split_problem(t)))
-    # Comparing pydantic models takes too long here.
+    # Tuples are compared, because comparing pydantic models takes too long.
     allowed = {(layout.pp, layout.tp, layout.dp) for layout in limits.layouts.get(task, ())}
     for layout in every_layout(slot.gpus, splits, shape.layers):
         if task in limits.layouts and (layout.pp, layout.tp, layout.dp) not in allowed:
             continue
         if any(count % layout.dp for count in limits.batches.get(task, ())):
             continue
-        # One rank shares nothing with others, whatever the stage.
+        # One rank shares nothing with others, so all ZeRO stages are the same.
         stages = limits.fsdp if layout.dp > 1 else (min(2, limits.fsdp[0]),)
         ways: list[Any] = list(product(stages, limits.recompute, limits.offload.get(task, _EITHER)))
         for micro in micros:

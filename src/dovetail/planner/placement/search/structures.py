@@ -1,4 +1,5 @@
-"""Which GPUs each task may get: every way to divide an inventory that the three placements allow (APP section V-A)."""
+"""Lists which GPUs each task may get: every way to divide an inventory that the three placements allow (APP section
+V-A)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.workload import Workload
 
-# More sizes than this many nodes are not all tried; the search refines the best ones node by node.
+# Up to so many nodes every size is tried. Beyond, a grid is tried, and the search refines the best sizes node by node.
 EVERY_NODE = 16
 HALVES = "reference and reward on halves"
 APART = "actor and critic train apart"
@@ -21,8 +22,8 @@ ALONE = "training on GPUs of its own"
 
 
 Slots = tuple[Share, ...]
-"""GPUs that a task may use, before it has a layout there."""
-# Sizes, below a number of GPUs of a pool, to divide them at.
+"""The GPUs that a task may use, before it has a layout there."""
+# A function of a pool and a number of its GPUs. It returns the smaller numbers at which to divide them.
 Sizes = Callable[[Pool, int], list[int]]
 
 
@@ -32,21 +33,21 @@ def apart(structure: Candidate) -> bool:
 
 
 def every_size(pool: Pool, count: int) -> list[int]:
-    """Numbers of GPUs worth trying below `count`: powers of two within a node, then whole nodes."""
+    """The numbers of GPUs below `count` that are worth trying: powers of two within a node, and whole nodes."""
     within = {2**i for i in range(pool.per_node.bit_length()) if 2**i < pool.per_node}
     nodes = range(1, count // pool.per_node + 1)
     return sorted(s for s in {*within, *(n * pool.per_node for n in nodes)} if s < count)
 
 
 def part_sizes(pool: Pool) -> list[int]:
-    """Numbers of a pool's GPUs to try for one of two models that divide the pool: every number within a node, and of
-    several nodes those of `sizes`, for either model."""
+    """The numbers of a pool's GPUs to try for one of two models that divide the pool. On one node it is every number.
+    On several nodes it is those of `sizes`, for either model."""
     found = range(1, pool.gpus) if pool.gpus <= pool.per_node else sizes(pool, pool.gpus)
     return sorted({*found, *(pool.gpus - size for size in found)})
 
 
 def sizes(pool: Pool, count: int) -> list[int]:
-    """Like `every_size`, but of many nodes only a grid, which is finer towards both ends."""
+    """Like `every_size`, but with many nodes only a grid, which is finer towards both ends."""
     nodes = -(-count // pool.per_node)
     coarse = nodes > EVERY_NODE
     grid = _steps(nodes) if coarse else set()
@@ -54,18 +55,18 @@ def sizes(pool: Pool, count: int) -> list[int]:
 
 
 def _steps(nodes: int) -> set[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16, 24 ... nodes, and as many from the other end."""
+    """The grid: 1, 2, 3, 4, 6, 8, 12, 16, 24 ... nodes, and all nodes but so many."""
     grid = {b * 2**i for b in (2, 3) for i in range(nodes.bit_length())} | {1}
     return {n for n in grid if n < nodes} | {nodes - n for n in grid if n < nodes}
 
 
 def structures(inventory: Inventory, workload: Workload, limits: Limits, grid: Sizes = sizes) -> Iterator[Candidate]:
-    """All structures (candidates whose shares have no layout yet), each once, in a fixed order. `grid`: the sizes at
-    which a pool's GPUs are divided."""
+    """All structures, each once and in a fixed order. A structure is a candidate whose shares have no layout yet.
+    `grid`: gives the sizes at which a pool's GPUs are divided."""
     seen = set()
     missing: dict[str, Any] = {task: () for task in TASKS if workload.model(task) is None}
     if workload.critic is None:
-        limits = replace(limits, shared_body=True)  # nothing to train beside the actor either
+        limits = replace(limits, shared_body=True)  # here too only the actor trains
     for found in _all(inventory, limits, grid):
         kept = replace(found, **missing)
         if kept.placement in limits.placements and kept not in seen:
@@ -75,7 +76,7 @@ def structures(inventory: Inventory, workload: Workload, limits: Limits, grid: S
 
 def _all(inventory: Inventory, limits: Limits, grid: Sizes) -> Iterator[Candidate]:
     trainable = [p for p in inventory.pools if limits.trainers is None or p.name in limits.trainers]
-    # Training needs bfloat16 or else runs in float32: other pools only where there is none better.
+    # Without bfloat16, training runs in float32. Such pools train only if there is no other pool.
     trainable = [p for p in trainable if p.gpu.bf16] or trainable
     usable = [p for p in inventory.pools if limits.rollouts is None or p.name in limits.rollouts]
     for pool in trainable:
@@ -107,8 +108,8 @@ def _training(slot: Share, pool: Pool, limits: Limits) -> Iterator[tuple[Slots, 
 
 
 def _parts(slot: Share, pool: Pool, limits: Limits) -> list[int]:
-    """Numbers of GPUs for the actor: about a quarter, a half and three quarters. Of a manifest's trainers, what its
-    layouts allow."""
+    """The numbers of GPUs to try for the actor: about a quarter, a half and three quarters. For a manifest's trainers
+    they are the numbers that its layouts allow."""
     unit = pool.per_node if slot.gpus > pool.per_node else 1
     found = {round(slot.gpus * share / unit) * unit for share in (1 / 4, 1 / 2, 3 / 4)}
     if limits.whole and "actor_training" in limits.layouts:
@@ -118,7 +119,7 @@ def _parts(slot: Share, pool: Pool, limits: Limits) -> list[int]:
 
 def _together(slot: Share, rest: Slots, pool: Pool, limits: Limits) -> Iterator[Candidate]:
     everywhere = (slot, *rest)
-    # On a manifest's groups whatever shares its trainers' GPUs has this name.
+    # On a manifest's groups, every placement that shares the trainers' GPUs is called Flattening.
     flat = limits if limits.whole else replace(limits, apart=tuple(a for a in limits.apart if not a))
     for actor, critic, note in _training(slot, pool, flat):
         yield Candidate(Placement.FLATTENING, everywhere, actor, critic, everywhere, everywhere, everywhere, note=note)
@@ -131,7 +132,7 @@ def _together(slot: Share, rest: Slots, pool: Pool, limits: Limits) -> Iterator[
 
 
 def _halves(slots: Slots, pool: Pool) -> tuple[Slots, Slots]:
-    """Each slot in two parts of about the same size. A slot of one GPU goes to the smaller part."""
+    """Divides each slot into two parts of about the same size. A slot of one GPU goes to the smaller part."""
     parts: tuple[list[Share], list[Share]] = [], []
     for slot in slots:
         unit = pool.per_node if slot.pool == pool.name and slot.gpus >= 2 * pool.per_node else 1
@@ -145,8 +146,8 @@ def _halves(slots: Slots, pool: Pool) -> tuple[Slots, Slots]:
 
 
 def _in_order(slots: Slots, limits: Limits) -> tuple[Slots, Slots]:
-    """The first half of all servers, in the order of the groups, and the rest
-    (`dovetail.planner.placement.scorers`)."""
+    """The GPUs of the first half of all servers, in the order of the groups, and the GPUs of the other servers
+    (`dovetail.planner.placement.scorers` divides them so)."""
     parts: tuple[list[Share], list[Share]] = [], []
     left = sum(slot.gpus // limits.servers.get(slot.pool, 1) for slot in slots) // 2
     for slot in slots:
@@ -170,7 +171,7 @@ def _separate(
                 Placement.SEPARATION, generation, actor, critic, inference, inference, inference, note=note
             )
             yield whole
-            # A manifest calls it so: its groups are apart anyway.
+            # A manifest with such groups calls it Interleaving, because its groups are apart anyway.
             kind = Placement.INTERLEAVING if limits.together else Placement.SEPARATION
             alone = "" if limits.whole or not limits.together else ALONE
             own = inventory[inference[0].pool]
@@ -183,8 +184,8 @@ def _separate(
 def _served(
     training: Share, segments: Slots, inventory: Inventory, limits: Limits, grid: Sizes
 ) -> Iterator[tuple[Slots, Slots, str]]:
-    """GPUs of generation and of inference among `segments`: the same ones, different segments, or parts of the only
-    segment."""
+    """The GPUs of generation and of inference, with a note. They are the same segments, different segments, or parts of
+    the only segment."""
     yield segments, segments, ""
     if limits.whole:
         return
