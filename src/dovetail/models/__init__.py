@@ -1,4 +1,5 @@
-"""Hugging Face causal language models as pipeline stages: build, load, run and export. Shared by trainer and scorer."""
+"""Builds, loads, runs and exports Hugging Face causal language models as pipeline stages. Trainer and scorer share
+it."""
 
 from dovetail.models.build import build_stage
 from dovetail.models.config import ModelError, load_config

@@ -1,4 +1,4 @@
-"""Causal attention within each of several sequences that lie one after the other, for transformers' layers."""
+"""Computes causal attention within each of several packed sequences, for transformers' layers."""
 
 from __future__ import annotations
 
@@ -18,26 +18,28 @@ from dovetail.models.packing import RESPONSE_BLOCK, Packing
 from dovetail.protocol.budgets import SCORE_BYTES
 
 NAME = "dovetail"
-# Of torch's flash attention, which takes all sequences in one call.
+# The widest head of torch's flash attention, which computes all sequences in one call.
 _LARGEST_HEAD = 192
 
 
 class Reach(NamedTuple):
-    """Which keys a query attends to: those up to its own place, of which `before` come before the first query (a
-    number, or (B, 1, 1, 1) on the device), and with a `window` no more than so many of them."""
+    """Says which keys a query attends to: those up to its own place, and with a `window` only the last `window` of
+    these. `before`: the number of keys before the first query, as a number, or as (B, 1, 1, 1) on the device."""
 
     before: int | Tensor
     window: int | None
 
     def mask(self, rows: slice, keys: slice, device: torch.device) -> Tensor:
-        """Of these queries and keys: (rows, keys), or (B, 1, rows, keys) where rows begin at different places."""
+        """The mask of these queries and keys, bool: (rows, keys), or (B, 1, rows, keys) if sequences begin at different
+        places."""
         where = self.before + torch.arange(rows.start, rows.stop, device=device).view(-1, 1)
         of_keys = torch.arange(keys.start, keys.stop, device=device)
         mask = of_keys <= where
         return mask if self.window is None else mask & (of_keys > where - self.window)
 
     def keys(self, rows: slice, count: int) -> slice:
-        """Those of `count` keys that any of these queries attends to; all, if only the device knows."""
+        """The keys among `count` that any of these queries attends to. It is all keys if only the device knows
+        `before`."""
         if not isinstance(self.before, int):
             return slice(0, count)
         first = 0 if self.window is None else max(0, self.before + rows.start - self.window + 1)
@@ -45,9 +47,9 @@ class Reach(NamedTuple):
 
 
 class ScoreSettings(NamedTuple):
-    """How queries and keys meet. `scaling` of their products (None: by the width of a head); `window`: a token attends
-    to itself and the `window` - 1 tokens before it (None: to all before it); `softcap`: the bound of scores, by tanh;
-    `sinks` (heads,): scores of a key that has no value."""
+    """How attention scores are computed. `scaling`: the factor of the products of queries and keys. None: the width of
+    a head decides. `window`: a token attends to itself and the `window` - 1 tokens before it. None: to all before it.
+    `softcap`: tanh keeps the scores within this bound. `sinks` (heads,): the scores of a key that has no value."""
 
     scaling: float | None = None
     window: int | None = None
@@ -55,7 +57,7 @@ class ScoreSettings(NamedTuple):
     sinks: Tensor | None = None
 
     def fused(self, longest: int) -> bool:
-        """Whether torch's plain causal attention computes sequences of at most `longest` tokens."""
+        """Whether torch's plain causal attention can compute sequences of at most `longest` tokens."""
         return self.softcap is None and self.sinks is None and (self.window is None or longest <= self.window)
 
 
@@ -72,9 +74,11 @@ def attend(
     s_aux: Tensor | None = None,
     **_others: Any,
 ) -> tuple[Tensor, None]:
-    """query (1, heads, total, D), key and value (1, key heads, total, D): sequences as `packing` says. Without it: (B,
-    heads, T, D), every row a sequence. Returns (1 or B, total or T, heads, D) as transformers wants it. There is no
-    dropout. The last three arguments are named by transformers: see `ScoreSettings`."""
+    """Computes attention for a transformers layer. There is no dropout.
+
+    `query` (1, heads, total, D), `key` and `value` (1, key heads, total, D): sequences as `packing` says. Without
+    `packing` they are (B, heads, T, D), and every row is a sequence. Returns (1, total, heads, D) or (B, T, heads, D),
+    as transformers wants it. transformers gives the names of the last three arguments: see `ScoreSettings`."""
     scores = ScoreSettings(scaling, sliding_window, softcap, s_aux)
     if packing is None:
         return _rows(module, query, key, value, attention_mask, scores), None
@@ -88,14 +92,14 @@ def attend(
         return flash(query, key, value, packing, scaling, sliding_window), None
     if query.is_cuda:
         return by_blocks(query, key, value, packing, scores), None
-    # Each sequence by itself: on a CPU as fast as a block of them, and without what padding costs.
+    # On a CPU sequences run one by one. That is as fast as a block of them, and needs no padding.
     return _by_sequences(query, _joined(module, key, value, packing), packing, scores), None
 
 
 def _with_pasts(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: ScoreSettings
 ) -> Tensor:
-    """`attend` of sequences of which some go on from a cache."""
+    """Does the work of `attend` if some sequences continue a cache."""
     joined = _joined(module, key, value, packing)
     plain = scores.softcap is None and scores.sinks is None
     if query.is_cuda and plain and in_one_call(query.dtype, query.shape[-1]):
@@ -104,8 +108,8 @@ def _with_pasts(
 
 
 def _joined(module: nn.Module, key: Tensor, value: Tensor, packing: Packing) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values that each sequence attends to, (1, key heads, n, D): its cache's or its prefix's, and its own.
-    Caches then hold them."""
+    """The keys and values that each sequence attends to, (1, key heads, n, D): those of its cache or prefix, and its
+    own. Afterwards the caches hold them."""
     lengths = packing.lengths
     keys, values = (x.split(lengths, dim=2) for x in (key, value))
     prefixes = packing.prefixes or (None,) * len(lengths)
@@ -123,15 +127,16 @@ def _joined(module: nn.Module, key: Tensor, value: Tensor, packing: Packing) -> 
 
 
 def _number(module: nn.Module) -> int:
-    """Of the layer whose attention this is."""
+    """The number of the layer whose attention this is."""
     return int(module.layer_idx)  # type: ignore[arg-type]
 
 
 def _by_sequences(
     query: Tensor, joined: Sequence[tuple[Tensor, Tensor]], packing: Packing, scores: ScoreSettings
 ) -> Tensor:
-    """`attend` of one sequence after the other. What goes on from another one is computed in blocks, see
-    `RESPONSE_BLOCK`; each block's operands have the same shapes and strides however the sequence comes in parts."""
+    """Does the work of `attend` for one sequence after the other. The tokens after a prefix or cache are computed in
+    blocks (`RESPONSE_BLOCK`). The operands of each block have the same shapes and strides, in whatever parts the
+    sequence comes."""
     outputs = []
     for q, (k, v), before in zip(query.split(packing.lengths, dim=2), joined, packing.before, strict=True):
         if not before:
@@ -145,14 +150,14 @@ def _by_sequences(
 
 
 def in_one_call(dtype: torch.dtype, width: int) -> bool:
-    """Whether a GPU computes the attention of all sequences of a pass in one call, for heads of that width."""
+    """Whether a GPU can compute the attention of all sequences of a pass in one call, for heads of this width."""
     return dtype == torch.bfloat16 and width % 8 == 0 and width <= _LARGEST_HEAD
 
 
 def _rows(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scores: ScoreSettings
 ) -> Tensor:
-    """Every row is a sequence."""
+    """Does the work of `attend` if every row is a sequence."""
     if not scores.fused(query.shape[2]):
         return _one(query, key, value, None, scores)
     output: Tensor = sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scores.scaling)[0]
@@ -160,14 +165,15 @@ def _rows(
 
 
 def _one(query: Tensor, key: Tensor, value: Tensor, before: int | None, scores: ScoreSettings) -> Tensor:
-    """One sequence, or rows of as many tokens, with `before` tokens before it that have keys and values only."""
+    """The attention of one sequence, or of rows of the same length. `before`: the tokens before it that have only keys
+    and values, or None."""
     plain = before is None and scores.fused(key.shape[2])
     return _masked(query, key, value, None if plain else Reach(before or 0, scores.window), scores)
 
 
 def by_blocks(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scores: ScoreSettings) -> Tensor:
-    """`attend` of sequences of similar lengths together, padded: what a GPU does where no kernel takes all sequences in
-    one call (float16 and float32, bounded scores, sinks)."""
+    """Does the work of `attend` in blocks of padded sequences of similar lengths. A GPU does this if no kernel takes
+    all sequences in one call (float16 and float32, bounded scores, sinks)."""
     blocks, order = packing.blocks
     repeats = query.shape[1] // key.shape[1]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -178,14 +184,15 @@ def by_blocks(query: Tensor, key: Tensor, value: Tensor, packing: Packing, score
         if block.before is not None or not scores.fused(keys.shape[2]):
             reach = Reach(0 if block.before is None else block.before.view(-1, 1, 1, 1), scores.window)
         if repeats > 1 and scores.softcap is None and scores.sinks is None:
-            # torch's kernel that needs no flash attention takes no fewer key heads than query heads.
+            # Without flash attention, torch's kernel needs as many key heads as query heads.
             keys, values = keys.repeat_interleave(repeats, 1), values.repeat_interleave(repeats, 1)
         outputs.append(_masked(rows, keys, values, reach, scores).flatten(0, 1))
     return torch.cat(outputs)[order].unsqueeze(0)
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, reach: Reach | None, scores: ScoreSettings) -> Tensor:
-    """(B, T, heads, D). `reach`: which keys a query attends to; None: causal."""
+    """The output of attention, (B, T, heads, D). `reach`: the keys that a query attends to. None: attention is
+    causal."""
     if reach is not None and (scores.softcap is not None or scores.sinks is not None):
         scaling = scores.scaling or query.shape[-1] ** -0.5
         return torch.as_tensor(_Unfused.apply(query, key, value, scores.sinks, reach, scaling, scores.softcap))
@@ -198,13 +205,13 @@ def _masked(query: Tensor, key: Tensor, value: Tensor, reach: Reach | None, scor
 
 @cache
 def _shares_keys(function: Callable[..., Any]) -> bool:
-    """Whether several query heads may read one key head: since torch 2.12."""
+    """Whether several query heads may read one key head, which torch allows since 2.12."""
     return "enable_gqa" in inspect.signature(function).parameters
 
 
 class _Unfused(torch.autograd.Function):
-    """Attention whose scores no kernel of torch computes. They are computed for some queries at a time, and again for
-    the backward pass, so memory does not grow with the square of the length."""
+    """Attention whose scores no kernel of torch computes. The scores are computed for some queries at a time, and again
+    in the backward pass. So memory does not grow with the square of the length."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -241,7 +248,7 @@ class _Unfused(torch.autograd.Function):
                 if len(chunks) == 1:
                     found[k] = part
                     continue
-                if found[k] is None:  # keys and sinks add up over the chunks
+                if found[k] is None:  # gradients of keys and sinks are summed over the chunks
                     found[k] = torch.zeros_like(inputs[k], dtype=torch.float32)
                 _part(found[k], places[k]).add_(part)
         for k in wanted:
@@ -250,12 +257,12 @@ class _Unfused(torch.autograd.Function):
 
 
 def _part(tensor: Tensor, at: slice) -> Tensor:
-    """Of queries, keys or values the positions `at`; all of the sinks."""
+    """The positions `at` of queries, keys or values. Of sinks it is all of them."""
     return tensor[:, :, at] if tensor.dim() == 4 else tensor
 
 
 def _chunks(query: Tensor, key: Tensor, reach: Reach) -> list[tuple[slice, slice]]:
-    """Queries whose scores are computed together, and the keys that these may attend to."""
+    """The queries whose scores are computed together, each with the keys that they may attend to."""
     (count, heads, length, _), there = query.shape, key.shape[2]
     most = SCORE_BYTES // (4 * count * heads)
     step = max(1, most // there)
@@ -271,7 +278,8 @@ def _chunks(query: Tensor, key: Tensor, reach: Reach) -> list[tuple[slice, slice
 def _unfused(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: Tensor, scaling: float, softcap: float | None
 ) -> Tensor:
-    """(B, T, heads, D). `mask`: which keys a query attends to, (T, keys) or (B, 1, T, keys)."""
+    """The output of attention, (B, T, heads, D). `mask`, bool: the keys that a query attends to, (T, keys) or (B, 1, T,
+    keys)."""
     repeats = query.shape[1] // key.shape[1]
     longer, values = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     found = query @ longer.transpose(2, 3) * scaling
@@ -293,8 +301,8 @@ def flash(
     window: int | None = None,
     joined: Sequence[tuple[Tensor, Tensor]] | None = None,
 ) -> Tensor:
-    """`attend` of all sequences in one call. Keys and values of a prefix are repeated for each that goes on from it.
-    `joined`: what each sequence attends to, if some go on from caches."""
+    """Does the work of `attend` for all sequences in one call. Keys and values of a prefix are repeated for each
+    sequence that continues it. `joined`: the keys and values of each sequence, if some continue caches."""
     from torch.nn.attention.varlen import varlen_attn
 
     starts, longest = packing.starts, max(packing.lengths)
@@ -306,7 +314,7 @@ def flash(
     elif packing.prefixes is not None:
         index, key_starts = packing.keys
         k, v, longest_keys = k[index], v[index], packing.longest
-    # Causal, and aligned at the end where there are more keys than queries (flash attention since 2.1).
+    # Attention is causal. With more keys than queries their ends are aligned (flash attention since 2.1).
     causal = (-1 if window is None else window - 1, 0)
     options: dict[str, Any] = {"scale": scaling, "window_size": causal}
     if (repeats := q.shape[1] // k.shape[1]) > 1:

@@ -1,4 +1,4 @@
-"""Build a stage: structure on the meta device first, then exactly this rank's tensors."""
+"""Builds a stage. Its structure is made on the meta device first. Then exactly this rank's tensors are read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def build_stage(
 ) -> PipelineStage:
     """A stage with its weights, on `device` in `dtype`, in evaluation mode and without gradients.
 
-    Reads only the stage's own tensors. Raises `ModelError` for anything wrong with the folder."""
+    It reads only the stage's own tensors. Raises `ModelError` if anything is wrong with the folder."""
     stage = PipelineStage(load_config(ref), ref.head, pp_rank, pp_size)
     stage.to(dtype)
     stage.to_empty(device=device)
@@ -35,18 +35,18 @@ def build_stage(
 
 
 def open_source(ref: ModelRef, stage: PipelineStage) -> Source:
-    """The tensors that `ref` names."""
+    """The source of the tensors that `ref` names. Raises `ModelError`."""
     if ref.path is None:
         return Seed(ref.seed, stage.config, stage)
     return Folder(Path(ref.path), stage.family, value_head=ref.head == "lm+value")
 
 
 def fill(stage: PipelineStage, source: Source, names: dict[str, str]) -> None:
-    """Copy the source's tensors into the stage's parameters, sharded or not, casting to their dtype.
+    """Copy the source's tensors into the stage's parameters, sharded or not, and cast them to the parameters' dtype.
 
-    `names` maps a parameter's name to its name in the stage without wrappers. A value head that the source lacks is
-    zeroed; a vocabulary projection that it lacks is read from the embedding (tied checkpoints); any other missing
-    tensor raises `ModelError`, and so does a head beside a tied embedding that differs from it."""
+    `names`: by parameter name, its name in the stage without wrappers. If the source has no value head, it is set to 0.
+    If it has no vocabulary projection, the embedding is read (tied checkpoints). Raises `ModelError` if another tensor
+    is missing, or if a head differs from the embedding to which it is tied."""
     parameters = dict(stage.named_parameters())
     for name, plain in names.items():
         parameter = parameters[name]
@@ -65,7 +65,8 @@ def fill(stage: PipelineStage, source: Source, names: dict[str, str]) -> None:
 
 
 def _check_tied(source: Source, embedding: Tensor, shape: torch.Size, box: tuple[slice, ...]) -> None:
-    """Raises `ModelError` where a folder's weights have a head that is not the embedding: transformers would use it."""
+    """Raise `ModelError` if a folder's weights have a head that differs from the embedding. transformers would use that
+    head."""
     if not isinstance(source, Folder):
         return
     head = source.read("lm_head.weight", shape, box)
@@ -77,7 +78,8 @@ def _check_tied(source: Source, embedding: Tensor, shape: torch.Size, box: tuple
 
 
 def local_part(parameter: nn.Parameter | Tensor) -> tuple[Tensor, tuple[slice, ...]]:
-    """This rank's part of a parameter and what it covers of each dimension (all of it if neither sharded nor split)."""
+    """This rank's part of a parameter, and the slice of each dimension that it covers. A parameter that is neither
+    sharded nor split is covered as a whole."""
     from torch.distributed.tensor import DTensor
 
     tensor: Any = parameter.detach()

@@ -1,7 +1,8 @@
-"""What the models use of torch that torch does not promise to keep. tests/unit/test_compat.py says what has moved.
+"""Gathers the parts of torch that the models use and torch does not promise to keep. tests/unit/test_compat.py fails if
+one of them has moved.
 
-`PRIVATE` lists each with the version it was seen in and the reason; the modules of the packages that build on this one
-(`dovetail.trainer.compat`, `dovetail.rollout.compat`) have a list of their own."""
+`PRIVATE` lists each part with the last version that had it, and the reason for using it. The packages that build on
+this one have lists of their own (`dovetail.trainer.compat`, `dovetail.rollout.compat`)."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ import torch.distributed as dist
 
 
 class Private(NamedTuple):
-    """Something without a promise. `name` is module:attribute.attribute, `seen` the release that it was last seen in,
-    `reason` why nothing public does."""
+    """A private part of a library. `name`: module:attribute.attribute. `seen`: the last release that had it. `reason`:
+    why nothing public can replace it."""
 
     name: str
     seen: str
@@ -41,7 +42,7 @@ PRIVATE = (
 
 
 def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of this rank's part of a DTensor, and where it begins in the whole tensor."""
+    """The shape of this rank's part of a DTensor, and where it begins in the whole tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -49,7 +50,7 @@ def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def gloo_group(store: dist.Store, rank: int, world: int, address: str, timeout: timedelta) -> Any:
-    """A process group of its own over Gloo, listening at `address`."""
+    """A separate process group over Gloo, which listens at `address`."""
     options = dist.ProcessGroupGloo._Options()
     options._timeout = timeout
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
@@ -57,7 +58,7 @@ def gloo_group(store: dist.Store, rank: int, world: int, address: str, timeout: 
 
 
 def run_what_does_not_compile() -> None:
-    """Let torch.compile run what it cannot compile as it is. The compiler takes seconds to import."""
+    """Let torch.compile run code that it cannot compile as it is. Importing the compiler takes seconds."""
     import torch._dynamo.config
 
     torch._dynamo.config.suppress_errors = True

@@ -1,5 +1,5 @@
-"""Decoder layers compiled by torch.compile: norms, rotary embedding, activation and the residual sums become a few
-kernels. Attention stays one call outside of them, so lengths of sequences compile nothing anew."""
+"""Compiles decoder layers with torch.compile. Norms, rotary embedding, activation and the residual sums become a few
+kernels. Attention stays one call outside of them, so new lengths of sequences compile nothing again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from dovetail.models.model_stage import PipelineStage
 
 
 class _Compiled:
-    """A base class put before a layer's own. Module hooks, such as FSDP2's, run outside of what is compiled."""
+    """A base class that goes before a layer's own class. Module hooks, such as FSDP2's, run outside of the compiled
+    code."""
 
     compiles: bool
     backend: str
@@ -29,8 +30,8 @@ class _Compiled:
 
 @cache
 def _function(plain: Any, backend: str, deterministic: bool) -> Any:
-    """Compiled once for all layers that have this forward. `deterministic`: no choice that changes numbers depends on
-    what was measured."""
+    """The compiled function, once for all layers that have this forward function. `deterministic`: the compiler makes
+    no choice that changes numbers from measured times."""
     options: Any = {"deterministic": True} if deterministic and backend == "inductor" else None
     return torch.compile(plain, backend=backend, dynamic=True, options=options)
 
@@ -41,8 +42,8 @@ def _class(cls: Any) -> type[Any]:
 
 
 def compile_layers(stage: PipelineStage, backend: str = "inductor") -> None:
-    """Let torch.compile run the stage's layers, from their first forward pass on. What it cannot compile runs as it is.
-    Call it before the layers are sharded. The names of parameters stay as they are."""
+    """Let torch.compile run the stage's layers from their first forward pass on. A layer that it cannot compile runs as
+    it is. Call it before the layers are sharded. The names of the parameters do not change."""
     _prepare()
     for layer in stage.body.layers.values():
         layer.__class__ = _class(layer.__class__)
@@ -51,7 +52,8 @@ def compile_layers(stage: PipelineStage, backend: str = "inductor") -> None:
 
 @cache
 def _prepare() -> None:
-    """Once a process, and only where something is compiled: torch's compiler takes seconds to import."""
+    """Prepare torch's compiler once in a process. It is only done when a layer is compiled, because importing the
+    compiler takes seconds."""
     from transformers import AttentionInterface
 
     run_what_does_not_compile()
@@ -59,13 +61,13 @@ def _prepare() -> None:
 
 
 def use_compiled(stage: PipelineStage, wanted: bool) -> None:
-    """Whether layers that can run compiled do so. A split backward needs them as they are: what is compiled computes
-    the gradients of inputs and weights in one piece."""
+    """Choose whether the layers that were prepared by `compile_layers` run compiled. A split backward needs plain
+    layers, because compiled code computes the gradients of inputs and weights together."""
     for layer in stage.body.layers.values():
         if isinstance(layer, _Compiled):
             layer.compiles = wanted
 
 
 def can_compile() -> bool:
-    """Whether there is what Triton needs: a C compiler."""
+    """Whether this machine has a C compiler, which Triton needs."""
     return any(shutil.which(name) for name in ("cc", "gcc", "clang"))

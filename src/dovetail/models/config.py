@@ -1,4 +1,4 @@
-"""From a `ModelRef` to a checked Hugging Face configuration."""
+"""Turns a `ModelRef` into a checked Hugging Face configuration."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _DROPOUTS = (
 
 
 class ModelError(ValueError):
-    """A model folder or configuration that cannot be used; the message is one sentence for the user."""
+    """A model folder or configuration cannot be used. The message is one sentence for the user."""
 
 
 def load_config(ref: ModelRef) -> Any:
-    """The `transformers` configuration of `ref`, checked.
+    """The checked `transformers` configuration of `ref`.
 
-    Raises `ModelError` for a missing folder, an unsupported family or option, and a bad scratch configuration."""
+    Raises `ModelError` for a missing folder, an unsupported family or option, or a bad scratch configuration."""
     if (ref.path is None) == (ref.scratch is None):
         raise ModelError("a model needs exactly one of a folder and a scratch configuration")
     config = _from_folder(Path(ref.path), ref.trust_remote_code) if ref.path else _from_scratch(ref)
@@ -37,13 +37,15 @@ def load_config(ref: ModelRef) -> Any:
 
 
 def check_config(config: Any, where: str) -> None:
-    """Raise `ModelError` for what stages do not compute (`dovetail.manifest.model_families.support`)."""
+    """Raise `ModelError` if stages cannot compute the model (`dovetail.manifest.model_families.support`). `where`: the
+    name of the model in the message."""
     if (why := problem(config.to_dict(), MODEL_FAMILIES)) is not None:
         raise ModelError(f"{where}: {why}")
 
 
 def without_dropout(config: Any) -> Any:
-    """A copy whose dropout rates are 0: policy ratios compare two passes over the same tokens, which must agree."""
+    """A copy of the configuration whose dropout rates are 0. Policy ratios compare two passes over the same tokens, so
+    these passes must agree."""
     copy = type(config).from_dict(config.to_dict())
     for name in _DROPOUTS:
         if getattr(copy, name, None):
@@ -57,8 +59,10 @@ def is_tied(config: Any) -> bool:
 
 
 def balance_coefficient(config: Any, asked: float | None) -> float:
-    """What the load-balancing loss of a model with experts counts for. `asked`: by the manifest; None: what the model's
-    configuration says, 0 unless it has `output_router_logits`. 0 for models without experts."""
+    """The factor of the load-balancing loss. It is 0 for models without experts.
+
+    `asked`: the manifest's value. If it is None, the model's configuration decides: it is its `router_aux_loss_coef`
+    with `output_router_logits`, else 0."""
     if MODEL_FAMILIES[config.model_type].experts is None:
         return 0.0
     if asked is not None:
@@ -93,7 +97,7 @@ def _from_scratch(ref: ModelRef) -> Any:
         raise ModelError("a scratch model needs a tokenizer folder or vocab_size in its configuration")
     try:
         return AutoConfig.for_model(ref.scratch.architecture, **fields)
-    except Exception as error:  # configuration classes raise many kinds; all are the user's values
+    except Exception as error:  # configuration classes raise many kinds of errors, all because of the user's values
         raise ModelError(f"scratch configuration of {ref.scratch.architecture}: {error}") from error
 
 
@@ -108,6 +112,6 @@ def _tokenizer_fields(folder: Path, trust_remote_code: bool) -> dict[str, Any]:
         "vocab_size": len(tokenizer),
         "bos_token_id": bos,
         "eos_token_id": eos,
-        # The row of `pad_token_id` gets no gradient through the embedding, so it must not be a token that is read.
+        # The embedding's row of `pad_token_id` gets no gradient, so it must not be a token that the model reads.
         "pad_token_id": None if pad in (eos, bos) else pad,
     }

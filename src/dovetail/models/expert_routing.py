@@ -1,11 +1,11 @@
-"""Routers of mixtures of experts in training: routing replay and the load-balancing loss.
+"""Adds routing replay and the load-balancing loss to the routers of mixtures of experts in training.
 
-Routing replay (Ma et al. 2025, arXiv 2510.11370): the experts that a rollout chose are the ones that a trainer uses.
-Near a tie, rounding lets the two choose differently, and their log-probabilities differ by more than rounding.
+Routing replay (Ma et al. 2025, arXiv 2510.11370): the trainer uses the experts that the rollout chose. Near a tie,
+rounding makes the two choose differently, and then their log-probabilities differ by more than rounding.
 
-Load-balancing loss of a layer (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6): experts times the sum over
-experts of the share of tokens that got it and the mean probability that the router gave it. It is transformers'
-`load_balancing_loss_func` of that layer."""
+The load-balancing loss of a layer (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6) is E sum_e f_e p_e. E is the
+number of experts, f_e the fraction of tokens that got expert e, and p_e the mean probability that the router gave it.
+It equals transformers' `load_balancing_loss_func` of that layer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from dovetail.manifest.model_families import Experts
 
 
 class _Layer(nn.Module):
-    """A base class put before a decoder layer's own. `routing` and `balance` are arguments of the layer, so that what
-    runs again for activation checkpointing has them too."""
+    """A base class that goes before a decoder layer's own class. `routing` and `balance` are arguments of the layer, so
+    that a layer that runs again for activation checkpointing gets them too."""
 
     replays: str
 
@@ -33,14 +33,15 @@ class _Layer(nn.Module):
 
 
 class _Router(nn.Module):
-    """A base class put before a router's own. Weights of the experts are always the present policy's."""
+    """A base class that goes before a router's own class. The weights of the experts are always those of the present
+    policy. `given`, `balance`: see `replays`. `over_chosen`: the softmax is over the chosen experts only."""
 
     given: Tensor | None
     balance: float
     over_chosen: bool
-    # Experts that the router would have chosen otherwise, and all that it chose, in passes with `given`.
+    # (2,): in passes with `given`, the experts that the router would not have chosen itself, and all given experts.
     counts: Tensor | None
-    # The sum of load-balancing losses, and of how many passes.
+    # The sum of the load-balancing losses, and the number of passes that it is of.
     unbalance: Tensor | None
     passes: int
 
@@ -76,8 +77,8 @@ class _Router(nn.Module):
 
 
 class _With(torch.autograd.Function):
-    """`values` as they are, and in the backward pass the gradient of `loss` too: no stage but the last has a loss that
-    it could be added to."""
+    """Returns `values` unchanged. Its backward pass also starts the gradient of `loss`, because only the last stage has
+    a loss to which it could be added."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
@@ -90,9 +91,10 @@ class _With(torch.autograd.Function):
 
 
 def balance_loss(logits: Tensor, chosen: Tensor) -> Tensor:
-    """Load-balancing loss of one layer. logits (tokens, experts), chosen (tokens, experts of a token)."""
+    """The load-balancing loss of one layer, a scalar in float32. `logits`: (tokens, experts). `chosen`, of whole
+    numbers: (tokens, experts of a token)."""
     experts = logits.shape[1]
-    # Not bincount, for which the host waits.
+    # bincount would make the host wait for the device.
     counts = (chosen.reshape(-1, 1) == torch.arange(experts, device=chosen.device)).sum(0)
     mean = logits.softmax(-1, dtype=torch.float).mean(0)
     return experts * (counts / logits.shape[0] * mean).sum()
@@ -109,8 +111,9 @@ def _before(base: type[Any], module: nn.Module) -> None:
 
 
 def replays(layer: nn.Module, experts: Experts) -> None:
-    """Let a decoder layer take `routing`: (tokens, experts of a token) of whole numbers, -1 for tokens whose experts
-    the layer chooses itself; None for all of them; and `balance`, the factor of its load-balancing loss in the loss."""
+    """Let a decoder layer take two more arguments. `routing`, (tokens, experts of a token) of whole numbers: the
+    experts to use. -1 marks tokens whose experts the layer chooses itself; None means all tokens. `balance`: the factor
+    of the layer's load-balancing loss in the loss."""
     router: Any = layer.get_submodule(f"mlp.{experts.router}")
     router.given, router.counts, router.over_chosen = None, None, experts.over_chosen
     router.balance, router.unbalance, router.passes = 0.0, None, 0
@@ -120,8 +123,8 @@ def replays(layer: nn.Module, experts: Experts) -> None:
 
 
 def take_counts(module: nn.Module) -> tuple[float, float]:
-    """Of all routers in `module` since this was asked before: experts that they would have chosen otherwise, and all
-    that they chose. Waits for the device."""
+    """The number of given experts that the routers in `module` would not have chosen themselves, and the number of all
+    given experts, since the last call. It waits for the device."""
     found = [router for router in module.modules() if isinstance(router, _Router) and router.counts is not None]
     if not found:
         return 0.0, 0.0
@@ -132,8 +135,8 @@ def take_counts(module: nn.Module) -> tuple[float, float]:
 
 
 def take_unbalance(module: nn.Module) -> tuple[float, int]:
-    """Of all routers in `module` since this was asked before: the sum of their load-balancing losses, and of how many
-    passes. Waits for the device."""
+    """The sum of the load-balancing losses of all routers in `module` since the last call, and the number of passes. It
+    waits for the device."""
     found = [router for router in module.modules() if isinstance(router, _Router) and router.unbalance is not None]
     if not found:
         return 0.0, 0

@@ -1,4 +1,4 @@
-"""Write a Hugging Face folder that `transformers` and vLLM load."""
+"""Writes a Hugging Face folder that `transformers` and vLLM can load."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ _TOKENIZER_FILES = (
 
 
 class HuggingFaceWriter:
-    """Writes one part of a model's folder; a part is what one pipeline stage holds.
+    """Writes one part of a model's folder. A part holds the tensors of one pipeline stage.
 
-    Each writer calls `write` with its tensors; then one process calls `finish` with all writers' manifests. Heads
-    `lm` and `lm+value` give a causal language model; `value` a `...ForSequenceClassification` with one label, whose
-    `score` is the scalar head. All files are flushed to the disk. `OSError` when the disk is full."""
+    Each writer calls `write` with its tensors. Then one process calls `finish` with the manifests of all writers. Heads
+    `lm` and `lm+value` give a causal language model. Head `value` gives a `...ForSequenceClassification` with one
+    label, whose `score` is the scalar head. All files are flushed to the disk. A full disk raises OSError."""
 
     def __init__(self, folder: Path, part: int = 0, shard_bytes: int = 2 * 1024**3) -> None:
         self.folder, self.part, self.shard_bytes = folder, part, shard_bytes
 
     def write(self, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> dict[str, Any]:
-        """Write the tensors (cast to `dtype`) as safetensors shards; returns the manifest: files, names, bytes."""
+        """Write the tensors, cast to `dtype`, as safetensors shards. Returns the manifest: files, names and bytes."""
         pending: dict[str, Tensor] = {}
         pending_bytes = total = 0
         files: list[dict[str, Any]] = []
@@ -61,7 +61,7 @@ class HuggingFaceWriter:
             if pending and pending_bytes + size > self.shard_bytes:
                 flush()
                 pending_bytes = 0
-            # A copy, so that views of one storage do not make safetensors refuse the file.
+            # The copy is needed because safetensors refuses tensors that share a storage.
             pending[name] = value.clone() if value.data_ptr() == tensor.data_ptr() else value
             pending_bytes += size
             total += size
@@ -70,7 +70,7 @@ class HuggingFaceWriter:
         return {"files": files, "bytes": total}
 
     def write_value_head(self, tensors: list[tuple[str, Tensor]]) -> None:
-        """What a model with both heads has beside the language model, in float32; nothing where that is nothing."""
+        """Write the value head of a model with both heads, in float32. Without tensors it writes nothing."""
         from safetensors.torch import save_file
 
         if not tensors:
@@ -91,8 +91,8 @@ class HuggingFaceWriter:
         tokenizer: Path | None,
         subtract: float = 0.0,
     ) -> None:
-        """Give the shards their standard names and write index, config.json and the tokenizer's files. `subtract`: from
-        every value of a model with head `value`, from now on."""
+        """Give the shards their standard names, and write index, config.json and the tokenizer's files. `subtract`: for
+        a model with head `value`, this is subtracted from each of its values."""
         files = [file for manifest in manifests for file in manifest["files"]]
         weight_map: dict[str, str] = {}
         for number, file in enumerate(files, start=1):
@@ -115,7 +115,8 @@ class HuggingFaceWriter:
 
 
 def exported_config(config: Any, head: Head, dtype: torch.dtype, subtract: float = 0.0) -> dict[str, Any]:
-    """config.json of the trained model: the source's, with architecture, dtype and head as they are now."""
+    """The config.json of the trained model. It is the source's, with the architecture, dtype and head of the trained
+    model. `subtract`: see `HuggingFaceWriter.finish`."""
     fields: dict[str, Any] = config.to_dict()
     family = MODEL_FAMILIES[config.model_type]
     fields["architectures"] = [family.classifier if head == "value" else family.causal_lm]

@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies of tokens from logits, a bounded number of rows at a time.
+"""Computes log-probabilities of tokens and entropies from logits, for a bounded number of rows at a time.
 
-A float32 copy of (batch, time, vocabulary) logits is the largest tensor of a step. Here only a chunk of rows
-is ever held in float32, forward and backward; autograd keeps the logits as they came and two numbers per
+A float32 copy of the (batch, time, vocabulary) logits would be the largest tensor of a step. Here only a chunk of rows
+is in float32 at a time, in the forward and in the backward pass. Autograd keeps the given logits and two numbers per
 row."""
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from torch import Tensor
 
 from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES
 
-# Of the entropy: nothing, its value, or also its gradient.
+# What is computed of the entropy: nothing, its value, or also its gradient.
 Entropy = Literal["none", "value", "gradient"]
-# Of wide logits at a time: on a CPU what stays in its cache, on a GPU enough to fill it.
+# The bytes of float32 logits at a time on a CPU, whose cache holds them. A GPU takes LOGPROB_CHUNK_BYTES, which keep it
+# busy.
 CPU_CHUNK_BYTES = 2**20
 
 
@@ -30,9 +31,9 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _TokenStatistics(torch.autograd.Function):
-    """Per row x of logits / temperature and its token i: log p_i, and H = -sum_j p_j log p_j.
+    """For each row x of logits / temperature and its token i: log p_i, and the entropy H = -sum_j p_j log p_j.
 
-    d log p_i / d x_j = [i = j] - p_j;  d H / d x_j = -p_j (log p_j + H)."""
+    The gradients are d log p_i / d x_j = [i = j] - p_j and d H / d x_j = -p_j (log p_j + H)."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, temperature: float, wanted: Entropy) -> tuple[Tensor, Tensor]:
@@ -82,7 +83,7 @@ def _scaled(logits: Tensor, temperature: float) -> Tensor:
 
 
 def times_logp(p: Tensor, logp: Tensor) -> Tensor:
-    """p * logp, where a forbidden token (log p = -inf, p = 0) gives 0, not nan."""
+    """p * logp. A forbidden token (log p = -inf, p = 0) gives 0 and not nan."""
     return torch.where(p > 0, p * logp, 0.0)
 
 
@@ -97,23 +98,24 @@ def _statistics(logits: Tensor, tokens: Tensor, temperature: float, wanted: Entr
 
 
 def gather_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-    """Log-probability of `tokens` under softmax(logits / temperature).
+    """The log-probability of each of `tokens` under softmax(logits / temperature).
 
-    logits (..., V) of any float dtype; tokens (...) integer, already aligned (logits[:, t] predicts tokens[:,
-    t]). Returns (...) in float32 (float64 for float64 logits). Differentiable in the logits.
-    Raises ValueError when shapes differ or temperature is not positive."""
+    `logits`: (..., V) of any float dtype. `tokens`: (...) integers, already aligned, so that logits[:, t] predicts
+    tokens[:, t]. Returns (...) float32, or float64 for float64 logits. It is differentiable in the logits.
+    Raises ValueError if the shapes differ or the temperature is not above 0."""
     return _statistics(logits, tokens, temperature, "none")[0]
 
 
 def logprobs_and_entropy(
     logits: Tensor, tokens: Tensor, temperature: float = 1.0, differentiable: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """`gather_logprobs`, and the entropy in nats of each row's distribution, (...), in the same pass; both
-    differentiable, the entropy only if `differentiable`."""
+    """The result of `gather_logprobs`, and the entropy of each row's distribution in nats, (...), in the same pass.
+    Log-probabilities are differentiable. The entropy is differentiable if `differentiable` is set."""
     return _statistics(logits, tokens, temperature, "gradient" if differentiable else "value")
 
 
 def entropy(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """Entropy in nats of softmax(logits / temperature): (..., V) -> (...), float32."""
+    """The entropy of softmax(logits / temperature) in nats, (...) float32, or float64 for float64 logits. `logits`:
+    (..., V). It is differentiable."""
     tokens = torch.zeros(logits.shape[:-1], dtype=torch.long, device=logits.device)
     return _statistics(logits, tokens, temperature, "gradient")[1]

@@ -1,8 +1,8 @@
-"""One pipeline stage of a causal language model: a contiguous range of Hugging Face's own layers.
+"""Defines one pipeline stage of a causal language model: a contiguous range of Hugging Face's own layers.
 
-Parameters carry the names that they have in the Hugging Face checkpoint of the whole model
-(`model.layers.3.mlp.up_proj.weight`), so that weights, optimizer state and exports need no translation and do not
-depend on the pipeline split."""
+Parameters have the same names as in the Hugging Face checkpoint of the whole model
+(`model.layers.3.mlp.up_proj.weight`). So weights, optimizer state and exports need no translation, and do not depend on
+the pipeline split."""
 
 from __future__ import annotations
 
@@ -21,24 +21,26 @@ from dovetail.protocol.plan import stages_at
 
 Head = Literal["lm", "value", "lm+value"]
 VALUE_HEAD = "score"
-# In config.json of a model with a value head: added to every value. transformers' `score` has no bias, so it cannot be
-# a weight; transformers ignores it, which shifts all scores alike.
+# A field of config.json of a model with a value head. It is added to every value. transformers' `score` has no bias, so
+# it cannot be a weight. transformers ignores the field, which shifts all scores by the same number.
 SCORE_BIAS = "score_bias"
-# In the folder of a language model; below it, so that vLLM, which reads all weights in the folder, does not see it.
+# The file of the value head, below the folder of a language model. vLLM reads all weights in the folder itself, and
+# must not read this one.
 VALUE_HEAD_FILE = "value_head/model.safetensors"
 
 
 class Outputs(NamedTuple):
-    """Of a last stage with both heads: logits (..., V) in the compute dtype, or what was asked for in their place;
-    values (...) float32."""
+    """The outputs of a last stage with both heads. `logits`: (..., V) in the compute dtype, or the predictions that
+    were asked for in their place. `values`: (...) float32."""
 
     logits: Tensor | Predicted
     values: Tensor
 
 
 def layer_range(layers: int, rank: int, size: int) -> range:
-    """Layers of stage `rank` of `size`: contiguous, sizes differing by at most one, the extra ones to the early
-    stages (the last stage also has the head). Raises `ModelError` when there are more stages than layers."""
+    """The layers of stage `rank` of `size`. They are contiguous, and the sizes of stages differ by at most one. Early
+    stages get the extra layers, because the last stage also has the head. Raises `ModelError` if there are more stages
+    than layers."""
     if size > layers:
         raise ModelError(f"pp {size} needs at least {size} layers, the model has {layers}; lower pp")
     base, extra = divmod(layers, size)
@@ -49,20 +51,20 @@ def layer_range(layers: int, rank: int, size: int) -> range:
 class PipelineStage(nn.Module):
     """Stage `pp_rank` of `pp_size`, built on the meta device (see `dovetail.models.build`).
 
-    Tied embeddings: with one stage the head uses the embedding's weight and there is no `lm_head` parameter; with
-    more, the last stage holds a copy, `lm_head.weight`, which stays equal to the first stage's
-    `model.embed_tokens.weight` because the trainer sums the two gradients and gives the sum to both (`tied_copy`).
-    A family's own name for the embedding is kept.
+    Tied embeddings: with one stage the head uses the embedding's weight, and there is no parameter `lm_head`. With more
+    stages the last one holds a copy, `lm_head.weight`. It stays equal to the first stage's
+    `model.embed_tokens.weight`, because the trainer sums the two gradients and gives the sum to both (`tied_copy`). A
+    family's own name of the embedding is kept.
 
-    Head `value`: `score`, a bias-free linear map from the final hidden state to one number, under the name and shape
-    of transformers' `...ForSequenceClassification` with `num_labels=1`, plus the configuration's `score_bias`, if there
-    is one. Head `lm+value`: both, on one body.
+    Head `value` is `score`, a linear map without bias from the final hidden state to one number. It has the name and
+    shape of transformers' `...ForSequenceClassification` with `num_labels=1`. The configuration's `score_bias` is added
+    if there is one. Head `lm+value` is both heads on one body.
 
-    With several `chunks` it is as many stages of chunks * pp_size, where these go there and back again
-    (`dovetail.protocol.plan.stage_path`). A rank that holds both ends of the model has both halves of a tied pair too,
-    so that the order of the two stages' passes changes no bit of their sum.
+    With several `chunks` it holds so many of the chunks * pp_size stages. The stages go down the ranks and up again
+    (`dovetail.protocol.plan.stage_path`). A rank that holds both ends of the model has both halves of a tied pair, so
+    that the order of the two stages' passes changes no bit of their sum.
 
-    Dropout is off. `mode` train/eval only matters to LoRA dropout."""
+    Dropout is off. Training and evaluation mode differ only in the adapters' dropout."""
 
     def __init__(self, config: Any, head: Head, pp_rank: int = 0, pp_size: int = 1, chunks: int = 1) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ class PipelineStage(nn.Module):
         lm, value = head != "value", head != "lm"
         self.pp_rank, self.pp_size = pp_rank, pp_size
         self._last_stage = chunks * pp_size - 1
-        # The stages that are here, in their order.
+        # The stages that this rank holds, in their order.
         self.stages = stages_at(pp_rank, pp_size, chunks)
         self.is_first, self.is_last = 0 in self.stages, self._last_stage in self.stages
         self.family = MODEL_FAMILIES[config.model_type]
@@ -113,29 +115,29 @@ class PipelineStage(nn.Module):
 
     @property
     def body(self) -> Any:
-        """The module that holds embeddings, layers and final norm, by its name in the whole model."""
+        """The module that holds embeddings, layers and final norm. It has the same name as in the whole model."""
         return self.get_submodule(self.family.body)
 
     @property
     def embedding_name(self) -> str:
-        """Name of the input embedding's weight in the whole model."""
+        """The name of the input embedding's weight in the whole model."""
         return f"{self.family.body}.{self.family.embedding}.weight"
 
     @property
     def tied_copy(self) -> str | None:
-        """Name of this stage's parameter that is one half of a tied pair living in two stages, or None. Of both halves
-        here, the head's."""
+        """The name of this stage's parameter that is one half of a tied pair in two stages, or None. If both halves are
+        here, it is the head's."""
         if self.head == "value" or not is_tied(self.config) or self._last_stage == 0:
             return None
         return "lm_head.weight" if self.is_last else self.embedding_name if self.is_first else None
 
     @property
     def beside_policy(self) -> str | None:
-        """Name of this stage's parameter that is no part of the language model that it trains, or None."""
+        """The name of this stage's parameter that does not belong to the trained language model, or None."""
         return f"{VALUE_HEAD}.weight" if self.head == "lm+value" and self.is_last else None
 
     def begins(self, chunk: int = 0) -> bool:
-        """Whether a chunk takes tokens."""
+        """Whether a chunk takes token ids."""
         return self.stages[chunk] == 0
 
     def ends(self, chunk: int = 0) -> bool:
@@ -143,19 +145,19 @@ class PipelineStage(nn.Module):
         return self.stages[chunk] == self._last_stage
 
     def checkpoint_name(self, name: str) -> str:
-        """Name of this stage's parameter `name` in the whole model's checkpoint: that of the embedding for the
-        last stage's tied copy, otherwise `name`."""
+        """The name of this stage's parameter `name` in the whole model's checkpoint. For the last stage's tied copy it
+        is the embedding's name. Otherwise it is `name`."""
         return self.embedding_name if name == "lm_head.weight" and self.tied_copy == name else name
 
     def place_buffers(self, device: torch.device | str) -> None:
-        """Make what is no part of any checkpoint on `device`: the rotary frequencies (float32), and the factor of a
+        """Make the buffers that no checkpoint holds, on `device`: the rotary frequencies (float32), and the factor of a
         scaled embedding."""
         for module in self.modules():
             if hasattr(module, "scalar_embed_scale"):
                 module.embed_scale = torch.tensor(module.scalar_embed_scale, device=device)
         if self.rotary_type is not None:
             with torch.device(device):
-                # Not a submodule: float32 whatever the stage's dtype, and no part of its state dict.
+                # It is no submodule, so that it stays float32 and is not in the stage's state dict.
                 object.__setattr__(self, "rotary", self.rotary_type(config=self.config))
 
     def forward(
@@ -170,21 +172,22 @@ class PipelineStage(nn.Module):
         pasts: Sequence[Past | None] | None = None,
         chunk: int = 0,
     ) -> Tensor | Predicted | Outputs:
-        """First stage: token ids int64. Later stages: the previous stage's output. Attention is causal. `chunk`: which
-        of the stages that are here.
+        """Runs a stage. Attention is causal. `chunk`: the index of the stage among those of this rank.
 
-        With `lengths`, inputs are (1, total[, H]): sequences of these lengths, one after the other, of which some may
-        go on from another one (`prefixes`: see `dovetail.models.packing`). Without, (B, T[, H]): every row is a
-        sequence, right-padded; outputs at pad positions mean nothing.
+        `inputs`: token ids, int64, for the first stage, and the output of the stage before for others. With `lengths`
+        they are (1, total) or (1, total, H): sequences of these lengths, one after the other. A sequence may continue
+        another one (`prefixes`: see `dovetail.models.packing`). Without `lengths` they are (B, T) or (B, T, H): every
+        row is a sequence with padding on the right. Outputs at padding mean nothing.
 
-        `routing` (total, layers of the whole model, experts of a token) of whole numbers: the experts to use, -1 where
-        the model chooses itself. `balance`: what the mean of all layers' load-balancing losses counts for in the
-        gradients (`dovetail.models.expert_routing`). `pasts`: of each sequence, the KV cache that it goes on from and
-        adds to; without gradients.
+        `routing`, (total, layers of the whole model, experts of a token) of whole numbers: the experts to use. -1 lets
+        the model choose. `balance`: the factor of the mean of all layers' load-balancing losses in the gradients
+        (`dovetail.models.expert_routing`). `pasts`: for each sequence the KV cache that it continues and adds to, or
+        None. They need a pass without gradients.
 
-        Returns hidden states (B, T, H), or from the last stage logits (B, T, V) in the compute dtype (head `lm`),
-        values (B, T) float32 (head `value`), or both; with `wanted` (n,) int64, positions among all B x T, only of
-        those: (n, V) or (n,). With `predictions` also, what these ask for takes the place of logits."""
+        Returns hidden states (B, T, H). The last stage returns logits (B, T, V) in the compute dtype (head `lm`),
+        values (B, T) float32 (head `value`), or both. `wanted`, (n,) int64: positions among all B x T. With it only
+        their outputs are returned, (n, V) or (n,). `predictions`: needs `wanted`. The predictions take the place of
+        logits."""
         body, device = self.body, inputs.device
         extra: dict[str, Any] = {}
         if lengths is None:
@@ -210,11 +213,11 @@ class PipelineStage(nn.Module):
         return self._head(hidden if wanted is None else hidden.flatten(0, 1)[wanted], predictions)
 
     def _kind(self, layer: int) -> str | None:
-        """The kind of a layer's attention, where each kind has rotary frequencies of its own."""
+        """The kind of a layer's attention, if each kind has its own rotary frequencies. Otherwise None."""
         return self.config.layer_types[layer] if hasattr(self.rotary, "layer_types") else None
 
     def _rotations(self, hidden: Tensor, positions: Tensor) -> dict[str | None, Any]:
-        """Cosines and sines of the positions, by the kind of attention; none with learnt positions."""
+        """The cosines and sines of the positions, by the kind of attention. Empty if positions are learnt."""
         if self.rotary is None:
             return {}
         kinds = {self._kind(layer) for layer in self.layer_ids}
@@ -241,7 +244,7 @@ class PipelineStage(nn.Module):
                 hidden = getattr(body, name)(hidden)
         if self.head == "lm":
             return self._words(hidden, predictions)
-        # A matrix-vector product rather than `score(hidden).squeeze(-1)`: FSDP2 wants no view as a module's output.
+        # A matrix-vector product replaces `score(hidden).squeeze(-1)`, as FSDP2 allows no view as a module's output.
         values: Tensor = (hidden @ getattr(self, VALUE_HEAD).weight[0]).float()
         if self.score_bias:
             values = values + self.score_bias
@@ -255,7 +258,7 @@ class PipelineStage(nn.Module):
 
 
 def _take(source: nn.Module, body: nn.Module, names: Sequence[str]) -> None:
-    """Put the modules `names` of `source`, as far as it has them, into `body`."""
+    """Put the modules `names` of `source` into `body`, as far as `source` has them."""
     for name in names:
         if (module := getattr(source, name)) is not None:
             setattr(body, name, module)

@@ -1,4 +1,5 @@
-"""Sequences laid end to end, of which some go on from another one: what shares a prefix computes it once."""
+"""Describes sequences that are packed end to end. A sequence may continue another one, so that sequences with the same
+prefix compute it once."""
 
 from __future__ import annotations
 
@@ -10,18 +11,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# A sequence in a block counts as at least this long: below it a block of its own costs more than padding.
+# A sequence in a block counts as at least this long. For shorter ones a separate block costs more than padding.
 _SHORT = 64
-# On CPUs attention takes the tokens that go on from a prefix or a cache in blocks of so many, counted from the end of
-# the prompt. So it computes the same bits for a response that comes in parts, if each part but the last one ends where
-# a block ends.
+# On CPUs attention computes the tokens after a prefix or a cache in blocks of so many tokens, counted from the end of
+# the prompt. So a response that comes in parts gives the same bits, if each part but the last ends at the end of a
+# block.
 RESPONSE_BLOCK = 64
 
 
 class Block(NamedTuple):
-    """Sequences padded to one length, of B sequences: the tokens of their queries (B, T) int64 and of their keys (B, K)
-    int64. Padding repeats a sequence's last token. `before` (B,) int64: tokens of each one's prefix; None if none has
-    one, and then T is K."""
+    """B sequences that are padded to one length. `queries` (B, T) int64, `keys` (B, K) int64: the places of the tokens
+    of their queries and keys. Padding repeats a sequence's last token. `before` (B,) int64: the tokens of each
+    sequence's prefix. If no sequence has a prefix it is None, and T equals K."""
 
     queries: Tensor
     keys: Tensor
@@ -29,30 +30,32 @@ class Block(NamedTuple):
 
 
 class KVCache:
-    """Keys and values of one sequence's tokens, each (1, key heads, tokens, D), by the number of the layer."""
+    """The keys and values of one sequence's tokens. `layers`: by the number of the layer, two tensors (1, key heads,
+    tokens, D)."""
 
     def __init__(self) -> None:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
 
 class Past(NamedTuple):
-    """What a sequence goes on from: the `tokens` that `cache` holds before the pass. The pass adds its own to it, and,
-    if there were none, those of its prefix."""
+    """The KV cache that a sequence continues. `tokens`: the number of tokens that `cache` holds before the pass. The
+    pass adds its own tokens to the cache. If the cache was empty, it also adds those of its prefix."""
 
     cache: KVCache
     tokens: int
 
 
 class Packing:
-    """Sequences of `lengths`, one after the other, on `device`.
+    """Sequences of `lengths` tokens, one after the other, on `device`. Together they have `total` tokens.
 
-    `prefixes[i]`: the sequence that sequence i goes on from, or None; it has none itself. Sequence i's positions begin
-    where that one's end, and it attends to that one and to itself. Without `prefixes` no sequence has one.
+    `prefixes[i]`: the sequence that sequence i continues, or None. A prefix has no prefix itself. The positions of
+    sequence i begin where its prefix ends, and it attends to its prefix and to itself. Without `prefixes` no sequence
+    has one.
 
-    `pasts[i]`: the cache that sequence i goes on from, and adds to, or None. One that holds tokens takes the place of a
+    `pasts[i]`: the KV cache that sequence i continues and adds to, or None. A cache that holds tokens replaces a
     prefix. Without `pasts` no sequence has one."""
 
-    # No dataclass: FSDP2 makes a new one of those in every layer, without what is cached.
+    # It is no dataclass, because FSDP2 copies dataclasses in every layer, without their cached properties.
     def __init__(
         self,
         lengths: Sequence[int],
@@ -60,7 +63,7 @@ class Packing:
         device: torch.device,
         pasts: Sequence[Past | None] | None = None,
     ) -> None:
-        """Raises ValueError for prefixes that cannot be."""
+        """Raises ValueError for impossible prefixes."""
         self.lengths = tuple(lengths)
         self.pasts = None if pasts is None or not any(pasts) else tuple(pasts)
         self.prefixes = None if prefixes is None else tuple(prefixes)
@@ -78,7 +81,7 @@ class Packing:
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """Tokens of each sequence's prefix, or of its cache."""
+        """The tokens of each sequence's prefix or cache."""
         prefixes = self.prefixes or (None,) * len(self.lengths)
         found = [0 if prefix is None else self.lengths[prefix] for prefix in prefixes]
         pasts = self.pasts or (None,) * len(self.lengths)
@@ -86,16 +89,16 @@ class Packing:
 
     @property
     def longest(self) -> int:
-        """Of the sequences, each with its prefix, tokens."""
+        """The tokens of the longest sequence, with its prefix or cache."""
         return max(b + n for b, n in zip(self.before, self.lengths, strict=True))
 
     @cached_property
     def starts(self) -> Tensor:
-        """(sequences + 1,) int32."""
+        """Where each sequence begins, and the total, (sequences + 1,) int32 on the device."""
         return self._moved(self._starts.to(torch.int32))
 
     def _moved(self, tensor: Tensor) -> Tensor:
-        """On the device. The host does not wait for it: CUDA takes a copy of what is not page-locked."""
+        """The tensor on the device. The host does not wait, because CUDA copies memory that is not page-locked."""
         return tensor.to(self.device, non_blocking=True)
 
     @cached_property
@@ -104,20 +107,21 @@ class Packing:
 
     @property
     def key_starts(self) -> Tensor:
-        """Where each sequence's keys begin, its prefix's or cache's and its own, (sequences + 1,) int32."""
+        """Where the keys of each sequence begin, (sequences + 1,) int32. They are those of its prefix or cache, and its
+        own."""
         counts = torch.tensor([b + n for b, n in zip(self.before, self.lengths, strict=True)])
         return self._moved(F.pad(counts.cumsum(0), (1, 0)).to(torch.int32))
 
     @property
     def positions(self) -> Tensor:
-        """Of each token in its sequence with the prefix, (total,) int64."""
+        """The position of each token in its sequence, prefix or cache included, (total,) int64."""
         sizes, offsets = torch.tensor(self.lengths), torch.tensor(self.before) - self._starts[:-1]
         return self._moved(torch.arange(int(self._starts[-1])) + offsets.repeat_interleave(sizes))
 
     @cached_property
     def keys(self) -> tuple[Tensor, Tensor]:
-        """The tokens that each sequence attends to, its prefix's and its own, sequence after sequence, (n,) int64, and
-        where each sequence's begin, (sequences + 1,) int32."""
+        """The tokens that each sequence attends to, sequence after sequence, (n,) int64, and where those of each
+        sequence begin, (sequences + 1,) int32. They are the tokens of its prefix, and its own."""
         spans = [torch.arange(a, b) for a, b in self._starts.unfold(0, 2, 1).tolist()]
         prefixes = self.prefixes or (None,) * len(spans)
         parts = [s if p is None else torch.cat([spans[p], s]) for p, s in zip(prefixes, spans, strict=True)]
@@ -125,8 +129,8 @@ class Packing:
 
     @cached_property
     def blocks(self) -> tuple[list[Block], Tensor]:
-        """Blocks of all sequences, whose padding at most doubles the work of attention; and where each token is among
-        the queries of all blocks, (total,) int64."""
+        """The blocks of all sequences, and the place of each token among the queries of all blocks, (total,) int64.
+        Padding at most doubles the work of attention."""
         before, starts = self.before, self._starts.tolist()
         prefixes = self.prefixes or (None,) * len(self.lengths)
         tensors: list[Tensor] = []
@@ -145,7 +149,7 @@ class Packing:
                 order[starts[i] : starts[i + 1]] = torch.arange(total, total + len(own))
                 total += longest
             tensors += [queries, keys, torch.tensor([before[i] for i in block])]
-        # In one copy.
+        # All tensors go to the device in one copy.
         there = self._moved(torch.cat([order, *(tensor.flatten() for tensor in tensors)]))
         parts = there.split([len(order), *(tensor.numel() for tensor in tensors)])
         placed = [part.view(tensor.shape) for part, tensor in zip(parts[1:], tensors, strict=True)]
@@ -156,7 +160,7 @@ class Packing:
         return found, parts[0]
 
     def _members(self) -> list[list[int]]:
-        """The sequences of each block: similar ones, and such with a prefix apart from others."""
+        """The sequences of each block. Their lengths are similar, and either all or none of them have a prefix."""
         sizes = [(b > 0, max(b + n, _SHORT), max(n, _SHORT)) for b, n in zip(self.before, self.lengths, strict=True)]
         members: list[list[int]] = []
         work = longest = most = 0

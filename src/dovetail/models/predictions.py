@@ -1,11 +1,12 @@
-"""What a last stage says of tokens in place of logits: log-probabilities and entropies.
+"""Computes what a last stage returns in place of logits: log-probabilities of tokens, and entropies.
 
-On a GPU logits are the largest tensor of a step. Where they are larger than one chunk they never exist as a whole: a
-chunk of rows at a time is computed for the sums of a row, and a chunk of the vocabulary at a time once more for the
-gradients. That is one product with the vocabulary's weight more (2 % of a training step of a 7B model). Each
-tensor-parallel rank computes with its own rows of that weight, and the ranks exchange four numbers a row.
+On a GPU logits are the largest tensor of a step. If they are larger than one chunk, they never exist as a whole. The
+sums of each row are computed for a chunk of rows at a time. The gradients are computed for a chunk of the vocabulary at
+a time, from logits that are computed again. This costs one more product with the vocabulary's weight (2 % of a training
+step of a 7B model). Each tensor-parallel rank computes with its own rows of that weight, and the ranks exchange four
+numbers for each row.
 
-On a CPU the logits are there as a whole: there memory is cheaper than the product."""
+On a CPU the whole logits exist, because there memory is cheaper than the product."""
 
 from __future__ import annotations
 
@@ -25,16 +26,18 @@ from dovetail.models.logprobs import Entropy, gather_logprobs, logprobs_and_entr
 from dovetail.models.vocabulary import project, rows_of
 from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES
 
-# A float32 chunk of a CPU's logits that several tokens read: what its caches hold.
+# The bytes of a float32 chunk of a CPU's logits that several tokens read. A CPU's caches hold so much.
 _CPU_CHUNK_BYTES = 4 * 2**20
-# Columns of a chunk of the vocabulary are a multiple of this, for the matrix product's sake.
+# The columns of a chunk of the vocabulary are a multiple of this, which makes the matrix product fast.
 _COLUMNS = 128
 
 
 class Predicted(NamedTuple):
-    """Of `tokens` (m,), as they were asked for: `logprobs` (m,); `entropy` of each wanted position in nats, (n,), zeros
-    if it was not asked for; `plain`, the log-probabilities at temperature 1, if they were. float32 (float64 for
-    float64 logits)."""
+    """The predictions of `tokens`, (m,) int64, in the order in which they were asked for.
+
+    `logprobs` (m,). `entropy` (n,): of each wanted position, in nats. It means nothing if it was not asked for.
+    `plain` (m,): the log-probabilities at temperature 1; None if they were not asked for. All are float32, or float64
+    for float64 logits."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -44,9 +47,12 @@ class Predicted(NamedTuple):
 
 @dataclass(frozen=True)
 class Predictions:
-    """What to say of `tokens` (m,) int64, one at each of the n wanted positions, or, with `rows`, at the position
-    `rows[i]` among them (ascending; without gradients). `temperature` divides the logits. `plain`: also at temperature
-    1, without gradients."""
+    """What to compute for `tokens`, (m,) int64.
+
+    Without `rows` there is one token for each of the n wanted positions. With `rows`, (m,) int64 and ascending, token i
+    is at the position `rows[i]` among them, and there are no gradients. `temperature` divides the logits. `entropy`: no
+    entropy, its value, or also its gradient. `plain`: the log-probabilities at temperature 1 too, without gradients.
+    Raises ValueError unless the temperature is above 0."""
 
     tokens: Tensor
     temperature: float = 1.0
@@ -61,8 +67,8 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The projection to logits: `weight` (V, H), whole or a DTensor of rows over tensor-parallel ranks. `bound`: of the
-    logits, by tanh."""
+    """The projection to logits. `weight` (V, H): a whole tensor, or a DTensor whose rows tensor-parallel ranks share.
+    `bound`: tanh keeps the logits within this bound. None: they have none."""
 
     weight: Any
     bound: float | None = None
@@ -72,14 +78,15 @@ class Vocabulary:
         return hasattr(self.weight, "device_mesh")
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """(..., H) to (..., V) in the compute dtype."""
+        """The logits (..., V) of `hidden` (..., H), in the compute dtype."""
         return _bounded(project(hidden, self.weight), self.bound)
 
 
 def predict(hidden: Tensor, vocabulary: Vocabulary, asked: Predictions) -> Predicted:
-    """`hidden` (n, H). Differentiable in it and in the vocabulary's weight."""
+    """The predictions that `asked` asks for, from `hidden` (n, H). They are differentiable in `hidden` and in the
+    vocabulary's weight."""
     size = int(vocabulary.weight.shape[0])
-    # Every tensor-parallel rank has some of the rows.
+    # By chunks every tensor-parallel rank must have rows of the weight.
     ranks = vocabulary.weight.device_mesh.size() if vocabulary.shared else 1
     small = ranks == 1 and 4 * len(hidden) * size <= LOGPROB_CHUNK_BYTES
     if not hidden.is_cuda or small or size < ranks * ranks:
@@ -90,8 +97,8 @@ def predict(hidden: Tensor, vocabulary: Vocabulary, asked: Predictions) -> Predi
 def by_chunks(
     hidden: Tensor, vocabulary: Vocabulary, asked: Predictions, chunk: int = LOGPROB_CHUNK_BYTES
 ) -> Predicted:
-    """`predict` without the whole logits. About two float32 tensors of `chunk` bytes are there at a time (three with
-    the entropy's gradient)."""
+    """Does the same as `predict`, without the whole logits. About two float32 tensors of `chunk` bytes exist at a time,
+    or three with the entropy's gradient."""
     weight, first, group = vocabulary.weight, 0, None
     if vocabulary.shared:
         (first, _), group = rows_of(weight), weight.device_mesh.get_group()
@@ -130,7 +137,8 @@ def _from_logits(logits: Tensor, asked: Predictions) -> Predicted:
 
 
 def _of_rows(logits: Tensor, rows: Tensor, tokens: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) in `rows` at `tokens`: (n, V), (m,), (m,) -> (m,) float32."""
+    """The log-probabilities log softmax(logits / temperature) of `tokens`, (m,) float32. `logits`: (n, V). `rows` (m,):
+    the row of each token. `tokens`: (m,)."""
     limit = _CPU_CHUNK_BYTES if logits.device.type == "cpu" else LOGPROB_CHUNK_BYTES // 4
     step = max(1, limit // (4 * logits.shape[1]))
     parts = []
@@ -148,7 +156,8 @@ def _of_rows(logits: Tensor, rows: Tensor, tokens: Tensor, temperature: float) -
 
 @dataclass(frozen=True)
 class _Part:
-    """The rows of the vocabulary from `first` on, which this rank of `group` (None: alone) computes with."""
+    """The part of the vocabulary with which this rank computes. `first`: its first row. `group`: the ranks that share
+    the vocabulary. None: this rank has all of it. `bound`: see `Vocabulary`. `chunk`: bytes."""
 
     first: int
     group: Any
@@ -157,8 +166,9 @@ class _Part:
 
 
 class _Sums(NamedTuple):
-    """Of y = logits / temperature: `top` (n,), the largest of each row; `spread` (n,), log sum exp(y - top); `at` (m,),
-    each token's y; `mean` (n,), the expectation of y - top, zeros if no entropy was asked for."""
+    """Sums over the vocabulary, where y = logits / temperature. `top` (n,): the largest y of each row. `spread` (n,):
+    log sum exp(y - top). `at` (m,): the y of each token. `mean` (n,): the expectation of y - top, or zeros if no
+    entropy was asked for."""
 
     top: Tensor
     spread: Tensor
@@ -194,7 +204,7 @@ def _sums(
     entropy: bool,
     part: _Part,
 ) -> _Sums:
-    """A chunk of rows at a time, then over all ranks of the vocabulary."""
+    """Computes the sums for a chunk of rows at a time, and then over all ranks that share the vocabulary."""
     count, size = len(hidden), len(weight)
     dtype = wide_dtype(hidden.dtype)
     top, total, mean = (torch.zeros(count, dtype=dtype, device=hidden.device) for _ in range(3))
@@ -224,7 +234,7 @@ def _sums(
 
 
 def _over_ranks(top: Tensor, total: Tensor, mean: Tensor, at: Tensor, group: Any) -> tuple[Tensor, ...]:
-    """The whole vocabulary's, from those of each rank's part. `mean` is not yet divided by `total`."""
+    """The sums over the whole vocabulary, from those over each rank's part. `mean` is not yet divided by `total`."""
     mine = torch.cat([top, total, mean, at])
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, mine, group=group)
@@ -236,15 +246,16 @@ def _over_ranks(top: Tensor, total: Tensor, mean: Tensor, at: Tensor, group: Any
     return top, (totals * odds).sum(0), (odds * (means + above * totals)).sum(0), ats.sum(0)
 
 
-# What a backward pass that runs is for. Autograd asks for all gradients of a function, also where a split backward
-# wants some of them now and the others later.
+# The gradients that the running backward pass wants. Autograd asks for all gradients of a function, also if a split
+# backward wants some of them now and the others later.
 _wanted = {"hidden": True, "weight": True}
 
 
 @contextmanager
 def gradients_of(half: Literal["inputs", "weights"]) -> Iterator[None]:
-    """Around one half of a split backward: the head computes the gradient that this half is for. The other half asks
-    again. For the thread that runs a rank's schedule; others may run autograd's nodes for it meanwhile."""
+    """A context for one half of a split backward. Within it the head computes only the gradient of this half. The other
+    half asks again. Only the thread that runs a rank's schedule may enter it. Other threads may run autograd's nodes
+    for it meanwhile."""
     before = dict(_wanted)
     _wanted.update(hidden=half == "inputs", weight=half == "weights")
     try:
@@ -254,9 +265,11 @@ def gradients_of(half: Literal["inputs", "weights"]) -> Iterator[None]:
 
 
 class _Chunked(torch.autograd.Function):
-    """Log-probabilities of tokens and entropies, (n,) each, of y = x / temperature, x = hidden @ weight.T.
+    """Computes log-probabilities of tokens and entropies, (n,) each, from y = x / temperature with x = hidden @
+    weight.T.
 
-    With g and u, the gradients of both: d/dy_j = g ([token is j] - p_j) - u p_j (log p_j + entropy)."""
+    Let g and u be the gradients of the two results. Then
+    d/dy_j = g ([token is j] - p_j) - u p_j (log p_j + entropy)."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, *more: Any) -> tuple[Tensor, Tensor]:

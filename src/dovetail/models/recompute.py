@@ -1,5 +1,5 @@
-"""Activation checkpointing: a decoder layer keeps only its input, and runs again when its backward pass comes (Chen et
-al. 2016, arXiv 1604.06174)."""
+"""Adds activation checkpointing to decoder layers (Chen et al. 2016, arXiv 1604.06174). A layer keeps only its input,
+and runs again before its backward pass."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from dovetail.models.model_stage import PipelineStage
 
 
 class _Recomputed(nn.Module):
-    """A base class put before a layer's own. Module hooks, such as FSDP2's, run once, outside of what is run again."""
+    """A base class that goes before a layer's own class. Module hooks, such as FSDP2's, run once, because they are
+    outside of the part that runs again."""
 
-    # Whether the second run must draw the same random numbers: only the adapters' dropout draws any.
+    # Whether the second run must draw the same random numbers. Only the adapters' dropout draws any.
     draws: bool
 
     def forward(self, hidden: torch.Tensor, **others: Any) -> Any:
@@ -36,9 +37,9 @@ def _recomputed(cls: type[Any]) -> type[Any]:
 
 def recompute(stage: PipelineStage) -> None:
     """Turn activation checkpointing on for the stage's layers. Call it before the layers are sharded. The gradients are
-    the same bits. The names of parameters stay as they are.
+    the same bits. The names of the parameters do not change.
 
-    Backward passes must not be split: each weight's gradient would run its layer again."""
+    Backward passes must not be split then, because the gradient of each weight would run its layer again."""
     for layer in stage.body.layers.values():
         layer.__class__ = _recomputed(type(layer))
         layer.draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.modules())

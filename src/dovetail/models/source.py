@@ -1,5 +1,5 @@
-"""Where a stage's tensors come from: safetensors files, or a seed. Tensors are read by parts, so that a rank that
-holds a shard reads only its shard."""
+"""Reads a stage's tensors from safetensors files, or makes them from a seed. Tensors are read in parts, so that a rank
+that holds a shard reads only its shard."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ from dovetail.models.tensor_names import saved_name, stacked
 
 
 class Source(Protocol):
-    """A checkpoint's tensors by name."""
+    """Gives a checkpoint's tensors by name."""
 
     def read(self, name: str, shape: torch.Size, box: tuple[slice, ...]) -> Tensor | None:
-        """The part `box` (a slice a dimension) of tensor `name`, whose full shape must be `shape`; None when absent.
-        Any floating dtype, on the CPU."""
+        """The part `box` of tensor `name`, on the CPU and in any floating dtype. None if there is no such tensor.
+
+        `shape`: the full shape that the tensor must have. `box`: one slice for each dimension. Raises `ModelError` if
+        the shape differs."""
         ...
 
 
 class Folder:
-    """A Hugging Face folder's safetensors files, with or without an index.
+    """Reads the safetensors files of a Hugging Face folder, with or without an index.
 
-    Raises `ModelError` for a folder with pickle weights only, a missing shard, and a shape that differs."""
+    Raises `ModelError` for a folder that has only pickle weights, for a missing shard, and for a shape that differs."""
 
     def __init__(self, path: Path, family: ModelFamily, value_head: bool = False) -> None:
-        """`value_head`: take the folder's separate value head too, if it has one."""
+        """`value_head`: also read the folder's separate value head, if it has one."""
         from safetensors import safe_open
 
         self.path = path
@@ -76,7 +78,7 @@ class Folder:
         return name.removeprefix(self._prefix) if self._bare else name
 
     def _experts(self, owner: str, parts: tuple[str, ...], shape: torch.Size, box: tuple[slice, ...]) -> Tensor | None:
-        """The part `box` of a parameter of all experts, from each expert's matrices; None when one is absent."""
+        """The part `box` of the parameter of all experts, from each expert's matrices. None if a matrix is missing."""
         rows = torch.Size([shape[1] // len(parts), shape[2]])
         everything = (slice(None), slice(None))
         experts = []
@@ -89,7 +91,7 @@ class Folder:
         return torch.stack(experts) if experts else torch.empty(0, *shape[1:])[:, *box[1:]]
 
     def _read(self, key: str, name: str, shape: torch.Size, box: tuple[slice, ...]) -> Tensor | None:
-        """`name`: what to call it in a message."""
+        """Reads the tensor `key` of the files. `name`: its name in a message."""
         if key not in self._files:
             return None
         part = self._files[key].get_slice(key)
@@ -101,11 +103,11 @@ class Folder:
 
 
 class Seed:
-    """Random weights as Hugging Face initialises these families: matrices normal with the configuration's standard
-    deviation, biases and sinks 0, norms 1 (0 where a family adds 1), the padding row 0.
+    """Makes random weights as Hugging Face initialises these families. Matrices are normal with the configuration's
+    standard deviation. Biases, sinks and the padding row are 0. Norms are 1, or 0 if the family adds 1.
 
-    Each tensor has a generator of its own, seeded by (seed, name): it is the same whatever the pipeline split, and
-    whichever other tensors a rank holds."""
+    Each tensor has its own generator, which is seeded by (seed, name). So it does not depend on the pipeline split, nor
+    on the other tensors of a rank."""
 
     def __init__(self, seed: int, config: Any, stage: PipelineStage) -> None:
         self._seed = seed

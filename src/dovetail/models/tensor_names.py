@@ -1,5 +1,5 @@
-"""What files call the tensors that a stage holds. transformers keeps a layer's experts in two parameters; files hold
-each expert's matrices by themselves."""
+"""Gives the names that a stage's tensors have in files. transformers keeps a layer's experts in two parameters. Files
+hold the matrices of each expert separately."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dovetail.manifest.model_families import ModelFamily
 
 
 def stacked(family: ModelFamily, name: str) -> tuple[str, tuple[str, ...]] | None:
-    """Of a parameter (experts, rows, columns) that files hold apart: what the names of its experts begin with, and the
-    names of the matrices whose rows make up one expert's. None for others."""
+    """How files hold the parameter of all experts (experts, rows, columns) that is called `name`. Returns the beginning
+    of the experts' names, and the names of the matrices whose rows make up one expert. None for other parameters."""
     owner, _, kind = name.rpartition(".")
     if family.experts is None or not owner.endswith(".experts") or kind not in family.experts.apart:
         return None
@@ -20,12 +20,12 @@ def stacked(family: ModelFamily, name: str) -> tuple[str, tuple[str, ...]] | Non
 
 
 def saved_name(family: ModelFamily, name: str) -> str:
-    """The name in files of a tensor that files hold whole."""
+    """The name in files of a tensor that files hold as a whole."""
     return f"{family.saved_head}.{name.removeprefix('lm_head.')}" if name.startswith("lm_head.") else name
 
 
 def in_files(family: ModelFamily, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """A stage's tensors as files hold them."""
+    """The names and tensors of a stage as files hold them."""
     for name, tensor in tensors:
         if (found := stacked(family, name)) is None:
             yield saved_name(family, name), tensor

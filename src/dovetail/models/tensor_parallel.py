@@ -1,6 +1,6 @@
-"""Tensor parallelism: each block's attention heads and MLP are shared out over ranks, with one sum after either forward
-and one before either backward, and so is the vocabulary (Megatron-LM, Shoeybi et al. 2019, section 3). Norms, learnt
-positions and value heads are copies."""
+"""Splits a stage over tensor-parallel ranks (Megatron-LM, Shoeybi et al. 2019, section 3). Ranks share the attention
+heads and the MLP of each block, and the vocabulary. Attention and MLP need one all-reduce each in the forward pass, and
+one each in the backward pass. Each rank has a copy of norms, learnt positions and value heads."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from dovetail.models.vocabulary import share_rows
 
 
 class TensorSplit(NamedTuple):
-    """A stage's parameters by name. `shared`: those of which each rank holds a part, and the dimension that is shared;
-    `partial`: copies whose gradients are to be added up over the ranks. Others are copies with the same gradient."""
+    """How a stage's parameters are split, by name. `shared`: the parameters of which each rank holds a part, with the
+    dimension that is split. `partial`: copies whose gradients must be summed over the ranks. All others are copies with
+    equal gradients."""
 
     shared: Mapping[str, int]
     partial: frozenset[str]
@@ -27,7 +28,7 @@ NOTHING = TensorSplit({}, frozenset())
 
 
 def check_degree(config: Any, tp: int) -> None:
-    """Raise `ModelError` unless every rank gets as many heads and as much of the MLP."""
+    """Raise `ModelError` unless all `tp` ranks get the same number of heads and the same part of the MLP."""
     family = MODEL_FAMILIES[config.model_type]
     if tp > 1 and not family.splits:
         raise ModelError(f"layers of {family.name} models cannot be shared over tensor-parallel ranks; set tp to 1")
@@ -39,9 +40,9 @@ def check_degree(config: Any, tp: int) -> None:
 
 
 def split_stage(stage: PipelineStage, mesh: Any) -> TensorSplit:
-    """Share out the layers and the vocabulary of `stage` (on the meta device) over `mesh`, of one dimension; before
-    recomputation and FSDP2. What is split becomes DTensors. Does nothing for one rank. Raises `ModelError`
-    (`check_degree`)."""
+    """Divide the layers and the vocabulary of `stage` over the ranks of `mesh`, which has one dimension. The stage is
+    on the meta device. Call it before activation checkpointing and FSDP2. The parameters that are split become DTensors.
+    It does nothing for one rank. Raises `ModelError` (`check_degree`)."""
     if mesh.size() == 1:
         return NOTHING
     from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -64,11 +65,11 @@ def split_stage(stage: PipelineStage, mesh: Any) -> TensorSplit:
                     raise ModelError(f"layer {name} cannot be split over tensor-parallel ranks; set tp to 1")
                 styles[name] = ColwiseParallel() if leaf in by_outputs else RowwiseParallel()
             elif leaf == "self_attn":
-                # Wrapped once for q, k and v, so that their input's gradients are added up over ranks together.
+                # One wrapper for q, k and v, so that the gradients of their input are summed over the ranks together.
                 styles[name] = PrepareModuleInput(
                     input_kwarg_layouts={"hidden_states": here}, desired_input_kwarg_layouts={"hidden_states": here}
                 )
-                if hasattr(module, "num_heads"):  # OPT's; others go by what a head has
+                if hasattr(module, "num_heads"):  # OPT needs it; others use the width of a head
                     module.num_heads //= mesh.size()
             elif leaf == "mlp":
                 styles[name] = PrepareModuleInput(input_layouts=(here,), desired_input_layouts=(here,))
@@ -79,5 +80,5 @@ def split_stage(stage: PipelineStage, mesh: Any) -> TensorSplit:
     named = dict(stage.named_parameters())
     placed = {name: p.placements[0] for name, p in named.items() if isinstance(p, DTensor)}
     shared = {name: place.dim for name, place in placed.items() if isinstance(place, Shard)}
-    # Norms of each head: every rank holds them, but its gradient is that of its own heads.
+    # Every rank holds the norms of heads, but its gradient is only that of its own heads.
     return TensorSplit(shared, frozenset(name for name in named if name.split(".")[-2] in stage.family.head_norms))

@@ -1,8 +1,8 @@
-"""The wire of weight transfers, common to sender (trainer) and receiver (vLLM worker, scorer).
+"""Carries weights from a sender (trainer) to its receivers (vLLM workers and scorers). Both sides use this module.
 
-A *channel* is one sender's: rank 0 broadcasts, the others receive. For CPU tensors it is Gloo over TCP. For CUDA
-tensors it reaches each receiver by CUDA IPC, NCCL or Gloo (`dovetail.models.links.link_choice`). A bucket travels as
-one message: its packed tensors, then 16 bytes of checksum."""
+Each sender has a *channel*: rank 0 broadcasts, and the other ranks receive. CPU tensors travel by Gloo over TCP. CUDA
+tensors reach each receiver by CUDA IPC, NCCL or Gloo (`dovetail.models.links.link_choice`). A bucket is one message:
+its packed tensors, and then a checksum of 16 bytes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ _CONNECTING = "while its ranks were connecting"
 
 
 class Part(NamedTuple):
-    """What one rank holds of a tensor of `shape`: `tensor` is the elements in `box`. `tp_dim`: the dimension that
-    tensor-parallel ranks share, None: each holds all of it."""
+    """The part of a tensor that one rank holds. `shape`: the shape of the whole tensor. `box`: where the part is in it.
+    `tensor`: the elements of the part. `tp_dim`: the dimension that tensor-parallel ranks share. None: each rank holds
+    the whole tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,8 +47,8 @@ class Part(NamedTuple):
 
 
 class Channel:
-    """One sender's connection to its receivers: rank 0 sends, ranks 1 to world - 1 receive. Broken for good after its
-    first error."""
+    """One sender's connection to its receivers. Rank 0 sends, and ranks 1 to world - 1 receive. After its first error
+    it can no longer be used."""
 
     def __init__(
         self,
@@ -60,10 +61,10 @@ class Channel:
         cancelled: Callable[[], bool] = lambda: False,
         device: torch.device | None = None,
     ):
-        """Meets the other ranks in `store`; raises TransferError naming the ranks that did not come.
+        """Meets the other ranks in `store`. Raises TransferError, which names the ranks that did not come.
 
-        `cancelled` is asked while waiting: once true, this and all waiting ranks give up. `device`: where messages are;
-        backend nccl needs it."""
+        `cancelled` is asked while this rank waits. Once it is true, this rank and all ranks that wait give up.
+        `device`: the device of the messages. The backend nccl needs it."""
         self.rank, self.world = rank, world
         self._meeting: Rendezvous | None = Rendezvous(store, cancelled)
         self._version = 0
@@ -91,7 +92,7 @@ class Channel:
         meeting.wait(everyone, deadline, late, "while its ranks were still meeting")
 
     def _connect(self, meeting: Rendezvous, host: str, device: torch.device, deadline: Deadline) -> None:
-        """Make a link to each group of receivers that has one."""
+        """Make this rank's link for each way that is used."""
         mapped = None
         if self.rank == 0:
             ways = self._choose(meeting, device, deadline)
@@ -100,7 +101,7 @@ class Channel:
             ways = _read_ways(meeting, deadline)
         members = {way: [0, *(rank for rank in ways if ways[rank] == way)] for way in set(ways.values())}
         mine = {way: ranks for way, ranks in members.items() if self.rank in ranks}
-        # NCCL's before the others: its messages start before those that need the sender's host.
+        # NCCL's link comes first, so that its messages start before those that need the sender's host.
         if "nccl" in mine:
             self._links.append(NcclLink(meeting, self.rank, mine["nccl"], device, deadline))
         if "ipc" in mine:
@@ -112,8 +113,8 @@ class Channel:
             self._links.append(GlooLink(store, ranks.index(self.rank), len(ranks), host, deadline))
 
     def _choose(self, meeting: Rendezvous, device: torch.device, deadline: Deadline) -> dict[int, Way]:
-        """The sender decides the way to each receiver, by rank. A receiver that cannot map its memory (in another
-        container, say) gets its weights by Gloo."""
+        """Chooses the way to each receiver, by rank; the sender does this. A receiver that cannot map the sender's
+        memory, because it is in another container for example, gets its weights by Gloo."""
         places = [Place(*json.loads(meeting.get(f"joined/{rank}"))) for rank in range(self.world)]
         ways = routes(places)
         near = [rank for rank, way in ways.items() if way == "ipc"]
@@ -135,7 +136,7 @@ class Channel:
         return ways
 
     def _map(self, meeting: Rendezvous, device: torch.device, deadline: Deadline) -> IpcReceiver | None:
-        """A receiver tries to map the sender's memory where it is on the same GPU."""
+        """Maps the sender's memory if this receiver is on the same GPU. None if it is not, or if that fails."""
         meeting.wait([_NEAR], deadline, lambda: _late("choose its links", deadline), _CONNECTING)
         near, handle = json.loads(meeting.get(_NEAR))
         if self.rank not in near:
@@ -149,20 +150,20 @@ class Channel:
 
     @property
     def ways(self) -> list[str]:
-        """By which links this rank sends or receives, for logs."""
+        """The kinds of links by which this rank sends or receives, for logs."""
         return [type(link).__name__ for link in self._links]
 
     def ready(self) -> None:
-        """A receiver is about to take the next version's messages. Raises TransferError."""
+        """Say that this receiver is about to take the next version's messages. Raises TransferError."""
         self._version += 1
         self._met.set(f"ready/{self._version}/{self.rank}", "1")
 
     def wait_ready(self, deadline: Deadline) -> None:
-        """The sender, before the next version's first message: returns when all receivers are `ready`.
+        """Wait until all receivers are `ready`. The sender calls it before the first message of a version.
 
-        A message over Gloo cannot be called off, and one that nobody takes holds its sender until the deadline. So it
-        is not begun before everybody is there. Raises TransferError naming the ranks that did not come, or once it
-        was cancelled."""
+        A message over Gloo cannot be cancelled, and a message that nobody takes holds its sender until the deadline. So
+        no message begins before all receivers are there. Raises TransferError, which names the ranks that did not come,
+        and also once the transfer is cancelled."""
         self._version += 1
 
         def late() -> str:
@@ -172,7 +173,7 @@ class Channel:
         self._met.wait(everyone, deadline, late, "before its receivers were ready")
 
     def late(self) -> list[int]:
-        """Receivers that are not ready for the version that the sender waits with; none if the store is gone."""
+        """The receivers that are not ready for the version that the sender waits with. Empty if the store is gone."""
         try:
             return [r for r in range(1, self.world) if not self._met.has([f"ready/{self._version}/{r}"])]
         except TransferError:
@@ -183,8 +184,8 @@ class Channel:
         return _All([link.broadcast(buffer, deadline) for link in self._links])
 
     def close(self) -> None:
-        """Tear down without waiting for peers; safe to call twice and after errors. Peers that still wait for a GPU
-        give up."""
+        """Close the channel without waiting for peers. It may be called twice, and after errors. Peers that still wait
+        for a GPU give up."""
         links, self._links = self._links, []
         meeting, self._meeting = self._meeting, None
         if meeting is not None and self._gpu:
@@ -218,7 +219,7 @@ def _place(device: torch.device | None) -> Place:
 
 
 def absent_ranks(store: dist.Store, world: int) -> list[int]:
-    """Ranks that have not come to the rendezvous; none if the store is gone."""
+    """The ranks that have not come to the rendezvous. Empty if the store is gone."""
     try:
         return [rank for rank in range(world) if not store.check([f"joined/{rank}"])]
     except RuntimeError:
@@ -235,7 +236,7 @@ class _All:
 
 
 def listen(host: str, deadline: Deadline) -> tuple[dist.TCPStore, int]:
-    """A rendezvous on a free port of `host`; returns the store and its port."""
+    """Opens a rendezvous on a free port of `host`. Returns the store and its port."""
     store = store_at(host, 0, None, deadline.left(), wait_for_workers=False)
     return store, int(store.port)
 
@@ -243,14 +244,14 @@ def listen(host: str, deadline: Deadline) -> tuple[dist.TCPStore, int]:
 def store_at(
     host: str, port: int, world: int | None, timeout: timedelta, wait_for_workers: bool = True
 ) -> dist.TCPStore:
-    """A rendezvous that listens at `host` alone: torch's own listens on all interfaces, and asks nobody for a token.
-    `port` 0: a free one. Raises OSError or RuntimeError."""
+    """A rendezvous that listens only at `host`. torch's own would listen on all interfaces, and it asks nobody for a
+    token. With `port` 0 it takes a free port. Raises OSError or RuntimeError."""
     return store_on(listening_at(host, port), world, timeout, wait_for_workers)
 
 
 def listening_at(host: str, port: int = 0) -> socket.socket:
-    """A socket that listens at `host` alone. Who tells others its port keeps it open until a store serves it
-    (`store_on`), so nobody else can take the port meanwhile. Raises OSError."""
+    """A socket that listens only at `host`. A process that tells others its port keeps the socket open until a store
+    serves it (`store_on`). So no other process can take the port meanwhile. Raises OSError."""
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listening = socket.socket(family, kind)
     try:
@@ -266,7 +267,7 @@ def listening_at(host: str, port: int = 0) -> socket.socket:
 def store_on(
     listening: socket.socket, world: int | None, timeout: timedelta, wait_for_workers: bool = True
 ) -> dist.TCPStore:
-    """A rendezvous that serves `listening`, which is its own from now on. Raises RuntimeError."""
+    """A rendezvous that serves the socket `listening`. The socket belongs to the store then. Raises RuntimeError."""
     host, port = listening.getsockname()[:2]
     return dist.TCPStore(
         host, port, world, True, timeout=timeout, wait_for_workers=wait_for_workers, master_listen_fd=listening.detach()
@@ -274,7 +275,7 @@ def store_on(
 
 
 def call(host: str, port: int, deadline: Deadline) -> dist.TCPStore:
-    """Connect to a sender's rendezvous. Raises TransferError if nobody listens there in time."""
+    """Connect to a sender's rendezvous. Raises TransferError if nobody listens there before the deadline."""
     try:
         return dist.TCPStore(host, port, None, False, timeout=deadline.left(), wait_for_workers=False)
     except RuntimeError as error:
@@ -285,13 +286,13 @@ def call(host: str, port: int, deadline: Deadline) -> dist.TCPStore:
 
 
 def message_bytes(bucket: Bucket) -> int:
-    """Length of a bucket on the wire, bytes."""
+    """The length of a bucket's message, in bytes."""
     return bucket.nbytes + CHECKSUM_BYTES
 
 
 def pack_into(buffer: torch.Tensor, bucket: Bucket, tensors: list[torch.Tensor]) -> None:
-    """Copy `tensors` (in the bucket's order; any device) to their places in `buffer` (uint8), as the dtypes that the
-    bucket says, and append its checksum."""
+    """Copy `tensors` to their places in `buffer` (uint8), and append the checksum. The tensors are in the bucket's
+    order and on any device. They are cast to the dtypes that the bucket names."""
     for spec, offset, tensor in zip(bucket_specs(bucket), bucket.offsets, tensors, strict=True):
         end = offset + spec.nbytes
         if spec.nbytes:
@@ -301,14 +302,16 @@ def pack_into(buffer: torch.Tensor, bucket: Bucket, tensors: list[torch.Tensor])
 
 
 def unpack(buffer: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) of each entry in `buffer`, as views of it."""
+    """The (name, tensor) of each entry of `buffer`. The tensors are views of it."""
     for spec, offset in zip(bucket_specs(bucket), bucket.offsets, strict=True):
         yield spec.name, _view(buffer, offset, spec)
 
 
 def assemble(buffer: torch.Tensor, messages: Sequence[tuple[torch.Tensor, Bucket]]) -> Iterator[Named]:
-    """(name, whole tensor) of each tensor whose parts are in `messages` (those of one bucket from all of its senders,
-    part 0's first), as views of `buffer`, which must have `assembled_bytes` of them."""
+    """The (name, whole tensor) of each tensor of a bucket, from its parts. The tensors are views of `buffer`.
+
+    `messages`: the messages and buckets of all senders of one bucket, part 0 first. `buffer` (uint8): it must have
+    `assembled_bytes` bytes."""
     wholes: dict[str, torch.Tensor] = {}
     end = 0
     for spec in _wholes(messages[0][1]):
@@ -323,12 +326,12 @@ def assemble(buffer: torch.Tensor, messages: Sequence[tuple[torch.Tensor, Bucket
 
 
 def assembled_bytes(first: Bucket) -> int:
-    """Room for the whole tensors of a bucket, given part 0 of it."""
+    """The bytes that the whole tensors of a bucket need. `first`: part 0 of the bucket."""
     return sum(aligned(spec.nbytes) for spec in _wholes(first))
 
 
 def _wholes(bucket: Bucket) -> list[TensorSpec]:
-    # Several parts of one tensor are several entries.
+    # One tensor may have several parts, which are several entries.
     return list(dict.fromkeys(replace(spec, box=None) for spec in bucket_specs(bucket)))
 
 
@@ -340,7 +343,7 @@ def _view(buffer: torch.Tensor, offset: int, spec: TensorSpec) -> torch.Tensor:
 
 
 def intact(buffer: torch.Tensor, bucket: Bucket) -> bool:
-    """Whether the checksum that came with the bucket is that of its bytes."""
+    """Whether the checksum in the message is that of its bytes."""
     sent = buffer[bucket.nbytes : message_bytes(bucket)].view(torch.int64)
     return not bool(torch.ne(sent, checksum(buffer[: bucket.nbytes])).any())
 
@@ -349,9 +352,12 @@ _ROW = 2048
 
 
 def checksum(data: torch.Tensor) -> torch.Tensor:
-    """Two int64 (2,) of a uint8 tensor whose length is a multiple of 16: the sum of its 64-bit words, and the sum of
-    the sums of rows of 2,048 words, row r times (2r + 3), modulo 2**64. Memory-bandwidth speed, on the tensor's device.
-    It tells a changed, missing or displaced row from a good one; it is no defence against a forger."""
+    """The checksum of a uint8 tensor whose length is a multiple of 16, as (2,) int64. The first number is the sum of
+    its 64-bit words. The second is the sum over rows of 2,048 words, where the sum of row r counts (2r + 3) times. Both
+    are modulo 2**64.
+
+    It runs on the tensor's device, as fast as memory is read. It finds a changed, missing or displaced row. It does not
+    protect against forgery."""
     words = data.view(torch.int64)
     whole = words.numel() // _ROW * _ROW
     sums = words[:whole].view(-1, _ROW).sum(1)

@@ -1,5 +1,5 @@
-"""Embedding and vocabulary projection, whose rows tensor-parallel ranks may share (Megatron-LM, Shoeybi et al. 2019,
-section 3)."""
+"""Shares the rows of the embedding and of the vocabulary projection over tensor-parallel ranks (Megatron-LM, Shoeybi et
+al. 2019, section 3)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dovetail.models.compat import local_box
 
 
 class SplitEmbedding(nn.Embedding):
-    """An embedding whose weight is a DTensor of rows: each rank looks up the tokens that it has, and the sum over ranks
-    is what the whole one gives."""
+    """An embedding whose weight is a DTensor, of which each rank holds some rows. Each rank looks up the tokens that it
+    has. The sum over the ranks equals the result of the whole embedding."""
 
     def forward(self, input: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -32,7 +32,8 @@ class SplitEmbedding(nn.Embedding):
 
 
 def project(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Logits of all of the vocabulary: (..., H) times the transpose of `weight` (V, H), a DTensor of rows or whole."""
+    """The logits of the whole vocabulary, (..., V): `hidden` (..., H) times the transpose of `weight` (V, H), which is
+    a whole tensor or a DTensor of rows."""
     if not hasattr(weight, "device_mesh"):
         return F.linear(hidden, weight)
     from torch.distributed.tensor import DTensor, Replicate
@@ -44,13 +45,14 @@ def project(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def rows_of(weight: Any) -> tuple[int, int]:
-    """First row of a DTensor's dimension 0 that this rank holds, and the first after them."""
+    """The rows of a DTensor that this rank holds, as the first row and the one after the last."""
     shape, offset = local_box(weight)
     return offset[0], offset[0] + shape[0]
 
 
 def share_rows(module: nn.Module, mesh: Any) -> None:
-    """Share out the rows of the weight of an embedding or a projection (on the meta device) over `mesh`."""
+    """Divide the rows of an embedding's or a projection's weight over the ranks of `mesh`. The weight is on the meta
+    device."""
     from torch.distributed.tensor import Shard, distribute_tensor
 
     weight = distribute_tensor(module.weight.detach(), mesh, [Shard(0)], src_data_rank=None)  # type: ignore[arg-type]

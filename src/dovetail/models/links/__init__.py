@@ -1,1 +1,2 @@
-"""How the bytes of a weight transfer reach a receiver: CUDA IPC, NCCL or Gloo (`dovetail.models.transfer.Channel`)."""
+"""Carries the bytes of a weight transfer to a receiver, by CUDA IPC, NCCL or Gloo
+(`dovetail.models.transfer.Channel`)."""

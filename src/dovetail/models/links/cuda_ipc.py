@@ -1,7 +1,7 @@
-"""Messages from one process to others on the same GPU: they map its memory (CUDA IPC).
+"""Sends messages from one process to others on the same GPU, which map its memory (CUDA IPC).
 
-The sender copies a message, slot by slot, into memory that only serves for this. torch's own allocator is not used for
-it: with expandable segments its memory can only be shared by processes that may debug each other."""
+The sender copies a message, slot by slot, into memory that is used for nothing else. torch's own allocator is not used,
+because with expandable segments only processes that may debug each other can share its memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class _MemoryHandle(ctypes.Structure):
 
 @lru_cache(maxsize=1)
 def _cuda() -> ctypes.CDLL:
-    """Raises OSError."""
+    """CUDA's runtime library. Raises OSError if it is not found."""
     major = (torch.version.cuda or "").partition(".")[0]
     cuda = library(f"libcudart.so.{major}", "cudaIpcGetMemHandle")
     cuda.cudaGetErrorString.restype = ctypes.c_char_p
@@ -52,7 +52,7 @@ def _expect(result: int, what: str) -> None:
 
 @dataclass
 class _Raw:
-    """Device memory that torch did not allocate."""
+    """Device memory that torch did not allocate: `nbytes` bytes at the address `at`."""
 
     at: int
     nbytes: int
@@ -68,8 +68,8 @@ def _slots(at: int, device: torch.device) -> list[torch.Tensor]:
 
 @cache
 def _mailbox(device: torch.device) -> tuple[str, list[torch.Tensor]]:
-    """This process's slots on a GPU, and the handle by which others map them. They stay until the process ends, because
-    CUDA does not allow to free what another process may still have mapped."""
+    """The handle by which other processes map this process's slots on a GPU, and the slots. They stay until the process
+    ends, because CUDA does not allow a process to free memory that another one may still have mapped."""
     at, handle = ctypes.c_void_p(), _MemoryHandle()
     with torch.cuda.device(device):
         _expect(_cuda().cudaMalloc(ctypes.byref(at), SLOTS * SLOT_BYTES), "allocate memory to share")
@@ -78,18 +78,18 @@ def _mailbox(device: torch.device) -> tuple[str, list[torch.Tensor]]:
 
 
 def mailbox_handle(device: torch.device) -> str:
-    """By which receivers on this GPU map the sender's memory. Raises TransferError or OSError."""
+    """The handle by which receivers on this GPU map the sender's memory. Raises TransferError or OSError."""
     return _mailbox(device)[0]
 
 
 class _Queue:
-    """Messages in order, of which each needs `advance` to be called until it is through."""
+    """Messages in order. `advance` must be called until a message is through."""
 
     def __init__(self, meeting: Rendezvous, device: torch.device):
         self._meeting, self._device = meeting, device
-        self._waiting: deque[tuple[torch.Tensor, int]] = deque()  # what is left of a message, and its number
+        self._waiting: deque[tuple[torch.Tensor, int]] = deque()  # the rest of each message, and its number
         self._asked = self._over = 0
-        self._chunks = 0  # sent or taken
+        self._chunks = 0  # the number of chunks that were sent or taken
 
     def broadcast(self, buffer: torch.Tensor, deadline: Deadline) -> Handle:
         """See `Link`."""
@@ -99,7 +99,7 @@ class _Queue:
         return _Pending(self, self._asked, deadline)
 
     def wait(self, number: int, deadline: Deadline) -> None:
-        """Until the message is through. Raises TransferError."""
+        """Wait until the message is through. Raises TransferError."""
         pause = 0.00005
         while not self.through(number):
             if self.advance():
@@ -111,7 +111,7 @@ class _Queue:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def advance(self) -> bool:
-        """Move the next chunk if it can be moved now; whether it was."""
+        """Move the next chunk, if that is possible now. Returns whether it was moved."""
         raise NotImplementedError
 
     def through(self, number: int) -> bool:
@@ -138,13 +138,13 @@ class _Queue:
 
 
 class IpcSender(_Queue):
-    """The sender's end; `ranks`: its receivers on the same GPU."""
+    """The sender's end of the link. `ranks`: its receivers on the same GPU."""
 
     def __init__(self, meeting: Rendezvous, ranks: list[int], device: torch.device):
         super().__init__(meeting, device)
         self._ranks = ranks
         self._slots = _mailbox(device)[1]
-        self._ends: dict[int, int] = {}  # chunks that were sent when a message was
+        self._ends: dict[int, int] = {}  # by message, the number of chunks sent when it was sent
 
     def advance(self) -> bool:
         if not self._waiting or self._chunks - self._taken() >= SLOTS:
@@ -160,7 +160,7 @@ class IpcSender(_Queue):
         return self._over >= number and self._taken() >= self._ends[number]
 
     def close(self) -> None:
-        """See `Link`. The slots stay."""
+        """See `Link`. The slots stay mapped."""
 
     def _late(self) -> list[int]:
         return [rank for rank in self._ranks if self._meeting.count(f"{TAKEN}/{rank}") < self._chunks]
@@ -170,10 +170,10 @@ class IpcSender(_Queue):
 
 
 class IpcReceiver(_Queue):
-    """A receiver's end; `handle`: the sender's `mailbox_handle`."""
+    """A receiver's end of the link. `handle`: the sender's `mailbox_handle`."""
 
     def __init__(self, meeting: Rendezvous, rank: int, device: torch.device, handle: str):
-        """Raises TransferError where this process cannot map the sender's memory."""
+        """Raises TransferError if this process cannot map the sender's memory."""
         super().__init__(meeting, device)
         self._rank = rank
         self._at = ctypes.c_void_p()

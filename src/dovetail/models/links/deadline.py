@@ -1,4 +1,4 @@
-"""What all links share: their error, their deadline, and what they return."""
+"""Defines what all links share: their error, their deadline, and the handle of a message."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 
 class TransferError(RuntimeError):
-    """A weight transfer that did not complete; the message is one sentence for the user. `ranks`: those that others
-    waited for, where that is known."""
+    """A weight transfer did not complete. The message is one sentence for the user. `ranks`: the ranks for which others
+    waited, if they are known."""
 
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
         super().__init__(message)
@@ -20,8 +20,8 @@ class TransferError(RuntimeError):
 
 
 class Deadline:
-    """Seconds left of a budget that starts now. `extra` seconds more are granted without being spoken of. `clock` is
-    injected for tests."""
+    """A time limit of `seconds` that starts now. `extra`: further seconds that messages do not mention. `clock`: tests
+    replace it."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic, extra: float = 0.0):
         self._clock = clock
@@ -29,7 +29,8 @@ class Deadline:
         self.seconds = seconds
 
     def left(self, late: Callable[[], Iterable[int]] = list) -> timedelta:
-        """Raises TransferError when nothing is left; it names the ranks of `late`."""
+        """The time that is left, at least 50 ms. Raises TransferError if none is left. The error has the ranks that
+        `late` gives."""
         left = self._end - self._clock()
         if left <= 0:
             raise TransferError(f"the weight transfer passed its deadline of {self.seconds:g} s", late())
@@ -40,20 +41,20 @@ class Handle(Protocol):
     """A message on its way."""
 
     def wait(self) -> None:
-        """Raises TransferError if the message did not get through in time."""
+        """Wait until the message is through. Raises TransferError if that takes too long."""
 
 
 class Link(Protocol):
-    """Carries a sender's messages to some of its receivers. Broken for good after its first error."""
+    """Carries a sender's messages to some of its receivers. After its first error it can no longer be used."""
 
     def broadcast(self, buffer: torch.Tensor, deadline: Deadline) -> Handle:
         """Start sending or receiving `buffer`, a contiguous uint8 tensor. Messages arrive in order."""
 
     def close(self) -> None:
-        """Tear down without waiting for peers."""
+        """Close the link without waiting for peers."""
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text, or its kind."""
+    """The first line of an error's text. Without a text it is the name of the error's class."""
     text = str(error).strip().splitlines()
     return text[0][:200] if text else type(error).__name__

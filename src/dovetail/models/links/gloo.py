@@ -1,4 +1,4 @@
-"""Messages over Gloo, from host memory to host memory."""
+"""Sends messages over Gloo, from host memory to host memory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dovetail.models.links.deadline import Deadline, Handle, TransferError, firs
 
 
 class GlooLink:
-    """Rank 0 sends, ranks 1 to `world` - 1 receive. What is on a GPU travels through host memory."""
+    """Rank 0 sends, and ranks 1 to `world` - 1 receive. Tensors on a GPU travel through host memory."""
 
     def __init__(self, store: dist.Store, rank: int, world: int, host: str, deadline: Deadline):
-        """`host`: where the sender is. Raises TransferError."""
+        """`host`: the address of the sender. Raises TransferError."""
         self._rank = rank
         try:
             self._group: Any = gloo_group(store, rank, world, local_address(host), deadline.left())
@@ -42,7 +42,7 @@ class GlooLink:
         return _Pending(work, deadline, host, buffer if self._rank else host)
 
     def close(self) -> None:
-        """See `Link`: a peer's blocked read ends as well."""
+        """See `Link`. A peer's blocked read ends too."""
         group, self._group = self._group, None
         if group is not None:
             with suppress(Exception):
@@ -66,7 +66,7 @@ class _Pending:
 
 
 def local_address(peer: str) -> str:
-    """The address of this machine from which `peer` is reached: what other ranks can connect to."""
+    """The address of this machine from which it reaches `peer`. Other ranks can connect to it."""
     try:
         family, _, _, _, address = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,4 +1,5 @@
-"""Which link carries a sender's messages to each of its receivers. Pure; no torch."""
+"""Chooses the link that carries a sender's messages to each of its receivers. The functions are pure and need no
+torch."""
 
 from __future__ import annotations
 
@@ -9,17 +10,18 @@ Way = Literal["ipc", "nccl", "gloo"]
 
 
 class Place(NamedTuple):
-    """Where a rank's tensors are: the UUID of its GPU, None without one; and the version of its NCCL, None without."""
+    """Where a rank's tensors are. `gpu`: the UUID of its GPU. None: it has none. `nccl`: the version of its NCCL, such
+    as 22907. None: it has none."""
 
     gpu: str | None = None
     nccl: int | None = None
 
 
 def routes(places: Sequence[Place]) -> dict[int, Way]:
-    """The link for each receiver, by rank; `places[0]` is the sender's.
+    """The link for each receiver, by rank. `places[0]` is the sender's place.
 
-    NCCL refuses two ranks on one GPU, and ranks of unlike versions. A receiver on the sender's GPU maps the sender's
-    memory (CUDA IPC). Every other receiver that NCCL would refuse gets its weights through host memory (Gloo)."""
+    NCCL refuses two ranks on one GPU, and ranks of different versions. A receiver on the sender's GPU maps the sender's
+    memory (CUDA IPC). All other receivers that NCCL would refuse get their weights through host memory (Gloo)."""
     sender = places[0]
     ways: dict[int, Way] = {}
     taken = {sender.gpu}

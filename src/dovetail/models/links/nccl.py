@@ -1,8 +1,8 @@
-"""Messages over NCCL, from GPU to GPU.
+"""Sends messages over NCCL, from GPU to GPU.
 
-torch's own NCCL groups end the process when a peer is lost: their watchdog does, or a call never returns. Here the
-communicator does not block. It is polled until a deadline, and aborted after it, so a failure is an exception. vLLM and
-SGLang call NCCL in the same way, through ctypes; torch offers nothing public for it."""
+When a peer is lost, the watchdog of torch's own NCCL groups ends the process, or a call never returns. Here the
+communicator does not block. It is polled until a deadline and then aborted, so a failure is an exception. vLLM and
+SGLang also call NCCL through ctypes, because torch offers nothing public for this."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _UniqueId(ctypes.Structure):
 
 
 class _Config(ctypes.Structure):
-    """ncclConfig_t as of NCCL 2.17. `version` says so, and a later NCCL fills in the rest."""
+    """ncclConfig_t of NCCL 2.17. Its `version` says so, and a later NCCL adds the other fields."""
 
     _fields_ = [
         ("size", ctypes.c_size_t),
@@ -48,7 +48,7 @@ class _Config(ctypes.Structure):
 
 @lru_cache(maxsize=1)
 def _nccl() -> ctypes.CDLL:
-    """Raises OSError."""
+    """The library of NCCL. Raises OSError if it is not found."""
     nccl = library("libnccl.so.2", "ncclCommInitRankConfig")
     nccl.ncclGetErrorString.restype = ctypes.c_char_p
     nccl.ncclGetLastError.restype = ctypes.c_char_p
@@ -75,7 +75,7 @@ def _nccl() -> ctypes.CDLL:
 
 
 def nccl_version() -> int | None:
-    """The version of this process's NCCL, such as 22907; None without one."""
+    """The version of this process's NCCL, such as 22907. None if there is none."""
     version = ctypes.c_int()
     try:
         failed = _nccl().ncclGetVersion(ctypes.byref(version))
@@ -85,10 +85,11 @@ def nccl_version() -> int | None:
 
 
 class NcclLink:
-    """The first of `ranks` sends, the others receive, each on another GPU, all with one version of NCCL."""
+    """The first of `ranks` sends, and the others receive. Each is on another GPU, and all have the same version of
+    NCCL."""
 
     def __init__(self, meeting: Rendezvous, rank: int, ranks: list[int], device: torch.device, deadline: Deadline):
-        """Returns when all ranks have come. Raises TransferError, which names ranks that did not."""
+        """Returns when all ranks have come. Raises TransferError, which names the ranks that did not come."""
         self._meeting, self._rank, self._ranks = meeting, rank, ranks
         self._messages = 0
         self._device = device
@@ -127,7 +128,7 @@ class NcclLink:
         return _Pending(self, event, deadline)
 
     def wait(self, event: Any, deadline: Deadline) -> None:
-        """Until the message before `event` got through. Raises TransferError."""
+        """Wait until the message before `event` is through. Raises TransferError."""
 
         def done() -> bool:
             self._error("carry a message")
@@ -142,14 +143,14 @@ class NcclLink:
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def close(self) -> None:
-        """See `Link`. What runs on this GPU is aborted; the peers are not told."""
+        """See `Link`. It aborts what runs on this GPU, and does not tell the peers."""
         comm, self._comm = self._comm, ctypes.c_void_p()
         if comm.value is not None:
             with suppress(OSError):
                 _nccl().ncclCommAbort(comm)
 
     def _settle(self, result: int, deadline: Deadline, what: str) -> None:
-        """Until the communicator has done what the last call began."""
+        """Wait until the communicator has finished the last call, whose result is `result`."""
         self._expect(result, what)
         self._poll(lambda: self._error(what) == _SUCCESS, deadline)
 
@@ -162,7 +163,7 @@ class NcclLink:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _late(self) -> list[int]:
-        """The ranks that have started the fewest messages, fewer than this one."""
+        """The ranks that have started the fewest messages, if that is fewer than this rank has started."""
         started = {rank: self._meeting.count(f"{_STARTED}/{rank}", -1) for rank in self._ranks}
         least = min(started.values())
         return [rank for rank, messages in started.items() if messages == least < self._messages]

@@ -1,4 +1,4 @@
-"""Where the ranks of a channel meet and tell each other small things: the sender's TCP store."""
+"""Lets the ranks of a channel meet and exchange small values, in the sender's TCP store."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from dovetail.models.links.deadline import Deadline, TransferError, first_line
 from dovetail.protocol.messages import CALLED_OFF
 
 ABORT = "abort"
-# How often a rank that waits for a GPU looks whether the transfer was called off.
+# A rank that waits for a GPU checks so often whether the transfer was called off.
 LOOK_SECONDS = 0.02
 
 
 class Rendezvous:
-    """`cancelled` is asked while this rank waits: once true, this rank and all others give up.
+    """The meeting of the ranks of a channel. `cancelled` is asked while this rank waits. Once it is true, this rank and
+    all others give up.
 
-    Every method raises TransferError when the store is gone, as its sender then is."""
+    Every method raises TransferError if the store is gone, because then the sender is gone too."""
 
     def __init__(self, store: dist.Store, cancelled: Callable[[], bool] = lambda: False):
         self.store = store
@@ -31,16 +32,16 @@ class Rendezvous:
             self.store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """The value of a key that is there."""
+        """The value of a key that exists."""
         with broken_rendezvous():
             return bytes(self.store.get(key))
 
     def count(self, key: str, default: int = 0) -> int:
-        """A number; `default` before it is there."""
+        """The number at a key, or `default` if the key does not exist yet."""
         return int(self.get(key)) if self.has([key]) else default
 
     def has(self, keys: Iterable[str]) -> bool:
-        """Whether all the keys are there."""
+        """Whether all the keys exist."""
         with broken_rendezvous():
             return bool(self.store.check(list(keys)))
 
@@ -52,9 +53,9 @@ class Rendezvous:
         when: str,
         ranks: Callable[[], Iterable[int]] | None = None,
     ) -> None:
-        """Returns when all the keys are there. Raises TransferError: past the deadline with the sentence of `late` and
-        the `ranks` that it is about, and when the transfer was called off `when`. Who knows the `ranks` says so also
-        where others have called it off meanwhile."""
+        """Wait until all the keys exist. Raises TransferError after the deadline, with the sentence that `late` gives
+        and the `ranks` that are late. Raises it also if the transfer was called off; `when` ends that sentence. After
+        the deadline a caller that gives `ranks` names them even if others have called the transfer off meanwhile."""
         keys, pause = list(keys), 0.0005
         while not self.has(keys):
             try:
@@ -68,8 +69,8 @@ class Rendezvous:
             pause = min(2 * pause, 0.02)
 
     def look(self, when: str, force: bool = False) -> None:
-        """Raises TransferError once the transfer was called off, by this rank or another. Asks the store every
-        LOOK_SECONDS at most, unless `force`."""
+        """Raise TransferError if this rank or another has called the transfer off. Without `force` the store is asked
+        at most every LOOK_SECONDS."""
         if not force and time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
@@ -79,14 +80,14 @@ class Rendezvous:
             raise TransferError(f"{CALLED_OFF} {when}")
 
     def call_off(self) -> None:
-        """Let all ranks give up, if they can still be told."""
+        """Make all ranks give up, if the store can still be reached."""
         with suppress(TransferError):
             self.set(ABORT, "1")
 
 
 @contextmanager
 def broken_rendezvous() -> Iterator[None]:
-    """What the store raises is a TransferError: the sender, whose store it is, has gone."""
+    """A context that turns the store's errors into TransferError: the sender, whose store it is, has gone."""
     try:
         yield
     except RuntimeError as error:
