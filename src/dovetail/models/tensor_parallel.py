@@ -41,8 +41,8 @@ def check_degree(config: Any, tp: int) -> None:
 
 def split_stage(stage: PipelineStage, mesh: Any) -> TensorSplit:
     """Divide the layers and the vocabulary of `stage` over the ranks of `mesh`, which has one dimension. The stage is
-    on the meta device. Call it before activation checkpointing and FSDP2. The parameters that are split become DTensors.
-    It does nothing for one rank. Raises `ModelError` (`check_degree`)."""
+    on the meta device. Call it before activation checkpointing and FSDP2. Parameters that are split become DTensors. It
+    does nothing for one rank. Raises `ModelError` (`check_degree`)."""
     if mesh.size() == 1:
         return NOTHING
     from torch.distributed.tensor import DTensor, Replicate, Shard

@@ -1,5 +1,5 @@
-"""The schedule of a job's actor and critic training: the problem from its layouts, batches and measured times, the
-choice of a family, and the lists that the trainer ranks run."""
+"""Makes the schedule of a job's actor and critic training. It states the problem from layouts, batches and measured
+times, chooses a family of schedules, and makes the lists of actions that the trainer ranks run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from dovetail.protocol.machine_profile import Profile
 from dovetail.protocol.messages import Action, StageTimes
 from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds, rank_at, stages_at
 
-# What splitting a backward costs beside the two halves, in parts of the whole backward, where not measured.
+# The extra time of a split backward pass, as a fraction of the whole backward pass, if it was not measured.
 SPLIT_OVERHEAD = 0.1
 # The first stage's input gradient is not computed: nobody waits for it.
 NO_INPUT_GRADIENT = 1e-3
@@ -50,14 +50,14 @@ PINS = {
     "Dedicated": (DEDICATED.name,),
     "Serial": ("serial",),
 }
-"""Families that each value of plan.intraStageFusion allows."""
+"""The families that each value of plan.intraStageFusion allows."""
 
 
 def shared_layouts(layouts: Mapping[str, Parallelism], reverse: bool, chunks: int = 1) -> dict[str, Layout]:
-    """Both models' places on the positions that they share; the critic's stages the other way round if `reverse`, and
-    `chunks` of each model on a rank.
+    """The layouts of both models on the positions that they share. With `reverse` the critic's stages are in the
+    opposite order. `chunks`: the stages of each model on a rank.
 
-    Raises ValueError where they do not occupy the same ranks in the same tensor-parallel groups."""
+    Raises ValueError unless the models have the same ranks and the same tp."""
     actor, critic = layouts["actor"], layouts["critic"]
     if world_size(actor) != world_size(critic) or actor.tp != critic.tp:
         raise ValueError(
@@ -74,16 +74,17 @@ def shared_layouts(layouts: Mapping[str, Parallelism], reverse: bool, chunks: in
 
 
 def mini_batches_together(optimizer_steps: int) -> int:
-    """How many of an iteration's mini-batches one schedule holds: as many as divide it, up to MAX_MINI_BATCHES."""
+    """The number of mini-batches that one schedule holds: the largest divisor of `optimizer_steps` up to
+    MAX_MINI_BATCHES."""
     return max(n for n in range(1, MAX_MINI_BATCHES + 1) if optimizer_steps % n == 0)
 
 
 class Times:
-    """What is known of each stage's times: the measured; else those of a profile, where one was made; else the
-    defaults (every forward 1, backward twice that, messages none)."""
+    """The known times of each stage. Measured times come first, then those of a profile if there is one. Without either
+    the defaults are used: a forward pass takes 1, a backward pass 2, and a message no time."""
 
     def __init__(self) -> None:
-        # By model, pipeline, stage (of all its ranks' chunks), copy, and kind of pass or `bytes`.
+        # By model, pipeline, stage (over the chunks of all its ranks), copy, and kind of pass or `bytes`.
         self._known: dict[tuple[str, int, int, int, str], list[float]] = {}
         self._transfers: dict[tuple[int, int], dict[tuple[str, int], float]] = {}
         self._profile: Profile | None = None
@@ -100,13 +101,13 @@ class Times:
 
     @property
     def profiled(self) -> bool:
-        """Whether a profile was taken in."""
+        """Whether there is a profile."""
         return self._profile is not None
 
     def assume(self, profile: Profile, layouts: Mapping[str, Parallelism], micro_batch: int) -> None:
-        """Begin with a profile's times of micro-batches of `micro_batch` sequences.
+        """Use a profile's times of micro-batches of `micro_batch` sequences.
 
-        Raises ProblemError where the profile lacks a model or has fewer layers than the layout has stages."""
+        Raises ProblemError if the profile lacks a model, or has fewer layers than the layout has stages."""
         for name, layout in layouts.items():
             if name not in profile.models:
                 raise ProblemError(f"the profile has no {name}, only {', '.join(profile.models)}; measure it")
@@ -115,15 +116,15 @@ class Times:
         self._profiled_transfer = max(transfer_seconds(profile, name, micro_batch) for name in layouts)
 
     def expect(self, sizes: Mapping[str, Sequence[int]], again: Sequence[str] = ()) -> None:
-        """Take in bytes of a micro-batch's activations by model and stage (`Plan.activation_bytes`; of a rank's stage
-        or of each of its chunks), for where they are neither measured nor profiled, and which models have activation
+        """Use these bytes of a micro-batch's activations if they are neither measured nor profiled. `sizes`: by model,
+        for each rank's stage or each of its chunks (`Plan.activation_bytes`). `again`: the models with activation
         checkpointing (`Plan.recomputed`)."""
         self._sizes = {model: list(each) for model, each in sizes.items()}
         self.again = frozenset(again)
 
     def add(self, times: Sequence[StageTimes], layouts: Mapping[str, Layout]) -> None:
-        """Take measurements in: half of what is known from now on, so that one odd moment counts for little. All of a
-        job's are of the same layouts."""
+        """Take in measurements. A new value counts as much as all earlier ones, so that one odd value counts for
+        little. All measurements of a job must have the same layouts."""
         for part in times:
             layout = self._measured[part.model] = layouts[part.model]
             place = coordinates(part.rank, layout)
@@ -143,14 +144,16 @@ class Times:
                 known[part.model, copy] = (part.transfer + known.get((part.model, copy), part.transfer)) / 2
 
     def array(self, model: str, kind: str, layout: Layout, count: int, mini_batches: int) -> Floats | None:
-        """Seconds (or `bytes`) as (pipelines, stages, micro-batches of all mini-batches), the slowest copy's; None if
-        any stage was neither measured nor profiled. Of another layout than the measured one: where only the number of
-        stages on a rank differs, sums or equal shares of what was measured; else the same work in equal stages and
-        micro-batches."""
+        """The seconds of a kind of pass, or its `bytes`, (pipelines, stages, micro-batches of all mini-batches)
+        float64. The slowest copy counts. None if a stage was neither measured nor profiled.
+
+        `count`: the micro-batches of a mini-batch. If the measurements have another layout, they are converted. If only
+        the number of stages on a rank differs, they are added up or divided evenly. Otherwise the same work is divided
+        evenly over stages and micro-batches."""
         stages = layout.pp * layout.chunks
         measured = self._measured.get(model)
         if measured is not None and _cut(measured) != _cut(layout):
-            # Micro-batches of a mini-batch in the measurements.
+            # The number of micro-batches of a mini-batch in the measurements.
             number = next((len(v) for key, v in self._known.items() if (key[0], key[4]) == (model, kind)), None)
             other = None if number is None else self.array(model, kind, measured, number, 1)
             if other is not None:
@@ -172,8 +175,8 @@ class Times:
         return np.tile(result, mini_batches)
 
     def _assumed(self, model: str, kind: str, layout: Layout, count: int) -> Floats | None:
-        """A profile's value (of bytes, else the plan's); of a model that was measured here, only the shares of its two
-        halves of a backward."""
+        """The profile's value. Without a profile, bytes are those of the plan. For a model that was measured here, the
+        profile only tells how its backward pass is divided into halves."""
         if self._profile is None:
             sizes = np.array(self._sizes.get(model, []), dtype=np.float64)
             if kind != "bytes" or not len(sizes):
@@ -189,12 +192,12 @@ class Times:
         return np.tile(each[kind][None, :, None], (layout.pipelines, 1, count))
 
     def complete(self, kind: str, layouts: Mapping[str, Layout], counts: Mapping[str, int]) -> bool:
-        """Whether `array` knows it of both models; `counts`: micro-batches of a mini-batch."""
+        """Whether `array` knows this kind for both models. `counts`: the micro-batches of a mini-batch, by model."""
         return all(self.array(m, kind, layouts[m], counts[m], 1) is not None for m in ("actor", "critic"))
 
     def communication(self, positions: int, apart: bool = False) -> float | Floats:
-        """Seconds of a message from position to position, (N, N), the slowest of both models; one number where they
-        were not measured. `apart`: positions of models with ranks of their own."""
+        """The seconds of a message from position to position, (N, N) float64, of the slower model. It is one number if
+        messages were not measured. `apart`: the models have ranks of their own."""
         if not self._transfers:
             return self._profiled_transfer
         slowest = {edge: max(found.values()) for edge, found in self._transfers.items()}
@@ -216,14 +219,17 @@ def training_problem(
     memory_limit: float | None = None,
     whole: float | None = None,
 ) -> ScheduleProblem:
-    """The problem of actor and critic; `micro_batches[model]` of one rank and mini-batch. `communication`: seconds
-    of a message, by default what `times` knows of it. `whole`: units of a whole model's forward where no times are
-    known (default: the positions). Raises ProblemError where the numbers do not fit together."""
+    """The schedule problem of actor and critic.
+
+    `micro_batches[model]`: the micro-batches of one rank and mini-batch. `communication`: the seconds of a message. By
+    default `times` tells. `memory_limit`: the most bytes of activations on a rank. `whole`: the time of a whole model's
+    forward pass if no times are known. By default it is the number of positions. Raises ProblemError if the numbers do
+    not fit together."""
 
     known = times or Times()
     sizes, sized = known, known.complete("bytes", layouts, micro_batches)
     if not known.complete("F", layouts, micro_batches):
-        known = Times()  # seconds of one model and units of the other would not go together
+        known = Times()  # seconds of one model must not be mixed with defaults of the other
 
     def model(name: str) -> ModelPipelines:
         layout, count = layouts[name], micro_batches[name]
@@ -277,10 +283,11 @@ def profiled_problem(
     mini_batches: int = 1,
     memory_limit: float | None = None,
 ) -> ScheduleProblem:
-    """The problem of training actor and critic by a profile's times, in seconds and bytes.
+    """The schedule problem of actor and critic with a profile's times, in seconds and bytes.
 
-    `stages` pp1, pp2; `micro_batches`: of an actor pipeline and mini-batch, of `micro_batch` sequences; the critic's
-    follow from K1 * M1 = K2 * M2. Raises ProblemError for numbers that do not fit and for what was not measured."""
+    `stages`: the pipeline stages of actor and critic. `micro_batches`: the micro-batches of an actor pipeline and
+    mini-batch, with `micro_batch` sequences each. Those of the critic follow from K1 * M1 = K2 * M2, where K is the
+    number of pipelines. Raises ProblemError for numbers that do not fit, and for times that were not measured."""
     ranks, layouts, counts = max(stages), {}, {}
     total = ranks // stages[0] * micro_batches
     for name, pp in zip(("actor", "critic"), stages, strict=True):
@@ -304,14 +311,15 @@ def choose_schedule(
     reverse: bool | None = None,
     chunks: int = 1,
 ) -> Choice:
-    """The fastest of `families` that fits. `reverse`: only those of that placement (a serial schedule runs in both).
-    `chunks`: stages of a model on each rank. Raises ProblemError where none fits."""
+    """The fastest schedule of `families` that fits. `reverse`: only families whose critic runs that way are taken. A
+    serial schedule runs both ways. None: any. `chunks`: the stages of a model on each rank. Raises ProblemError if none
+    fits."""
     known = [n for n in family_names(problem, chunked=True) if n in families]
     names = [n for n in known if placeable(family_of(n), reverse, chunks)]
 
     def finder(_: ScheduleProblem, name: str, share: SearchEffort) -> Schedule:
         family = family_of(name)
-        # A serial schedule is the same either way; its words are placed as the ranks are.
+        # A serial schedule is the same both ways. It takes the direction of the ranks.
         return find(problem, replace(family, reverse=bool(reverse)) if is_serial(family) else family, share)
 
     return choose(problem, effort, names, finder)
@@ -325,10 +333,10 @@ def choose_dedicated(
     whole: float,
     memory_limit: float | None = None,
 ) -> tuple[Schedule, dict[str, Layout]]:
-    """The fastest of `divisions` that fits, and its schedule. Raises ProblemError if none fits.
+    """The schedule of the fastest of `divisions` that fits, and that division. Raises ProblemError if none fits.
 
-    `divisions`: as `dovetail.planner.placement.layouts` makes them. `micro_batches`: of a mini-batch and all ranks.
-    `whole`: as in `training_problem`."""
+    `divisions`: as `dovetail.planner.placement.layouts.divisions` makes them. `micro_batches`: those of a mini-batch on
+    all ranks together. `whole`: see `training_problem`."""
     found, reasons = [], ["there are too few ranks for either to have some alone"]
     for layouts in divisions:
         counts = {name: micro_batches // layout.dp for name, layout in layouts.items()}
@@ -343,26 +351,26 @@ def choose_dedicated(
 
 
 def is_serial(family: Family) -> bool:
-    """One model after the other, whichever way the stages run."""
+    """Whether the models of this family run one after the other. Then the direction of the stages does not matter."""
     return family.name in ("serial", "zero-bubble")
 
 
 def placeable(family: Family, reverse: bool | None, chunks: int = 1) -> bool:
-    """Whether the family runs where the critic's stages are, on the actor's ranks (None: either way round), with so
-    many stages of a model on each rank. What goes round in a loop does not run."""
+    """Whether the trainers can run the family with this direction of the critic's stages (None: any), and with `chunks`
+    stages of a model on each rank. They do not run families whose stages go round in a loop."""
     if family is DEDICATED or family.chunks != chunks or (chunks > 1 and family.shape is not Shape.ZIGZAG):
         return False
     return reverse is None or is_serial(family) or family.reverse == reverse
 
 
 def _cut(layout: Layout) -> tuple[int, int, int]:
-    """What decides which layers and which samples a rank has."""
+    """The sizes that decide which layers and which samples a rank has."""
     return layout.pp, layout.dp, layout.chunks
 
 
 def _regrouped(values: Floats, stages: int) -> Floats:
-    """Values (pipelines, other stages, micro-batches) for so many stages: equal shares of each, or sums of
-    neighbours. One number of stages divides the other, or both divide a third one."""
+    """Converts `values`, (pipelines, other stages, micro-batches), to `stages` stages. Values are divided evenly, and
+    neighbours are added up."""
     number = values.shape[1]
     fine = math.lcm(number, stages)
     shares = np.repeat(values, fine // number, axis=1) / (fine // number)
@@ -371,7 +379,7 @@ def _regrouped(values: Floats, stages: int) -> Floats:
 
 
 def rank_actions(schedule: Schedule, layouts: Mapping[str, Layout]) -> list[list[Action]]:
-    """The list of every trainer rank. Raises ScheduleError unless the schedule is legal."""
+    """The actions of every trainer rank, in order. Raises ScheduleError unless the schedule is legal."""
     check_steps(schedule.instance.problem, steps(schedule))
     by_position: list[list[Action]] = [[] for _ in range(schedule.instance.ranks)]
     for p in schedule.passes():
@@ -393,18 +401,19 @@ def _apart(layouts: Mapping[str, Layout]) -> bool:
 
 
 def _offset(model: str, layouts: Mapping[str, Layout]) -> int:
-    """The model's first position: with ranks of its own the critic's come after the actor's."""
+    """The model's first position. If the critic has ranks of its own, its positions come after the actor's."""
     return layouts["actor"].pp * layouts["actor"].pipelines if layouts[model].first else 0
 
 
 def _position(rank: int, model: str, layouts: Mapping[str, Layout]) -> int:
-    """The position of a schedule that a trainer rank has."""
+    """The position of a trainer rank in a schedule."""
     layout = layouts[model]
     return _offset(model, layouts) + (rank - layout.first) // (layout.dp // layout.pipelines * layout.tp)
 
 
 def _check_places(layout: Layout, width: int) -> None:
-    """Position x of the schedule holds stage x % pp of pipeline x // pp, as `coordinates` says (or mirrored)."""
+    """Check that position x of the schedule holds stage x % pp of pipeline x // pp, as `coordinates` says. With
+    `reverse` the stages are in the opposite order. Raises ValueError."""
     for position in range(layout.pp * layout.pipelines):
         pipeline, stage = divmod(position, layout.pp)
         stage = layout.pp - 1 - stage if layout.reverse else stage

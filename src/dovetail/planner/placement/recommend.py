@@ -198,8 +198,7 @@ def _missing(result: Result) -> str:
 
 
 def unexecuted(candidate: Candidate, inventory: Inventory, zero3: bool = False) -> list[str]:
-    """One sentence for each part of a candidate that trainers and scorers do not run yet. `zero3`: the manifest asks
-    for ZeRO-3."""
+    """One sentence for each thing that trainers and scorers do not run yet. `zero3`: the manifest asks for ZeRO-3."""
     shares = list(candidate.placed)
     training = [s for task, s in shares if task.endswith("_training")]
     scored = [(task, s) for task, s in shares if not task.endswith("_training") and task != "generation"]
