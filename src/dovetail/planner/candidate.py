@@ -1,7 +1,7 @@
-"""What the planner chooses between: which task runs on which GPUs, in which layout.
+"""Defines what the planner chooses between: which task runs on which GPUs, and in which layout.
 
-Every placement is said in one way: each task has shares, a share a range of GPUs of one pool. Tasks whose ranges
-overlap take turns on those GPUs; tasks whose ranges are apart can run at the same time."""
+Every placement has the same form. Each task has shares, and each share is a range of GPUs of one pool. Tasks whose
+ranges overlap take turns on those GPUs. Tasks whose ranges do not overlap can run at the same time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Literal
 from dovetail.planner.hashing import hashed_once
 from dovetail.protocol.weights import RankGrid
 
-# As in dovetail.protocol.plan.Task, without the supervised stages. `critic` is the critic's inference.
+# The tasks of dovetail.protocol.plan.Task, without those of supervised stages. `critic` is the critic's inference.
 Task = Literal["generation", "reference", "reward", "critic", "actor_training", "critic_training"]
 TASKS: tuple[Task, ...] = ("generation", "reference", "reward", "critic", "actor_training", "critic_training")
 TRAINING: tuple[Task, ...] = ("actor_training", "critic_training")
@@ -23,8 +23,9 @@ Schedule = Literal["Serial", "TimeSharing", "Fused", "VShaped", "Dedicated"]
 
 
 class Placement(StrEnum):
-    """APP section V-A. FLATTENING: every task on every GPU. INTERLEAVING: reference and reward (perhaps actor and
-    critic training too) on halves of the GPUs, generation on all. SEPARATION: training apart from all else."""
+    """The placements of APP section V-A. FLATTENING: every task runs on every GPU. INTERLEAVING: reference and reward
+    run on halves of the GPUs, and generation on all. Actor and critic training may be on halves too. SEPARATION:
+    training has GPUs of its own."""
 
     FLATTENING = "Flattening"
     INTERLEAVING = "Interleaving"
@@ -59,16 +60,16 @@ class Share:
 
     @property
     def range(self) -> range:
-        """GPUs of the pool, by index."""
+        """The GPUs of the pool, by index."""
         return range(self.first, self.first + self.gpus)
 
     @property
     def layout(self) -> RankGrid:
-        """Among the pool's GPUs as ranks."""
+        """The layout over the pool's GPUs as ranks."""
         return RankGrid(pp=self.pp, tp=self.tp, dp=self.dp, first=self.first, sharded=self.fsdp == 3)
 
     def at(self, first: int) -> Share:
-        """The same from GPU `first` on."""
+        """The same share, but from GPU `first` on."""
         if first == self.first:
             return self
         return Share(
@@ -76,11 +77,11 @@ class Share:
         )
 
     def cut(self, at: int) -> tuple[Share, Share]:
-        """Of GPUs without a layout: the first `at` and the rest."""
+        """Divides GPUs without a layout into the first `at` and the rest."""
         return Share(self.pool, self.first, dp=at), Share(self.pool, self.first + at, dp=self.gpus - at)
 
     def overlaps(self, other: Share) -> bool:
-        """Whether both need the same GPU."""
+        """Whether both shares need the same GPU."""
         return (
             self.pool == other.pool and self.first < other.first + other.gpus and other.first < self.first + self.gpus
         )
@@ -92,18 +93,18 @@ class Share:
 @hashed_once
 @dataclass(frozen=True)
 class Candidate:
-    """One plan that could be. A task of several shares divides its samples among them by their speeds (training has
-    one share). An empty tuple: the job has no such task (no critic, or a reward function).
+    """One possible plan. A task with several shares divides its samples among them by their speeds. Training has one
+    share. An empty tuple means that the job has no such task (no critic, or a reward function).
 
-    `schedule`: how actor and critic training share their GPUs; Dedicated: each has some of its own. `migration`: share
-    of the samples left at which generation's tail gathers and inference begins on freed instances (inter-stage fusion),
-    None: inference waits for the last sample. `folded`: rollouts' own log-probabilities serve as the old ones, so there
-    is no forward pass of the actor before training (APP section V-A1). `shared_body`: the critic is a head on the
-    actor's body (AC-share): one forward and backward pass for both, and no critic weights of its own. `beside`: an
-    inference share's copies are in scorers of one vLLM server each, on the first GPUs of that server.
-    `note`: what a user should know of it besides the placement.
+    `schedule`: how actor and critic training share their GPUs. With Dedicated each has GPUs of its own. `migration`:
+    the fraction of the samples left at which generation's tail gathers and inference begins on freed instances
+    (inter-stage fusion). None: inference waits for the last sample. `folded`: the rollouts' own log-probabilities serve
+    as the old ones, so the actor needs no forward pass before training (APP section V-A1). `shared_body`: the critic is
+    a head on the actor's body (AC-share). Both have one forward and backward pass, and the critic has no other weights.
+    `beside`: each copy of an inference share is in the scorer of one vLLM server, on the first GPUs of that server.
+    `note`: what else a user should know about the placement.
 
-    Before layouts are chosen it is a *structure*: a share is then `dp` GPUs, however the task will use them."""
+    Before layouts are chosen it is a *structure*. A share then stands for `dp` GPUs, however the task will use them."""
 
     placement: Placement
     generation: tuple[Share, ...]
@@ -121,7 +122,7 @@ class Candidate:
 
     @property
     def kind(self) -> tuple[Placement, str]:
-        """What tells the alternatives of a plan apart."""
+        """The placement and the note, which distinguish the alternatives of a plan."""
         return self.placement, self.note
 
     def shares(self, task: Task) -> tuple[Share, ...]:
@@ -130,12 +131,12 @@ class Candidate:
 
     @property
     def placed(self) -> Iterator[tuple[Task, Share]]:
-        """Every task's shares, in the order of TASKS."""
+        """Every task with each of its shares, in the order of TASKS."""
         return ((task, share) for task in TASKS for share in self.shares(task))
 
 
 def cells(spans: Sequence[range]) -> Iterator[tuple[range, tuple[int, ...]]]:
-    """The pieces into which ranges of GPUs cut each other, each with the numbers of the ranges that cover it."""
+    """The pieces into which ranges of GPUs cut each other, each with the indices of the ranges that cover it."""
     for start, stop in pairwise(sorted({edge for span in spans for edge in (span.start, span.stop)})):
         if on := tuple(i for i, span in enumerate(spans) if span.start <= start and stop <= span.stop):
             yield range(start, stop), on

@@ -1,7 +1,7 @@
-"""The cost model of GPUs: seconds and memory of one iteration of a candidate, in closed form.
+"""The cost model of GPUs. It computes seconds and memory of one iteration of a candidate in closed form.
 
-The search asks it thousands of times. `dovetail.planner.simulate.iteration` plays the same iteration event by event. A
-test compares the two."""
+The search asks it thousands of times. `dovetail.planner.simulate.iteration` simulates the same iteration event by
+event. A test compares the two."""
 
 from __future__ import annotations
 
@@ -36,15 +36,16 @@ from dovetail.planner.workload import Workload
 PHASES = ("generation", "inference", "training", "transfer", "swap")
 # An optimizer step reads float32 masters, two moments and gradients, and writes all but the last.
 OPTIMIZER_BYTES = 28
-# Most requests of a vLLM server at once.
+# The most requests of a vLLM server at once.
 MAX_SAMPLES = 256
 NOTHING = Footprint()
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """`phases`: seconds by name of PHASES, one after the other. `inference` is without what fusion hides. `memory`: of
-    every GPU with a task. `problem`: why the candidate cannot run, one sentence; None if it can."""
+    """`phases`: seconds by name of PHASES, one after the other. `inference` is the part that fusion does not hide.
+    `memory`: the memory of every GPU that has a task. `problem`: why the candidate cannot run, as one sentence. None if
+    it can."""
 
     phases: Mapping[str, float]
     memory: tuple[GPUMemory, ...]
@@ -61,10 +62,11 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Option:
-    """A share of a task, if nothing else ran on its GPUs.
+    """A share of a task, as if nothing else ran on its GPUs.
 
-    `seconds`: of an iteration's part of the task. `floor`: seconds that no schedule beside other tasks goes below.
-    `need`: bytes of one GPU; `footprint`: what they are. `problem`: why it cannot run even so."""
+    `seconds`: the time of the task in an iteration. `floor`: the least time of the task beside other tasks, with any
+    schedule. `need`: the bytes of one GPU. `footprint`: the parts of these bytes. `problem`: why the share cannot run
+    even alone. None if it can."""
 
     share: Share
     seconds: float
@@ -75,11 +77,13 @@ class Option:
 
 
 class GPUCosts:
-    """Of one workload on one inventory. `max_samples`: most requests of a server at once."""
+    """The costs of one workload on one inventory. `max_samples`: the most requests of a server at once.
 
-    gradient_bytes = 4  # of a gradient that crosses the network
-    # Whether ZeRO-3 hides all of its messages behind passes. ZeRO-2 is taken to hide none, so a layout never gains by
-    # ZeRO-3 itself; what fits with it may.
+    Seconds and bytes are of one iteration. Methods of a share raise KeyError for a pool that the inventory lacks."""
+
+    gradient_bytes = 4  # bytes of a gradient that crosses the network
+    # Whether ZeRO-3 hides all of its messages behind passes. ZeRO-2 is assumed to hide none. So a layout is never
+    # faster because of ZeRO-3, but it may fit only with it.
     hides_gathering = False
 
     def __init__(self, work: Workload, inventory: Inventory, max_samples: int = MAX_SAMPLES) -> None:
@@ -90,7 +94,7 @@ class GPUCosts:
     # ------------------------------------------------------------ for the search
 
     def estimate(self, candidate: Candidate) -> Estimate:
-        """Of a whole iteration; of a candidate that does not fit as if it did.
+        """The estimate of a whole iteration. A candidate that does not fit is estimated as if it did.
 
         Raises KeyError for a pool that the inventory lacks."""
         used, rooms = self.memory.of(candidate)
@@ -118,7 +122,7 @@ class GPUCosts:
 
     @known_share
     def option(self, task: Task, share: Share) -> Option:
-        """The task on these GPUs alone, one share doing all of it."""
+        """The task as if this share did all of it, and nothing else ran on its GPUs."""
         found, pool = self.memory.alone(task, share), self.inventory[share.pool]
         need, mine = found.need, found.footprint
         if need > pool.gpu.memory:
@@ -131,7 +135,7 @@ class GPUCosts:
                     f"generation on {share} has room for {max(0, found.room)} tokens of KV cache, but a sample "
                     f"may have {self.work.longest}"
                 )
-            # A tail that gathers may end a little sooner.
+            # A tail that gathers on fewer servers may end a little sooner.
             return Option(share, seconds + self.swap(task, share), 0.9 * seconds, need, problem, mine)
         if task in TRAINING:
             step, steps = self.step(task, share), self.work.steps
@@ -141,7 +145,7 @@ class GPUCosts:
     # ------------------------------------------------------------ generation and inference
 
     def samples_held(self, candidate: Candidate) -> int:
-        """Samples of the longest length that a server must have room for."""
+        """The number of samples of the longest length for which a server must have room."""
         return 1
 
     def servers(self, share: Share, room: int) -> Servers:
@@ -149,13 +153,13 @@ class GPUCosts:
         return servers(share.at(0), self.inventory[share.pool], self.work, room, self.max_samples)
 
     def generated(self, shares: Sequence[tuple[Share, int]], migration: float | None) -> GenerationTimes:
-        """Generation on these shares, each with its servers' tokens of KV cache."""
+        """The times of generation on these shares. Each comes with the tokens of KV cache of its servers."""
         each = [self.servers(share, room) for share, room in shares]
         return generate(each, self.work.batch, self.work.prompt, self.work.response, migration)
 
     def scoring(self, candidate: Candidate) -> list[tuple[Task, Share, float]]:
-        """The shares of every inference task, with the seconds of their part of the batch: they share it by speed. The
-        actor's training shares compute its old log-probabilities unless these are folded."""
+        """The shares of every inference task, with the seconds of their part of the batch. Shares divide the batch by
+        their speed. The actor's training shares compute the old log-probabilities, unless these are folded."""
         found: list[tuple[Task, Share, float]] = []
         tasks: list[tuple[Task, tuple[Share, ...]]] = [(task, candidate.shares(task)) for task in INFERENCE]
         if not candidate.folded:
@@ -171,7 +175,8 @@ class GPUCosts:
 
     @known_share
     def inference(self, task: Task, share: Share) -> float:
-        """A forward pass over all samples. A scorer computes a prompt once for its samples, a trainer for each."""
+        """The seconds of a forward pass over all samples. A scorer computes a prompt once for its samples, and a
+        trainer computes it for each sample."""
         work, pool = self.work, self.inventory[share.pool]
         pool = pool.training if task in TRAINING else pool
         shape, head = work.needed(task)
@@ -186,7 +191,7 @@ class GPUCosts:
     # ------------------------------------------------------------ training
 
     def training(self, candidate: Candidate) -> float:
-        """All optimizer steps of actor and critic."""
+        """The seconds of all optimizer steps of actor and critic."""
         actor, critic = self.steps(candidate)
         if actor is None:
             return 0.0
@@ -199,7 +204,7 @@ class GPUCosts:
         return self.work.steps * together(actor, critic, candidate.schedule if same else "Serial")
 
     def steps(self, candidate: Candidate) -> tuple[StepTimes | None, StepTimes | None]:
-        """An optimizer step of the actor and of the critic."""
+        """The times of an optimizer step of the actor and of the critic. None for one that is not trained."""
         actor, critic = candidate.actor_training, candidate.critic_training
         return (
             self.step("actor_training", actor[0]) if actor else None,
@@ -244,19 +249,21 @@ class GPUCosts:
         return StepTimes(pp, count, max(stage, gather), backwards, hop, fixed, skew, samples)
 
     def added_gradients(self, parameters: float, gpu: GPU) -> float:
-        """Seconds to add another gradient to the sum in float32. It is read, and the sum is read and written."""
+        """The seconds to add another gradient to the float32 sum. The gradient is read, and the sum is read and
+        written."""
         return (ITEMSIZE[gpu.dtype] + 8) * parameters / (MEMORY * gpu.memory_bandwidth)
 
     def straggling(self, dp: int) -> float:
-        """Tokens of the data-parallel rank with most of a mini-batch, over those of the mean rank."""
+        """The tokens of the data-parallel rank with most tokens of a mini-batch, over those of the mean rank."""
         return straggling(self.work, dp)
 
     def longest_of(self, dp: int) -> int:
-        """Samples whose longest fills and drains a pipeline."""
+        """The number of samples among which the longest one determines how a pipeline fills and drains."""
         return min(self.work.mini_batch, self.work.batch)
 
     def optimizer(self, parameters: float, share: Share) -> float:
-        """The step of these parameters on one GPU; moments in host memory come back for it."""
+        """The seconds of the optimizer step of these parameters on one GPU. Moments in host memory are loaded for
+        it."""
         gpu = self.inventory[share.pool].gpu
         seconds = OPTIMIZER_BYTES * parameters / (MEMORY * gpu.memory_bandwidth)
         return seconds + (2 * 8 * parameters / (LINK * gpu.pcie) if share.offload else 0.0)
@@ -264,8 +271,8 @@ class GPUCosts:
     # ------------------------------------------------------------ between the tasks
 
     def transfer(self, candidate: Candidate) -> float:
-        """New weights of the actor go to every generation share, then the critic's to every critic share; the receivers
-        of a model get them at once."""
+        """The seconds to send new weights. The actor's go to every generation share, and then the critic's to every
+        critic share. The receivers of one model get them at the same time."""
         total = 0.0
         for task, serving in (("actor_training", candidate.generation), ("critic_training", candidate.critic)):
             model = self.work.model(task)
@@ -278,8 +285,8 @@ class GPUCosts:
         return transfer_seconds(shape, head, source, target, self.inventory)
 
     def swapped_in(self, candidate: Candidate) -> float:
-        """Weights of servers and scorers come from host memory. Tasks on the same GPUs load one after the other, others
-        at once."""
+        """The seconds to load weights of servers and scorers from host memory. Tasks on the same GPUs load one after
+        the other. Others load at the same time."""
         spent: dict[tuple[str, int], float] = {}
         for task in ("generation", *INFERENCE):
             for share in candidate.shares(task):  # type: ignore[arg-type]
@@ -289,7 +296,8 @@ class GPUCosts:
         return max(spent.values(), default=0.0)
 
     def swap(self, task: Task, share: Share) -> float:
-        """Weights of one task from host memory; the moments of training count with its steps."""
+        """The seconds to load the weights of one task from host memory. The moments of training count with its
+        steps."""
         model = self.work.model(task)
         if model is None or not share.offload:
             return 0.0
@@ -300,7 +308,7 @@ class GPUCosts:
 
 @lru_cache(maxsize=256)
 def _trained(shape: ModelShape, head: Head, rank: int, modules: tuple[str, ...]) -> float:
-    """Fraction of the parameters that are trained with adapters."""
+    """The fraction of the parameters that are trained with adapters."""
     lora = LoRA(rank=rank, target_modules=list(modules))
     total, trained = trained_parameters(Training(shape, head, Parallelism(), Dtype.BFLOAT16, 1, lora=lora), 0)
     return trained / total
@@ -310,8 +318,8 @@ def _trained(shape: ModelShape, head: Head, rank: int, modules: tuple[str, ...])
 
 
 def transfer_seconds(shape: ModelShape, head: Head, source: Share, target: Share, inventory: Inventory) -> float:
-    """Seconds to bring a model's weights from its training share to a share that generates or scores. Each byte
-    leaves its sender once and enters a node of receivers once; the node passes it on."""
+    """The seconds to bring a model's weights from its training share to a share that generates or scores. Each byte
+    leaves its sender once and enters a node of receivers once. The node passes it on."""
     pool, origin = inventory[target.pool], inventory[source.pool]
     same = source.pool == target.pool
     on = same and source.overlaps(target)
@@ -343,6 +351,6 @@ def _held(source: Share, target: Share) -> float:
 
 
 def _node(share: Share, per_node: int) -> int | None:
-    """The node that holds the whole share, or None."""
+    """The index of the node that holds the whole share. None if it is on several nodes."""
     first, last = share.first // per_node, (share.first + share.gpus - 1) // per_node
     return first if first == last else None

@@ -1,4 +1,4 @@
-"""Memory of every GPU in a candidate, by part."""
+"""Computes the memory of every GPU in a candidate, by part."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ _PROCESS = {"generation": "vLLM", **dict.fromkeys(INFERENCE, "scorer"), **dict.f
 
 @dataclass(frozen=True)
 class GPUMemory:
-    """Bytes by part of each of the GPUs `range` of a pool, at the peak of an iteration."""
+    """The bytes by part of each of the GPUs `range` of a pool, at the peak of an iteration. `capacity`: the bytes of a
+    GPU."""
 
     pool: str
     range: range
@@ -56,15 +57,16 @@ class GPUMemory:
 
     @property
     def explanation(self) -> str:
-        """One sentence with the numbers and the largest parts."""
+        """One sentence with the bytes and the largest parts."""
         return shortage(f"{self.pool}[{self.range.start}:{self.range.stop}]", self.device, self.capacity)
 
 
 @dataclass(frozen=True)
 class TaskMemory:
-    """Bytes by part of one task on one GPU: those that stay, those that it needs while it works, and those on the
-    host. `gradients`: bytes of `works` that are there while another model trains, and when a server wakes up, because
-    the last step is applied while the weights are sent; under ZeRO-3 with the buffers of the model's streams."""
+    """The bytes by part of one task on one GPU. `stays`: bytes that stay all the time. `works`: bytes that the task
+    needs while it works. `host`: bytes in host memory. `gradients`: the bytes of `works` that stay while another model
+    trains and when a server wakes up, because the last step is applied while the weights are sent. Under ZeRO-3 they
+    include the buffers of the model's streams."""
 
     stays: Mapping[str, float]
     works: Mapping[str, float]
@@ -82,11 +84,11 @@ class TaskMemory:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one GPU for one task, whatever else runs there.
+    """The bytes of one GPU for one task, whatever else runs there.
 
-    `kept`: all the time, with fragments and the smallest KV cache of a server that stays awake. `works`: more while the
-    task runs. `gradients`: bytes of `works` that are there until the next iteration's server is awake. `serves`: the
-    task generates. `awake`: its server keeps the KV cache while other tasks work."""
+    `kept`: bytes that stay all the time, with fragments, and with the smallest KV cache of a server that stays awake.
+    `works`: further bytes while the task runs. `gradients`: the bytes of `works` that stay until the next iteration's
+    server is awake. `serves`: the task generates. `awake`: its server keeps the KV cache while other tasks work."""
 
     kept: float = 0.0
     works: float = 0.0
@@ -97,7 +99,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Alone:
-    """A task with GPUs of its own: bytes of one GPU, tokens of a server's KV cache, and its footprint."""
+    """A task with GPUs of its own. `need`: the bytes of one GPU. `room`: the tokens of a server's KV cache."""
 
     need: float
     room: int
@@ -108,7 +110,7 @@ Loads = list[tuple[Task, Share, TaskMemory]]
 
 
 class GPUMemoryModel:
-    """Of the tasks of one workload."""
+    """Computes the memory of the tasks of one workload."""
 
     def __init__(self, work: Workload, inventory: Inventory) -> None:
         self.work, self.inventory = work, inventory
@@ -116,7 +118,7 @@ class GPUMemoryModel:
     # ------------------------------------------------------------ one task
 
     def alone(self, task: Task, share: Share) -> Alone:
-        """As `of` a candidate with this share only."""
+        """The same as `of` for a candidate that has only this share."""
         load, pool = self.load(task, share), self.inventory[share.pool]
         kept, works = (1 + FRAGMENTS) * load.resident, load.transient
         need = kept + works + CONTEXT_BYTES
@@ -131,20 +133,21 @@ class GPUMemoryModel:
         return Alone(need, room, Footprint(kept + works, 0.0, serves=True, awake=True))
 
     def explanation(self, task: Task, share: Share) -> str:
-        """What a task with GPUs of its own needs of them, one sentence."""
+        """The memory that a task with GPUs of its own needs, as one sentence."""
         tasks, room = [(task, share, self.load(task, share))], self.alone(task, share).room
         return self._peak(self.inventory[share.pool], share.range, tasks, {share: room}).explanation
 
     def rooms(self, tasks: Iterable[Task], pool: Pool) -> tuple[float, float]:
-        """Bytes of a GPU for the footprints of these tasks, and for them where one serves: vLLM leaves some free."""
+        """The bytes of a GPU for the footprints of these tasks: if none of them serves, and if one does. vLLM leaves
+        some memory free."""
         contexts = self._contexts(tasks)
         return pool.gpu.memory - contexts, UTILISATION * pool.gpu.memory - contexts
 
     # ------------------------------------------------------------ a candidate
 
     def of(self, candidate: Candidate) -> tuple[tuple[GPUMemory, ...], dict[Share, int]]:
-        """Memory of every GPU that has a task, equal neighbours together; and the tokens of KV cache of each generation
-        share's servers (0 or less: not even one sample fits)."""
+        """The memory of every GPU that has a task, and the tokens of KV cache of each generation share's servers. Equal
+        neighbours are one entry. With 0 tokens or less not even one sample fits."""
         cells = [(pool, where, self._loads(candidate, on)) for pool, where, on in self._cells(candidate)]
         rooms: dict[Share, int] = {}
         for pool, _, tasks in cells:
@@ -158,7 +161,7 @@ class GPUMemoryModel:
         return tuple(self._peak(pool, where, tasks, rooms, both) for pool, where, tasks in cells), rooms
 
     def server_memory(self, candidate: Candidate) -> dict[Share, float]:
-        """The part of a GPU's memory that each generation share's servers may take, all they hold included."""
+        """The fraction of a GPU's memory that the servers of each generation share may take in all."""
         parts: dict[Share, float] = {}
         for pool, _, on in self._cells(candidate):
             tasks = self._loads(candidate, on)
@@ -169,7 +172,7 @@ class GPUMemoryModel:
         return parts
 
     def _taken(self, share: Share, tasks: Loads) -> float:
-        """Bytes that others have of a GPU while a server of the generation share `share` generates."""
+        """The bytes of a GPU that other tasks have while a server of the generation share `share` generates."""
         others = [other for task, _, other in tasks if task != "generation"]
         taken = sum(other.resident for other in others)
         if self.awake(share):
@@ -177,7 +180,7 @@ class GPUMemoryModel:
         return taken + sum(other.gradients for other in others)
 
     def _loads(self, candidate: Candidate, on: list[tuple[Task, Share]]) -> Loads:
-        """Loads of tasks that share GPUs. Where a rank has a stage of both models, of the rank that holds most."""
+        """The loads of tasks that share GPUs. If a rank has stages of both models, it is the rank that holds most."""
         actor, critic = (next((share for task, share in on if task == kind), None) for kind in TRAINING)
         if actor is None or critic is None or actor.range != critic.range or not 1 < actor.pp == critic.pp:
             return [(task, share, self.load(task, share, candidate)) for task, share in on]
@@ -191,7 +194,7 @@ class GPUMemoryModel:
         return max(found, key=lambda loads: sum(load.resident + load.transient for _, _, load in loads))
 
     def _cells(self, candidate: Candidate) -> Iterator[tuple[Pool, range, list[tuple[Task, Share]]]]:
-        """Ranges of GPUs with the same tasks."""
+        """The ranges of GPUs that have the same tasks."""
         placed = list(candidate.placed)
         for pool in self.inventory.pools:
             mine = [(task, share) for task, share in placed if share.pool == pool.name]
@@ -201,7 +204,8 @@ class GPUMemoryModel:
     def _peak(
         self, pool: Pool, where: range, tasks: Loads, rooms: Mapping[Share, int], both: bool = False
     ) -> GPUMemory:
-        """`both`: one schedule runs actor and critic, so that both work at once."""
+        """The peak memory of GPUs with these tasks. `rooms`: see `of`. `both`: one schedule runs actor and critic, so
+        both work at the same time."""
         device: dict[str, float] = {}
         host: dict[str, float] = {}
         peaks: list[tuple[float, dict[str, float]]] = []
@@ -228,24 +232,25 @@ class GPUMemoryModel:
         return GPUMemory(pool.name, where, device, host, float(pool.gpu.memory))
 
     def _overhead(self, tasks: Loads) -> float:
-        """Contexts of the processes, and what allocators lose of what stays."""
+        """The contexts of the processes, and the fragments of the memory that stays."""
         fragments = FRAGMENTS * sum(load.resident for _, _, load in tasks)
         return self._contexts(task for task, _, _ in tasks) + fragments
 
     def _contexts(self, tasks: Iterable[Task]) -> float:
-        """Contexts of the processes, and what they share to hand weights over on this GPU."""
+        """The contexts of the processes, and the memory that they share to pass weights on this GPU."""
         here = set(tasks)
         shares = {"actor_training", "generation"} <= here or {"critic_training", "critic"} <= here
         return self.processes(here) * CONTEXT_BYTES + shares * SHARED_WEIGHT_BYTES
 
     def _cached_tokens(self, share: Share, room: int) -> float:
-        """Tokens that a server keeps: those of its part of the batch as far as there is room, at least one sample."""
+        """The tokens of a server's KV cache: those of its part of the batch if there is room, and at least one
+        sample's."""
         work = self.work
         wanted = -(-work.batch // share.dp) * (work.prompt.mean + work.response.mean)
         return max(float(work.longest), min(float(room), max(wanted, work.longest)))
 
     def _kv_bytes(self, share: Share) -> float:
-        """Of one token on one GPU."""
+        """The bytes of the KV cache of one token on one GPU."""
         itemsize = ITEMSIZE[self.inventory[share.pool].gpu.dtype]
         return self.work.actor.kv_bytes(itemsize, share.tp) / share.pp
 
@@ -256,23 +261,23 @@ class GPUMemoryModel:
         return not share.offload
 
     def processes(self, tasks: Iterable[Task]) -> int:
-        """Processes with a CUDA context on a GPU with these tasks."""
+        """The number of processes with a CUDA context on a GPU with these tasks."""
         return len({_PROCESS[task] for task in tasks})
 
     def scored_tokens(self, share: Share) -> int:
-        """Of one forward pass of a scorer."""
+        """The tokens of one forward pass of a scorer."""
         return max(self.work.longest, SCORER_TOKENS // share.pp)
 
     def load(
         self, task: Task, share: Share, candidate: Candidate | None = None, stage: int | None = None
     ) -> TaskMemory:
-        """One task's. `candidate`: what else runs there; it makes no difference, as each process has its weights.
-        `stage`: of training; without, the stage that holds most."""
+        """The memory of one task. `candidate`: the tasks beside it. They make no difference, because each process has
+        its own weights. `stage`: the pipeline stage of training. None: the stage that holds most."""
         return self.training_load(task, share, stage) if task in TRAINING else self.serving_load(task, share)
 
     @known_share
     def training_load(self, task: Task, share: Share, stage: int | None) -> TaskMemory:
-        # The first stage keeps most micro-batches, the last has the logits.
+        # The first stage keeps most micro-batches, and the last one has the logits.
         stages = {0, share.pp - 1} if stage is None else {stage}
         loads = [self.stage_load(self.training_job(task, share, each), each) for each in stages]
         return max(loads, key=lambda load: load.resident + load.transient)
@@ -318,7 +323,7 @@ class GPUMemoryModel:
 
     @known_share
     def serving_load(self, task: Task, share: Share) -> TaskMemory:
-        """Generation without its cache, or inference."""
+        """The memory of generation without its KV cache, or of inference."""
         shape, head = self.work.needed(task)
         b, last = ITEMSIZE[self.inventory[share.pool].gpu.dtype], share.pp - 1
         total = max(stage_parameters(shape, head, share.pp, share.tp, stage) for stage in {0, last})
@@ -334,11 +339,11 @@ class GPUMemoryModel:
         else:
             tokens = self.scored_tokens(share)
             logits = logit_bytes(shape, tokens, b, share.tp, training=False) if head == "lm" else 0.0
-            # Logits come when the last layer is done.
+            # Logits exist only after the last layer.
             body = scoring_step_bytes(shape, "value", tokens, b, share.tp)
             works["a step"] = max(body, 2.0 * tokens * shape.hidden * b + logits)
         if task == "critic" and not share.offload:
-            # A whole version is put together beside the old one, when no pass runs.
+            # While no pass runs, the new version is assembled beside the old one.
             works["new weights"] = max(0.0, size - sum(works.values()))
         held = {"weights": size}
         if task in INFERENCE and (kept := kept_prefix_bytes(shape, self.work.longest, b, share.tp) / share.pp):
@@ -349,8 +354,8 @@ class GPUMemoryModel:
 
 
 def _range(candidate: Candidate, task: Task, share: Share) -> range:
-    """GPUs that may hold a part of a share. Copies beside servers are counted through, though each is on the first GPUs
-    of its own server: where these train one of two models, all of a server's count."""
+    """The GPUs that may hold a part of a share. A share's copies beside servers have consecutive GPUs, although each is
+    on the first GPUs of its own server. If the servers' GPUs train one of two models, all GPUs of a server count."""
     if task in INFERENCE and candidate.beside and candidate.schedule == "Dedicated":
         server = next((s for s in candidate.generation if s.overlaps(share)), None)
         if server is not None and any(server.overlaps(s) for s in candidate.actor_training):

@@ -1,8 +1,8 @@
-"""Seconds of passes and optimizer steps on given GPUs: rooflines with one set of constants, for what was not measured
-yet. What the search repeats is worked out once.
+"""Computes the seconds of passes on given GPUs with a roofline model and one set of constants. It is used for what was
+not measured yet. Figures that the search asks for repeatedly are cached.
 
-What a run or `dovetail profile` has measured takes precedence. Symbols: F peak FLOP/s of the dtype, W memory bytes/s,
-b bytes a number, p parameters; tp GPUs share one server or pipeline stage."""
+Figures that a run or `dovetail profile` has measured take precedence. Symbols: F is the peak FLOP/s of the dtype, W the
+memory's bytes per second, b the bytes of a number, and p the parameters. tp GPUs share one server or pipeline stage."""
 
 from __future__ import annotations
 
@@ -19,42 +19,46 @@ from dovetail.planner.shape import Head, ModelShape
 from dovetail.planner.workload import Workload
 from dovetail.protocol.budgets import SCORER_TOKENS
 
-# Samples that vLLM prefills together.
+# The number of samples that vLLM prefills together.
 PREFILLED = 16
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)
-# Assumed, the same for all GPUs and models. Fractions of the peaks that are reached: of F in large matrix products, of
-# W when weights and KV cache stream through, and of a link's bandwidth.
+# Assumed, and the same for all GPUs and models: the fractions of the peaks that are reached. MATRIX is of F in large
+# matrix products, MEMORY of W while weights and KV cache are read, and LINK of a link's bandwidth.
 MATRIX = 0.5
 MEMORY = 0.65
 LINK = 0.8
-# Launches and latencies of one block in a decode step, and of one collective or message.
+# The time for launches and latencies: of one block in a decode step, and of one collective or message.
 LAYER_SECONDS = 20e-6
 COLLECTIVE_SECONDS = 15e-6
-# The host's work, which the GPU waits for where a model is small: a step of vLLM at least (scheduling, inputs,
-# sampling, output), each kernel that PyTorch launches, and how many it launches for a block in a forward pass. The
-# launches are counted (tests/unit/test_planner_launches.py). Both times are assumed: nothing was measured on a GPU.
+# The host's work, for which the GPU waits if a model is small. STEP_SECONDS is the least time of a step of vLLM
+# (scheduling, inputs, sampling, output). LAUNCH_SECONDS is the time of each kernel that PyTorch launches, and LAUNCHES
+# their number for a block in a forward pass. The launches are counted (tests/unit/test_planner_launches.py). Both times
+# are assumed, because nothing was measured on a GPU.
 STEP_SECONDS = 2.5e-3
 LAUNCH_SECONDS = 5e-6
 LAUNCHES = 36
 
 
 def all_reduce(size: float, ranks: int, bandwidth: float) -> float:
-    """Ring: each rank sends and receives 2 (n - 1) / n of `size` bytes."""
+    """The seconds of a ring all-reduce, in which each of n ranks sends and receives 2 (n - 1) / n of `size` bytes.
+    `bandwidth`: bytes per second."""
     if ranks == 1:
         return 0.0
     return COLLECTIVE_SECONDS + 2 * (ranks - 1) / ranks * size / (LINK * bandwidth)
 
 
 def all_gather(size: float, ranks: int, bandwidth: float) -> float:
-    """Ring: each rank receives (n - 1) / n of `size` bytes; a reduce-scatter takes as long."""
+    """The seconds of a ring all-gather, in which each of n ranks receives (n - 1) / n of `size` bytes. A reduce-scatter
+    takes as long. `bandwidth`: bytes per second."""
     if ranks == 1:
         return 0.0
     return COLLECTIVE_SECONDS + (ranks - 1) / ranks * size / (LINK * bandwidth)
 
 
 def forward(shape: ModelShape, head: Head, tokens: float, context: float, gpu: GPU, tp: int = 1) -> float:
-    """A forward pass over `tokens` positions, `context` attended to on average: arithmetic, reading the weights or
-    launching the kernels, whichever is longest, and with tp two all-reduces of the activations a block."""
+    """The seconds of a forward pass over `tokens` positions, which attend to `context` tokens on average. It is the
+    longest of arithmetic, reading the weights, and launching the kernels. With tp each block adds two all-reduces of
+    the activations."""
     b = ITEMSIZE[gpu.dtype]
     arithmetic = shape.forward_flops(tokens, context, head) / (tp * MATRIX * gpu.flops[gpu.dtype])
     reading = shape.read_parameters(tokens, head) * b / (tp * MEMORY * gpu.memory_bandwidth)
@@ -64,9 +68,10 @@ def forward(shape: ModelShape, head: Head, tokens: float, context: float, gpu: G
 
 
 def decode_step(shape: ModelShape, batch: int, context: float, gpu: GPU, tp: int = 1) -> float:
-    """One token for each of `batch` samples with `context` tokens each: weights (of experts those that are used) and KV
-    cache are read once (p b + batch x context x KV bytes, over W), or the arithmetic if that takes longer; at least the
-    host's time."""
+    """The seconds of a decode step, which makes one token for each of `batch` samples with `context` tokens.
+
+    Weights and KV cache are read once, which takes (p b + batch x context x KV bytes) / W. Of experts only those that
+    are used are read. If the arithmetic takes longer, it counts. The step takes at least the host's time."""
     b = ITEMSIZE[gpu.dtype]
     read = shape.read_parameters(batch) * b / tp + batch * context * shape.kv_bytes(b, tp)
     memory = read / (MEMORY * gpu.memory_bandwidth)
@@ -88,8 +93,8 @@ def gathering(shape: ModelShape, head: Head, pool: Pool, share: Share) -> float:
 def decode_steps(
     shape: ModelShape, pool: Pool, tp: int, context: float, gather: float, most: int
 ) -> tuple[Floats, int]:
-    """(most + 1,) seconds of a step with 0 (as 1) to `most` samples, and BS_max. `gather`: seconds to gather weights
-    before each step."""
+    """The seconds of a decode step with 0 (as 1) to `most` samples, (most + 1,) float64, and BS_max. `gather`: the
+    seconds to gather weights before each step."""
     gpu = pool.gpu
     points = [*(n for n in BATCHES if n < most), most]
     seconds = [decode_step(shape, n, context, gpu, tp) + gather for n in points]
@@ -100,7 +105,7 @@ def decode_steps(
 
 @lru_cache(maxsize=8192)
 def servers(share: Share, pool: Pool, work: Workload, room: int, max_samples: int) -> Servers:
-    """The vLLM servers of a generation share, each with `room` tokens of KV cache."""
+    """The vLLM servers of a generation share, each with `room` tokens of KV cache and at most `max_samples` samples."""
     shape, gpu = work.actor, pool.gpu
     prompt, response = work.prompt.mean, work.response.mean
     gather = gathering(shape, "lm", pool, share)
@@ -114,8 +119,8 @@ def servers(share: Share, pool: Pool, work: Workload, room: int, max_samples: in
 
 
 def _staged(steps: Floats, share: Share, pool: Pool, shape: ModelShape) -> Floats:
-    """Seconds of a step with pp stages. The samples are in pp groups that follow each other. A step of all groups
-    takes as long as one group takes through all stages, with the messages between them."""
+    """The seconds of a decode step with pp stages. The samples are in pp groups that follow each other. A step of all
+    groups takes as long as one group takes through all stages, with the messages between them."""
     parts = -(-np.arange(len(steps)) // share.pp)
     sizes = parts * shape.hidden * ITEMSIZE[pool.gpu.dtype]
     hop = COLLECTIVE_SECONDS + sizes / (LINK * pool.link(share.pp * share.tp))
@@ -128,8 +133,9 @@ def _staged(steps: Floats, share: Share, pool: Pool, shape: ModelShape) -> Float
 def pass_seconds(
     shape: ModelShape, head: Head, share: Share, pool: Pool, tokens: float, context: float
 ) -> tuple[float, float, float]:
-    """Seconds of a forward pass of one micro-batch, whose samples have `tokens` tokens and attend to `context`: of
-    its slowest stage, of gathering that stage's weights (at the same time), and of sending a boundary tensor on."""
+    """Three parts of a forward pass of one micro-batch, in seconds: its slowest stage, gathering that stage's weights
+    at the same time, and sending the boundary tensor to the next stage. The samples have `tokens` tokens,
+    which attend to `context` tokens."""
     gpu = pool.gpu
     whole = forward(shape, head, share.micro_batch * tokens, context, gpu, share.tp)
     slowest = -(-shape.layers // share.pp) / shape.layers
@@ -150,8 +156,8 @@ def shared_prompt(work: Workload, stages: int) -> float:
 
 @lru_cache(maxsize=8192)
 def straggling(work: Workload, dp: int) -> float:
-    """Tokens of the rank with most of a mini-batch over those of the mean rank. Samples are dealt by length, so this is
-    1, or more where the longest sample alone is more than a rank's share."""
+    """The tokens of the rank with most tokens of a mini-batch, over those of the mean rank. Samples are dealt by
+    length, so it is 1, or more if the longest sample alone is more than a rank's share."""
     mini = min(work.mini_batch, work.batch)
     if dp == 1:
         return 1.0

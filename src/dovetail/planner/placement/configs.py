@@ -1,5 +1,5 @@
-"""A job's models: their shapes, by what the manifest and their own configurations say, and the memory jobs of their
-training."""
+"""Finds the shapes of a job's models, from the manifest and their own configurations, and describes their training for
+the memory model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dovetail.manifest.types import Dtype, ModelSource, Parallelism, RLHFJobSpec
 from dovetail.planner.costs.memory import Training
 from dovetail.planner.shape import Head, ModelShape, ShapeError
 
-# Where a model comes from that has no source of its own.
+# For each model, the models whose source it may start from, in order.
 _FROM = {
     "actor": ("actor",),
     "reference": ("reference", "actor"),
@@ -24,18 +24,19 @@ _FROM = {
 
 
 class ConfigError(ValueError):
-    """A model configuration that cannot be read; one sentence that names the field."""
+    """A model configuration cannot be read. The message is one sentence that names the field."""
 
 
 def owner(spec: RLHFJobSpec, model: str) -> str | None:
-    """The model whose source `model` starts from; None if none has one."""
+    """The model whose source `model` starts from. None if none of them has a source."""
     return next((name for name in _FROM[model] if getattr(spec.models, name).source is not None), None)
 
 
 def shapes(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]]) -> dict[str, ModelShape] | None:
-    """Of actor, reference, reward and critic, as far as the job has them; None where one's configuration is not known.
+    """The shapes of actor, reference, reward and critic, as far as the job has them. None if the configuration of one
+    is not known.
 
-    `configs`: `config.json` by the model that names the source; models from scratch need none. Raises ConfigError."""
+    `configs`: `config.json` by the model that names the source. Models from scratch need none. Raises ConfigError."""
     found = {}
     for model in ("actor", "reference", "reward", "critic"):
         if not needed(spec, model):
@@ -73,12 +74,12 @@ def _scratch(spec: RLHFJobSpec, source: ModelSource) -> dict[str, Any] | None:
 
 
 def sequence_tokens(spec: RLHFJobSpec, stage: Stage) -> int:
-    """Tokens of the longest sequence in a stage."""
+    """The tokens of the longest sequence in a stage."""
     return longest_sample(spec, stage) // (2 if stage.has_pairs else 1)
 
 
 def rows(rule: BatchRule) -> int:
-    """Sequences of one sample: a preference is a pair of them."""
+    """The sequences of one sample. A preference has two."""
     return 2 if rule.stage.has_pairs else 1
 
 

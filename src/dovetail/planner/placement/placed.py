@@ -1,4 +1,4 @@
-"""What the placement of a job comes to, whatever hardware it has; and how a plan document tells of one on GPUs."""
+"""Defines the result of placing a job, on any hardware, and describes a placement on GPUs for the plan document."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from dovetail.planner.simulate.lanes import Lanes
 from dovetail.protocol.plan import Layout
 from dovetail.protocol.prediction import Alternative, PredictedMemory, PredictedTask, Prediction
 
-# Splitting a model or interleaving must gain this factor over doing neither: the models of time are not exact.
+# Splitting a model or interleaving must gain this factor over doing neither, because the cost model is not exact.
 WORTH = 1.05
-# Of an optimizer step: what the models of time leave out, such as launches and Python.
+# The part of an optimizer step that the cost model does not count, such as launches and Python.
 UNCOUNTED_SECONDS = 0.01
 ALTERNATIVES = 12
 
@@ -27,7 +27,7 @@ class Infeasible(ValueError):
 
 @dataclass(frozen=True)
 class Chosen:
-    """The placement of a PPO iteration on GPUs, with all that it was estimated from."""
+    """The placement of a PPO iteration on GPUs, with the costs that estimated it and the prediction."""
 
     candidate: Candidate
     costs: GPUCosts
@@ -53,13 +53,13 @@ class Placed:
 
     @property
     def interleaved(self) -> bool:
-        """Whether reference and reward are on halves of the rollouts."""
+        """Whether reference and reward run on halves of the rollouts."""
         return self.prediction is not None and self.prediction.placement == "Interleaving"
 
 
 def worth(best: float, other: float, steps: int) -> bool:
-    """Whether `best` seconds an iteration gain more over `other` seconds than the models of time can tell. `steps`:
-    optimizer steps of an iteration."""
+    """Whether an iteration of `best` seconds gains more over one of `other` seconds than the cost model's error.
+    `steps`: the optimizer steps of an iteration."""
     return other > WORTH * best + UNCOUNTED_SECONDS * steps
 
 
@@ -67,7 +67,7 @@ def worth(best: float, other: float, steps: int) -> bool:
 
 
 def prediction(result: Result, costs: GPUCosts) -> Prediction:
-    """Of the best that was found (there is one)."""
+    """The prediction of a result's best candidate, which must exist."""
     found = result.best
     assert found is not None
     candidate, estimate = found.candidate, found.estimate

@@ -1,4 +1,5 @@
-"""Memory of pods on CPUs, and what their processes hold besides. It needs no measured machine."""
+"""Computes the memory of pods on CPUs, and reads the memory that a pod template allows. It needs no measured
+machine."""
 
 from __future__ import annotations
 
@@ -27,13 +28,13 @@ from dovetail.protocol.budgets import KV_BLOCK_TOKENS, SCORER_CPU_TOKENS, SCORER
 from dovetail.protocol.prediction import PodMemory
 from dovetail.protocol.process.process_names import CONTAINER
 
-# What Python and its libraries hold in a trainer rank or a scorer, and in the two processes of a vLLM server.
+# The memory of Python and its libraries: in a trainer rank or a scorer, and in the two processes of a vLLM server.
 PROCESS_BYTES = 0.75 * GIB
 SERVER_BYTES = 1.9 * GIB
-# vLLM's tokens of a step on CPUs.
+# The tokens of a step of vLLM on CPUs.
 STEP_TOKENS = 2048
-# Those of a model that are there while the same process trains the other; gradients, since optimizer steps are applied
-# when the weights are read next.
+# The parts of a model's memory that stay while the same process trains the other model. Gradients stay too, because an
+# optimizer step is applied when the weights are read next.
 _STAYS = ("weights", "gradients", "optimizer", "moving average", "kept versions")
 _QUANTITY = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(?:([eE][+-]?[0-9]+)|(m|[kMGTPE]|[KMGTPE]i)?)")
 _SCALES = {"m": 1e-3, "k": 1e3} | {
@@ -89,7 +90,7 @@ def pod_memory(
 
 
 def too_small(found: list[PodMemory]) -> Iterator[str]:
-    """A sentence for each group whose podTemplate allows, or asks for, less memory than its pods need."""
+    """A sentence for each group whose podTemplate limits or requests less memory than its pods need."""
     for group, pods in groupby(found, key=lambda each: each.group):
         worst = max(pods, key=lambda each: each.used)
         if worst.limit is None or worst.used <= worst.limit:
@@ -143,7 +144,8 @@ def _trainer(
 
 
 def _rollout(spec: RLHFJobSpec, known: Mapping[str, ModelShape], group: Group, scores: list[Any]) -> dict[str, float]:
-    """A vLLM server, which allots its KV cache at once for all sequences that it takes, and the scorer beside it."""
+    """The memory of a vLLM server and of the scorer beside it. The server allocates its KV cache at the start, for all
+    sequences that it takes."""
     longest = spec.data.max_prompt_tokens + spec.generation.max_tokens
     length = -(-longest // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
     dtype = next((d for d in (group.dtype, spec.models.actor.dtype) if d is not Dtype.AUTO), Dtype.FLOAT32)
@@ -154,14 +156,14 @@ def _rollout(spec: RLHFJobSpec, known: Mapping[str, ModelShape], group: Group, s
         "KV cache": spec.generation.max_concurrent * length * actor.kv_bytes(itemsize),
     }
     models: list[tuple[ModelShape, Head]] = [(known[m], "lm" if m == "reference" else "value") for m in scores]
-    # Several prompts share a pass up to SCORER_CPU_TOKENS; one prompt's samples are in a pass of their own beyond that.
+    # Up to SCORER_CPU_TOKENS several prompts share a pass. Beyond that the samples of one prompt have a pass alone.
     alone = spec.data.max_prompt_tokens + spec.ppo.samples_per_prompt * spec.generation.max_tokens
     tokens = max(longest, SCORER_CPU_TOKENS, min(alone, SCORER_TOKENS))
     held = ITEMSIZE[Dtype.FLOAT32 if group.dtype is Dtype.AUTO else group.dtype]
     scorer = {
         "weights": sum(held * stage_parameters(shape, head, 1, 1, 0) for shape, head in models),
         "kept prefixes": sum(kept_prefix_bytes(shape, longest, held) for shape, _ in models),
-        # One model after another.
+        # The models run one after another.
         "a step": max(
             (scoring_step_bytes(s, head, tokens, held, logit_bytes=SCORER_LOGIT_BYTES) for s, head in models),
             default=0.0,
@@ -180,15 +182,15 @@ def _rollout(spec: RLHFJobSpec, known: Mapping[str, ModelShape], group: Group, s
 
 @dataclass(frozen=True)
 class Limit:
-    """`size`: bytes."""
+    """The memory that a pod template allows. `name`: the field. `size`: bytes."""
 
     name: Literal["resources.limits.memory", "resources.requests.memory"]
     size: float
 
 
 def memory_limit(template: Mapping[str, Any]) -> Limit | None:
-    """The limit, or else the request, which may be all that a full node has; None where the template says neither, or
-    what Kubernetes will refuse."""
+    """The memory limit of a pod template. Without a limit it is the request, because a full node may have no more. None
+    if the template has neither, or a value that Kubernetes will refuse."""
     for container in _list(_get(_get(template, "spec"), "containers")):
         if _get(container, "name") != CONTAINER:
             continue
@@ -203,7 +205,7 @@ def memory_limit(template: Mapping[str, Any]) -> Limit | None:
 
 
 def quantity(value: Any) -> float | None:
-    """A Kubernetes resource quantity (`2Gi`, `500M`, `1e9`, a number); None for anything else."""
+    """The value of a Kubernetes resource quantity (`2Gi`, `500M`, `1e9` or a number). None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return None
     found = _QUANTITY.fullmatch(str(value).strip())

@@ -1,4 +1,4 @@
-"""How many stages of actor and critic each trainer rank can hold (V-shaped schedules)."""
+"""Decides how many stages of actor and critic each trainer rank may hold (V-shaped schedules)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.placement.placed import Chosen, Placed
 from dovetail.planner.shape import ModelShape
 
-# A V, and there and back twice.
+# The numbers of stages that are tried: a V, and two of them.
 SEVERAL = (2, 4)
 
 
@@ -23,13 +23,14 @@ def most_chunks(
     schedule: str,
     unsplit: Collection[str],
 ) -> int:
-    """The most stages of each model that PPO's schedules may put on a rank: what the manifest pins; with `schedule`
-    Auto what the job permits, else 1.
+    """The most stages of each model that PPO's schedules may put on a rank. With `schedule` Auto it is what the job
+    permits. Otherwise it is what the manifest pins, or 1.
 
-    Auto puts several there only where that is known to work and changes no bit: both models have the same pipeline
-    without tensor parallelism, layers that divide evenly, no dropout (which is drawn by stage), neither activation
-    checkpointing nor ZeRO-3 (`unsplit`: the models with either, whose backward passes cannot be split), and on GPUs
-    what the ranks then hold fits. `layers`: by model, where `known` does not tell."""
+    Auto puts several stages on a rank only if that works and changes no bit. Both models must have the same pipeline,
+    no tensor parallelism, layers that divide evenly, and no dropout, which is drawn by stage. They must have neither
+    activation checkpointing nor ZeRO-3. On GPUs the ranks' memory must be enough. `layers`: the layers by model, if
+    `known` is None. `unsplit`: the models with activation checkpointing or ZeRO-3, whose backward passes cannot be
+    split."""
     if schedule != "Auto":
         return spec.plan.chunks if schedule == "VShaped" else 1
     both = [layouts[model] for model in ("actor", "critic")]
