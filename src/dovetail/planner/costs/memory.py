@@ -1,4 +1,5 @@
-"""Memory by part: of a training rank, of a vLLM server and of a scorer; and what makes a training rank fit.
+"""Computes the memory of a training rank, of a vLLM server and of a scorer, by part, and finds changes that make a
+training rank fit.
 
 A training rank runs one stage of a model under FSDP2, as `dovetail.trainer.engine.parallel` sets it up. APP calls this
 the MinResourceChecker."""
@@ -17,14 +18,17 @@ from dovetail.protocol.plan import stage_path, stages_at
 from dovetail.protocol.weights import layer_range
 
 GIB = 2**30
-# Assumed: what a CUDA process holds besides tensors (its context with the kernels, and the communicator for weights);
-# NCCL's buffers of a communicator that sums or gathers, and of one between two neighbours in a pipeline.
+# These three are assumed. CONTEXT_BYTES: what a CUDA process holds besides tensors, which is its context with the
+# kernels and the communicator for weights. COLLECTIVE_BYTES: NCCL's buffers of a communicator for collectives.
+# EDGE_BYTES: those of a communicator between two neighbours in a pipeline.
 CONTEXT_BYTES = 1.0 * GIB
 COLLECTIVE_BYTES = 0.25 * GIB
 EDGE_BYTES = GIB / 16
-# Of the rest: what torch's allocator reserves beyond what is allocated, with expandable segments (bench-memory-gpu).
+# The fraction of the other memory that torch's allocator reserves beyond what is allocated, with expandable segments
+# (bench-memory-gpu).
 FRAGMENTS = 0.02
-# vLLM's defaults: tokens of one step, and the fraction of the GPU that it takes. Assumed: what its CUDA graphs hold.
+# vLLM's defaults: the tokens of one step, and the fraction of a GPU's memory that it takes. The memory of its CUDA
+# graphs is assumed.
 BATCHED_TOKENS = 8192
 UTILISATION = 0.92
 GRAPH_BYTES = 1.0 * GIB
@@ -33,7 +37,7 @@ ITEMSIZE = {Dtype.FLOAT32: 4, Dtype.BFLOAT16: 2, Dtype.FLOAT16: 2}
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by part of one rank, in device and in host memory."""
+    """The bytes of one rank by part, in device memory and in host memory."""
 
     device: Mapping[str, float]
     host: Mapping[str, float]
@@ -44,7 +48,8 @@ class Memory:
 
 
 def shortage(name: str, parts: Mapping[str, float], capacity: float, where: str = "") -> str:
-    """What `name` needs of a GPU with `capacity` bytes, and its three largest parts. One sentence without a stop."""
+    """The memory that `name` needs of a GPU with `capacity` bytes, and its three largest parts, as one sentence without
+    a full stop."""
     largest = ", ".join(f"{part} {size / GIB:.1f}" for part, size in sorted(parts.items(), key=lambda p: -p[1])[:3])
     need, there = sum(parts.values()) / GIB, capacity / GIB
     return f"{name} needs {need:.1f} GiB per GPU{where}, {there:.1f} GiB there (most: {largest})"
@@ -54,9 +59,9 @@ def shortage(name: str, parts: Mapping[str, float], capacity: float, where: str 
 
 
 def generation_step_bytes(shape: ModelShape, tokens: int, itemsize: int, tp: int = 1) -> float:
-    """What vLLM needs for one step over `tokens` positions: the residual stream, its norm, the wider of attention's and
-    the MLP's inner tensors; and logits of at most 1,024 positions in float32, once more for the sampler. Experts: the
-    two work spaces of vLLM's fused kernel."""
+    """The bytes that vLLM needs for one step over `tokens` positions. These are the residual stream, its norm, and the
+    wider of attention's and the MLP's inner tensors. Experts need the two workspaces of vLLM's fused kernel. The logits
+    of at most 1,024 positions are in float32, and the sampler has them once more."""
     i, h = shape.intermediate, shape.hidden
     mlp = shape.chosen * (max(2 * i, h) + i) if shape.experts else 2 * i
     inner = max(shape.queries + 2 * shape.keys, mlp) / tp
@@ -66,9 +71,9 @@ def generation_step_bytes(shape: ModelShape, tokens: int, itemsize: int, tp: int
 def scoring_step_bytes(
     shape: ModelShape, head: Head, tokens: int, itemsize: int, tp: int = 1, logit_bytes: float = math.inf
 ) -> float:
-    """What a scorer needs for one forward pass over `tokens` positions. `logit_bytes`: the most that logits take.
-    Experts: of each token and each of its experts the state before, gate and up, their product, and the state after
-    with and without its weight."""
+    """The bytes that a scorer needs for one forward pass over `tokens` positions. `logit_bytes`: the most bytes of
+    logits. With experts it holds for each token and each of its experts: the state before, gate and up, their product,
+    and the state after, with and without the expert's weight."""
     i, h = shape.intermediate, shape.hidden
     mlp = shape.chosen * (3 * i + 3 * h) if shape.experts else 3 * i
     inner = max(shape.queries + 2 * shape.keys, mlp) / tp
@@ -77,17 +82,17 @@ def scoring_step_bytes(
 
 
 def kept_prefix_bytes(shape: ModelShape, longest: int, itemsize: int, tp: int = 1) -> float:
-    """What a scorer keeps of unfinished samples for one model: keys and values of as many tokens as the longest sample
-    may have. Models with experts keep nothing."""
+    """The bytes that a scorer keeps of unfinished samples for one model: keys and values of as many tokens as the
+    longest sample may have. Models with experts keep nothing."""
     return 0.0 if shape.experts else longest * shape.kv_bytes(itemsize, tp)
 
 
 def logit_bytes(shape: ModelShape, outputs: int, itemsize: int, tp: int = 1, training: bool = True) -> float:
-    """On a GPU, of the logits of `outputs` positions and what is computed of them: log-probabilities and, in training,
-    gradients. Logits of more than a chunk are never there as a whole (`dovetail.models.predictions`)."""
+    """The bytes on a GPU of the logits of `outputs` positions, of their log-probabilities and, in training, of their
+    gradients. Logits of more than a chunk never exist as a whole (`dovetail.models.predictions`)."""
     wide = 4.0 * outputs * shape.vocabulary
     if tp == 1 and wide <= LOGPROB_CHUNK_BYTES:
-        # They and their gradient, and float32 copies.
+        # Logits and their gradient, and float32 copies.
         return wide * (3 + 2 * itemsize / 4) if training else wide * (1 + itemsize / 4)
     gradients = 4.0 * outputs * shape.hidden if training else 0.0
     return 2 * min(LOGPROB_CHUNK_BYTES, wide / tp) + gradients
@@ -128,18 +133,18 @@ class Training:
     chunks: int = 1
 
     def ends(self, stage: int) -> bool:
-        """Whether the head is there."""
+        """Whether the head is on this stage."""
         return stage == stage_path(self.layout.pp, self.chunks)[-1]
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP2 wraps the stage (one CPU rank in float32 goes without)."""
+        """Whether FSDP2 wraps the stage. One CPU rank in float32 runs without it."""
         return self.gpu or self.layout.dp > 1 or self.dtype is not Dtype.FLOAT32
 
 
 def stage_parameters(shape: ModelShape, head: Head, pp: int, tp: int, stage: int, chunks: int = 1) -> int:
-    """Parameters of pipeline stage `stage` on one tensor parallel rank, without adapters; with several `chunks`, of the
-    place `stage`."""
+    """The parameters of pipeline stage `stage` on one tensor-parallel rank, without adapters. With several `chunks`
+    they are those of all stages of the pipeline rank `stage`."""
     total = layers_of(shape.layers, pp, stage, chunks) * shape.layer_parameters(tp)
     if stage == 0:
         total += shape.embedding_parameters(tp)
@@ -149,12 +154,12 @@ def stage_parameters(shape: ModelShape, head: Head, pp: int, tp: int, stage: int
 
 
 def layers_of(layers: int, pp: int, place: int, chunks: int = 1) -> int:
-    """How many layers a place of a pipeline has. Raises LayoutError for more stages than layers."""
+    """The number of layers of pipeline rank `place`. Raises LayoutError if there are more stages than layers."""
     return sum(len(layer_range(layers, stage, pp * chunks)) for stage in stages_at(place, pp, chunks))
 
 
 def trained_parameters(job: Training, stage: int) -> tuple[int, int]:
-    """Parameters of pipeline stage `stage` on one tensor parallel rank: all, and those that are trained."""
+    """The parameters of pipeline stage `stage` on one tensor-parallel rank: all of them, and the trained ones."""
     total = stage_parameters(job.shape, job.head, job.layout.pp, job.layout.tp, stage, job.chunks)
     if job.lora is None:
         return total, total
@@ -163,8 +168,9 @@ def trained_parameters(job: Training, stage: int) -> tuple[int, int]:
 
 
 def two_blocks(total: int, layer: int, layers: int) -> int:
-    """The most parameters of a stage that are whole at once if each block is gathered while the one before it works.
-    `total`: of the stage; `layer`: of each of its `layers` layers. Embedding and head are one more block."""
+    """The most parameters of a stage that are gathered at once, if each block is gathered while the block before it
+    works. `total`: the parameters of the stage. `layer`: those of each of its `layers` layers. Embedding and head are
+    one more block."""
     outer = total - layers * layer
     return sum(sorted([outer, *[layer] * min(2, layers)])[-2:])
 
@@ -174,7 +180,7 @@ def _value_head(job: Training, stage: int) -> int:
 
 
 def _layer_adapters(job: Training) -> int:
-    """Parameters of LoRA's adapters in one layer."""
+    """The parameters of LoRA's adapters in one layer, on one tensor-parallel rank."""
     assert job.lora is not None
     tp = job.layout.tp
     wanted = set(job.lora.target_modules)
@@ -203,31 +209,31 @@ def training_memory(job: Training, stage: int) -> Memory:
     host: dict[str, float] = {}
     layer, adapters = job.shape.layer_parameters(job.layout.tp), 0 if job.lora is None else _layer_adapters(job)
     each = layer if job.lora is None else adapters
-    outer = trained - layers * each  # embedding and head are a block of their own
+    outer = trained - layers * each  # embedding and head are one more block
     activations = _activations(job, stage, b, each, outer)
     if job.sharded:
         gathered = two_blocks(total, layer + adapters, layers) if job.fsdp == 3 else total
         device["gathered weights"] = float(b * gathered)
-        # If all micro-batches of a mini-batch are under way at once, there are no gradients until the first is done.
+        # If all micro-batches of a mini-batch are in flight at once, there are no gradients until the first is done.
         passing = activations["activations"] / job.in_flight if job.micro_batches <= job.in_flight else 0.0
         if job.fsdp > 1 and dp == 1:
-            # With one micro-batch gradients take the place of weights, too, that a layer has done with.
+            # With one micro-batch, gradients also take the place of weights that a layer no longer needs.
             passing += b * gathered if job.micro_batches == 1 else 0.0
             device["gradients"] = max(4.0 * max(each, outer), own - passing)
         elif job.fsdp > 1:
-            # With one micro-batch a block's gradients are reduced as soon as they are there.
+            # With one micro-batch, a block's gradients are reduced as soon as they are computed.
             block = 4.0 * max(each, outer)
             whole = max(block, 4.0 * trained - passing) if job.micro_batches > 1 and job.fsdp < 3 else block
             if job.fsdp == 3 and job.micro_batches == 1:
-                # That of embedding and head comes when the activations are gone.
+                # The gradient of embedding and head comes when the activations are freed.
                 whole = max(4.0 * each, block - activations["activations"])
             device["gradients"] += whole
             if job.gpu and job.fsdp == 2:
-                # On a stream of their own.
+                # They have a CUDA stream of their own.
                 device["all-gather buffers"] = float(b * (total - max(0, layers - 2) * (layer + adapters)))
             elif job.gpu:
-                # On streams of their own: two blocks that come, and a part of one that was reduced. A stage of few
-                # layers takes no more than ZeRO-2 would.
+                # They have CUDA streams of their own, with two gathered blocks and a part of a reduced block. A stage
+                # of few layers takes no more than under ZeRO-2.
                 added = 4.0 * max(each, outer) / dp if job.micro_batches > 1 else 0.0
                 device["all-gather buffers"] = b * gathered + min(added, float(b * (total - gathered)))
     (host if job.offload and job.gpu else device)["optimizer"] = 8 * trained / dp
@@ -237,14 +243,14 @@ def training_memory(job: Training, stage: int) -> Memory:
         (host if job.gpu else device)["kept versions"] = job.kept * 4 * total / dp
     device |= activations
     if job.offload and job.gpu:
-        # Some of the moments come back at a time for the step, when whatever the passes needed is free again.
+        # For the step, a part of the moments is loaded at a time, after the memory of the passes is freed.
         stepping = device["weights"] + own + device.get("moving average", 0.0) + 8 * min(trained / dp, OFFLOAD_NUMBERS)
         device["optimizer, stepping"] = max(0.0, stepping - sum(device.values()))
     return Memory(_on_gpu(job, device) if job.gpu else device, host)
 
 
 def _on_gpu(job: Training, parts: Mapping[str, float]) -> dict[str, float]:
-    """With what a CUDA process needs besides."""
+    """Adds what a CUDA process needs besides tensors."""
     return {
         **parts,
         "fragments": FRAGMENTS * sum(parts.values()),
@@ -265,7 +271,8 @@ def _layers(job: Training, stage: int) -> int:
 
 
 def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> dict[str, float]:
-    """`layer`, `outer`: trained parameters of each layer, and of the others."""
+    """The activations of a rank, and what its passes need besides. `b`: the bytes of a number. `layer`, `outer`: the
+    trained parameters of each layer, and those of embedding and head."""
     shape, tp, layers = job.shape, job.layout.tp, _layers(job, stage)
     boundary = job.tokens * shape.hidden * b
     block = job.tokens * shape.saved_bytes(b, tp)
@@ -274,17 +281,18 @@ def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> d
         saved += job.tokens * shape.hidden * (4 + 2 * b)  # the last norm
     parts = {"activations": float(saved)}
     if job.layout.pp > 1:
-        # What comes in and goes out while the next micro-batch is on its way.
+        # Tensors are received and sent while the next micro-batch is on its way.
         parts["pipeline buffers"] = float(4 * boundary)
     again = float(block) if job.recompute else 0.0
     if not job.gpu:
         if again:
             parts["activations of a layer"] = again
         if job.ends(stage) and job.head != "value":
-            # The logits of the micro-batch whose loss is computed, and their gradient.
+            # Of the micro-batch whose loss is computed, the logits and their gradient.
             parts["logits"] = 2.0 * job.tokens * shape.vocabulary * b
         return parts
-    # A layer's gradients, in the compute dtype and of its activations; those of embedding and head wait for the end.
+    # A layer's gradients in the compute dtype, and those of its activations. Gradients of embedding and head wait for
+    # the end.
     backward = b * (layer + outer) + job.tokens * b * (2 * shape.intermediate / tp + 2 * shape.hidden) + again
     logits = 0.0
     if job.ends(stage) and job.head != "value":
@@ -298,7 +306,7 @@ def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> d
 
 
 def worst(job: Training) -> Memory:
-    """The memory of the stage that needs most: the first, the last, or the second, which has most layers of those
+    """The memory of the stage that needs most. It is the first, the last, or the second, which has most layers of those
     between."""
     last = job.layout.pp - 1
     stages = (training_memory(job, stage) for stage in sorted({0, min(1, last), last}))
@@ -306,8 +314,8 @@ def worst(job: Training) -> Memory:
 
 
 def with_stages(job: Training, pp: int) -> Training | None:
-    """The same mini-batch over the same ranks with `pp` stages under 1F1B, which holds at most pp micro-batches.
-    None if the ranks, the layers or the micro-batches cannot be divided so."""
+    """The training of the same mini-batch on the same ranks with `pp` stages under 1F1B, which holds at most pp
+    micro-batches. None if the ranks, the layers or the micro-batches cannot be divided so."""
     ranks = job.layout.pp * job.layout.dp
     total = job.micro_batches * job.layout.dp
     if pp * job.chunks > job.shape.layers or ranks % pp or total % (ranks // pp):
@@ -318,7 +326,7 @@ def with_stages(job: Training, pp: int) -> Training | None:
 
 
 def remedies(job: Training, zero3: bool = True) -> Iterator[tuple[str, Training]]:
-    """Changes that a user can make, the smallest first. `zero3`: the manifest's other pins allow ZeRO-3."""
+    """The changes that a user can make, the smallest first. `zero3`: the manifest's other pins allow ZeRO-3."""
     if job.gpu and not job.recompute:
         yield "set spec.plan.recompute to Auto", replace(job, recompute=True)
     if zero3 and job.gpu and job.fsdp == 2 and job.layout.dp > 1:
@@ -335,8 +343,8 @@ def remedies(job: Training, zero3: bool = True) -> Iterator[tuple[str, Training]
 
 
 def problem(task: str, group: str, job: Training, capacity: float, zero3: bool = True) -> str | None:
-    """None if every stage fits in `capacity` bytes. Otherwise one sentence with the bytes that are needed and a
-    remedy that works, or the size of a GPU that is large enough. `zero3`: as for `remedies`."""
+    """Why a training does not fit in `capacity` bytes. None if every stage fits. It is one sentence with the bytes that
+    are needed and a remedy that works, or the size of a GPU that is large enough. `zero3`: see `remedies`."""
     memory = worst(job)
     if memory.device_bytes <= capacity:
         return None

@@ -1,4 +1,4 @@
-"""The placement of a job on its own groups of GPUs, by the cost model of GPUs."""
+"""Places a job on its own groups of GPUs, by the cost model of GPUs."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from dovetail.planner.simulate.rollout import play_rollout
 from dovetail.planner.workload import Lengths, Workload
 from dovetail.protocol.plan import Layout
 
-# Estimates of whole iterations: a manifest's groups leave little open.
+# The search may estimate so many whole iterations. A manifest's groups leave few choices.
 EFFORT = 600
-# Iterations whose lengths are drawn.
+# So many iterations have lengths that are drawn at random.
 DRAWS = 4
 
 
@@ -71,7 +71,7 @@ def place(
     if found.candidate.schedule != "Dedicated":
         chosen |= {m: Parallelism(pp=share.pp, tp=share.tp, dp=share.dp) for m, (share, *_) in shares.items()}
     else:
-        # On all ranks nobody uses the critic's, but it has the actor's tp.
+        # The critic's layout on all ranks is not used, but it must have the actor's tp.
         actor = chosen["actor"]
         critics = [fitting.layout for fitting in layouts["critic"]]
         chosen["critic"] = min(critics, key=lambda layout: (layout != actor, layout.tp != actor.tp))
@@ -125,7 +125,8 @@ def _lanes(found: Chosen, seed: int) -> Lanes:
 
 
 def _hidden(found: Chosen, seed: int, parts: int) -> float:
-    """The mean over iterations with lengths that are drawn."""
+    """The mean seconds of training that are hidden if samples are learnt in `parts` parts, over DRAWS iterations whose
+    lengths are drawn at random."""
     candidate, costs = replace(found.candidate, folded=True), found.costs
     work, rng = costs.work, np.random.default_rng(seed)
     training = costs.estimate(candidate).phases["training"]
@@ -141,20 +142,20 @@ def _hidden(found: Chosen, seed: int, parts: int) -> float:
 
 
 def _relative(values: Sequence[float], at: int) -> float:
-    """A value, as a multiple of the mean."""
+    """A value as a multiple of the mean of all."""
     mean = sum(values) / len(values)
     return values[at] / mean if mean else 1.0
 
 
 def _apart(shares: Mapping[str, Sequence[Share]]) -> dict[str, Layout]:
-    """Layouts of models that have trainer ranks of their own."""
+    """The layouts of models that have trainer ranks of their own."""
     return {
         name: Layout(pp=share.pp, tp=share.tp, dp=share.dp, first=share.first) for name, (share, *_) in shares.items()
     }
 
 
 def _trained(candidate: Candidate) -> dict[str, tuple[Share, ...]]:
-    """Shares of the models that are trained."""
+    """The shares of the models that are trained."""
     found = {"actor": candidate.actor_training, "critic": candidate.critic_training}
     return {model: shares for model, shares in found.items() if shares}
 
@@ -183,7 +184,7 @@ def _iteration(
         lambda tried: Search(tried, costs, Effort(EFFORT)).run(),
     )
     if result.best is None:
-        # Of the plainest placement.
+        # The reason is that of the simplest placement.
         why = min(result.rejected, key=lambda r: len(r.candidate.note)).problem if result.rejected else None
         raise Infeasible(_reason(spec, why, limits, costs))
     if result.best.candidate.schedule == "Dedicated" and False in limits.apart:
@@ -202,7 +203,7 @@ def _iteration(
 
 
 def _worth(found: Result, plainer: Result, work: Workload) -> Result:
-    """The result of the plainer search, unless `found` gains enough over it."""
+    """The result of the simpler search, unless `found` gains enough over it."""
     best, other = found.best, plainer.best
     assert best is not None
     if other is None or worth(best.seconds, other.seconds, work.steps):
@@ -211,8 +212,8 @@ def _worth(found: Result, plainer: Result, work: Workload) -> Result:
 
 
 def _least_split(layouts: Sequence[Parallelism], ranks: int) -> tuple[Parallelism, ...]:
-    """Of layouts on all ranks the one that splits the model least. Of layouts on fewer ranks those that do not split
-    it."""
+    """Among the layouts on all ranks, the one that splits the model least. Among those on fewer ranks, the ones that do
+    not split it."""
     whole = [layout for layout in layouts if world_size(layout) == ranks]
     parts = (layout for layout in layouts if world_size(layout) < ranks and layout.pp == layout.tp == 1)
     return (*sorted(whole, key=lambda layout: (layout.pp * layout.tp, layout.pp))[:1], *parts)
@@ -235,7 +236,7 @@ def _reason(spec: RLHFJobSpec, why: str | None, limits: Limits, costs: GPUCosts)
 
 
 def _remedies(spec: RLHFJobSpec, work: Workload, limits: Limits) -> Iterator[tuple[str, Limits]]:
-    """What a user can change, the smallest change first."""
+    """The changes that a user can make, as sentences and limits, the smallest first."""
     fields = ["spec.ppo.actorOptimizer.offload"]
     fields += ["spec.ppo.criticOptimizer.offload"] if work.critic is not None else []
     if True not in limits.recompute:

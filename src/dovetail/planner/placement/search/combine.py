@@ -1,4 +1,4 @@
-"""Combinations of layouts that fit on their GPUs together and are worth an estimate of the whole iteration."""
+"""Finds combinations of layouts that fit on their GPUs together and are worth an estimate of the whole iteration."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.ranking import EVERY, Ranked, Ranker, Ranking, orders
 from dovetail.planner.placement.search.structures import apart
 
-# Of a structure's fastest combinations, those that are estimated, and those that are looked at for them.
+# The number of a structure's fastest combinations that are estimated, and the number that are checked to find them.
 COMBINATIONS = 8
 PATIENCE = 200
 AT_ONCE = 32
-# A change that costs no time is not infinitely good.
+# A change costs at least so many seconds, so that one without a cost is not infinitely good.
 LEAST_SECONDS = 1e-6
-# What sums in another order differ by is no saving.
+# Smaller savings do not count, because sums in another order differ by as much.
 LEAST_BYTES = 1024.0
 
 Floats = npt.NDArray[np.float64]
@@ -47,7 +47,7 @@ class Combiner:
             yield from self._repaired(ranking, filling)
 
     def many(self, ranking: Ranking) -> list[Chosen]:
-        """The fastest combinations, those of `few`, and those that leave few weights to move; each once."""
+        """The fastest combinations, those of `few`, and those with few weights to move, each once."""
         filling = self.filling(ranking)
         found = [*islice(self._agreeing(ranking, filling, PATIENCE), COMBINATIONS)]
         return list(dict.fromkeys([*found, *self._repaired(ranking, filling), *self._aligned(ranking)]))
@@ -103,7 +103,7 @@ class Combiner:
                 [option for option in ranked if _common(option.share) == common] if training else ranked
                 for ranked, training in zip(ranking.layouts, trained, strict=True)
             ]
-            # As `agrees` wants it.
+            # This is a condition of `agrees`.
             for at, (task, slot) in enumerate(ranking.places):
                 if task == "generation" and any(slot.overlaps(other) for other in slots):
                     alike[at] = [o for o in alike[at] if o.share.pp * o.share.tp % common[1] == 0]
@@ -127,7 +127,8 @@ class Combiner:
                 yield chosen
 
     def _aligned(self, ranking: Ranking) -> Iterator[Chosen]:
-        """Where all tasks train and generate on the same GPUs: each layout for both, because then no weights move."""
+        """If training and generation have the same GPUs: combinations with the same layout for both, because then no
+        weights move."""
         structure = ranking.structure
         if apart(structure) or structure.generation != structure.actor_training:
             return
@@ -150,7 +151,8 @@ class Combiner:
 
 
 def _within_servers(slot: Share, tp: int, placed: Iterable[tuple[tuple[Task, Share], Share]]) -> bool:
-    """Whether each `tp` ranks of a trainer on `slot` are in one pod: that of a server, where servers share its GPUs."""
+    """Whether each group of `tp` trainer ranks on `slot` is in one pod. If servers share the GPUs, each pod has one
+    server."""
     return tp == 1 or all(
         server.pp * server.tp % tp == 0
         for (task, other), server in placed
@@ -159,7 +161,7 @@ def _within_servers(slot: Share, tp: int, placed: Iterable[tuple[tuple[Task, Sha
 
 
 def _common(share: Share) -> tuple[int, int]:
-    """What actor and critic must have in common to train on the same GPUs: micro-batch size and tp."""
+    """The micro-batch size and tp, which actor and critic must have in common to train on the same GPUs."""
     return share.micro_batch, share.tp
 
 
@@ -168,8 +170,8 @@ def _common(share: Share) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Cell:
-    """Places that share GPUs. `room`: bytes of one GPU for all of them; `serving`: the same where one of them
-    serves."""
+    """Places that share GPUs. `room`: the bytes of one GPU for all of them. `serving`: the same if one of them
+    generates."""
 
     places: tuple[int, ...]
     room: float
@@ -177,7 +179,8 @@ class _Cell:
 
 
 class Filling:
-    """Which places of one ranking share a GPU, and what fits there together, without an estimate of the iteration."""
+    """Knows which places of one ranking share a GPU, and checks what fits there together, without an estimate of the
+    iteration."""
 
     def __init__(self, ranking: Ranking, costs: GPUCosts) -> None:
         self._tables: dict[int, tuple[Ranked, _Table]] = {}
@@ -194,7 +197,7 @@ class Filling:
         return all(_excess(cell, [chosen[at].footprint for at in cell.places]) <= 0 for cell in self._cells)
 
     def fitting(self, layouts: Sequence[Ranked], orders: Sequence[tuple[int, ...]]) -> Bools:
-        """(n,) whether each of n combinations fits. A combination has the number of an option for each place."""
+        """Whether each of n combinations fits, (n,) bool. A combination holds the index of an option for each place."""
         chosen = np.array(orders)
         fits = np.ones(len(orders), dtype=bool)
         for cell in self._cells:
@@ -226,7 +229,7 @@ class Filling:
         return chosen if self.fits(chosen) else None
 
     def _table(self, options: Ranked) -> _Table:
-        # Lists are told apart by where they are, and kept so that they stay there.
+        # Lists are identified by their address. They are kept so that no other list gets the same address.
         if id(options) not in self._tables:
             prints = [o.footprint for o in options]
             kept, works, gradients, awake = (
@@ -248,7 +251,7 @@ class _Table(NamedTuple):
     serves: bool
 
     def __getitem__(self, i: Any) -> _Table:  # type: ignore[override]
-        """Of some of the options, by number."""
+        """The table of some of the options. `i`: indices."""
         return _Table(self.seconds[i], self.kept[i], self.works[i], self.gradients[i], self.awake[i], self.serves)
 
 
@@ -256,16 +259,16 @@ def _either(condition: bool, first: float, second: float) -> float:
     return first if condition else second
 
 
-# What `_excess` computes arrays with.
+# `_excess` takes these functions for arrays.
 _ARRAYS = np.maximum, np.where
 
 
 def _excess(cell: _Cell, footprints: Sequence[Any], larger: Any = max, either: Any = _either) -> Any:
-    """Bytes by which a GPU is too small; with 0 or less the options fit. A server that stays awake has what is left
-    while the others work. A server that sleeps meanwhile has what they keep.
+    """The bytes by which a GPU is too small. With 0 or less the options fit. A server that stays awake gets the memory
+    that is left while the others work. A server that sleeps meanwhile gets all but what the others keep. While a model
+    trains, the gradients of other models stay.
 
-    `footprints`: a `Footprint` of each place, or a `_Table` of many at once. Other models' gradients are there while
-    a model trains."""
+    `footprints`: a `Footprint` for each place, or a `_Table` of many at once."""
     kept = sum(f.kept for f in footprints)
     gradients = sum(f.gradients for f in footprints)
     works: Any = 0.0

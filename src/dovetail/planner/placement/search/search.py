@@ -1,8 +1,9 @@
-"""The search for the fastest placement that fits: bounds and a beam, then a descent.
+"""Searches for the fastest placement that fits, with bounds, a beam and then a descent.
 
-Structures (who gets which GPUs) are ranked by their tasks' fastest layouts, each taken alone. In that order, the best
-few combinations of layouts of each are estimated as whole iterations, until no structure left can be faster, the
-effort is spent, or time is up. Last, the best one's layouts and sizes are varied one at a time."""
+A structure says which task gets which GPUs. Structures are ranked by the fastest layouts of their tasks, each taken
+alone. In that order, the best few combinations of layouts of each structure are estimated as whole iterations. This
+ends when no other structure can be faster, the effort is spent, or time is up. At last the layouts and sizes of the
+best ones are varied one at a time."""
 
 from __future__ import annotations
 
@@ -20,26 +21,26 @@ from dovetail.planner.placement.search.limits import FINE_MIGRATIONS, MIGRATIONS
 from dovetail.planner.placement.search.ranking import EVERY, Ranker, Ranking
 from dovetail.planner.placement.search.structures import Sizes, apart, sizes, structures
 
-# The descent looks at layouts that alone take up to so much longer than the one in use.
+# The descent tries layouts that alone take up to this factor longer than the one in use.
 SLACK = 1.25
-# Combinations from which there is a descent: in all, and of one structure.
+# The number of combinations from which a descent starts: in all, and of one structure.
 FINALISTS = 6
 STARTS = 2
-# Pairs of layouts of actor and critic that it looks at.
+# The number of pairs of layouts that the descent tries for two tasks.
 PAIRS = 24
-# Tasks whose layouts it changes together.
+# The pairs of tasks whose layouts the descent changes together.
 _BESIDE: tuple[tuple[Task, Task], ...] = (
     ("actor_training", "critic_training"),
     ("generation", "actor_training"),
     ("critic", "critic_training"),
 )
-# Nodes by which the sizes of the best structure are varied, where not all were tried.
+# The sizes of the best structure are varied by up to so many nodes, if not all sizes were tried.
 NEAR = 3
 
 
 @dataclass(frozen=True)
 class Effort:
-    """When the search stops: after so many `estimates` of whole iterations, or once `expired()` is True, which is
+    """Says when the search stops: after so many `estimates` of whole iterations, or once `expired()` is True, which is
     asked between them."""
 
     estimates: int = 1500
@@ -60,8 +61,8 @@ class Found:
 
 @dataclass(frozen=True)
 class Rejected:
-    """The best of its kind of placement. Either it is slower than the plan (`seconds`), or it does not fit
-    (`problem`), perhaps with no layouts at all. `need`: what it needs, as a fraction of a GPU's memory."""
+    """The best candidate of a kind of placement. Either it is slower than the plan (`seconds`), or it does not fit
+    (`problem`). One that does not fit may have no layouts. `need`: its need as a fraction of GPU memory."""
 
     candidate: Candidate
     seconds: float | None = None
@@ -69,7 +70,7 @@ class Rejected:
     need: float = float("inf")
 
     def better(self, other: Rejected) -> bool:
-        """Whether it is the better of two candidates of the same kind."""
+        """Whether this is the better of two candidates of the same kind."""
         if self.seconds is None or other.seconds is None:
             return self.seconds is not None or (other.seconds is None and self.need < other.need)
         return self.seconds < other.seconds
@@ -77,7 +78,8 @@ class Rejected:
 
 @dataclass
 class Result:
-    """`best` is None if nothing fits. `estimates`: of whole iterations, which were made."""
+    """The result of a search. `best`: None if nothing fits. `estimates`: the number of whole iterations that were
+    estimated."""
 
     best: Found | None = None
     rejected: list[Rejected] = field(default_factory=list)
@@ -85,15 +87,15 @@ class Result:
 
 
 def alternatives(result: Result, instead: Found) -> list[Rejected]:
-    """What a result rejects if `instead` is the plan: its own best placement first, and no placement of the kind of
-    `instead`."""
+    """The candidates that a result rejects if `instead` is the plan. The result's own best placement comes first, and
+    no placement has the kind of `instead`."""
     assert result.best is not None
     first = Rejected(result.best.candidate, result.best.seconds)
     return [r for r in (first, *result.rejected) if r.candidate.kind != instead.candidate.kind]
 
 
 class Search:
-    """One search. It is deterministic if `effort.expired` is."""
+    """One search. It is deterministic if `effort.expired` is deterministic."""
 
     def __init__(self, limits: Limits, costs: GPUCosts, effort: Effort) -> None:
         self.limits, self.costs, self.effort = limits, costs, effort
@@ -119,8 +121,8 @@ class Search:
         return self.result
 
     def _round(self, grid: Sizes, until: float, best: Ranking | None = None) -> Ranking | None:
-        """Estimates each structure once, then looks closer at those that did best, until `until` of the effort is
-        spent. It goes on longer only if nothing fits yet."""
+        """Estimate each structure once, and then more combinations of the best structures, until the fraction `until`
+        of the effort is spent. It goes on longer only if nothing fits yet. Returns the ranking of the best one."""
         begun, glanced = self.result.estimates, []
         for order, ranking in enumerate(sorted(self._ranked(grid), key=lambda r: r.guess)):
             if self._over() or self._spent(begun, until / 2):
@@ -140,8 +142,8 @@ class Search:
         return self.result.best is not None and self.result.estimates - begun >= share * self.effort.estimates
 
     def _glance(self, ranking: Ranking) -> tuple[float, bool]:
-        """Seconds of the structure's first combination that fits (infinite if none of a few does), and whether it is
-        the best so far. Schedule and threshold are those that are likely to be fast."""
+        """The seconds of the structure's first combination that fits, and whether it is the best so far. The seconds
+        are infinite if none of a few fits. Schedule and threshold are those that are likely to be fast."""
         before = self.result.best
         for chosen in (*self.combiner.few(ranking), self.combiner.least(ranking)):
             if chosen is None or self._over():
@@ -152,7 +154,7 @@ class Search:
         return float("inf"), False
 
     def _once(self, ranking: Ranking, chosen: Sequence[Share]) -> Found:
-        """A combination with the threshold of the best candidate so far and the schedule that is likely to be
+        """Estimate a combination with the threshold of the best candidate so far and the schedule that is likely to be
         fastest."""
         schedule = self.schedules(ranking, chosen)[-1]
         best, migrations = self.result.best, self.limits.migrations
@@ -161,14 +163,14 @@ class Search:
         return self.estimated(candidate)
 
     def _over(self) -> bool:
-        # `_threshold` comes last.
+        # Some effort is kept for `_threshold`, which comes last.
         kept = min(len(FINE_MIGRATIONS), self.effort.estimates // 10)
         return self.result.estimates >= self.effort.estimates - kept or self.effort.expired()
 
     # ------------------------------------------------------------ structures
 
     def structures(self, grid: Sizes) -> Iterator[Candidate]:
-        """The structures that the search looks at."""
+        """The structures that the search examines."""
         return structures(self.costs.inventory, self.costs.work, self.limits, grid)
 
     def _ranked(self, grid: Sizes) -> list[Ranking]:
@@ -186,7 +188,7 @@ class Search:
     # ------------------------------------------------------------ combinations
 
     def _beam(self, ranking: Ranking) -> None:
-        """Estimate the structure's best combinations; the best of them are finalists."""
+        """Estimate the structure's best combinations. The best of them become finalists."""
         best = self.result.best
         if best is not None and ranking.bound >= best.seconds:
             return
@@ -208,7 +210,7 @@ class Search:
                 self._finalists.append((tried.seconds, len(self._finalists), ranking, tried))
 
     def _try(self, ranking: Ranking, chosen: Sequence[Share]) -> Found:
-        """The best schedule for a combination, and then the best migration threshold."""
+        """Find the best schedule for a combination, and then the best migration threshold."""
         schedules = self.schedules(ranking, chosen)
         found = min((self.estimated(self.candidate(ranking, chosen, s)) for s in schedules), key=_order)
         if found.estimate.fits:
@@ -221,7 +223,7 @@ class Search:
         shares: dict[Task, list[Share]] = {}
         for (task, slot), share in zip(ranking.places, chosen, strict=True):
             if task in INFERENCE and self.limits.together:
-                # A scorer for each vLLM server, on some of its GPUs.
+                # Each vLLM server has a scorer, on some of its GPUs.
                 sizes = (server.pp * server.tp for server in shares["generation"] if server.pool == share.pool)
                 copies = slot.gpus // next(sizes, 1)
                 share = share if share.dp == copies else replace(share, dp=copies)
@@ -260,8 +262,8 @@ class Search:
         return found
 
     def _kind(self, found: Rejected) -> None:
-        """Keeps the best candidate of each kind of placement: the fastest that fits, or else the one that is nearest
-        to fitting."""
+        """Keep the best candidate of each kind of placement: the fastest that fits, or else the one that is nearest to
+        fitting."""
         old = self._kinds.get(found.candidate.kind)
         if old is None or found.better(old):
             self._kinds[found.candidate.kind] = found
@@ -269,7 +271,7 @@ class Search:
     # ------------------------------------------------------------ the descent
 
     def _descend(self, ranking: Ranking, start: Found) -> None:
-        """Change one task's layout at a time, or two tasks' at once, among all that fit, while that helps."""
+        """Change the layout of one task or of two tasks at a time, among all that fit, while that helps."""
         wide = self.ranker.rank(ranking.structure, EVERY)
         assert isinstance(wide, Ranking)
         filling, current, improved = self.combiner.filling(wide), start, True
@@ -293,7 +295,7 @@ class Search:
         return [*ordered[:FINALISTS], *(rest[kind] for kind in Placement if kind in rest and kind not in known)]
 
     def _threshold(self) -> None:
-        """Tries migration thresholds in smaller steps for the best candidate."""
+        """Try migration thresholds in smaller steps for the best candidate."""
         found = self.result.best
         if found is not None and self.limits.migrations == MIGRATIONS:
             for migration in FINE_MIGRATIONS:
@@ -301,14 +303,14 @@ class Search:
                     self.estimated(replace(found.candidate, migration=migration))
 
     def _within_slack(self, wide: Ranking, current: Found, at: int) -> list[Option]:
-        """Layouts of a place that alone take not much longer than the current one."""
+        """The layouts of a place that alone take not much longer than the current one."""
         used = _shares(current)[at]
         seconds = next((o.seconds for o in wide.layouts[at] if o.share == used), 0.0)
         return [o for o in wide.layouts[at] if o.seconds <= SLACK * seconds]
 
     def _pairs(self, wide: Ranking, current: Found, one: Task, other: Task) -> list[dict[int, Option]]:
-        """Pairs of layouts that go together, the fastest first: of actor and critic those that can share a schedule;
-        of training and using the same weights equal ones, because then no weights move."""
+        """Pairs of layouts that go together, the fastest first. For actor and critic, pairs can share a schedule. For
+        training and serving the same weights, the layouts are equal, because then no weights move."""
         places = [at for at, (task, _) in enumerate(wide.places) if task in (one, other)]
         trained = one == "actor_training"
         divided = trained and apart(wide.structure)
@@ -329,7 +331,7 @@ class Search:
         return [pair for _, _, pair in heapq.nsmallest(PAIRS, both, key=lambda p: p[:2])]
 
     def _vary(self, wide: Ranking, filling: Filling, current: Found, changes: Mapping[int, Option]) -> Found:
-        """The better of `current` and what the changes make of it."""
+        """The better of `current` and `current` with the changes."""
         if self._over():
             return current
         varied = tuple(changes[at].share if at in changes else share for at, share in enumerate(_shares(current)))
@@ -349,18 +351,19 @@ def _order(found: Found) -> tuple[bool, float]:
 
 
 def _near(cuts: set[int], pool: Pool, count: int) -> list[int]:
-    """Sizes within NEAR nodes of those in `cuts`."""
+    """The sizes within NEAR nodes of those in `cuts`."""
     unit = pool.per_node
     near = {cut + step * unit for cut in cuts for step in range(-NEAR, NEAR + 1)}
     return sorted(n for n in near if 0 < n < count)
 
 
 def search_fewest_stages(limits: Limits, most: int, search: Callable[[Limits], Result]) -> tuple[Result, Limits]:
-    """What `search` finds with the fewest pipeline stages of inference models with which anything fits, and the limits
-    of that search. Powers of two up to `most` are tried; if nothing fits with any, the last try is returned. The result
-    also rejects fewer stages, with the reason.
+    """The result of `search` with the fewest pipeline stages of inference models with which anything fits, and the
+    limits of that search. Powers of two up to `most` are tried. If nothing fits with any, the last result is returned.
+    The result also rejects fewer stages, with the reason.
 
-    More stages would let more GPUs of a pod score at once, but so far only the models of time say so."""
+    More stages would let more GPUs of a pod score at the same time, but only the cost model says so, and no
+    measurement."""
     failed: list[tuple[int, Result]] = []
     stages = 1
     while True:
