@@ -233,3 +233,29 @@ def test_an_examples_recommended_groups_are_a_valid_manifest(name):
     found = make_plan(resolve(own)).prediction
     assert found is not None
     assert (found.placement, found.schedule) == (chosen.prediction.placement, chosen.prediction.schedule)
+
+
+def test_stages_without_iterations_have_a_duration_on_gpus():
+    """Within what the FLOPs of their tokens allow. DPO has a forward pass of the reference more than it trains."""
+    steps, batch, tokens = 40, 64, 1024
+
+    def plan(**changes) -> Plan:
+        own = {"stages": ["sft", "dpo"], "data": {"maxTokens": tokens}, "sft": {"steps": steps, "batchSize": batch}}
+        dpo = {"steps": steps, "batchSize": batch // 2, "microBatchSize": 2}
+        return make_plan(spec(groups=SEPARATE[:1], **own | {"dpo": dpo} | changes))
+
+    sft, dpo = plan().stages
+    assert [(each.stage.value, each.steps) for each in (sft, dpo)] == [("sft", steps), ("dpo", steps)]
+    shape = shapes(spec(), {})["actor"]
+    flops = 4 * gpu(A100).training.flops["bfloat16"]
+    forward = 2 * shape.parameters("lm") * batch * tokens / flops
+    assert 3 * forward < sft.step_seconds < 3 * 3 * forward
+    assert 4 * forward < dpo.step_seconds < 3 * 4 * forward
+    assert dpo.step_seconds / sft.step_seconds == pytest.approx(4 / 3, rel=0.1)
+    (alone,) = plan(stages=["dpo"], dpo={"batchSize": batch, "microBatchSize": 2}).stages
+    assert alone.step_seconds == pytest.approx(2 * dpo.step_seconds, rel=0.1)
+    assert alone.steps is None
+    # A job with PPO tells its earlier stages too. One on CPUs has nothing to tell, and its plan stays as it was.
+    before_ppo = make_plan(spec(stages=["sft", "reward", "ppo"]))
+    assert [each.stage.value for each in before_ppo.stages] == ["sft", "reward"]
+    assert "stages" not in make_plan(spec(groups=[{"name": "all", "roles": ["trainer", "rollout"]}])).model_dump()

@@ -150,8 +150,8 @@ def unpredicted(manifest: Path, job: RLHFJob, configs: Mapping[str, Any], profil
     """Why a job's plan has no prediction, and how to get one."""
     spec, run_dir = job.spec, Path("runs") / job.metadata.name
     command = f"dovetail profile {manifest} --iterations -o {profile_path or run_dir / 'profile.json'}"
-    if Stage.PPO not in spec.stages:
-        return "the job has no PPO iterations (spec.stages)"
+    if Stage.PPO not in spec.stages and any(group.on_cpu for group in spec.groups):
+        return "the job has no PPO iterations (spec.stages), and times of other stages are predicted on GPUs alone"
     for model in ("actor", "reference", "reward", "critic"):
         name = owner(spec, model) if needed(spec, model) else None
         source = getattr(spec.models, name).source if name is not None else None
@@ -175,7 +175,7 @@ def show_groups(console: Console, plan: Plan, why_not: Callable[[], str]) -> Non
     console.print(plan_tables(plan))
     if plan.prediction is not None:
         console.print(prediction_tables(plan.prediction))
-    else:
+    elif not plan.stages:
         text = f"Nothing is predicted: {why_not()}.\nThe layouts follow from the batch sizes."
         console.print(text, highlight=False, markup=False, soft_wrap=True)
     if plan.memory:

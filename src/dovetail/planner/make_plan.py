@@ -132,6 +132,7 @@ def _planned(
             *_further_rounds(spec),
         ],
         prediction=_predicted(spec, placed, no_lag, parts),
+        stages=list(placed.stages),
         memory=memory,
     )
 

@@ -10,7 +10,7 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Model, Parallelism, Stage
-from dovetail.protocol.prediction import PodMemory, Prediction
+from dovetail.protocol.prediction import PodMemory, PredictedStage, Prediction
 
 Task = Literal[
     "sft",
@@ -220,15 +220,19 @@ class Plan(Model):
     prediction: Prediction | None = Field(
         default=None, description="Of a PPO iteration, where the job's models and GPUs are known."
     )
+    stages: list[PredictedStage] = Field(
+        default_factory=list, description="The stages before PPO, and DPO, where the job's models and GPUs are known."
+    )
     memory: list[PodMemory] = Field(
         default_factory=list, description="Of PPO's pods where all are on CPUs and the job's models are known."
     )
 
     @model_serializer(mode="wrap")
-    def _without_one_chunk(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+    def _without_unused(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Plans of jobs that do not use it stay readable for releases that do not know the field."""
         written: dict[str, Any] = write(self)
-        return written if self.chunks > 1 else {k: v for k, v in written.items() if k != "chunks"}
+        unused = [*["chunks"] * (self.chunks == 1), *["stages"] * (not self.stages)]
+        return {name: value for name, value in written.items() if name not in unused}
 
     def layout(self, stage: Stage, model: str) -> Parallelism:
         """The layout of a trained model in a stage."""

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dovetail.manifest.base import Model
+from dovetail.manifest.types import Stage
 
 Seconds = Annotated[float, Field(ge=0.0)]
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -25,6 +26,19 @@ class PredictedTask(Model):
     micro_batch: int = Field(ge=1, description="Sequences of one forward pass; of no meaning for generation.")
     seconds: Seconds = Field(description="In an iteration, if nothing else ran on these GPUs.")
     details: list[str] = Field(default_factory=list, description="What it does to need less memory.")
+
+
+class PredictedStage(Model):
+    """SFT, training of the reward model, or DPO."""
+
+    stage: Stage
+    steps: int | None = Field(
+        default=None, ge=1, description="Null: they follow from epochs and the number of records."
+    )
+    step_seconds: Seconds = Field(
+        description="Of a step if every sequence has data.maxTokens tokens; shorter ones take less. With DPO the "
+        "reference's log-probabilities are in it. Evaluations, checkpoints and the export are not."
+    )
 
 
 class PredictedMemory(Model):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from rich.console import Group
 from rich.table import Table
 
+from dovetail.local.report.run_summary import duration
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, Stage
 from dovetail.protocol.plan import Plan
@@ -75,8 +76,22 @@ def plan_tables(plan: Plan) -> Group:
     tables = [processes]
     tables += [layouts] if plan.parallelism else []
     tables += [batches] if plan.batching else []
+    tables += [_stages(plan)] if plan.stages else []
     lag = [f"Lag (spec.ppo.lag is Auto): {plan.lag}, because {plan.lag_reason}.", ""] if plan.lag_reason else []
     return Group(*(part for table in [*tables, tasks] for part in (table, "")), *lag, *_streaming(plan))
+
+
+def _stages(plan: Plan) -> Table:
+    """How long stages without iterations take, with the longest sequences."""
+    table = Table(title="Predicted stages, if all sequences have data.maxTokens", title_justify="left", show_edge=False)
+    table.add_column("stage")
+    table.add_column("seconds a step", justify="right")
+    table.add_column("steps", justify="right")
+    table.add_column("together", justify="right", min_width=20)
+    for row in plan.stages:
+        known = ("by epochs", "") if row.steps is None else (f"{row.steps:,}", duration(row.steps * row.step_seconds))
+        table.add_row(row.stage.value, f"{row.step_seconds:.3g}", *known)
+    return table
 
 
 def _streaming(plan: Plan) -> list[str]:

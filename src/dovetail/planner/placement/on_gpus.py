@@ -14,6 +14,7 @@ from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.candidate import TRAINING, Candidate, Placement, Share, Task
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.costs.memory import Training, problem, worst
+from dovetail.planner.costs.steps import StepTimes
 from dovetail.planner.hardware import GPU
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.placement.configs import rows, sequence_tokens, shapes, training_job
@@ -34,6 +35,7 @@ from dovetail.planner.simulate.lanes import Lanes, Parts
 from dovetail.planner.simulate.rollout import play_rollout
 from dovetail.planner.workload import Lengths, Workload
 from dovetail.protocol.plan import Layout
+from dovetail.protocol.prediction import PredictedStage
 
 # The search may estimate so many whole iterations. A manifest's groups leave few choices.
 EFFORT = 600
@@ -65,7 +67,8 @@ def place(
         return None
     chosen = {model: fitting[0].layout for model, fitting in layouts.items()}
     if Stage.PPO not in spec.stages:
-        return Placed(chosen, recompute=_recomputed(chosen, layouts))
+        again = _recomputed(chosen, layouts)
+        return Placed(chosen, recompute=again, stages=_stages(spec, known, trainers, chosen, again))
     found = _iteration(spec, known, inventory, layouts)
     shares = _trained(found.candidate)
     if found.candidate.schedule != "Dedicated":
@@ -86,7 +89,32 @@ def place(
         chosen=found,
         lanes=lambda: _lanes(found, spec.seed),
         hidden=lambda parts: _hidden(found, spec.seed, parts),
+        stages=_stages(spec, known, trainers, chosen, before),
     )
+
+
+def _stages(
+    spec: RLHFJobSpec,
+    known: Mapping[str, ModelShape],
+    pool: Pool,
+    chosen: Mapping[str, Parallelism],
+    recomputed: frozenset[tuple[Stage, str]],
+) -> tuple[PredictedStage, ...]:
+    """How long the stages before PPO, and DPO, take with the longest sequences that they may have."""
+    found = []
+    for rule in batch_rules(spec):
+        if rule.stage is Stage.PPO:
+            continue
+        job = training_job(spec, rule, known[rule.model], chosen[rule.model], pool.gpu.training.dtype)
+        job = replace(job, recompute=(rule.stage, rule.model) in recomputed)
+        costs, task, share = _alone(rule, job, pool, sequence_tokens(spec, rule.stage))
+        seconds = _seconds(costs.step(task, share))
+        if rule.stage is Stage.DPO:
+            # The responses' log-probabilities under the reference are computed once, before the first step.
+            seconds += costs.inference(task, share)
+        steps = spec.supervised(rule.stage).steps
+        found.append(PredictedStage(stage=rule.stage, steps=steps, step_seconds=seconds))
+    return tuple(found)
 
 
 def _lanes(found: Chosen, seed: int) -> Lanes:
@@ -288,6 +316,17 @@ def _fitting(
 
 def _step_seconds(rule: BatchRule, job: Training, pool: Pool, tokens: int) -> float:
     """An optimizer step on a mini-batch of sequences of `tokens` each."""
+    costs, task, share = _alone(rule, job, pool, tokens)
+    return _seconds(costs.step(task, share))
+
+
+def _seconds(step: StepTimes) -> float:
+    # All messages are hidden but for those that fill and drain the pipeline.
+    return step.work + step.bubble + 2 * (step.stages - 1) * step.hop + step.fixed
+
+
+def _alone(rule: BatchRule, job: Training, pool: Pool, tokens: int) -> tuple[GPUCosts, Task, Share]:
+    """The costs of a mini-batch of sequences of `tokens` each, the task, and its share of the GPUs, all of them."""
     task: Task = "critic_training" if job.head == "value" else "actor_training"
     batch, lengths = rule.batch * rows(rule), Lengths.fixed(1)
     work = Workload(
@@ -306,9 +345,7 @@ def _step_seconds(rule: BatchRule, job: Training, pool: Pool, tokens: int) -> fl
     layout = job.layout
     micro = 1 if rule.tokens is not None else rule.micro * rows(rule)
     share = Share(pool.name, 0, layout.pp, layout.tp, layout.dp, micro, job.fsdp, job.recompute)
-    step = GPUCosts(work, Inventory((pool,))).step(task, share)
-    # All messages are hidden but for those that fill and drain the pipeline.
-    return step.work + step.bubble + 2 * (step.stages - 1) * step.hop + step.fixed
+    return GPUCosts(work, Inventory((pool,))), task, share
 
 
 _TASK = {

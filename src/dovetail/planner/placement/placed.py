@@ -12,7 +12,7 @@ from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.placement.search.search import Found, Result
 from dovetail.planner.simulate.lanes import Lanes
 from dovetail.protocol.plan import Layout
-from dovetail.protocol.prediction import Alternative, PredictedMemory, PredictedTask, Prediction
+from dovetail.protocol.prediction import Alternative, PredictedMemory, PredictedStage, PredictedTask, Prediction
 
 # Splitting a model or interleaving must gain this factor over doing neither, because the cost model is not exact.
 WORTH = 1.05
@@ -40,7 +40,8 @@ class Placed:
     ranks. `recompute`: stages and models with activation checkpointing. `prediction`: of a PPO iteration, where one
     could be made; `chosen`: what it was made from, on GPUs. `lanes()`: iterations with other lengths, for a job whose
     trainers and rollouts share no GPUs; `hidden(parts)`: of such a job, seconds of training that are hidden if the
-    samples are learnt in so many parts as they come. `warnings`: one sentence each."""
+    samples are learnt in so many parts as they come. `stages`: the stages before PPO, and DPO, on GPUs. `warnings`: one
+    sentence each."""
 
     layouts: Mapping[str, Parallelism]
     prediction: Prediction | None = None
@@ -49,6 +50,7 @@ class Placed:
     chosen: Chosen | None = None
     lanes: Callable[[], Lanes] | None = None
     hidden: Callable[[int], float] | None = None
+    stages: tuple[PredictedStage, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @property
