@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from dovetail.cli.main import cli
 from dovetail.coordinator.page.page_documents import PageDocuments
 from dovetail.coordinator.page.run_folder import RunFolder
+from dovetail.coordinator.store.sample_files import BEFORE_SFT, evaluation_files, read_rows
 from dovetail.coordinator.store.store import open_records
 from dovetail.local.report.report import write_report
 from dovetail.manifest.types import RLHFJob
@@ -51,8 +52,11 @@ def test_all_three_stages_leave_their_numbers(peaceful: Path) -> None:
         assert set(facts["ppo"][name]) == {"mean", "ci95"}
     # The held-out prompts, by a measure that is not the learnt reward.
     assert facts["evaluation"]["prompts"] == 20
-    for when in ("before_ppo", "after_ppo"):
+    for when in ("before_sft", "before_ppo", "after_ppo"):
         assert 0.0 <= facts["evaluation"]["quality"][when]["mean"] <= 1.0
+    started, begun = (read_rows(evaluation_files(peaceful)[version]) for version in (BEFORE_SFT, 0))
+    assert [row["prompt"] for row in started] == [row["prompt"] for row in begun]
+    assert [row["response"] for row in started] != [row["response"] for row in begun], "SFT has changed the model"
     curve = history(peaceful, "evaluation")
     assert sorted(curve) == [0, 2, 4]
     assert {row["samples"] for row in curve.values()} == {40}
@@ -155,12 +159,17 @@ def in_phase(phase: str, iteration: int) -> Any:
     return lambda s: s["stage"] == "ppo" and s["phase"] == phase and s["iteration"] >= iteration
 
 
+def before_sft(status: Any) -> bool:
+    return "with the model before SFT" in status["message"]
+
+
 def test_killing_every_process_costs_nothing_but_time(tmp_path: Path, peaceful: Path) -> None:
     """SIGKILL in every stage: the run goes on by itself, each prompt is answered once, and it learns the same."""
     faults = [
         Fault("trainer-1", in_stage("sft", 4)),
         Fault("coordinator", in_stage("sft", 10)),
         Fault("trainer-0", in_stage("reward", 5)),
+        Fault("coordinator", before_sft),
         Fault("rollouts-0", in_phase("generation", 1)),
         Fault("rollouts-1-scorer", in_phase("generation", 2)),
         Fault("coordinator", in_phase("generation", 2)),

@@ -17,8 +17,10 @@ from dovetail.coordinator.loop.evaluation import Evaluator
 from dovetail.coordinator.loop.evaluation_metrics import EvaluationMetrics, HeldOutAnswer, is_match
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.rewards.calls import RewardError, evaluation_slot
+from dovetail.coordinator.store.sample_files import BEFORE_SFT, evaluation_files, read_rows
 from dovetail.coordinator.store.samples import NewSample, State
 from dovetail.coordinator.store.store import Store
+from dovetail.coordinator.telemetry.summary_rows import evaluation_rows
 from dovetail.local.report.report import read_history
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from helpers.manifests import changed
@@ -117,10 +119,43 @@ def test_it_is_done_once_for_the_same_weights_and_settings(tmp_path: Path) -> No
     assert [version for version, *_ in policy.calls] == [0, 12, 20, 20]
 
 
+def test_the_model_before_sft_is_measured_later_and_is_no_version_of_ppo(tmp_path: Path) -> None:
+    """Its answers are drawn before the scorers have weights, and its high reward neither decides what is kept nor is
+    a point of the curve."""
+    policy = Policy(1.0, 2.0, 9.0)
+    run = Run(tmp_path, policy, everyIterations=1, keepBest=True)
+    asyncio.run(run.evaluation.draw(BEFORE_SFT))
+    assert [call[0] for call in policy.calls] == [BEFORE_SFT]
+    evaluation = run(BEFORE_SFT, 0, 1)
+    asyncio.run(evaluation.draw(BEFORE_SFT))
+    run(BEFORE_SFT)
+    assert [call[0] for call in policy.calls] == [BEFORE_SFT, BEFORE_SFT, 0, 1], "it is done once"
+    assert not evaluation.wanted(BEFORE_SFT)
+    assert [one.version for one in evaluation.found()] == [0, 1]
+    best = evaluation.best()
+    assert best is not None
+    assert best.version == 1
+    assert sorted(read_history(tmp_path)["evaluation"]) == [0, 1]
+    rows = read_rows(evaluation_files(tmp_path)[BEFORE_SFT])
+    assert len(rows) == 64
+    assert rows[0]["measures"]["reward"] == 9.0
+    found = run.close()
+    assert (found["reward"]["before_sft"]["mean"], found["reward"]["before_ppo"]["mean"]) == (9.0, 1.0)
+    shown = evaluation_rows({"evaluation": found, "method": "GRPO"})
+    assert ("Reward of 64 held-out answers, by SFT", "9.000 ± 0.000", "1.000 ± 0.000") in shown
+    assert ("Reward of 64 held-out answers, by GRPO", "1.000 ± 0.000", "") in shown
+    # With other settings it answers again.
+    again = Run(tmp_path, policy, heldOut=32)
+    assert again.evaluation.wanted(BEFORE_SFT)
+    again.close()
+
+
 def test_without_prompts_nothing_is_asked(tmp_path: Path) -> None:
     policy = Policy()
     run = Run(tmp_path, policy, prompts=0, everyIterations=1)
     assert not run(0).due(1)
+    asyncio.run(run.evaluation.draw(BEFORE_SFT))
+    assert not run.evaluation.wanted(BEFORE_SFT)
     assert run.close() == {}
     assert policy.calls == []
 
@@ -233,9 +268,9 @@ def test_functions_of_the_users_measure_all_answers_to_a_prompt_at_once(tmp_path
 
 def test_answers_stay_apart_from_the_samples_of_training(tmp_path: Path) -> None:
     """A checkpoint lets go of the iterations before it while an evaluation may go on."""
-    store, slots = Store(tmp_path), (evaluation_slot(0), evaluation_slot(12))
+    store, slots = Store(tmp_path), (evaluation_slot(BEFORE_SFT), evaluation_slot(0), evaluation_slot(12))
     for iteration in (*slots, 11, 12):
         store.samples.begin_iteration(iteration, [NewSample(0, 0, [1, 2], 7)])
     store.samples.forget_before(12)
-    assert [len(store.samples.samples(i, State.PENDING)) for i in (*slots, 11, 12)] == [1, 1, 0, 1]
+    assert [len(store.samples.samples(i, State.PENDING)) for i in (*slots, 11, 12)] == [1, 1, 1, 0, 1]
     store.close()

@@ -13,7 +13,14 @@ from click.testing import CliRunner
 
 from dovetail.cli.main import cli
 from dovetail.cli.run import shown_sample
-from dovetail.coordinator.store.sample_files import SampleFiles, files, read_rows, sample_rows
+from dovetail.coordinator.store.sample_files import (
+    BEFORE_SFT,
+    SampleFiles,
+    evaluation_files,
+    files,
+    read_rows,
+    sample_rows,
+)
 from dovetail.coordinator.store.samples import Key, Sample, State
 from dovetail.local.report.report_samples import SampleTexts, read_samples, samples_section
 from dovetail.protocol.experience import Experience
@@ -150,6 +157,25 @@ def test_the_report_shows_held_out_answers_and_the_extremes_as_text_only(run_dir
     assert samples_section(SampleTexts()) == ""
     done = CliRunner().invoke(cli, ["samples", str(run_dir), "--evaluation", "-i", "0"])
     assert done.output.startswith("evaluation after iteration 0, prompt 0, sample 0: q 0.25\n  prompt:   Why?")
+    done = CliRunner().invoke(cli, ["samples", str(run_dir), "--evaluation", "-i", "-1"])
+    assert done.exit_code == 2
+    assert "there are no answers before SFT" in done.output
+
+
+def test_the_same_prompts_before_sft_after_sft_and_after_ppo_stand_side_by_side(run_dir: Path) -> None:
+    kept = SampleFiles(run_dir, 1)
+    for version, answer in ((BEFORE_SFT, "Zzz."), (0, "Erm."), (1, "Hm."), (4, "Because.")):
+        question = {"prompt": "Why?", "prompt_index": 0, "sample_index": 0, "version": version}
+        kept.write_evaluation(version, [{**question, "response": answer}])
+    assert sorted(evaluation_files(run_dir)) == [BEFORE_SFT, 0, 4], "however little room there is, the ends are kept"
+    page = samples_section(read_samples(run_dir, "GRPO"))
+    shown = [page.index(f'<td class="text">{answer}') for answer in ("Why?", "Zzz.", "Erm.", "Because.")]
+    assert shown == sorted(shown)
+    for head in ("Answer before SFT", "Answer after SFT, before GRPO", "Answer after iteration 4 of GRPO"):
+        assert head in page
+    done = CliRunner().invoke(cli, ["samples", str(run_dir), "--evaluation", "-i", "-1"])
+    assert done.output.startswith("evaluation before SFT, prompt 0, sample 0: ")
+    assert "Zzz." in done.output
 
 
 def test_a_run_shows_samples_as_it_goes_on() -> None:

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 
+from dovetail.coordinator.store.sample_files import BEFORE_SFT
 from dovetail.coordinator.weights.publishing import Published, Target
 from dovetail.coordinator.weights.weight_sync import WeightSync
 
@@ -69,7 +70,7 @@ class World:
     async def at_target(self, work):
         return await work()
 
-    async def publish(self, version, targets):
+    async def publish(self, version, targets, beside=False):
         names = {t.name for t in targets}
         self.rounds.append((self.now, sorted(names)))
         lost = names & self.cut
@@ -191,7 +192,7 @@ def test_the_only_one_is_tried_until_it_works():
     tries = []
     fine = world.publish
 
-    async def publish(version, targets):
+    async def publish(version, targets, beside=False):
         tries.append(len(targets))
         if len(tries) == 3:
             world.cut = set()
@@ -236,3 +237,23 @@ def test_one_that_is_up_and_never_takes_its_weights_has_less_time(monkeypatch):
     with pytest.raises(TimeoutError, match="no rollout took weight version 1 within 300 s"):
         world.publish_version(1)
     assert world.now >= 800
+
+
+def test_the_model_before_sft_goes_to_rollouts_alone_and_not_after_ppo_has_begun():
+    world = World("rollout-a", "rollout-b", "scorer-a")
+    world.step = BEFORE_SFT
+    asyncio.run(world.sync.publish_before_sft())
+    assert world.held == {"rollout-a": BEFORE_SFT, "rollout-b": BEFORE_SFT, "scorer-a": 0}
+
+    async def late(work):
+        world.publish_soon()
+        return await work()
+
+    # A transfer to a late rollout waits for the trainers, and meanwhile they load what PPO begins with.
+    world.held["rollout-b"], world.at_target = None, late
+    world.publish_soon = lambda: world.sync.begin(0)
+    asyncio.run(world.sync._round())
+    assert world.held["rollout-b"] is None
+    world.publish_soon, world.held["scorer-a"] = (lambda: None), None
+    world.publish_version(0)
+    assert set(world.held.values()) == {0}

@@ -19,14 +19,15 @@ from dovetail.supervision.errors import UsageError
     "-i",
     "--iteration",
     "iterations",
-    type=click.IntRange(0),
+    type=click.IntRange(-1),
     multiple=True,
     help="The samples of this PPO iteration. May be given more than once.  [default: the last one]",
 )
 @click.option(
     "--evaluation",
     is_flag=True,
-    help="The answers of evaluations. -i is the iteration after which the weights were evaluated; 0: before PPO.",
+    help="The answers of evaluations. -i is the iteration after which the weights were evaluated; 0: before PPO, -1: "
+    "before SFT.",
 )
 @click.option("--sort", "order", type=click.Choice(ORDERS), help="Highest first.  [default: by prompt]")
 @click.option("--ascending", is_flag=True, help="With --sort: lowest first.")

@@ -54,7 +54,7 @@ def serve(run_dir: Path, model: str, host: str, port: int, vllm_arguments: tuple
     \b
       dovetail serve runs/quickstart --port 8000
       dovetail chat --url http://127.0.0.1:8000
-      dovetail serve runs/quickstart --stage sft -- --gpu-memory-utilization 0.5
+      dovetail serve runs/quickstart --model sft --gpu-memory-utilization 0.5
     """
     folder = model_folder(run_dir, model)
     require("dovetail serve", [vllm_extra()])

@@ -7,7 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dovetail.coordinator.store.sample_files import FOLDER, Row, evaluation_files, files, read_rows
+from dovetail.coordinator.store.sample_files import (
+    BEFORE_SFT,
+    FOLDER,
+    Row,
+    evaluation_files,
+    files,
+    read_rows,
+)
 from dovetail.supervision.errors import RunError, UsageError
 
 # The figures of a row that samples can be sorted by.
@@ -34,10 +41,15 @@ def read(run_dir: Path, iterations: Sequence[int] = (), *, evaluation: bool = Fa
         )
     wanted = list(iterations) or [max(found)]
     missing = [i for i in wanted if i not in found]
+    if missing and missing[0] == BEFORE_SFT:
+        raise UsageError(
+            "there are no answers before SFT: the run answers with --evaluation alone, and only if its job trains SFT "
+            "and then PPO"
+        )
     if missing:
         raise UsageError(
             f"the {'answers after' if evaluation else 'samples of'} iteration {missing[0]} are not kept; there are "
-            f"those of {_ranges(sorted(found))}. A higher spec.samples.keepMegabytes keeps more"
+            f"those of {_ranges(sorted(found.keys() - {BEFORE_SFT}))}. A higher spec.samples.keepMegabytes keeps more"
         )
     try:
         return [row for iteration in wanted for row in read_rows(found[iteration])]
@@ -98,8 +110,12 @@ def texts_of(row: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _evaluation(version: int) -> str:
+    return "evaluation before SFT" if version == BEFORE_SFT else f"evaluation after iteration {version}"
+
+
 def described(row: Mapping[str, Any]) -> list[str]:
     """A row of a file as lines."""
-    where = f"iteration {row['iteration']}" if "iteration" in row else f"evaluation after iteration {row['version']}"
+    where = f"iteration {row['iteration']}" if "iteration" in row else _evaluation(row["version"])
     place = f"{where}, prompt {row['prompt_index']}, sample {row['sample_index']}"
     return [f"{place}: {facts_of(row)}", *texts_of(row)]

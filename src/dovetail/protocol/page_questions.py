@@ -5,5 +5,6 @@ from __future__ import annotations
 _NUMBER = "[0-9]{1,9}"
 # A regular expression for a whole path. Only numbers of it ever reach a file's name.
 QUESTION = (
-    f"overview|events|(?:history|samples|evaluation|timeline|schedule)/{_NUMBER}|sample/{_NUMBER}/{_NUMBER}/{_NUMBER}"
+    f"overview|events|(?:history|samples|evaluation|timeline|schedule)/{_NUMBER}|evaluation/-1"
+    f"|sample/{_NUMBER}/{_NUMBER}/{_NUMBER}"
 )

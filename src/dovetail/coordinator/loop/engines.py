@@ -168,9 +168,7 @@ class Engines:
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
         )
-        self._publisher = Publisher(
-            self.trainers, http, float(spec.failure_policy.peer_timeout_seconds), beside=spec.ppo.lag > 0
-        )
+        self._publisher = Publisher(self.trainers, http, float(spec.failure_policy.peer_timeout_seconds))
         app = make_app(self, settings.token, self.registry, self._page)
         self._runner = serving.Runner(app, access_log=None, shutdown_timeout=CLOSE_SECONDS)
         await self._runner.setup()

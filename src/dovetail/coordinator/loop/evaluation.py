@@ -3,7 +3,10 @@ compared, and the best weights may be kept.
 
 The results depend only on the manifest and the weights. A seed depends only on the prompt and the sample's number. So
 all versions are drawn with the same noise, on any server. Training reads none of the results, so a run with evaluations
-ends with the same weights as a run without."""
+ends with the same weights as a run without.
+
+If the job begins with SFT, the model before SFT answers the prompts too. Its answers are drawn when the rollouts are
+there, which is just before PPO."""
 
 from __future__ import annotations
 
@@ -20,13 +23,17 @@ from dovetail.coordinator.data.seeds import derived_seed
 from dovetail.coordinator.loop.evaluation_metrics import HeldOutAnswer
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.rewards.calls import evaluation_slot
+from dovetail.coordinator.store.sample_files import BEFORE_SFT
 from dovetail.coordinator.telemetry.summary import mean_ci95
 from dovetail.manifest.types import Evaluation, RLHFJobSpec
 from dovetail.protocol.row_stages import EVALUATION
 
 BEFORE, AFTER = "before_ppo", "after_ppo"
+BEFORE_SFT_FACT = "before_sft"
 # The store's key of an evaluation's results, followed by the version of the weights.
 FOUND = "evaluation/at"
+# The key of the results of the model before SFT. They take no part in comparisons of PPO's versions.
+FOUND_BEFORE_SFT = "evaluation/before_sft"
 # These settings change neither the answers nor the measures. So results from before and after a change of them can be
 # compared.
 _WHEN = ("everyIterations", "keepBest", "stopAfterNoGain")
@@ -74,8 +81,9 @@ def without_gain(found: Sequence[EvaluationResult], metric: str) -> int:
 class Evaluator:
     """Runs the evaluations of a job, and stores their results.
 
-    Facts: evaluation.prompts, evaluation.<metric>.before_ppo and .after_ppo, each {mean, ci95}. With evaluations during
-    PPO there is also evaluation.best {iteration, metric, mean, ci95}. `clock`: monotonic seconds."""
+    Facts: evaluation.prompts, evaluation.<metric>.before_ppo and .after_ppo, each {mean, ci95}. If the job runs SFT,
+    there is also evaluation.<metric>.before_sft. With evaluations during PPO there is also evaluation.best {iteration,
+    metric, mean, ci95}. `clock`: monotonic seconds."""
 
     def __init__(
         self,
@@ -110,30 +118,38 @@ class Evaluator:
         if self._prompts():
             await self._metrics.check(self._prompts())
 
+    async def draw(self, version: int) -> None:
+        """Draw the answers of `version`, which the rollouts hold, without measuring them. `run` measures them later.
+        Raises what drawing them raises."""
+        prompts = self._prompts()
+        if prompts and self._get(version) is None:
+            self._open(version)
+            await self._answer(version, prompts, self._seeds(prompts), self._spec.temperature, False)
+
     async def run(self, version: int) -> EvaluationResult | None:
         """Evaluate the weights after iteration `version`, which the rollouts and scorers hold. A finished evaluation is
         not repeated. Returns None if there are no prompts to answer.
 
-        Answers that an earlier coordinator stored are not drawn again. Raises what drawing and measuring the answers
-        raise."""
+        Answers that are stored are not drawn again. Raises what drawing and measuring the answers raise."""
         prompts, store = self._prompts(), self._records.store
         if not prompts:
             return None
         if (known := self._get(version)) is not None:
             return known
-        begun, slot = self._clock(), evaluation_slot(version)
-        if store.get("evaluation/open") != (mark := [version, self._settings]):
-            store.samples.forget(slot)  # these answers were drawn with other settings
-            store.put("evaluation/open", mark)
+        begun = self._clock()
+        self._open(version)
         answers = await self._answer(
             version, prompts, self._seeds(prompts), self._spec.temperature, self._metrics.rewarded
         )
         measured = await self._metrics.measure(version, answers)
         found = EvaluationResult(version, {name: _mean(answers, values) for name, values in measured.items()})
         self._write(found, answers, measured)
-        store.put(f"{FOUND}/{version:09d}", {"metrics": found.metrics, "settings": self._settings})
-        self._show(found, answers, self._clock() - begun)
-        store.samples.forget(slot)
+        store.put(_key(version), {"metrics": found.metrics, "settings": self._settings})
+        if version == BEFORE_SFT:
+            self._show_start(found)
+        else:
+            self._show(found, answers, self._clock() - begun)
+        store.samples.forget(evaluation_slot(version))
         return found
 
     def found(self, through: int | None = None) -> list[EvaluationResult]:
@@ -165,6 +181,13 @@ class Evaluator:
 
     # ------------------------------------------------------------ inner parts
 
+    def _open(self, version: int) -> None:
+        """Forget stored answers of `version` that were drawn with other settings."""
+        store = self._records.store
+        if store.get("evaluation/open") != (mark := [version, self._settings]):
+            store.samples.forget(evaluation_slot(version))
+            store.put("evaluation/open", mark)
+
     def _prompts(self) -> list[PromptRecord]:
         if self._made is None:
             self._made = self._make_prompts()
@@ -181,7 +204,7 @@ class Evaluator:
         ]
 
     def _get(self, version: int) -> EvaluationResult | None:
-        stored = self._records.store.get(f"{FOUND}/{version:09d}")
+        stored = self._records.store.get(_key(version))
         return EvaluationResult(version, stored["metrics"]) if stored is not None and self._is_mine(stored) else None
 
     def _is_mine(self, stored: Mapping[str, Any]) -> bool:
@@ -237,11 +260,23 @@ class Evaluator:
         records.progress.update(evaluation=status)
         records.log("evaluation.finished", iteration=version, seconds=round(seconds, 3), **facts)
 
+    def _show_start(self, found: EvaluationResult) -> None:
+        """Record the results of the model before SFT. They are no point of PPO's curves."""
+        facts = {name: dict(value) for name, value in found.metrics.items()}
+        for name, value in facts.items():
+            self._records.results.fact(f"evaluation.{name}.{BEFORE_SFT_FACT}", value)
+        self._records.results.fact("evaluation.prompts", len(self._prompts()))
+        self._records.log("evaluation.finished", iteration=BEFORE_SFT, **facts)
+
     def note_end(self, version: int) -> None:
         """Record that the run ends with these weights."""
         found = self._get(version)
         for name, value in (found.metrics if found is not None else {}).items():
             self._records.results.fact(f"evaluation.{name}.{AFTER}", dict(value))
+
+
+def _key(version: int) -> str:
+    return FOUND_BEFORE_SFT if version == BEFORE_SFT else f"{FOUND}/{version:09d}"
 
 
 def _mean(answers: Sequence[HeldOutAnswer], values: Sequence[float]) -> dict[str, float]:

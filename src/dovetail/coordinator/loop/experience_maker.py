@@ -35,6 +35,7 @@ from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Sc
 from dovetail.coordinator.scoring.scoring_lanes import Lane, ScorerLanes
 from dovetail.coordinator.scoring.streams import BLOCK_TOKENS
 from dovetail.coordinator.store.experience_files import experience_arrays
+from dovetail.coordinator.store.sample_files import BEFORE_SFT
 from dovetail.coordinator.store.samples import Key, NewSample, Sample, ScoreRow, State
 from dovetail.coordinator.store.step_rewards import step_arrays
 from dovetail.coordinator.store.store import StoreError
@@ -316,7 +317,8 @@ class ExperienceMaker:
     ) -> list[HeldOutAnswer]:
         """The answers to evaluation prompts, drawn with the weights `version`, which the rollouts and scorers hold.
         They are not trained on. `seeds`: the seeds of each prompt's samples. `temperature`: None for the job's own.
-        `rewarded`: whether the answers get rewards. The result is ordered by prompt and sample.
+        `rewarded`: whether the answers get rewards. The result is ordered by prompt and sample. The scorers hold
+        version 0 when the answers of BEFORE_SFT get their rewards.
 
         Answers that the store already holds are not drawn again. Raises StoreError if an answer was drawn with another
         version, and what generation and inference raise."""
@@ -374,7 +376,8 @@ class ExperienceMaker:
             for one in scores:
                 keep(one.key, one.score)
 
-        async with self._asked((REWARD_MODEL,), lane, version, lambda _: True, collect, lambda _: None) as inference:
+        held = 0 if version == BEFORE_SFT else version
+        async with self._asked((REWARD_MODEL,), lane, held, lambda _: True, collect, lambda _: None) as inference:
             inference.add(finished)
             await inference.finish(INFERENCE_SECONDS)
 

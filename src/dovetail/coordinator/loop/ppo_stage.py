@@ -18,13 +18,20 @@ from dovetail.coordinator.loop.evaluation import Evaluator
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker, samples_lane
 from dovetail.coordinator.loop.iteration_metrics import iteration_metrics, mean_kl, one_after_the_other, other_seconds
 from dovetail.coordinator.loop.kl_controller import KLController
-from dovetail.coordinator.loop.model_sources import ModelSources, StepFacts, optimizer_steps, ppo_step
+from dovetail.coordinator.loop.model_sources import (
+    ModelSources,
+    StepFacts,
+    optimizer_steps,
+    ppo_step,
+    supervised_step,
+)
 from dovetail.coordinator.loop.open_iterations import OpenIterations
 from dovetail.coordinator.loop.plan_check import Expected, PlanCheck
 from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.loop.stored_schedule import applies, scheduled
 from dovetail.coordinator.loop.streaming import Streamed, Streaming, in_learning_order
 from dovetail.coordinator.store.manifest_changes import Settled
+from dovetail.coordinator.store.sample_files import BEFORE_SFT
 from dovetail.coordinator.telemetry import clock
 from dovetail.coordinator.telemetry.summary import mean_ci95
 from dovetail.coordinator.trainers.trainer_session import StagePlan, TrainerSession
@@ -117,6 +124,7 @@ class PPOStage:
             models["critic"] = self._sources.critic()
         if self._placing is not None:
             await self._placing
+        answered = int(progress["step"]) == 0 and await self._answer_before_sft()
         again = self._plan.recomputed(Stage.PPO)
         self._session.begin(
             StagePlan(
@@ -144,8 +152,32 @@ class PPOStage:
         self._record_interrupted(self._session.step)
         if self._open is None or self._session.step == 0:
             await self._sync.publish(self._session.step)
+            if answered:
+                await self._evaluation.run(BEFORE_SFT)
             await self._evaluate(self._session.step)
         self._records.timeline.begin()
+
+    async def _answer_before_sft(self) -> bool:
+        """If the job runs SFT, let the model before SFT answer the evaluation's prompts. The rollouts are not there
+        while SFT runs, so the trainers load and send this model now. Returns whether its answers are still to be
+        measured. That needs the scorers, which take their weights later."""
+        if Stage.SFT not in self._spec.stages or not self._evaluation.wanted(BEFORE_SFT):
+            return False
+        stage, plan = Stage.SFT, self._plan
+        start = StagePlan(
+            stage,
+            {stage.model: self._sources.actor()},
+            self._prepared.total_steps(stage),
+            lambda step: supervised_step(self._spec, plan, stage, step),
+            recompute=plan.recomputed(stage),
+            zero3=plan.gathered_by_layer(stage),
+        )
+        self._session.begin(start, 0)
+        message = "answering prompts that are kept for evaluation, with the model before SFT"
+        self._records.progress.update(state="running", stage="ppo", phase="evaluation", message=message)
+        await self._sync.publish_before_sft()
+        await self._evaluation.draw(BEFORE_SFT)
+        return True
 
     async def generate_experience(
         self, prompts: Sequence[GivenPrompt] | None = None, stream: bool = False

@@ -13,6 +13,7 @@ from dovetail.coordinator.page.overview import SeenRun, last_of_each_step, line,
 from dovetail.coordinator.page.rollout_table import life, staleness, table, turns
 from dovetail.coordinator.page.run_folder import RunFolder
 from dovetail.coordinator.page.sample_tokens import batch_row, not_learnt, token_document
+from dovetail.coordinator.store.sample_files import BEFORE_SFT
 from dovetail.manifest.types import Stage
 from dovetail.protocol.page_questions import QUESTION
 
@@ -90,7 +91,8 @@ class PageDocuments:
     def _evaluation(self, version: int) -> Document:
         rows = self.folder.evaluation(version)
         if not rows:
-            raise NotKept(f"the answers of the evaluation after iteration {version} are not kept")
+            when = "before SFT" if version == BEFORE_SFT else f"after iteration {version}"
+            raise NotKept(f"the answers of the evaluation {when} are not kept")
         return {"iteration": version, **table(rows, ())}
 
     def _sample(self, iteration: int, prompt: int, sample: int) -> Document:

@@ -45,7 +45,7 @@ class Function:
 class Call:
     """The arguments of one call: lists of equal length of prompts, responses and the record's other fields. All
     responses answer one prompt. `prompt`: the prompt's number in the iteration, from 0. `sample`: the sample's number
-    if there is only one. `iteration`: below 0 in an evaluation (`evaluation_slot`)."""
+    if there is only one. `iteration`: below 1 in an evaluation (`evaluation_slot`)."""
 
     iteration: int
     prompt: int
@@ -67,7 +67,7 @@ class RewardAnswer:
 
 
 def evaluation_slot(version: int) -> int:
-    """The iteration number of the evaluation of a weight version, in the table of samples and in calls. It is negative,
+    """The iteration number of the evaluation of a weight version, in the table of samples and in calls. It is below 1,
     so training never reads what is stored there."""
     return -1 - version
 
@@ -129,8 +129,9 @@ class Calls:
 def sentence(function: Function, call: Call, error: CallFailed, tries: int, rehearsal: bool = False) -> str:
     """One sentence that says what failed, where and on which prompt, with the last frames of the traceback."""
     place = f"iteration {call.iteration}"
-    if call.iteration < 0:
-        place = f"the evaluation after iteration {-1 - call.iteration}"
+    if call.iteration < 1:
+        version = -1 - call.iteration
+        place = "the evaluation before SFT" if version < 0 else f"the evaluation after iteration {version}"
     sample = "" if call.sample is None else f", sample {call.sample}"
     when = " (a rehearsal, before training)" if rehearsal else ""
     often = "" if tries == 1 else f", {tries} times in a row"

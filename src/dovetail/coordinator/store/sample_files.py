@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from dovetail.protocol.experience import Experience
 
 FOLDER = "samples"
-_NAME = re.compile(r"(iteration|evaluation)-(\d+)\.jsonl")
+_NAME = re.compile(r"(iteration|evaluation)-(\d+|before-sft)\.jsonl")
+# This version stands for the model before SFT. Its weights are no version of PPO.
+BEFORE_SFT = -1
 # Texts in logs are cut to so many characters.
 SHOWN = 400
 
@@ -95,15 +97,17 @@ class SampleFiles:
 
     def write_evaluation(self, version: int, rows: Iterable[Row]) -> None:
         """Write the answers of an evaluation: of the weights after iteration `version`. Raises OSError."""
-        self._write(f"evaluation-{version:06d}.jsonl", rows)
+        number = "before-sft" if version == BEFORE_SFT else f"{version:06d}"
+        self._write(f"evaluation-{number}.jsonl", rows)
         self._tidy(None)
 
     def _tidy(self, newest: int | None) -> None:
-        """Delete the oldest files beyond the limit; never the iteration `newest`, nor the first and last evaluation.
-        Evaluations are kept longer than iterations."""
+        """Delete the oldest files beyond the limit; never the iteration `newest`, nor the first and last evaluation,
+        nor the one before SFT. Evaluations are kept longer than iterations."""
         evaluations, iterations = evaluation_files(self._dir.parent), files(self._dir.parent)
         left = self._keep
-        ends = {min(evaluations, default=0), max(evaluations, default=0)}
+        versions = evaluations.keys() - {BEFORE_SFT}
+        ends = {BEFORE_SFT, min(versions, default=0), max(versions, default=0)}
         order = sorted(evaluations, key=lambda version: (version not in ends, -version))
         for version in order:
             left -= evaluations[version].stat().st_size
@@ -126,7 +130,8 @@ def files(run_dir: Path) -> dict[int, Path]:
 
 
 def evaluation_files(run_dir: Path) -> dict[int, Path]:
-    """The files of a run's evaluations by the iteration after which the weights were evaluated."""
+    """The files of a run's evaluations by the iteration after which the weights were evaluated. BEFORE_SFT: those of
+    the model before SFT."""
     return _found(run_dir, "evaluation")
 
 
@@ -136,7 +141,8 @@ def _found(run_dir: Path, kind: str) -> dict[int, Path]:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     matches = ((name, _NAME.fullmatch(name)) for name in names)
-    return {int(found[2]): run_dir / FOLDER / name for name, found in matches if found and found[1] == kind}
+    numbered = ((found[2], run_dir / FOLDER / name) for name, found in matches if found and found[1] == kind)
+    return {int(number) if number.isdecimal() else BEFORE_SFT: path for number, path in numbered}
 
 
 def read_rows(path: Path) -> list[Row]:

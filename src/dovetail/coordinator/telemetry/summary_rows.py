@@ -64,13 +64,16 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def evaluation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The rows (measure, before PPO, after PPO) of the answers to held-out prompts. Empty if none were measured."""
+    """The rows (measure, before, after) of the answers to held-out prompts: by SFT if the model before it answered too,
+    and by PPO. Empty if none were measured."""
     found = []
     for name, value in (get(summary, "evaluation") or {}).items():
-        before, after = interval(get(value, "before_ppo")), interval(get(value, "after_ppo"))
+        start, before, after = (interval(get(value, when)) for when in ("before_sft", "before_ppo", "after_ppo"))
+        label = f"{name[0].upper()}{name[1:]} of {get(summary, 'evaluation.prompts')} held-out answers"
+        if start:
+            found.append((f"{label}, by SFT", start, before or ""))
         if before or after:
-            prompts = get(summary, "evaluation.prompts")
-            found.append((f"{name[0].upper()}{name[1:]} of {prompts} held-out answers", before or "", after or ""))
+            found.append((f"{label}, by {method(summary)}" if start else label, before or "", after or ""))
     best = get(summary, "evaluation.best")
     if best is not None:
         found.append(

@@ -75,14 +75,10 @@ def receivers_of(targets: Sequence[Target]) -> list[Receiver]:
 
 class Publisher:
     """Publishes versions, and keeps the epoch of the communicators. `deadline_seconds`: how long a transfer may take in
-    addition to the time for its bytes, which the trainers add. `beside`: the trainers keep the versions that are sent,
-    and may train meanwhile. A new epoch begins when the receivers, their processes or the trainers' process groups
-    change, and after each failure."""
+    addition to the time for its bytes, which the trainers add. A new epoch begins when the receivers, their
+    processes or the trainers' process groups change, and after each failure."""
 
-    def __init__(
-        self, trainers: TrainerGroup, session: aiohttp.ClientSession, deadline_seconds: float, beside: bool = False
-    ):
-        self._beside = beside
+    def __init__(self, trainers: TrainerGroup, session: aiohttp.ClientSession, deadline_seconds: float):
         self._trainers = trainers
         self._session = session
         self._deadline = deadline_seconds
@@ -97,8 +93,9 @@ class Publisher:
         if future is not None and not future.done():
             future.set_result(message)
 
-    async def publish(self, version: int, targets: Sequence[Target]) -> Published:
-        """Send `version` to all targets at once. The result has the failures of receivers. Raises TrainerLost."""
+    async def publish(self, version: int, targets: Sequence[Target], beside: bool = False) -> Published:
+        """Send `version` to all targets at once. `beside`: the trainers keep the version, and may train meanwhile. The
+        result has the failures of receivers. Raises TrainerLost."""
         members = frozenset({(t.name, t.incarnation) for t in targets} | {("trainers", str(self._trainers.generation))})
         epoch_is_new = members != self._members
         if epoch_is_new:
@@ -115,9 +112,7 @@ class Publisher:
         key = (version, self._epoch)
         expected: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
         self._expected[key] = expected
-        sending = asyncio.create_task(
-            self._trainers.execute(command, self._deadline + GRACE_SECONDS, beside=self._beside)
-        )
+        sending = asyncio.create_task(self._trainers.execute(command, self._deadline + GRACE_SECONDS, beside=beside))
         errors: dict[str, str | None] = {r.name: "no offer came from the trainers" for r in receivers}
         failed: dict[str, float] = {}
         byte_seconds = 0.0

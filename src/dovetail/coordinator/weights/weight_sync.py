@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
 
+from dovetail.coordinator.store.sample_files import BEFORE_SFT
 from dovetail.coordinator.trainers.trainer_session import TrainerSession
 from dovetail.coordinator.weights.publishing import Published, Publisher, Target
 from dovetail.protocol.messages import Span
@@ -91,6 +92,7 @@ class WeightSync:
         self._doubts: dict[str, _Doubt] = {}
         self._lock = asyncio.Lock()
         self._version: int | None = None
+        self._takers = kinds
 
     @property
     def version(self) -> int | None:
@@ -103,10 +105,16 @@ class WeightSync:
         self.begin(version)
         await self.reach(version, lambda: [kind for kind in self._kinds if not self._fleet.has_current(kind)])
 
+    async def publish_before_sft(self) -> None:
+        """Send the model before SFT to the rollouts. Returns when one of them holds it. The trainers must hold step 0
+        of SFT. Scorers get nothing. Raises what `reach` raises."""
+        self._version, self._takers = BEFORE_SFT, ["rollout"]
+        await self.reach(BEFORE_SFT, lambda: [] if self._fleet.has_current("rollout") else ["rollout"])
+
     def begin(self, version: int) -> None:
         """Make `version` the current one. `hold` sends it to all instances for which the fleet names no other
         version."""
-        self._version = version
+        self._version, self._takers = version, self._kinds
 
     async def reach(
         self, version: int, missing_kinds: Callable[[], Sequence[str]], counts: Callable[[], bool] = lambda: True
@@ -188,22 +196,24 @@ class WeightSync:
             return 0.0
 
         began = self._clock()
+        beside = self._beside and version != BEFORE_SFT
 
         async def publish() -> Published | None:
             nonlocal began
-            # The trainers may have run a step while this waited for them. That step publishes its own version.
-            if not self._beside and self._session.step != version:
+            # The trainers may have gone on while this waited for them. They then hold other weights.
+            held = self._version if version == BEFORE_SFT else self._session.step
+            if not beside and held != version:
                 return None
             began = self._clock()
-            return await self._publisher.publish(version, targets)
+            return await self._publisher.publish(version, targets, beside)
 
-        if self._beside:
+        if beside:
             published = await self._session.at_version(version, publish)
         else:
             published = await self._session.at_target(publish)
         if published is None:
             return 0.0
-        if self._beside and published.result is not None:
+        if beside and published.result is not None:
             self._on_spans(published.result.spans)
         seconds = self._clock() - began
         self._judge(version, targets, published, seconds)
@@ -215,7 +225,7 @@ class WeightSync:
         those that have not failed alone yet, so that a working one is found soon. Instances with no other at their
         address come first, because usually a whole pod cannot be reached. Otherwise it is the one whose pause is
         over."""
-        stale = [target for target in stale if target.kind in self._kinds]
+        stale = [target for target in stale if target.kind in self._takers]
         known = {target: self._doubts.get(target.name) for target in stale}
         doubtful = {t: doubt for t, doubt in known.items() if doubt is not None and doubt.incarnation == t.incarnation}
         trusted = [target for target in stale if target not in doubtful]

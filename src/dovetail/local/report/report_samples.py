@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.store.sample_files import (
+    BEFORE_SFT,
     Row,
     best_and_worst,
     evaluation_files,
@@ -41,9 +42,11 @@ def read_samples(run_dir: Path, method: str = "PPO") -> SampleTexts:
         return []
 
     found, evaluated = files(run_dir), evaluation_files(run_dir)
+    began = [BEFORE_SFT] if BEFORE_SFT in evaluated else []
+    moments = began + _ends(evaluated.keys() - {BEFORE_SFT})
     return SampleTexts(
         {iteration: rows(found[iteration]) for iteration in _ends(found)},
-        {_moment(version, method): rows(evaluated[version]) for version in _ends(evaluated)},
+        {_moment(version, method, bool(began)): rows(evaluated[version]) for version in moments},
     )
 
 
@@ -52,8 +55,13 @@ def _ends(found: Iterable[int]) -> list[int]:
     return sorted({numbers[0], numbers[-1]}) if numbers else []
 
 
-def _moment(version: int, method: str) -> str:
-    return f"before {method}" if version == 0 else f"after iteration {version}"
+def _moment(version: int, method: str, sft: bool) -> str:
+    """`sft`: whether the model before SFT answered too."""
+    if version == BEFORE_SFT:
+        return "before SFT"
+    if version == 0:
+        return f"after SFT, before {method}" if sft else f"before {method}"
+    return f"after iteration {version} of {method}"
 
 
 def samples_section(texts: SampleTexts) -> str:

@@ -26,7 +26,7 @@ export async function samplesTab({source, id, body, args, signal}) {
     draw();
   }
   function head() {
-    const options = [...kept.sample_iterations.map((n) => [`samples/${n}`, `iteration ${n}`]).reverse(), ...kept.evaluations.map((n) => [`evaluation/${n}`, n ? `evaluation after iteration ${n}` : "evaluation before PPO"]).reverse()];
+    const options = [...kept.sample_iterations.map((n) => [`samples/${n}`, `iteration ${n}`]).reverse(), ...kept.evaluations.map((n) => [`evaluation/${n}`, n > 0 ? `evaluation after iteration ${n}` : n ? "evaluation before SFT" : "evaluation before PPO"]).reverse()];
     swap(controls, select("Samples of", options, `${kind}/${number_}`, (value) => {
       [kind, number_] = value.split("/");
       follow = false;
