@@ -2,15 +2,19 @@
 
 import ast
 import html.parser
+import json
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+import types
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 
 import click
+import jsonschema
 import markdown
 import pytest
 import yaml
@@ -20,8 +24,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from dovetail.cli.main import cli
 from dovetail.coordinator.health import health
+from dovetail.coordinator.rewards.values import checked
 from dovetail.coordinator.telemetry.telemetry import CoordinatorMetrics
 from dovetail.manifest.checks.validation import load_manifest, parse_manifest
+from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.operator.reconcile import reasons
 from dovetail.planner.make_plan import make_plan
@@ -160,6 +166,34 @@ def test_manifests_pass_the_types_and_the_rules_and_are_planned(page, text):
     assert make_plan(load_manifest(text).spec).world_size > 0
 
 
+def python_of(page: str, beginning: str) -> str:
+    """The block of Python of a page that begins with `beginning`."""
+    (found,) = (
+        text for language, text in code_blocks(ROOT / page) if language == "python" and text.startswith(beginning)
+    )
+    return found
+
+
+def test_rewards_of_steps_are_given_as_the_page_says():
+    found: dict = {"judge": lambda line: float("so" in line), "correct": lambda response: float(response.endswith("4"))}
+    exec(python_of("docs/custom.md", "def lines("), found)
+    (one, none) = found["lines"](["2 + 2?"] * 2, ["Two and two,\nso 4", ""])
+    assert one == {"reward": 1.0, "steps": [[13, 0.0], [17, 1.0]]}
+    values = checked([one, none], ["Two and two,\nso 4", ""])
+    assert values.rewards == [1.0, 0.0]
+
+
+def test_a_reward_of_trl_is_called_as_the_page_says(monkeypatch):
+    theirs = types.ModuleType("theirs")
+    theirs.accuracy_reward = lambda prompts, completions, solution, **_: [  # type: ignore[attr-defined]
+        float(text == right) for text, right in zip(completions, solution, strict=True)
+    ]
+    monkeypatch.setitem(sys.modules, "theirs", theirs)
+    found: dict = {}
+    exec(python_of("docs/coming-from.md", "from theirs import"), found)
+    assert found["score"](["2 + 2?"] * 2, ["4", "5"], solution=["4", "4"]) == [1.0, 0.0]
+
+
 def test_reward_functions_of_the_how_to_pages_work():
     found: dict = {}
     for name in ("grpo.md", "reward.md"):
@@ -253,6 +287,88 @@ def test_make_targets_exist(page):
         for word in words.replace("-s ", "").split()
     ]
     assert [name for name in named if name not in targets] == []
+
+
+# ------------------------------------------------------------------ what others' commands are given
+
+CHART = ROOT / "helm/dovetail"
+VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
+
+
+def shell_lines(beginning: str) -> list[list[str]]:
+    """The words of all lines of shell blocks that begin so, up to a pipe or a redirection."""
+    return [
+        list(takewhile(lambda word: word not in ("|", "<", ">", "&", "&&"), shlex.split(line, comments=True)))
+        for page in PAGES
+        for language, text in code_blocks(page)
+        if language in ("", "sh", "bash", "console")
+        for line in text.replace("\\\n", " ").splitlines()
+        if line.strip().startswith(f"{beginning} ")
+    ]
+
+
+def option(words: Sequence[str], name: str) -> list[str]:
+    return [words[at + 1] for at, word in enumerate(words[:-1]) if word == name]
+
+
+def test_what_kubectl_is_given_is_there_and_valid():
+    lines = shell_lines("kubectl")
+    assert len(lines) > 25
+    job = yaml.safe_load((ROOT / "examples/quickstart-cluster.yaml").read_text())
+    states = {field.alias or name for name, field in RLHFJobStatus.model_fields.items()}
+    for words in lines:
+        for file in [*option(words, "-f"), *option(words, "--from-file")]:
+            assert (ROOT / file).is_file(), words
+        for patch in option(words, "--patch"):
+            changed = json.loads(patch)
+            assert set(changed) == {"spec"}
+            parse_manifest(yaml.safe_dump({**job, "spec": {**job["spec"], **changed["spec"]}}))
+        for path in option(words, "-o"):
+            assert set(re.findall(r"\{\.status\.(\w+)", path)) <= states, words
+
+
+def test_what_helm_is_given_are_values_of_the_chart():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    blocks = [
+        yaml.safe_load(text)
+        for page in PAGES
+        for language, text in code_blocks(page)
+        if language in ("", "yaml") and re.match(rf"(?:#.*\n)?(?:{'|'.join(VALUES)}):", text)
+    ]
+    own = [block for block in blocks if set(block) <= set(VALUES)]
+    assert len(own) >= 4
+    for block in own:
+        jsonschema.validate(merged(VALUES, block), schema)
+    charts = [words for words in shell_lines("helm") if "helm/dovetail" in words]
+    assert len(charts) >= 3
+    for words in charts:
+        for pair in option(words, "--set"):
+            name, value = pair.split("=", 1)
+            given = yaml.safe_load(value.replace("{", "[").replace("}", "]"))
+            for part in reversed(name.split(".")):
+                given = {part: given}
+            assert set(given) <= set(VALUES), words
+            jsonschema.validate(merged(VALUES, given), schema)
+
+
+def merged(below: dict, above: dict) -> dict:
+    """Values as helm puts them together."""
+    both = {
+        name: merged(below[name], value) if isinstance(value, dict) and isinstance(below.get(name), dict) else value
+        for name, value in above.items()
+    }
+    return {**below, **both}
+
+
+def test_what_curl_asks_for_is_in_the_api():
+    paths = json.loads((ROOT / "docs/openapi.json").read_text())["paths"]
+    known = [re.sub(r"\{\w+\}", "[^/]+", path) for path in paths]
+    asked = [
+        word for words in shell_lines("curl") for word in words if re.match(r"(?:http://)?(?:localhost|127)", word)
+    ]
+    ours = [re.sub(r"^(?:http://)?[^/]+", "", url) for url in asked if "/api/" in url]
+    assert ours
+    assert [path for path in ours if not any(re.fullmatch(one, path) for one in known)] == []
 
 
 # ------------------------------------------------------------------ reasons and metrics
