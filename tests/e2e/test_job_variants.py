@@ -182,11 +182,12 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
         assert pipeline.iteration == 1
         last = pipeline.evaluate()["reward"]["mean"]
         document = pipeline.finish()
-    # One for each prompt: two of a rehearsal, and 20 of the evaluations before and after.
-    assert calls == [1] * (2 + 20 + 16 + 20)
+    # One for each prompt: two of a rehearsal, and 20 of the evaluations before SFT, after it and at the end.
+    assert calls == [1] * (2 + 20 + 20 + 16 + 20)
     assert json.loads((tmp_path / "summary.json").read_text()) == document
     measured = document["evaluation"]["reward"]
     assert (measured["before_ppo"]["mean"], measured["after_ppo"]["mean"]) == (first, last)
+    assert "before_sft" in measured
     assert {status["stage"] for status in told} >= {"sft", "ppo"}
     assert (tmp_path / "models" / "actor" / "config.json").exists()
 

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 from status_api_fixtures import JOBS, Api, Run, condition, job
 
 from dovetail.coordinator.serving.coordinator_routes import make_app
+from dovetail.coordinator.store.sample_files import BEFORE_SFT, SampleFiles, evaluation_files, read_rows
 from helpers.cluster import wait_for
 from helpers.demo_runs import append, demo_runs, serve_page
 from helpers.fake_kube import ServerThread
@@ -134,6 +135,28 @@ def test_values_that_differ_by_rounding_alone_are_drawn(page, url, runs):
     assert page.locator("svg[data-chart=ratio] text").count() < 20
     page.goto(url)  # nobody asks for it any more
     shutil.rmtree(even)
+
+
+def test_the_same_prompts_before_and_after_stand_side_by_side(page, url, runs):
+    kept = SampleFiles(runs, 10**9)
+    first = read_rows(evaluation_files(runs)[0])
+    kept.write_evaluation(
+        BEFORE_SFT, [{**row, "version": BEFORE_SFT, "response": f"Zzz {row['prompt_index']}"} for row in first]
+    )
+    open_tab(page, url, runs, "samples")
+    page.get_by_label("Samples of").select_option("evaluations side by side")
+    table = page.get_by_role("table", name="Answers side by side")
+    last = max(evaluation_files(runs))
+    for name in ("Prompt", "Answer before SFT", "Answer before PPO", f"Answer after iteration {last}"):
+        table.get_by_role("columnheader", name=name, exact=True).wait_for()
+    row = table.get_by_role("row").nth(1)
+    expect(row.get_by_text("Zzz 0", exact=False)).to_have_count(1)
+    expect(row.get_by_role("cell")).to_have_count(4)
+    page.get_by_label("Filter samples").fill("zzz 1")
+    wait_for("the filtered rows", lambda: 1 < table.get_by_role("row").count() < len(first))
+    page.get_by_label("Samples of").select_option("evaluation before SFT")
+    page.get_by_text("Zzz 1", exact=True).wait_for()  # the filter stays
+    evaluation_files(runs)[BEFORE_SFT].unlink()
 
 
 def test_samples_are_sorted_and_one_is_read_token_by_token(page, url, runs):

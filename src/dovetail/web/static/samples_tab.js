@@ -4,12 +4,13 @@ import {h, number, select, swap, table} from "./dom.js";
 import {LineChart} from "./line_chart.js";
 import {hrefOf} from "./runs_view.js";
 
-const SHOWN = 100;
+const SHOWN = 100, SIDE = "side";
+const moment = (n) => (n > 0 ? `after iteration ${n}` : n ? "before SFT" : "before PPO");
 const COLUMNS = [["asked", "Prompt", false], ["answer", "Response", false], ["reward", "Reward", true], ["tokens", "Tokens", true], ["kl", "KL", true], ["staleness", "Staleness", true], ["server", "Server", false], ["migrations", "Moves", true]];
 
 export async function samplesTab({source, id, body, args, signal}) {
   let kind = args[0] === "evaluation" ? "evaluation" : "samples", number_ = args[0] === "evaluation" ? args[1] : args[0];
-  let order = "", rising = false, most = SHOWN, page = null, kept = {sample_iterations: [], evaluations: []}, follow = !number_;
+  let order = "", rising = false, most = SHOWN, page = null, sides = [], kept = {sample_iterations: [], evaluations: []}, follow = !number_;
   const controls = h("div", {class: "bar"}), notes = h("div"), list = h("div");
   const filter = h("input", {type: "search", placeholder: "text in prompt or response", "data-filter": true, "aria-label": "Filter samples", oninput: () => draw()});
   const picture = new LineChart({title: "Reward by response length", axis: "tokens"});
@@ -20,20 +21,41 @@ export async function samplesTab({source, id, body, args, signal}) {
     const there = kind === "samples" ? kept.sample_iterations : kept.evaluations;
     if (follow || !number_) number_ = there.length ? there[there.length - 1] : null;
     if (number_ === null && kind === "samples" && kept.evaluations.length) { kind = "evaluation"; number_ = kept.evaluations[kept.evaluations.length - 1]; }
+    if (kind === "evaluation" && number_ === SIDE) { head(); await sideBySide(); return; }
     if (number_ === null) { controls.replaceChildren(); list.replaceChildren(h("p", {class: "mute"}, "No samples are kept yet: they come when the first iteration has been drawn and scored.")); return; }
     page = await source.document(id, `${kind}/${number_}`, signal);
     head();
     draw();
   }
   function head() {
-    const options = [...kept.sample_iterations.map((n) => [`samples/${n}`, `iteration ${n}`]).reverse(), ...kept.evaluations.map((n) => [`evaluation/${n}`, n > 0 ? `evaluation after iteration ${n}` : n ? "evaluation before SFT" : "evaluation before PPO"]).reverse()];
+    const options = [...kept.sample_iterations.map((n) => [`samples/${n}`, `iteration ${n}`]).reverse(), ...kept.evaluations.map((n) => [`evaluation/${n}`, `evaluation ${moment(n)}`]).reverse()];
+    if (kept.evaluations.length > 1) options.push([`evaluation/${SIDE}`, "evaluations side by side"]);
     swap(controls, select("Samples of", options, `${kind}/${number_}`, (value) => {
       [kind, number_] = value.split("/");
       follow = false;
       load();
     }), filter);
   }
+  // The same prompts, answered before SFT, before PPO and after the last evaluation.
+  async function sideBySide() {
+    const all = kept.evaluations, shown = [...new Set([...all.filter((n) => n <= 0), all[all.length - 1]])];
+    sides = await Promise.all(shown.map((n) => source.document(id, `evaluation/${n}`, signal)));
+    page = null;
+    drawSides();
+  }
+  function drawSides() {
+    const wanted = filter.value.toLowerCase(), place = (row) => `${row.prompt}/${row.sample}`;
+    const found = sides.map((side) => new Map(side.rows.map((row) => [place(row), row])));
+    const rows = sides[0].rows.filter((row) => found.every((side) => side.has(place(row)))).map((row) => found.map((side) => side.get(place(row))))
+      .filter((row) => !wanted || row.some((one) => `${one.asked} ${one.answer}`.toLowerCase().includes(wanted)));
+    const columns = [{label: "Prompt"}, ...sides.map((side) => ({label: `Answer ${moment(side.iteration)}`}))];
+    const cell = (row) => h("span", {}, row.answer || "(empty)", h("span", {class: "mute"}, ` ${Object.entries(row.rewards).map(([name, value]) => `${name} ${number(value)}`).join(", ")}`));
+    swap(notes, h("p", {class: "mute"}, `${rows.length} prompts that are kept for evaluation, with the answers of ${sides.length} versions of the model.`));
+    swap(list, table(columns, rows.slice(0, most).map((row) => [row[0].asked, ...row.map(cell)]), "Answers side by side"), rows.length > most ? h("button", {type: "button", onclick: () => { most += 5 * SHOWN; drawSides(); }}, `Show more of ${rows.length}`) : "");
+    picture.update([]);
+  }
   function draw() {
+    if (number_ === SIDE && kind === "evaluation") { if (sides.length) drawSides(); return; }
     if (!page) return;
     const wanted = filter.value.toLowerCase();
     let rows = page.rows.filter((row) => !wanted || row.asked.toLowerCase().includes(wanted) || row.answer.toLowerCase().includes(wanted));
