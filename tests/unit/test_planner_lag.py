@@ -197,3 +197,12 @@ def test_auto_is_written_as_such_until_it_is_decided() -> None:
     decided = with_lag(spec, plan.lag)
     assert decided.model_dump(mode="json", by_alias=True)["ppo"]["lag"] == 2
     assert with_lag(decided, 1) == decided, "the manifest's own number stays"
+
+
+@pytest.mark.parametrize(("price", "half"), [(None, None), (10.0, 20.0)])
+def test_samples_are_as_much_faster_as_iterations_are_shorter(price: float | None, half: float | None) -> None:
+    known = {"placement": "Separation", "schedule": "Serial", "migration": None, "hardware": "measured"}
+    figures = {"iteration_seconds": 8.0, "samples_per_second": 2.0, "samples_per_dollar": price, "phases": {}}
+    found = Prediction(**known, **figures, tasks=[], memory=[], note="as it was").lasting(4.0, lag=2)
+    assert (found.iteration_seconds, found.samples_per_second, found.samples_per_dollar) == (4.0, 4.0, half)
+    assert (found.lag, found.note) == (2, "as it was")

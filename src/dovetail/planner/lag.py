@@ -53,23 +53,12 @@ def with_lags(found: Prediction, why_not: str | None, lag: int, lanes: Callable[
         for each in steady.values()
     ]
     best, reason = choose(rows)
-    update = {"lags": rows, "best_lag": best, "best_lag_reason": reason}
+    found = found.model_copy(update={"lags": rows, "best_lag": best, "best_lag_reason": reason})
     if lag == 0:
-        return found.model_copy(update=update)
+        return found
     mine = steady[lag]
     phases = {name: mine.phases[name] for name in (*found.phases, "waiting") if name in mine.phases}
-    faster = found.iteration_seconds / mine.seconds
-    price = found.samples_per_dollar
-    return found.model_copy(
-        update={
-            **update,
-            "lag": lag,
-            "iteration_seconds": mine.seconds,
-            "phases": phases,
-            "samples_per_second": faster * found.samples_per_second,
-            "samples_per_dollar": None if price is None else faster * price,
-        }
-    )
+    return found.lasting(mine.seconds, lag=lag, phases=phases)
 
 
 def choose(rows: Sequence[PredictedLag]) -> tuple[int, str]:

@@ -119,16 +119,6 @@ def with_streaming(found: Prediction, hidden: float) -> Prediction:
 
     `found`: the prediction without streaming."""
     seconds = found.iteration_seconds - hidden
-    faster = found.iteration_seconds / seconds
-    price = found.samples_per_dollar
+    phases = {**found.phases, "training": max(0.0, found.phases["training"] - hidden)}
     lags = [row.model_copy(update={"iteration_seconds": seconds}) if row.lag == 0 else row for row in found.lags]
-    return found.model_copy(
-        update={
-            "iteration_seconds": seconds,
-            "streamed_seconds": hidden,
-            "phases": {**found.phases, "training": max(0.0, found.phases["training"] - hidden)},
-            "samples_per_second": faster * found.samples_per_second,
-            "samples_per_dollar": None if price is None else faster * price,
-            "lags": lags,
-        }
-    )
+    return found.lasting(seconds, streamed_seconds=hidden, phases=phases, lags=lags)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -138,3 +138,11 @@ class Prediction(Model):
     memory: list[PredictedMemory]
     alternatives: list[Alternative] = Field(default_factory=list, description="Fastest first, then those that fail.")
     examined: int = Field(default=0, ge=0, description="Iterations that were estimated.")
+
+    def lasting(self, seconds: float, **changes: Any) -> Prediction:
+        """The same work in iterations of so many seconds (above 0), with further fields changed. Samples per second and
+        per dollar follow from the seconds."""
+        faster = self.iteration_seconds / seconds
+        price = None if self.samples_per_dollar is None else faster * self.samples_per_dollar
+        speed = {"samples_per_second": faster * self.samples_per_second, "samples_per_dollar": price}
+        return self.model_copy(update={"iteration_seconds": seconds, **speed, **changes})
