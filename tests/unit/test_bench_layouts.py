@@ -73,7 +73,7 @@ def test_a_13b_actor_on_a_node_trains_and_generates_in_unlike_layouts() -> None:
     tensors = [
         Tensor(f"{layer}.{linear.name}", (linear.outputs, linear.inputs), layer, 0 if linear.split == "out" else 1)
         for layer in range(40)
-        for linear in shape.linears()
+        for linear in shape.linears
     ]
 
     def train(layout: RankGrid) -> float | None:

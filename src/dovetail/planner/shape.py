@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
@@ -107,9 +107,16 @@ class ModelShape:
     def keys(self) -> int:
         return self.kv_heads * self.head_dim
 
+    @cached_property
     def linears(self) -> tuple[Linear, ...]:
         """The linear layers of one block, without experts."""
-        return _linears(self)
+        widths = {"hidden": self.hidden, "queries": self.queries, "keys": self.keys, "inner": self.intermediate}
+        widths |= {"attention": self.queries + 2 * self.keys, "gates": 2 * self.intermediate}
+        biases = {"attention": self.attention_bias, "mlp": self.mlp_bias, "always": True, "never": False}
+        return tuple(
+            Linear(part.name, widths[part.inputs], widths[part.outputs], biases[part.bias], part.split)
+            for part in MODEL_FAMILIES[self.family].linears
+        )
 
     def split_problem(self, tp: int, model: str = "model") -> str | None:
         """Why `tp` tensor-parallel ranks cannot train a block of `model` together, and what to do, as the second half
@@ -190,41 +197,28 @@ class ModelShape:
 
     # ------------------------------------------------------------ arithmetic
 
+    @cached_property
+    def _matrices(self) -> int:
+        """The weights of one block's matrices that one token is multiplied with."""
+        routing = self.experts * self.hidden + self.chosen * 3 * self.hidden * self.intermediate
+        return sum(each.inputs * each.outputs for each in self.linears) + routing
+
     def forward_flops(self, tokens: float, context: float, head: Head = "lm") -> float:
         """The FLOPs of a forward pass over `tokens` positions, which attend to `context` tokens on average.
 
         Each position costs two for each weight of a matrix; of experts only the token's own count. Attention scores and
         their use cost 4 x queries x context, where a window limits the context."""
-        matrices = _matrices(self)
         if self.windowed:
             context = context + self.windowed / self.layers * (min(context, self.window) - context)
         output = (head != "value") * self.vocabulary * (self.embedding or self.hidden) + (head != "lm") * self.hidden
-        return tokens * (self.layers * (2 * matrices + 4 * self.queries * context) + 2 * output)
+        return tokens * (self.layers * (2 * self._matrices + 4 * self.queries * context) + 2 * output)
 
 
-# The following are cached, because the search of a placement asks for them a hundred thousand times.
-@lru_cache(maxsize=256)
-def _linears(shape: ModelShape) -> tuple[Linear, ...]:
-    widths = {"hidden": shape.hidden, "queries": shape.queries, "keys": shape.keys, "inner": shape.intermediate}
-    widths |= {"attention": shape.queries + 2 * shape.keys, "gates": 2 * shape.intermediate}
-    biases = {"attention": shape.attention_bias, "mlp": shape.mlp_bias, "always": True, "never": False}
-    return tuple(
-        Linear(part.name, widths[part.inputs], widths[part.outputs], biases[part.bias], part.split)
-        for part in MODEL_FAMILIES[shape.family].linears
-    )
-
-
-@lru_cache(maxsize=256)
-def _matrices(shape: ModelShape) -> int:
-    """The weights of one block's matrices that one token is multiplied with."""
-    routing = shape.experts * shape.hidden + shape.chosen * 3 * shape.hidden * shape.intermediate
-    return sum(each.inputs * each.outputs for each in _linears(shape)) + routing
-
-
+# It is cached, because the search of a placement asks for it a hundred thousand times.
 @lru_cache(maxsize=4096)
 def _layer_parameters(shape: ModelShape, tp: int) -> int:
     linear = 0
-    for each in shape.linears():
+    for each in shape.linears:
         bias = each.bias * each.outputs
         linear += each.inputs * each.outputs // tp + (bias // tp if each.split == "out" else bias)
     family = MODEL_FAMILIES[shape.family]

@@ -187,7 +187,7 @@ def _layer_adapters(job: Training) -> int:
     return sum(
         job.lora.rank * (linear.inputs // (tp if linear.split == "in" else 1))
         + job.lora.rank * (linear.outputs // (tp if linear.split == "out" else 1))
-        for linear in job.shape.linears()
+        for linear in job.shape.linears
         if not wanted or linear.name in wanted
     )
 
