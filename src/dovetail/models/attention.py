@@ -47,9 +47,10 @@ class Reach(NamedTuple):
 
 
 class ScoreSettings(NamedTuple):
-    """How attention scores are computed. `scaling`: the factor of the products of queries and keys. None: the width of
-    a head decides. `window`: a token attends to itself and the `window` - 1 tokens before it. None: to all before it.
-    `softcap`: tanh keeps the scores within this bound. `sinks` (heads,): the scores of a key that has no value."""
+    """Says how attention scores are computed. `scaling`: the factor of the products of queries and keys. None: the
+    width of a head decides. `window`: a token attends to itself and the `window` - 1 tokens before it. None: to all
+    before it. `softcap`: tanh keeps the scores within this bound. `sinks` (heads,): the scores of a key that has no
+    value."""
 
     scaling: float | None = None
     window: int | None = None

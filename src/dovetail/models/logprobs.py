@@ -27,11 +27,12 @@ def _rows(logits: Tensor, itemsize: int) -> int:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which logits of `dtype` are computed with: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class _TokenStatistics(torch.autograd.Function):
-    """For each row x of logits / temperature and its token i: log p_i, and the entropy H = -sum_j p_j log p_j.
+    """Computes log p_i and the entropy H = -sum_j p_j log p_j, for each row x of logits / temperature and its token i.
 
     The gradients are d log p_i / d x_j = [i = j] - p_j and d H / d x_j = -p_j (log p_j + H)."""
 

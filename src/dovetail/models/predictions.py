@@ -47,7 +47,7 @@ class Predicted(NamedTuple):
 
 @dataclass(frozen=True)
 class Predictions:
-    """What to compute for `tokens`, (m,) int64.
+    """Says what to compute for `tokens`, (m,) int64.
 
     Without `rows` there is one token for each of the n wanted positions. With `rows`, (m,) int64 and ascending, token i
     is at the position `rows[i]` among them, and there are no gradients. `temperature` divides the logits. `entropy`: no

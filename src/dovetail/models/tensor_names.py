@@ -11,8 +11,9 @@ from dovetail.manifest.model_families import ModelFamily
 
 
 def stacked(family: ModelFamily, name: str) -> tuple[str, tuple[str, ...]] | None:
-    """How files hold the parameter of all experts (experts, rows, columns) that is called `name`. Returns the beginning
-    of the experts' names, and the names of the matrices whose rows make up one expert. None for other parameters."""
+    """Says how files hold the parameter of all experts (experts, rows, columns) that is called `name`. Returns the
+    beginning of the experts' names, and the names of the matrices whose rows make up one expert. None for other
+    parameters."""
     owner, _, kind = name.rpartition(".")
     if family.experts is None or not owner.endswith(".experts") or kind not in family.experts.apart:
         return None

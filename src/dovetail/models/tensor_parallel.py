@@ -16,9 +16,9 @@ from dovetail.models.vocabulary import share_rows
 
 
 class TensorSplit(NamedTuple):
-    """How a stage's parameters are split, by name. `shared`: the parameters of which each rank holds a part, with the
-    dimension that is split. `partial`: copies whose gradients must be summed over the ranks. All others are copies with
-    equal gradients."""
+    """Says how a stage's parameters are split, by name. `shared`: the parameters of which each rank holds a part, with
+    the dimension that is split. `partial`: copies whose gradients must be summed over the ranks. All others are copies
+    with equal gradients."""
 
     shared: Mapping[str, int]
     partial: frozenset[str]

@@ -16,6 +16,7 @@ class SplitEmbedding(nn.Embedding):
     has. The sum over the ranks equals the result of the whole embedding."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """The embeddings (..., H) of token ids `input` (...), int64, as a whole tensor on each rank."""
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
         weight: Any = self.weight

@@ -126,6 +126,7 @@ class Candidate:
         return self.placement, self.note
 
     def shares(self, task: Task) -> tuple[Share, ...]:
+        """The shares of a task."""
         found: tuple[Share, ...] = getattr(self, task)
         return found
 

@@ -63,7 +63,7 @@ def capacities(parts: Iterable[tuple[float, int, float]]) -> NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Use:
-    """How many GPUs of a pool a placement uses. `trains`: trainers use them; otherwise rollouts do."""
+    """The number of GPUs of a pool that a placement uses. `trains`: trainers use them. Otherwise rollouts do."""
 
     pool: str
     gpus: int

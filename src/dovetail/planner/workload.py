@@ -33,6 +33,7 @@ class Lengths:
 
     @classmethod
     def fixed(cls, tokens: int) -> Lengths:
+        """A distribution in which all lengths are `tokens`."""
         return cls(float(tokens), 0.0, tokens)
 
     @classmethod
@@ -52,6 +53,7 @@ class Lengths:
 
     @cached_property
     def mean(self) -> float:
+        """The mean length, in tokens, of 256 quantiles."""
         return float(self.quantiles(256).mean())
 
     def _cut(self, tokens: npt.NDArray[np.float64]) -> Ints:

@@ -115,6 +115,7 @@ class _Queue:
         raise NotImplementedError
 
     def through(self, number: int) -> bool:
+        """Whether message `number`, which counts from 1, is sent or received."""
         raise NotImplementedError
 
     def _late(self) -> list[int]:

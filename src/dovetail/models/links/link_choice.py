@@ -10,8 +10,8 @@ Way = Literal["ipc", "nccl", "gloo"]
 
 
 class Place(NamedTuple):
-    """Where a rank's tensors are. `gpu`: the UUID of its GPU. None: it has none. `nccl`: the version of its NCCL, such
-    as 22907. None: it has none."""
+    """The place of a rank's tensors. `gpu`: the UUID of its GPU. None: it has none. `nccl`: the version of its NCCL,
+    such as 22907. None: it has none."""
 
     gpu: str | None = None
     nccl: int | None = None

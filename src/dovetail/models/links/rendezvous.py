@@ -28,6 +28,7 @@ class Rendezvous:
         self._looked = 0.0
 
     def set(self, key: str, value: str | bytes) -> None:
+        """Store a value for the other ranks."""
         with broken_rendezvous():
             self.store.set(key, value)
 

@@ -282,6 +282,7 @@ class GPUCosts:
         return total
 
     def transferred(self, shape: ModelShape, head: Head, source: Share, target: Share) -> float:
+        """The seconds to send a model's new weights from one share to another."""
         return transfer_seconds(shape, head, source, target, self.inventory)
 
     def swapped_in(self, candidate: Candidate) -> float:

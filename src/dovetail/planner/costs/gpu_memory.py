@@ -277,6 +277,7 @@ class GPUMemoryModel:
 
     @known_share
     def training_load(self, task: Task, share: Share, stage: int | None) -> TaskMemory:
+        """The memory of a training task on a rank of pipeline stage `stage`. None: the stage that holds most."""
         # The first stage keeps most micro-batches, and the last one has the logits.
         stages = {0, share.pp - 1} if stage is None else {stage}
         loads = [self.stage_load(self.training_job(task, share, each), each) for each in stages]

@@ -36,6 +36,7 @@ class PodCosts(GPUCosts):
     Messages between pods go over the network, as in the plan of such a manifest."""
 
     def estimate(self, candidate: Candidate) -> Estimate:
+        """See `GPUCosts.estimate`. The candidate is estimated in its own pods."""
         mine = self.of(candidate)
         return super().estimate(candidate) if mine is self else mine.estimate(candidate)
 

@@ -250,6 +250,7 @@ class Search:
         return self.limits.schedules if high > 1 and high % low == 0 else ("Serial",)
 
     def estimated(self, candidate: Candidate) -> Found:
+        """Estimate a candidate, unless it is known already, and keep it if it is the best so far."""
         if candidate not in self._known:
             self.result.estimates += 1
             self._known[candidate] = self.costs.estimate(candidate)
