@@ -21,7 +21,7 @@ from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.simulate.lanes import Lanes, Parts
 from dovetail.planner.workload import Lengths
 from dovetail.protocol.machine_profile import Machine, Profile
-from dovetail.protocol.prediction import Alternative, PredictedTask, Prediction
+from dovetail.protocol.prediction import MEASURED_NAMES, Alternative, PredictedTask, Prediction
 
 # A prediction is the mean of so many iterations, whose lengths are drawn at random.
 DRAWS = 8
@@ -29,7 +29,7 @@ DRAWS = 8
 THRESHOLDS = (None, 0.0, 0.1, 0.2, 0.3, 0.5)
 
 # The names of the coordinator's phases in a prediction, where they differ.
-PHASE_NAMES = {"weights": "transfer"}
+PHASE_NAMES = {measured: predicted for predicted, measured in MEASURED_NAMES.items()}
 
 
 def mismatch(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], profile: Profile) -> str | None:

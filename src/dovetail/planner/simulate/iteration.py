@@ -12,6 +12,7 @@ from dovetail.planner.simulate.rollout import play_rollout
 from dovetail.planner.simulate.training import Bar, play_training
 from dovetail.planner.workload import Ints
 from dovetail.protocol.messages import Span
+from dovetail.protocol.prediction import MEASURED_NAMES
 from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.protocol.trace import chrome_trace
 
@@ -46,7 +47,7 @@ class Simulated:
         now = 0.0
         for name in _ORDER:
             end = now + self.phases[name]
-            word = "weights" if name == "transfer" else name
+            word = MEASURED_NAMES.get(name, name)
             spans.append(Span(name=word, process=COORDINATOR, lane="phases", start=now, end=end, iteration=iteration))
             now = end
         return chrome_trace(spans, {"iteration": iteration, "predicted": True})
