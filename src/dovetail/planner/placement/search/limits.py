@@ -31,7 +31,6 @@ class Limits:
     share them evenly.
     `layouts`: the allowed layouts by training task. All are allowed of a task that is not named.
     `servers`: the GPUs of a vLLM server, by pool. It is open for a pool that is not named.
-    `within`: a server must be on one node.
     `asleep`: the pools whose servers sleep while others use the GPU. Their scorers' weights wait in host memory then.
     `inference_tp`: the most tensor-parallel ranks in inference.
     `serving_pp`, `inference_pp`: the most pipeline stages of a vLLM server, and in inference.
@@ -41,8 +40,8 @@ class Limits:
     `folded`: the rollouts' log-probabilities serve as the old ones.
     `shared_body`: the critic is a head on the actor.
     `apart`: whether actor and critic may train on GPUs of their own (True) or on the same GPUs (False).
-    `together`: actor and critic have one micro-batch size and one tp, and inference runs beside generation, in one
-    scorer for each server."""
+    `together`: actor and critic have one micro-batch size and one tp, each server is on one node, and inference runs
+    beside generation, in one scorer for each server."""
 
     placements: tuple[Placement, ...] = tuple(Placement)
     trainers: tuple[str, ...] | None = None
@@ -56,7 +55,6 @@ class Limits:
     inference_tp: int = 64
     serving_pp: int = MOST_STAGES
     inference_pp: int = MOST_STAGES
-    within: bool = False
     fsdp: tuple[Literal[0, 1, 2, 3], ...] = (2, 3)
     recompute: tuple[bool, ...] = (False, True)
     offload: Mapping[Task, tuple[bool, ...]] = field(default_factory=dict)
@@ -72,14 +70,7 @@ class Limits:
         """The part of the choices that trainers and scorers run today. Training uses FSDP2 as ZeRO-2, and actor and
         critic have the same tp. Each vLLM server has a pod, and a scorer beside it. The scorer's models are whole or in
         pipeline stages on the pod's GPUs, and stay there."""
-        return replace(
-            self,
-            inference_tp=1,
-            within=True,
-            fsdp=(2,),
-            swap=(False,),
-            together=True,
-        )
+        return replace(self, inference_tp=1, fsdp=(2,), swap=(False,), together=True)
 
 
 def every_layout(ranks: int, degrees: Iterable[int], layers: int) -> Iterator[Parallelism]:

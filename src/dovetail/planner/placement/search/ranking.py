@@ -180,7 +180,7 @@ def options(task: Task, slot: Share, shared: bool, pool: Pool, work: Workload, l
         for tp, pp in _stages(shape, slot, degrees):
             if (
                 size in (None, pp * tp)
-                and not (limits.within and pool.per_node % (pp * tp))
+                and not (limits.together and pool.per_node % (pp * tp))
                 and pp <= limits.serving_pp
             ):
                 dp = slot.gpus // (pp * tp)
