@@ -1,4 +1,5 @@
-"""The entry point: a job's plan. `dovetail.planner.placement` lays the job out, this file writes it down."""
+"""Makes a job's plan. It is the planner's entry point. `dovetail.planner.placement` lays the job out, and this file
+writes the plan."""
 
 from __future__ import annotations
 
@@ -138,7 +139,7 @@ def _planned(
 
 
 def _further_rounds(spec: RLHFJobSpec) -> list[str]:
-    """How many prompts are replaced depends on their rewards, which no plan knows."""
+    """A warning about dynamic sampling. How many prompts it replaces depends on their rewards, which no plan knows."""
     rounds = spec.ppo.dynamic_sampling
     if Stage.PPO not in spec.stages or not rounds:
         return []
@@ -149,7 +150,8 @@ def _further_rounds(spec: RLHFJobSpec) -> list[str]:
 
 
 def _predicted(spec: RLHFJobSpec, placed: Placed, no_lag: str | None, parts: int) -> Prediction | None:
-    """What is predicted with the job's lag, beside other lags. `parts`: in which samples are learnt as they come."""
+    """The prediction with the job's lag, and with other lags beside it. `parts`: the number of parts in which samples
+    are learnt as they come."""
     if placed.prediction is None:
         return None
     found = with_lags(placed.prediction, no_lag, spec.ppo.lag, placed.lanes)
@@ -175,8 +177,9 @@ def _placed(
 def _checkpointed(
     spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], layouts: Mapping[str, Parallelism], placed: Placed
 ) -> frozenset[tuple[Stage, str]]:
-    """Stages and models with activation checkpointing: as pinned, else where the search found that they need it. Where
-    memory is not known, as on CPUs, those whose activations are more than spec.plan.activationMemory."""
+    """The stages and models with activation checkpointing. They are those that the manifest pins, or those that need it
+    according to the search. If memory is not known, as on CPUs, they are those whose activations are more than
+    spec.plan.activationMemory."""
     if spec.plan.recompute != "Auto":
         return frozenset((r.stage, r.model) for r in batch_rules(spec) if spec.plan.recompute == "Always")
     found = placed.recompute
@@ -192,7 +195,7 @@ def _activations(
     layouts: Mapping[str, Parallelism],
     checkpointed: Collection[str],
 ) -> dict[str, list[int]]:
-    """Bytes of a micro-batch by model and stage, where actor and critic train on pipelines."""
+    """The bytes of a micro-batch's activations by model and stage, if actor and critic train on pipelines."""
     if Stage.PPO not in spec.stages:
         return {}
     sizes = activation_bytes(spec, configs, layouts, checkpointed)
@@ -302,7 +305,7 @@ def _tasks(spec: RLHFJobSpec) -> list[TaskPlacement]:
 
 
 def _pipelined(spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism]) -> bool:
-    """Whether actor and critic train together on pipelines, so that their schedule is a matter of choice."""
+    """Whether actor and critic train together on pipelines, so that there is a choice of schedules."""
     both = [parallelism.get(model) for model in ("actor", "critic")]
     return Stage.PPO in spec.stages and None not in both and max(layout.pp for layout in both if layout is not None) > 1
 
@@ -310,7 +313,8 @@ def _pipelined(spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism]) -> boo
 def _schedule(
     spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism]
 ) -> Literal["Auto", "Fused", "TimeSharing", "VShaped", "Dedicated", "Serial"]:
-    """Ranks can be divided between the models without pipelines too. Raises Infeasible where they cannot be."""
+    """The plan's choice of schedules. Ranks can be divided between the models without pipelines too. Raises Infeasible
+    if they are pinned to be divided and cannot be."""
     pin = spec.plan.intra_stage_fusion
     if pin == "Dedicated" and Stage.PPO in spec.stages and "critic" in parallelism:
         if divisions(parallelism, spec.ppo.mini_batch_size // spec.ppo.micro_batch_size):
