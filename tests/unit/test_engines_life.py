@@ -15,7 +15,9 @@ from dovetail.coordinator import main
 from dovetail.coordinator.generation.in_flight import GenerationError
 from dovetail.coordinator.health.failure import is_final
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
+from dovetail.coordinator.store.sample_files import BEFORE_SFT
 from dovetail.coordinator.trainers.trainer_group import POLL_SECONDS
+from dovetail.operator.reconcile.progress import judged
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.messages import JoinRequest
 from dovetail.protocol.process.env import ProcessEnv
@@ -70,6 +72,21 @@ def test_a_port_that_is_taken_for_a_moment_is_waited_for(tmp_path):
     asyncio.run(test())
     assert said.count("coordinator.port_taken") == 1
     assert "coordinator.ready" in said
+
+
+def test_operators_take_the_status_while_the_model_before_sft_answers(tmp_path):
+    """Its weights have no number that a job's status on a cluster could hold."""
+    spec = tiny_job().spec
+    settings = CoordinatorSettings(tmp_path, "secret", "127.0.0.1", free_port("127.0.0.1"), tmp_path)
+
+    async def test():
+        engines = Engines(spec, make_plan(spec), settings, lambda *_, **__: None)
+        for version, shown in ((BEFORE_SFT, None), (0, 0)):
+            engines.fleet.publish(version)
+            assert judged(engines.status())["weight_version"] == shown
+        engines.records.close()
+
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize(

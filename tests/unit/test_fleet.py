@@ -236,7 +236,7 @@ def test_listeners_hear_of_changes(world: World) -> None:
 def test_describe_names_what_is_missing(world: World) -> None:
     assert world.fleet.describe("rollout") == "no rollout has registered"
     world.report()
-    assert world.fleet.describe() == "r0 is stale (holds no weights, version 1 is current)"
+    assert world.fleet.describe() == "r0 is stale (holds no weights, it must hold weight version 1)"
 
 
 def test_those_that_never_came_are_named_in_sentences() -> None:

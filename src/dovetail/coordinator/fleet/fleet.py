@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from dovetail.coordinator.store.sample_files import weights_name
 from dovetail.coordinator.weights.publishing import Target
 from dovetail.protocol.messages import Register
 
@@ -348,9 +349,9 @@ class Fleet:
         if not i.ready:
             return replace(i, health=InstanceHealth.RESTARTING, reason="it has not reported ready yet")
         if not self._current(i):
-            held = "no weights" if i.weight_version is None else f"weights {i.weight_version}"
+            held = "no weights" if i.weight_version is None else weights_name(i.weight_version)
             wanted = self._wanted(i)
-            reason = f"holds {held}" + (f", version {wanted} is current" if wanted is not None else "")
+            reason = f"holds {held}" + (f", it must hold {weights_name(wanted)}" if wanted is not None else "")
             # After a failed transfer, the reason of that failure says more.
             return replace(i, health=InstanceHealth.STALE, reason=i.reason if i.failures else reason)
         if silence > t.suspect:

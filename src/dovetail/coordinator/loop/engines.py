@@ -51,6 +51,7 @@ from dovetail.coordinator.store.identity import check_complete, identify
 from dovetail.coordinator.store.manifest_changes import Settled, adopt
 from dovetail.coordinator.store.model_card import CardFacts
 from dovetail.coordinator.store.model_files import describe_models, list_sizes
+from dovetail.coordinator.store.sample_files import BEFORE_SFT
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.coordinator.telemetry.installed_versions import installed_versions
 from dovetail.coordinator.trackers.tracker_processes import TrackerProcesses
@@ -343,7 +344,9 @@ class Engines:
         stage = document["stage"]
         step, path = self.session.checkpoint(Stage(stage)) if stage else (0, None)
         checkpoint = {"stage": stage, "step": step, "path": path} if path else None
-        more = {"weight_version": self.fleet.version, "checkpoint": checkpoint, "models": self._hub.commits}
+        # The model before SFT is no version of PPO.
+        version = None if self.fleet.version == BEFORE_SFT else self.fleet.version
+        more = {"weight_version": version, "checkpoint": checkpoint, "models": self._hub.commits}
         return document | more | {"artifacts": self._trained}
 
     def history_since(self, offset: int) -> dict[str, Any]:

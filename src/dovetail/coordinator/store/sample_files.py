@@ -22,10 +22,16 @@ FOLDER = "samples"
 _NAME = re.compile(r"(iteration|evaluation)-(\d+|before-sft)\.jsonl")
 # This version stands for the model before SFT. Its weights are no version of PPO.
 BEFORE_SFT = -1
+
 # Texts in logs are cut to so many characters.
 SHOWN = 400
 
 Row = dict[str, Any]
+
+
+def weights_name(version: int) -> str:
+    """How messages call a version of the weights."""
+    return "the weights before SFT" if version == BEFORE_SFT else f"weight version {version}"
 
 
 def sample_rows(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from urllib.parse import urlsplit
 
-from dovetail.coordinator.store.sample_files import BEFORE_SFT
+from dovetail.coordinator.store.sample_files import BEFORE_SFT, weights_name
 from dovetail.coordinator.trainers.trainer_session import TrainerSession
 from dovetail.coordinator.weights.publishing import Published, Publisher, Target
 from dovetail.protocol.messages import Span
@@ -147,7 +147,7 @@ class WeightSync:
                 )
             if self._clock() - began - absent - moving > self._deadline:
                 raise TimeoutError(
-                    f"no {' and no '.join(missing)} took weight version {version} within {self._deadline:.0f} s: "
+                    f"no {' and no '.join(missing)} took {weights_name(version)} within {self._deadline:.0f} s: "
                     f"{self._fleet.describe()}"
                 )
             before = self._clock()
