@@ -126,7 +126,10 @@ def test_the_model_before_sft_is_measured_later_and_is_no_version_of_ppo(tmp_pat
     run = Run(tmp_path, policy, everyIterations=1, keepBest=True)
     asyncio.run(run.evaluation.draw(BEFORE_SFT))
     assert [call[0] for call in policy.calls] == [BEFORE_SFT]
-    evaluation = run(BEFORE_SFT, 0, 1)
+    evaluation = run(BEFORE_SFT, 0)
+    told = run.records.progress.document({})["evaluation"]
+    assert (told["iteration"], told["before_sft"]["reward"]["mean"]) == (0, 9.0)
+    run(1)
     asyncio.run(evaluation.draw(BEFORE_SFT))
     run(BEFORE_SFT)
     assert [call[0] for call in policy.calls] == [BEFORE_SFT, BEFORE_SFT, 0, 1], "it is done once"

@@ -294,10 +294,12 @@ def test_evaluations_are_told_once():
             best = {"iteration": min(iteration, 5)}
             metrics = {"exactMatch": {"mean": mean, "ci95": 0.125}, "reward": {"mean": 1.0, "ci95": 0.0}}
             found = {"iteration": iteration, "metric": "exactMatch", "metrics": metrics, "best": best}
+            if iteration == 0:
+                found["before_sft"] = {"exactMatch": {"mean": 0.125, "ci95": 0.0}}
             lines.update(status(iteration=iteration, evaluation=found))
     told = [line for line in console.file.getvalue().splitlines() if line.startswith("evaluation")]
     assert told == [
-        "evaluation before the first iteration: exactMatch 0.5 ± 0.12, reward 1 ± 0",
+        "evaluation before the first iteration: exactMatch 0.5 ± 0.12 (before SFT 0.125), reward 1 ± 0",
         "evaluation after iteration 5: exactMatch 0.75 ± 0.12, reward 1 ± 0; the highest exactMatch so far",
         "evaluation after iteration 10: exactMatch 0.625 ± 0.12, reward 1 ± 0",
     ]

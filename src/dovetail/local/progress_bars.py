@@ -102,6 +102,11 @@ class EvaluationNews:
         self._told = iteration
         when = f"after iteration {iteration}" if iteration else "before the first iteration"
         parts = [f"{name} {value['mean']:.4g} ± {value['ci95']:.2g}" for name, value in found["metrics"].items()]
+        started = found.get("before_sft") or {}
+        parts = [
+            f"{part} (before SFT {started[name]['mean']:.4g})" if name in started else part
+            for name, part in zip(found["metrics"], parts, strict=True)
+        ]
         best = found.get("best") or {}
         if best.get("iteration") == iteration and iteration:
             parts[-1] += f"; the highest {found['metric']} so far"

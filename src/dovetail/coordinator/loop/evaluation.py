@@ -257,6 +257,8 @@ class Evaluator:
             summary = {"iteration": best.version, "metric": self.metric, **best.metrics[self.metric]}
             records.results.fact("evaluation.best", summary)
             status["best"] = {"iteration": best.version, **best.metrics[self.metric]}
+        if version == 0 and (start := self._get(BEFORE_SFT)) is not None:
+            status["before_sft"] = {name: dict(value) for name, value in start.metrics.items()}
         records.progress.update(evaluation=status)
         records.log("evaluation.finished", iteration=version, seconds=round(seconds, 3), **facts)
 
