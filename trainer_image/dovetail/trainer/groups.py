@@ -151,6 +151,8 @@ class Groups:
         self.model: dict[str, ModelGroups] = {}
         self.elsewhere: dict[str, Parallelism] = {}
         self.planned: dict[str, Parallelism] = {}
+        self._formed: dict[str, list[dist.ProcessGroup]] = {}  # by model, all that this rank is in
+        self._forming: list[dist.ProcessGroup] = []
         self.control: dist.ProcessGroup = None
         self._patient: dist.ProcessGroup = None
         self._store: Any = None
@@ -224,6 +226,7 @@ class Groups:
         """Make a model's groups. Every rank must call it, also one that holds no part of the model."""
         self.model.pop(name, None)
         self.elsewhere.pop(name, None)
+        self._forming = self._formed[name] = []
         members = [rank for rank in range(self.world_size) if holds(rank, layout)]
         here = self.rank in members
         pipelines = layout.pipelines if isinstance(layout, Layout) else 1
@@ -300,14 +303,18 @@ class Groups:
         the grid. The groups of the first dimension also take tensors in host memory."""
         mine = None
         for line in grid.movedim(dim, -1).flatten(0, -2).tolist():
-            group = dist.new_group(line, timeout=self.timeout) if dim == 0 else self._new_group(line)
+            group = self._new_group(line, host=dim == 0)
             mine = group if self.rank in line else mine
         return mine
 
-    def _new_group(self, ranks: list[int], patience: int = 1) -> dist.ProcessGroup:
-        """A group for tensors on the trainer's device only. On GPUs it has no Gloo, whose ranks would connect too."""
-        backend = "nccl" if self.device.type == "cuda" else "gloo"
-        return dist.new_group(ranks, timeout=self.timeout * patience, backend=backend)
+    def _new_group(self, ranks: list[int], patience: int = 1, host: bool = False) -> dist.ProcessGroup:
+        """A group for tensors on the trainer's device, and also for tensors in host memory if `host`. On GPUs others
+        have no Gloo, whose ranks would connect too."""
+        backend = None if host else "nccl" if self.device.type == "cuda" else "gloo"
+        group = dist.new_group(ranks, timeout=self.timeout * patience, backend=backend)
+        if self.rank in ranks:
+            self._forming.append(group)
+        return group
 
     def _warm_up(self, models: Iterable[str]) -> None:
         """Use every group once as it will be used later, in the same order on all ranks.
@@ -335,13 +342,22 @@ class Groups:
             torch.cuda.synchronize()
 
     def place(self, name: str, layout: Parallelism) -> None:
-        """Make the groups of `layout` for a model unless it has them. This is a collective call. Raises PeerLost."""
+        """Make the groups of `layout` for a model unless it has them, and drop those that it had. This is a collective
+        call. Raises PeerLost."""
         held = self.model[name].layout if name in self.model else self.elsewhere.get(name)
         if held is not None and _same_places(held, layout, self.world_size):
             return
+        older, formed = self.model.get(name), self._formed.get(name, [])
         with peer_errors(f"forming the groups of {name}"):
             self._form_model(name, layout)
             self._warm_up([name] if name in self.model else [])
+        if self.device.type == "cpu":
+            # All ranks have come here, so nobody uses the older groups. Each Gloo group has threads that wake up a
+            # hundred times a second. (NCCL's stay until `close`: dropping one would wait for its ranks.)
+            if older is not None:
+                compat.forget_groups(older.mesh)
+            for group in formed:
+                dist.destroy_process_group(group)
 
     def of(self, model: str) -> ModelGroups:
         """The groups of `model`. A model without a layout of its own (reward) uses the actor's."""
@@ -355,6 +371,8 @@ class Groups:
             compat.forget_groups(model.mesh)
         self.model.clear()
         self.elsewhere.clear()
+        self._formed.clear()
+        self._forming = []
         self.control = self._patient = None
         with self._dropping:
             ways = [dist.destroy_process_group]
