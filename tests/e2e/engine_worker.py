@@ -4,6 +4,7 @@ A scenario is a function below; what it returns goes to <folder>/<scenario>-<wor
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import resource
@@ -417,6 +418,7 @@ def run_together(jobs: list[dict[str, Any]], folder: Path) -> list[int]:
     Returns exit statuses, negative for signals."""
     ports = list(PORTS.reserve(str(number) for number in range(6)).values())
     pids = []
+    gc.freeze()  # keeps the ranks' collectors from touching, and so copying, the shared pages
     for job in jobs:
         pid = os.fork()
         if pid == 0:

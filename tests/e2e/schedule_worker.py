@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from engine_worker import SCENARIOS, VOCAB, micro_batch, run_together, spec
 
 from dovetail.manifest.types import ScratchModel
-from dovetail.protocol.messages import Action, Load, ModelRef
+from dovetail.protocol.messages import Action, Load, ModelRef, StageTimes
 from dovetail.protocol.plan import Layout
 from dovetail.trainer.engine.engine import Engine, MicroBatch
 from dovetail.trainer.engine.optim import local
@@ -69,6 +70,8 @@ class Trial:
     def __init__(self, engine: Engine, copies: int) -> None:
         self.engine, self.minis = engine, work(engine, copies)
         self.start = {n: p.detach().clone() for n, p in self.parameters()}
+        # The peak of what was held, and what each micro-batch of each stage held, of the last run of one mini-batch.
+        self.measured: tuple[int, list[StageTimes]] = (0, [])
 
     def parameters(self) -> Iterator[tuple[str, Any]]:
         for model, held in sorted(self.engine.models.items()):
@@ -85,22 +88,41 @@ class Trial:
                 for moment in pair:
                     moment.zero_()
 
-    def gradients(self, actions: list[Action]) -> dict[str, Any]:
-        """Of the first mini-batch, with the statistics; for lists of one mini-batch."""
+    def run(self, actions: list[Action], together: int, within: bool) -> dict[str, dict[str, Any]]:
+        """Weights and moments after an optimizer step on each mini-batch, and each step's gradient norm. With lists of
+        one mini-batch also the statistics, and what the first one measured. `within`: the run applies the steps;
+        otherwise each mini-batch's gradients are left, and applied afterwards."""
         self.reset()
-        stats = self.engine.run(actions, self.minis[0])
-        return {n: local(p.grad).clone() for n, p in self.parameters()} | {"stats": stats}
-
-    def weights(self, actions: list[Action], together: int) -> dict[str, Any]:
-        """After an optimizer step on each mini-batch, with each step's gradient norm."""
-        self.reset()
+        self.engine.measured.take(0)
         steps: list[Any] = []
+
+        def keep(name: str, applied: dict[str, float]) -> None:
+            steps.append((name, applied))
+
+        values: dict[str, dict[str, Any]] = {}
         for first in range(0, MINI_BATCHES, together):
             span = self.minis[first : first + together]
             both = {name: [b for mini in span for b in mini[name]] for name in self.engine.models}
-            self.engine.run(actions, both, together, lambda *step: steps.append(step))
+            if within:
+                stats = self.engine.run(actions, both, together, keep)
+            else:
+                stats = self.engine.run(actions, both)
+                steps += [(name, self.engine.optimizer_step(name)) for name in self.engine.loaded]
+            if together == 1:
+                values.setdefault("statistics", {})[str(first)] = stats
+                if not first:
+                    self.measured = self.engine.measured.peak_bytes, self.engine.measured.take(self.engine.groups.rank)
         steps.sort(key=lambda step: step[0])  # within a model they come in order
-        return {n: local(p).clone() for n, p in self.parameters()} | {"steps": steps}
+        moments = {f"{m}.{n}": pair for m, held in self.engine.models.items() for n, pair in self._moments(held)}
+        weights = {n: local(p).clone() for n, p in self.parameters()}
+        return values | {"weights": weights, "moments": moments, "steps": {"steps": steps}}
+
+    @staticmethod
+    def _moments(held: Any) -> Iterator[tuple[str, Any]]:
+        """Sums of all steps' gradients, and of their squares. What differs in a gradient differs here."""
+        for name, pair in held.optimizer.moments.items():
+            for index, moment in enumerate(pair):
+                yield f"{name}.{index}", moment.clone()
 
 
 def after_restart(trial: Trial, case: dict[str, Any], path: Path) -> list[str]:
@@ -146,23 +168,22 @@ def schedules(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict
         trial = Trial(engine, case["copies"])
         result, memory = {}, {}
         expected: dict[str, Any] = {}
-        for name, (together, lists) in case["schedules"].items():
+        for index, (name, (together, lists)) in enumerate(case["schedules"].items()):
             models = {"a": "actor", "c": "critic"}
             actions = [Action(model=models[m], kind=k, micro_batch=i, chunk=c) for m, k, i, c in lists[rank]]
-            got = {"weights": trial.weights(actions, together)}
+            # Either way of stepping is compared with the first schedule's.
+            got = trial.run(actions, together, within=together > 1 or index % 2 == 0)
             if together == 1:
-                engine.measured.take(rank)
-                got["gradients"] = trial.gradients(actions)
-                # The peak of what is held, and what each micro-batch holds.
-                peak = engine.measured.peak_bytes
-                memory[name] = peak, [(t.model, t.chunk, t.activation) for t in engine.measured.take(rank)]
+                peak, times = trial.measured
+                memory[name] = peak, [(t.model, t.chunk, t.activation) for t in times]
             expected = expected or got
-            result[name] = {what: same(value, expected.get(what, value)) for what, value in got.items()}
+            result[name] = {what: same(values, expected[what]) for what, values in got.items()}
         moved = [n for n in trial.start if not torch.equal(local(trial.start[n]), expected["weights"][n])]
         found[str(number)] = {"differs": result, "moved": len(moved), "parameters": len(trial.start)}
         found[str(number)]["final"] = by_whole_name(engine, expected["weights"])
         found[str(number)]["memory"] = memory
-        if any(layout.pipelines > 1 or layout.first or layout.chunks > 1 for layout in layouts.values()):
+        found[str(number)]["groups"] = len(dist.distributed_c10d._world.pg_map)
+        if case["restarts"]:
             found[str(number)]["lost"] = after_restart(trial, case, folder / f"checkpoint-{number}")
     groups.close()
     return found

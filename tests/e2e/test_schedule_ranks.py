@@ -1,5 +1,8 @@
-"""Every family on 2, 3 and 4 real ranks over Gloo: gradients and weights of the serial schedule, bit by bit. With ranks
-of its own for each model too, the weights of both on all ranks."""
+"""Every family on 2, 3 and 4 real ranks over Gloo: weights and moments of the serial schedule, bit by bit. With ranks
+of its own for each model too, the weights of both on all ranks.
+
+`make test` has each family once with each value of each option (layouts, architecture, LoRA, sharding);
+`make test-nightly` has each family in each setting."""
 
 from __future__ import annotations
 
@@ -25,16 +28,17 @@ from dovetail.pipelines import (
     SearchEffort,
     evaluate,
     family_instance,
+    family_of,
     find,
 )
 from dovetail.pipelines.families import CHUNKED
 from dovetail.pipelines.instance import Shape
 from dovetail.planner.placement.layouts import divisions, same_batches
 from dovetail.planner.training_schedule import (
-    PINS,
     Times,
     choose_dedicated,
     choose_schedule,
+    placeable,
     rank_actions,
     shared_layouts,
     training_problem,
@@ -57,11 +61,17 @@ SETTINGS = [
     (4, EVENLY[4], Parallelism(pp=2, dp=2), "opt", False, "Always"),
     (4, EVENLY[4], Parallelism(pp=2, dp=2), "llama", True, "Always"),
     (4, Parallelism(pp=2, dp=2), Parallelism(pp=2, dp=2), "llama", False, "Always"),
+    (4, Parallelism(pp=2, dp=2), Parallelism(pp=2, dp=2), "opt", False, "Auto"),
     (4, Parallelism(pp=2, dp=2), Parallelism(dp=4), "qwen2", False, "Always"),
     (4, Parallelism(pp=2, dp=2), Parallelism(dp=4), "qwen2", False, "Auto"),
 ]
 IDS = [f"{w}-{a.pp}x{a.dp}-{c.pp}x{c.dp}-{name}{'-lora' if lora else ''}-{s}" for w, a, c, name, lora, s in SETTINGS]
 
+# Settings of the same layouts, by their number.
+PLACES = list(dict.fromkeys(tuple(map(str, setting[:3])) for setting in SETTINGS))
+ALIKE = [[n for n, other in enumerate(SETTINGS) if tuple(map(str, other[:3])) == places] for places in PLACES]
+# The subject is what the ranks do with a schedule. A short search finds irregular ones.
+EFFORT = SearchEffort(scale=0.001, memory=False, exact=False)
 
 # The same with so many stages of each model on a rank: world, model, chunks, architecture, LoRA, and plan.sharding.
 CHUNKED_SETTINGS = [
@@ -71,7 +81,6 @@ CHUNKED_SETTINGS = [
     (4, Parallelism(pp=2, dp=2), 2, "llama", False, "Always"),
     (4, EVENLY[4], 2, "llama", False, "Auto"),
 ]
-LAYERS = 8
 CHUNKED_IDS = [f"{w}-{b.pp}x{b.dp}-{c} chunks-{name}" for w, b, c, name, _, _ in CHUNKED_SETTINGS]
 
 
@@ -88,7 +97,17 @@ def some_problem(layouts: dict[str, Any], counts: dict[str, int], mini_batches: 
     return ScheduleProblem((model("actor"), model("critic")), 0.1, mini_batches)
 
 
-def make_case(number: int) -> list[dict[str, Any]]:
+def chosen(number: int, every: bool) -> list[str]:
+    """The families of a setting, beside the serial one: all, or a half where another setting has the same layouts."""
+    group, alike = next((group, each) for group, each in enumerate(ALIKE) if number in each)
+    turn = alike.index(number)
+    searched = [name for name in FAMILIES if name != "serial"]
+    if every or len(alike) == 1:
+        return searched
+    return [name for index, name in enumerate(searched) if (index + turn // 2 + group) % 2 == turn % 2]
+
+
+def make_case(number: int, every: bool) -> list[dict[str, Any]]:
     """The setting with the critic's stages either way round, each with the schedules that can run there; then with
     ranks of its own for each model (`reverse` None), for every division of the ranks."""
     world, actor, critic, architecture, lora, sharding = SETTINGS[number]
@@ -98,18 +117,22 @@ def make_case(number: int) -> list[dict[str, Any]]:
         copies = actor.dp // layouts["actor"].pipelines
         counts = {name: 4 * copies // layout.dp for name, layout in layouts.items()}
         schedules = {}
+        # It runs either way round.
+        left_out = [] if every or reverse == bool(number % 2) else ["zero-bubble"]
         for together in (1, 2):
             problem = some_problem(layouts, counts, together, 10 * number + together)
-            names = [n for n in PINS["Auto"] if n.endswith("-rolled") == (together == 2)]
-            choice = choose_schedule(problem, names, SearchEffort(scale=0.02, memory=False, seed=number), reverse)
-            for name, found in choice.schedules.items():
-                schedules[name] = (together, letters(found, layouts))
+            names = [n for n in ("serial", *chosen(number, every)) if n.endswith("-rolled") == (together == 2)]
+            names = [n for n in names if n not in left_out and placeable(family_of(n), reverse)]
+            if names:
+                choice = choose_schedule(problem, names, replace(EFFORT, seed=number), reverse)
+                for name, found in choice.schedules.items():
+                    schedules[name] = (together, letters(found, layouts))
         where = {name: layout.model_dump() for name, layout in layouts.items()}
         case = {"world": world, "architecture": architecture, "lora": lora, "layouts": where, "copies": copies}
-        case["sharding"] = sharding
+        case |= {"layers": 3 if world == 2 else 4, "sharding": sharding}
         cases.append(case | {"schedules": schedules, "setting": number, "reverse": reverse})
     plain = {"actor": actor, "critic": critic}
-    for division in divisions(plain, 4 * copies):
+    for division in divisions(plain, 4 * copies) if every or not lora or number == 1 or world > 2 else ():
         if same_batches(plain, division):
             where = {name: layout.model_dump() for name, layout in division.items()}
             schedules = {}
@@ -120,14 +143,14 @@ def make_case(number: int) -> list[dict[str, Any]]:
     return cases
 
 
-def chunked_cases(number: int) -> list[dict[str, Any]]:
+def chunked_cases(number: int, every: bool) -> list[dict[str, Any]]:
     """One stage a rank, one model after the other; then several stages a rank, the critic's either way round, each with
-    the schedules that can run there."""
+    the schedules that can run there. All are of one mini-batch, every other one (or `every` one) also of two."""
     world, both, chunks, architecture, lora, sharding = CHUNKED_SETTINGS[number]
     plain = {"actor": both, "critic": both}
     case = {"world": world, "architecture": architecture, "lora": lora, "copies": both.dp, "sharding": sharding}
-    case |= {"layers": LAYERS, "setting": f"chunks {number}"}
-    effort = SearchEffort(scale=0.02, memory=False, seed=number)
+    # Where it can be, one stage has a layer more than the others.
+    case |= {"layers": min(8, both.pp * chunks + 1), "setting": f"chunks {number}"}
     cases = []
     for reverse in (None, False, True):
         layouts = shared_layouts(plain, bool(reverse))
@@ -138,22 +161,20 @@ def chunked_cases(number: int) -> list[dict[str, Any]]:
         orders: dict[str, Any] = {}
         for together in (1, 2):
             problem = some_problem(layouts, counts, together, 100 * number + together)
-            if reverse is None:
-                schedules[f"serial {together}"] = (
-                    together,
-                    letters(find(problem, FAMILIES["serial"], effort), layouts),
-                )
-                continue
-            placed = [f for f in CHUNKED.values() if f.chunks == chunks and f.shape is Shape.ZIGZAG]
-            serial = replace(CHUNKED["zb-v"], chunks=chunks, reverse=reverse, name="one by one", split=False)
-            families = [serial, *(f for f in placed if f.reverse == reverse)]
-            for family in families:
-                if together == 2 or not family.name.endswith("-rolled"):
-                    name, found = f"{family.name} {together}", find(problem, family, effort)
+            families = [FAMILIES["serial"]]
+            if reverse is not None:
+                placed = [f for f in CHUNKED.values() if f.chunks == chunks and f.shape is Shape.ZIGZAG]
+                serial = replace(CHUNKED["zb-v"], chunks=chunks, reverse=reverse, name="one by one", split=False)
+                families = [serial, *(f for f in placed if f.reverse == reverse)]
+            for index, family in enumerate(families):
+                rolled = family.name.endswith("-rolled")
+                if rolled == (together == 2) or (not rolled and (every or (index + number + 1) % 2)):
+                    name, found = f"{family.name} {together}", find(problem, family, replace(EFFORT, seed=number))
                     schedules[name] = (together, letters(found, layouts))
                     orders[name] = found.orders.tolist()
         where = {name: layout.model_dump() for name, layout in layouts.items()}
-        cases.append(case | {"layouts": where, "schedules": schedules, "reverse": reverse, "orders": orders})
+        more = {} if reverse is None else {"orders": orders}
+        cases.append(case | {"layouts": where, "schedules": schedules, "reverse": reverse} | more)
     return cases
 
 
@@ -161,10 +182,19 @@ def letters(found: Schedule, layouts: dict[str, Layout]) -> list[list[tuple[str,
     return [[(a.model[0], a.kind, a.micro_batch, a.chunk) for a in mine] for mine in rank_actions(found, layouts)]
 
 
-@pytest.fixture(scope="module")
-def cases() -> list[dict[str, Any]]:
-    plain = [case for number in range(len(SETTINGS)) for case in make_case(number)]
-    return plain + [case for number in range(len(CHUNKED_SETTINGS)) for case in chunked_cases(number)]
+@pytest.fixture(scope="module", params=["pairs", pytest.param("all", marks=pytest.mark.nightly)])
+def cases(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    every = request.param == "all"
+    found = [case for number in range(len(SETTINGS)) for case in make_case(number, every)]
+    found += [case for number in range(len(CHUNKED_SETTINGS)) for case in chunked_cases(number, every)]
+    seen = set()
+    for case in found:
+        # A checkpoint has been tried once with each kind of places, with and without LoRA and sharding.
+        kind = tuple(sorted({(at["pipelines"] > 1, at["first"] > 0, at["chunks"]) for at in case["layouts"].values()}))
+        restart = (case["world"], kind, case["lora"], case["sharding"])
+        case["restarts"] = kind != ((False, False, 1),) and (every or restart not in seen)
+        seen.add(restart)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -196,15 +226,39 @@ def test_same_bits_as_serial(cases: list[dict[str, Any]], results: list[list[dic
         for rank, mine in enumerate(found):
             assert mine["moved"] > mine["parameters"] / 2, "training must have an effect"
             assert not mine.get("lost"), "a checkpoint must hold pipelines side by side"
+            assert mine["differs"].keys() == case["schedules"].keys()
             for family, differs in mine["differs"].items():
                 assert not any(differs.values()), (rank, family, case["reverse"], differs)
 
 
-def test_every_family_is_among_them(cases: list[dict[str, Any]]) -> None:
-    for setting in range(len(SETTINGS)):
-        mine = [case for case in cases if case["setting"] == setting and case["reverse"] is not None]
-        names = {name for case in mine for name in case["schedules"]}
-        assert names == set(FAMILIES)
+def test_every_family_meets_every_option(cases: list[dict[str, Any]], request: pytest.FixtureRequest) -> None:
+    met: dict[str, set[tuple[str, object]]] = {name: set() for name in FAMILIES}
+    settings: dict[int, set[str]] = {number: set() for number in range(len(SETTINGS))}
+    for case in cases:
+        if case["setting"] in settings and case["reverse"] is not None:
+            settings[case["setting"]] |= set(case["schedules"])
+            alike = next(index for index, each in enumerate(ALIKE) if case["setting"] in each)
+            sharded = [("sharding", case["sharding"])] if case["copies"] > 1 else []
+            for name in case["schedules"]:
+                met[name] |= {("layouts", alike), *((key, case[key]) for key in ("architecture", "lora")), *sharded}
+    options: set[tuple[str, object]] = {("layouts", index) for index in range(len(ALIKE))}
+    options |= {("lora", True), ("lora", False), ("sharding", "Always"), ("sharding", "Auto")}
+    options |= {("architecture", name) for name in ("llama", "qwen2", "opt")}
+    assert met == dict.fromkeys(FAMILIES, options)
+    if "all" in request.node.callspec.id:
+        assert settings == {number: set(FAMILIES) for number in settings}
+
+
+def test_a_rank_keeps_no_groups_of_layouts_that_it_had(
+    cases: list[dict[str, Any]], results: list[list[dict[str, Any]]]
+) -> None:
+    """Each has threads and sockets."""
+    counts: dict[str, list[set[int]]] = {}
+    for case, found in zip(cases, results, strict=True):
+        for rank, mine in enumerate(found):
+            counts.setdefault(json.dumps([case["world"], rank, case["layouts"]]), []).append(mine["groups"])
+    assert sum(len(each) > 1 for each in counts.values()) > 10
+    assert [key for key, each in counts.items() if len(set(each)) > 1] == []
 
 
 def weights(ranks: list[dict[str, Any]]) -> dict[tuple[str, str], Any]:
