@@ -82,7 +82,7 @@ def _cell(text: str) -> str:
 PYTHON = {
     "src/dovetail/local/pipeline.py": ("Pipeline",),
     "src/dovetail/protocol/experience.py": ("Experience",),
-    "src/dovetail/client/cluster_client.py": ("Cluster", "ClusterJob", "MetricsRow"),
+    "src/dovetail/client/cluster_client.py": ("Cluster", "ClusterJob", "MetricsRow", "SampleRow"),
     "trainer_image/dovetail/trainer/algorithms/policy.py": ("LossInputs",),
 }
 

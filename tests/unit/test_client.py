@@ -1,5 +1,7 @@
 """The Python client, against the status API over real HTTP and a Kubernetes API that the test fills."""
 
+import json
+
 import pytest
 from status_api_fixtures import JOBS, Api, child, condition
 
@@ -76,6 +78,89 @@ def test_metrics_and_logs(api, cluster):
     api.kube.objects[f"{pods}/job-trainer/log"] = "one\ntwo\n"
     api.kube.rights |= {("ada", "get", "pods/log")}
     assert cluster.logs("job") == {"job-trainer": "one\ntwo\n"}
+
+
+def sample(iteration, prompt, number=0, **fields):
+    row = {
+        "iteration": iteration,
+        "prompt_index": prompt,
+        "sample_index": number,
+        "prompt": f"What is {prompt}?",
+        "response": f"It is {prompt}.",
+        "tokens": 10 - prompt,
+        "finish_reason": "stop",
+        "reward": 0.5 * prompt,
+        "kl": 0.25,
+        "fields": {"answer": str(prompt)},
+    }
+    return row | fields
+
+
+def keep(folder, name, rows):
+    (folder / "samples").mkdir(exist_ok=True)
+    (folder / "samples" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def sampled(api, cluster, tmp_path, monkeypatch):
+    """A run with two iterations and an evaluation, whose samples come in many parts."""
+    # A row has about 230 bytes.
+    monkeypatch.setattr("dovetail.coordinator.page.page_documents.SAMPLE_BYTES", 600)
+    keep(tmp_path, "iteration-000001", [sample(1, prompt) for prompt in range(5)])
+    keep(tmp_path, "iteration-000002", [sample(2, prompt, reward=-prompt, response="äh 😀") for prompt in range(7)])
+    answer = {name: value for name, value in sample(0, 3).items() if name not in ("iteration", "reward", "kl")}
+    keep(tmp_path, "evaluation-000000", [answer | {"version": 0, "measures": {"reward": 2.0, "exactMatch": 1.0}}])
+    api.kube.rights |= {("ada", "get", "pods/log")}
+    return cluster
+
+
+def test_samples_of_the_last_iteration_and_of_named_ones(sampled):
+    last = sampled.samples("job")
+    assert [(row.iteration, row.prompt_index, row.reward) for row in last] == [(2, i, -float(i)) for i in range(7)]
+    assert (last[3].prompt, last[3].response, last[3].tokens) == ("What is 3?", "äh 😀", 7)
+    assert (last[3].finish_reason, last[3].kl, last[3].fields) == ("stop", 0.25, {"answer": "3"})
+    both = sampled.samples("job", [1, 2])
+    assert [(row.iteration, row.prompt_index) for row in both] == [(1, i) for i in range(5)] + [
+        (2, i) for i in range(7)
+    ]
+
+
+def test_samples_are_chosen_as_dovetail_samples_chooses_them(sampled):
+    assert [row.prompt_index for row in sampled.samples("job", [1], sort="reward", limit=2)] == [4, 3]
+    worst = sampled.samples("job", [1], sort="tokens", ascending=True, limit=3)
+    assert [row.tokens for row in worst] == [6, 7, 8]
+    assert [row.prompt_index for row in sampled.samples("job", [1], grep=r"is [24]\?")] == [2, 4]
+    assert [row.prompt_index for row in sampled.samples("job", [1], grep=r"It is", limit=2)] == [0, 1]
+    assert sampled.samples("job", grep="It is") == []
+
+
+def test_answers_of_evaluations(sampled):
+    (row,) = sampled.samples("job", evaluation=True)
+    assert (row.iteration, row.prompt_index, row.measures) == (0, 3, {"reward": 2.0, "exactMatch": 1.0})
+    assert row.reward is None
+    with pytest.raises(ClientError, match="the answers of the evaluation before SFT are not kept"):
+        sampled.samples("job", [-1], evaluation=True)
+
+
+def test_samples_that_are_not_there(api, cluster, tmp_path):
+    with pytest.raises(ClientError, match="job job keeps no samples: the first ones"):
+        cluster.samples("job")
+    keep(tmp_path, "iteration-000002", [sample(2, 0)])
+    with pytest.raises(ClientError, match=r"answered 403: .*pods/log"):
+        cluster.samples("job")
+    api.kube.rights |= {("ada", "get", "pods/log")}
+    with pytest.raises(ClientError, match="the samples of iteration 9 are not kept"):
+        cluster.samples("job", [9])
+    with pytest.raises(ClientError, match="keeps no answers of an evaluation"):
+        cluster.samples("job", evaluation=True)
+    for options, said in (
+        ({"sort": "length"}, "sort is 'length'; samples can be sorted by reward, kl, tokens"),
+        ({"ascending": True}, "ascending needs sort"),
+        ({"grep": "("}, "grep is not a regular expression"),
+        ({"limit": 0}, "limit is 0"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            cluster.samples("job", **options)
 
 
 def test_what_fails_is_a_sentence(api, cluster):

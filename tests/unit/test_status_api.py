@@ -386,7 +386,7 @@ def test_the_page_asks_the_coordinator_about_the_run(api):
     api.run.add(1, reward=1.5)
     found = api.get(f"{BASE}/job/run/overview").json()
     assert (found["state"], found["reward"], found["health"]["iteration"]) == ("running", 1.5, 1)
-    for texts in ("samples/3", "sample/3/0/0", "evaluation/3"):
+    for texts in ("samples/3", "samples/3/rows/0", "sample/3/0/0", "evaluation/3", "evaluation/3/rows/0"):
         refused = api.get(f"{BASE}/job/run/{texts}")
         assert refused.status_code == 403, "prompts and responses, which may be secret, are in logs too"
         assert "pods/log" in refused.json()["detail"]

@@ -9,7 +9,8 @@ from pathlib import Path
 import click
 
 from dovetail.cli.job_arguments import run_dir_argument
-from dovetail.local.sample_texts import ORDERS, choose, described, read
+from dovetail.client.sample_choice import ORDERS, choose
+from dovetail.local.sample_texts import described, read
 from dovetail.supervision.errors import UsageError
 
 

@@ -10,6 +10,6 @@
 It asks the status API for what a job does, and the Kubernetes API to make, stop and delete jobs: the status API changes
 nothing."""
 
-from dovetail.client.cluster_client import ClientError, Cluster, ClusterJob, MetricsRow
+from dovetail.client.cluster_client import ClientError, Cluster, ClusterJob, MetricsRow, SampleRow
 
-__all__ = ["ClientError", "Cluster", "ClusterJob", "MetricsRow"]
+__all__ = ["ClientError", "Cluster", "ClusterJob", "MetricsRow", "SampleRow"]

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import httpx2
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
+from dovetail.client.sample_choice import ORDERS, choose
 from dovetail.manifest.checks.validation import check
 from dovetail.manifest.documents import ManifestError, parse, read_yaml
 
@@ -60,6 +63,32 @@ class MetricsRow(_Answer):
     stage: str
     step: int
     metrics: dict[str, float]
+
+
+class SampleRow(_Answer):
+    """A prompt with one response to it: of a PPO iteration, or of the evaluation after it.
+
+    `tokens`: of the response. `finish_reason`: "stop", or "length" if the response was cut at the limit. `reward`: what
+    was trained on; `rewards`: what each reward function returned. `measures`: an evaluation's metrics. `kl`: nats,
+    summed over the response. `weight_version`: the iteration after which the weights were new that drew the last
+    token; `first_version`: the first one. `rollout`: the server that ended the response. `fields`: of the prompt's
+    record."""
+
+    iteration: int
+    prompt_index: int
+    sample_index: int
+    prompt: str
+    response: str
+    tokens: int
+    finish_reason: str | None = None
+    reward: float | None = None
+    rewards: dict[str, float] = Field(default_factory=dict)
+    measures: dict[str, float] = Field(default_factory=dict)
+    kl: float | None = None
+    weight_version: int | None = None
+    first_version: int | None = None
+    rollout: str | None = None
+    fields: dict[str, Any] = Field(default_factory=dict)
 
 
 class Cluster:
@@ -187,6 +216,62 @@ class Cluster:
             if page["next"] <= after:
                 return
             after = page["next"]
+
+    def samples(
+        self,
+        name: str,
+        iterations: Sequence[int] = (),
+        *,
+        evaluation: bool = False,
+        sort: str | None = None,
+        ascending: bool = False,
+        grep: str | None = None,
+        limit: int | None = None,
+    ) -> list[SampleRow]:
+        """Prompts with the model's responses and rewards, with the filters of `dovetail samples`.
+
+        `iterations`: by default the last one that is kept. `evaluation`: the answers of evaluations instead; the
+        iteration is the one after which the weights were evaluated, 0 before PPO, -1 before SFT. `sort`: highest first
+        by reward, kl or tokens; `ascending`: lowest first. `grep`: only samples whose prompt or response contains this
+        regular expression. `limit`: at most so many.
+
+        The job's coordinator is asked, so the job must be running. The token must have the right to read logs of pods,
+        which hold such texts too. Raises ValueError for a filter that is wrong."""
+        if sort is not None and sort not in ORDERS:
+            raise ValueError(f"sort is {sort!r}; samples can be sorted by {', '.join(ORDERS)}")
+        if ascending and sort is None:
+            raise ValueError("ascending needs sort")
+        if limit is not None and limit < 1:
+            raise ValueError(f"limit is {limit}; it must be 1 or more")
+        try:
+            pattern = None if grep is None else re.compile(grep)
+        except re.error as error:
+            raise ValueError(f"grep is not a regular expression: {error}") from error
+        wanted = list(iterations) or [self._last_samples(name, evaluation)]
+        rows = (row for iteration in wanted for row in self._sample_rows(name, iteration, evaluation))
+        if sort is None:
+            found = list(islice((row for row in rows if choose([row], pattern=pattern)), limit))
+        else:
+            found = choose(list(rows), sort, ascending, pattern)[:limit]
+        return [SampleRow.model_validate(row) for row in found]
+
+    def _last_samples(self, name: str, evaluation: bool) -> int:
+        kept = self._api.document(f"/{name}/run/overview")["evaluations" if evaluation else "sample_iterations"]
+        if kept:
+            return int(kept[-1])
+        what = "answers of an evaluation" if evaluation else "samples"
+        raise ClientError(
+            f"job {name} keeps no {what}: the first ones are not finished yet, or spec.samples.keepMegabytes is 0"
+        )
+
+    def _sample_rows(self, name: str, iteration: int, evaluation: bool) -> Iterator[dict[str, Any]]:
+        after, more = 0, True
+        while more:
+            page = self._api.document(
+                f"/{name}/run/{'evaluation' if evaluation else 'samples'}/{iteration}/rows/{after}"
+            )
+            yield from ({**row, "iteration": page["iteration"]} for row in page["rows"])
+            after, more = page["next"], page["more"]
 
     def logs(self, name: str, pod: str | None = None, lines: int = 1000) -> dict[str, str]:
         """The last lines of each pod's log, by name of the pod; of one pod only if `pod` names it."""

@@ -1,8 +1,7 @@
-"""The samples of a run as text: which ones, in which order, and how they are shown. Pure, but for `read`."""
+"""The samples of a run as text, and how they are shown. Pure, but for `read`."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,6 @@ from dovetail.coordinator.store.sample_files import (
     read_rows,
 )
 from dovetail.supervision.errors import RunError, UsageError
-
-# The figures of a row that samples can be sorted by.
-ORDERS = ("reward", "kl", "tokens")
-
-
-def _figure(row: Mapping[str, Any], name: str) -> float:
-    value = row.get(name, (row.get("measures") or {}).get(name))
-    return float(value) if isinstance(value, int | float) else float("-inf")
 
 
 def read(run_dir: Path, iterations: Sequence[int] = (), *, evaluation: bool = False) -> list[Row]:
@@ -66,14 +57,6 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             parts.append([number])
     return "iterations " + ", ".join(" to ".join(str(n) for n in part) for part in parts)
-
-
-def choose(
-    rows: Sequence[Row], order: str | None = None, ascending: bool = False, pattern: re.Pattern[str] | None = None
-) -> list[Row]:
-    """The rows whose prompt or response contains `pattern`, highest first by `order` of ORDERS, or as they are."""
-    kept = [row for row in rows if pattern is None or any(pattern.search(str(row[key])) for key in _TEXTS)]
-    return kept if order is None else sorted(kept, key=lambda row: _figure(row, order), reverse=not ascending)
 
 
 _TEXTS = ("prompt", "response")

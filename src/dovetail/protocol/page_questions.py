@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 _NUMBER = "[0-9]{1,9}"
-# A regular expression for a whole path. Only numbers of it ever reach a file's name.
+# A regular expression for a whole path. Only numbers of it ever reach a file's name. `samples/12/rows/200`: the whole
+# rows of iteration 12, from the 200th on.
 QUESTION = (
     f"overview|events|(?:history|samples|evaluation|timeline|schedule)/{_NUMBER}|evaluation/-1"
-    f"|sample/{_NUMBER}/{_NUMBER}/{_NUMBER}"
+    f"|sample/{_NUMBER}/{_NUMBER}/{_NUMBER}|samples/{_NUMBER}/rows/{_NUMBER}|evaluation/(?:-1|{_NUMBER})/rows/{_NUMBER}"
 )

@@ -13,13 +13,15 @@ from dovetail.coordinator.page.overview import SeenRun, last_of_each_step, line,
 from dovetail.coordinator.page.rollout_table import life, staleness, table, turns
 from dovetail.coordinator.page.run_folder import RunFolder
 from dovetail.coordinator.page.sample_tokens import batch_row, not_learnt, token_document
-from dovetail.coordinator.store.sample_files import BEFORE_SFT
+from dovetail.coordinator.store.sample_files import BEFORE_SFT, Row
 from dovetail.manifest.types import Stage
 from dovetail.protocol.page_questions import QUESTION
 
 Document = dict[str, Any]
 # Rows of history in one answer. A row has up to 3 KB, and the status API takes answers of 8 MiB.
 ROWS = 2000
+# Bytes of samples in one answer.
+SAMPLE_BYTES = 4 << 20
 
 
 class NotKept(LookupError):
@@ -34,7 +36,9 @@ class PageDocuments:
         self._answers: dict[str, Callable[..., Document]] = {
             "history": self._history,
             "samples": self._samples,
+            "samples/rows": self._sample_rows,
             "evaluation": self._evaluation,
+            "evaluation/rows": self._evaluation_rows,
             "sample": self._sample,
             "timeline": self._timeline,
             "schedule": self._schedule,
@@ -50,12 +54,14 @@ class PageDocuments:
         Raises NotKept."""
         if not re.fullmatch(QUESTION, question):
             raise NotKept("there is no such page")
-        kind, *numbers = question.split("/")
+        parts = question.split("/")
+        numbers = [int(part) for part in parts if re.fullmatch("-?[0-9]+", part)]
+        kind = "/".join(part for part in parts if not re.fullmatch("-?[0-9]+", part))
         if kind == "overview":
             return encode(overview(self._seen(now, alive, self._kept())))
         if kind == "events":
             return encode({"events": self.folder.events()})
-        return encode(self._answers[kind](*map(int, numbers)))
+        return encode(self._answers[kind](*numbers))
 
     def _kept(self) -> Document:
         """What there is to look at, by kind."""
@@ -81,19 +87,29 @@ class PageDocuments:
         return {"rows": part, "next": min(len(rows), offset + len(part)), "more": offset + len(part) < len(rows)}
 
     def _samples(self, iteration: int) -> Document:
-        rows = self.folder.samples(iteration)
-        if not rows:
+        return {"iteration": iteration, **table(self._kept_samples(iteration), self.folder.moves(iteration))}
+
+    def _evaluation(self, version: int) -> Document:
+        return {"iteration": version, **table(self._kept_answers(version), ())}
+
+    def _sample_rows(self, iteration: int, offset: int) -> Document:
+        return {"iteration": iteration, **part_of(self._kept_samples(iteration), offset)}
+
+    def _evaluation_rows(self, version: int, offset: int) -> Document:
+        return {"iteration": version, **part_of(self._kept_answers(version), offset)}
+
+    def _kept_samples(self, iteration: int) -> list[Row]:
+        if not (rows := self.folder.samples(iteration)):
             raise NotKept(
                 f"the samples of iteration {iteration} are not kept; spec.samples.keepMegabytes says how many are"
             )
-        return {"iteration": iteration, **table(rows, self.folder.moves(iteration))}
+        return rows
 
-    def _evaluation(self, version: int) -> Document:
-        rows = self.folder.evaluation(version)
-        if not rows:
+    def _kept_answers(self, version: int) -> list[Row]:
+        if not (rows := self.folder.evaluation(version)):
             when = "before SFT" if version == BEFORE_SFT else f"after iteration {version}"
             raise NotKept(f"the answers of the evaluation {when} are not kept")
-        return {"iteration": version, **table(rows, ())}
+        return rows
 
     def _sample(self, iteration: int, prompt: int, sample: int) -> Document:
         rows = self.folder.samples(iteration)
@@ -145,6 +161,18 @@ _SHOWN = (
 def _place(rows: list[Document], index: int) -> list[int] | None:
     """The [prompt, sample] of a row that there may be."""
     return [rows[index]["prompt_index"], rows[index]["sample_index"]] if 0 <= index < len(rows) else None
+
+
+def part_of(rows: list[Row], offset: int) -> Document:
+    """The whole rows from `offset` on: at least one, and no more than have SAMPLE_BYTES together. `next`: the offset of
+    the following rows; `more`: whether there are any."""
+    end, size = offset, 0
+    for row in rows[offset:]:
+        size += len(encode(row))
+        if size > SAMPLE_BYTES and end > offset:
+            break
+        end += 1
+    return {"rows": rows[offset:end], "next": end, "more": end < len(rows)}
 
 
 def encode(document: Any) -> bytes:

@@ -1,0 +1,28 @@
+"""Which samples are wanted, and in which order: the filters of `dovetail samples` and of `Cluster.samples`. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+# The figures of a row that samples can be sorted by.
+ORDERS = ("reward", "kl", "tokens")
+_TEXTS = ("prompt", "response")
+
+
+def choose(
+    rows: Sequence[dict[str, Any]],
+    order: str | None = None,
+    ascending: bool = False,
+    pattern: re.Pattern[str] | None = None,
+) -> list[dict[str, Any]]:
+    """The rows whose prompt or response contains `pattern`, highest first by `order` of ORDERS, or as they are. A row
+    without the figure counts as the lowest."""
+    kept = [row for row in rows if pattern is None or any(pattern.search(str(row[key])) for key in _TEXTS)]
+    return kept if order is None else sorted(kept, key=lambda row: _figure(row, order), reverse=not ascending)
+
+
+def _figure(row: Mapping[str, Any], name: str) -> float:
+    value = row.get(name, (row.get("measures") or {}).get(name))
+    return float(value) if isinstance(value, int | float) else float("-inf")
