@@ -21,6 +21,7 @@ from dovetail.operator.reconcile.children import Children
 from dovetail.operator.reconcile.reconcile import PlanRefused
 from dovetail.operator.render.config_map import in_pods, spec_hash
 from dovetail.operator.render.jobset import pods_changed, pods_labels
+from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.plan import Plan
 from helpers.fake_cluster import FakeCluster, running
 
@@ -165,6 +166,24 @@ def test_job_json_has_no_defaults_and_says_the_same():
             assert spec_hash(again) == spec_hash(job), path
             assert again.spec.ppo == job.spec.ppo, path
             assert "lag" in document["spec"].get("ppo", {}) or "lag" not in written["spec"].get("ppo", {}), path
+
+
+LATER_PLAN_FIELDS = {"chunks", "stages", "streamedParts", "notStreamed"}
+
+
+def test_a_plan_has_no_later_field_that_its_job_does_not_use():
+    """Pods of an earlier release refuse a plan with a field that they do not know."""
+    for name, (job, _) in make_objects.jobs().items():
+        written = json.loads(make_plan(job.spec).model_dump_json(by_alias=True))
+        assert not LATER_PLAN_FIELDS & written.keys(), name
+        assert all("zero3" not in row for row in written["batching"]), name
+    job, _ = make_objects.jobs()["colocated"]
+    plan = make_plan(job.spec)
+    used = plan.model_copy(update={"streamed_parts": 2, "chunks": 2, "not_streamed": "it cannot"})
+    for by_alias in (True, False):
+        again = type(plan).model_validate_json(used.model_dump_json(by_alias=by_alias))
+        assert again == used
+        assert type(plan).model_validate_json(plan.model_dump_json(by_alias=by_alias)) == plan
 
 
 def test_the_coordinator_has_a_hash_of_its_own():

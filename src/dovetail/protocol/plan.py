@@ -228,11 +228,16 @@ class Plan(Model):
     )
 
     @model_serializer(mode="wrap")
-    def _without_unused(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Plans of jobs that do not use it stay readable for releases that do not know the field."""
+    def _without_later_fields(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Plans of jobs that do not use them stay readable for releases that do not know the fields."""
         written: dict[str, Any] = write(self)
-        unused = [*["chunks"] * (self.chunks == 1), *["stages"] * (not self.stages)]
-        return {name: value for name, value in written.items() if name not in unused}
+        unset = {
+            each
+            for name in ("chunks", "stages", "streamed_parts", "not_streamed")
+            if getattr(self, name) == (field := type(self).model_fields[name]).get_default(call_default_factory=True)
+            for each in (name, field.alias)
+        }
+        return {name: value for name, value in written.items() if name not in unset}
 
     def layout(self, stage: Stage, model: str) -> Parallelism:
         """The layout of a trained model in a stage."""
