@@ -3,6 +3,9 @@
 import asyncio
 import base64
 import re
+import socket
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 from status_api_fixtures import JOBS, Api, child, condition, job, wait
@@ -11,7 +14,9 @@ from dovetail.kube.connection import KubeError
 from dovetail.kube.names import ITERATIONS_KEY
 from dovetail.operator.reconcile.history import JobHistory
 from dovetail.protocol.messages import Span
+from dovetail.statusapi import app as status_app
 from dovetail.statusapi import coordinator_reader as coordinators
+from dovetail.statusapi.answer_room import AnswerRoom, TooMany
 from dovetail.statusapi.api_settings import ApiSettings
 
 BASE = "/api/v1/namespaces/lab/rlhfjobs"
@@ -327,6 +332,74 @@ def test_streams_are_bounded(tmp_path, monkeypatch):
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
     finally:
         api.close()
+
+
+TRACE = b"[" + b" " * (7 << 20) + b"]"
+
+
+@contextmanager
+def an_api_with_room_for_one(tmp_path, monkeypatch):
+    api = Api(tmp_path, monkeypatch, answer_bytes=8 << 20, user_bytes=8 << 20)
+    api.run.trace = lambda iteration: TRACE
+    try:
+        yield api
+    finally:
+        api.close()
+
+
+@contextmanager
+def a_reader_who_stops(api):
+    """Somebody who has asked for the trace and has read the head of the answer, and no more than the kernel took."""
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        slow.settimeout(60)
+        slow.connect(("127.0.0.1", api.port))
+        path = f"{BASE}/job/iterations/7/trace"
+        slow.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer ada-token\r\n\r\n".encode())
+        assert slow.recv(12) == b"HTTP/1.1 200"
+        yield slow
+
+
+def test_large_answers_that_nobody_reads_are_bounded(tmp_path, monkeypatch):
+    with an_api_with_room_for_one(tmp_path, monkeypatch) as api:
+        ask = partial(api.get, f"{BASE}/job/iterations/7/trace")
+        with a_reader_who_stops(api):
+            refused = ask()
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+            assert "too many large answers to you are under way" in refused.json()["detail"]
+            assert api.get(f"{BASE}/job").status_code == 200, "others are small"
+        wait(lambda: ask().status_code == 200, "the room to be free again")
+        assert ask().content == TRACE
+        for _ in range(3):
+            assert ask().status_code == 200, "whoever has read an answer has given its room back"
+
+
+def test_a_reader_who_takes_too_long_is_cut_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(status_app, "SEND_SECONDS", 0.5)
+    with an_api_with_room_for_one(tmp_path, monkeypatch) as api, a_reader_who_stops(api) as slow:
+        wait(lambda: api.get(f"{BASE}/job/iterations/7/trace").status_code == 200, "the room to be free again")
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+        found = 0
+        while got := slow.recv(1 << 20):
+            found += len(got)
+        assert found < len(TRACE), "the answer is not whole"
+
+
+def test_nobody_takes_all_the_room():
+    room = AnswerRoom(10, 6)
+    ada, bob = room.share("ada"), room.share("bob")
+    ada.take(4)
+    with pytest.raises(TooMany, match="to you"):
+        room.share("ada").take(3)
+    bob.take(5)
+    with pytest.raises(TooMany, match="to others"):
+        room.share("carol").take(2)
+    bob.settle(1)
+    assert room.taken == 5
+    room.share("carol").take(5)
+    ada.leave()
+    ada.leave()
+    assert room.taken == 6
 
 
 # ---------------------------------------------------------------- errors and the rest

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -25,9 +26,17 @@ def session() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
 
 
-async def fetch(session: aiohttp.ClientSession, url: str, token: str, *, seconds: float, most: int) -> bytes:
+async def fetch(
+    session: aiohttp.ClientSession,
+    url: str,
+    token: str,
+    *,
+    seconds: float,
+    most: int,
+    take: Callable[[int], None] = lambda size: None,
+) -> bytes:
     """The body of a GET. It has at most `most` bytes, and takes at most `seconds` from the first to the last byte.
-    Raises NoAnswer."""
+    `take` is told how many bytes come, before they are kept; what it raises ends the request. Raises NoAnswer."""
     try:
         async with session.get(
             url,
@@ -41,6 +50,7 @@ async def fetch(session: aiohttp.ClientSession, url: str, token: str, *, seconds
                 raise NoAnswer(f"the coordinator's answer is compressed ({encoding[:32]!r}), which nobody asked for")
             content = bytearray()
             async for chunk in reply.content.iter_chunked(1 << 16):
+                take(len(chunk))
                 content += chunk
                 if len(content) > most:
                     raise NoAnswer(f"the coordinator's answer has more than {most} bytes")

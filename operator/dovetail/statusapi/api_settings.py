@@ -14,7 +14,8 @@ class ApiSettings:
     shown; empty means all. With `tls_certificate` and `tls_key` (paths) the API serves HTTPS. `coordinator_url` takes
     {job} and {namespace}, for clusters whose services have other names. Every `watch_seconds` all
     running jobs are asked how far they are, so that it is known when they are done; 0: only those that somebody asks
-    about. Times in seconds."""
+    about. Large answers (logs, traces, the run page's) take at most `answer_bytes` of memory together, and those to one
+    user at most `user_bytes`. Times in seconds."""
 
     host: str = "0.0.0.0"
     port: int = 8080
@@ -28,6 +29,8 @@ class ApiSettings:
     poll_seconds: float = 2.0
     request_seconds: float = 10.0
     streams: int = 200
+    answer_bytes: int = 48 << 20
+    user_bytes: int = 24 << 20
 
     @staticmethod
     def read(environ: Mapping[str, str] = os.environ) -> ApiSettings:

@@ -16,11 +16,12 @@ from dovetail.kube.connection import KubeError
 from dovetail.manifest.base import NAME_PATTERN
 from dovetail.protocol.page_questions import QUESTION
 from dovetail.protocol.row_stages import ROW_STAGES
+from dovetail.statusapi.answer_room import LargeResponse, TooMany
 from dovetail.statusapi.answers import IterationList, JobDetail, JobList, PodLogList, Problem
 from dovetail.statusapi.api_metrics import ApiMetrics
 from dovetail.statusapi.auth import Forbidden, Unauthenticated
 from dovetail.statusapi.coordinator_reader import Unreachable
-from dovetail.statusapi.jobs import NotFound, Service, TooMany
+from dovetail.statusapi.jobs import Large, NotFound, Service
 from dovetail.web.page_files import HEADERS, INDEX, PageFile, page_files
 
 Namespace = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN, description="Kubernetes namespace.")]
@@ -28,13 +29,15 @@ Name = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN, description="The
 Pod = Annotated[str, Path(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", description="A pod's name.")]
 Token = Annotated[str | None, Header(alias="Authorization", include_in_schema=False)]
 
+# The longest that somebody may take to read a large answer.
+SEND_SECONDS = 30.0
 _SAYS = {
     400: "A parameter is wrong.",
     401: "The bearer token is missing, wrong or expired.",
     403: "RBAC does not let the user.",
     404: "There is none.",
     502: "The coordinator cannot be asked.",
-    503: "The Kubernetes API does not answer, or too many streams are open.",
+    503: "The Kubernetes API does not answer, or too many streams or large answers are under way.",
 }
 _ERRORS: dict[int | str, dict[str, Any]] = {
     code: {"model": Problem, "description": said} for code, said in _SAYS.items()
@@ -104,6 +107,11 @@ def _service(request: Request) -> Service:
 Ask = Annotated[Service, Depends(_service)]
 
 
+def _sent(large: Large, kind: str) -> Response:
+    headers = {"X-Content-Type-Options": "nosniff"}
+    return LargeResponse(large.content, large.share, SEND_SECONDS, kind, headers)
+
+
 def _routes(app: FastAPI) -> None:
     base = "/api/v1/namespaces/{namespace}/rlhfjobs"
     common: dict[str, Any] = {
@@ -154,7 +162,7 @@ def _routes(app: FastAPI) -> None:
         iteration: Annotated[int, Path(ge=0, le=999_999_999)],
         token: Token = None,
     ) -> Response:
-        return Response(await ask.trace(token, namespace, name, iteration), media_type="application/json")
+        return _sent(await ask.trace(token, namespace, name, iteration), "application/json")
 
     @app.get(
         base + "/{name}/run/{question:path}",
@@ -170,8 +178,7 @@ def _routes(app: FastAPI) -> None:
         question: Annotated[str, Path(max_length=64, pattern=f"^(?:{QUESTION})$", description="As in `samples/12`.")],
         token: Token = None,
     ) -> Response:
-        content = await ask.page(token, namespace, name, question)
-        return Response(content, media_type="application/json", headers={"X-Content-Type-Options": "nosniff"})
+        return _sent(await ask.page(token, namespace, name, question), "application/json")
 
     @app.get(base + "/{name}/plan", operation_id="getPlan", summary="The plan document", **common)
     async def get_plan(ask: Ask, namespace: Namespace, name: Name, token: Token = None) -> dict[str, Any]:
@@ -217,9 +224,7 @@ def _routes(app: FastAPI) -> None:
         previous: Annotated[bool, Query(description="Of the container before the last restart.")] = False,
         token: Token = None,
     ) -> Response:
-        headers = {"X-Content-Type-Options": "nosniff"}
-        content = await ask.log(token, namespace, name, pod, lines, previous)
-        return Response(content, media_type="text/plain; charset=utf-8", headers=headers)
+        return _sent(await ask.log(token, namespace, name, pod, lines, previous), "text/plain; charset=utf-8")
 
 
 def _open_routes(app: FastAPI, registry: CollectorRegistry) -> None:

@@ -98,14 +98,20 @@ class CoordinatorReader:
             _, gone = self._jobs.popitem(last=False)
             rows, size = rows - len(gone.rows), size - gone.size
 
-    async def trace(self, job: Object, iteration: int) -> bytes:
-        """The iteration's timeline in Chrome's trace format. Raises Unreachable or KubeError."""
-        return await self._fetch(job, await self._token(job), f"/v1/traces/{iteration}", coordinator_http.TRACE_BYTES)
+    async def trace(self, job: Object, iteration: int, take: Callable[[int], None]) -> bytes:
+        """The iteration's timeline in Chrome's trace format. `take` is told of its bytes. Raises Unreachable or
+        KubeError, and what `take` raises."""
+        return await self._large(job, f"/v1/traces/{iteration}", take)
 
-    async def page(self, job: Object, question: str) -> bytes:
-        """The answer to one of the run page's questions (`protocol.page_questions`), as the coordinator gave it. Raises
-        Unreachable or KubeError."""
-        return await self._fetch(job, await self._token(job), f"/v1/page/{question}", coordinator_http.TRACE_BYTES)
+    async def page(self, job: Object, question: str, take: Callable[[int], None]) -> bytes:
+        """The answer to one of the run page's questions (`protocol.page_questions`), as the coordinator gave it. As
+        `trace`."""
+        return await self._large(job, f"/v1/page/{question}", take)
+
+    async def _large(self, job: Object, path: str, take: Callable[[int], None]) -> bytes:
+        token, url = await self._token(job), self._address(job) + path
+        limits: dict[str, Any] = {"seconds": self._answer_seconds, "most": coordinator_http.TRACE_BYTES}
+        return await coordinator_http.fetch(self._session, url, token, take=take, **limits)
 
     async def _ask(self, job: Object, found: JobProgress) -> None:
         token = await self._token(job)
@@ -161,8 +167,11 @@ class CoordinatorReader:
             raise Unreachable(f"the Secret {name} holds no token") from error
 
     async def _fetch(self, job: Object, token: str, path: str, most: int) -> bytes:
-        url = self._url(job["metadata"]["name"], job["metadata"]["namespace"]) + path
+        url = self._address(job) + path
         return await coordinator_http.fetch(self._session, url, token, seconds=self._answer_seconds, most=most)
+
+    def _address(self, job: Object) -> str:
+        return self._url(job["metadata"]["name"], job["metadata"]["namespace"])
 
 
 def _row(item: Any) -> Iteration | None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, NamedTuple
 
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError
 from dovetail.statusapi import view
+from dovetail.statusapi.answer_room import AnswerRoom, AnswerShare, TooMany
 from dovetail.statusapi.answers import IterationList, JobDetail, JobList, PodLog, PodLogList
 from dovetail.statusapi.auth import Access, Auth, Forbidden, Unauthenticated, User
 from dovetail.statusapi.coordinator_reader import CoordinatorReader
@@ -25,12 +26,16 @@ class NotFound(Exception):
     """HTTP 404."""
 
 
-class TooMany(Exception):
-    """HTTP 503: this process already serves as many streams as it may."""
+class Large(NamedTuple):
+    """An answer with its memory, which whoever sends it gives back."""
+
+    content: bytes
+    share: AnswerShare
 
 
 class Service:
-    """One method for each route. All raise Unauthenticated, Forbidden, NotFound or KubeError."""
+    """One method for each route. All raise Unauthenticated, Forbidden, NotFound or KubeError; those of large answers
+    and of streams also TooMany. `room`: for large answers."""
 
     def __init__(
         self,
@@ -41,10 +46,12 @@ class Service:
         namespaces: tuple[str, ...],
         poll_seconds: float,
         streams: int,
+        room: AnswerRoom,
         clock: Callable[[], float],
     ) -> None:
         self._kube, self._auth, self._coordinators = kube, auth, coordinators
         self._namespaces, self._poll, self._most_streams, self._clock = namespaces, poll_seconds, streams, clock
+        self._room = room
         self.streams = 0
 
     async def ready(self) -> None:
@@ -73,16 +80,28 @@ class Service:
             rows = [row for row in rows if id(row) in kept]
         return IterationList(items=rows, next=max(after, last), complete=progress.live.reachable)
 
-    async def trace(self, header: str | None, namespace: str, name: str, iteration: int) -> bytes:
-        await self._allow(header, Access("get", namespace, name))
-        return await self._coordinators.trace(await self._job(namespace, name), iteration)
+    async def trace(self, header: str | None, namespace: str, name: str, iteration: int) -> Large:
+        user = await self._allow(header, Access("get", namespace, name))
+        job = await self._job(namespace, name)
+        return await self._large(user, lambda share: self._coordinators.trace(job, iteration, share.take))
 
-    async def page(self, header: str | None, namespace: str, name: str, question: str) -> bytes:
-        await self._allow(header, Access("get", namespace, name))
+    async def page(self, header: str | None, namespace: str, name: str, question: str) -> Large:
+        user = await self._allow(header, Access("get", namespace, name))
         if question.startswith(TEXTS):
             # The coordinator's log holds such text, too.
             await self._allow(header, Access("get", namespace, group="", resource="pods", subresource="log"))
-        return await self._coordinators.page(await self._job(namespace, name), question)
+        job = await self._job(namespace, name)
+        return await self._large(user, lambda share: self._coordinators.page(job, question, share.take))
+
+    async def _large(self, user: User, ask: Callable[[AnswerShare], Awaitable[bytes]]) -> Large:
+        share = self._room.share(user.name)
+        try:
+            content = await ask(share)
+        except BaseException:
+            share.leave()
+            raise
+        share.settle(len(content))
+        return Large(content, share)
 
     async def plan(self, header: str | None, namespace: str, name: str) -> dict[str, Any]:
         await self._allow(header, Access("get", namespace, name))
@@ -118,8 +137,8 @@ class Service:
         ]
         return PodLogList(items=sorted(items, key=lambda item: item.pod))
 
-    async def log(self, header: str | None, namespace: str, name: str, pod: str, lines: int, previous: bool) -> bytes:
-        await self._allow(header, Access("get", namespace, name))
+    async def log(self, header: str | None, namespace: str, name: str, pod: str, lines: int, previous: bool) -> Large:
+        user = await self._allow(header, Access("get", namespace, name))
         await self._allow(header, Access("get", namespace, pod, group="", resource="pods", subresource="log"))
         path = core_path(namespace, "pods", pod)
         try:
@@ -129,7 +148,12 @@ class Service:
         if labels.get(names.JOB_LABEL) != name:
             raise NotFound(f"pod {pod} is not one of job {name}'s")
         query = {"tailLines": str(lines), "limitBytes": str(LOG_BYTES)} | ({"previous": "true"} if previous else {})
-        return await self._kube.request("GET", f"{path}/log", query)
+
+        async def read(share: AnswerShare) -> bytes:
+            share.take(LOG_BYTES)  # nobody says how long it is
+            return await self._kube.request("GET", f"{path}/log", query)
+
+        return await self._large(user, read)
 
     async def stream(self, header: str | None, namespace: str, name: str, after: int) -> AsyncIterator[str]:
         """Server-sent events. The user's right is checked before the first event and before each later one."""

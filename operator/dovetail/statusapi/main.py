@@ -13,6 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dovetail.kube import coordinator_http, names
 from dovetail.protocol.header_deadline import HeaderDeadline
+from dovetail.statusapi.answer_room import AnswerRoom
 from dovetail.statusapi.api_settings import ApiSettings
 from dovetail.statusapi.app import create_app
 from dovetail.statusapi.auth import Auth
@@ -49,6 +50,7 @@ async def serve(settings: ApiSettings) -> AsyncIterator[Service]:
             namespaces=settings.namespaces,
             poll_seconds=settings.poll_seconds,
             streams=settings.streams,
+            room=AnswerRoom(settings.answer_bytes, settings.user_bytes),
             clock=time.monotonic,
         )
         try:

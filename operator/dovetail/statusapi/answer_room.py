@@ -1,0 +1,96 @@
+"""How much memory large answers take: from their first byte until their readers have them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+CHUNK_BYTES = 1 << 16
+
+
+class TooMany(Exception):
+    """HTTP 503: this process does already as much as it may."""
+
+
+class AnswerRoom:
+    """`most`: bytes of all large answers under way. `each`: of those to one user, so that nobody takes all."""
+
+    def __init__(self, most: int, each: int) -> None:
+        self._most, self._each = most, each
+        self._users: Counter[str] = Counter()
+
+    @property
+    def taken(self) -> int:
+        """Bytes of all answers under way."""
+        return self._users.total()
+
+    def share(self, user: str) -> AnswerShare:
+        """Room for one answer, which has none yet."""
+        return AnswerShare(self, user)
+
+    def take(self, user: str, size: int) -> None:
+        """Raises TooMany."""
+        if self._users[user] + size > self._each:
+            raise TooMany("too many large answers to you are under way; wait for them, then ask again")
+        if self.taken + size > self._most:
+            raise TooMany("too many large answers to others are under way; try again in a few seconds")
+        self._users[user] += size
+
+    def leave(self, user: str, size: int) -> None:
+        self._users[user] -= size
+        if self._users[user] <= 0:
+            del self._users[user]
+
+
+class AnswerShare:
+    """What one answer takes."""
+
+    def __init__(self, room: AnswerRoom, user: str) -> None:
+        self._room, self._user, self._size = room, user, 0
+
+    def take(self, size: int) -> None:
+        """More bytes came. Raises TooMany."""
+        self._room.take(self._user, size)
+        self._size += size
+
+    def settle(self, size: int) -> None:
+        """Give back what was taken above `size`."""
+        if size < self._size:
+            self._room.leave(self._user, self._size - size)
+            self._size = size
+
+    def leave(self) -> None:
+        """The answer is gone."""
+        self.settle(0)
+
+
+class LargeResponse(Response):
+    """An answer that is sent piece by piece, so that all of it is in memory no longer than its reader takes. A reader
+    who takes more than `seconds` is cut off."""
+
+    def __init__(
+        self,
+        content: bytes,
+        share: AnswerShare,
+        seconds: float,
+        media_type: str,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(content, media_type=media_type, headers=headers)
+        self._share, self._seconds = share, seconds
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            async with asyncio.timeout(self._seconds):
+                await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+                for start in range(0, max(1, len(self.body)), CHUNK_BYTES):
+                    end = start + CHUNK_BYTES
+                    more = end < len(self.body)
+                    await send({"type": "http.response.body", "body": self.body[start:end], "more_body": more})
+        except TimeoutError:
+            pass  # the server closes the connection, because the answer is not whole
+        finally:
+            self._share.leave()
