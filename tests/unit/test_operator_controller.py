@@ -6,6 +6,7 @@ import copy
 import json
 import logging
 import re
+from datetime import timedelta
 
 import pytest
 from prometheus_client import generate_latest
@@ -14,7 +15,7 @@ from dovetail.kube import names
 from dovetail.kube.connection import KubeError
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.operator.cluster.client import Page
-from dovetail.operator.cluster.multikueue import LOOK_SECONDS, Dispatch
+from dovetail.operator.cluster.multikueue import END_SECONDS, LOOK_SECONDS, Dispatch
 from dovetail.operator.job_controller import GATHER_SECONDS, Controller
 from dovetail.operator.job_metrics import JobMetrics
 from dovetail.operator.log import log_libraries
@@ -22,7 +23,7 @@ from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import read_job
 from dovetail.operator.reconcile.history import JobHistory
-from dovetail.operator.reconcile.reconcile import PlanRefused
+from dovetail.operator.reconcile.reconcile import AGAIN_SECONDS, PlanRefused
 from dovetail.operator.status_rate import STATUS_SECONDS, StatusRate
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.process.process_names import COORDINATOR
@@ -68,17 +69,16 @@ class Client:
         self.others = {}
         self.made = {}
         self.nodes = 0
+        self.now = START
         self.workload = None
 
     async def get(self, resource, namespace, name):
-        if resource.kind == "Workload":
-            if self.workload is None:
-                raise KubeError(404, "not found")
-            return copy.deepcopy(self.workload)
         assert resource.kind == "RLHFJob"
         return copy.deepcopy(self.job)
 
     async def find(self, kind, namespace, name):
+        if kind == "Workload":
+            return copy.deepcopy(self.workload)
         return self.others.get(kind) or self.made.get(name)
 
     async def pages(self, resource, namespace, selector="", fields="", size=0):
@@ -150,8 +150,29 @@ def sent(**spec):
     client.job["metadata"]["resourceVersion"] = "2"
     controller.store.put(copy.deepcopy(client.job))
     settings = OperatorSettings(multi_kueue=True)
-    controller._dispatch = Dispatch(client, Planner(), settings)
+    controller._dispatch = Dispatch(client, Planner(), settings, lambda: client.now)
     return controller, client
+
+
+def workload_of(client, *conditions):
+    """The job's Workload, with conditions of the time when its test begins."""
+    owner = controlled("RLHFJob", client.job["metadata"]["uid"]) | {"apiVersion": "dovetail.dev/v1alpha1"}
+    since = {"lastTransitionTime": START.strftime("%Y-%m-%dT%H:%M:%SZ"), "status": "True"}
+    status = {"conditions": [since | each for each in conditions]}
+    return {"metadata": {"name": "w", "uid": "u", "ownerReferences": [owner]}, "spec": {}, "status": status}
+
+
+def told(controller, client, **status):
+    """A status that Kueue copied."""
+    client.job["status"] = status
+    client.job["metadata"]["resourceVersion"] = str(int(client.job["metadata"]["resourceVersion"]) + 1)
+    controller.store.put(copy.deepcopy(client.job))
+
+
+def a_status(kind, **more):
+    since = START.strftime("%Y-%m-%dT%H:%M:%SZ")
+    said = {"type": kind, "status": "True", "reason": "x", "message": "y", "lastTransitionTime": since}
+    return {"conditions": [said], "completionTime": since, **more}
 
 
 def test_the_workload_of_a_job_that_is_sent_elsewhere():
@@ -172,18 +193,78 @@ def test_the_workload_of_a_job_that_is_sent_elsewhere():
     assert client.calls[2:] == [("create", "Workload")]
 
 
-@pytest.mark.parametrize(("reason", "calls"), [("OutOfSync", [("create", "Event")]), ("Succeeded", [])])
-def test_a_job_whose_workload_kueue_has_ended_says_why_once(reason, calls):
+def test_a_job_whose_workload_kueue_has_ended_says_why_once():
     controller, client = sent()
-    finished = {"type": "Finished", "status": "True", "reason": reason, "message": "other containers"}
-    owner = controlled("RLHFJob", client.job["metadata"]["uid"]) | {"apiVersion": "dovetail.dev/v1alpha1"}
-    metadata = {"name": "w", "uid": "u", "ownerReferences": [owner]}
-    client.workload = {"metadata": metadata, "spec": {}, "status": {"conditions": [finished]}}
+    client.workload = workload_of(client, {"type": "Finished", "reason": "OutOfSync", "message": "other containers"})
     for _ in range(2):
         asyncio.run(controller.process(KEY))
-    assert client.calls == calls
-    assert [event["reason"] for event in client.made.values()] == ["WorkloadEnded"] * len(calls)
-    assert all("OutOfSync: other containers" in event["message"] for event in client.made.values())
+    assert client.calls == [("create", "Event")]
+    (event,) = client.made.values()
+    assert event["reason"] == "WorkloadEnded"
+    assert "OutOfSync: other containers" in event["message"]
+
+
+def test_a_failed_job_that_was_sent_elsewhere_is_tried_again():
+    controller, client = sent(retry=1)
+    client.workload = workload_of(client, {"type": "Finished", "reason": "Failed"})
+    told(controller, client, **a_status("Failed"))
+    assert asyncio.run(controller.process(KEY)) == AGAIN_SECONDS
+    assert client.calls == [("delete", "Workload")]
+    client.workload = None
+    assert asyncio.run(controller.process(KEY)) == AGAIN_SECONDS
+    assert client.calls[1:] == [("status", ""), ("create", "Event")]
+    assert condition(client, "Failed")["reason"] == "TriedAgain"
+    assert client.job["status"]["retry"] == 1
+    assert "completionTime" not in client.job["status"]
+    controller.store.put(copy.deepcopy(client.job))
+    asyncio.run(controller.process(KEY))
+    assert client.calls[3:] == [("create", "Workload")]
+    # The same number is no new wish, should it fail again.
+    client.workload = workload_of(client, {"type": "Finished", "reason": "Failed"})
+    told(controller, client, **a_status("Failed", retry=1))
+    assert asyncio.run(controller.process(KEY)) is None
+    assert len(client.calls) == 4
+
+
+def test_the_workload_of_a_job_that_its_operator_ended_goes_after_a_moment():
+    """Else Kueue would find no Workload in the other cluster, and send the failed job again."""
+    controller, client = sent()
+    client.workload = workload_of(client, {"type": "Admitted"})
+    told(controller, client, **a_status("Failed"))
+    assert asyncio.run(controller.process(KEY)) == END_SECONDS
+    assert client.calls == []
+    client.now += timedelta(seconds=END_SECONDS)
+    asyncio.run(controller.process(KEY))
+    assert client.calls == [("delete", "Workload")]
+
+
+@pytest.mark.parametrize(("reason", "kind"), [("Succeeded", "Completed"), ("Failed", "Failed")])
+def test_a_job_whose_last_status_did_not_come_has_an_end(reason, kind):
+    controller, client = sent()
+    client.workload = workload_of(client, {"type": "Finished", "reason": reason, "message": "jobset over"})
+    told(controller, client, **a_status("Running", completionTime=None, iteration=7))
+    assert asyncio.run(controller.process(KEY)) == END_SECONDS
+    assert client.calls == []
+    client.now += timedelta(seconds=END_SECONDS)
+    asyncio.run(controller.process(KEY))
+    assert client.calls == [("status", ""), ("create", "Event")]
+    assert condition(client, kind)["status"] == "True"
+    assert "jobset over" in condition(client, kind)["message"]
+    assert condition(client, "Running")["status"] == "False"
+    assert client.job["status"]["state"] == kind
+    assert client.job["status"]["iteration"] == 7
+    assert client.job["status"]["completionTime"]
+
+
+def test_a_job_that_ended_elsewhere_expires():
+    controller, client = sent(ttlSecondsAfterFinished=100)
+    client.workload = workload_of(client, {"type": "Finished", "reason": "Succeeded"})
+    told(controller, client, **a_status("Completed"))
+    assert asyncio.run(controller.process(KEY)) == 100
+    assert client.calls == []
+    client.now += timedelta(seconds=100)
+    asyncio.run(controller.process(KEY))
+    assert client.calls == [("delete", "RLHFJob")]
 
 
 def test_a_suspended_job_has_no_workload():

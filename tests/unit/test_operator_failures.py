@@ -4,8 +4,10 @@ import pytest
 
 from dovetail.coordinator.health.health import UnhealthyError
 from dovetail.coordinator.main import verdict
+from dovetail.kube import names
+from dovetail.operator.reconcile.reconcile import SENT_SECONDS
 from dovetail.protocol.process.exit_codes import JOB_FAILED
-from helpers.fake_cluster import a_cluster, restarting, running
+from helpers.fake_cluster import FakeCluster, a_cluster, manifest, restarting, running
 
 
 def test_a_dead_pod_degrades_the_job_until_it_is_replaced():
@@ -296,6 +298,33 @@ def test_the_start_timeout_counts_from_when_the_job_wants_pods():
     cluster.reconcile()
     assert cluster.condition("Failed")["status"] == "True"
     assert "startTimeoutSeconds, 60 s" in cluster.condition("Failed")["message"]
+
+
+def test_the_jobset_of_a_job_that_multikueue_sent_outlives_its_end_for_a_while():
+    """With the JobSet its Workload would go, and with this Kueue could not copy the status any more."""
+    document = manifest(failurePolicy={"startTimeoutSeconds": 60}, ttlSecondsAfterFinished=0)
+    document["metadata"]["labels"] = {names.ORIGIN_LABEL: "multikueue"}
+    cluster = FakeCluster(document)
+    for _ in range(2):
+        cluster.reconcile()
+        cluster.step()
+    for pod in cluster.pods():
+        cluster.unschedulable(pod)
+    cluster.pass_time(61)
+    result = cluster.reconcile()
+    assert cluster.condition("Failed")["status"] == "True"
+    assert result.requeue == SENT_SECONDS
+    cluster.pass_time(SENT_SECONDS - 1)
+    assert 0 < cluster.reconcile().requeue <= 1
+    cluster.step()
+    assert ("JobSet", "demo") in cluster.objects
+    cluster.pass_time(1)
+    cluster.reconcile()
+    cluster.step()
+    assert cluster.pods() == []
+    cluster.pass_time(1000)
+    cluster.reconcile()
+    assert not cluster.gone, "the other cluster deletes it"
 
 
 def test_a_suspended_job_does_not_want_pods():

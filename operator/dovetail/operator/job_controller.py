@@ -32,7 +32,7 @@ from dovetail.operator.cluster.client import Client
 from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
 from dovetail.operator.cluster.gpu_nodes import Nodes
 from dovetail.operator.cluster.mounts import Mounts
-from dovetail.operator.cluster.multikueue import LOOK_SECONDS, Dispatch
+from dovetail.operator.cluster.multikueue import Dispatch
 from dovetail.operator.cluster.notices import Notices
 from dovetail.operator.cluster.object_cache import Key, ObjectCache, key_of
 from dovetail.operator.cluster.own_objects import NameTaken
@@ -42,7 +42,7 @@ from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner
 from dovetail.operator.reconcile import progress, reasons
-from dovetail.operator.reconcile.children import Children, Object, parse_time, sizes
+from dovetail.operator.reconcile.children import Children, Object, is_true, parse_time, sizes
 from dovetail.operator.reconcile.conditions import JobEvent, state, why_deleted
 from dovetail.operator.reconcile.drift import Drift
 from dovetail.operator.reconcile.history import JobHistory, history_config_map, last_row
@@ -97,7 +97,7 @@ class Controller:
         self._metrics = metrics
         metrics.count_requests(lambda: client.requests)
         self._now = now
-        self._dispatch = Dispatch(client, planner, settings)
+        self._dispatch = Dispatch(client, planner, settings, now)
         self._tokens = Tokens(client, settings.namespace)
         self._mounts = Mounts(client, time.monotonic)
         self._drift = Drift()
@@ -115,7 +115,8 @@ class Controller:
         key = self.store.remove(thing) if deleted else self.store.put(thing)
         if key is not None:
             self._told.setdefault(key, time.monotonic())
-            await self.queue.add(key, GATHER_SECONDS if thing["kind"] in BUSY and not deleted else 0.0)
+            soon = deleted or thing["kind"] not in BUSY or _ended(thing)
+            await self.queue.add(key, 0.0 if soon else GATHER_SECONDS)
 
     async def run(self) -> None:
         """Work until cancelled. Decisions wait until everything is listed: before that, a job's children would seem to
@@ -204,10 +205,10 @@ class Controller:
             if document is None or not self._dispatch.sends(document):
                 self._dispatch.forget(key)
                 return None
-            if (event := await self._dispatch.look(key, document)) is not None:
-                log("job.event", level="warning", job="/".join(key), reason=event.reason, message=event.message)
-                await self._record(document, event)
-            return LOOK_SECONDS
+            looked = await self._dispatch.look(key, document)
+            for event in looked.events:
+                await self._tell(document, event)
+            return looked.again
         uid = str(document["metadata"]["uid"])
         children = self.store.children(key).of_job(uid)
         token = self._tokens.known(uid)
@@ -414,10 +415,14 @@ class Controller:
         if status.state != (document.get("status") or {}).get("state"):
             log("job.state", job="/".join(key), state=status.state, stage=status.stage, iteration=status.iteration)
         for event in events:
-            level: Level = "warning" if event.type == "Warning" else "info"
-            log("job.event", level=level, job="/".join(key), reason=event.reason, message=event.message)
-            await self._record(document, event)
+            await self._tell(document, event)
         return GATHER_SECONDS
+
+    async def _tell(self, document: Object, event: JobEvent) -> None:
+        level: Level = "warning" if event.type == "Warning" else "info"
+        job = f"{document['metadata']['namespace']}/{document['metadata']['name']}"
+        log("job.event", level=level, job=job, reason=event.reason, message=event.message)
+        await self._record(document, event)
 
     async def _record(self, document: Object, event: JobEvent) -> None:
         """Write a core/v1 Event. A failure is ignored."""
@@ -488,6 +493,11 @@ class Controller:
         for (key, name), uid in gone.items():
             await self.observe(_shell(resource.kind, key, name, uid), deleted=True)
         return version
+
+
+def _ended(thing: Object) -> bool:
+    """Whether it is a JobSet that is over. MultiKueue copies the job's last status about a second later."""
+    return bool(thing["kind"] == JOBSET.kind and (is_true(thing, "Completed") or is_true(thing, "Failed")))
 
 
 def _shell(kind: str, key: Key, name: str, uid: str) -> Object:

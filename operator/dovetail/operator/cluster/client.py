@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError, request, stream
-from dovetail.kube.resources import BY_KIND, SECRET, Resource
+from dovetail.kube.resources import BY_KIND, SECRET, WORKLOAD, Resource
 
 Object = dict[str, Any]
 APPLY = "application/apply-patch+yaml"
@@ -55,11 +55,12 @@ class Client:
 
     async def find(self, kind: str, namespace: str, name: str) -> Object | None:
         """The object with that name, or None. The operator may list most kinds but not `get` them, so this lists."""
-        if kind != SECRET.kind:
-            found = await self.list(self._kinds[kind], namespace, fields=f"metadata.name={name}")
+        resource = self._kinds[kind]
+        if resource not in (SECRET, WORKLOAD):
+            found = await self.list(resource, namespace, fields=f"metadata.name={name}")
             return found[0] if found else None
         try:
-            return await self.get(SECRET, namespace, name)
+            return await self.get(resource, namespace, name)
         except KubeError as error:
             if error.status != 404:
                 raise

@@ -46,6 +46,9 @@ AGAIN_SECONDS = 2.0  # how soon to look at what no event tells of
 PLANNER_AGAIN_SECONDS = 20.0  # how soon a planner that was too slow or broke is asked again
 # What failurePolicy.maxRestarts counts; the launcher of one machine does the same.
 RESTART_WINDOW = timedelta(hours=1)
+# How long the JobSet of a job that MultiKueue sent here stays after the operator has ended the job. While it is there,
+# Kueue copies the job's status to the cluster that sent it. The operator there ends the rest.
+SENT_SECONDS = 60.0
 # A rollout that worked this long was not broken from the start.
 STEADY = timedelta(minutes=1)
 
@@ -219,6 +222,9 @@ class _Reconciler:
         self._say_health(progress.last_health(self._children))
         self._conditions.set("Completed", False, reasons.FINISHED)
         self._end("Failed", problem.reason, problem.message)
+        if _was_sent(self._seen.document):
+            self._requeue.append(SENT_SECONDS)
+            return self._result(delete=self._surplus_gone())
         return self._result(delete=[*self._surplus_gone(), *_unfinished(self._jobset)])
 
     def _end(self, kind: Any, reason: str, message: str) -> None:
@@ -530,12 +536,25 @@ def _after_the_end(seen: Seen, status: RLHFJobStatus, now: datetime) -> Reconcil
     """Handle a job that is over. Nothing is created. A finished JobSet stays for its logs until the job is deleted; an
     unfinished one is deleted, because it holds GPUs."""
     delete = [(JOB.kind, j["metadata"]["name"]) for j in seen.children.jobs(surplus=True) if not deleting(j)]
-    delete += _unfinished(_jobset(seen))
+    unfinished = _unfinished(_jobset(seen))
+    ended = status.completion_time
+    if _was_sent(seen.document):
+        # The cluster that sent the job deletes it when its time is up.
+        left = (ended + timedelta(seconds=SENT_SECONDS) - now).total_seconds() if ended and unfinished else 0.0
+        if left > 0:
+            return Reconciled(status, delete=delete, requeue=max(0.1, left))
+        return Reconciled(status, delete=[*delete, *unfinished])
+    delete += unfinished
     ttl = (seen.document.get("spec") or {}).get("ttlSecondsAfterFinished")
-    if ttl is None or status.completion_time is None:
+    if ttl is None or ended is None:
         return Reconciled(status, delete=delete)
-    left = (status.completion_time + timedelta(seconds=int(ttl)) - now).total_seconds()
+    left = (ended + timedelta(seconds=int(ttl)) - now).total_seconds()
     return Reconciled(status, delete=delete, requeue=max(0.1, left) if left > 0 else None, expired=left <= 0)
+
+
+def _was_sent(document: Object) -> bool:
+    """Whether MultiKueue sent the job here."""
+    return names.ORIGIN_LABEL in (document["metadata"].get("labels") or {})
 
 
 def _refused(problem: PlanRefused, conditions: Conditions, status: RLHFJobStatus, now: datetime) -> Reconciled:
