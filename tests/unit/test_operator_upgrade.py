@@ -168,7 +168,7 @@ def test_job_json_has_no_defaults_and_says_the_same():
             assert "lag" in document["spec"].get("ppo", {}) or "lag" not in written["spec"].get("ppo", {}), path
 
 
-LATER_PLAN_FIELDS = {"chunks", "stages", "streamedParts", "notStreamed"}
+LATER_PLAN_FIELDS = {"chunks", "streamedParts", "notStreamed"}
 
 
 def test_a_plan_has_no_later_field_that_its_job_does_not_use():
