@@ -35,7 +35,7 @@ from dovetail.planner.training_schedule import (
 )
 from dovetail.protocol.machine_profile import LinkTimes, ModelTimes, PassTimes, Profile
 from dovetail.protocol.messages import CommandResult, StageTimes
-from dovetail.protocol.plan import Layout, Plan, coordinates, rank_at
+from dovetail.protocol.plan import Layout, Plan, coordinates, rank_at, stages_at
 from dovetail.trainer.engine.executor import check_actions
 
 
@@ -150,6 +150,38 @@ def test_each_of_a_ranks_stages_has_its_own_times() -> None:
     finer = {name: layout.model_copy(update={"chunks": 4}) for name, layout in layouts.items()}
     halves = training_problem(finer, {"actor": 2, "critic": 2}, 1, times).along(1, "forward", 4)[0, :, 0]
     assert halves.tolist() == [2.5, 2.5, 3.0, 3.0, 3.5, 3.5, 4.0, 4.0]
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_halves_of_a_backward_stay_what_they_are_with_other_stages(chunks: int) -> None:
+    """The first stage computes all of its backward in the second half. Half of it, as a later stage, does not; and a
+    later stage that is joined to it does."""
+    pair = {"actor": Parallelism(pp=2), "critic": Parallelism(pp=2)}
+    layouts = shared_layouts(pair, reverse=True, chunks=chunks)
+    times = Times()
+    for model, layout in layouts.items():
+        for rank in range(2):
+            for chunk, stage in enumerate(stages_at(coordinates(rank, layout).pp, 2, chunks)):
+                halves = (0.0, 6.0) if stage == 0 else (2.0, 4.0)
+                seconds = {"F": [3.0], "B": [6.0], "I": [halves[0]], "W": [halves[1]]}
+                part = StageTimes(rank=rank, model=model, chunk=chunk, seconds=seconds, activation=[8.0])
+                times.add([part], layouts)
+    other = 3 - chunks
+    count = 2 * other
+    finer = shared_layouts(pair, reverse=True, chunks=other)["actor"]
+    whole = 6.0 * chunks / other
+    first, second = (times.array("actor", kind, finer, 1, 1) for kind in "IW")
+    assert first is not None
+    assert second is not None
+    assert (first + second)[0, :, 0] == pytest.approx([whole] * count)
+    assert first[0, :, 0] == pytest.approx([0.0] + [whole / 3] * (count - 1), abs=0.02)
+    # Of another pipeline, too.
+    apart = Layout(pp=1, dp=2, pipelines=2)
+    first, second = (times.array("actor", kind, apart, 2, 1) for kind in "IW")
+    assert first is not None
+    assert second is not None
+    assert first == pytest.approx(0.0, abs=0.05)
+    assert (first + second) == pytest.approx(12.0 * chunks)
 
 
 @settings(deadline=None)

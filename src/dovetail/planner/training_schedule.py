@@ -41,6 +41,8 @@ from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds, rank
 SPLIT_OVERHEAD = 0.1
 # The first stage's input gradient is not computed: nobody waits for it.
 NO_INPUT_GRADIENT = 1e-3
+# The part of a split backward in its first half, where not measured.
+EARLY = 0.5
 MAX_MINI_BATCHES = 6
 PINS = {
     "Auto": (*FAMILIES, *(f.name for f in CHUNKED.values() if f.shape is Shape.ZIGZAG), DEDICATED.name),
@@ -157,10 +159,15 @@ class Times:
             number = next((len(v) for key, v in self._known.items() if (key[0], key[4]) == (model, kind)), None)
             other = None if number is None else self.array(model, kind, measured, number, 1)
             if other is not None:
-                if number == count and _cut(measured)[:2] == _cut(layout)[:2]:
-                    return np.tile(_regrouped(other, stages), mini_batches)
-                each = float(other.sum(axis=1).mean()) / stages
-                return np.full((layout.pipelines, stages, count * mini_batches), each)
+                alike = number == count and _cut(measured)[:2] == _cut(layout)[:2]
+                shape = layout.pipelines, stages, count
+                half = None if kind not in "IW" else self.array(model, "W" if kind == "I" else "I", measured, number, 1)
+                if half is not None:
+                    first, second = (other, half) if kind == "I" else (half, other)
+                    found = _halves(_spread(first + second, shape, alike), _early(first, second))["IW".index(kind)]
+                else:
+                    found = _spread(other, shape, alike)
+                return np.tile(found, mini_batches)
             assumed = self._assumed(model, kind, layout, count)
             return None if assumed is None else np.tile(assumed, mini_batches)
         result = np.zeros((layout.pipelines, stages, count))
@@ -251,9 +258,7 @@ def training_problem(
         else:
             both = (3 if name in sizes.again else 2) * forward if both is None else np.maximum(both, least)
             longer = both * (1 + SPLIT_OVERHEAD)
-            share = np.full(shape, 0.5)
-            share[:, 0, :] = NO_INPUT_GRADIENT
-            halves = longer * share, longer * (1 - share)
+            halves = _halves(longer, EARLY)
         size = sizes.array(name, "bytes", layout, count, mini_batches) if sized else None
         return ModelPipelines(
             name,
@@ -376,6 +381,25 @@ def _regrouped(values: Floats, stages: int) -> Floats:
     shares = np.repeat(values, fine // number, axis=1) / (fine // number)
     found: Floats = shares.reshape(values.shape[0], stages, fine // stages, -1).sum(axis=2)
     return found
+
+
+def _spread(values: Floats, shape: tuple[int, int, int], alike: bool) -> Floats:
+    """Values (pipelines, other stages, other micro-batches) for the pipelines, stages and micro-batches of `shape`.
+    `alike`: only the number of stages differs; else the same work in equal stages and micro-batches."""
+    return _regrouped(values, shape[1]) if alike else np.full(shape, float(values.sum(axis=1).mean()) / shape[1])
+
+
+def _early(first: Floats, second: Floats) -> float:
+    """Of whole backward passes of two halves, the part in the first half, in stages after the first."""
+    whole = float((first + second)[:, 1:].sum())
+    return float(first[:, 1:].sum()) / whole if whole else EARLY
+
+
+def _halves(whole: Floats, early: float) -> tuple[Floats, Floats]:
+    """Both halves of backward passes of `whole` seconds (pipelines, stages, micro-batches)."""
+    share = np.full(whole.shape, early)
+    share[:, 0, :] = NO_INPUT_GRADIENT
+    return whole * share, whole * (1 - share)
 
 
 def rank_actions(schedule: Schedule, layouts: Mapping[str, Layout]) -> list[list[Action]]:
