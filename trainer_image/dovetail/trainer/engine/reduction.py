@@ -19,6 +19,9 @@ from dovetail.trainer.engine.engine_model import EngineModel
 from dovetail.trainer.engine.optim import local
 from dovetail.trainer.groups import PeerLost, others_of, peer_errors
 
+# Numbers of a gradient from which on it is added up in place.
+IN_PLACE = 2**20
+
 
 class Reduction:
     """Reduces the gradient of one model after its last backward pass of a mini-batch on this rank. It is summed over
@@ -100,11 +103,18 @@ class Reduction:
             yield dist.all_reduce(self._squared, group=groups.everyone, async_op=True)
 
     def _sum(self, names: list[str], group: Any) -> Iterator[Any]:
-        """Add up the gradients of parameters over the ranks of a group, in one message."""
+        """Add up the gradients of parameters over the ranks of a group: small ones in one message. That needs a copy of
+        them, of which NCCL keeps another one for some time."""
         parameters = self._held.trainable()
-        gradients = [local(grad) for name in names if (grad := parameters[name].grad) is not None]
-        flat = torch.cat([g.reshape(-1) for g in gradients]) if gradients else torch.zeros(0, device=self._device)
-        yield dist.all_reduce(flat, group=group, async_op=True)
+        found = [local(grad) for name in names if (grad := parameters[name].grad) is not None]
+        large = [gradient.numel() >= IN_PLACE and gradient.is_contiguous() for gradient in found]
+        for gradient in (gradient for gradient, alone in zip(found, large, strict=True) if alone):
+            yield dist.all_reduce(gradient, group=group, async_op=True)
+        gradients = [gradient for gradient, alone in zip(found, large, strict=True) if not alone]
+        if not found:
+            yield dist.all_reduce(torch.zeros(0, device=self._device), group=group, async_op=True)
         if gradients:
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+            yield dist.all_reduce(flat, group=group, async_op=True)
             parts = flat.split([gradient.numel() for gradient in gradients])
             copy_into(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
