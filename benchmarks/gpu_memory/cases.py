@@ -45,7 +45,7 @@ class Case:
     """Training of actor and critic (None: without one) with pp stages, dp and tp ranks, or, as `scores`, what a scorer
     holds in as many stages. `rows`: samples of `prompt` and `response` tokens in a micro-batch, of which an optimizer
     step has `micro_batches`. `schedule`: letters by rank; without: 1F1B, actor, then critic. `shared`: the critic is a
-    head on the actor."""
+    head on the actor. `critic_pp`: the critic's stages, where it has fewer than the actor on the same ranks."""
 
     name: str
     actor: Config
@@ -64,6 +64,7 @@ class Case:
     lora: int = 0
     ema: bool = False
     shared: bool = False
+    critic_pp: int = 0
     scores: tuple[Literal["reference", "reward", "critic"], ...] = field(default=())
 
     @property
@@ -160,4 +161,12 @@ SMALL = (
     Case("scorer: experts", {**QWEN3_30B_A3B, "num_hidden_layers": 2}, scores=("reference",)),
     Case("experts", {**QWEN3_30B_A3B, "num_hidden_layers": 2}, rows=2),
     Case("bounded scores", {**GEMMA2_9B, "num_hidden_layers": 4}, rows=2, response=3584),
+)
+# Actor and critic have unlike pipelines on the same ranks.
+UNLIKE = Case(
+    "7B's layers, pp 2 beside pp 1",
+    {**LLAMA_7B, "num_hidden_layers": 4},
+    {**LLAMA_7B, "num_hidden_layers": 4},
+    pp=2,
+    critic_pp=1,
 )

@@ -69,6 +69,7 @@ def scenario(case: Case) -> dict[str, Any]:
         **{name: getattr(case, name) for name in ("pp", "dp", "tp", "rows", "prompt", "response", "micro_batches")},
         "schedule": list(case.schedule) or None,
         "reverse": bool(case.schedule),
+        "critic_pp": case.critic_pp,
         "recompute": case.recompute,
         "zero3": case.zero3,
         "shared": case.shared,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from dovetail.manifest.types import LoRA
-from dovetail.planner.candidate import Candidate, Placement, Share
+from dovetail.planner.candidate import Candidate, Placement, Share, side_by_side
 from dovetail.planner.costs.gpu_memory import GPUMemoryModel
 from dovetail.planner.costs.memory import CONTEXT_BYTES
 from dovetail.planner.hardware import gpu
@@ -43,7 +44,11 @@ def predicted(case: Case) -> float:
         candidate = Candidate(Placement.SEPARATION, (), (), **held)
     else:
         schedule = "Fused" if case.schedule else "Serial"
-        candidate = Candidate(Placement.SEPARATION, (), (share,), () if critic is None else (share,), schedule=schedule)
+        pp = case.critic_pp or case.pp
+        trained, other = side_by_side(share, replace(share, pp=pp, dp=case.dp * case.pp // pp))
+        candidate = Candidate(
+            Placement.SEPARATION, (), (trained,), () if critic is None else (other,), schedule=schedule
+        )
     pool = Pool("gpus", gpu("NVIDIA-A100-SXM4-80GB"), 1, case.world, 1e9)
     cells, _ = GPUMemoryModel(work, Inventory((pool,))).of(candidate)
     return max(cell.device_bytes - CONTEXT_BYTES - _unused(cell.device) for cell in cells)

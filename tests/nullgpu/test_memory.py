@@ -12,7 +12,7 @@ from helpers.null_gpu import Run
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from gpu_memory.cases import LLAMA3_8B, SMALL, Case
+from gpu_memory.cases import LLAMA3_8B, SMALL, UNLIKE, Case
 from gpu_memory.measured import scenario
 from gpu_memory.predicted import predicted
 
@@ -28,6 +28,15 @@ def test_the_planner_knows_what_the_allocator_reserves(null_gpu: Run, case: Case
     results = null_gpu(case.name.replace(" ", "-").replace("/", "-"), asked.pop("do"), **asked).good()
     reserved = max(result["reserved"] for result in results)
     assert predicted(case) == pytest.approx(reserved, rel=0.05)
+
+
+def test_nothing_is_shared_over_pipelines_side_by_side(null_gpu: Run) -> None:
+    """Each of the two ranks holds the whole critic. NCCL keeps gradients that were added up until a thread of torch has
+    seen that it is done, which may be when the next ones are there, or before."""
+    asked = scenario(UNLIKE)
+    results = null_gpu("unlike", asked.pop("do"), **asked).good()
+    reserved = max(result["reserved"] for result in results)
+    assert 0.97 * reserved <= predicted(UNLIKE) <= 1.2 * reserved
 
 
 def test_the_sum_of_gradients_in_float32_is_there_while_micro_batches_follow(null_gpu: Run) -> None:

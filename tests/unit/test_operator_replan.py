@@ -144,6 +144,16 @@ def test_what_runs_is_not_planned_away():
     assert honoured(plan, again).prediction is None, "trainers keep their activations"
 
 
+@pytest.mark.parametrize("gathered", [(), ("critic",), ("actor", "critic")])
+def test_a_job_that_is_planned_again_keeps_its_order_of_sums(gathered):
+    """Also if one of its models has no ranks to share its weights with. Auto might find the other way faster."""
+    job, plan = started(SMALL).seen().planned
+    rows = [row.model_copy(update={"zero3": row.model in gathered}) for row in plan.batching]
+    plan = plan.model_copy(update={"batching": rows})
+    need = Need("gen", A10, 1, 1, 4, 1, False)
+    assert resized(job.spec, plan, [need], {"gen": 9}).plan.zero3 == ("Always" if gathered else "Never")
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"a": "x"}', "null", '{"a": null}'])
 def test_a_note_that_cannot_be_read_is_none(text):
     assert remembered({"metadata": {"annotations": {names.ROOM: text}}}) is None

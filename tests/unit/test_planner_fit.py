@@ -35,7 +35,7 @@ def test_a_7b_critic_on_8_v100s_is_told_what_to_do() -> None:
     large = job(dtype=Dtype.FLOAT32)
     message = problem("critic training", "v100", large, v100)
     assert message is not None
-    assert message.endswith("; set spec.plan.zero3 to Always")
+    assert message.endswith("; set spec.plan.zero3 to Auto")
     assert problem("critic training", "v100", replace(large, fsdp=3), v100) is None
     message = problem("critic training", "v100", large, v100, zero3=False)
     assert message is not None

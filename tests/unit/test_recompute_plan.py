@@ -74,7 +74,7 @@ def test_it_is_done_in_the_stages_that_do_not_fit_without() -> None:
     assert again(on_gpus(tokens=8192, micro=1)) == [(Stage.SFT, "actor")]
     assert again(on_gpus(recompute="Always")) == [(Stage.SFT, "actor"), (Stage.PPO, "actor")]
     with pytest.raises(PlanError, match=r"sft needs [\d.]+ GiB .*activations.*; set spec.plan.recompute to Auto$"):
-        make_plan(on_gpus(tokens=8192, recompute="Never"))
+        make_plan(on_gpus(tokens=8192, recompute="Never", zero3="Never"))
 
 
 def test_ppo_s_plan_says_it_with_the_memory_and_a_third_more_time() -> None:

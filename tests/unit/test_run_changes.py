@@ -174,6 +174,15 @@ def test_a_refused_change_leaves_the_store_as_it_was(tmp_path: Path) -> None:
     store.close()
 
 
+def test_groups_and_plan_may_be_adapted_to_the_nodes_but_not_the_order_of_sums(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    settled(store)
+    settled(store, plan={"recompute": "Always"})
+    with pytest.raises(ChangeError, match=r"spec\.plan\.zero3 .* in which order gradients are added up"):
+        settled(store, plan={"recompute": "Always", "zero3": "Always"})
+    store.close()
+
+
 def test_the_position_of_a_run(tmp_path: Path) -> None:
     store, stages = Store(tmp_path), list(Stage)
     assert position(stages, store).stage is Stage.SFT

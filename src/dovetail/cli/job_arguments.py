@@ -48,7 +48,7 @@ def load_job(
 
     Raises ManifestError, UsageError and PlanError."""
     from dovetail.cli.planning import configurations, hardware, local_profile
-    from dovetail.local.rundir import lag_of_run
+    from dovetail.local.rundir import lag_of_run, zero3_of_run
     from dovetail.manifest.checks.files import layer_counts
     from dovetail.manifest.checks.validation import warnings
     from dovetail.manifest.resolve import with_lag
@@ -62,9 +62,10 @@ def load_job(
     configs = configurations(job.spec, base)
     folder = run_dir or Path("runs") / job.metadata.name
     measured = local_profile(profile_path, folder)
-    lag = lag_of_run(folder) if resume else None
+    lag, zero3 = (lag_of_run(folder), zero3_of_run(folder)) if resume else (None, None)
     with located(manifest, overrides):
-        made = make_plan(job.spec, layer_counts(job.spec, base), configs, hardware(hardware_path), measured, lag)
+        layers, gpus = layer_counts(job.spec, base), hardware(hardware_path)
+        made = make_plan(job.spec, layers, configs, gpus, measured, lag, zero3)
     elsewhere = planned and not all(group.on_cpu for group in written.spec.groups)
     for warning in dict.fromkeys([*warnings(written.spec, cluster=elsewhere), *made.warnings]):
         click.echo(f"Warning: {warning}", err=True)

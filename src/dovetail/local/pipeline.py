@@ -29,7 +29,7 @@ from dovetail.coordinator.rewards.live import RewardCallable
 from dovetail.coordinator.telemetry.eventlog import EventLog
 from dovetail.local.aftermath import with_cause, write_results
 from dovetail.local.launcher import Launcher
-from dovetail.local.rundir import lag_of_run
+from dovetail.local.rundir import lag_of_run, zero3_of_run
 from dovetail.local.status_poll import StatusPoller
 from dovetail.manifest.accelerators import no_gpus, on_cpus
 from dovetail.manifest.checks.files import model_configs
@@ -73,8 +73,8 @@ class Pipeline:
         if reward_function is not None and job.spec.ppo.reward_clip == "Auto":
             job = without_clip(job)
         self.run_dir = Path(run_dir).resolve()
-        lag = lag_of_run(self.run_dir) if resume else None
-        self.plan = make_plan(job.spec, configs=model_configs(job.spec, Path()), lag=lag)
+        lag, zero3 = (lag_of_run(self.run_dir), zero3_of_run(self.run_dir)) if resume else (None, None)
+        self.plan = make_plan(job.spec, configs=model_configs(job.spec, Path()), lag=lag, zero3=zero3)
         self.job = job = job.model_copy(update={"spec": with_lag(job.spec, self.plan.lag)})
         self._reward_function = reward_function
         self._advantage_function = advantage_function

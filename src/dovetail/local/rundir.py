@@ -18,7 +18,7 @@ from dovetail.coordinator.store.identity import RESULTS, has_store, new_id, writ
 from dovetail.coordinator.store.manifest_changes import SPEC, ChangeError, check, remember
 from dovetail.coordinator.store.store import StoreError, open_records
 from dovetail.manifest.checks.changes import changes
-from dovetail.manifest.types import RLHFJob
+from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.protocol.durable import sync
 from dovetail.protocol.machine_profile import Profile
 from dovetail.protocol.plan import Plan
@@ -221,6 +221,16 @@ def lag_of_run(run_dir: Path) -> int | None:
         else:
             return None
         return int(spec.get("ppo", {}).get("lag", 0))
+    return None
+
+
+def zero3_of_run(run_dir: Path) -> bool | None:
+    """Whether PPO's models train under ZeRO-3 in the run in a folder, by its plan.json. None: there is no run with PPO,
+    or its plan cannot be read."""
+    with contextlib.suppress(RunError, KeyError, TypeError):
+        rows = _read_json(run_dir / "plan.json")["batching"]
+        found = [bool(row.get("zero3")) for row in rows if row["stage"] == Stage.PPO.value]
+        return any(found) if found else None
     return None
 
 

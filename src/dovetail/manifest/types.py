@@ -578,7 +578,7 @@ class PlanPins(Model):
         default="Auto",
         description="ZeRO-3: data-parallel ranks gather each layer's weights when a pass comes to it, and share the "
         "sum of gradients between micro-batches too. It needs less memory than gathering them once a step, and more "
-        "messages. Auto: not used, because the planner does not choose it by itself yet.",
+        "messages. Auto: on GPUs, where an iteration is faster by 5% or nothing else fits.",
     )
     sharding: Literal["Auto", "Always"] = Field(
         default="Auto",

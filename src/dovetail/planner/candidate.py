@@ -5,8 +5,9 @@ ranges overlap take turns on those GPUs. Tasks whose ranges do not overlap can r
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import pairwise
 from typing import Literal
@@ -42,7 +43,8 @@ class Share:
     over the dp ranks: 0 whole copies; 1 optimizer state, 2 gradients too, 3 weights too (for inference and generation:
     0 or 3, 3 gathering each layer when it is used). `recompute`: activation checkpointing in training.
     `offload`: what the task keeps on the GPU waits in host memory while it does not run: of training the optimizer
-    moments, of inference the weights, of generation weights and KV cache (vLLM asleep)."""
+    moments, of inference the weights, of generation weights and KV cache (vLLM asleep). `pipelines`: of training, how
+    many pipelines are side by side in a schedule that another model shares (`side_by_side`)."""
 
     pool: str
     first: int = 0
@@ -53,6 +55,18 @@ class Share:
     fsdp: Literal[0, 1, 2, 3] = 0
     recompute: bool = False
     offload: bool = False
+    pipelines: int = 1
+
+    @property
+    def shards(self) -> int:
+        """Data-parallel ranks that share what they hold. Those of other pipelines hold the same: they run their passes
+        in other orders, so they cannot gather weights together."""
+        return self.dp // self.pipelines
+
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are gathered layer by layer when they are used."""
+        return self.fsdp == 3 and self.shards > 1
 
     @property
     def gpus(self) -> int:
@@ -73,7 +87,16 @@ class Share:
         if first == self.first:
             return self
         return Share(
-            self.pool, first, self.pp, self.tp, self.dp, self.micro_batch, self.fsdp, self.recompute, self.offload
+            self.pool,
+            first,
+            self.pp,
+            self.tp,
+            self.dp,
+            self.micro_batch,
+            self.fsdp,
+            self.recompute,
+            self.offload,
+            self.pipelines,
         )
 
     def cut(self, at: int) -> tuple[Share, Share]:
@@ -88,6 +111,23 @@ class Share:
 
     def __str__(self) -> str:
         return f"{self.pool}[{self.first}:{self.first + self.gpus}] pp{self.pp} tp{self.tp} dp{self.dp}"
+
+
+def pipelines(pp: int, other: int, dp: int) -> int:
+    """How many pipelines of a model with `pp` stages and `dp` data-parallel ranks are side by side in a schedule that a
+    model with `other` stages shares on the same ranks (`dovetail.planner.training_schedule.shared_layouts`). 1 where
+    they cannot share one."""
+    found = math.lcm(pp, other) // pp
+    return found if dp % found == 0 else 1
+
+
+def side_by_side(actor: Share, critic: Share) -> tuple[Share, Share]:
+    """The shares of actor and critic with the pipelines that they have in a schedule that both share. Shares that are
+    not on the same GPUs stay as they are."""
+    if actor.pp == critic.pp or (actor.pool, actor.range, actor.tp) != (critic.pool, critic.range, critic.tp):
+        return actor, critic
+    mine, other = pipelines(actor.pp, critic.pp, actor.dp), pipelines(critic.pp, actor.pp, critic.dp)
+    return replace(actor, pipelines=mine), replace(critic, pipelines=other)
 
 
 @hashed_once

@@ -18,13 +18,13 @@ from dovetail.planner.hardware import GPU
 from dovetail.planner.lag import chosen, excluded, with_lags
 from dovetail.planner.placement import data_parallel, on_cpus, on_gpus
 from dovetail.planner.placement.activations import LimitError, activation_bytes, beyond_limit, check_limit
-from dovetail.planner.placement.configs import ConfigError, gathers_by_layer, shapes
+from dovetail.planner.placement.configs import ConfigError, pipelines_of, shapes
 from dovetail.planner.placement.layouts import divisions
 from dovetail.planner.placement.manifest import pin_errors, product_errors, product_warnings
 from dovetail.planner.placement.placed import Infeasible, Placed
 from dovetail.planner.placement.pods import pod_memory, too_small
 from dovetail.planner.placement.scorers import scorer_models
-from dovetail.planner.placement.stages_a_rank import most_chunks
+from dovetail.planner.placement.stages_a_rank import most_chunks, server_memory
 from dovetail.planner.streamed_parts import streamed, with_streaming
 from dovetail.protocol.machine_profile import Profile
 from dovetail.protocol.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
@@ -43,6 +43,7 @@ def make_plan(
     measured: Mapping[str, GPU] | None = None,
     profile: Profile | None = None,
     lag: int | None = None,
+    zero3: bool | None = None,
 ) -> Plan:
     """The plan of a manifest that `dovetail.manifest.checks.validation.check` accepts. Deterministic.
 
@@ -50,8 +51,8 @@ def make_plan(
     hardware figures that replace those of the data sheets. `profile`: of this machine, with whole iterations of these
     models. Where these tell all models and GPUs, or all models and CPUs, the plan has the fastest layout that fits.
     Otherwise it has as many data-parallel ranks as every batch of a model can be shared by, and pipeline stages for
-    the rest; `layers[model]` bounds these. `lag`: of the run that the plan is for, where `ppo.lag` is Auto; None: it
-    has not begun. Raises PlanError."""
+    the rest; `layers[model]` bounds these. `lag`: of the run that the plan is for, where `ppo.lag` is Auto; `zero3`:
+    whether PPO has ZeRO-3 in that run, where `plan.zero3` is Auto; None: it has not begun. Raises PlanError."""
     if trained_models(spec) and trainer_world(spec) == 0:
         raise PlanError("spec.groups has no group with the trainer role; add `trainer` to one group's roles")
     if errors := product_errors(spec, measured) + pin_errors(spec):
@@ -59,7 +60,7 @@ def make_plan(
 
     def planned(lag: int) -> Plan:
         decided = with_lag(spec, lag)
-        found = _planned(decided, layers or {}, configs or {}, measured, profile, excluded(spec))
+        found = _planned(decided, layers or {}, configs or {}, measured, profile, excluded(spec), zero3)
         return found.model_copy(update={"lag": decided.ppo.lag})
 
     try:
@@ -81,15 +82,16 @@ def _planned(
     measured: Mapping[str, GPU] | None,
     profile: Profile | None,
     no_lag: str | None,
+    zero3: bool | None,
 ) -> Plan:
-    """`no_lag`: why the job cannot have a lag; None: it can."""
-    placed = _placed(spec, layers, configs, measured, profile)
+    """`no_lag`: why the job cannot have a lag; None: it can. `zero3`: as for `make_plan`."""
+    placed = _placed(spec, layers, configs, measured, profile, zero3)
     layouts, layouts_ppo = placed.layouts, {**placed.layouts, **placed.apart}
     checkpointed = _checkpointed(spec, configs, layouts_ppo, placed)
     if placed.chosen is not None and checkpointed - placed.recompute:
         # What was predicted keeps more than spec.plan.activationMemory allows.
         always = spec.plan.model_copy(update={"recompute": "Always"})
-        return _planned(spec.model_copy(update={"plan": always}), layers, configs, measured, profile, no_lag)
+        return _planned(spec.model_copy(update={"plan": always}), layers, configs, measured, profile, no_lag, zero3)
     models = {model for stage, model in checkpointed if stage is Stage.PPO}
     if models and spec.plan.chunks > 1:
         raise Infeasible(
@@ -98,10 +100,11 @@ def _planned(
             "set spec.plan.intraStageFusion to Auto"
         )
     schedule = "Dedicated" if placed.apart else _schedule(spec, layouts)
-    both = {model: layouts_ppo[model] for model in ("actor", "critic") if model in layouts_ppo}
-    unsplit = models | {model for model, layout in both.items() if gathers_by_layer(spec, layout)}
+    by_layer = _gathered(spec, layouts, layouts_ppo, placed)
+    gathered = {model for stage, model in by_layer if stage is Stage.PPO}
+    unsplit = models | gathered
     chunks = most_chunks(spec, layouts, layers, shapes(spec, configs), placed, schedule, unsplit)
-    memory = pod_memory(spec, configs, layouts, schedule, models)
+    memory = pod_memory(spec, configs, layouts, schedule, models, gathered, chunks)
     parts, not_streamed = streamed(spec, layouts_ppo, configs, bool(placed.apart))
     return Plan(
         world_size=trainer_world(spec),
@@ -112,13 +115,14 @@ def _planned(
                 rule,
                 (layouts_ppo if rule.stage is Stage.PPO else layouts)[rule.model],
                 checkpointed,
+                by_layer,
                 placed,
             )
             for rule in batch_rules(spec)
         ],
         tasks=_tasks(spec),
         trainers=_trainers(spec),
-        rollouts=_rollouts(spec, placed) if Stage.PPO in spec.stages else [],
+        rollouts=_rollouts(spec, placed, chunks) if Stage.PPO in spec.stages else [],
         schedule=schedule,
         apart=dict(placed.apart),
         chunks=chunks,
@@ -128,7 +132,7 @@ def _planned(
         warnings=[
             *product_warnings(spec, measured),
             *placed.warnings,
-            *_useless_pins(spec, layouts),
+            *_useless_pins(spec, layouts, by_layer),
             *too_small(memory),
             *_further_rounds(spec),
         ],
@@ -164,11 +168,12 @@ def _placed(
     configs: Mapping[str, Mapping[str, Any]],
     measured: Mapping[str, GPU] | None,
     profile: Profile | None,
+    zero3: bool | None,
 ) -> Placed:
     if not trained_models(spec):
         return Placed({})
     return (
-        on_gpus.place(spec, configs, measured)
+        on_gpus.place(spec, configs, measured, zero3)
         or on_cpus.place(spec, configs, profile)
         or data_parallel.place(spec, configs, layers)
     )
@@ -187,6 +192,19 @@ def _checkpointed(
         return found
     sizes = activation_bytes(spec, configs, layouts, {model for stage, model in found if stage is Stage.PPO})
     return found | {(Stage.PPO, model) for model in beyond_limit(spec, sizes)}
+
+
+def _gathered(
+    spec: RLHFJobSpec, layouts: Mapping[str, Parallelism], layouts_ppo: Mapping[str, Parallelism], placed: Placed
+) -> frozenset[tuple[Stage, str]]:
+    """Stages and models under ZeRO-3: as pinned, else where the placement found it faster, or that nothing else fits.
+    There must be data-parallel ranks to share the weights."""
+    found = set()
+    for rule in batch_rules(spec):
+        mine = layouts_ppo if rule.stage is Stage.PPO else layouts
+        if mine[rule.model].dp > pipelines_of(spec, rule.stage, mine, rule.model):
+            found.add((rule.stage, rule.model))
+    return frozenset(found if spec.plan.zero3 == "Always" else found & placed.by_layer)
 
 
 def _activations(
@@ -210,6 +228,7 @@ def _batching(
     rule: BatchRule,
     layout: Parallelism,
     checkpointed: Collection[tuple[Stage, str]],
+    by_layer: Collection[tuple[Stage, str]],
     placed: Placed,
 ) -> Batching:
     rows, tokens = rule.batch // layout.dp, rule.tokens
@@ -227,7 +246,7 @@ def _batching(
         micro_batch_tokens=tokens,
         micro_batches=count,
         recompute=(rule.stage, rule.model) in checkpointed,
-        zero3=gathers_by_layer(spec, layout),
+        zero3=(rule.stage, rule.model) in by_layer,
     )
 
 
@@ -240,7 +259,7 @@ def _trainers(spec: RLHFJobSpec) -> list[TrainerRank]:
     return [TrainerRank(name=trainer_name(rank), rank=rank, group=owner) for rank, owner in enumerate(owners)]
 
 
-def _rollouts(spec: RLHFJobSpec, placed: Placed) -> list[Rollout]:
+def _rollouts(spec: RLHFJobSpec, placed: Placed, chunks: int) -> list[Rollout]:
     """Servers with the models that their scorers hold; and what was predicted for their groups: stages of the servers,
     stages of what their scorers split, and memory. A predicted pool of several trainer groups is named after all."""
     places = [(group.name, index) for group in _groups(spec, Role.ROLLOUT) for index in range(pod_count(group))]
@@ -253,7 +272,7 @@ def _rollouts(spec: RLHFJobSpec, placed: Placed) -> list[Rollout]:
     prediction = placed.prediction
     if prediction is None:
         return found
-    memory = _server_memory(placed)
+    memory = _server_memory(placed, chunks)
     stages = {(group, task.task): task.pp for task in prediction.tasks for group in task.group.split("+")}
     return [
         r.model_copy(
@@ -267,16 +286,16 @@ def _rollouts(spec: RLHFJobSpec, placed: Placed) -> list[Rollout]:
     ]
 
 
-def _server_memory(placed: Placed) -> dict[str, float]:
+def _server_memory(placed: Placed, chunks: int) -> dict[str, float]:
     """By group, the part of a GPU's memory for its servers, where they leave some to others: to trainers that keep
-    their state there, and to scorers that stay beside a server that is awake."""
+    their state there, and to scorers that stay beside a server that is awake. `chunks`: as `Plan.chunks`."""
     if placed.chosen is None:
         return {}
-    candidate, costs = placed.chosen.candidate, placed.chosen.costs
+    candidate = placed.chosen.candidate
     training = {share.pool for share in (*candidate.actor_training, *candidate.critic_training)}
     scored = [share for task in INFERENCE for share in candidate.shares(task)]
     found: dict[str, float] = {}
-    for share, part in costs.memory.server_memory(candidate).items():
+    for share, part in server_memory(placed.chosen, chunks).items():
         beside = not share.offload and any(share.overlaps(other) for other in scored)
         if share.pool in training or beside:
             found |= dict.fromkeys(share.pool.split("+"), math.floor(100 * part) / 100)
@@ -329,8 +348,10 @@ def _schedule(
     return pin if pin != "Dedicated" and _pipelined(spec, parallelism) else "Serial"
 
 
-def _useless_pins(spec: RLHFJobSpec, layouts: Mapping[str, Parallelism]) -> list[str]:
-    """A sentence for each pin that has no effect."""
+def _useless_pins(
+    spec: RLHFJobSpec, layouts: Mapping[str, Parallelism], by_layer: Collection[tuple[Stage, str]]
+) -> list[str]:
+    """A sentence for each pin that has no effect. `by_layer`: stages and models under ZeRO-3."""
     pin = spec.plan.intra_stage_fusion
     if "critic" not in layouts:
         why = "no critic is trained" if pin in ("Fused", "TimeSharing", "VShaped", "Dedicated") else ""
@@ -338,6 +359,6 @@ def _useless_pins(spec: RLHFJobSpec, layouts: Mapping[str, Parallelism]) -> list
         useless = pin in ("Fused", "TimeSharing", "VShaped") and not _pipelined(spec, layouts)
         why = "neither actor nor critic has pipeline stages" if useless else ""
     found = [f"spec.plan.intraStageFusion is {pin}, which has no effect: {why}"] if why else []
-    if spec.plan.zero3 == "Always" and layouts and all(layout.dp == 1 for layout in layouts.values()):
+    if spec.plan.zero3 == "Always" and layouts and not by_layer:
         found.append("spec.plan.zero3 is Always, which has no effect: no trained model has data-parallel ranks")
     return found

@@ -16,6 +16,7 @@ from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
 from dovetail.models import build, predictions
 from dovetail.models.predictions import Predictions, Vocabulary, predict
+from dovetail.planner.training_schedule import shared_layouts
 from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES, SCORER_TOKENS
 from dovetail.protocol.messages import Load, ModelRef, Step
 from dovetail.protocol.plan import Layout
@@ -87,6 +88,7 @@ def train(
     mini_batches: int = 2,
     schedule: list[str] | None = None,
     reverse: bool = False,
+    critic_pp: int = 0,
     recompute: bool = False,
     zero3: bool = False,
     shared: bool = False,
@@ -95,7 +97,8 @@ def train(
 ) -> dict[str, Any]:
     """Peak memory of two PPO iterations on samples of full length: `mini_batches` optimizer steps of `micro_batches`
     of `rows` samples on each data-parallel rank. `models`: Hugging Face configurations by model. `shared`: the critic
-    is a head on the actor. `schedule`: letters by rank, without it 1F1B, actor, then critic.
+    is a head on the actor. `schedule`: letters by rank, without it 1F1B, actor, then critic. `critic_pp`: the critic's
+    stages, if they are fewer than the actor's on the same ranks.
 
     Returns bytes: `loaded` before the first pass, `allocated` and `reserved` at the peaks, `pinned` of the host."""
     os.environ |= {"NULLGPU_MEMORY": "640", "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
@@ -103,6 +106,9 @@ def train(
     layouts: dict[str, Parallelism] = {
         name: Layout(pp=pp, dp=dp, tp=tp, reverse=reverse and name == "critic") for name in models
     }
+    if critic_pp:
+        critic = Parallelism(pp=critic_pp, dp=dp * pp // critic_pp, tp=tp)
+        layouts = dict(shared_layouts({**layouts, "critic": critic}, reverse))
     groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, layouts, DEADLINE)
     samples = rows * micro_batches * dp * mini_batches
     given = {"groups": [{"name": "t", "roles": ["trainer", "rollout"], "gpu": {"product": "A100-SXM4-80GB"}}], **spec}
@@ -134,7 +140,8 @@ def train(
     loaded = torch.cuda.memory_allocated()
     arrays = _samples(samples, prompt, response)
     context = Context(job, groups, engine, lambda _: arrays, timeline, load_loss(job.ppo), None)
-    words = schedule or encode(serial_1f1b(layouts, dict.fromkeys(models, micro_batches), list(models)))
+    each = {name: micro_batches * dp // layout.dp for name, layout in layouts.items()}
+    words = schedule or encode(serial_1f1b(layouts, each, list(models)))
     actions = StoredSchedule("", 1, words).actions()
     for number in (1, 2):
         run = prepare_step(context, Step(id=str(number), stage="ppo", step=number, batch="b", actions=actions))

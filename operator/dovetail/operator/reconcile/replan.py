@@ -114,7 +114,7 @@ def counted(need: Need, there: Counts | None) -> int:
 
 def resized(spec: RLHFJobSpec, plan: Plan, wanted: Sequence[Need], there: Counts) -> RLHFJobSpec | None:
     """The spec of the PPO stage to plan again, with as many rollouts as fit. It is pinned to what the processes started
-    with: layouts, placement and, where all models have the same, activation checkpointing and ZeRO-3. None if the plan
+    with: layouts, placement, ZeRO-3 and, where all models have the same, activation checkpointing. None if the plan
     already has as many rollouts."""
     sizes = {need.group: counted(need, there) for need in wanted}
     actor = plan.parallelism.get("actor")
@@ -128,9 +128,8 @@ def resized(spec: RLHFJobSpec, plan: Plan, wanted: Sequence[Need], there: Counts
     again = {row.recompute for row in plan.batching if row.stage is Stage.PPO}
     if len(again) == 1:
         pins["recompute"] = "Always" if True in again else "Never"
-    gathered = {row.zero3 for row in plan.batching if row.stage is Stage.PPO}
-    if len(gathered) == 1:
-        pins["zero3"] = "Always" if True in gathered else "Never"
+    # With Always, too, a model without data-parallel ranks to share its weights goes without.
+    pins["zero3"] = "Always" if plan.gathered_by_layer(Stage.PPO) else "Never"
     groups = [g.model_copy(update={"replicas": sizes.get(g.name, g.replicas)}) for g in spec.groups]
     pinned = spec.plan.model_copy(update=pins)
     # The others' layouts, too, would have to share the pins.

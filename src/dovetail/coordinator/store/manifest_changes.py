@@ -13,8 +13,10 @@ from dovetail.manifest.types import Optimizer, RLHFJobSpec, Stage
 from dovetail.protocol.messages import Step
 
 SPEC, CHANGES = "run/spec", "run/changes"
-# The operator adapts groups and plan to the nodes. Results do not depend on them.
+# The operator adapts groups and plan to the nodes. Results do not depend on them, except on ZeRO-3, which adds up
+# gradients in another order.
 FITTED = ("spec.groups", "spec.plan")
+NOT_FITTED = "spec.plan.zero3"
 
 
 class ChangeError(Exception):
@@ -49,10 +51,11 @@ def position(stages: list[Stage], records: RunFacts) -> RunPosition:
 
 def check(spec: RLHFJobSpec, records: RunFacts, *, fitted: bool = False) -> None:
     """Check that the run with these `records` can go on as `spec` says. Raises ChangeError if it cannot. `fitted`:
-    groups and plan may differ."""
+    groups and plan may differ, but not ZeRO-3."""
     found = _found(spec, records)
     for change in found:
-        if not change.allowed and not (fitted and change.field.startswith(FITTED)):
+        adapted = change.field.startswith(FITTED) and change.field != NOT_FITTED
+        if not change.allowed and not (fitted and adapted):
             raise ChangeError(change.sentence)
     done = int((records.get("ppo/progress") or {"step": 0})["step"])
     # A loop of one's own (the Python API) may do more than the manifest says.

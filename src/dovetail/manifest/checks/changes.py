@@ -60,6 +60,7 @@ REASONS = {
     "data": "the records of each step were drawn from this data",
     "groups": "the stored steps were cut for these processes",
     "plan": "the stored steps were cut for this plan",
+    "plan.zero3": "it says in which order gradients are added up",
     "sft": "the stage's steps and batches are counted in it",
     "reward": "the stage's steps and batches are counted in it",
     "dpo": "the stage's steps and batches are counted in it",

@@ -21,6 +21,7 @@ from dovetail.planner.costs.passes import (
     LINK,
     MEMORY,
     all_gather,
+    all_reduce,
     pass_seconds,
     servers,
     shared_prompt,
@@ -217,7 +218,7 @@ class GPUCosts:
 
         A backward pass takes twice a forward pass, with activation checkpointing three times. The micro-batches of the
         rank with most tokens count. Each but the first adds its gradients to those before. Weights are gathered and
-        gradients reduced once a step, under ZeRO-3 in each pass."""
+        gradients reduced once a step, under ZeRO-3 in each pass; over pipelines side by side once."""
         work, pool = self.work, self.inventory[share.pool].training
         shape, head = work.needed(task)
         lora = work.actor_lora if task == "actor_training" else work.critic_lora
@@ -226,13 +227,13 @@ class GPUCosts:
         samples = work.samples_together(share.dp, share.micro_batch)
         stage, gather, hop = pass_seconds(shape, head, share, pool, tokens * samples / share.micro_batch, tokens / 2)
         stage *= self.straggling(share.dp)
-        pp, dp, tp = share.pp, share.dp, share.tp
+        pp, dp, tp = share.pp, share.shards, share.tp
         size, ring = shape.parameters(head) / (pp * tp), pool.ring(dp, tp)
         reduced = all_gather(self.gradient_bytes * trained * size, dp, ring)
-        count = work.micro_batches(dp, share.micro_batch)
+        count = work.micro_batches(share.dp, share.micro_batch)
         backwards, fixed = (3 if share.recompute else 2) * stage, 0.0
         gathered = all_gather(ITEMSIZE[pool.gpu.dtype] * size, dp, ring)
-        if share.fsdp == 3:
+        if share.gathers:
             backwards = max(backwards, gather + reduced)
             fixed = 0.0 if self.hides_gathering else gathered + reduced
         elif dp > 1:
@@ -240,6 +241,8 @@ class GPUCosts:
         # Under ZeRO-3, too: there each is written in float32 to be reduced, and a part of it is added up.
         fixed += (count - 1) * self.added_gradients(trained * size, pool.gpu)
         fixed += self.optimizer(trained * size / (dp if share.fsdp else 1), share)
+        across = pool.ring(share.pipelines, dp * pp * tp)
+        fixed += all_reduce(self.gradient_bytes * trained * size / dp, share.pipelines, across)
         # Of ranks with equal work the one with the longest sample of all ends last.
         longest = expected_longest(work.response, self.longest_of(share.dp)) + work.prompt.mean
         # Micro-batches that are cut by tokens are as long as each other, but for one with the longest sample alone.
@@ -344,8 +347,8 @@ def transfer_seconds(shape: ModelShape, head: Head, source: Share, target: Share
 
 def _held(source: Share, target: Share) -> float:
     """The fraction of what a receiver needs that the trainer on the same GPU holds already."""
-    if source.fsdp == 3 and source.dp > 1:
-        return 1 / source.dp if (source.pp, source.tp) == (target.pp, target.tp) else 0.0
+    if source.gathers:
+        return 1 / source.shards if (source.pp, source.tp) == (target.pp, target.tp) else 0.0
     if (source.pp, source.tp, source.first) == (target.pp, target.tp, target.first):
         return 1.0
     return target.pp * target.tp / (source.pp * max(source.tp, target.tp)) if target.pp * target.tp < source.pp else 0.0

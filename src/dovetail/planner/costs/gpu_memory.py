@@ -185,8 +185,9 @@ class GPUMemoryModel:
         if actor is None or critic is None or actor.range != critic.range or not 1 < actor.pp == critic.pp:
             return [(task, share, self.load(task, share, candidate)) for task, share in on]
         last = actor.pp - 1
-        # The critic runs against the actor in the schedules that fuse them.
-        pairs = [(0, last), (last, 0)] if candidate.schedule in ("Fused", "VShaped") else [(0, 0), (last, last)]
+        # The critic runs against the actor in the schedules that fuse them, and in some of those in a V.
+        against, along = [(0, last), (last, 0)], [(0, 0), (last, last)]
+        pairs = {"Fused": against, "VShaped": against + along}.get(candidate.schedule, along)
         found = []
         for pair in pairs:
             stages: dict[Task, int] = dict(zip(TRAINING, pair, strict=True))
@@ -304,16 +305,17 @@ class GPUMemoryModel:
             recompute=share.recompute,
             offload=share.offload,
             ema="device" if self.work.ema and task == "actor_training" else None,
-            fsdp=share.fsdp,
+            fsdp=2 if share.fsdp == 3 and not share.gathers else share.fsdp,
             kept=self.work.kept_versions,
             outputs=outputs,
             chunks=chunks,
+            pipelines=share.pipelines,
         )
 
     def stage_load(self, job: Training, stage: int) -> TaskMemory:
         found = training_memory(job, stage)
         parts = {k: v for k, v in found.device.items() if k not in ("fragments", "CUDA context")}
-        dp = job.layout.dp if job.fsdp > 1 else 1
+        dp = job.shards if job.fsdp > 1 else 1
         stays = {name: size for name, size in parts.items() if name in _STAYS}
         works = {name: size for name, size in parts.items() if name not in _STAYS}
         works["fragments"] = FRAGMENTS * sum(works.values())

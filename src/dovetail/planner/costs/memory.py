@@ -113,7 +113,7 @@ class Training:
     the averaged weights are, if there are any. `kept`: versions of the weights that a rank keeps in host memory to send
     them (`ppo.lag`).
     `fsdp`: the ZeRO stage over the dp ranks: 0 shards nothing, 1 masters and moments, 2 gradients too (ours), 3 weights
-    too."""
+    too. `pipelines`: of the layout, side by side; ranks of different ones share nothing (`Share.shards`)."""
 
     shape: ModelShape
     head: Head
@@ -131,6 +131,12 @@ class Training:
     outputs: int | None = None
     kept: int = 0
     chunks: int = 1
+    pipelines: int = 1
+
+    @property
+    def shards(self) -> int:
+        """Data-parallel ranks that share what they hold."""
+        return self.layout.dp // self.pipelines
 
     def ends(self, stage: int) -> bool:
         """Whether the head is on this stage."""
@@ -199,11 +205,11 @@ def training_memory(job: Training, stage: int) -> Memory:
     the compute dtype, from the first forward to the last backward pass of a mini-batch; under ZeRO-3 it has two blocks
     at a time. Gradients: whole in float32 while more micro-batches follow (not under ZeRO-3), then a dp-th; one rank
     has them once. Moments: two float32 numbers for each trained weight, a dp-th on each rank. Kept versions: as the
-    masters. On a GPU the parts are what torch's allocator reserves: it has memory for each stream. Raises LayoutError
-    for more stages than layers."""
+    masters. Ranks of pipelines side by side share nothing, so dp is `job.shards` here. On a GPU the parts are what
+    torch's allocator reserves: it has memory for each stream. Raises LayoutError for more stages than layers."""
     total, trained = trained_parameters(job, stage)
     b, layers = ITEMSIZE[job.dtype], max(1, _layers(job, stage))
-    dp = job.layout.dp if job.fsdp else 1
+    dp = job.shards if job.fsdp else 1
     own = 4 * trained / (dp if job.fsdp > 1 else 1)
     device = {"weights": 4 * total / dp, "gradients": own}
     host: dict[str, float] = {}
@@ -242,6 +248,9 @@ def training_memory(job: Training, stage: int) -> Memory:
     if job.kept:
         (host if job.gpu else device)["kept versions"] = job.kept * 4 * total / dp
     device |= activations
+    if job.pipelines > 1 and job.gpu:
+        # NCCL may keep gradients that were added up while the next ones come.
+        device["sum over pipelines"] = own
     if job.offload and job.gpu:
         # For the step, a part of the moments is loaded at a time, after the memory of the passes is freed.
         stepping = device["weights"] + own + device.get("moving average", 0.0) + 8 * min(trained / dp, OFFLOAD_NUMBERS)
@@ -254,15 +263,16 @@ def _on_gpu(job: Training, parts: Mapping[str, float]) -> dict[str, float]:
     return {
         **parts,
         "fragments": FRAGMENTS * sum(parts.values()),
-        "NCCL buffers": communication_bytes(job.layout, job.chunks),
+        "NCCL buffers": communication_bytes(job.layout, job.chunks, job.pipelines),
         "CUDA context": CONTEXT_BYTES,
     }
 
 
-def communication_bytes(layout: Parallelism, chunks: int = 1) -> float:
-    """NCCL's buffers of a rank of one model: its communicators over all ranks, dp and tp, and four with the neighbours
-    of each of its stages."""
+def communication_bytes(layout: Parallelism, chunks: int = 1, pipelines: int = 1) -> float:
+    """NCCL's buffers of a rank of one model: its communicators over all ranks, dp (within a pipeline, over those that
+    are side by side, and over both) and tp, and four with the neighbours of each of its stages."""
     collectives = (layout.pp * layout.dp * layout.tp > 1) + (layout.dp > 1) + (layout.tp > 1)
+    collectives += 2 * (1 < pipelines < layout.dp)
     return collectives * COLLECTIVE_BYTES + (layout.pp > 1) * 4 * chunks * EDGE_BYTES
 
 
@@ -330,7 +340,7 @@ def remedies(job: Training, zero3: bool = True) -> Iterator[tuple[str, Training]
     if job.gpu and not job.recompute:
         yield "set spec.plan.recompute to Auto", replace(job, recompute=True)
     if zero3 and job.gpu and job.fsdp == 2 and job.layout.dp > 1:
-        yield "set spec.plan.zero3 to Always", replace(job, fsdp=3)
+        yield "set spec.plan.zero3 to Auto", replace(job, fsdp=3)
     if job.gpu and not job.offload:
         yield "set the optimizer's offload to true", replace(job, offload=True)
     more = range(job.layout.pp + 1, job.shape.layers // job.chunks + 1)

@@ -82,11 +82,11 @@ def decode_step(shape: ModelShape, batch: int, context: float, gpu: GPU, tp: int
 
 def gathering(shape: ModelShape, head: Head, pool: Pool, share: Share) -> float:
     """Seconds in which a ZeRO-3 share gathers all weights of a stage, layer by layer. 0 for other shares."""
-    if share.fsdp != 3 or share.dp == 1:
+    if not share.gathers:
         return 0.0
     size = shape.parameters(head) * ITEMSIZE[pool.gpu.dtype] / (share.pp * share.tp)
     layers = max(1, shape.layers // share.pp)
-    return all_gather(size, share.dp, pool.ring(share.dp, share.tp)) + (layers - 1) * COLLECTIVE_SECONDS
+    return all_gather(size, share.shards, pool.ring(share.shards, share.tp)) + (layers - 1) * COLLECTIVE_SECONDS
 
 
 @lru_cache(maxsize=8192)

@@ -11,6 +11,7 @@ from dovetail.manifest.checks.batching import BatchRule, longest_sample
 from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.types import Dtype, ModelSource, Parallelism, RLHFJobSpec, Stage
+from dovetail.planner import candidate
 from dovetail.planner.costs.memory import Training
 from dovetail.planner.shape import Head, ModelShape, ShapeError
 
@@ -89,9 +90,16 @@ def training_head(spec: RLHFJobSpec, model: str) -> Head:
     return "lm+value" if shares_body(spec) else "lm"
 
 
-def gathers_by_layer(spec: RLHFJobSpec, layout: Parallelism) -> bool:
-    """Whether a model that is laid out so trains under ZeRO-3: there must be data-parallel ranks to share with."""
-    return spec.plan.zero3 == "Always" and layout.dp > 1
+def pipelines_of(spec: RLHFJobSpec, stage: Stage, layouts: Mapping[str, Parallelism], model: str) -> int:
+    """How many pipelines of a model are side by side in a stage of the job. More than 1 only in PPO, if actor and
+    critic have unlike numbers of stages on the same ranks. `layouts`: of the stage's models."""
+    other = layouts.get({"actor": "critic", "critic": "actor"}.get(model, ""))
+    if stage is not Stage.PPO or other is None or spec.ppo.micro_batch_tokens is not None:
+        return 1
+    mine = layouts[model]
+    if getattr(mine, "first", 0) or getattr(other, "first", 0):
+        return 1  # each has ranks of its own
+    return candidate.pipelines(mine.pp, other.pp, mine.dp)
 
 
 def training_job(
@@ -104,10 +112,14 @@ def training_job(
     gpu: bool = True,
     stage: int = 0,
     recompute: bool = False,
+    by_layer: bool = False,
+    pipelines: int = 1,
+    chunks: int | None = None,
 ) -> Training:
     """The training of `rule`'s model in `rule`'s stage of the job, as pipeline stage `stage` runs it under 1F1B.
 
-    `dtype`: where the manifest says Auto. `gpu`: whether trainers have GPUs."""
+    `dtype`: where the manifest says Auto. `gpu`: whether trainers have GPUs. `by_layer`: by ZeRO-3. `pipelines`: as
+    `pipelines_of` says. `chunks`: stages of PPO's models on a rank, by default what the manifest asks for."""
     given = getattr(spec.models, rule.model)
     ppo = rule.stage is Stage.PPO
     tokens, outputs = (
@@ -118,7 +130,7 @@ def training_job(
     if rule.tokens is not None:
         tokens = outputs = min(rule.tokens, count * tokens)
         count = math.ceil(count * rows(rule) * sequence_tokens(spec, rule.stage) / tokens)
-    chunks = spec.plan.chunks if ppo and layout.pp > 1 else 1
+    chunks = (chunks or spec.plan.chunks) if ppo and layout.pp > 1 else 1
     averaged = ppo and rule.model == "actor" and spec.ppo.ema is not None
     return Training(
         shape,
@@ -133,10 +145,11 @@ def training_job(
         offload=_offload(spec, rule),
         ema="device" if averaged else None,
         gpu=gpu,
-        fsdp=3 if gathers_by_layer(spec, layout) else 2,
+        fsdp=3 if by_layer and layout.dp > pipelines else 2,
         kept=spec.ppo.kept_versions if ppo else 0,
         outputs=outputs if ppo else None,
         chunks=chunks,
+        pipelines=pipelines,
     )
 
 

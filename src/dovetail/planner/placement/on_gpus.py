@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from dovetail.planner.costs.memory import Training, problem, worst
 from dovetail.planner.costs.steps import StepTimes
 from dovetail.planner.hardware import GPU
 from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.placement.by_layer import may_gain, reached, taken
 from dovetail.planner.placement.configs import rows, sequence_tokens, shapes, training_job
 from dovetail.planner.placement.layouts import trainable_layouts
 from dovetail.planner.placement.manifest import (
@@ -46,30 +48,76 @@ DRAWS = 4
 @dataclass(frozen=True)
 class Fitting:
     """A layout of a trained model that fits in each stage that trains it. `recompute`: stages where it fits only
-    with activation checkpointing."""
+    with activation checkpointing; `by_layer`: where only with ZeRO-3, or where this is asked for."""
 
     layout: Parallelism
     recompute: frozenset[Stage] = frozenset()
+    by_layer: frozenset[Stage] = frozenset()
 
 
 def place(
-    spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], measured: Mapping[str, GPU] | None = None
+    spec: RLHFJobSpec,
+    configs: Mapping[str, Mapping[str, Any]],
+    measured: Mapping[str, GPU] | None = None,
+    zero3: bool | None = None,
 ) -> Placed | None:
     """The fastest placement that fits, by the cost model of GPUs. None where the job's GPUs or models are not known,
-    or where its groups have CPUs. Raises Infeasible, ConfigError, UnknownProduct."""
+    or where its groups have CPUs. `zero3`: whether PPO has ZeRO-3, where the manifest leaves it open; None: the planner
+    chooses. Raises Infeasible, ConfigError, UnknownProduct."""
     known = shapes(spec, configs)
     inventory = groups_inventory(spec, measured)
     if known is None or inventory is None:
         return None
-    trainers = inventory.pools[0]
-    layouts = {model: supervised(spec, model, known[model], trainers) for model in trained_models(spec)}
+    job = _Job(spec, known, inventory)
+    if spec.plan.zero3 != "Auto" or spec.plan.chunks > 1:
+        return _place(job, spec.plan.zero3 == "Always")
+    if zero3 is not None:
+        return _place(job, zero3)
+    plain, refused = None, None
+    try:
+        plain = _place(job, False)
+        if plain is None or plain.chosen is None or not may_gain(plain.chosen):
+            return plain
+    except Infeasible as error:
+        refused = error
+    try:
+        found = _place(job, True, None if plain is None else reached(spec, known, plain))
+    except Infeasible as error:
+        if refused is not None:
+            raise refused from error
+        found = None
+    return plain if found is None else taken(plain, "" if refused is None else str(refused), found)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A manifest, its models and its GPUs."""
+
+    spec: RLHFJobSpec
+    known: Mapping[str, ModelShape]
+    inventory: Inventory
+
+    @cached_property
+    def costs(self) -> GPUCosts:
+        """Of PPO."""
+        return GPUCosts(workload(self.spec, self.known), self.inventory, self.spec.generation.max_concurrent)
+
+
+def _place(job: _Job, by_layer: bool, than: float | None = None) -> Placed | None:
+    """`by_layer`: PPO's models train under ZeRO-3, those of other stages where they do not fit otherwise. `than`: the
+    result is None unless iterations gain enough over so many seconds."""
+    spec, known, trainers = job.spec, job.known, job.inventory.pools[0]
+    layouts = {model: supervised(spec, model, known[model], trainers, by_layer) for model in trained_models(spec)}
     if not all(layouts.values()):
         return None
     chosen = {model: fitting[0].layout for model, fitting in layouts.items()}
     if Stage.PPO not in spec.stages:
-        again = _recomputed(chosen, layouts)
-        return Placed(chosen, recompute=again, stages=_stages(spec, known, trainers, chosen, again))
-    found = _iteration(spec, known, inventory, layouts)
+        again, gathering = _recomputed(chosen, layouts), _by_layer(chosen, layouts)
+        stages = _stages(spec, known, trainers, chosen, again, gathering)
+        return Placed(chosen, recompute=again, by_layer=gathering, stages=stages)
+    found = _iteration(job, layouts, by_layer, than)
+    if found is None:
+        return None
     shares = _trained(found.candidate)
     if found.candidate.schedule != "Dedicated":
         chosen |= {m: Parallelism(pp=share.pp, tp=share.tp, dp=share.dp) for m, (share, *_) in shares.items()}
@@ -81,15 +129,17 @@ def place(
     if "reward" in chosen and chosen.get("critic") in [fitting.layout for fitting in layouts["reward"]]:
         chosen["reward"] = chosen["critic"]
     before = frozenset(each for each in _recomputed(chosen, layouts) if each[0] is not Stage.PPO)
+    gathering = frozenset(each for each in _by_layer(chosen, layouts) if each[0] is not Stage.PPO)
     return Placed(
         chosen,
         found.prediction,
         recompute=before | {(Stage.PPO, m) for m, s in shares.items() if s[0].recompute},
+        by_layer=gathering | {(Stage.PPO, m) for m, s in shares.items() if s[0].gathers},
         apart=_apart(shares) if found.candidate.schedule == "Dedicated" else {},
         chosen=found,
         lanes=lambda: _lanes(found, spec.seed),
         hidden=lambda parts: _hidden(found, spec.seed, parts),
-        stages=_stages(spec, known, trainers, chosen, before),
+        stages=_stages(spec, known, trainers, chosen, before, gathering),
     )
 
 
@@ -99,14 +149,22 @@ def _stages(
     pool: Pool,
     chosen: Mapping[str, Parallelism],
     recomputed: frozenset[tuple[Stage, str]],
+    gathered: frozenset[tuple[Stage, str]],
 ) -> tuple[PredictedStage, ...]:
     """How long the stages before PPO, and DPO, take with the longest sequences that they may have."""
     found = []
     for rule in batch_rules(spec):
         if rule.stage is Stage.PPO:
             continue
-        job = training_job(spec, rule, known[rule.model], chosen[rule.model], pool.gpu.training.dtype)
-        job = replace(job, recompute=(rule.stage, rule.model) in recomputed)
+        job = training_job(
+            spec,
+            rule,
+            known[rule.model],
+            chosen[rule.model],
+            pool.gpu.training.dtype,
+            recompute=(rule.stage, rule.model) in recomputed,
+            by_layer=(rule.stage, rule.model) in gathered,
+        )
         costs, task, share = _alone(rule, job, pool, sequence_tokens(spec, rule.stage))
         seconds = _seconds(costs.step(task, share))
         if rule.stage is Stage.DPO:
@@ -195,17 +253,23 @@ def _recomputed(
     return frozenset((stage, model) for model, fit in fits for stage in fit.recompute)
 
 
+def _by_layer(
+    chosen: Mapping[str, Parallelism], layouts: Mapping[str, Sequence[Fitting]]
+) -> frozenset[tuple[Stage, str]]:
+    fits = ((model, fit) for model, fitting in layouts.items() for fit in fitting if fit.layout == chosen[model])
+    return frozenset((stage, model) for model, fit in fits for stage in fit.by_layer)
+
+
 def _iteration(
-    spec: RLHFJobSpec,
-    known: Mapping[str, ModelShape],
-    inventory: Inventory,
-    layouts: Mapping[str, Sequence[Fitting]],
-) -> Chosen:
-    work, limits = workload(spec, known), groups_limits(spec, inventory, known)
+    job: _Job, layouts: Mapping[str, Sequence[Fitting]], by_layer: bool, than: float | None
+) -> Chosen | None:
+    spec, known, inventory, costs, work = job.spec, job.known, job.inventory, job.costs, job.costs.work
+    limits = replace(groups_limits(spec, inventory, known), fsdp=(3,) if by_layer else (2,))
     tasks: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
     fitting = {tasks[m]: tuple(each.layout for each in fit) for m, fit in layouts.items() if m in tasks}
+    if than is not None and False in limits.apart:
+        limits = replace(limits, apart=(False,))  # parts would only be slower: what needs them lacks memory
     limits = with_parts(spec, replace(limits, layouts=fitting), inventory, known)
-    costs = GPUCosts(work, inventory, spec.generation.max_concurrent)
     result, limits = search_fewest_stages(
         limits,
         max(limits.servers[pool] for pool in limits.rollouts or ()),
@@ -215,6 +279,8 @@ def _iteration(
         # The reason is that of the simplest placement.
         why = min(result.rejected, key=lambda r: len(r.candidate.note)).problem if result.rejected else None
         raise Infeasible(_reason(spec, why, limits, costs))
+    if than is not None and not worth(result.best.seconds, than, work.steps):
+        return None
     if result.best.candidate.schedule == "Dedicated" and False in limits.apart:
         limits = replace(limits, apart=(False,))
         result = _worth(result, Search(limits, costs, Effort(EFFORT)).run(), work)
@@ -227,6 +293,8 @@ def _iteration(
     )
     result = _worth(result, Search(plain, costs, Effort(EFFORT)).run(), work)
     assert result.best is not None
+    if than is not None and not worth(result.best.seconds, than, work.steps):
+        return None
     return Chosen(result.best.candidate, costs, prediction(result, costs))
 
 
@@ -269,8 +337,8 @@ def _remedies(spec: RLHFJobSpec, work: Workload, limits: Limits) -> Iterator[tup
     fields += ["spec.ppo.criticOptimizer.offload"] if work.critic is not None else []
     if True not in limits.recompute:
         yield "set spec.plan.recompute to Auto", replace(limits, recompute=(False, True))
-    if 3 not in limits.fsdp and "VShaped" not in limits.schedules:
-        yield "set spec.plan.zero3 to Always", replace(limits, fsdp=(3,))
+    if spec.plan.zero3 == "Never" and "VShaped" not in limits.schedules:
+        yield "set spec.plan.zero3 to Auto", replace(limits, fsdp=(3,))
     offload = f"set {' and '.join(fields)} to true"
     offloaded = replace(limits, offload=dict.fromkeys(TRAINING, (True,)))
     yield offload, offloaded
@@ -279,39 +347,45 @@ def _remedies(spec: RLHFJobSpec, work: Workload, limits: Limits) -> Iterator[tup
         yield f"{offload} and spec.ppo.microBatchSize to 1", replace(offloaded, micro_batch=1)
 
 
-def supervised(spec: RLHFJobSpec, model: str, shape: ModelShape, pool: Pool) -> list[Fitting]:
+def supervised(spec: RLHFJobSpec, model: str, shape: ModelShape, pool: Pool, by_layer: bool = False) -> list[Fitting]:
     """Layouts of a trained model over all ranks, the fastest first. Every batch of the model divides by them, and
     they fit in each stage that trains it. The list is empty if no layout divides the batches (the caller says why).
-    Raises Infeasible."""
-    found = [_fitting(spec, model, layout, shape, pool) for layout in trainable_layouts(spec, model, pool, shape)]
+    `by_layer`: ZeRO-3 may be used, and PPO uses it. Raises Infeasible."""
+    layouts = trainable_layouts(spec, model, pool, shape)
+    found = [_fitting(spec, model, layout, shape, pool, by_layer) for layout in layouts]
     fitting = [(seconds, fit) for seconds, fit, _ in found if fit is not None]
     if found and not fitting:
         least, task = min((f for _, _, f in found if f is not None), key=lambda f: worst(f[0]).device_bytes)
-        # A rule refuses the two pins together.
-        zero3 = Stage.PPO not in spec.stages or spec.plan.intra_stage_fusion != "VShaped"
+        # Auto has tried it, but for VShaped, beside which a rule refuses it.
+        zero3 = spec.plan.zero3 == "Never" and (Stage.PPO not in spec.stages or spec.plan.chunks == 1)
         raise Infeasible(str(problem(task, pool.name, least, pool.gpu.memory, zero3)))
     return [fit for _, fit in sorted(fitting, key=lambda f: f[0])]
 
 
 def _fitting(
-    spec: RLHFJobSpec, model: str, layout: Parallelism, shape: ModelShape, pool: Pool
+    spec: RLHFJobSpec, model: str, layout: Parallelism, shape: ModelShape, pool: Pool, by_layer: bool
 ) -> tuple[float, Fitting | None, tuple[Training, str] | None]:
     """Seconds of a step in each stage together, each in the fastest way that fits. Or the first job that does not
     fit, with its task."""
     dtype = pool.gpu.training.dtype
-    seconds, checkpointed = 0.0, set()
+    seconds, checkpointed, gathering = 0.0, set(), set()
     for rule in (rule for rule in batch_rules(spec) if rule.model == model):
         if rule.stage is Stage.PPO and spec.ppo.micro_batch_tokens == "Auto":
             # The search finds how many fit. One sample must.
             rule = rule._replace(tokens=longest_sample(spec, rule.stage))
-        job = training_job(spec, rule, shape, layout, dtype)
-        ways = [replace(job, recompute=way) for way in RECOMPUTE[spec.plan.recompute]]
+        # In other stages what fits without goes without.
+        free = by_layer and spec.plan.zero3 == "Auto" and rule.stage is not Stage.PPO
+        jobs = [
+            training_job(spec, rule, shape, layout, dtype, by_layer=z) for z in ((False, True) if free else (by_layer,))
+        ]
+        ways = [replace(job, recompute=way) for job in jobs for way in RECOMPUTE[spec.plan.recompute]]
         fits = next((way for way in ways if worst(way).device_bytes <= pool.gpu.memory), None)
         if fits is None:
             return 0.0, None, (min(ways, key=lambda way: worst(way).device_bytes), _TASK[rule.stage, model])
         checkpointed |= {rule.stage} if fits.recompute else set()
+        gathering |= {rule.stage} if fits.fsdp == 3 else set()
         seconds += _step_seconds(rule, fits, pool, sequence_tokens(spec, rule.stage))
-    return seconds, Fitting(layout, frozenset(checkpointed)), None
+    return seconds, Fitting(layout, frozenset(checkpointed), frozenset(gathering)), None
 
 
 def _step_seconds(rule: BatchRule, job: Training, pool: Pool, tokens: int) -> float:

@@ -37,15 +37,16 @@ class Chosen:
 @dataclass(frozen=True)
 class Placed:
     """`layouts`: of each trained model, on all ranks. `apart`: of actor and critic in PPO, if each has its own trainer
-    ranks. `recompute`: stages and models with activation checkpointing. `prediction`: of a PPO iteration, where one
-    could be made; `chosen`: what it was made from, on GPUs. `lanes()`: iterations with other lengths, for a job whose
-    trainers and rollouts share no GPUs; `hidden(parts)`: of such a job, seconds of training that are hidden if the
-    samples are learnt in so many parts as they come. `stages`: the stages before PPO, and DPO, on GPUs. `warnings`: one
-    sentence each."""
+    ranks. `recompute`: stages and models with activation checkpointing. `by_layer`: those that the placement gives
+    ZeRO-3. `prediction`: of a PPO iteration, where one could be made; `chosen`: what it was made from, on GPUs.
+    `lanes()`: iterations with other lengths, for a job whose trainers and rollouts share no GPUs; `hidden(parts)`: of
+    such a job, seconds of training that are hidden if the samples are learnt in so many parts as they come. `stages`:
+    the stages before PPO, and DPO, on GPUs. `warnings`: one sentence each."""
 
     layouts: Mapping[str, Parallelism]
     prediction: Prediction | None = None
     recompute: frozenset[tuple[Stage, str]] = frozenset()
+    by_layer: frozenset[tuple[Stage, str]] = frozenset()
     apart: Mapping[str, Layout] = field(default_factory=dict)
     chosen: Chosen | None = None
     lanes: Callable[[], Lanes] | None = None
@@ -117,7 +118,7 @@ def _task(task: Task, share: Share, costs: GPUCosts) -> PredictedTask:
 
 def _details(task: Task, share: Share) -> list[str]:
     found = []
-    if task in TRAINING and share.dp > 1:
+    if task in TRAINING and share.shards > 1:
         found.append(f"ZeRO-{share.fsdp}")
     if share.recompute:
         found.append("activation checkpointing")

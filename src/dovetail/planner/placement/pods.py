@@ -21,8 +21,9 @@ from dovetail.planner.costs.memory import (
     stage_parameters,
     training_memory,
 )
-from dovetail.planner.placement.configs import shapes, training_job
+from dovetail.planner.placement.configs import pipelines_of, shapes, training_job
 from dovetail.planner.placement.scorers import scorer_models
+from dovetail.planner.placement.stages_a_rank import SEVERAL
 from dovetail.planner.shape import Head, ModelShape
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS, SCORER_CPU_TOKENS, SCORER_LOGIT_BYTES, SCORER_TOKENS
 from dovetail.protocol.prediction import PodMemory
@@ -51,17 +52,23 @@ def pod_memory(
     parallelism: Mapping[str, Parallelism],
     schedule: str,
     checkpointed: Collection[str] = (),
+    gathered: Collection[str] = (),
+    chunks: int = 1,
 ) -> list[PodMemory]:
     """The memory of PPO's pods at its peak. A process keeps the memory that it has had, so processes do not take turns.
 
-    `checkpointed`: models with activation checkpointing. Equal neighbours are one entry. The result is empty for jobs
-    with GPUs or without PPO, and where a model's configuration is not known. Raises ConfigError."""
+    `checkpointed`: models with activation checkpointing; `gathered`: under ZeRO-3. `chunks`: as `Plan.chunks`. Equal
+    neighbours are one entry. The result is empty for jobs with GPUs or without PPO, and where a model's configuration
+    is not known. Raises ConfigError."""
     known = shapes(spec, configs)
     if known is None or Stage.PPO not in spec.stages or not all(g.on_cpu for g in spec.groups):
         return []
     if any(known[m].layers < layout.pp for m, layout in parallelism.items() if m in known):
         return []
-    trainer = _trainer(spec, known, parallelism, schedule, checkpointed)
+    # Schedules choose among the numbers of stages that a rank can hold.
+    counts = {1, *(count for count in SEVERAL if count <= chunks)} if spec.plan.chunks == 1 else {spec.plan.chunks}
+    trainers = (_trainer(spec, known, parallelism, schedule, checkpointed, gathered, count) for count in counts)
+    trainer = max(trainers, key=lambda parts: sum(parts.values()))
     rollouts = iter(scorer_models(spec, sum(pod_count(g) for g in spec.groups if Role.ROLLOUT in g.roles)))
     found = []
     for number, group in enumerate(spec.groups):
@@ -113,6 +120,8 @@ def _trainer(
     parallelism: Mapping[str, Parallelism],
     schedule: str,
     checkpointed: Collection[str],
+    gathered: Collection[str],
+    chunks: int,
 ) -> dict[str, float]:
     """The rank with most. Actor and critic take turns with their activations unless a schedule runs both."""
     # Ranks of a model's own (Dedicated) share it among fewer, but hold no other: about the same, or less.
@@ -131,6 +140,9 @@ def _trainer(
                 gpu=False,
                 stage=stage,
                 recompute=model in checkpointed,
+                by_layer=model in gathered,
+                pipelines=1 if schedule == "Dedicated" else pipelines_of(spec, rule.stage, parallelism, model),
+                chunks=chunks,
             )
             memory = training_memory(job, min(stage, layout.pp - 1))
             parts = _named(f"{model}_training", memory.device)

@@ -13,6 +13,7 @@ from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.planner.candidate import Candidate, Placement, Share, Task
 from dovetail.planner.costs.gpu import Estimate, GPUCosts
 from dovetail.planner.inventory import Inventory
+from dovetail.planner.placement.by_layer import gathers
 from dovetail.planner.placement.configs import shapes
 from dovetail.planner.placement.layouts import pinned_shares
 from dovetail.planner.placement.manifest import pinned, workload
@@ -79,6 +80,9 @@ def recommend(
         raise Unknown("the configuration of one of the models is not known; give its folder as source.path")
     executed = _limits(spec, Limits().executed())
     found = _search(spec, known, inventory, executed, effort(inventory, expired))
+    if spec.plan.zero3 == "Auto" and spec.plan.chunks == 1:
+        gathering = _search(spec, known, inventory, replace(executed, fsdp=(3,)), effort(inventory, expired))
+        found = _gaining(found, gathering)
     if not isinstance(found, str):
         return found, []
     everything = _search(spec, known, inventory, _limits(spec, Limits()), effort(inventory, expired))
@@ -86,8 +90,18 @@ def recommend(
         raise Infeasible(everything)
     return everything, [
         f"with what is executed today nothing fits: {found}",
-        *unexecuted(everything.candidate, inventory, zero3=spec.plan.zero3 == "Always"),
+        *unexecuted(everything.candidate, inventory),
     ]
+
+
+def _gaining(plain: Chosen | str, gathering: Chosen | str) -> Chosen | str:
+    """The placement with ZeRO-3, where it gains enough or nothing else fits."""
+    if isinstance(gathering, str):
+        return plain
+    if isinstance(plain, str):
+        return gathering
+    best, other = (each.prediction.iteration_seconds for each in (gathering, plain))
+    return gathering if gathers(gathering) and worth(best, other, plain.costs.work.steps) else plain
 
 
 def cheapest(
@@ -198,16 +212,14 @@ def _missing(result: Result) -> str:
     return f"{nearest}; add GPUs, take some with more memory, or shorten sequences or batches"
 
 
-def unexecuted(candidate: Candidate, inventory: Inventory, zero3: bool = False) -> list[str]:
-    """One sentence for each thing that trainers and scorers do not run yet. `zero3`: the manifest asks for ZeRO-3."""
+def unexecuted(candidate: Candidate, inventory: Inventory) -> list[str]:
+    """One sentence for each thing that trainers and scorers do not run yet."""
     shares = list(candidate.placed)
     training = [s for task, s in shares if task.endswith("_training")]
     scored = [(task, s) for task, s in shares if not task.endswith("_training") and task != "generation"]
     found = []
     if len({s.tp for s in training}) > 1:
         found.append("training actor and critic with unlike tp is not executed yet")
-    if not zero3 and any(s.fsdp != 2 and s.dp > 1 for s in training):
-        found.append("ZeRO-3 is only used with spec.plan.zero3 set to Always")
     if len({s.micro_batch for s in training}) > 1:
         found.append("micro-batches of other sizes for the critic than for the actor are not executed yet")
     if wide := sorted({task for task, s in scored if s.tp > 1}):
@@ -253,7 +265,11 @@ def fragment(chosen: Chosen) -> dict[str, Any]:
     return {
         "groups": groups,
         "ppo": {"microBatchSize": actor.micro_batch, **_optimizers(actor, critic)},
-        "plan": {"placement": "Interleaving" if candidate.placement is Placement.INTERLEAVING else "Auto", **own},
+        "plan": {
+            "placement": "Interleaving" if candidate.placement is Placement.INTERLEAVING else "Auto",
+            **own,
+            **({"zero3": "Always"} if gathers(chosen) else {}),
+        },
     }
 
 

@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role
-from dovetail.planner.costs.gpu import GPUCosts
+from dovetail.planner.candidate import Share
+from dovetail.planner.costs.gpu import Estimate, GPUCosts
 from dovetail.planner.placement.placed import Chosen, Placed
 from dovetail.planner.shape import ModelShape
 
@@ -41,11 +42,24 @@ def most_chunks(
     stages = [c for c in SEVERAL if all(n is not None and n % (both[0].pp * c) == 0 for n in counts)]
     if not any(Role.TRAINER in group.roles and not group.on_cpu for group in spec.groups):
         return max(stages, default=1)
-    return max((c for c in stages if placed.chosen is not None and _fits(placed.chosen, c)), default=1)
+    return max((c for c in stages if placed.chosen is not None and held(placed.chosen, c).fits), default=1)
 
 
-def _fits(chosen: Chosen, chunks: int) -> bool:
-    """Whether the placement on GPUs fits if each rank holds so many stages."""
+def held(chosen: Chosen, chunks: int) -> Estimate:
+    """The estimate of a placement on GPUs if each rank holds so many stages."""
+    return _costs(chosen, chunks).estimate(replace(chosen.candidate, schedule="VShaped"))
+
+
+def server_memory(chosen: Chosen, chunks: int) -> dict[Share, float]:
+    """The part of a GPU's memory that each generation share's servers may take, whichever number of stages up to
+    `chunks` a rank holds: the schedules choose that."""
+    found = dict(chosen.costs.memory.server_memory(chosen.candidate))
+    for count in (c for c in SEVERAL if c <= chunks):
+        several = _costs(chosen, count).memory.server_memory(replace(chosen.candidate, schedule="VShaped"))
+        found = {share: min(part, several[share]) for share, part in found.items()}
+    return found
+
+
+def _costs(chosen: Chosen, chunks: int) -> GPUCosts:
     costs = chosen.costs
-    held = GPUCosts(replace(costs.work, chunks=chunks), costs.inventory, costs.max_samples)
-    return held.estimate(replace(chosen.candidate, schedule="VShaped")).fits
+    return GPUCosts(replace(costs.work, chunks=chunks), costs.inventory, costs.max_samples)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from dovetail.planner.candidate import INFERENCE, TRAINING, Share, Task, cells
+from dovetail.planner.candidate import INFERENCE, TRAINING, Share, Task, cells, side_by_side
 from dovetail.planner.costs.gpu import GPUCosts, Option
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.ranking import EVERY, Ranked, Ranker, Ranking, orders
@@ -57,8 +57,31 @@ class Combiner:
 
     def fits(self, ranking: Ranking, filling: Filling, chosen: Chosen) -> bool:
         """Whether a combination can run and fits, as far as that is known without an estimate of everything."""
-        placed = zip(ranking.places, chosen, strict=True)
-        return self.agrees(ranking, chosen) and filling.fits([self._costs.option(task, s) for (task, _), s in placed])
+        return self.agrees(ranking, chosen) and self._fit(ranking, filling, chosen)
+
+    def beside(self, actor: Share, critic: Share) -> tuple[Share, Share]:
+        """The shares of actor and critic as trainers lay them out. They share no schedule if micro-batches are cut by
+        tokens."""
+        if not self._limits.together or self._costs.work.micro_batch_tokens is not None:
+            return actor, critic
+        return side_by_side(actor, critic)
+
+    def _fit(self, ranking: Ranking, filling: Filling, chosen: Sequence[Share]) -> bool:
+        placed = self._laid_out(ranking, chosen)
+        return filling.fits([self._costs.option(task, s) for (task, _), s in zip(ranking.places, placed, strict=True)])
+
+    def _laid_out(self, ranking: Ranking, chosen: Sequence[Share]) -> list[Share]:
+        """With trainings as `beside` has them."""
+        found = list(chosen)
+        trained = [at for at, (task, _) in enumerate(ranking.places) if task in TRAINING]
+        if len(trained) == 2 and not apart(ranking.structure):
+            first, second = trained
+            found[first], found[second] = self.beside(found[first], found[second])
+        return found
+
+    def _fits_side_by_side(self, ranking: Ranking, filling: Filling, chosen: Sequence[Share]) -> bool:
+        """Whether a combination whose options fit alone also fits if actor and critic have unlike pipelines."""
+        return self._laid_out(ranking, chosen) == list(chosen) or self._fit(ranking, filling, chosen)
 
     def agrees(self, ranking: Ranking, chosen: Sequence[Share]) -> bool:
         """Whether a combination can run: actor and critic have one micro-batch size and one tp, inference takes
@@ -81,11 +104,29 @@ class Combiner:
         """The combination that holds least of a GPU while other tasks work, and then needs least for each task. So it
         fits if any does."""
         for layouts in self._alike(ranking):
-            if all(layouts):
-                chosen = tuple(min(ranked, key=lambda o: (not o.share.offload, o.need)).share for ranked in layouts)
-                if self.agrees(ranking, chosen):
-                    return chosen
+            chosen = self._least(ranking, layouts)
+            if chosen is None:
+                continue
+            filling = self.filling(ranking)
+            if self._fits_side_by_side(ranking, filling, chosen):
+                return chosen
+            others = (self._least(ranking, alike) for alike in self._same_stages(ranking, layouts))
+            return next((other for other in others if other and self._fit(ranking, filling, other)), chosen)
         return None
+
+    def _least(self, ranking: Ranking, layouts: list[Ranked]) -> Chosen | None:
+        if not all(layouts):
+            return None
+        chosen = tuple(min(ranked, key=lambda o: (not o.share.offload, o.need)).share for ranked in layouts)
+        return chosen if self.agrees(ranking, chosen) else None
+
+    def _same_stages(self, ranking: Ranking, layouts: list[Ranked]) -> Iterator[list[Ranked]]:
+        """The layouts of each place with which actor and critic have equally many stages, for each number of them."""
+        trained = [at for at, (task, _) in enumerate(ranking.places) if task in TRAINING]
+        if len(trained) < 2 or apart(ranking.structure) or not self._limits.together:
+            return
+        for pp in sorted(set.intersection(*({o.share.pp for o in layouts[at]} for at in trained))):
+            yield [[o for o in mine if o.share.pp == pp] if at in trained else mine for at, mine in enumerate(layouts)]
 
     def _alike(self, ranking: Ranking) -> Iterator[list[Ranked]]:
         """The layouts of each place: all, then those with which actor and critic have the same micro-batch size and tp,
@@ -115,7 +156,7 @@ class Combiner:
             for at, fits in zip(some, filling.fitting(ranking.layouts, some), strict=True):
                 if fits:
                     chosen = tuple(ranked[i].share for ranked, i in zip(ranking.layouts, at, strict=True))
-                    if self.agrees(ranking, chosen):
+                    if self.agrees(ranking, chosen) and self._fits_side_by_side(ranking, filling, chosen):
                         yield chosen
 
     def _repaired(self, ranking: Ranking, filling: Filling) -> Iterator[Chosen]:
@@ -123,8 +164,15 @@ class Combiner:
         one for each."""
         for layouts in islice(self._alike(ranking), None if self._limits.together else 1):
             found = filling.repaired(layouts)
-            if found is not None and self.agrees(ranking, chosen := tuple(o.share for o in found)):
+            if found is None or not self.agrees(ranking, chosen := tuple(o.share for o in found)):
+                continue
+            unlike = self._laid_out(ranking, chosen) != list(chosen)
+            if not unlike or self._fit(ranking, filling, chosen):
                 yield chosen
+            for alike in self._same_stages(ranking, layouts) if unlike else ():
+                found = filling.repaired(alike)
+                if found is not None and self.agrees(ranking, chosen := tuple(o.share for o in found)):
+                    yield chosen
 
     def _aligned(self, ranking: Ranking) -> Iterator[Chosen]:
         """If training and generation have the same GPUs: combinations with the same layout for both, because then no
@@ -146,7 +194,9 @@ class Combiner:
                     for task, ranked, mine in zip(tasks, wide.layouts, by_layout, strict=True)
                 ]
                 found = filling.repaired(layouts)
-                if found is not None and self.agrees(wide, chosen := tuple(o.share for o in found)):
+                if found is None or not self.agrees(wide, chosen := tuple(o.share for o in found)):
+                    continue
+                if self._fits_side_by_side(wide, filling, chosen):
                     yield chosen
 
 

@@ -228,6 +228,10 @@ class Search:
                 copies = slot.gpus // next(sizes, 1)
                 share = share if share.dp == copies else replace(share, dp=copies)
             shares.setdefault(task, []).append(share.at(slot.first))
+        if shares.get("critic_training"):
+            (actor,), (critic,) = shares["actor_training"], shares["critic_training"]
+            mine, other = self.combiner.beside(actor, critic)
+            shares |= {"actor_training": [mine], "critic_training": [other]}
         return replace(
             ranking.structure,
             **{task: tuple(mine) for task, mine in shares.items()},  # type: ignore[arg-type]
@@ -329,7 +333,17 @@ class Search:
                 and (trained or a.share.pp == b.share.pp)
             )
         ]
-        return [pair for _, _, pair in heapq.nsmallest(PAIRS, both, key=lambda p: p[:2])]
+        found = heapq.nsmallest(PAIRS, both, key=lambda p: p[:2])
+        if trained and not divided:
+            # Also the fastest of each number of stages: what is on the way there, unlike pipelines, may be slow.
+            alike: dict[tuple[int, int], tuple[float, int, dict[int, Option]]] = {}
+            for each in sorted(both, key=lambda p: p[:2]):
+                mine, theirs = (option.share for option in each[2].values())
+                if (mine.pp, mine.micro_batch) == (theirs.pp, theirs.micro_batch):
+                    alike.setdefault((mine.pp, mine.micro_batch), each)
+            known = {order for _, order, _ in found}
+            found += [each for each in alike.values() if each[1] not in known]
+        return [pair for _, _, pair in found]
 
     def _vary(self, wide: Ranking, filling: Filling, current: Found, changes: Mapping[int, Option]) -> Found:
         """The better of `current` and `current` with the changes."""
@@ -343,7 +357,10 @@ class Search:
 
 def _shares(found: Found) -> list[Share]:
     """The shares of a candidate, in the order of a ranking's places, as if each began at GPU 0."""
-    return [share.at(0) for _, share in found.candidate.placed]
+    return [
+        share.at(0) if share.pipelines == 1 else replace(share.at(0), pipelines=1)
+        for _, share in found.candidate.placed
+    ]
 
 
 def _order(found: Found) -> tuple[bool, float]:
