@@ -110,6 +110,9 @@ BUDGETS: dict[str, dict[str, tuple[int, int]]] = {
     # tp ranks of the first of two shards; counts are of four micro-batches a rank
     "sharded/0": {"launches": (637, 73), "h2d": (6, 12), "d2h": (0, 4), "collectives": (20, 14)},
     "sharded/1": {"launches": (633, 75), "h2d": (6, 12), "d2h": (0, 2), "collectives": (20, 14)},
+    # two ranks that gather weights and reduce gradients layer by layer, in each pass
+    "by layer/0": {"launches": (673, 7), "h2d": (22, 0), "d2h": (0, 4), "collectives": (16, 2)},
+    "by layer/1": {"launches": (672, 9), "h2d": (22, 0), "d2h": (0, 4), "collectives": (16, 2)},
 }
 # The host waits for the device in an optimizer step alone. Nothing is allocated and no communicator is made.
 ALWAYS = {"synchronisations": (0, 6), "mallocs": (0, 0), "communicators": (0, 0)}
