@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,12 +22,22 @@ from dovetail.planner.shape import ModelShape
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
+# Two iterations have an optimizer step each; these have two each, as `make bench-memory-gpu` has.
+TWO_STEPS = (SMALL[0], SMALL[1])
+
+
+def run(null_gpu: Run, case: Case) -> list[Any]:
+    """What each rank of the case found."""
+    asked = scenario(case)
+    if not case.scores:
+        asked["mini_batches"] = 2 if case in TWO_STEPS else 1
+    found: list[Any] = null_gpu(case.name.replace(" ", "-").replace("/", "-"), asked.pop("do"), **asked).good()
+    return found
+
 
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: str(case.name))
 def test_the_planner_knows_what_the_allocator_reserves(null_gpu: Run, case: Case) -> None:
-    asked = scenario(case)
-    results = null_gpu(case.name.replace(" ", "-").replace("/", "-"), asked.pop("do"), **asked).good()
-    reserved = max(result["reserved"] for result in results)
+    reserved = max(result["reserved"] for result in run(null_gpu, case))
     assert predicted(case) == pytest.approx(reserved, rel=0.05)
 
 
@@ -42,9 +53,7 @@ def test_nothing_is_shared_over_pipelines_side_by_side(null_gpu: Run) -> None:
 def test_the_sum_of_gradients_in_float32_is_there_while_micro_batches_follow(null_gpu: Run) -> None:
     """Of four micro-batches on two data-parallel ranks. With one it would not be, and the planner says so."""
     case = next(case for case in SMALL if case.dp > 1)
-    asked = scenario(case)
-    results = null_gpu(case.name.replace(" ", "-").replace("/", "-"), asked.pop("do"), **asked).good()
-    reserved = max(result["reserved"] for result in results)
+    reserved = max(result["reserved"] for result in run(null_gpu, case))
     assert case.micro_batches > 1
     assert predicted(replace(case, micro_batches=1)) < 0.9 * reserved
 
@@ -61,6 +70,5 @@ def test_logits_are_never_there_as_a_whole(null_gpu: Run) -> None:
 
 
 def test_little_is_lost_to_fragments(null_gpu: Run) -> None:
-    asked = scenario(SMALL[0])
-    (found,) = null_gpu(SMALL[0].name.replace(" ", "-"), asked.pop("do"), **asked).good()
+    (found,) = run(null_gpu, SMALL[0])
     assert found["reserved"] < 1.02 * found["allocated"]

@@ -3,6 +3,7 @@ platform, GPU worker and model runners run. Its native operations and its manage
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -89,10 +90,13 @@ def become_cuda() -> set[str]:
     """Make vLLM believe that it is the CUDA build, and import it. Returns the names of native operations that it asks
     for, which then do nothing; names are added as they come."""
     import torch
+    import torch._dynamo
     import torch._ops
     import vllm.platforms
     import vllm.third_party.pynvml as nvml
 
+    # TORCH_COMPILE_DISABLE comes too late for what is imported already.
+    torch._dynamo.config.disable = True
     for name, answer in NVML.items():
         setattr(nvml, name, lambda *_, answer=answer: answer)
     vllm.platforms.vllm_version_matches_substr = lambda _: False
@@ -106,6 +110,9 @@ def become_cuda() -> set[str]:
     library.impl("get_cuda_view_from_cpu_tensor", lambda t: torch.empty_like(t, device="cuda"), "CPU")
 
     import numpy as np
+    import vllm.distributed.elastic_ep.elastic_execute
+    import vllm.entrypoints.llm
+    import vllm.v1.core.sched.async_scheduler
     import vllm.v1.worker.gpu.async_utils as outputs
     import vllm.v1.worker.gpu.model_runner
     import vllm.v1.worker.gpu_model_runner
@@ -148,6 +155,8 @@ def runners(place: Place) -> dict[str, Any]:
         (place.folder / name).mkdir()
         (place.folder / name / "config.json").write_text(json.dumps(config))
     asked = become_cuda()
+    gc.collect()
+    gc.freeze()  # vLLM collects garbage a dozen times an engine, which would copy what is shared
     children = {}
     for runner in ("V1", "V2", "experts"):
         children[runner] = os.fork()
