@@ -17,8 +17,9 @@ from typing import Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from dovetail.models.links import rendezvous
 from dovetail.models.links.cuda_ipc import IpcReceiver, IpcSender, mailbox_handle
-from dovetail.models.links.deadline import Deadline, Handle, Link, TransferError, first_line
+from dovetail.models.links.deadline import Deadline, Handle, Link, TransferError, first_line, in_time
 from dovetail.models.links.gloo import GlooLink
 from dovetail.models.links.link_choice import Place, Way, routes
 from dovetail.models.links.nccl import NcclLink, nccl_version
@@ -27,9 +28,11 @@ from dovetail.protocol.messages import Bucket
 from dovetail.protocol.weights.buckets import CHECKSUM_BYTES, TensorSpec, aligned, bucket_specs
 from dovetail.protocol.weights.layout import Box
 
-__all__ = ["Backend", "Channel", "Deadline", "Handle", "Named", "Part", "TransferError"]
+__all__ = ["SLOWEST", "Backend", "Channel", "Deadline", "Handle", "Named", "Part", "TransferError"]
 
 Backend = Literal["gloo", "nccl"]
+# Bytes per second that a receiver gets at least from all senders together. This is less than a slow network carries.
+SLOWEST: dict[Backend, float] = {"gloo": 50e6, "nccl": 500e6}
 Named = tuple[str, torch.Tensor]
 _CONNECTING = "while its ranks were connecting"
 
@@ -85,7 +88,7 @@ class Channel:
         meeting.set(f"joined/{self.rank}", json.dumps(place))
 
         def late() -> str:
-            absent = ", ".join(map(str, absent_ranks(meeting.store, self.world)))
+            absent = ", ".join(str(rank) for rank in range(self.world) if not meeting.has([f"joined/{rank}"]))
             return f"the communicator did not form within {deadline.seconds:g} s: ranks {absent} did not come"
 
         everyone = [f"joined/{rank}" for rank in range(self.world)]
@@ -275,11 +278,23 @@ def store_on(
 
 
 def call(host: str, port: int, deadline: Deadline) -> dist.TCPStore:
-    """Connect to a sender's rendezvous. Raises TransferError if nobody listens there before the deadline."""
+    """Connect to a sender's rendezvous. Raises TransferError if it does not answer within ANSWER_SECONDS: a sender
+    listens before it makes its offer."""
+    left = deadline.left()
+    patience = min(left, timedelta(seconds=rendezvous.ANSWER_SECONDS))
+    nobody = f"no sender answers at {host}:{port}"
+
+    def connect() -> dist.TCPStore:
+        store = dist.TCPStore(host, port, None, False, timeout=patience, wait_for_workers=False)
+        store.set_timeout(left)
+        return store
+
     try:
-        return dist.TCPStore(host, port, None, False, timeout=deadline.left(), wait_for_workers=False)
+        return in_time(connect, patience.total_seconds() + 1.0, nobody)
     except RuntimeError as error:
-        raise TransferError(f"no sender answers at {host}:{port}: {first_line(error)}") from error
+        if isinstance(error, TransferError):
+            raise
+        raise TransferError(f"{nobody}: {first_line(error)}") from error
 
 
 # ---------------------------------------------------------------- buckets in memory

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from dovetail.models.transfer import (
+    SLOWEST,
     Backend,
     Channel,
     Deadline,
@@ -39,8 +40,6 @@ from dovetail.protocol.weights.layout import Box, RankGrid, volume
 Source = Iterable[Named] | Callable[[], Iterable[Named]]
 # The most senders of one stage. Each has a communicator, and NCCL's take device memory, also on vLLM's side.
 MAX_SENDERS: dict[Backend, int] = {"gloo": 16, "nccl": 4}
-# Bytes per second that a receiver gets at least from all senders together. This is less than a slow network carries.
-SLOWEST: dict[Backend, float] = {"gloo": 50e6, "nccl": 500e6}
 
 
 @dataclass(frozen=True)

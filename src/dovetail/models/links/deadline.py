@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 class TransferError(RuntimeError):
@@ -35,6 +39,24 @@ class Deadline:
         if left <= 0:
             raise TransferError(f"the weight transfer passed its deadline of {self.seconds:g} s", late())
         return timedelta(seconds=max(left, 0.05))
+
+
+def in_time(work: Callable[[], T], seconds: float, late: str) -> T:
+    """The result of `work`, a call that takes no deadline of its own. Past `seconds` it raises TransferError, and
+    leaves the call behind in its thread. A store whose process is frozen, or whose node is gone, never answers."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="dovetail-transfer", daemon=True).start()
+    wait([future], seconds)
+    if not future.done():
+        raise TransferError(late)
+    return future.result()
 
 
 class Handle(Protocol):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dovetail.models.compat import gloo_group
-from dovetail.models.links.deadline import Deadline, Handle, TransferError, first_line
+from dovetail.models.links.deadline import Deadline, Handle, TransferError, first_line, in_time
 
 
 class GlooLink:
@@ -20,7 +20,12 @@ class GlooLink:
         """`host`: the address of the sender. Raises TransferError."""
         self._rank = rank
         try:
-            self._group: Any = gloo_group(store, rank, world, local_address(host), deadline.left())
+            # It asks the store, which may be frozen.
+            late = f"the ranks met but did not connect within {deadline.seconds:g} s"
+            left = deadline.left()
+            self._group: Any = in_time(
+                lambda: gloo_group(store, rank, world, local_address(host), left), left.total_seconds() + 1.0, late
+            )
         except RuntimeError as error:
             if isinstance(error, TransferError):
                 raise

@@ -8,34 +8,36 @@ from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
 
-from dovetail.models.links.deadline import Deadline, TransferError, first_line
+from dovetail.models.links.deadline import Deadline, T, TransferError, first_line, in_time
 from dovetail.protocol.messages import CALLED_OFF
 
 ABORT = "abort"
 # A rank that waits for a GPU checks so often whether the transfer was called off.
 LOOK_SECONDS = 0.02
+# How long the store may take to answer. A thread of the sender does nothing else.
+ANSWER_SECONDS = 20.0
 
 
 class Rendezvous:
     """The meeting of the ranks of a channel. `cancelled` is asked while this rank waits. Once it is true, this rank and
     all others give up.
 
-    Every method raises TransferError if the store is gone, because then the sender is gone too."""
+    Every method raises TransferError if the store is gone or does not answer, because then the sender is gone or
+    frozen."""
 
     def __init__(self, store: dist.Store, cancelled: Callable[[], bool] = lambda: False):
         self.store = store
         self._cancelled = cancelled
         self._looked = 0.0
+        self._mute = False
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value for the other ranks."""
-        with broken_rendezvous():
-            self.store.set(key, value)
+        self._ask(lambda: self.store.set(key, value))
 
     def get(self, key: str) -> bytes:
         """The value of a key that exists."""
-        with broken_rendezvous():
-            return bytes(self.store.get(key))
+        return self._ask(lambda: bytes(self.store.get(key)))
 
     def count(self, key: str, default: int = 0) -> int:
         """The number at a key, or `default` if the key does not exist yet."""
@@ -43,8 +45,8 @@ class Rendezvous:
 
     def has(self, keys: Iterable[str]) -> bool:
         """Whether all the keys exist."""
-        with broken_rendezvous():
-            return bool(self.store.check(list(keys)))
+        wanted = list(keys)
+        return self._ask(lambda: bool(self.store.check(wanted)))
 
     def wait(
         self,
@@ -84,6 +86,17 @@ class Rendezvous:
         """Make all ranks give up, if the store can still be reached."""
         with suppress(TransferError):
             self.set(ABORT, "1")
+
+    def _ask(self, question: Callable[[], T]) -> T:
+        late = f"the sender did not answer within {ANSWER_SECONDS:g} s"
+        if self._mute:
+            raise TransferError(late)
+        with broken_rendezvous():
+            try:
+                return in_time(question, ANSWER_SECONDS, late)
+            except TransferError:
+                self._mute = True
+                raise
 
 
 @contextmanager
