@@ -205,6 +205,21 @@ def test_whoever_dies_or_freezes_at_any_lag(
     check_disturbed(code, tmp_path / "run", peaceful(lag), lag, faults, failurePolicy=patience)
 
 
+@pytest.mark.nightly
+def test_a_rollout_that_comes_back_while_a_trainer_is_frozen_gets_its_weights_from_the_other(
+    tmp_path: Path, code: Path, peaceful: Callable[[int], Path]
+) -> None:
+    faults = [
+        Fault("trainer-1", in_phase("training", 2), signal=signal.SIGSTOP),
+        Fault("rollouts-1", in_phase("training", 2), child=True, signal=signal.SIGKILL),
+    ]
+    # The rollout is back long before the trainer is given up.
+    patience = {"maxRestarts": 20, "peerTimeoutSeconds": 30}
+    check_disturbed(code, tmp_path / "run", peaceful(1), 1, faults, failurePolicy=patience)
+    relayed = events(tmp_path / "run", "weights.relayed")
+    assert [(e["sender"], e["instance"]) for e in relayed] == [("rollouts-0", "rollouts-1")]
+
+
 class ComeAndGo(Injector):
     """One rollout at first, then four, then two. Those that shall go are retired, as the hook of a pod does it; those
     that shall come start anew."""

@@ -20,8 +20,9 @@ from dovetail.manifest.types import Generation
 from dovetail.protocol.kv import HOLD, PULL
 from dovetail.protocol.plan import Plan, Rollout
 from dovetail.protocol.sampling import sampling_params
+from helpers.relayed_weights import relay
 from helpers.vllm_servers import GREEDY, Server, make_run, tiny_llama, wait_for
-from helpers.weight_trainer import Trainer, actor_of
+from helpers.weight_trainer import EPOCHS, Trainer, actor_of
 
 if find_spec("vllm") is None:
     pytest.skip("needs vLLM", allow_module_level=True)
@@ -43,12 +44,23 @@ class World:
     halves: Server
     trainer: Trainer
 
-    def publish(self, seed: int, version: int) -> None:
+    @property
+    def servers(self) -> list[Server]:
+        return [self.alone, self.staged, self.halves]
+
+    def publish(self, seed: int, version: int, *servers: Server) -> Any:
+        """Send a model to all servers, or to these alone. Returns the model."""
         model = actor_of(CONFIG, seed)
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms, of which each layer's are to be its own
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
-        assert not any(self.trainer.publish(model, version).values())
+        trainer = Trainer(servers) if servers else self.trainer
+        assert not any(trainer.publish(model, version).values())
+        # Servers leave the communicators that they shared with others.
+        self.trainer.epoch, self.trainer.new = next(EPOCHS), True
+        if servers:
+            trainer.sender.close()
+        return model
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +188,61 @@ def test_keys_and_values_of_both_ranks_are_handed_over(world: World) -> None:
     wait_for(lambda: len(told.findall(world.halves.log.read_text())) == 2, 120, "both ranks to say so")
     taken = told.findall(world.halves.log.read_text())
     assert set(taken) == {(str(len(prompt + part) - 1), taken[0][1])}
+
+
+def test_a_late_server_gets_the_trainers_bits_from_one_of_any_layout_which_goes_on_generating(world: World) -> None:
+    world.publish(31, 11)
+    held, said = {s.name: digests(s) for s in world.servers}, batch(world.alone)
+    world.publish(32, 12)
+    model = world.publish(31, 13, world.alone)
+    pairs = [(world.alone, world.staged), (world.staged, world.halves)]
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(world.alone.generate, [6, 7, 8], **sampled(5))
+        for holder, late in pairs:
+            assert late.weight_version() == 12
+            ((event, fields),) = relay([holder, late], late, model, 13)
+            assert (event, fields["sender"], fields["instance"]) == ("weights.relayed", holder.name, late.name)
+            assert late.weight_version() == 13
+        assert beside.result(timeout=240)[0] == world.alone.generate([6, 7, 8], **sampled(5))[0]
+    for server in world.servers:
+        assert digests(server) == held[server.name]
+        assert [tokens for tokens, _, _ in batch(server)] == [tokens for tokens, _, _ in said]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_server_that_freezes_or_dies_while_it_sends_is_named_and_another_sends(world: World, killed: bool) -> None:
+    """The frozen one thaws. The killed one is `alone`, too, which no later test needs."""
+    version = 16 + killed
+    model = world.publish(34 + killed, version, world.alone, world.staged)
+    family = [psutil.Process(world.alone.process.pid)]
+    family += family[0].children(recursive=True)
+    asked: list[str] = []
+
+    def fault(receiver: str) -> None:
+        asked.append(receiver)
+        if len(asked) > 1:
+            return
+        if killed:
+            world.alone.close()
+        else:
+            for process in family:
+                process.suspend()
+
+    try:
+        lost, sent = relay(world.servers, world.halves, model, version, fault)
+    finally:
+        if not killed:
+            for process in family:
+                process.resume()
+    assert (lost[0], lost[1]["sender"], lost[1]["instance"]) == ("weights.relay_failed", "alone", "halves")
+    assert f"version {version} did not come from alone: " in lost[1]["reason"]
+    assert lost[1]["seconds"] < 120, "long before the deadline"
+    assert (sent[0], sent[1]["sender"]) == ("weights.relayed", "staged")
+    assert world.halves.weight_version() == version
+    prompt = [6, 7, 8]
+    assert world.halves.generate(prompt, **sampled(5))[0] == world.staged.generate(prompt, **sampled(5))[0]
+    if not killed:
+        assert world.alone.generate(prompt, **sampled(5))[0] == world.staged.generate(prompt, **sampled(5))[0]
 
 
 def processes(server: Server) -> list[psutil.Process]:

@@ -8,7 +8,7 @@ from typing import Any
 from aiohttp import web
 
 from dovetail.coordinator.weights.publishing import Publisher, Target
-from dovetail.protocol.messages import Bucket, CommandResult, Offer, Probe, Publish, Segment
+from dovetail.protocol.messages import Bucket, CommandResult, Offer, Probe, Publish, Segment, SendOn
 from dovetail.protocol.probe import HEADER
 from helpers.fake_vllm import TOKEN, listen
 
@@ -16,6 +16,10 @@ from helpers.fake_vllm import TOKEN, listen
 def logprobs_of(version: int, tokens: list[int]) -> list[float]:
     """Of tokens[1:], with the weights of a version."""
     return [-1.0 - version - (token % 7) / 4 for token in tokens[1:]]
+
+
+BUCKET = Bucket(names=["w"], dtypes=["float32"], shapes=[[1]], offsets=[0], nbytes=4)
+SEGMENT = Segment(index=0, model="actor", host="127.0.0.1", port=1, buckets=[BUCKET])
 
 
 class UpdatableVllm:
@@ -31,6 +35,7 @@ class UpdatableVllm:
         self.hangs = False
         self.refuses: str | None = None  # why it fails to take weights
         self.asked: list[list[int]] = []
+        self.sends: str | None = None  # why it cannot send its version to another server
         self.engines = 1
         self.stale_engine: int | None = None
         self.url = ""
@@ -48,6 +53,7 @@ class UpdatableVllm:
         app.router.add_post("/start_weight_update", self._start)
         app.router.add_post("/finish_weight_update", self._finish)
         app.router.add_post("/dovetail/serve", self._serve)
+        app.router.add_post("/dovetail/send_weights", self._send)
         app.router.add_post("/inference/v1/generate", self._generate)
         self._runner, self.url = await listen(app)
 
@@ -61,6 +67,13 @@ class UpdatableVllm:
 
     async def _update(self, _: web.Request) -> web.Response:
         return web.Response(text=self.refuses, status=200 if self.refuses is None else 500)
+
+    async def _send(self, request: web.Request) -> web.Response:
+        asked = SendOn.model_validate(await request.json())
+        if self.sends is not None:
+            return web.json_response({"error": {"message": self.sends}}, status=409)
+        offer = Offer(version=asked.version, epoch=asked.epoch, backend="gloo", segments=[SEGMENT])
+        return web.json_response(offer.model_dump(mode="json"))
 
     async def _start(self, _: web.Request) -> web.Response:
         self.arrived = self.weight_version = None
@@ -107,9 +120,7 @@ class FakeTrainers:
 
     async def execute(self, command: Publish, timeout: float, beside: bool = False) -> CommandResult:
         assert self.publisher is not None
-        bucket = Bucket(names=["w"], dtypes=["float32"], shapes=[[1]], offsets=[0], nbytes=4)
-        segment = Segment(index=0, model="actor", host="127.0.0.1", port=1, buckets=[bucket])
-        offer = Offer(version=command.version, epoch=command.epoch, backend="gloo", segments=[segment])
+        offer = Offer(version=command.version, epoch=command.epoch, backend="gloo", segments=[SEGMENT])
         self.publisher.offer(offer)
         said = logprobs_of(command.version, self.tokens)
         probe = Probe(version=command.version, tokens=self.tokens, logprobs=said, dtype=self.dtype)

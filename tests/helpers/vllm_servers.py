@@ -70,7 +70,7 @@ def make_run(
             "generation": {"maxTokens": tokens, "maxConcurrent": concurrent},
             "ppo": {"routingReplay": replay},
             "groups": [
-                {"name": "rollout", "roles": ["rollout"], "gpu": gpu or {}, "dtype": dtype},
+                {"name": "rollout", "roles": ["rollout"], "gpu": gpu or {}, "dtype": dtype, "replicas": 2},
                 {"name": "train", "roles": ["trainer"]},
             ],
         },

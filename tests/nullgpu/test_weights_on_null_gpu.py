@@ -39,6 +39,11 @@ def test_each_stage_sends_to_its_own_gpu_and_to_others(null_gpu: Run) -> None:
     assert first[0] == first[1] > TENSORS
 
 
+def test_a_server_sends_on_from_host_memory_what_came_over_nccl(null_gpu: Run) -> None:
+    found = null_gpu("relay", "weights.relay", world=3).good()
+    assert found == [["NcclLink"], [TENSORS, ["cpu"]], TENSORS]
+
+
 @pytest.mark.parametrize(
     ("fault", "gpus"),
     [

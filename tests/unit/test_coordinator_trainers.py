@@ -277,6 +277,23 @@ def test_a_lost_step_is_replayed_from_the_checkpoint(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_trainers_can_send_what_they_hold_until_they_are_lost(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        group = make_group(1)
+        session = TrainerSession(group, Records(), tmp_path, keep=2, join_timeout=5, log=lambda *_, **__: None)
+        assert not session.can_send(0)
+        life = asyncio.create_task(Ranks(group).live())
+        session.begin(plan(), 0)
+        await session.run_step()
+        await session.save()  # they have said since what they hold
+        assert [session.can_send(version) for version in (0, 1, 2)] == [False, True, False]
+        group.end_generation("trainer-0 was silent")
+        assert not session.can_send(1)
+        life.cancel()
+
+    run(scenario())
+
+
 def test_a_step_that_the_ranks_already_ran_is_not_run_twice(tmp_path: Path) -> None:
     """The coordinator died after sending step 1: the new one finds the ranks at step 1 and takes the stored result."""
 

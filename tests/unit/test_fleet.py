@@ -88,6 +88,17 @@ def test_a_target_carries_what_its_probe_needs(world: World) -> None:
     assert (target.world, target.max_model_len, target.dtype, target.engines) == (2, 96, "bfloat16", 2)
 
 
+def test_holders_of_a_version_are_the_rollouts_that_serve_it(world: World) -> None:
+    for name in ("r0", "r1", "r2", "s0"):
+        world.report(name)
+        world.fleet.weights_acked(name, "a", 1)
+    world.fleet.update("r1", True)
+    world.fleet.want({"r2": 2})
+    world.fleet.weights_acked("r2", "a", 2)
+    assert [t.name for t in world.fleet.holders(1)] == ["r0"]
+    assert [(t.name, t.sends) for t in world.fleet.holders(2)] == [("r2", False)]
+
+
 def test_a_restarted_process_is_stale(healthy: World) -> None:
     healthy.report(incarnation="b", ready=False)
     assert healthy.health() is InstanceHealth.RESTARTING

@@ -141,8 +141,10 @@ def test_a_kept_version_is_sent_while_the_trainers_train(tmp_path: Path) -> None
 
             await session.at_version(version, publish)
 
+        assert not session.can_send(0), "they have not said what they hold"
         await send(0)
         await session.run_step()
+        assert [session.can_send(version) for version in (0, 1, 2)] == [True, True, False]
         ranks.hold.clear()
         ranks.stepping.clear()
         training = asyncio.create_task(session.run_step())
@@ -152,6 +154,9 @@ def test_a_kept_version_is_sent_while_the_trainers_train(tmp_path: Path) -> None
         ranks.hold.set()
         await training
         assert ranks.log == ["load 0", "publish 0", "step 1", "publish 1", "step 2"]
+        assert not session.can_send(0), "they keep two versions"
+        group.end_generation("rank 0 died")
+        assert not session.can_send(2)
         life.cancel()
 
     run(scenario())

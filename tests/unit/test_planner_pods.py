@@ -64,6 +64,20 @@ def test_versions_that_are_kept_to_be_sent_take_memory(lag: int, versions: int) 
         assert trainer.get(f"{model}: kept versions", 0.0) == versions * trainer[f"{model}: weights"]
 
 
+def test_a_rollout_keeps_what_it_received_unless_it_is_the_only_one() -> None:
+    def copy(**pods: int) -> tuple[float, float]:
+        trainers, rollouts = {"name": "t", "roles": ["trainer"]}, {"name": "r", "roles": ["rollout"]}
+        parts = pod_memory(with_groups(trainers, rollouts | {"dtype": "bfloat16"} | pods), {}, ALONE, "Serial")[
+            -1
+        ].parts
+        return parts.get("generation: received copy", 0.0), parts["generation: weights"]
+
+    assert copy(replicas=1)[0] == 0
+    for pods in ({"replicas": 2}, {"maxReplicas": 2}):
+        kept, weights = copy(**pods)
+        assert kept == 2 * weights, "float32, as it may come"
+
+
 def test_models_take_turns_with_activations_unless_a_schedule_runs_both() -> None:
     halves = {"actor": Parallelism(pp=2), "critic": Parallelism(pp=2)}
 

@@ -152,3 +152,42 @@ def test_without_a_probe_whole_weights_are_served() -> None:
 
     with_servers([server], work)
     assert server.weight_version == 7
+
+
+def relayed(holder: UpdatableVllm, late: UpdatableVllm, version: int = 4) -> tuple[str | None, bool]:
+    """What a relay says, and whether the next publish makes new communicators."""
+    found: list[tuple[str | None, bool]] = []
+
+    async def work(publisher: Publisher) -> None:
+        assert not publisher.has_probe(4)
+        await publisher.publish(4, [holder.target])
+        assert publisher.has_probe(4)
+        said = await publisher.relay(version, holder.target, late.target)
+        found.append((said, publisher._members is None))
+
+    with_servers([holder, late], work)
+    return found[0]
+
+
+def test_a_version_that_came_from_another_server_is_probed_too() -> None:
+    late = UpdatableVllm("late")
+    assert relayed(UpdatableVllm("holder"), late) == (None, True)
+    assert (late.weight_version, late.asked) == (4, [TOKENS])
+    late.serves = 1
+    said, _ = relayed(UpdatableVllm("holder"), late)
+    assert "version 4 came from holder, but it does not serve" in (said or "")
+
+
+def test_a_relay_that_fails_names_the_sender() -> None:
+    holder, late = UpdatableVllm("holder"), UpdatableVllm("late")
+    holder.sends = "it holds no copy of version 4"
+    said, _ = relayed(holder, late)
+    assert said is not None
+    assert said.startswith("holder cannot send version 4: /dovetail/send_weights answered 409: ")
+    assert holder.sends in said
+    holder, late.refuses = UpdatableVllm("holder"), "TransferError: the connection broke or stalled"
+    said, _ = relayed(holder, late)
+    assert said == (
+        "version 4 did not come from holder: /update_weights answered 500: TransferError: the connection broke or "
+        "stalled"
+    )

@@ -30,6 +30,7 @@ from dovetail.rollout.serving.routes import (
     dtype_of,
     sampler_of,
 )
+from dovetail.rollout.serving.weights_worker import WeightsWorker
 
 CONFIG = {
     "hidden_size": 128,
@@ -111,6 +112,33 @@ def test_a_server_says_experts_where_the_job_replays_them(tmp_path: Path) -> Non
     assert server.EXPERTS_WORKER not in stages
 
 
+def test_a_worker_answers_with_its_error_instead_of_raising_it() -> None:
+    class Worker(WeightsWorker):
+        def update_weights(self, update_info: dict[str, int]) -> None:
+            if update_info["version"] != 3:
+                raise ValueError("the connection broke")
+
+    assert Worker().guarded("update_weights", '{"update_info": {"version": 3}}') is None
+    assert Worker().guarded("update_weights", '{"update_info": {"version": 4}}') == "the connection broke"
+
+
+@pytest.mark.parametrize(
+    ("group", "keeps"),
+    [
+        ({}, False),
+        ({"replicas": 2}, True),
+        ({"maxReplicas": 3}, True),
+        ({"maxReplicas": 1}, False),
+        ({"replicas": 2, "roles": ["trainer", "rollout"]}, False),
+    ],
+)
+def test_a_server_that_may_not_be_alone_keeps_weights_for_others(
+    tmp_path: Path, group: dict[str, Any], keeps: bool
+) -> None:
+    worker = value(arguments(tmp_path, **group), "--worker-extension-cls")
+    assert worker == (server.SENDING_WORKER if keeps else server.WEIGHTS_WORKER)
+
+
 def test_a_planned_server_has_pipeline_stages_and_leaves_memory(tmp_path: Path) -> None:
     made = job(gpu={"product": "A", "perPod": 8})
     group = made.spec.groups[0]
@@ -137,12 +165,13 @@ def test_a_server_tells_how_many_of_its_workers_receive_weights(monkeypatch: pyt
         use_v2_model_runner=True,
         cache_config=SimpleNamespace(cache_dtype="auto"),
         kv_transfer_config=None,
-        parallel_config=SimpleNamespace(world_size=4, data_parallel_size=1),
+        parallel_config=SimpleNamespace(world_size=4, data_parallel_size=1, worker_extension_cls=server.SENDING_WORKER),
     )
     for name, was in vars(STATE).copy().items():
         monkeypatch.setattr(STATE, name, was)
     asyncio.run(InfoRoutes().init_state(SimpleNamespace(vllm_config=config), None, Namespace()))
     assert (STATE.abilities()["world"], STATE.abilities()["dtype"]) == (4, "bfloat16")
+    assert STATE.abilities()["sends_weights"] is True
     config.cache_config.cache_dtype = "fp8"
     assert dtype_of(config) is None
     assert STATE.abilities()["sampler"] == "native"

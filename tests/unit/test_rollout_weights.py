@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,12 +17,17 @@ import torch
 
 import dovetail.trainer.weight_sender as sending
 from dovetail.coordinator.weights.offers import receive_for
-from dovetail.models.transfer import Deadline, Part, TransferError, checksum
-from dovetail.protocol.messages import Offer, Publish, Receiver
+from dovetail.models.links import rendezvous
+from dovetail.models.transfer import Deadline, Part, TransferError, call, checksum
+from dovetail.protocol.messages import Offer, Publish, Receive, Receiver, SendOn
 from dovetail.protocol.weights import RankGrid, Tensor
 from dovetail.protocol.weights.buckets import bucket_specs
+from dovetail.rollout import peer_sender
+from dovetail.rollout.peer_sender import PeerSender
+from dovetail.rollout.received_copy import ReceivedCopy
 from dovetail.rollout.weight_receiver import WeightReceiver
 from dovetail.trainer.weight_sender import WeightParts, WeightSender
+from helpers.free_ports import free_port
 
 
 class World:
@@ -211,6 +218,109 @@ def _held_whole(named: tuple[str, torch.Tensor]) -> Part:
     return Part(name, tuple(tensor.shape), tuple((0, n) for n in tensor.shape), tensor)
 
 
+# ---------------------------------------------------------------- from one server to another
+
+
+def send_on(copy: ReceivedCopy, version: int, seconds: float = 240.0, epoch: int = 100) -> Offer:
+    request = SendOn(version=version, epoch=epoch, world_size=2, deadline_seconds=seconds)
+    return PeerSender(copy, "127.0.0.1").send(request)
+
+
+def take(receiver: WeightReceiver, offer: Offer) -> dict[str, torch.Tensor]:
+    return {n: t.clone() for n, t in receiver.receive(Receive(offer=offer, rank_offset=1, world_size=2))}
+
+
+def unused(copy: ReceivedCopy) -> bool:
+    """Whether nothing is being sent, after two minutes at most."""
+    assert copy._whole is not None
+    end = time.monotonic() + 120
+    while copy._whole.users and time.monotonic() < end:
+        time.sleep(0.01)
+    return not copy._whole.users
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp"), [(1, 1, 1), (2, 2, 2)])
+def test_a_server_sends_on_what_it_received_from_any_layout(pp: int, dp: int, tp: int) -> None:
+    layout = RankGrid(dp=dp, tp=tp, sharded=dp > 1)
+    places = [(p, d, t) for p in range(pp) for d in range(dp) for t in range(tp)]
+    world = World([{"actor": place} for place in places])
+    who, copy = RECEIVERS[:1], ReceivedCopy()
+    first, late = {"rollout-0": taker(WeightReceiver(copy=copy), who)}, WeightReceiver()
+    for version in (1, 2):
+        stages = [
+            {n: t for n, t in stage(9 * version + p, range(4 * p, 4 * p + 4)).items() if t.dim()} for p in range(pp)
+        ]
+        weights = [
+            {"actor": WeightParts(partial(split, stages[p], layout, layout.rank(0, d, t)), layout)}
+            for p, d, t in places
+        ]
+        run(world, weights, first, epoch=1, version=version, who=who)
+        got = take(late, send_on(copy, version, epoch=100 + version))
+        assert same(got, {n: t for named in stages for n, t in named.items()})
+        assert unused(copy)
+    with pytest.raises(TransferError, match="holds no copy of version 1"):
+        send_on(copy, 1)
+
+
+@pytest.fixture
+def copied() -> tuple[ReceivedCopy, dict[str, torch.Tensor], Callable[[int], dict[str, torch.Tensor]]]:
+    """The copy of a server that has received version 1, its tensors, and what lets it receive another version."""
+    world, who, copy = World([{"actor": (0, 0)}]), RECEIVERS[:1], ReceivedCopy()
+    receiver = {"rollout-0": taker(WeightReceiver(copy=copy), who)}
+
+    def receive(version: int) -> dict[str, torch.Tensor]:
+        named = stage(version, range(12))
+        _, taken = run(world, [{"actor": lambda: named.items()}], receiver, epoch=1, version=version, who=who)
+        assert same(taken["rollout-0"], named)
+        return named
+
+    return copy, receive(1), receive
+
+
+def test_a_version_that_is_being_sent_is_not_overwritten(copied: Any) -> None:
+    copy, first, receive = copied
+    offer = send_on(copy, 1)
+    receive(2)
+    assert same(take(WeightReceiver(), offer), first)
+    kept = {message.data_ptr() for message in copy._whole.messages}
+    receive(3)
+    assert {message.data_ptr() for message in copy._whole.messages} == kept, "no more memory with each version"
+
+
+def test_a_bit_that_changes_in_the_copy_is_noticed_by_the_receiver(copied: Any) -> None:
+    copy, _, _ = copied
+    copy._whole.messages[1][100] ^= 4
+    with pytest.raises(TransferError, match="checksum"):
+        take(WeightReceiver(), send_on(copy, 1))
+
+
+def test_a_server_that_stops_midway_is_noticed_by_the_deadline(copied: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy, named, _ = copied
+    stopped, sent = threading.Event(), itertools.count()
+
+    class Stopping(peer_sender.Channel):
+        def broadcast(self, *args: Any) -> Any:
+            if next(sent) == 1:
+                stopped.wait(240)
+            return super().broadcast(*args)
+
+    monkeypatch.setattr(peer_sender, "Channel", Stopping)
+    late = WeightReceiver()
+    with pytest.raises(TransferError, match=r"broke or stalled|deadline"):
+        take(late, send_on(copy, 1, seconds=3.0))
+    stopped.set()
+    monkeypatch.undo()
+    assert unused(copy)
+    assert same(take(late, send_on(copy, 1, epoch=101)), named)
+
+
+def test_a_sender_whose_receiver_never_comes_ends_with_its_deadline(copied: Any) -> None:
+    copy, _, _ = copied
+    send_on(copy, 1, seconds=0.5)
+    assert copy._whole.users == 1
+    assert unused(copy)
+
+
 def test_plain_iterators_can_be_sent_too() -> None:
     world = World([{"critic": (0, 0)}])
     who = RECEIVERS[2:]
@@ -340,6 +450,28 @@ def test_an_offer_that_cannot_be_posted_fails_all_ranks_at_once() -> None:
             pool.submit(s.publish, command, {"actor": stage(0, range(2)).items()}).exception for s in world.senders
         ]
         assert all("offer" in str(e(timeout=120)) for e in errors)
+
+
+def test_a_sender_that_is_gone_or_frozen_is_noticed_though_its_store_never_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(rendezvous, "ANSWER_SECONDS", 0.5)
+    with pytest.raises(TransferError, match=r"no sender answers at 127.0.0.1:\d+"):
+        call("127.0.0.1", free_port(), Deadline(100_000.0))
+    late = pytest.raises(TransferError, match=r"no sender answers at 127.0.0.1:\d+")
+    with socket.create_server(("127.0.0.1", 0)) as silent, late:  # the kernel accepts for a frozen process
+        call("127.0.0.1", silent.getsockname()[1], Deadline(100_000.0))
+    frozen = threading.Event()
+
+    class Store:
+        def check(self, keys: list[str]) -> bool:
+            return frozen.wait(240)
+
+    meeting = rendezvous.Rendezvous(Store())  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(TransferError, match=r"did not answer within 0.5 s"):
+            meeting.wait(["joined/0"], Deadline(240.0), lambda: "late", "while its ranks were still meeting")
+    frozen.set()
 
 
 def test_the_checksum_sees_moved_rows_and_any_bit() -> None:

@@ -6,8 +6,10 @@ import itertools
 import pytest
 
 from dovetail.coordinator.store.sample_files import BEFORE_SFT
+from dovetail.coordinator.trainers.trainer_group import TrainerLost
 from dovetail.coordinator.weights.publishing import Published, Target
 from dovetail.coordinator.weights.weight_sync import WeightSync
+from helpers.generation_job import until
 
 DEADLINE, START = 20.0, 900.0
 
@@ -21,10 +23,11 @@ class World:
     def __init__(self, *names, deadline=300.0):
         self.now = 0.0
         hosts = {name: name.split("-")[1] for name in names}
-        self.targets = {name: Target(name, name.split("-")[0], f"http://{hosts[name]}:1", "first") for name in names}
+        self.targets = {name: self.target(name, hosts[name]) for name in names}
         self.held = dict.fromkeys(names, 0)
         self.cut, self.along, self.rounds, self.failures = set(), set(), [], []
         self.unproved, self.events = set(), []
+        self.gone, self.mute, self.relays = False, set(), []
         self.sync = WeightSync(
             self,
             self,
@@ -36,6 +39,10 @@ class World:
             START,
             lambda: self.now,
         )
+
+    @staticmethod
+    def target(name, host="x", incarnation="first"):
+        return Target(name, name.split("-")[0], f"http://{host}:1", incarnation, sends=True)
 
     def log(self, event, **fields):
         self.events.append((event, fields))
@@ -70,6 +77,20 @@ class World:
     async def at_target(self, work):
         return await work()
 
+    def holders(self, version):
+        return [t for name, t in self.targets.items() if t.kind == "rollout" and self.held[name] == version]
+
+    def can_send(self, version):
+        return not self.gone
+
+    def has_probe(self, version):
+        return True
+
+    async def relay(self, version, sender, receiver):
+        self.relays.append((sender.name, receiver.name))
+        await asyncio.sleep(0)
+        return f"version {version} did not come from {sender.name}" if sender.name in self.mute else None
+
     async def publish(self, version, targets, beside=False):
         names = {t.name for t in targets}
         self.rounds.append((self.now, sorted(names)))
@@ -83,6 +104,16 @@ class World:
     def publish_version(self, version):
         self.step = version
         asyncio.run(self.sync.publish(version))
+
+    def join(self, name, incarnation="first"):
+        """A process that holds no weights."""
+        self.targets[name], self.held[name] = self.target(name, incarnation=incarnation), None
+
+    async def relayed(self, rounds):
+        """As many rounds as the background task makes."""
+        for _ in range(rounds):
+            await self.sync._round()
+            await asyncio.sleep(0.01)
 
     def hold(self, seconds):
         """As the background task does."""
@@ -257,3 +288,92 @@ def test_the_model_before_sft_goes_to_rollouts_alone_and_not_after_ppo_has_begun
     world.publish_soon, world.held["scorer-a"] = (lambda: None), None
     world.publish_version(0)
     assert set(world.held.values()) == {0}
+
+
+def test_late_servers_get_their_version_from_others_while_the_trainers_are_restored(world):
+    world.gone = True
+    world.join("rollout-c")
+    world.join("rollout-d")
+    before = len(world.rounds)
+    asyncio.run(world.relayed(2))
+    assert world.relays == [("rollout-a", "rollout-c"), ("rollout-b", "rollout-d")], "each sends to one"
+    assert world.held["rollout-c"] == world.held["rollout-d"] == 1
+    assert len(world.rounds) == before, "nobody waited for the trainers"
+    told = [fields for event, fields in world.events if event == "weights.relayed"]
+    assert {(t["instance"], t["sender"], t["version"]) for t in told} == {
+        ("rollout-c", "rollout-a", 1),
+        ("rollout-d", "rollout-b", 1),
+    }
+
+
+def test_trainers_that_hold_the_version_send_it(world):
+    world.join("rollout-c")
+    asyncio.run(world.relayed(1))
+    assert (world.relays, world.rounds[-1][1]) == ([], ["rollout-c"])
+
+
+def test_a_server_that_cannot_send_is_named_and_another_does(world):
+    world.gone, world.mute = True, {"rollout-a"}
+    world.join("rollout-c")
+    asyncio.run(world.relayed(3))
+    assert world.relays == [("rollout-a", "rollout-c"), ("rollout-b", "rollout-c")]
+    assert world.held["rollout-c"] == 1
+    (failed,) = [fields for event, fields in world.events if event == "weights.relay_failed"]
+    assert failed["sender"] == "rollout-a"
+    assert failed["reason"] == "version 1 did not come from rollout-a"
+    world.join("rollout-d")
+    asyncio.run(world.relayed(2))
+    assert world.relays[-1] == ("rollout-b", "rollout-d"), "who has failed somebody comes last"
+
+
+def test_one_to_whom_two_servers_could_not_send_waits_for_the_trainers(world):
+    world.gone, world.mute = True, {"rollout-a", "rollout-b", "rollout-c"}
+    world.held["rollout-c"] = 1
+    world.targets["rollout-c"] = world.target("rollout-c")
+    world.join("rollout-d")
+    asyncio.run(world.relayed(4))
+    assert world.relays == [("rollout-a", "rollout-d"), ("rollout-b", "rollout-d")]
+    assert world.rounds[-1][1] == ["rollout-d"]
+    assert world.held["rollout-d"] == 1
+
+
+def test_a_server_that_comes_while_a_round_waits_for_the_trainers_does_not_wait(world):
+    """The scorer of a pod is up before its server."""
+
+    async def scenario():
+        world.gone, back = True, asyncio.Event()
+        at_target = world.at_target
+
+        async def waiting(work):
+            await back.wait()
+            return await at_target(work)
+
+        world.at_target = waiting
+        world.join("scorer-c")
+        holding = asyncio.create_task(world.sync.hold())
+        await until(world.sync._lock.locked)
+        world.join("rollout-c")
+        await until(lambda: world.held["rollout-c"] == 1)
+        assert world.held["scorer-c"] is None
+        back.set()
+        await until(lambda: world.held["scorer-c"] == 1)
+        holding.cancel()
+        await asyncio.gather(holding, return_exceptions=True)
+
+    asyncio.run(scenario())
+    assert world.relays == [("rollout-a", "rollout-c")]
+
+
+def test_trainers_that_are_lost_while_they_send_leave_it_to_servers(world):
+    """The transfer to a late server began, and a rank died."""
+    world.join("rollout-c")
+    fine = world.publish
+
+    async def publish(version, targets, beside):
+        world.publish, world.gone = fine, True
+        raise TrainerLost("rank 1 died")
+
+    world.publish = publish
+    asyncio.run(world.relayed(3))
+    assert world.relays == [("rollout-a", "rollout-c")]
+    assert world.held["rollout-c"] == 1

@@ -79,7 +79,7 @@ PRIVATE = (
     Private(
         "vllm.entrypoints.rl.online.metrics:weight_operation_metrics",
         SEEN,
-        "our routes replace two of vLLM's and keep its metrics of them",
+        "our routes replace four of vLLM's and keep its metrics of them",
     ),
     Private(
         "vllm.entrypoints.launchers.api_server.entry:run_server",
@@ -218,7 +218,7 @@ def pack_experts(model: Any) -> None:
 
 
 def weight_operation(name: str) -> Any:
-    """A context in which vLLM measures a weight operation, `start` or `finish`."""
+    """A context in which vLLM measures a weight operation: `init`, `start`, `update` or `finish`."""
     from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
 
     return weight_operation_metrics().record(name)

@@ -21,6 +21,7 @@ from dovetail.models.transfer import (
     unpack,
 )
 from dovetail.protocol.messages import Bucket, Receive, Segment
+from dovetail.rollout.received_copy import ReceivedCopy
 
 __all__ = ["TransferError", "WeightReceiver"]
 
@@ -56,11 +57,13 @@ def _deadline(receive: Receive) -> Deadline:
 class WeightReceiver:
     """Keeps the communicators of one epoch and two bucket buffers. Not thread-safe.
 
-    `rank` is added to the offer's `rank_offset`: a vLLM worker's rank within its server."""
+    `rank` is added to the offer's `rank_offset`: a vLLM worker's rank within its server. `copy` gets the messages of
+    each version, so that they can be sent on."""
 
-    def __init__(self, device: torch.device | str = "cpu", rank: int = 0):
+    def __init__(self, device: torch.device | str = "cpu", rank: int = 0, copy: ReceivedCopy | None = None):
         self._device = torch.device(device)
         self._rank = rank
+        self._copy = copy
         self._epoch: int | None = None
         self._channels: dict[tuple[str, int, int], Channel] = {}
         self._buffers: list[torch.Tensor | None] = [None, None]
@@ -102,6 +105,8 @@ class WeightReceiver:
         coming = parcels(receive.offer.segments)
         largest = max((sum(message_bytes(b) for _, b in parcel) for parcel in coming), default=0)
         complete = False
+        if self._copy is not None:
+            self._copy.begin(receive.offer)
         try:
             for channel in self._channels.values():
                 channel.ready()
@@ -118,6 +123,8 @@ class WeightReceiver:
                             f"bucket {k + 1} of {len(coming)} of {segment.model} (segment {segment.index}, part "
                             f"{segment.part}) arrived with a wrong checksum"
                         )
+                    if self._copy is not None:
+                        self._copy.add(message)
                 if len(parcel) == 1 and parcel[0][1].boxes is None:
                     yield from unpack(arriving[0][0], parcel[0][1])
                     if not may_reuse():
@@ -127,6 +134,8 @@ class WeightReceiver:
                 yield from assemble(self._room(coming, parcel[0][1]), messages)
                 if not may_reuse():
                     self._whole = None
+            if self._copy is not None:
+                self._copy.complete()
             complete = True
         finally:
             if not complete:

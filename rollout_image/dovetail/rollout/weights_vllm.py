@@ -13,10 +13,14 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from dovetail.models.transfer import TransferError
-from dovetail.protocol.messages import Receive
+from dovetail.protocol.messages import Receive, SendOn
+from dovetail.protocol.process.env import HOST
 from dovetail.protocol.sampling import SERVED_TEMPERATURE
 from dovetail.rollout import compat
+from dovetail.rollout.peer_sender import PeerSender
+from dovetail.rollout.received_copy import ReceivedCopy
 from dovetail.rollout.serving.tied import Tied, renew, tied_modules
+from dovetail.rollout.serving.weights_worker import SENDING_WORKER
 from dovetail.rollout.weight_receiver import WeightReceiver
 
 BACKEND = "dovetail"
@@ -58,7 +62,11 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         super().__init__(config, vllm_config, device, model)
         parallel = vllm_config.parallel_config
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._receiver = WeightReceiver(device, rank)
+        # Each worker receives all of the weights, so one of the server's workers can send them on.
+        sends = rank == 0 and parallel.worker_extension_cls == SENDING_WORKER
+        copy = ReceivedCopy() if sends else None
+        self._peers = None if copy is None else PeerSender(copy, os.environ.get(HOST, "127.0.0.1"))
+        self._receiver = WeightReceiver(device, rank, copy)
         self._arrived: int | None = None
         self._parameters = {name for name, _ in model.named_parameters()}
         # Now, as a session that breaks off leaves modules without what they share.
@@ -95,6 +103,16 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         compat.pack_experts(self.model)
         renew(self._tied)
         LOADED.version = self._arrived
+
+    def send_on(self, request: SendOn) -> dict[str, Any] | None:
+        """Send this worker's version to another server: `{"offer": ...}`, or `{"error": one sentence}`. None: another
+        worker does it."""
+        if self._peers is None:
+            return None
+        try:
+            return {"offer": self._peers.send(request).model_dump(mode="json")}
+        except (TransferError, OSError, RuntimeError) as error:
+            return {"error": str(error)}
 
     def shutdown(self) -> None:
         self._receiver.close()

@@ -16,6 +16,14 @@ def pod_count(group: Group) -> int:
     return group.replicas or group.min_replicas or 1
 
 
+def relays_weights(spec: RLHFJobSpec, group: Group) -> bool:
+    """Whether the servers of a group of rollouts send their weights to others, and take them from others. They do if
+    the job may have several, unless they take turns with trainers: these need the memory that weights would go to."""
+    rollouts = [each for each in spec.groups if Role.ROLLOUT in each.roles]
+    most = sum(max(pod_count(each), each.max_replicas or 0) for each in rollouts)
+    return most > 1 and Role.TRAINER not in group.roles
+
+
 def trainer_ranks(group: Group) -> int:
     """Trainer ranks of a group: one a GPU, one a pod on CPUs; 0 without the trainer role."""
     return pod_count(group) * max(1, group.gpu.per_pod) if Role.TRAINER in group.roles else 0

@@ -390,6 +390,16 @@ class Receive(Message):
     world_size: int = Field(description="Ranks in each communicator: the sender and all receivers of that model.")
 
 
+class SendOn(Message):
+    """POST /dovetail/send_weights on a rollout server: send the version that it holds to another server. The answer is
+    an `Offer`. From then on a thread of the server waits for the receiver."""
+
+    version: int
+    epoch: int
+    world_size: int = Field(description="Ranks in each communicator: the sender and the workers of the receiver.")
+    deadline_seconds: float = Field(description="Without the time that the bytes take.")
+
+
 # ---------------------------------------------------------------- rollout and scorer processes -> coordinator
 
 
@@ -405,5 +415,5 @@ class Register(Message):
     weight_version: int | None = None
     abilities: dict[str, Any] = Field(
         default_factory=dict,
-        description="vllm_version, sampler (counter|native), weight_engine, kv_connector, max_model_len",
+        description="vllm_version, sampler (counter|native), weight_engine, kv_connector, max_model_len, sends_weights",
     )

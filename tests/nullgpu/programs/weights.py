@@ -18,7 +18,9 @@ from dovetail.coordinator.weights.offers import receive_for
 from dovetail.manifest.types import Parallelism
 from dovetail.models.links.nccl import NcclLink
 from dovetail.models.transfer import Channel, TransferError
-from dovetail.protocol.messages import Offer, Publish, Receiver
+from dovetail.protocol.messages import Offer, Publish, Receive, Receiver, SendOn
+from dovetail.rollout.peer_sender import PeerSender
+from dovetail.rollout.received_copy import ReceivedCopy
 from dovetail.rollout.weight_receiver import WeightReceiver
 from dovetail.trainer.weight_sender import WeightSender
 
@@ -151,5 +153,32 @@ def take(place: Place, rounds: list[list[Receiver]], name: str, device: torch.de
         except TransferError as error:
             found.append(str(error))
     wait_for(place.folder / "over")
+    receiver.close()
+    return found
+
+
+def relay(place: Place) -> Any:
+    """Rank 0 sends to rank 1, which sends its copy to rank 2, each on a GPU of its own: how many tensors came, and
+    which devices the copy is on."""
+    torch.cuda.set_device(place.rank)
+    device = torch.device("cuda", place.rank)
+    first = Receiver(name="rollout-0", kind="rollout", models=["actor"], rank_offset=1)
+    if place.rank == 0:
+        return send(replace(place, world=1), [[first]], 1, DEADLINE)[0]
+    copy = ReceivedCopy()
+    receiver = WeightReceiver(device, copy=copy if place.rank == 1 else None)
+    if place.rank == 1:
+        offer = Offer.model_validate_json(wait_for(place.folder / "offer-1"))
+        count = sum(1 for _ in receiver.receive(receive_for(offer, first, [first])))
+        request = SendOn(version=1, epoch=100, world_size=2, deadline_seconds=DEADLINE)
+        leave(place.folder / "offer-on", PeerSender(copy, "127.0.0.1").send(request).model_dump_json())
+        wait_for(place.folder / "taken")
+        with copy.using(1) as copied:
+            assert copied is not None
+            found: Any = [count, sorted({str(message.device) for message in copied.messages})]
+    else:
+        offer = Offer.model_validate_json(wait_for(place.folder / "offer-on"))
+        found = sum(1 for _ in receiver.receive(Receive(offer=offer, rank_offset=1, world_size=2)))
+        leave(place.folder / "taken", "")
     receiver.close()
     return found

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 from argparse import Namespace
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from dovetail.protocol.kv import KVAbility
+from dovetail.protocol.messages import SendOn
 from dovetail.protocol.process.pulse import BEAT_SECONDS, Pulse
 from dovetail.protocol.sampling import Sampler
 from dovetail.rollout.compat import uses_v2_runner
 from dovetail.rollout.kv.kv_config import CONNECTORS
+from dovetail.rollout.serving.weights_worker import SENDING_WORKER
 
 # A logits processor: --logits-processors.
 COUNTER_SAMPLER = "dovetail.rollout.serving.sampler:CounterSampler"
@@ -37,6 +40,8 @@ class ServerState:
     kv: KVAbility | None = None
     max_model_len: int = 0
     sleep: bool = False
+    # It keeps a copy of what it received, and can send it to another server.
+    sends_weights: bool = False
     # Workers, each of which receives weights, and data-parallel engines that they make up.
     world: int = 1
     engines: int = 1
@@ -90,8 +95,10 @@ async def beat(engine_client: Any, pulse: Pulse) -> None:
 
 
 class InfoRoutes:
-    """GET /dovetail/info, the two ends of a weight update (vLLM's own routes, plus the bookkeeping of `STATE`), and
-    POST /dovetail/serve, by which the coordinator lets the server answer with a version that has passed its probe."""
+    """GET /dovetail/info, the calls of a weight update (vLLM's own routes, plus the bookkeeping of `STATE`, and every
+    worker's answer is read), POST /dovetail/serve, by which the coordinator lets the server answer with a version that
+    has passed its probe, and POST /dovetail/send_weights, by which it lets the server send its version to another one.
+    """
 
     name = "dovetail_info"
     required_tasks = None
@@ -106,6 +113,22 @@ class InfoRoutes:
 
         async def info() -> Any:
             return JSONResponse(STATE.described())
+
+        async def guarded(request: Request, method: str, **arguments: Any) -> None:
+            client = request.app.state.engine_client
+            problems = await client.collective_rpc("guarded", args=(method, json.dumps(arguments)))
+            if problem := next((problem for problem in problems if problem is not None), None):
+                raise RuntimeError(problem)
+
+        async def init_weight_transfer_engine(request: Request, init_info: dict[str, Any]) -> Any:
+            with weight_operation("init"):
+                await guarded(request, "init_weight_transfer_engine", init_info=init_info)
+            return JSONResponse({"message": "Weight transfer initialized"})
+
+        async def update_weights(request: Request, update_info: dict[str, Any]) -> Any:
+            with weight_operation("update"):
+                await guarded(request, "update_weights", update_info=update_info)
+            return JSONResponse({"message": "Weights updated"})
 
         async def start_weight_update(request: Request) -> Any:
             # Before the engine hears of it: from here on its weights may be in pieces.
@@ -134,13 +157,35 @@ class InfoRoutes:
             STATE.weight_version = weight_version
             return JSONResponse({"message": "Serving"})
 
+        async def send_weights(request: Request) -> Any:
+            try:
+                message = SendOn.model_validate_json(await request.body())
+            except ValueError as error:
+                return JSONResponse({"error": {"message": f"not a SendOn: {error}"}}, 400)
+            if not STATE.sends_weights:
+                return JSONResponse({"error": {"message": "this server keeps no copy of its weights"}}, 409)
+            # The engine answers between two steps. The weights then leave in a thread of a worker.
+            client = request.app.state.engine_client
+            answers = await client.collective_rpc("send_weights_on", args=(message.model_dump_json(),))
+            answer = json.loads(next(a for a in answers if a is not None))
+            if "error" in answer:
+                return JSONResponse({"error": {"message": answer["error"]}}, 409)
+            return JSONResponse(answer["offer"])
+
         # Real types, not this module's postponed annotations: FastAPI inspects them.
+        information = Annotated[dict[str, Any], Body(embed=True)]
+        init_weight_transfer_engine.__annotations__ = {"request": Request, "init_info": information}
+        update_weights.__annotations__ = {"request": Request, "update_info": information}
         start_weight_update.__annotations__ = {"request": Request}
         finish_weight_update.__annotations__ = {"request": Request, "weight_version": str | None}
         serve.__annotations__ = {"weight_version": int}
+        send_weights.__annotations__ = {"request": Request}
         info.__annotations__ = {}
         router.add_api_route("/dovetail/info", info, methods=["GET"])
         router.add_api_route("/dovetail/serve", serve, methods=["POST"])
+        router.add_api_route("/dovetail/send_weights", send_weights, methods=["POST"])
+        router.add_api_route("/init_weight_transfer_engine", init_weight_transfer_engine, methods=["POST"])
+        router.add_api_route("/update_weights", update_weights, methods=["POST"])
         router.add_api_route("/start_weight_update", start_weight_update, methods=["POST"])
         router.add_api_route("/finish_weight_update", finish_weight_update, methods=["POST"])
         app.include_router(router)
@@ -155,6 +200,7 @@ class InfoRoutes:
             parallel = config.parallel_config
             STATE.engines = int(parallel.data_parallel_size)
             STATE.world = int(parallel.world_size) * STATE.engines
+            STATE.sends_weights = parallel.worker_extension_cls == SENDING_WORKER
             transfer = config.kv_transfer_config
             STATE.kv_connector = transfer.kv_connector if transfer is not None else None
             if STATE.kv is not None:

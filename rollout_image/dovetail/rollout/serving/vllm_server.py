@@ -26,6 +26,7 @@ from dovetail.manifest.checks.scratch import cpu_head_error, head_size
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import replay_error
 from dovetail.manifest.resolve import with_lag
+from dovetail.manifest.sizes import relays_weights
 from dovetail.manifest.training_types import AUTO_LAG
 from dovetail.manifest.types import Group, RLHFJob, Role
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS
@@ -36,6 +37,7 @@ from dovetail.protocol.sampling import SERVED_TEMPERATURE, served_temperature
 from dovetail.rollout.backend import ServerPlan, load_backend
 from dovetail.rollout.kv.kv_config import KVSetup, prepare
 from dovetail.rollout.serving.routes import COUNTER_SAMPLER
+from dovetail.rollout.serving.weights_worker import SENDING_WORKER, WEIGHTS_WORKER
 from dovetail.rollout.versions import installed, version_problem
 
 # vllm.v1.attention.backends.cpu_attn; anything else kills the engine at its first step.
@@ -205,6 +207,7 @@ def vllm_arguments(
         *("--max-model-len", str(length)),
         *("--max-num-seqs", str(spec.generation.max_concurrent)),
         *("--weight-transfer-config", json.dumps({"backend": "dovetail"})),
+        *("--worker-extension-cls", SENDING_WORKER if relays_weights(spec, group) else WEIGHTS_WORKER),
         *("--middleware", "dovetail.rollout.serving.token_check.Guard"),
         *("--shutdown-timeout", "0"),
         *("--generation-config", "vllm"),

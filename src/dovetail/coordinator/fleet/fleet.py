@@ -273,17 +273,7 @@ class Fleet:
         self.tick()
         now = self._clock()
         return [
-            Target(
-                name=i.name,
-                kind=i.kind,
-                url=i.url,
-                incarnation=i.incarnation,
-                world=int(i.abilities.get("world", 1)),
-                max_model_len=i.abilities.get("max_model_len"),
-                dtype=i.abilities.get("dtype"),
-                engines=int(i.abilities.get("engines", 1)),
-                version=self._wanted(i),
-            )
+            _target(i, self._wanted(i))
             for i in sorted(self._instances.values(), key=lambda i: i.name)
             if self._versioned(i)
             and i.ready
@@ -292,6 +282,10 @@ class Fleet:
             and now >= i.until
             and now - i.seen <= self._timeouts.suspect
         ]
+
+    def holders(self, version: int) -> list[Target]:
+        """The rollouts that serve this version."""
+        return [_target(i, version) for i in self.eligible("rollout") if i.weight_version == version]
 
     def gone(self, name: str, incarnation: str) -> bool:
         """Whether this process will never answer: it is dead, it has been silent for too long, or another process
@@ -383,3 +377,18 @@ class Fleet:
         ):
             for listener in list(self.listeners):
                 listener()
+
+
+def _target(i: Instance, version: int | None) -> Target:
+    return Target(
+        name=i.name,
+        kind=i.kind,
+        url=i.url,
+        incarnation=i.incarnation,
+        world=int(i.abilities.get("world", 1)),
+        max_model_len=i.abilities.get("max_model_len"),
+        dtype=i.abilities.get("dtype"),
+        engines=int(i.abilities.get("engines", 1)),
+        version=version,
+        sends=bool(i.abilities.get("sends_weights")),
+    )

@@ -216,6 +216,11 @@ class TrainerGroup:
         return self._position
 
     @property
+    def position(self) -> TrainerPosition | None:
+        """What the ranks hold, as far as they have said. None: they are joining."""
+        return self._position if self.formed else None
+
+    @property
     def versions(self) -> frozenset[int]:
         """The versions of the weights that the ranks keep. They can be sent while the ranks train."""
         return self._versions if self.formed else frozenset()

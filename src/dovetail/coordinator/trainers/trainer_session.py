@@ -282,6 +282,12 @@ class TrainerSession:
                 self._log("trainers.recover", version=version, reason=str(lost))
         return None
 
+    def can_send(self, version: int) -> bool:
+        """Whether the ranks hold this version of the weights, so that they need not be restored before they send it."""
+        if self._lag:
+            return version in self._group.versions
+        return self._plan is not None and self._group.position == TrainerPosition(self._plan.stage, version)
+
     def need(self, version: int | None) -> None:
         """Set the oldest version that instances may ask for from now on. None: only the newest."""
         self._needed = version

@@ -12,21 +12,23 @@ from typing import Any
 import aiohttp
 
 from dovetail.coordinator.trainers.trainer_group import TrainerError, TrainerGroup
-from dovetail.coordinator.weights.offers import ReceiverError, push_offer
+from dovetail.coordinator.weights.offers import CALL_SECONDS, ReceiverError, post, push_offer
 from dovetail.coordinator.weights.probing import ProbedServer, prove
-from dovetail.protocol.messages import CALLED_OFF, CommandResult, Offer, Publish, Receiver
+from dovetail.protocol.messages import CALLED_OFF, CommandResult, Offer, Probe, Publish, Receiver, SendOn
 
 GRACE_SECONDS = 10.0
 # Receivers that fail within this time after the first failure may be the cause. Later ones only waited for them.
 # Receivers that report that the transfer was cancelled also only waited.
 BLAME_SECONDS = 1.0
+# How many versions' probes are kept, for servers that get a version from another one. No lag is as long.
+MOST_PROBES = 16
 
 
 @dataclass(frozen=True)
 class Target:
     """An instance that will hold the new weights. A restarted process has another `incarnation`. `max_model_len`,
     `dtype`, `engines`: see `dovetail.coordinator.weights.probing.ProbedServer`. `version`: the version that it must
-    hold. None: the current one."""
+    hold. None: the current one. `sends`: it exchanges versions with other servers."""
 
     name: str
     kind: str
@@ -37,6 +39,7 @@ class Target:
     dtype: str | None = None
     engines: int = 1
     version: int | None = None
+    sends: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Publisher:
         self._epoch = int(time.time())
         self._members: frozenset[tuple[str, str]] | None = None
         self._expected: dict[tuple[int, int], asyncio.Future[Offer]] = {}
+        self._probes: dict[int, Probe | None] = {}
 
     def offer(self, message: Offer) -> None:
         """Handle POST /v1/weights/offer. An offer that nobody waits for is dropped. Its deadline ends it."""
@@ -151,19 +155,53 @@ class Publisher:
             if not sending.done():
                 sending.cancel()
                 await asyncio.gather(sending, return_exceptions=True)
-        unproved = await self._prove(version, [t for t in targets if errors[t.name] is None], result)
+        if any(target.kind == "rollout" for target in targets):
+            self._remember(version, result.probe)
+        unproved = await self._prove(version, [t for t in targets if errors[t.name] is None], result.probe)
         errors |= unproved
         if any(text is not None for text in errors.values()):
             self._members = None
         return Published(errors, result, _first(failed) | unproved.keys(), byte_seconds)
 
-    async def _prove(self, version: int, targets: Sequence[Target], result: CommandResult) -> dict[str, str | None]:
+    def has_probe(self, version: int) -> bool:
+        """Whether a server can be asked to prove that it serves a version that another server has sent it. A restarted
+        coordinator has no probes: the trainers' next publish brings them."""
+        return version in self._probes
+
+    async def relay(self, version: int, sender: Target, receiver: Target) -> str | None:
+        """Let the rollout `sender`, which serves `version`, send it to the rollout `receiver`. Returns None if the
+        receiver serves it now, else the error, a sentence that names the sender."""
+        self._epoch += 1
+        # The receiver leaves the communicators that it shared with others.
+        self._members = None
+        (alone,) = receivers_of([receiver])
+        request = SendOn(
+            version=version, epoch=self._epoch, world_size=1 + alone.world, deadline_seconds=self._deadline
+        )
+        try:
+            url = f"{sender.url.rstrip('/')}/dovetail/send_weights"
+            answer = await post(self._session, url, CALL_SECONDS, request.model_dump(mode="json"))
+            offer = Offer.model_validate(answer)
+        except (ReceiverError, ValueError) as error:
+            return f"{sender.name} cannot send version {version}: {error}"
+        errors = await push_offer(self._session, offer, [(alone, receiver.url)], True)
+        if (problem := errors[receiver.name]) is not None:
+            return f"version {version} did not come from {sender.name}: {problem}"
+        unproved = await self._prove(version, [receiver], self._probes[version])
+        return f"version {version} came from {sender.name}, but {unproved[receiver.name]}" if unproved else None
+
+    def _remember(self, version: int, probe: Probe | None) -> None:
+        self._probes[version] = probe
+        for old in sorted(self._probes)[:-MOST_PROBES]:
+            del self._probes[old]
+
+    async def _prove(self, version: int, targets: Sequence[Target], probe: Probe | None) -> dict[str, str | None]:
         """Probe the servers among `targets`, and let those that pass serve. Returns the errors of the others."""
 
         async def one(target: Target) -> str | None:
             try:
                 server = ProbedServer(target.url, target.max_model_len, target.dtype, target.engines)
-                await prove(self._session, server, result.probe, version)
+                await prove(self._session, server, probe, version)
             except ReceiverError as error:
                 return str(error)
             return None

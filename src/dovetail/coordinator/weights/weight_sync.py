@@ -12,8 +12,10 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from dovetail.coordinator.store.sample_files import BEFORE_SFT, weights_name
+from dovetail.coordinator.trainers.trainer_group import TrainerLost
 from dovetail.coordinator.trainers.trainer_session import TrainerSession
 from dovetail.coordinator.weights.publishing import Published, Publisher, Target
+from dovetail.coordinator.weights.relays import Relays
 from dovetail.protocol.messages import Span
 
 RETRY_SECONDS = 0.25
@@ -28,6 +30,9 @@ class Receivers(Protocol):
     def stale_targets(self, version: int) -> Sequence[Target]:
         """The instances that are running but lack the version that they must hold. That is `version`, or another one
         that the target names."""
+
+    def holders(self, version: int) -> Sequence[Target]:
+        """The rollouts that serve the version."""
 
     def has_current(self, kind: str) -> bool:
         """Whether an instance of that kind may take work."""
@@ -63,7 +68,10 @@ class WeightSync:
     them while they train. `on_spans` gets the trainers' spans of each transfer. `clock`: monotonic seconds.
 
     A transfer goes to all instances that lack the version at once. An instance that cannot be reached would block all
-    others each time. Therefore an instance whose transfer failed gets its weights alone, after the others."""
+    others each time. Therefore an instance whose transfer failed gets its weights alone, after the others.
+
+    While the trainers do not hold the version or send to others, a rollout gets it from a rollout that serves it
+    (`Relays`), if there is one."""
 
     def __init__(
         self,
@@ -90,6 +98,8 @@ class WeightSync:
         self._start = start_seconds
         self._clock = clock
         self._doubts: dict[str, _Doubt] = {}
+        self._relays = Relays(fleet, publisher, prepare, log, clock)
+        self._sending: frozenset[str] = frozenset()  # the instances of the trainers' transfer
         self._lock = asyncio.Lock()
         self._version: int | None = None
         self._takers = kinds
@@ -115,6 +125,7 @@ class WeightSync:
         """Make `version` the current one. `hold` sends it to all instances for which the fleet names no other
         version."""
         self._version, self._takers = version, self._kinds
+        self._relays.forget_failures(version)
 
     async def reach(
         self, version: int, missing_kinds: Callable[[], Sequence[str]], counts: Callable[[], bool] = lambda: True
@@ -156,10 +167,45 @@ class WeightSync:
 
     async def hold(self) -> None:
         """Run as a background task. It sends the current version to late instances."""
+        try:
+            await asyncio.gather(self._hold_rounds(), self._hold_relays())
+        finally:
+            await self._relays.close()
+
+    async def _hold_rounds(self) -> None:
         while True:
             await asyncio.sleep(RETRY_SECONDS)
             if self._version is not None and not self._lock.locked():
                 await self._round()
+
+    async def _hold_relays(self) -> None:
+        """While a round waits for the trainers, servers send to those that come meanwhile."""
+        while True:
+            await asyncio.sleep(RETRY_SECONDS)
+            if self._version is not None and self._lock.locked():
+                self._relay(self._stale(self._version), busy=True)
+
+    def _stale(self, version: int) -> list[Target]:
+        """The instances that lack their version, and to which nobody sends one now."""
+        stale = self._fleet.stale_targets(version)
+        return [t for t in stale if t.name not in self._sending and not self._relays.running(t.name)]
+
+    def _relay(self, stale: Sequence[Target], busy: bool) -> list[Target]:
+        """Let servers send to those that the trainers cannot send to. `busy`: the trainers send to others. Returns the
+        instances that are left for the trainers."""
+        rest = list(stale)
+        for version in sorted({self._wanted(target) for target in stale}):
+            # Nobody waits long for the model before SFT, which the trainers hold only then.
+            if version == BEFORE_SFT or (not busy and self._session.can_send(version)):
+                continue
+            chosen = self._relays.choose(version, [t for t in stale if self._wanted(t) == version])
+            self._relays.start(version, chosen)
+            rest = [target for target in rest if target not in chosen]
+        return rest
+
+    def _wanted(self, target: Target) -> int:
+        assert self._version is not None
+        return self._version if target.version is None else target.version
 
     async def _round(self) -> float:
         """Make one transfer of one version: the oldest one that an instance lacks. Returns how many seconds its bytes
@@ -167,17 +213,18 @@ class WeightSync:
         async with self._lock:
             if self._version is None:
                 return 0.0
-            chosen = self._chosen(self._fleet.stale_targets(self._version))
+            chosen = self._chosen(self._relay(self._stale(self._version), busy=False))
             if not chosen:
                 return 0.0
-            wanted = {t: self._version if t.version is None else t.version for t in chosen}
-            version = min(wanted.values())
-            chosen = [target for target in chosen if wanted[target] == version]
+            version = min(self._wanted(target) for target in chosen)
+            chosen = [target for target in chosen if self._wanted(target) == version]
+            self._sending = frozenset(target.name for target in chosen)
             try:
                 for target in chosen:
                     self._fleet.update(target.name, True)
                 return await self._transfer(version, chosen)
             finally:
+                self._sending = frozenset()
                 for target in chosen:
                     self._fleet.update(target.name, False)
 
@@ -205,7 +252,12 @@ class WeightSync:
             if not beside and held != version:
                 return None
             began = self._clock()
-            return await self._publisher.publish(version, targets, beside)
+            try:
+                return await self._publisher.publish(version, targets, beside)
+            except TrainerLost:
+                if self._relays.choose(version, targets):
+                    return None  # servers can send it while the trainers are restored
+                raise
 
         if beside:
             published = await self._session.at_version(version, publish)

@@ -10,7 +10,7 @@ from itertools import groupby
 from typing import Any, Literal
 
 from dovetail.manifest.checks.batching import batch_rules
-from dovetail.manifest.sizes import pod_count
+from dovetail.manifest.sizes import pod_count, relays_weights
 from dovetail.manifest.types import Dtype, Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.costs.memory import (
     GIB,
@@ -164,6 +164,8 @@ def _rollout(spec: RLHFJobSpec, known: Mapping[str, ModelShape], group: Group, s
     actor, itemsize = known["actor"], ITEMSIZE[dtype]
     generation = {
         "weights": itemsize * stage_parameters(actor, "lm", 1, 1, 0),
+        # At most: as the trainers hold them, in float32.
+        "received copy": 4.0 * stage_parameters(actor, "lm", 1, 1, 0) if relays_weights(spec, group) else 0.0,
         "a step": generation_step_bytes(actor, STEP_TOKENS, itemsize),
         "KV cache": spec.generation.max_concurrent * length * actor.kv_bytes(itemsize),
     }

@@ -15,6 +15,7 @@ RESERVED_VLLM_ARGS = (
     "--tokenizer",
     "--load-format",
     "--weight-transfer-config",
+    "--worker-extension-cls",
     "--middleware",
     "--api-key",
     "--data-parallel-size",

@@ -1,0 +1,41 @@
+"""What a server's workers do for weights besides vLLM's own part: `--worker-extension-cls`."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from dovetail.protocol.messages import SendOn
+
+# vLLM configures loggers below this name only.
+logger = logging.getLogger("vllm.dovetail.weights")
+
+WEIGHTS_WORKER = "dovetail.rollout.serving.weights_worker.WeightsWorker"
+SENDING_WORKER = "dovetail.rollout.serving.weights_worker.SendingWorker"
+
+
+class WeightsWorker:
+    """vLLM adds it to the bases of its worker. Its methods answer `collective_rpc`."""
+
+    def guarded(self, method: str, arguments: str) -> str | None:
+        """Call a method of this worker with keyword arguments (JSON). Returns its error, or None.
+
+        If a worker raises an error, vLLM does not read the answers of the workers after it. It would take these for
+        the answers to its next calls."""
+        try:
+            getattr(self, method)(**json.loads(arguments))
+        except Exception as error:
+            logger.exception("%s failed", method)
+            return str(error) or type(error).__name__
+        return None
+
+
+class SendingWorker(WeightsWorker):
+    """Of a server that keeps the weights that it receives, and sends them to other servers."""
+
+    def send_weights_on(self, request: str) -> str | None:
+        """The answer to a `SendOn`, both as JSON: see `DovetailWeightTransferEngine.send_on`."""
+        engine: Any = self.weight_transfer_engine  # type: ignore[attr-defined]
+        answer = engine.send_on(SendOn.model_validate_json(request))
+        return None if answer is None else json.dumps(answer)

@@ -1,0 +1,58 @@
+"""Which server sends a weight version to one that came late. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence, Set
+
+from dovetail.coordinator.weights.publishing import Target
+
+# A receiver that so many servers could not send to gets its weights from the trainers: it may be the cause itself.
+MOST_SENDERS = 2
+
+# Name and incarnation of an instance.
+Process = tuple[str, str]
+
+
+def process_of(target: Target) -> Process:
+    return target.name, target.incarnation
+
+
+def same_bits(holder: Target, receiver: Target) -> bool:
+    """Whether what the holder received gives the receiver the bits that the trainers would give it. A server in 16 bits
+    may have received matrices in its own dtype; every other one received them as the trainers hold them."""
+    return holder.dtype not in ("bfloat16", "float16") or holder.dtype == receiver.dtype
+
+
+def choose_senders(
+    receivers: Sequence[Target],
+    holders: Sequence[Target],
+    failed: Mapping[Process, Set[Process]],
+    sending: Counter[str] | None = None,
+) -> dict[Target, Target]:
+    """Who sends to whom, by receiver. Those that are missing get their weights from the trainers.
+
+    `holders`: the servers that serve the version. `failed`: by receiver, who could not send it this version. `sending`:
+    how many transfers each server sends already, by name. Only rollouts that keep copies send and receive. A server
+    that failed nobody comes first, then the one that sends least, then the first by name."""
+    load = Counter(sending)
+    failures = Counter(sender for senders in failed.values() for sender in senders)
+    chosen: dict[Target, Target] = {}
+    for receiver in sorted(receivers, key=lambda target: target.name):
+        tried = failed.get(process_of(receiver), frozenset())
+        able = [
+            holder
+            for holder in holders
+            if holder.sends
+            and receiver.sends
+            and holder.kind == receiver.kind == "rollout"
+            and holder.name != receiver.name
+            and process_of(holder) not in tried
+            and same_bits(holder, receiver)
+        ]
+        if not able or len(tried) >= MOST_SENDERS:
+            continue
+        sender = min(able, key=lambda holder: (failures[process_of(holder)], load[holder.name], holder.name))
+        load[sender.name] += 1
+        chosen[receiver] = sender
+    return chosen
