@@ -13,6 +13,7 @@ each rank.
 `choose` compares families and `pareto` memory limits. docs/schedules.md explains the problem, the families and the
 search. `simulate` describes the simulator's arrays, which hold stages in any placement on the ranks."""
 
+from dovetail.pipelines.bound import lower_bound
 from dovetail.pipelines.check import RankPass, ScheduleError, check_steps, steps
 from dovetail.pipelines.compat import COMPILED
 from dovetail.pipelines.draw import svg, text_rows
@@ -29,7 +30,7 @@ from dovetail.pipelines.families import (
     fixed_orders,
     zero_bubble_limit,
 )
-from dovetail.pipelines.instance import Coupling, SearchInstance, Shape, StagePlacement, lower_bound
+from dovetail.pipelines.instance import Coupling, SearchInstance, Shape, StagePlacement
 from dovetail.pipelines.problem import ModelPipelines, ProblemError, ScheduleProblem, fused_problem, serial_memory
 from dovetail.pipelines.schedule import DeadlockError, Pass, Schedule, evaluate
 from dovetail.pipelines.schedule_json import document

@@ -1,4 +1,4 @@
-"""A problem under one family's rules, as arrays for the kernels; its lower bound and its mirror image in time."""
+"""A problem under one family's rules, as arrays for the kernels, and its mirror image in time."""
 
 from __future__ import annotations
 
@@ -194,49 +194,6 @@ def _fill_tails(instance: SearchInstance) -> None:
                 t[c, F, rank] = latency[p, F, onward] + d[p, F, onward] + t[p, F, onward]
 
 
-def lower_bound(instance: SearchInstance) -> float:
-    """A makespan that no schedule of the instance beats (RLHFuse section 7.3; its printed values also need the bound of
-    one model alone).
-
-    For each rank: the earliest arrival of a pass, plus all passes of both models, plus the least time after the last
-    pass. The same for the passes of one model alone. Where a rank holds several chunks, the earliest and the least are
-    taken over its chunks. Optimizer steps separate mini-batches: those of the same model in rolled families, else those
-    of both."""
-    n = instance.problem.mini_batches
-    alone = np.zeros((2, n))
-    both = np.zeros(n)
-    rank_arrival, rank_work = np.full(instance.ranks, np.inf), np.zeros(instance.ranks)
-    rank_tail = np.full(instance.ranks, np.inf)
-    for k in range(n):
-        arrival, tail = np.zeros((2, instance.ranks)), np.zeros((2, instance.ranks))
-        busy = np.zeros((2, instance.ranks))
-        for m in (0, 1):
-            mine = slice(instance.chunks(m).start, instance.chunks(m).stop)
-            group = int(instance.group[mine.start])
-            first, last = k * group, (k + 1) * group
-            arrival[m] = _arrival(instance, m, first)
-            busy[m] = instance.duration[mine, :, :, first:last].sum(axis=(0, 1, 3))
-            chained = instance.duration[mine, :W, :, first:last].sum(axis=(0, 1, 3))
-            b_tail = instance.tail[mine, B, :, last - 1].min(axis=0)
-            # The last pass may be a weight gradient. Nothing waits for it.
-            tail[m] = 0.0 if instance.split else b_tail
-            alone[m, k] = max((arrival[m] + chained + b_tail).max(), (arrival[m] + busy[m] + tail[m]).max())
-        both[k] = max((arrival.min(axis=0) + busy.sum(axis=0) + tail.min(axis=0)).max(), alone[:, k].max())
-        if k == 0:
-            rank_arrival = arrival.min(axis=0)
-        if k == n - 1:
-            rank_tail = tail.min(axis=0)
-        rank_work += busy.sum(axis=0)
-    step = instance.step[:: instance.placement.chunks]
-    steps = step * (n - 1)
-    chains = float(max(alone[m].sum() + steps[m] for m in (0, 1)))
-    if instance.coupling is Coupling.SERIAL:
-        return float(alone.sum() + step.sum() * (n - 1))
-    if instance.coupling is Coupling.MINI_BATCH:
-        return max(float(both.sum() + steps.min()), chains)
-    return max(float((rank_arrival + rank_work + rank_tail).max()), chains)
-
-
 def work(problem: ScheduleProblem, placement: StagePlacement) -> Floats:
     """Time of all passes of both models, for each rank (N,)."""
     result = np.zeros(problem.ranks)
@@ -246,17 +203,6 @@ def work(problem: ScheduleProblem, placement: StagePlacement) -> Floats:
         for k in range(m.pipelines):
             np.add.at(result, placement.path(problem, index, k), times[k])
     return result
-
-
-def _arrival(instance: SearchInstance, m: int, q: int) -> Floats:
-    """Earliest start of a forward of a model's micro-batch q on each rank."""
-    starts = np.full((len(instance.total), instance.ranks), np.inf)
-    for c, rank in instance.nodes(m):
-        p, back = instance.before[c, rank]
-        come = starts[p, back] + instance.duration[p, F, back, q] + instance.latency[c, F, rank] if back >= 0 else 0.0
-        starts[c, rank] = come
-    earliest: Floats = starts.min(axis=0)
-    return np.where(np.isinf(earliest), 0.0, earliest)
 
 
 def mirror(instance: SearchInstance) -> SearchInstance:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dovetail.pipelines.instance import SearchInstance, lower_bound
+from dovetail.pipelines.bound import lower_bound
+from dovetail.pipelines.instance import SearchInstance
 from dovetail.pipelines.simulate import KINDS, Floats, Ints, order_peak, run_orders
 
 

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from dovetail.pipelines.bound import lower_bound
 from dovetail.pipelines.families import Family, family_instance, fixed_orders, fixed_schedule, starts
-from dovetail.pipelines.instance import lower_bound
 from dovetail.pipelines.problem import ProblemError, ScheduleProblem, serial_memory
 from dovetail.pipelines.schedule import DeadlockError, Schedule, evaluate
 from dovetail.pipelines.search.exact import time_unit
@@ -48,7 +48,9 @@ class _Search(Rounds):
                 continue
             self.rounds += 1
             instance = family_instance(replace(fewer, memory_limit=None), self.family)
-            shift = self.bound - lower_bound(instance)
+            # Without limits: what the limit adds to the bound of the whole problem is not there in a part of it.
+            whole = family_instance(replace(self.instance.problem, memory_limit=None), self.family)
+            shift = lower_bound(whole) - lower_bound(instance)
             effort = replace(self.effort, seconds=self.left(), seed=self.seed(number), progress=None)
             search = Rounds(instance, self.family, effort, self.pool)
             for step in THINNED:

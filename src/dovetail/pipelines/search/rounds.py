@@ -13,9 +13,10 @@ from typing import TypeVar
 
 import numpy as np
 
+from dovetail.pipelines.bound import lower_bound
 from dovetail.pipelines.compat import COMPILED
 from dovetail.pipelines.families import Family
-from dovetail.pipelines.instance import Coupling, SearchInstance, lower_bound, mirror, unmirror
+from dovetail.pipelines.instance import Coupling, SearchInstance, mirror, unmirror
 from dovetail.pipelines.schedule import Schedule, evaluate, steps_argument, timing_arguments
 from dovetail.pipelines.search.annealing import anneal
 from dovetail.pipelines.search.exact import ExactSearch, Proof, available
