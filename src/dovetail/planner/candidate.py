@@ -36,15 +36,16 @@ class Placement(StrEnum):
 @hashed_once
 @dataclass(frozen=True)
 class Share:
-    """A task on GPUs [first, first + pp * tp * dp) of a pool, tp changing fastest, then dp, then pp.
+    """A task on GPUs [first, first + pp * tp * dp) of a pool. Among them tp changes fastest, then dp, then pp.
 
-    Generation: dp vLLM servers of tp GPUs each (pp 1); inference: dp copies of the model, or of its pp x tp parts.
-    `micro_batch`: sequences of one forward pass of a data-parallel rank (inference and training). `fsdp`: ZeRO stage
-    over the dp ranks: 0 whole copies; 1 optimizer state, 2 gradients too, 3 weights too (for inference and generation:
-    0 or 3, 3 gathering each layer when it is used). `recompute`: activation checkpointing in training.
-    `offload`: what the task keeps on the GPU waits in host memory while it does not run: of training the optimizer
-    moments, of inference the weights, of generation weights and KV cache (vLLM asleep). `pipelines`: of training, how
-    many pipelines are side by side in a schedule that another model shares (`side_by_side`)."""
+    Generation has dp vLLM servers of pp x tp GPUs each. Inference has dp copies of the model, each on pp x tp GPUs.
+    `micro_batch`: the sequences of one forward pass of a data-parallel rank, in inference and training. `fsdp`: the
+    ZeRO stage over the dp ranks. 0: each rank has whole copies. 1: they share the optimizer state, 2: also gradients,
+    3: also weights. Inference and generation have 0 or 3, where 3 gathers each layer when it is used. `recompute`:
+    activation checkpointing in training. `offload`: memory of the task is on the host while it does not run. For
+    training these are the optimizer's moments, for inference the weights, and for generation weights and KV cache (vLLM
+    sleeps). `pipelines`: the pipelines of a trained model that are side by side in a schedule that another model shares
+    (`side_by_side`)."""
 
     pool: str
     first: int = 0
@@ -114,9 +115,9 @@ class Share:
 
 
 def pipelines(pp: int, other: int, dp: int) -> int:
-    """How many pipelines of a model with `pp` stages and `dp` data-parallel ranks are side by side in a schedule that a
-    model with `other` stages shares on the same ranks (`dovetail.planner.training_schedule.shared_layouts`). 1 where
-    they cannot share one."""
+    """The number of pipelines of a model that are side by side in a schedule that two models share on the same ranks
+    (`dovetail.planner.training_schedule.shared_layouts`). The model has `pp` stages and `dp` data-parallel ranks, and
+    the other model has `other` stages. It is 1 if they cannot share a schedule."""
     found = math.lcm(pp, other) // pp
     return found if dp % found == 0 else 1
 

@@ -45,14 +45,16 @@ def make_plan(
     lag: int | None = None,
     zero3: bool | None = None,
 ) -> Plan:
-    """The plan of a manifest that `dovetail.manifest.checks.validation.check` accepts. Deterministic.
+    """The plan of a manifest that `dovetail.manifest.checks.validation.check` accepts. It is deterministic.
 
-    `configs`: the models' config.json, by the model that names the source; models from scratch need none. `measured`:
-    hardware figures that replace those of the data sheets. `profile`: of this machine, with whole iterations of these
-    models. Where these tell all models and GPUs, or all models and CPUs, the plan has the fastest layout that fits.
-    Otherwise it has as many data-parallel ranks as every batch of a model can be shared by, and pipeline stages for
-    the rest; `layers[model]` bounds these. `lag`: of the run that the plan is for, where `ppo.lag` is Auto; `zero3`:
-    whether PPO has ZeRO-3 in that run, where `plan.zero3` is Auto; None: it has not begun. Raises PlanError."""
+    If all models and their GPUs or CPUs are known, the plan has the fastest layout that fits. Otherwise it has as many
+    data-parallel ranks as can share every batch of a model, and pipeline stages for the other ranks.
+
+    `layers[model]`: the most pipeline stages of a model. `configs`: the models' config.json, by the model that names
+    the source. Models from scratch need none. `measured`: hardware figures that replace those of the data sheets.
+    `profile`: measurements of this machine with whole iterations of these models. `lag`: the lag of the run that the
+    plan is for, if `ppo.lag` is Auto. `zero3`: whether PPO has ZeRO-3 in that run, if `plan.zero3` is Auto. Both are
+    None if the run has not begun. Raises PlanError."""
     if trained_models(spec) and trainer_world(spec) == 0:
         raise PlanError("spec.groups has no group with the trainer role; add `trainer` to one group's roles")
     if errors := product_errors(spec, measured) + pin_errors(spec):
@@ -84,12 +86,13 @@ def _planned(
     no_lag: str | None,
     zero3: bool | None,
 ) -> Plan:
-    """`no_lag`: why the job cannot have a lag; None: it can. `zero3`: as for `make_plan`."""
+    """The plan of a job whose lag is known. `no_lag`: why the job cannot have a lag. None: it can have one. `zero3`:
+    see `make_plan`."""
     placed = _placed(spec, layers, configs, measured, profile, zero3)
     layouts, layouts_ppo = placed.layouts, {**placed.layouts, **placed.apart}
     checkpointed = _checkpointed(spec, configs, layouts_ppo, placed)
     if placed.chosen is not None and checkpointed - placed.recompute:
-        # What was predicted keeps more than spec.plan.activationMemory allows.
+        # The predicted layout keeps more activations than spec.plan.activationMemory allows.
         always = spec.plan.model_copy(update={"recompute": "Always"})
         return _planned(spec.model_copy(update={"plan": always}), layers, configs, measured, profile, no_lag, zero3)
     models = {model for stage, model in checkpointed if stage is Stage.PPO}
@@ -197,8 +200,8 @@ def _checkpointed(
 def _gathered(
     spec: RLHFJobSpec, layouts: Mapping[str, Parallelism], layouts_ppo: Mapping[str, Parallelism], placed: Placed
 ) -> frozenset[tuple[Stage, str]]:
-    """Stages and models under ZeRO-3: as pinned, else where the placement found it faster, or that nothing else fits.
-    There must be data-parallel ranks to share the weights."""
+    """The stages and models under ZeRO-3. They are those that the manifest pins, or those for which the placement found
+    it faster or found that nothing else fits. They need data-parallel ranks that share the weights."""
     found = set()
     for rule in batch_rules(spec):
         mine = layouts_ppo if rule.stage is Stage.PPO else layouts
@@ -260,8 +263,8 @@ def _trainers(spec: RLHFJobSpec) -> list[TrainerRank]:
 
 
 def _rollouts(spec: RLHFJobSpec, placed: Placed, chunks: int) -> list[Rollout]:
-    """Servers with the models that their scorers hold; and what was predicted for their groups: stages of the servers,
-    stages of what their scorers split, and memory. A predicted pool of several trainer groups is named after all."""
+    """The servers with the models that their scorers hold. Their groups' prediction adds the stages of servers and of
+    scorers' models, and the memory. A predicted pool of several trainer groups has all their names."""
     places = [(group.name, index) for group in _groups(spec, Role.ROLLOUT) for index in range(pod_count(group))]
     if not places:
         raise PlanError("spec.groups has no group with the rollout role; PPO needs one to generate")
@@ -287,8 +290,8 @@ def _rollouts(spec: RLHFJobSpec, placed: Placed, chunks: int) -> list[Rollout]:
 
 
 def _server_memory(placed: Placed, chunks: int) -> dict[str, float]:
-    """By group, the part of a GPU's memory for its servers, where they leave some to others: to trainers that keep
-    their state there, and to scorers that stay beside a server that is awake. `chunks`: as `Plan.chunks`."""
+    """The fraction of a GPU's memory for the servers of each group that leaves some to others. The others are trainers
+    that keep their state there, and scorers that stay beside a server that is awake. `chunks`: see `Plan.chunks`."""
     if placed.chosen is None:
         return {}
     candidate = placed.chosen.candidate

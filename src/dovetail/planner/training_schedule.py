@@ -39,9 +39,10 @@ from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds, rank
 
 # The extra time of a split backward pass, as a fraction of the whole backward pass, if it was not measured.
 SPLIT_OVERHEAD = 0.1
-# The first stage's input gradient is not computed: nobody waits for it.
+# The fraction of a split backward pass that is the first stage's input gradient. It is hardly any, because no stage
+# waits for that gradient and it is not computed.
 NO_INPUT_GRADIENT = 1e-3
-# The part of a split backward in its first half, where not measured.
+# The fraction of a split backward pass that is its first half, if it was not measured.
 EARLY = 0.5
 MAX_MINI_BATCHES = 6
 PINS = {
@@ -384,19 +385,20 @@ def _regrouped(values: Floats, stages: int) -> Floats:
 
 
 def _spread(values: Floats, shape: tuple[int, int, int], alike: bool) -> Floats:
-    """Values (pipelines, other stages, other micro-batches) for the pipelines, stages and micro-batches of `shape`.
-    `alike`: only the number of stages differs; else the same work in equal stages and micro-batches."""
+    """Converts `values`, (pipelines, other stages, other micro-batches), to the pipelines, stages and micro-batches of
+    `shape`. `alike`: only the number of stages differs. Otherwise the same work is divided evenly."""
     return _regrouped(values, shape[1]) if alike else np.full(shape, float(values.sum(axis=1).mean()) / shape[1])
 
 
 def _early(first: Floats, second: Floats) -> float:
-    """Of whole backward passes of two halves, the part in the first half, in stages after the first."""
+    """The fraction of split backward passes that is the first half, in all stages after the first."""
     whole = float((first + second)[:, 1:].sum())
     return float(first[:, 1:].sum()) / whole if whole else EARLY
 
 
 def _halves(whole: Floats, early: float) -> tuple[Floats, Floats]:
-    """Both halves of backward passes of `whole` seconds (pipelines, stages, micro-batches)."""
+    """Divides backward passes of `whole` seconds, (pipelines, stages, micro-batches), into both halves. `early`: the
+    fraction of the first half."""
     share = np.full(whole.shape, early)
     share[:, 0, :] = NO_INPUT_GRADIENT
     return whole * share, whole * (1 - share)

@@ -214,11 +214,12 @@ class GPUCosts:
 
     @known_share
     def step(self, task: Task, share: Share) -> StepTimes:
-        """An optimizer step of the model that a training task trains, by 1F1B.
+        """The times of an optimizer step of the model that a training task trains, by 1F1B.
 
-        A backward pass takes twice a forward pass, with activation checkpointing three times. The micro-batches of the
-        rank with most tokens count. Each but the first adds its gradients to those before. Weights are gathered and
-        gradients reduced once a step, under ZeRO-3 in each pass; over pipelines side by side once."""
+        A backward pass takes twice as long as a forward pass, and three times with activation checkpointing. The
+        micro-batches of the rank with most tokens count. Each but the first adds its gradients to those before. Weights
+        are gathered and gradients reduced once in a step. Under ZeRO-3 this happens in each pass. Gradients are summed
+        over pipelines once in a step."""
         work, pool = self.work, self.inventory[share.pool].training
         shape, head = work.needed(task)
         lora = work.actor_lora if task == "actor_training" else work.critic_lora
@@ -346,7 +347,7 @@ def transfer_seconds(shape: ModelShape, head: Head, source: Share, target: Share
 
 
 def _held(source: Share, target: Share) -> float:
-    """The fraction of what a receiver needs that the trainer on the same GPU holds already."""
+    """The fraction of a receiver's weights that the trainer on the same GPU already holds."""
     if source.gathers:
         return 1 / source.shards if (source.pp, source.tp) == (target.pp, target.tp) else 0.0
     if (source.pp, source.tp, source.first) == (target.pp, target.tp, target.first):

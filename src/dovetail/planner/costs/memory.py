@@ -103,17 +103,18 @@ def logit_bytes(shape: ModelShape, outputs: int, itemsize: int, tp: int = 1, tra
 
 @dataclass(frozen=True)
 class Training:
-    """The training of one model.
+    """The training of one model, which decides a rank's memory.
 
-    `tokens`: of one micro-batch, padding included. `outputs`: those of them whose logits are needed; None: all.
-    `chunks`: stages on each rank, which go there and back again (`dovetail.protocol.plan.stage_path`); what is said of
-    a stage is said of a rank's place in the pipeline then. `micro_batches`: of a mini-batch. `in_flight`: the most
-    micro-batches whose activations a rank holds at once under the schedule. `recompute`: activation checkpointing; only
-    the inputs of the blocks are kept. `offload`: the optimizer's moments are in host memory between steps. `ema`: where
-    the averaged weights are, if there are any. `kept`: versions of the weights that a rank keeps in host memory to send
-    them (`ppo.lag`).
-    `fsdp`: the ZeRO stage over the dp ranks: 0 shards nothing, 1 masters and moments, 2 gradients too (ours), 3 weights
-    too. `pipelines`: of the layout, side by side; ranks of different ones share nothing (`Share.shards`)."""
+    `tokens`: the tokens of one micro-batch, padding included. `outputs`: how many of them need logits. None: all.
+    `micro_batches`: the micro-batches of a mini-batch. `in_flight`: the most micro-batches whose activations a rank
+    holds at once under the schedule. `recompute`: activation checkpointing, which keeps only the inputs of the blocks.
+    `offload`: the optimizer's moments are in host memory between steps. `ema`: the place of the averaged weights. None:
+    there are none. `gpu`: trainers have GPUs. `fsdp`: the ZeRO stage over the dp ranks. 0 shards nothing, 1 shards
+    masters and moments, 2 also gradients (the default), and 3 also weights. `kept`: the versions of the weights that a
+    rank keeps in host memory to send them (`ppo.lag`). `chunks`: the stages on each rank, which go down the ranks and
+    up again (`dovetail.protocol.plan.stage_path`). With several, functions of a stage mean a pipeline rank instead.
+    `pipelines`: the pipelines of the layout that are side by side. Ranks of different ones share nothing
+    (`Share.shards`)."""
 
     shape: ModelShape
     head: Head
@@ -199,14 +200,19 @@ def _layer_adapters(job: Training) -> int:
 
 
 def training_memory(job: Training, stage: int) -> Memory:
-    """The memory of one rank of pipeline stage `stage`, at the peak of a step.
+    """The memory of one rank of pipeline stage `stage` at the peak of a step, in bytes by part.
 
-    Weights: float32 masters, a dp-th on each rank. Under FSDP2 (ZeRO-2) each rank also has a whole copy of the stage in
-    the compute dtype, from the first forward to the last backward pass of a mini-batch; under ZeRO-3 it has two blocks
-    at a time. Gradients: whole in float32 while more micro-batches follow (not under ZeRO-3), then a dp-th; one rank
-    has them once. Moments: two float32 numbers for each trained weight, a dp-th on each rank. Kept versions: as the
-    masters. Ranks of pipelines side by side share nothing, so dp is `job.shards` here. On a GPU the parts are what
-    torch's allocator reserves: it has memory for each stream. Raises LayoutError for more stages than layers."""
+    Weights: each rank has a dp-th of the float32 masters. Under FSDP2 (ZeRO-2) it also has a whole copy of the stage in
+    the compute dtype, from the first forward to the last backward pass of a mini-batch. Under ZeRO-3 it has two blocks
+    at a time.
+    Gradients: they are whole in float32 while more micro-batches follow, and then a dp-th. Under ZeRO-3 they are never
+    whole. With one rank there is only one copy.
+    Moments: each rank has a dp-th of two float32 numbers for each trained weight.
+    Kept versions: each rank has as much of each as of the masters.
+
+    Ranks of different pipelines share nothing, so dp is `job.shards` here. On a GPU the parts are the memory that
+    torch's allocator reserves, which is separate for each stream. Raises LayoutError if there are more stages than
+    layers."""
     total, trained = trained_parameters(job, stage)
     b, layers = ITEMSIZE[job.dtype], max(1, _layers(job, stage))
     dp = job.shards if job.fsdp else 1
@@ -269,8 +275,9 @@ def _on_gpu(job: Training, parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def communication_bytes(layout: Parallelism, chunks: int = 1, pipelines: int = 1) -> float:
-    """NCCL's buffers of a rank of one model: its communicators over all ranks, dp (within a pipeline, over those that
-    are side by side, and over both) and tp, and four with the neighbours of each of its stages."""
+    """The bytes of NCCL's buffers on a rank of one model. It has communicators over all ranks, over dp and over tp, and
+    four with the neighbours of each of its stages. With several pipelines it also has one within its pipeline and one
+    over the pipelines."""
     collectives = (layout.pp * layout.dp * layout.tp > 1) + (layout.dp > 1) + (layout.tp > 1)
     collectives += 2 * (1 < pipelines < layout.dp)
     return collectives * COLLECTIVE_BYTES + (layout.pp > 1) * 4 * chunks * EDGE_BYTES

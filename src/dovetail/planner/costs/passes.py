@@ -81,7 +81,7 @@ def decode_step(shape: ModelShape, batch: int, context: float, gpu: GPU, tp: int
 
 
 def gathering(shape: ModelShape, head: Head, pool: Pool, share: Share) -> float:
-    """Seconds in which a ZeRO-3 share gathers all weights of a stage, layer by layer. 0 for other shares."""
+    """The seconds in which a ZeRO-3 share gathers all weights of a stage, layer by layer. 0 for other shares."""
     if not share.gathers:
         return 0.0
     size = shape.parameters(head) * ITEMSIZE[pool.gpu.dtype] / (share.pp * share.tp)

@@ -91,8 +91,8 @@ def training_head(spec: RLHFJobSpec, model: str) -> Head:
 
 
 def pipelines_of(spec: RLHFJobSpec, stage: Stage, layouts: Mapping[str, Parallelism], model: str) -> int:
-    """How many pipelines of a model are side by side in a stage of the job. More than 1 only in PPO, if actor and
-    critic have unlike numbers of stages on the same ranks. `layouts`: of the stage's models."""
+    """The number of pipelines of a model that are side by side in a stage of the job. It is more than 1 only in PPO, if
+    actor and critic have different numbers of stages on the same ranks. `layouts`: those of the stage's models."""
     other = layouts.get({"actor": "critic", "critic": "actor"}.get(model, ""))
     if stage is not Stage.PPO or other is None or spec.ppo.micro_batch_tokens is not None:
         return 1
@@ -118,8 +118,8 @@ def training_job(
 ) -> Training:
     """The training of `rule`'s model in `rule`'s stage of the job, as pipeline stage `stage` runs it under 1F1B.
 
-    `dtype`: where the manifest says Auto. `gpu`: whether trainers have GPUs. `by_layer`: by ZeRO-3. `pipelines`: as
-    `pipelines_of` says. `chunks`: stages of PPO's models on a rank, by default what the manifest asks for."""
+    `dtype`: the dtype if the manifest says Auto. `gpu`: whether trainers have GPUs. `by_layer`: it runs under ZeRO-3.
+    `pipelines`: see `pipelines_of`. `chunks`: the stages of PPO's models on a rank. By default the manifest decides."""
     given = getattr(spec.models, rule.model)
     ppo = rule.stage is Stage.PPO
     tokens, outputs = (

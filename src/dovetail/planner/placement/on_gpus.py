@@ -47,8 +47,8 @@ DRAWS = 4
 
 @dataclass(frozen=True)
 class Fitting:
-    """A layout of a trained model that fits in each stage that trains it. `recompute`: stages where it fits only
-    with activation checkpointing; `by_layer`: where only with ZeRO-3, or where this is asked for."""
+    """A layout of a trained model that fits in each stage that trains it. `recompute`: the stages in which it fits only
+    with activation checkpointing. `by_layer`: the stages in which it fits only with ZeRO-3, or has it as asked."""
 
     layout: Parallelism
     recompute: frozenset[Stage] = frozenset()
@@ -61,9 +61,9 @@ def place(
     measured: Mapping[str, GPU] | None = None,
     zero3: bool | None = None,
 ) -> Placed | None:
-    """The fastest placement that fits, by the cost model of GPUs. None where the job's GPUs or models are not known,
-    or where its groups have CPUs. `zero3`: whether PPO has ZeRO-3, where the manifest leaves it open; None: the planner
-    chooses. Raises Infeasible, ConfigError, UnknownProduct."""
+    """The fastest placement that fits, by the cost model of GPUs. None if the job's GPUs or models are not known, or if
+    its groups have CPUs. `zero3`: whether PPO has ZeRO-3, if the manifest leaves that open. None: the planner chooses.
+    Raises Infeasible, ConfigError or UnknownProduct."""
     known = shapes(spec, configs)
     inventory = groups_inventory(spec, measured)
     if known is None or inventory is None:
@@ -99,13 +99,14 @@ class _Job:
 
     @cached_property
     def costs(self) -> GPUCosts:
-        """Of PPO."""
+        """The costs of PPO."""
         return GPUCosts(workload(self.spec, self.known), self.inventory, self.spec.generation.max_concurrent)
 
 
 def _place(job: _Job, by_layer: bool, than: float | None = None) -> Placed | None:
-    """`by_layer`: PPO's models train under ZeRO-3, those of other stages where they do not fit otherwise. `than`: the
-    result is None unless iterations gain enough over so many seconds."""
+    """The fastest placement with or without ZeRO-3. `by_layer`: PPO's models train under ZeRO-3, and those of other
+    stages do if they do not fit otherwise. `than`: the result is None unless its iterations gain enough over so many
+    seconds."""
     spec, known, trainers = job.spec, job.known, job.inventory.pools[0]
     layouts = {model: supervised(spec, model, known[model], trainers, by_layer) for model in trained_models(spec)}
     if not all(layouts.values()):
@@ -151,7 +152,7 @@ def _stages(
     recomputed: frozenset[tuple[Stage, str]],
     gathered: frozenset[tuple[Stage, str]],
 ) -> tuple[PredictedStage, ...]:
-    """How long the stages before PPO, and DPO, take with the longest sequences that they may have."""
+    """The predicted times of DPO and of the stages before PPO, if all sequences have the longest possible length."""
     found = []
     for rule in batch_rules(spec):
         if rule.stage is Stage.PPO:
@@ -176,9 +177,9 @@ def _stages(
 
 
 def _lanes(found: Chosen, seed: int) -> Lanes:
-    """Iterations with lengths that are drawn. Generation and scoring are played event by event, and scaled so that
-    their means are those of the prediction. Training takes as long as it has tokens. With a lag the trainers recompute
-    the old log-probabilities."""
+    """Iterations whose lengths are drawn at random. Generation and scoring are simulated event by event, and scaled so
+    that their means are those of the prediction. The time of training is in proportion to its tokens. With a lag the
+    trainers recompute the old log-probabilities."""
     candidate, costs = replace(found.candidate, folded=True), found.costs
     work, rng = costs.work, np.random.default_rng(seed)
     mean, inference = costs.estimate(candidate).phases, costs.estimate(found.candidate).phases["inference"]
@@ -204,7 +205,7 @@ def _lanes(found: Chosen, seed: int) -> Lanes:
         alone = {**made, "inference": inference * _relative(scored, at)}
         synchronous.append(Parts(alone, {"training": training}, rest + alone["inference"] - made["inference"]))
         tail = made["generation"] * (1 - each.half / each.generated) if each.generated else 0.0
-        # What free servers score in the tail takes their time too.
+        # Scoring on free servers in the tail takes their time too.
         kept = min(1.0, each.kept + max(0.0, hidden) / tail) if tail else 0.0
         lagged.append(Parts(made, {"training": training + own}, rest, tail=tail, kept=kept))
     return Lanes(synchronous, lagged)
@@ -348,15 +349,15 @@ def _remedies(spec: RLHFJobSpec, work: Workload, limits: Limits) -> Iterator[tup
 
 
 def supervised(spec: RLHFJobSpec, model: str, shape: ModelShape, pool: Pool, by_layer: bool = False) -> list[Fitting]:
-    """Layouts of a trained model over all ranks, the fastest first. Every batch of the model divides by them, and
-    they fit in each stage that trains it. The list is empty if no layout divides the batches (the caller says why).
-    `by_layer`: ZeRO-3 may be used, and PPO uses it. Raises Infeasible."""
+    """The layouts of a trained model on all ranks that divide each of its batches and fit in each stage that trains it,
+    the fastest first. The list is empty if no layout divides the batches; the caller says why. `by_layer`: ZeRO-3 may
+    be used, and PPO uses it. Raises Infeasible if no layout fits."""
     layouts = trainable_layouts(spec, model, pool, shape)
     found = [_fitting(spec, model, layout, shape, pool, by_layer) for layout in layouts]
     fitting = [(seconds, fit) for seconds, fit, _ in found if fit is not None]
     if found and not fitting:
         least, task = min((f for _, _, f in found if f is not None), key=lambda f: worst(f[0]).device_bytes)
-        # Auto has tried it, but for VShaped, beside which a rule refuses it.
+        # Auto has tried ZeRO-3. It has not with VShaped, with which the manifest's rules refuse it.
         zero3 = spec.plan.zero3 == "Never" and (Stage.PPO not in spec.stages or spec.plan.chunks == 1)
         raise Infeasible(str(problem(task, pool.name, least, pool.gpu.memory, zero3)))
     return [fit for _, fit in sorted(fitting, key=lambda f: f[0])]
@@ -365,15 +366,15 @@ def supervised(spec: RLHFJobSpec, model: str, shape: ModelShape, pool: Pool, by_
 def _fitting(
     spec: RLHFJobSpec, model: str, layout: Parallelism, shape: ModelShape, pool: Pool, by_layer: bool
 ) -> tuple[float, Fitting | None, tuple[Training, str] | None]:
-    """Seconds of a step in each stage together, each in the fastest way that fits. Or the first job that does not
-    fit, with its task."""
+    """The seconds of one step in each stage together, each in the fastest way that fits, and the layout. If the layout
+    does not fit in a stage, it is that stage's training and task instead."""
     dtype = pool.gpu.training.dtype
     seconds, checkpointed, gathering = 0.0, set(), set()
     for rule in (rule for rule in batch_rules(spec) if rule.model == model):
         if rule.stage is Stage.PPO and spec.ppo.micro_batch_tokens == "Auto":
-            # The search finds how many fit. One sample must.
+            # The search finds how many samples fit. At least one must fit.
             rule = rule._replace(tokens=longest_sample(spec, rule.stage))
-        # In other stages what fits without goes without.
+        # Other stages use ZeRO-3 only if they do not fit without it.
         free = by_layer and spec.plan.zero3 == "Auto" and rule.stage is not Stage.PPO
         jobs = [
             training_job(spec, rule, shape, layout, dtype, by_layer=z) for z in ((False, True) if free else (by_layer,))
@@ -389,18 +390,19 @@ def _fitting(
 
 
 def _step_seconds(rule: BatchRule, job: Training, pool: Pool, tokens: int) -> float:
-    """An optimizer step on a mini-batch of sequences of `tokens` each."""
+    """The seconds of an optimizer step on a mini-batch of sequences of `tokens` tokens each."""
     costs, task, share = _alone(rule, job, pool, tokens)
     return _seconds(costs.step(task, share))
 
 
 def _seconds(step: StepTimes) -> float:
-    # All messages are hidden but for those that fill and drain the pipeline.
+    # Passes hide all messages but those that fill and drain the pipeline.
     return step.work + step.bubble + 2 * (step.stages - 1) * step.hop + step.fixed
 
 
 def _alone(rule: BatchRule, job: Training, pool: Pool, tokens: int) -> tuple[GPUCosts, Task, Share]:
-    """The costs of a mini-batch of sequences of `tokens` each, the task, and its share of the GPUs, all of them."""
+    """The costs of training on a mini-batch of sequences of `tokens` tokens each, the task, and its share, which has
+    all GPUs."""
     task: Task = "critic_training" if job.head == "value" else "actor_training"
     batch, lengths = rule.batch * rows(rule), Lengths.fixed(1)
     work = Workload(

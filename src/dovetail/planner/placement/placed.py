@@ -36,12 +36,14 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Placed:
-    """`layouts`: of each trained model, on all ranks. `apart`: of actor and critic in PPO, if each has its own trainer
-    ranks. `recompute`: stages and models with activation checkpointing. `by_layer`: those that the placement gives
-    ZeRO-3. `prediction`: of a PPO iteration, where one could be made; `chosen`: what it was made from, on GPUs.
-    `lanes()`: iterations with other lengths, for a job whose trainers and rollouts share no GPUs; `hidden(parts)`: of
-    such a job, seconds of training that are hidden if the samples are learnt in so many parts as they come. `stages`:
-    the stages before PPO, and DPO, on GPUs. `warnings`: one sentence each."""
+    """The placement of a job. `layouts`: the layout of each trained model on all ranks. `apart`: the layouts of actor
+    and critic in PPO, if each has its own trainer ranks. `recompute`: the stages and models with activation
+    checkpointing. `by_layer`: those to which the placement gives ZeRO-3. `prediction`: of a PPO iteration. None:
+    nothing is predicted. `chosen`: the candidate and costs behind the prediction, on GPUs.
+
+    `lanes()`: iterations with other lengths, for a job whose trainers and rollouts share no GPUs. `hidden(parts)`: the
+    seconds of training of such a job that are hidden if samples are learnt in so many parts as they come. `stages`: the
+    predictions of DPO and of the stages before PPO, on GPUs. `warnings`: one sentence each."""
 
     layouts: Mapping[str, Parallelism]
     prediction: Prediction | None = None

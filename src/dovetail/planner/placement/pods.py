@@ -55,11 +55,12 @@ def pod_memory(
     gathered: Collection[str] = (),
     chunks: int = 1,
 ) -> list[PodMemory]:
-    """The memory of PPO's pods at its peak. A process keeps the memory that it has had, so processes do not take turns.
+    """The peak memory of PPO's pods. A process keeps the memory that it once had, so processes do not take turns. Equal
+    neighbours are one entry. The result is empty for jobs with GPUs or without PPO, and if a model's configuration is
+    not known.
 
-    `checkpointed`: models with activation checkpointing; `gathered`: under ZeRO-3. `chunks`: as `Plan.chunks`. Equal
-    neighbours are one entry. The result is empty for jobs with GPUs or without PPO, and where a model's configuration
-    is not known. Raises ConfigError."""
+    `checkpointed`: the models with activation checkpointing. `gathered`: those under ZeRO-3. `chunks`: see
+    `Plan.chunks`. Raises ConfigError."""
     known = shapes(spec, configs)
     if known is None or Stage.PPO not in spec.stages or not all(g.on_cpu for g in spec.groups):
         return []
@@ -123,7 +124,8 @@ def _trainer(
     gathered: Collection[str],
     chunks: int,
 ) -> dict[str, float]:
-    """The rank with most. Actor and critic take turns with their activations unless a schedule runs both."""
+    """The memory of the trainer rank that needs most. Actor and critic take turns with their activations, unless a
+    schedule runs both."""
     # Ranks of a model's own (Dedicated) share it among fewer, but hold no other: about the same, or less.
     rules = [rule for rule in batch_rules(spec) if rule.stage is Stage.PPO and rule.model in parallelism]
     ranks = []

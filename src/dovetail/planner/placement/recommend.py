@@ -213,7 +213,7 @@ def _missing(result: Result) -> str:
 
 
 def unexecuted(candidate: Candidate, inventory: Inventory) -> list[str]:
-    """One sentence for each thing that trainers and scorers do not run yet."""
+    """One sentence for each part of a candidate that trainers and scorers do not run yet."""
     shares = list(candidate.placed)
     training = [s for task, s in shares if task.endswith("_training")]
     scored = [(task, s) for task, s in shares if not task.endswith("_training") and task != "generation"]

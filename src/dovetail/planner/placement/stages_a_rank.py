@@ -51,8 +51,8 @@ def held(chosen: Chosen, chunks: int) -> Estimate:
 
 
 def server_memory(chosen: Chosen, chunks: int) -> dict[Share, float]:
-    """The part of a GPU's memory that each generation share's servers may take, whichever number of stages up to
-    `chunks` a rank holds: the schedules choose that."""
+    """The fraction of a GPU's memory that the servers of each generation share may take. It holds for every number of
+    stages on a rank up to `chunks`, because the schedules choose that number."""
     found = dict(chosen.costs.memory.server_memory(chosen.candidate))
     for count in (c for c in SEVERAL if c <= chunks):
         several = _costs(chosen, count).memory.server_memory(replace(chosen.candidate, schedule="VShaped"))

@@ -71,7 +71,7 @@ class Combiner:
         return filling.fits([self._costs.option(task, s) for (task, _), s in zip(ranking.places, placed, strict=True)])
 
     def _laid_out(self, ranking: Ranking, chosen: Sequence[Share]) -> list[Share]:
-        """With trainings as `beside` has them."""
+        """The shares of a combination, with those of actor and critic as `beside` lays them out."""
         found = list(chosen)
         trained = [at for at, (task, _) in enumerate(ranking.places) if task in TRAINING]
         if len(trained) == 2 and not apart(ranking.structure):
@@ -80,13 +80,13 @@ class Combiner:
         return found
 
     def _fits_side_by_side(self, ranking: Ranking, filling: Filling, chosen: Sequence[Share]) -> bool:
-        """Whether a combination whose options fit alone also fits if actor and critic have unlike pipelines."""
+        """Whether a combination fits if actor and critic have different numbers of stages. Its options fit alone."""
         return self._laid_out(ranking, chosen) == list(chosen) or self._fit(ranking, filling, chosen)
 
     def agrees(self, ranking: Ranking, chosen: Sequence[Share]) -> bool:
-        """Whether a combination can run: actor and critic have one micro-batch size and one tp, inference takes
-        whole servers, a scorer's stages are in its server's pod, and so are tensor parallel ranks of trainers that
-        share a server's GPUs."""
+        """Whether a combination can run. Actor and critic must have the same micro-batch size and tp. Inference must
+        take whole servers. A scorer's stages must be in its server's pod, and so must the tensor-parallel ranks of
+        trainers that share a server's GPUs."""
         if not self._limits.together:
             return True
         placed = list(zip(ranking.places, chosen, strict=True))
@@ -101,8 +101,8 @@ class Combiner:
         return whole and alike and all(_within_servers(slot, share.tp, placed) for slot, share in trained)
 
     def least(self, ranking: Ranking) -> Chosen | None:
-        """The combination that holds least of a GPU while other tasks work, and then needs least for each task. So it
-        fits if any does."""
+        """The combination that keeps least of a GPU while other tasks work, and then needs least for each task. If any
+        combination fits, this one does."""
         for layouts in self._alike(ranking):
             chosen = self._least(ranking, layouts)
             if chosen is None:
@@ -121,7 +121,7 @@ class Combiner:
         return chosen if self.agrees(ranking, chosen) else None
 
     def _same_stages(self, ranking: Ranking, layouts: list[Ranked]) -> Iterator[list[Ranked]]:
-        """The layouts of each place with which actor and critic have equally many stages, for each number of them."""
+        """The layouts of each place with which actor and critic have the same number of stages, for each number."""
         trained = [at for at, (task, _) in enumerate(ranking.places) if task in TRAINING]
         if len(trained) < 2 or apart(ranking.structure) or not self._limits.together:
             return
@@ -129,8 +129,9 @@ class Combiner:
             yield [[o for o in mine if o.share.pp == pp] if at in trained else mine for at, mine in enumerate(layouts)]
 
     def _alike(self, ranking: Ranking) -> Iterator[list[Ranked]]:
-        """The layouts of each place: all, then those with which actor and critic have the same micro-batch size and tp,
-        for each value that both can have, and servers on their GPUs whose pods hold tp ranks."""
+        """The layouts of each place. All of them come first. Then come those with which actor and critic have the same
+        micro-batch size and tp, for each pair that both can have. Servers on their GPUs must have pods that hold tp
+        ranks."""
         yield list(ranking.layouts)
         trained = [task in TRAINING for task, _ in ranking.places]
         slots = [slot for task, slot in ranking.places if task in TRAINING]
@@ -160,8 +161,8 @@ class Combiner:
                         yield chosen
 
     def _repaired(self, ranking: Ranking, filling: Filling) -> Iterator[Chosen]:
-        """Combinations that fit after replacements. Where both trainings must have the same micro-batch size and tp,
-        one for each."""
+        """Combinations that fit after replacements. If actor and critic must have the same micro-batch size and tp,
+        there is one for each pair of these."""
         for layouts in islice(self._alike(ranking), None if self._limits.together else 1):
             found = filling.repaired(layouts)
             if found is None or not self.agrees(ranking, chosen := tuple(o.share for o in found)):
@@ -255,9 +256,9 @@ class Filling:
         return fits
 
     def repaired(self, layouts: Sequence[Ranked]) -> list[Option] | None:
-        """The fastest options, after those that do not fit are replaced. Each step takes the replacement that saves
-        most bytes for the seconds that it costs. None if no replacement helps any more. `layouts`: by place, the
-        fastest first."""
+        """The fastest options, after replacing those that do not fit. Each step takes the replacement that saves most
+        bytes for the seconds that it costs. None if no replacement helps any more. `layouts`: the options of each
+        place, the fastest first."""
         if not all(layouts):
             return None
         chosen = [ranked[0] for ranked in layouts]
