@@ -159,16 +159,15 @@ class Times:
             # The number of micro-batches of a mini-batch in the measurements.
             number = next((len(v) for key, v in self._known.items() if (key[0], key[4]) == (model, kind)), None)
             other = None if number is None else self.array(model, kind, measured, number, 1)
-            if other is not None:
+            if number is not None and other is not None:
                 alike = number == count and _cut(measured)[:2] == _cut(layout)[:2]
                 shape = layout.pipelines, stages, count
                 half = None if kind not in "IW" else self.array(model, "W" if kind == "I" else "I", measured, number, 1)
-                if half is not None:
-                    first, second = (other, half) if kind == "I" else (half, other)
-                    found = _halves(_spread(first + second, shape, alike), _early(first, second))["IW".index(kind)]
-                else:
-                    found = _spread(other, shape, alike)
-                return np.tile(found, mini_batches)
+                if half is None:
+                    return np.tile(_spread(other, shape, alike), mini_batches)
+                first, second = (other, half) if kind == "I" else (half, other)
+                halves = _halves(_spread(first + second, shape, alike), _early(first, second))
+                return np.tile(halves["IW".index(kind)], mini_batches)
             assumed = self._assumed(model, kind, layout, count)
             return None if assumed is None else np.tile(assumed, mini_batches)
         result = np.zeros((layout.pipelines, stages, count))
