@@ -398,6 +398,16 @@ RULES = [
         },
         "spec.ppo.dynamicSampling draws other prompts where all rewards of a prompt are equal, but with the advantage",
     ),
+    (
+        {
+            "ppo.advantage": "distillation",
+            "ppo.kl": {"coef": 0},
+            "ppo.rightCoef": 0.1,
+            "models.reward": {"function": "a:b"},
+            "models.reference": HF,
+        },
+        "spec.ppo.rightCoef learns responses that the reward calls right, but with the advantage distillation rewards",
+    ),
     ({"ppo.criticWarmupIterations": 100}, "leaves no iteration that trains the actor"),
     ({"ppo.kl": {"coef": 0, "target": 1}}, "spec.ppo.kl.coef is 0, from which the adaptive controller cannot move"),
     ({"ppo.kl": {"estimator": "k3"}}, "spec.ppo.kl.estimator is k3, which in the reward lowers another quantity"),

@@ -28,6 +28,7 @@ from dovetail.trainer.algorithms.advantages import (
     reinforce,
     reinforce_baseline,
 )
+from dovetail.trainer.algorithms.losses import right_loss
 from dovetail.trainer.steps.experience_batch import PPOSamples, counted_samples, targets
 from helpers.jobs import tiny_job
 from helpers.local_trainer import LocalTrainer
@@ -296,6 +297,53 @@ def trained(data: bytes, micro: int, **ppo: Any) -> dict[str, float]:
         load = load_command(Stage.PPO)
         trainer.metrics(load.model_copy(update={"models": {"actor": load.models["actor"]}}))
         return trainer.metrics(trainer.step(Stage.PPO, 1, data, ["actor"], 16 // micro, kl_coef=0.3))
+
+
+def test_the_loss_on_right_responses_is_vapos() -> None:
+    """Yue et al. 2025, section 4.3: L_NLL = -1 / sum |o_i| * sum of log pi over the tokens of right responses, and
+    L = L_PPO + mu L_NLL. The paper's sums are written down with loops, and differentiated by finite differences."""
+    made = torch.Generator().manual_seed(2)
+    logprobs = (-torch.rand(4, 5, generator=made, dtype=torch.float64)).requires_grad_()
+    lengths, right = [3, 5, 1, 4], [True, False, True, False]
+    mask = (torch.arange(5) < torch.tensor(lengths)[:, None]) & torch.tensor(right)[:, None]
+    loss, stats = right_loss(logprobs, mask, normaliser=int(mask.sum()), coef=0.1)
+    rows = [i for i in range(4) if right[i]]
+
+    def paper(table: list[list[float]]) -> float:
+        return -sum(table[i][t] for i in rows for t in range(lengths[i])) / sum(lengths[i] for i in rows)
+
+    table = logprobs.detach().tolist()
+    assert float(loss) == pytest.approx(0.1 * paper(table), rel=1e-12)
+    assert float(stats["right_loss"] / stats["right_tokens"]) == pytest.approx(paper(table), rel=1e-6)
+    loss.backward()
+    assert logprobs.grad is not None
+    for i, t in ((0, 0), (0, 2), (1, 1), (2, 0), (2, 1), (3, 3)):
+        moved = [list(row) for row in table]
+        moved[i][t] += 1e-3
+        assert float(logprobs.grad[i, t]) == pytest.approx(0.1 * (paper(moved) - paper(table)) / 1e-3, abs=1e-9)
+
+
+def test_right_responses_are_learnt_in_a_step_however_it_is_cut() -> None:
+    """With no advantages and no KL the step's gradient is that of the loss on right responses alone, and it is
+    proportional to its weight. The loss is the mean of what the trainer itself says of these tokens."""
+    arrays = unpack(ppo_batch(5))
+    arrays["advantages"] = np.zeros_like(arrays["rollout_logprobs"])
+    arrays["scores"] = np.array([1.0, 0.0, 0.5, 2.0] * 4, np.float32)
+    off = {"kl": {"in": "Reward"}}  # which is in the advantages
+    data = pack(arrays)
+    few, many = (trained(data, micro, rightCoef=0.1, **off) for micro in (16, 4))
+    assert few["right_fraction"] == 0.5
+    for name in ("right_loss", "actor_grad_norm"):
+        assert many[name] == pytest.approx(few[name], rel=1e-4), name
+    assert trained(data, 16, rightCoef=0.3, **off)["actor_grad_norm"] == pytest.approx(3 * few["actor_grad_norm"], 1e-4)
+    assert trained(data, 16, **off)["actor_grad_norm"] == pytest.approx(0.0, abs=1e-7)
+    assert "right_loss" not in trained(data, 16, **off)
+    # The mean over other responses is another one; where nothing is right, nothing is learnt.
+    other = trained(data, 16, rightCoef=0.1, rightScore=2.0, **off)
+    assert (other["right_fraction"], other["right_loss"] != few["right_loss"]) == (0.25, True)
+    none = trained(data, 16, rightCoef=0.1, rightScore=3.0, **off)
+    assert (none["right_fraction"], none["right_loss"]) == (0.0, 0.0)
+    assert none["actor_grad_norm"] == pytest.approx(0.0, abs=1e-7)
 
 
 @pytest.mark.parametrize("aggregation", ["Token", "Sequence"])

@@ -294,6 +294,17 @@ class PPO(Model):
     ema: Annotated[float, Field(gt=0, lt=1)] | None = Field(
         default=None, description="Decay of the averaged actor; null: none."
     )
+    right_coef: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the language-model loss on right responses, which is added to the policy's loss (VAPO: "
+        "0.1); 0: off.",
+    )
+    right_score: float = Field(
+        default=1.0,
+        allow_inf_nan=False,
+        description="rightCoef: a response is right if its score, before rewardClip and penalties, is at least this.",
+    )
     ptx_coef: float = Field(
         default=0.0,
         ge=0,

@@ -78,6 +78,7 @@ def obstacle(spec: RLHFJobSpec) -> str | None:
             ppo.micro_batch_tokens is not None,
             "spec.ppo.microBatchTokens cuts micro-batches by the lengths of all samples",
         ),
+        (ppo.right_coef > 0, "spec.ppo.rightCoef takes the mean over all right responses of an iteration"),
         (ppo.ptx_coef > 0, "spec.ppo.ptxCoef mixes demonstrations into the step"),
         (shares_body(spec), "spec.models.critic.shareActorBody adds up losses with different normalisers"),
         (

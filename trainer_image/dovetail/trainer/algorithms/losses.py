@@ -110,6 +110,18 @@ def ptx_loss(logprobs: Tensor, mask: Tensor, *, normaliser: float | Tensor, coef
     return coef * total / normaliser, stats
 
 
+def right_loss(logprobs: Tensor, mask: Tensor, *, normaliser: float | Tensor, coef: float) -> tuple[Tensor, Stats]:
+    """coef times the language-model loss on the policy's own right responses, token mean: -coef / sum |o| over the
+    right responses o times the sum of log p of their tokens (VAPO, Yue et al. 2025, section 4.3, positive-example
+    language-model loss; coef is its mu).
+
+    `mask`: the tokens of right responses. `normaliser` counts those of the mini-batch. logprobs, mask (batch, time) or
+    (n,). Stats (without coef): the count `right_tokens`, and the sum `right_loss`."""
+    keep = kept(mask)
+    total = -_sum(logprobs, keep)
+    return coef * total / normaliser, {"right_tokens": _stat(keep.sum()), "right_loss": _stat(total)}
+
+
 def entropy_bonus(
     entropy: Tensor, mask: Tensor, *, normaliser: float | Tensor, coef: float, weights: Tensor | None = None
 ) -> tuple[Tensor, Stats]:

@@ -150,6 +150,11 @@ def counted_samples(samples: PPOSamples, config: PPO) -> Tensor | None:
     return counted
 
 
+def right_samples(samples: PPOSamples, config: PPO) -> Tensor | None:
+    """(N,) bool: the samples whose score says that they are right (`rightScore`). None if `rightCoef` is 0."""
+    return samples.scores >= config.right_score if config.right_coef > 0 else None
+
+
 def recomputes_old_logprobs(spec: RLHFJobSpec, device_type: str) -> bool:
     """Whether the denominator of the policy ratio comes from a forward pass of the trainer (`ppo.oldLogProbs`).
 

@@ -21,7 +21,7 @@ from dovetail.protocol.sampling import served_temperature
 from dovetail.protocol.wire import Arrays
 from dovetail.trainer.algorithms.importance import mismatch_metrics
 from dovetail.trainer.algorithms.kl import kl_loss
-from dovetail.trainer.algorithms.losses import aggregation_weights, entropy_bonus, ptx_loss, value_loss
+from dovetail.trainer.algorithms.losses import aggregation_weights, entropy_bonus, ptx_loss, right_loss, value_loss
 from dovetail.trainer.algorithms.policy import LossInputs, policy_loss
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.engine.executor import MicroBatch
@@ -41,6 +41,7 @@ from dovetail.trainer.steps.experience_batch import (
     counted_samples,
     recomputes_old_logprobs,
     response_positions,
+    right_samples,
     targets,
 )
 from dovetail.trainer.steps.sft_step import predictions
@@ -71,13 +72,17 @@ class MiniBatch:
     """This rank's part of one optimizer step. `work` has the rows of each micro-batch, by the models on this rank.
 
     `counted` (N,) bool says which of the iteration's samples train the policy; None: all. `policy_tokens` and
-    `policy_samples` count these in the whole mini-batch. `ptx_rows` are its demonstrations."""
+    `policy_samples` count these in the whole mini-batch. `right` (N,) bool says which of the iteration's samples are
+    right, and `right_tokens` counts their response tokens in the mini-batch; None and 0 without `rightCoef`. `ptx_rows`
+    are its demonstrations."""
 
     work: dict[str, list[list[int]]]
     response_tokens: int
     policy_tokens: int
     policy_samples: int
     counted: Tensor | None
+    right: Tensor | None
+    right_tokens: int
     ptx_rows: list[int]
     first: bool
 
@@ -183,7 +188,7 @@ def _mini_batches(
     BadCommand."""
     config = ppo_config(context.spec)
     lengths = samples.sequences.lengths
-    counted = counted_samples(samples, config)
+    counted, right = counted_samples(samples, config), right_samples(samples, config)
     steps = len(samples) // config.mini_batch_size
     minis = []
     seed, most = context.spec.seed, step.micro_batch_tokens
@@ -207,7 +212,8 @@ def _mini_batches(
         theirs, of = tokens, len(rows)
         if counted is not None:
             theirs, of = int(samples.response_lengths[rows][counted[rows]].sum()), int(counted[rows].sum())
-        minis.append(MiniBatch(work, tokens, theirs, of, counted, share, index == 0))
+        theirs_right = 0 if right is None else int(samples.response_lengths[rows][right[rows]].sum())
+        minis.append(MiniBatch(work, tokens, theirs, of, counted, right, theirs_right, share, index == 0))
     return minis
 
 
@@ -278,6 +284,10 @@ def step_metrics(
             "entropy": mean(totals, "entropy", "tokens"),
         }
         metrics |= {name: mean(totals, name, "tokens") for name in totals if context.loss.reports(name)}
+        if "right_tokens" in totals:
+            right = samples.scores >= context.spec.ppo.right_score
+            metrics["right_loss"] = mean(totals, "right_loss", "right_tokens")
+            metrics["right_fraction"] = float(right.double().mean())
         if "kl_loss" in totals:
             metrics["kl_loss"] = mean(totals, "kl_loss", "tokens")
         if totals.get("routing_chosen"):
@@ -341,6 +351,7 @@ def _actor_micro_batch(
     )
 
     counts = None if mini.counted is None else mini.counted[rows].unsqueeze(1).expand(keep.shape)
+    right = None if mini.right is None else mini.right[rows].unsqueeze(1).expand(keep.shape)
 
     def loss(output: Predicted | Outputs) -> tuple[Tensor, Stats]:
         said = _said(output)
@@ -395,6 +406,14 @@ def _actor_micro_batch(
             stats |= {name: value for name, value in gap.items() if name != "mismatch_abs_max"}
         if config.entropy_coef > 0:
             total = total + bonus
+        if right is not None:
+            learnt, more = right_loss(
+                logprobs,
+                moved_together([right[keep]], device)[0],
+                normaliser=max(1, mini.right_tokens),
+                coef=config.right_coef,
+            )
+            total, stats = total + learnt, stats | more
         if isinstance(output, Outputs):
             values_total, more = _value_part(context, goals, mini, rows, keep)(output.values)
             total, stats = total + values_total, stats | more

@@ -161,7 +161,8 @@ def _check_parts(context: Context, step: Step) -> None:
         raise BadCommand(f"{ppo.global_batch_size} samples cannot be cut into {step.parts} equal parts")
     if ppo.global_batch_size != ppo.mini_batch_size or ppo.epochs != 1 or step.mini_batches != 1:
         raise BadCommand("an iteration of several optimizer steps cannot be learnt part by part")
-    if context.require("actor").head != "lm" or ppo.ptx_coef > 0 or step.micro_batch_tokens is not None:
+    added = ppo.ptx_coef > 0 or ppo.right_coef > 0
+    if context.require("actor").head != "lm" or added or step.micro_batch_tokens is not None:
         raise BadCommand("this job's steps cannot be learnt part by part; see spec.ppo.streaming")
     for name, model in context.engine.models.items():
         if balance_coefficient(model.config, getattr(context.spec.models, name).router_aux_loss_coef):
@@ -222,7 +223,7 @@ def _learn(
         work[name] = cut(lengths, model.dp_size, config.micro_batch_size, None)[model.dp_rank]
     nominal = _nominal(context)
     all_samples = context.spec.ppo.global_batch_size
-    mini = MiniBatch(work, nominal, nominal, all_samples, counted_samples(samples, config), [], True)
+    mini = MiniBatch(work, nominal, nominal, all_samples, counted_samples(samples, config), None, 0, [], True)
     batches = {m: [micro_batch(m, context, samples, goals, mini, rows) for rows in work[m]] for m in models}
     number = len(held.digests)
     with context.timeline.phase(f"part {number}"):

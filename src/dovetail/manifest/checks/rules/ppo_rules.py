@@ -288,6 +288,12 @@ PPO_RULES = (
         "distillation rewards train nothing; set dynamicSampling to 0.",
     ),
     ppo_rule(
+        lambda spec: spec.ppo.right_coef == 0 or not _distils(spec),
+        f"self.ppo.rightCoef == 0 || !{_DISTILS}",
+        "spec.ppo.rightCoef learns responses that the reward calls right, but with the advantage distillation rewards "
+        "train nothing; set rightCoef to 0.",
+    ),
+    ppo_rule(
         lambda spec: spec.ppo.overlong is None or spec.ppo.overlong.from_tokens < _overlong_end(spec),
         "!has(self.ppo.overlong) || self.ppo.overlong.fromTokens < (has(self.ppo.overlong.toTokens) "
         "? self.ppo.overlong.toTokens : self.generation.maxTokens)",
