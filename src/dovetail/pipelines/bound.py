@@ -91,6 +91,12 @@ def _areas(instance: SearchInstance, m: int, first: int, last: int) -> Floats:
     return area
 
 
+def least_pace(instance: SearchInstance, m: int) -> float:
+    """How long after one another micro-batches of a model enter on average, at least, where only memory limits them."""
+    count = int(instance.total[instance.chunks(m).start])
+    return float(_areas(instance, m, 0, count).max()) / count
+
+
 def _turns(instance: SearchInstance, m: int, first: int, last: int) -> float:
     """How long micro-batches take if those that do not fit in the memory together wait for each other.
 

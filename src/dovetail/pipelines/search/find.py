@@ -2,8 +2,8 @@
 
 1. Random priority rules for a list scheduler, on the problem and on its mirror image in time.
 2. From the best of those: justification, where backwards are split, and annealing on the critical path, under a limit
-   of activation memory. For many micro-batches: a schedule of a few, whose steady state is repeated. For many ranks: a
-   schedule of fewer, stretched.
+   of activation memory. For many micro-batches: a schedule of a few, whose steady state is repeated. For many ranks:
+   dispatch rules, and a schedule of fewer ranks, stretched.
 3. CP-SAT, where OR-Tools is installed, on what these do not reach. It also proves that nothing is faster."""
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import numpy as np
 
 from dovetail.pipelines.bound import lower_bound
 from dovetail.pipelines.families import Family, family_instance, fixed_orders, fixed_schedule, starts
+from dovetail.pipelines.instance import Coupling, SearchInstance
 from dovetail.pipelines.problem import ProblemError, ScheduleProblem, serial_memory
 from dovetail.pipelines.schedule import DeadlockError, Schedule, evaluate
+from dovetail.pipelines.search.dispatch import DispatchSearch
 from dovetail.pipelines.search.exact import time_unit
 from dovetail.pipelines.search.levels import (
     CLOSING,
+    DISPATCH_ROUNDS,
     LATENCY,
     MEMORY,
     NEAR,
@@ -30,10 +33,13 @@ from dovetail.pipelines.search.levels import (
     THINNED,
     Level,
 )
-from dovetail.pipelines.search.rounds import UNLIMITED, Rounds, SearchEffort, rank
-from dovetail.pipelines.search.scaling import fewer_ranks, stretch
+from dovetail.pipelines.search.rounds import LARGE, UNLIMITED, Rounds, SearchEffort, rank
+from dovetail.pipelines.search.scaling import fewer_ranks, many_ranks, stretch
 from dovetail.pipelines.search.steady_state import drop, restore, shorten, unroll
 from dovetail.pipelines.simulate import Ints
+
+Known = tuple[Ints, str]
+"""Orders, and the method that found them."""
 
 
 class _Search(Rounds):
@@ -73,11 +79,11 @@ class _Search(Rounds):
                     break
         return False
 
-    def run(self, known: Sequence[Ints]) -> Schedule | None:
+    def run(self, known: Sequence[Known]) -> Schedule | None:
         limit = self.instance.problem.memory_limit
         cap = UNLIMITED if limit is None else limit
-        for orders in self._starts(cap, known):
-            self.keep(orders, "rule")
+        for orders, how in self._starts(cap, known):
+            self.keep(orders, how)
         for level in SPLIT_LATENCY if self.family.split else LATENCY:
             if self.best is not None and self.best.at_bound:
                 break
@@ -96,12 +102,12 @@ class _Search(Rounds):
             self._close(cap)
         return replace(self.best, proved=self.proved)
 
-    def _starts(self, cap: float, known: Sequence[Ints]) -> Iterable[Ints]:
+    def _starts(self, cap: float, known: Sequence[Known]) -> Iterable[Known]:
         """Known schedules, and one model after the other by a rule, where they fit. The search never ends with less."""
-        for start in (*known, *starts(self.instance)):
+        for start, how in (*known, *((orders, "rule") for orders in starts(self.instance))):
             try:
                 if evaluate(self.instance, start).fits(cap):
-                    yield start
+                    yield start, how
             except DeadlockError:
                 continue
 
@@ -179,6 +185,30 @@ def _stretched(problem: ScheduleProblem, family: Family, effort: SearchEffort, p
     return [] if found is None else stretch(family_instance(problem, family), found)
 
 
+def _dispatched(instance: SearchInstance, effort: SearchEffort, share: float, pool: ThreadPoolExecutor) -> Ints | None:
+    """Orders that a dispatch rule lists, found in a share of the time."""
+    search, begun = DispatchSearch(instance, effort.seed), effort.clock()
+    for number in range(max(1, int(DISPATCH_ROUNDS * effort.scale))):
+        if number and (effort.clock() - begun > share * effort.seconds or search.makespan <= lower_bound(instance)):
+            break
+        search.round(pool)
+    return search.best
+
+
+def _known(
+    instance: SearchInstance, family: Family, effort: SearchEffort, pool: ThreadPoolExecutor
+) -> Iterable[tuple[Ints | None, str]]:
+    """Orders that the search of a large problem starts from."""
+    problem = instance.problem
+    yield _unrolled(problem, family, effort, pool), "period"
+    apart = instance.coupling is Coupling.SERIAL
+    if not many_ranks(problem) or apart or instance.ranks * instance.length <= LARGE:
+        yield from ((orders, "stretched") for orders in _stretched(problem, family, effort, pool))
+    if many_ranks(problem) and not apart:
+        share = 0.9 if instance.ranks * instance.length > LARGE else 1 / 3
+        yield _dispatched(instance, effort, share, pool), "dispatch"
+
+
 def find(problem: ScheduleProblem, family: Family, effort: SearchEffort, start: Schedule | None = None) -> Schedule:
     """The family's best schedule within the problem's memory limit: the fastest, and of those the one with the lowest
     peak memory.
@@ -195,9 +225,9 @@ def find(problem: ScheduleProblem, family: Family, effort: SearchEffort, start: 
         instance = family_instance(problem, family)
     with ThreadPoolExecutor(effort.workers) as pool:
         start_orders = start.orders if start is not None and instance.holds(start.orders) else None
-        known = (start_orders, _unrolled(problem, family, effort, pool), *_stretched(problem, family, effort, pool))
+        known = [(start_orders, "rule"), *_known(instance, family, effort, pool)]
         left = replace(effort, seconds=effort.seconds - (effort.clock() - started))
-        best = _Search(instance, family, left, pool).run([orders for orders in known if orders is not None])
+        best = _Search(instance, family, left, pool).run([(o, how) for o, how in known if o is not None])
     if best is None:
         raise ProblemError(
             f"no {family.name} schedule within a memory limit of {problem.memory_limit:g} was found; serial 1F1B takes "

@@ -67,3 +67,5 @@ POLISH = 1.01
 CLOSING = Level(work=2.5, runs=4)
 NEAR = 1.05
 """CP-SAT looks for a schedule at the bound only where the best one is within this factor of it."""
+DISPATCH_ROUNDS = 1000
+"""Rounds of dispatch rules where the time does not end them."""

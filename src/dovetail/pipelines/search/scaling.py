@@ -26,6 +26,11 @@ WINDOWS = (1e300, 10.0)
 """How much earlier than its interpolated start a pass may start, in times of the longest forward."""
 
 
+def many_ranks(problem: ScheduleProblem) -> bool:
+    """Whether a problem has more ranks than a search handles well, and one mini-batch."""
+    return problem.ranks > SMALL and problem.mini_batches == 1
+
+
 def fewer_ranks(problem: ScheduleProblem, family: Family) -> ScheduleProblem | None:
     """The problem with at most `SMALL` ranks, of which each stands for several, and as many fewer micro-batches.
 
@@ -34,7 +39,7 @@ def fewer_ranks(problem: ScheduleProblem, family: Family) -> ScheduleProblem | N
     counts = [(m.stages, m.micro_batches) for m in problem.models]
     factors = [f for f in range(2, problem.ranks // LEAST + 1) if problem.ranks <= f * SMALL]
     factor = next((f for f in factors if all(s % f == 0 == q % f for s, q in counts)), None)
-    if problem.ranks <= SMALL or problem.mini_batches > 1 or family.fixed or factor is None:
+    if not many_ranks(problem) or family.fixed or factor is None:
         return None
     edges = problem.latencies
     between = edges[~np.eye(problem.ranks, dtype=bool)]
