@@ -23,7 +23,7 @@ from dovetail.pipelines import (
 )
 from dovetail.pipelines.search import find as find_module
 from dovetail.pipelines.search import scaling
-from dovetail.pipelines.search.dispatch import DispatchSearch
+from dovetail.pipelines.search.dispatch_rules import DispatchSearch
 
 NAMES = ["fused", "fused-split", "shared", "fused-v", "fused-v-whole", "fused-w", "v-half"]
 

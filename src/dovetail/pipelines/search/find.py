@@ -19,7 +19,7 @@ from dovetail.pipelines.families import Family, family_instance, fixed_orders, f
 from dovetail.pipelines.instance import Coupling, SearchInstance
 from dovetail.pipelines.problem import ProblemError, ScheduleProblem, serial_memory
 from dovetail.pipelines.schedule import DeadlockError, Schedule, evaluate
-from dovetail.pipelines.search.dispatch import DispatchSearch
+from dovetail.pipelines.search.dispatch_rules import DispatchSearch
 from dovetail.pipelines.search.exact import time_unit
 from dovetail.pipelines.search.levels import (
     CLOSING,

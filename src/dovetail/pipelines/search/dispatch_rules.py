@@ -184,7 +184,7 @@ def dispatch(  # type: ignore[no-untyped-def]
 
 
 @dataclass(frozen=True, eq=False)
-class Rule:
+class DispatchRule:
     """Priorities and limits of one listing; see `dispatch`.
 
     `base`, `place`, `slope` (C, 3): the priority of a kind of passes, how it changes along the pipeline, and through
@@ -217,7 +217,7 @@ class DispatchSearch:
         self._unit = np.array([float(instance.duration[self._owner == m, F].max()) for m in (0, 1)])
         self._work = np.array([float(instance.duration[self._owner == m].sum()) for m in (0, 1)])
         self._first = iter(self._first_rules())
-        self._kept: list[tuple[float, int, Rule, Ints]] = []
+        self._kept: list[tuple[float, int, DispatchRule, Ints]] = []
         self._tried = 0
 
     @property
@@ -242,7 +242,7 @@ class DispatchSearch:
                 self._kept.append((end, self._tried, rule, orders))
         self._kept = sorted(self._kept, key=lambda kept: kept[:2])[:KEPT]
 
-    def _list(self, rule: Rule, stop_at: float) -> tuple[float, Ints]:
+    def _list(self, rule: DispatchRule, stop_at: float) -> tuple[float, Ints]:
         i = self.instance
         place = (i.position / i.stages[:, None]).T
         release = np.zeros(i.activation.shape[::2])
@@ -262,7 +262,7 @@ class DispatchSearch:
         )  # fmt: skip
         return float(end), orders
 
-    def _first_rules(self) -> Iterator[Rule]:
+    def _first_rules(self) -> Iterator[DispatchRule]:
         i, v, chunks = self.instance, self._each, len(self._owner)
         small = int(self._work[1] <= self._work[0])
         big = 1 - small
@@ -294,9 +294,9 @@ class DispatchSearch:
             rooms_of = i.total.astype(float)
             rooms_of[big * v] = max(1.0, round(room * stages))
             looks = np.where(np.arange(KINDS) < W, look, 0.0) * np.ones_like(base)
-            yield Rule(base, np.zeros_like(base), np.zeros_like(base), looks, rooms_of, spare, stream)
+            yield DispatchRule(base, np.zeros_like(base), np.zeros_like(base), looks, rooms_of, spare, stream)
 
-    def _changed(self, rule: Rule) -> Rule:
+    def _changed(self, rule: DispatchRule) -> DispatchRule:
         rng, v = self._random, self._each
         much = 1.0 if rng.random() < 0.3 else 0.3
 
