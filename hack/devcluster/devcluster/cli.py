@@ -49,9 +49,10 @@ def _build(arguments: argparse.Namespace) -> int:
     if arguments.where_supported and reason:
         print(f"no cluster: {reason}")
         return 0
-    unknown = set(arguments.module) - set(binaries.MODULES)
+    known = binaries.MODULES | binaries.ON_REQUEST
+    unknown = set(arguments.module) - set(known)
     if unknown:
-        raise ClusterError(f"no module {', '.join(sorted(unknown))}: there are {', '.join(binaries.MODULES)}")
+        raise ClusterError(f"no module {', '.join(sorted(unknown))}: there are {', '.join(known)}")
     for module in arguments.module or binaries.MODULES:
         print(binaries.build(module))
     return 0
