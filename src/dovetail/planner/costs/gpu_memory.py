@@ -216,7 +216,7 @@ class GPUMemoryModel:
             works = {f"{task}: {name}": size for name, size in load.works.items()}
             if task == "generation" and share.dp > 1 and not any(other in TRAINING for other, _, _ in tasks):
                 # A server that shares no GPU with trainers keeps what it received, to send it to others.
-                host["generation: received copy"] = load.stays["weights"]
+                host["generation: received copy"] = {**load.stays, **load.works}["weights"]
             if task == "generation":
                 works["generation: KV cache"] = self._cached_tokens(share, rooms[share]) * self._kv_bytes(share)
                 if self.awake(share):
