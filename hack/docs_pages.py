@@ -82,6 +82,7 @@ def _cell(text: str) -> str:
 PYTHON = {
     "src/dovetail/local/pipeline.py": ("Pipeline",),
     "src/dovetail/protocol/experience.py": ("Experience",),
+    "src/dovetail/local/llm.py": ("LLM", "SamplingParams", "RequestOutput", "CompletionOutput"),
     "src/dovetail/client/cluster_client.py": ("Cluster", "ClusterJob", "MetricsRow", "SampleRow"),
     "trainer_image/dovetail/trainer/algorithms/policy.py": ("LossInputs",),
 }
@@ -92,8 +93,9 @@ def python_page(root: Path) -> str:
     lines = [f"{NOTE}# Python", ""]
     lines += ["The Python API runs a job on one machine, with a loop of your own. [Rewards, advantages and"]
     lines += ["loops](custom.md) explains it. [`examples/custom_pipeline.py`](examples.md#custom_pipeline) is a"]
-    lines += ["whole program. Shapes: N samples, R tokens of the longest response. `Cluster` is a client for jobs on a"]
-    lines += ["cluster ([how](status-api.md#from-python)).", ""]
+    lines += ["whole program. Shapes: N samples, R tokens of the longest response. `LLM` [generates without"]
+    lines += ["training](custom.md#generate-without-training). `Cluster` is a client for jobs on a cluster"]
+    lines += ["([how](status-api.md#from-python)).", ""]
     for name, wanted in PYTHON.items():
         tree = ast.parse((root / name).read_text(encoding="utf-8"))
         module = name.partition("dovetail/")[2].removesuffix(".py").replace("/", ".")

@@ -18,11 +18,11 @@ from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.kv import KVAbility
 from dovetail.protocol.plan import Plan, Rollout
 from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.sampling import COUNTER_SAMPLER
 from dovetail.rollout.serving import token_check as auth
 from dovetail.rollout.serving import vllm_server as server
 from dovetail.rollout.serving.register import Registrar
 from dovetail.rollout.serving.routes import (
-    COUNTER_SAMPLER,
     STATE,
     InfoRoutes,
     ServerState,

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from dovetail.coordinator.data.prepare import GivenPrompt
 from dovetail.coordinator.health.failure import sentence
+from dovetail.coordinator.loop.driver import run_job
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.rewards.live import RewardCallable
 from dovetail.coordinator.telemetry.eventlog import EventLog
@@ -94,9 +95,10 @@ class Pipeline:
     def from_manifest(
         cls, path: Path | str, run_dir: Path | str | None = None, *, cpu: bool = False, **options: Any
     ) -> Pipeline:
-        """Make a pipeline from an RLHFJob manifest. `run_dir`: runs/<name> by default. `cpu`: run on CPUs also what
-        groups want GPUs for. Raises ManifestError for a bad manifest, and for GPUs that this machine does not have."""
-        written, job = parse_manifest(Path(path)), load_manifest(Path(path))
+        """Make a pipeline from an RLHFJob manifest: a file, or its text. `run_dir`: runs/<name> by default. `cpu`: run
+        on CPUs also what groups want GPUs for. `options`: those of `Pipeline`. Raises ManifestError for a bad manifest,
+        and for GPUs that this machine does not have."""
+        written, job = parse_manifest(path), load_manifest(path)
         if cpu:
             job = job.model_copy(update={"spec": resolve(on_cpus(job.spec))})
         elif problem := no_gpus(written.spec, len(cuda_devices())):
@@ -112,6 +114,10 @@ class Pipeline:
     def run_reward(self) -> None:
         """Step 2: training of the reward model."""
         self._call(self.engines.run_reward())
+
+    def run_dpo(self) -> None:
+        """Train the actor on preferences, or on responses with labels, without a reward model."""
+        self._call(self.engines.run_dpo())
 
     def begin_ppo(self) -> None:
         """Load actor and critic and give the rollouts their first weights."""
@@ -161,6 +167,14 @@ class Pipeline:
         """Evaluate the newest weights on the prompts of spec.evaluation, which nothing trains on. Returns mean and
         ci95 of each metric, by name; {} if there are no such prompts. Raises ValueError in a job with ppo.lag."""
         return self._call(self.engines.evaluate())
+
+    def run(self) -> dict[str, Any]:
+        """Run all stages of the manifest, as `dovetail run` does, and finish; returns the content of summary.json."""
+        if self._advantage_function is not None:
+            raise ValueError("run() does not call advantage_function; name it in spec.ppo.advantageFunction")
+        document = self._call(run_job(self.engines))
+        self._finished = True
+        return document
 
     def finish(self) -> dict[str, Any]:
         """Export the trained models to run_dir/models and write summary.json; returns its content."""

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from dovetail.coordinator.data.chat_template import HUMAN_ASSISTANT_TEMPLATE
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
@@ -125,12 +125,18 @@ def check_port(host: str, port: int) -> None:
 
 @contextlib.contextmanager
 def own_server(
-    folder: Path, name: str, on_cpu: bool, log: Path, note: Callable[[str], None], given: Sequence[str] = ()
+    folder: Path,
+    name: str,
+    on_cpu: bool,
+    log: Path,
+    note: Callable[[str], None],
+    given: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[str, str]]:
     """A server on this machine for as long as the context lasts; yields its address and its key. `log`: where its
-    output goes. Raises RunError if it does not start."""
+    output goes. `variables`: of its environment, beside this process's. Raises RunError if it does not start."""
     key = secrets.token_hex(16)
-    environment = serve_environment(on_cpu, os.environ) | {"VLLM_API_KEY": key}
+    environment = serve_environment(on_cpu, {**os.environ, **(variables or {})}) | {"VLLM_API_KEY": key}
     ports = PortReservation(HOST)
     port = ports.reserve(["vLLM"])["vLLM"]
     command = serve_command(folder, serve_arguments(folder, name, HOST, port, on_cpu, given))
@@ -138,9 +144,7 @@ def own_server(
     note(f"starting vLLM with {folder} (log: {log})")
     with log.open("wb") as file:
         # In a session of its own, so that Ctrl-C stops a reply and not the server.
-        process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
-        )
+        process = _started(command, environment, file)
     try:
         url = f"http://{HOST}:{port}"
         _wait(url, process, log)
@@ -148,6 +152,12 @@ def own_server(
     finally:
         _end(process)
         ports.close()
+
+
+def _started(command: Sequence[str], environment: Mapping[str, str], log: BinaryIO) -> subprocess.Popen[Any]:
+    return subprocess.Popen(
+        command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+    )
 
 
 def _wait(url: str, process: subprocess.Popen[Any], log: Path) -> None:

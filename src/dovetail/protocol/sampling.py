@@ -17,6 +17,8 @@ from dovetail.manifest.types import Generation, RLHFJobSpec
 
 Sampler = Literal["counter", "native"]
 
+# For vLLM's --logits-processors.
+COUNTER_SAMPLER = "dovetail.rollout.serving.sampler:CounterSampler"
 SEED = "dt_seed"
 TEMPERATURE = "dt_temperature"
 TOP_K = "dt_top_k"

@@ -183,8 +183,9 @@ def engine(folder: Path, runner: str) -> dict[str, Any]:
     from vllm import SamplingParams
     from vllm.platforms import current_platform
 
+    from dovetail.protocol.sampling import COUNTER_SAMPLER
     from dovetail.rollout.kv.kv_config import prepare
-    from dovetail.rollout.serving.routes import COUNTER_SAMPLER, sampler_of
+    from dovetail.rollout.serving.routes import sampler_of
 
     kv = prepare("127.0.0.1", False, 1, "bfloat16 x 1", 4096)
     llm = made(

@@ -12,13 +12,10 @@ from typing import Annotated, Any
 from dovetail.protocol.kv import KVAbility
 from dovetail.protocol.messages import SendOn
 from dovetail.protocol.process.pulse import BEAT_SECONDS, Pulse
-from dovetail.protocol.sampling import Sampler
+from dovetail.protocol.sampling import COUNTER_SAMPLER, Sampler
 from dovetail.rollout.compat import uses_v2_runner
 from dovetail.rollout.kv.kv_config import CONNECTORS
 from dovetail.rollout.serving.weights_worker import SENDING_WORKER
-
-# A logits processor: --logits-processors.
-COUNTER_SAMPLER = "dovetail.rollout.serving.sampler:CounterSampler"
 
 
 @dataclass

@@ -33,10 +33,9 @@ from dovetail.protocol.budgets import KV_BLOCK_TOKENS
 from dovetail.protocol.header_deadline import HeaderDeadline
 from dovetail.protocol.plan import Plan, Rollout
 from dovetail.protocol.process.env import ProcessEnv
-from dovetail.protocol.sampling import SERVED_TEMPERATURE, served_temperature
+from dovetail.protocol.sampling import COUNTER_SAMPLER, SERVED_TEMPERATURE, served_temperature
 from dovetail.rollout.backend import ServerPlan, load_backend
 from dovetail.rollout.kv.kv_config import KVSetup, prepare
-from dovetail.rollout.serving.routes import COUNTER_SAMPLER
 from dovetail.rollout.serving.weights_worker import SENDING_WORKER, WEIGHTS_WORKER
 from dovetail.rollout.versions import installed, version_problem
 

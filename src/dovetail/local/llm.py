@@ -1,0 +1,527 @@
+"""Generation without training: vLLM servers of a model folder, or of a finished run's model, for as long as a program
+needs them.
+
+    with LLM("runs/quickstart") as llm:
+        for output in llm.chat([{"role": "user", "content": "What is a cat?"}], SamplingParams(n=4, temperature=0.7)):
+            for completion in output.outputs:
+                print(completion.text, completion.cumulative_logprob)
+
+The names are those of vLLM's own LLM class. The servers are `dovetail serve`'s, the requests are those of a job's
+rollouts: no trainers, no scorers and no reward."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import dataclasses
+import importlib.util
+import json
+import secrets
+import shutil
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import aiohttp
+from pydantic import ValidationError
+
+from dovetail.coordinator.data import tokenizer as tokenizers
+from dovetail.coordinator.data.chat_template import Message, chat_format
+from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.seeds import derived_seed
+from dovetail.coordinator.data.tokenize import Encoder
+from dovetail.coordinator.generation.requests import MODEL, RequestRefused, ServerFailure, stream
+from dovetail.local.chat import REPLY_ENDS
+from dovetail.local.served_result import check_served, has_own_template, last_error, model_folder, own_server
+from dovetail.manifest.types import Generation, RLHFJob
+from dovetail.protocol.sampling import COUNTER_SAMPLER, sampling_params
+from dovetail.supervision.devices import cuda_devices
+from dovetail.supervision.errors import RunError
+
+T = TypeVar("T")
+# Requests that one server has at once. vLLM lets more of them wait.
+CONCURRENT = 256
+# Tokens in one event of a response.
+INTERVAL = 64
+CONNECT_SECONDS = 30.0
+# Between two events of a response.
+SILENT_SECONDS = 600.0
+CLOSE_SECONDS = 60.0
+# How often one response is begun, if servers fail.
+TRIES = 3
+_NO_LIMIT = 2**31
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How responses are drawn. Raises ValueError for what no server takes.
+
+    `n`: responses to each prompt. `temperature`: 0 takes the likeliest token each time. `top_p`: the least probability
+    mass to keep, 1: off. `top_k`: the number of likeliest tokens to keep, 0: off. `min_tokens`, `max_tokens`: of a
+    response. `stop`: strings that end a response. `seed`: calls with equal prompts, settings and seed return equal
+    responses; None: other ones at each call."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_tokens: int = 0
+    max_tokens: int = 128
+    stop: Sequence[str] = ()
+    seed: int | None = 0
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise ValueError(f"n is {self.n}; it is the number of responses to a prompt, 1 or more")
+        if isinstance(self.stop, str):
+            raise ValueError("stop is a string; give a list of strings")
+        self.generation()
+
+    def generation(self) -> Generation:
+        """The same as a manifest says it. Raises ValueError."""
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 or more")
+        try:
+            found = Generation(
+                max_tokens=self.max_tokens,
+                min_tokens=self.min_tokens,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                stop=list(self.stop),
+            )
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = "_".join(str(part) for part in first["loc"][:1])
+            raise ValueError(f"{_snake(name)} is {first['input']!r}: {first['msg'].lower()}") from error
+        # A job's rollouts never draw greedily, but its evaluations do.
+        return found.model_copy(update={"temperature": self.temperature})
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One response.
+
+    `index`: its number among the responses to the prompt. `text`: without special tokens and without the stop string.
+    `token_ids`: as they were drawn, with the end token. `logprobs`: of each token, natural logarithm, at temperature 1
+    and before top-k and top-p. `finish_reason`: "stop", or "length" if the response was cut at `max_tokens`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """The log-probability of the whole response."""
+        return sum(self.logprobs)
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt with its responses. `prompt`: as text, with the chat template if there was a dialogue; None if the
+    prompt was given as token ids. `prompt_token_ids`: as the model read it."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+
+
+@dataclass
+class _Server:
+    url: str
+    key: str
+    log: Path
+    out: str | None = None
+    session: aiohttp.ClientSession | None = None
+
+
+@dataclass
+class _Draw:
+    """A response that is being drawn."""
+
+    prompt: list[int]
+    seed: int
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    reason: str = ""
+    tries: int = 0
+
+    def begin(self) -> None:
+        self.tokens, self.logprobs, self.reason = [], [], ""
+        self.tries += 1
+
+    def take(self, tokens: list[int], logprobs: list[float], reason: str | None, _: bytes | None) -> None:
+        self.tokens += tokens
+        self.logprobs += logprobs
+        self.reason = reason or self.reason
+
+
+class LLM:
+    """A language model behind vLLM servers of its own. Use it as a context manager, or call `open` and `close`, as in
+    notebooks. It is synchronous; use it from one thread. Errors are a `RunError` with one sentence.
+
+    `path`: a model folder in Hugging Face format, or the folder of a run, of which `model` is taken: actor, sft,
+    actor-best or actor-ema. `servers`: how many are started; prompts are shared among them. `tensor_parallel_size`:
+    GPUs of each server; on a machine without GPUs servers run on CPUs. `vllm_args`: further arguments of `vllm serve`,
+    for example ["--gpu-memory-utilization", "0.5"]. `log_dir`: for the servers' logs; by default that of the run, or a
+    temporary folder.
+
+    A response depends on the weights, the prompt, its place in the list, the response's number and the settings alone:
+    not on the other prompts, the number of servers, or how often a server failed. On CPUs it is drawn as a job's
+    rollouts draw it. Two tokens may swap where rounding makes their scores equal, as in jobs (docs/rollouts.md)."""
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        model: str = "actor",
+        servers: int = 1,
+        tensor_parallel_size: int = 1,
+        vllm_args: Sequence[str] = (),
+        log_dir: Path | str | None = None,
+    ) -> None:
+        self.folder, self._run_dir = _resolved(Path(path).resolve(), model)
+        if importlib.util.find_spec("vllm") is None:
+            extra = "rollout-gpu" if cuda_devices() else "rollout-cpu"
+            raise RunError(f"generation needs vLLM: pip install 'dovetail-rlhf[{extra}]'")
+        if servers < 1 or tensor_parallel_size < 1:
+            raise ValueError(f"servers is {servers} and tensor_parallel_size {tensor_parallel_size}; 1 is the least")
+        self._devices = cuda_devices()
+        if self._devices and (needed := servers * tensor_parallel_size) > len(self._devices):
+            raise RunError(
+                f"{servers} servers of {tensor_parallel_size} GPUs each need {needed} GPUs, and this machine shows "
+                f"{len(self._devices)}; lower servers or tensor_parallel_size"
+            )
+        check_served(self.folder, not self._devices)
+        try:
+            tokenizer = tokenizers.load(self.folder, "model")
+        except DataError as error:
+            raise RunError(str(error)) from error
+        self._encoder = Encoder(tokenizer, _NO_LIMIT, _NO_LIMIT)
+        self._count, self._width, self._given = servers, tensor_parallel_size, list(vllm_args)
+        self._log_dir = Path(log_dir) if log_dir is not None else None
+        self._stack = contextlib.ExitStack()
+        self._servers: list[_Server] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._max_model_len = 0
+
+    # ------------------------------------------------------------ what users call
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, of transformers."""
+        return self._encoder.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens of prompt and response together."""
+        return self._max_model_len
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` uses without settings: the run's own (spec.generation), or those of the folder's
+        generation_config.json. `dataclasses.replace` changes some of them."""
+        if self._run_dir is not None:
+            with contextlib.suppress(OSError, ValueError):
+                job = RLHFJob.model_validate_json((self._run_dir / "job.json").read_text(encoding="utf-8"))
+                return _as_params(job.spec.generation)
+        return _of_config(_json(self.folder / "generation_config.json"))
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]] | str,
+        sampling_params: SamplingParams | None = None,
+        *,
+        on_progress: Callable[[int, int], object] | None = None,
+    ) -> list[RequestOutput]:
+        """Respond to prompts, in their order. A prompt is a text, which is continued as it stands, or a list of token
+        ids. `on_progress(done, total)` counts finished responses; it is called from another thread.
+
+        Raises ValueError for a prompt that is too long, and RunError if no server works any more."""
+        given: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
+        params = sampling_params or self.get_default_sampling_params()
+        texts = [prompt if isinstance(prompt, str) else None for prompt in given]
+        tokens = [self._tokens(number, prompt) for number, prompt in enumerate(given)]
+        return self._outputs(texts, tokens, params, on_progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        on_progress: Callable[[int, int], object] | None = None,
+    ) -> list[RequestOutput]:
+        """The assistant's next turn in a dialogue, or in each of several. A message has "role" and "content". Dialogues
+        become text by the tokenizer's chat template; without one as in the training (`Human:`, `Assistant:`), and then
+        these words end a reply unless `stop` says more. Raises what `generate` raises."""
+        params = sampling_params or self.get_default_sampling_params()
+        if not params.stop and not has_own_template(self.folder):
+            params = dataclasses.replace(params, stop=REPLY_ENDS)
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        dialogues: list[Any] = [messages] if one else list(messages)
+        form = chat_format(self.tokenizer)
+        texts: list[str] = []
+        for number, dialogue in enumerate(dialogues):
+            for message in dialogue:
+                if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+                    raise ValueError(f"dialogue {number}: {message!r} is no message; it needs a role and a content")
+            try:
+                texts.append(form.prompt([dict(message) for message in dialogue]))
+            except Exception as error:  # templates raise what they like
+                raise ValueError(f"dialogue {number}: the chat template refuses it: {error}") from error
+        return self.generate(texts, params, on_progress=on_progress)
+
+    def open(self) -> LLM:
+        """Start the servers, and wait until they serve. Raises RunError."""
+        if self._loop is not None:
+            return self
+        atexit.register(self.close)
+        try:
+            self._start_servers()
+            self._start_loop()
+            self._max_model_len = self._run(self._ask_length())
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def close(self) -> None:
+        """End the servers. It may be called again."""
+        atexit.unregister(self.close)
+        self._stack.close()
+        self._servers = []
+
+    def __enter__(self) -> LLM:
+        return self.open()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------ inner parts
+
+    def _tokens(self, number: int, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            tokens = [*self._encoder.bos, *self._encoder.encode(prompt)]
+        elif isinstance(prompt, int):
+            raise ValueError("prompts is a list of numbers; give a list of prompts, each a text or a list of token ids")
+        else:
+            tokens = [int(token) for token in prompt]
+        if not tokens:
+            raise ValueError(f"prompt {number} is empty")
+        if self._max_model_len and len(tokens) >= self._max_model_len:
+            raise ValueError(
+                f"prompt {number} has {len(tokens)} tokens; the model takes {self._max_model_len} with the response"
+            )
+        return tokens
+
+    def _outputs(
+        self,
+        texts: Sequence[str | None],
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        on_progress: Callable[[int, int], object] | None,
+    ) -> list[RequestOutput]:
+        if self._loop is None:
+            raise RuntimeError("use the model in a with statement, or call open()")
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        draws = [
+            [_Draw(prompt, derived_seed("generate", seed, number, i)) for i in range(params.n)]
+            for number, prompt in enumerate(prompts)
+        ]
+        self._run(self._draw([draw for each in draws for draw in each], params.generation(), on_progress))
+        return [
+            RequestOutput(text, prompt, [self._completion(i, draw, params.stop) for i, draw in enumerate(each)])
+            for text, prompt, each in zip(texts, prompts, draws, strict=True)
+        ]
+
+    def _completion(self, index: int, draw: _Draw, stops: Sequence[str]) -> CompletionOutput:
+        text = str(self.tokenizer.decode(draw.tokens, skip_special_tokens=True))
+        if draw.reason == "stop":
+            text = text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+        return CompletionOutput(index, text, draw.tokens, draw.logprobs, draw.reason)
+
+    async def _draw(
+        self, draws: Sequence[_Draw], generation: Generation, on_progress: Callable[[int, int], object] | None
+    ) -> None:
+        """Fill all draws. One that a server did not finish is begun anew; its tokens are the same."""
+        waiting, done = deque(draws), 0
+
+        async def lane(server: _Server) -> None:
+            nonlocal done
+            while waiting and server.out is None:
+                draw = waiting.popleft()
+                draw.begin()
+                try:
+                    await stream(self._session(server), server.url, self._body(draw, generation), draw.take)
+                except RequestRefused as error:
+                    raise RunError(f"vLLM refuses the request: {error}") from error
+                except ServerFailure as error:
+                    waiting.append(draw)
+                    if not await self._healthy(server):
+                        server.out = f"{last_error(server.log)} (log: {server.log})"
+                    elif draw.tries >= TRIES:
+                        raise RunError(f"a response failed {TRIES} times: {error} (log: {server.log})") from error
+                else:
+                    done += 1
+                    if on_progress is not None:
+                        on_progress(done, len(draws))
+
+        while waiting:
+            alive = [server for server in self._servers if server.out is None]
+            if not alive:
+                raise RunError(f"no vLLM server works any more: {self._servers[0].out}")
+            share = min(CONCURRENT, -(-len(waiting) // len(alive)))
+            tasks = [asyncio.ensure_future(lane(server)) for server in alive for _ in range(share)]
+            try:
+                await asyncio.gather(*tasks)
+            finally:
+                for task in tasks:
+                    task.cancel()
+
+    def _body(self, draw: _Draw, generation: Generation) -> dict[str, Any]:
+        room = min(generation.max_tokens, self._max_model_len - len(draw.prompt))
+        params = sampling_params(generation, draw.seed, room, "native" if self._devices else "counter")
+        return {
+            "request_id": secrets.token_hex(8),
+            "model": MODEL,
+            "token_ids": draw.prompt,
+            "sampling_params": {**params, "stream_interval": INTERVAL},
+            "stream": True,
+        }
+
+    def _session(self, server: _Server) -> aiohttp.ClientSession:
+        if server.session is None:
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENT_SECONDS)
+            headers = {"Authorization": f"Bearer {server.key}", "Content-Type": "application/json"}
+            connector = aiohttp.TCPConnector(limit=0)
+            server.session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
+        return server.session
+
+    async def _healthy(self, server: _Server) -> bool:
+        timeout = aiohttp.ClientTimeout(total=CONNECT_SECONDS)
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+            async with self._session(server).get(f"{server.url}/health", timeout=timeout) as reply:
+                return bool(reply.status == 200)
+        return False
+
+    async def _ask_length(self) -> int:
+        try:
+            async with self._session(self._servers[0]).get(f"{self._servers[0].url}/v1/models") as reply:
+                return int((await reply.json())["data"][0]["max_model_len"])
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError, LookupError, TypeError) as error:
+            raise RunError(f"the vLLM server does not say what it serves: {error}") from error
+
+    # ------------------------------------------------------------ life
+
+    def _start_servers(self) -> None:
+        logs = self._logs()
+        on_cpu = not self._devices
+        given = ["--enable-scale-out", *(["--logits-processors", COUNTER_SAMPLER] if on_cpu else [])]
+        if self._width > 1:
+            given += ["--tensor-parallel-size", str(self._width)]
+
+        def start(number: int) -> _Server:
+            log = logs / f"generate-{number}.log"
+            mine = self._devices[number * self._width : (number + 1) * self._width]
+            environment = {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}
+            own = own_server(self.folder, MODEL, on_cpu, log, _quiet, [*given, *self._given], environment)
+            return _Server(*self._stack.enter_context(own), log)
+
+        if self._count == 1:
+            self._servers = [start(0)]  # in this thread, so that Ctrl-C ends it
+            return
+        with ThreadPoolExecutor(self._count) as pool:
+            self._servers = list(pool.map(start, range(self._count)))
+
+    def _logs(self) -> Path:
+        """The folder of the servers' logs. A temporary one is deleted at the end, but kept if no server starts."""
+        if self._log_dir is not None:
+            return self._log_dir
+        if self._run_dir is not None:
+            return self._run_dir / "logs"
+        folder = Path(tempfile.mkdtemp(prefix="dovetail-"))
+        self._stack.callback(lambda: shutil.rmtree(folder, ignore_errors=True) if self._servers else None)
+        return folder
+
+    def _start_loop(self) -> None:
+        """An event loop in a thread, because a notebook has one of its own in this thread."""
+        self._loop = loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever, name="dovetail-llm", daemon=True)
+        thread.start()
+
+        def stop() -> None:
+            async def leave() -> None:
+                for server in self._servers:
+                    if server.session is not None:
+                        await server.session.close()
+
+            self._run(leave(), CLOSE_SECONDS)
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join(CLOSE_SECONDS)
+            loop.close()
+            self._loop = None
+
+        self._stack.callback(stop)
+
+    def _run(self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
+        """Run on the loop. Ctrl-C ends the work, and the servers stay."""
+        assert self._loop is not None
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result(seconds)
+        except BaseException:
+            future.cancel()
+            raise
+
+
+def _quiet(_: str) -> None:
+    pass
+
+
+def _resolved(path: Path, model: str) -> tuple[Path, Path | None]:
+    """The model's folder, and that of its run if `path` is one. Raises RunError."""
+    config = _json(path / "config.json")
+    run_dir = None if config else path
+    folder = path if run_dir is None else model_folder(path, model)
+    kinds = [str(kind) for kind in (config or _json(folder / "config.json")).get("architectures") or []]
+    if any("SequenceClassification" in kind for kind in kinds):
+        raise RunError(f"{folder} is a model that scores texts; name a language model, such as the run's actor or sft")
+    return folder, run_dir
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A JSON object; {} if there is none."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _as_params(generation: Generation) -> SamplingParams:
+    return SamplingParams(
+        temperature=generation.temperature,
+        top_p=generation.top_p,
+        top_k=generation.top_k,
+        min_tokens=generation.min_tokens,
+        max_tokens=generation.max_tokens,
+        stop=tuple(generation.stop),
+    )
+
+
+def _of_config(config: Mapping[str, Any]) -> SamplingParams:
+    """The settings of a generation_config.json. What it lacks has the default of `SamplingParams`."""
+    names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_new_tokens": "max_tokens"}
+    return SamplingParams(**{ours: config[theirs] for theirs, ours in names.items() if config.get(theirs) is not None})
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{c.lower()}" if c.isupper() else c for c in name)
