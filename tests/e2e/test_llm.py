@@ -21,6 +21,7 @@ from dovetail.local.llm import LLM, RequestOutput, SamplingParams
 from dovetail.supervision.errors import RunError
 from helpers import vllm_cli
 from helpers.jobs import tiny_job
+from helpers.nursery import NURSERY
 from helpers.vllm_servers import tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -57,6 +58,7 @@ def llm(run_dir: Path, pids: list[int]) -> Iterator[LLM]:
         pids.append(process.pid)
         return process
 
+    NURSERY.start()  # in this thread, because it ends with the one that started it
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(served_result, "_started", started)
         with LLM(run_dir, servers=2) as made:

@@ -260,13 +260,16 @@ class Pipeline:
         self._loop.run_forever()
 
     def _supervise(self) -> None:
-        self._launcher.start()
-        while not self._closing.is_set():
-            outcome = self._launcher.step(0.2)
-            if outcome is not None:
-                self._failure = outcome.reason or "the job's processes ended"
-                return
-        self._launcher.stop()
+        try:
+            self._launcher.start()
+            while not self._closing.is_set():
+                outcome = self._launcher.step(0.2)
+                if outcome is not None:
+                    self._failure = outcome.reason or "the job's processes ended"
+                    return
+            self._launcher.stop()
+        except Exception as error:  # else the caller would wait for processes that nobody starts
+            self._failure = str(error) if isinstance(error, RunError) else sentence(error, self.run_dir)
 
     def _submit(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
