@@ -189,7 +189,7 @@ class Run:
             engines.session,
             SimpleNamespace(publish=self._publish),  # type: ignore[arg-type]
             maker,  # type: ignore[arg-type]
-            SimpleNamespace(due=lambda version: False),  # type: ignore[arg-type]
+            SimpleNamespace(due=lambda version: False, wanted=lambda version: False),  # type: ignore[arg-type]
         )
 
     async def _publish(self, version: int) -> None:

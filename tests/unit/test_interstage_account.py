@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.coordinator.fusion.account import account, totals, union_seconds
+from dovetail.coordinator.page.iteration_timeline import timeline
 from dovetail.local.report.report import trace_curves
 from dovetail.local.report.run_summary import fusion_rows
 from dovetail.protocol.messages import Span
@@ -46,9 +47,10 @@ def test_totals_add_up_over_iterations() -> None:
 
 def test_the_curve_of_samples_left_is_in_the_trace_and_comes_back() -> None:
     trace = chrome_trace([span("coordinator", 5.0, 9.0)], None, {"samples left": [(5.0, 4.0), (7.5, 1.0), (9.0, 0.0)]})
-    (curve,) = trace_curves(trace, "samples left")
+    curves = timeline(trace)["curves"]
+    (curve,) = trace_curves(curves, "samples left")
     assert list(zip(curve.x, curve.y, strict=True)) == [(0.0, 4.0), (2.5, 1.0), (4.0, 0.0)]
-    assert trace_curves(trace, "nothing") == []
+    assert trace_curves(curves, "nothing") == []
 
 
 def test_the_summary_says_what_fusion_saved() -> None:
