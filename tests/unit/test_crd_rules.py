@@ -60,6 +60,33 @@ def test_all_rules_are_in_the_schema():
     assert all(("message" in rule) != ("messageExpression" in rule) for _, rule in found)
 
 
+def node_at(path):
+    node = ROOT
+    for name in path.removeprefix(".").split("."):
+        node = node["properties"][name.removesuffix("[]")]
+        node = node["items"] if name.endswith("[]") else node
+    return node
+
+
+def compared_fields():
+    """Each field of `self` that a rule compares with a number: its rule, its schema's type and the number."""
+    for path, rule in validations():
+        for names, number in re.findall(r"\bself((?:\.\w+)+) *(?:[=!<>]=|[<>]) *(-?\d+(?:\.\d+)?)", rule["rule"]):
+            node = node_at(path)
+            for name in names.removeprefix(".").split("."):
+                node = node["properties"].get(name, {}) if "properties" in node else {}
+            yield rule["rule"], node.get("type"), number
+
+
+def test_a_field_is_compared_with_a_number_of_its_own_type():
+    """The API server refuses the whole CRD otherwise: CEL compares no double with an int."""
+    found = list(compared_fields())
+    assert {type_ for _, type_, _ in found} >= {"number", "integer"}
+    for rule, type_, number in found:
+        if type_ in ("number", "integer"):
+            assert ("." in number) == (type_ == "number"), rule
+
+
 def test_what_kubectl_needs():
     assert VERSION["subresources"] == {"status": {}}
     assert {field["jsonPath"] for field in VERSION["selectableFields"]} == {".spec.suspend", ".status.stage"}

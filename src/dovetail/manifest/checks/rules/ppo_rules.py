@@ -289,7 +289,7 @@ PPO_RULES = (
     ),
     ppo_rule(
         lambda spec: spec.ppo.right_coef == 0 or not _distils(spec),
-        f"self.ppo.rightCoef == 0 || !{_DISTILS}",
+        f"self.ppo.rightCoef == 0.0 || !{_DISTILS}",
         "spec.ppo.rightCoef learns responses that the reward calls right, but with the advantage distillation rewards "
         "train nothing; set rightCoef to 0.",
     ),
