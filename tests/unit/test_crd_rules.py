@@ -71,7 +71,7 @@ def node_at(path):
 def compared_fields():
     """Each field of `self` that a rule compares with a number: its rule, its schema's type and the number."""
     for path, rule in validations():
-        for names, number in re.findall(r"\bself((?:\.\w+)+) *(?:[=!<>]=|[<>]) *(-?\d+(?:\.\d+)?)", rule["rule"]):
+        for names, number in re.findall(r"\bself((?:\.\w+)+) *(?:[=!<>]=|[<>]) *(-?\d+(?:\.\d+)?(?:e-?\d+)?)", rule["rule"]):
             node = node_at(path)
             for name in names.removeprefix(".").split("."):
                 node = node["properties"].get(name, {}) if "properties" in node else {}
@@ -84,7 +84,7 @@ def test_a_field_is_compared_with_a_number_of_its_own_type():
     assert {type_ for _, type_, _ in found} >= {"number", "integer"}
     for rule, type_, number in found:
         if type_ in ("number", "integer"):
-            assert ("." in number) == (type_ == "number"), rule
+            assert any(mark in number for mark in ".e") == (type_ == "number"), rule
 
 
 def test_what_kubectl_needs():
