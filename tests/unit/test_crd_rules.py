@@ -68,10 +68,13 @@ def node_at(path):
     return node
 
 
+COMPARED = r"\bself((?:\.\w+)+) *(?:[=!<>]=|[<>]) *(-?\d+(?:\.\d+)?(?:e-?\d+)?)"
+
+
 def compared_fields():
     """Each field of `self` that a rule compares with a number: its rule, its schema's type and the number."""
     for path, rule in validations():
-        for names, number in re.findall(r"\bself((?:\.\w+)+) *(?:[=!<>]=|[<>]) *(-?\d+(?:\.\d+)?(?:e-?\d+)?)", rule["rule"]):
+        for names, number in re.findall(COMPARED, rule["rule"]):
             node = node_at(path)
             for name in names.removeprefix(".").split("."):
                 node = node["properties"].get(name, {}) if "properties" in node else {}
