@@ -1,4 +1,5 @@
-"""docs/getting-started-cluster.md as it is written: its commands, one after the other, on real kubelets."""
+"""docs/getting-started-cluster.md as it is written: its commands, one after the other, on real kubelets, where
+NetworkPolicies are executed. So all that a job needs of others passes the policies of the chart and of the operator."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -20,6 +22,7 @@ from devcluster import binaries, images
 from devcluster.settings import NODES, find
 from safetensors import safe_open
 
+from helpers import policies
 from helpers.chart_tools import CHART
 from helpers.cluster import REPOSITORY, KubeCluster, external, running, wait_for
 from helpers.earlier_chart import earlier_chart
@@ -52,7 +55,7 @@ def steps() -> list[str]:
 @pytest.fixture(scope="module")
 def own() -> Iterator[KubeCluster]:
     """A cluster to which nothing was installed yet."""
-    with running("dovetail-start") as cluster:
+    with running("dovetail-start", policies=policies.lacking() is None) as cluster:
         yield cluster
 
 
@@ -112,7 +115,11 @@ def place(own: KubeCluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     thin_images(tmp_path)
     template = {"spec": {"containers": [{"name": "dovetail", "env": [{"name": "HF_ENDPOINT", "value": hub.url}]}]}}
     # The GPUs here are names only.
+    # As a hub does, this one sends clients elsewhere for large files.
+    ports = [{"protocol": "TCP", "port": server.server_address[1]} for server in hub.servers]
+    open_to = {"to": [{"ipBlock": {"cidr": f"{state.host}/32"}}], "ports": ports}
     site = {
+        "networkPolicy": {"jobEgress": {"more": [open_to]}},
         "jobs": {"podTemplate": template},
         "images": {name: {"capabilities": ["any"]} for name in ("trainer", "rollout")},
     }
@@ -305,6 +312,7 @@ def test_a_model_in_a_shared_cache_and_code_on_a_claim_while_the_chart_is_upgrad
         for pod in before:
             port = 8000 if "-coordinator-" in pod else 9000 if "-trainers-" in pod else 8001
             assert re.search("^(dovetail|vllm)[_:]", metrics(own, namespace, pod, port), re.MULTILINE), pod
+        only_where_values_say(own, place["hub"].url, namespace, sorted(before)[0])
         own.kubectl("exec", "upload", *mine, "--", "rm", "/data/rewards/hold")
 
         def ends() -> list[str]:
@@ -331,6 +339,18 @@ def test_a_model_in_a_shared_cache_and_code_on_a_claim_while_the_chart_is_upgrad
         claim = own.get("pvc", "first-files", *mine)["metadata"]
         assert claim["annotations"]["dovetail.dev/folder"] == "first"
         assert "deletionTimestamp" not in claim
+
+
+def only_where_values_say(own: KubeCluster, hub: str, namespace: str, pod: str) -> None:
+    """A pod of the job connects to the hub, but not to the API server. This shows that the policies are executed."""
+    assert own.name is not None
+    state = find(own.name)
+    assert state is not None
+    address = urlsplit(hub)
+    assert address.hostname is not None
+    assert address.port is not None
+    places = [(address.hostname, address.port), (state.address, 6443)]
+    assert policies.reached(own, namespace, pod, places) == [True, policies.lacking() is not None]
 
 
 def the_operators_word(own: KubeCluster, job: str) -> None:

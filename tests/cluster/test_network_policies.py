@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import socket
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,6 +23,7 @@ from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.network_policy import network_policy
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.process import env
+from helpers import policies
 from helpers.chart_tools import CHART
 from helpers.cluster import KubeCluster, external, wait_for
 from helpers.rlhfjobs import quickstart
@@ -44,28 +44,6 @@ while True:
     for key, _ in selector.select():
         key.fileobj.accept()[0].close()
 """
-REACH = """
-import json, socket, sys
-from concurrent.futures import ThreadPoolExecutor
-def reached(place):
-    try:
-        socket.create_connection(tuple(place), timeout=2).close()
-    except OSError:
-        return False
-    return True
-places = json.loads(sys.argv[1])
-with ThreadPoolExecutor(20) as pool:
-    print(json.dumps(list(pool.map(reached, places))))
-"""
-
-
-def lacking() -> str | None:
-    """Why policies cannot be executed here."""
-    if not Path("/proc/sys/net/bridge").exists():
-        return "what passes between two pods of a node meets no rule of this kernel"
-    if subprocess.run(["unshare", "--net", "ipset", "list"], capture_output=True).returncode != 0:
-        return "this kernel has no sets of addresses (ipset)"
-    return None
 
 
 def a_pod(name: str, node: str, labels: dict[str, str]) -> dict[str, Any]:
@@ -97,9 +75,7 @@ def listening(host: str, *ports: int) -> Iterator[None]:
         yield
 
 
-def policies(
-    cluster: KubeCluster, space: str, system: str, values: dict[str, Any], folder: Path
-) -> list[dict[str, Any]]:
+def made(cluster: KubeCluster, space: str, system: str, values: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     """The chart's, installed with these values, and the job's, as its operator makes it."""
     (folder / "values.yaml").write_text(yaml.safe_dump({"networkPolicy": values}))
     text = cluster.helm("template", "d", str(CHART), "--namespace", system, "--values", str(folder / "values.yaml"))
@@ -112,13 +88,13 @@ def policies(
     settings = OperatorSettings(namespace=system, egress=settings.egress, metrics_from=settings.metrics_from)
     job = parse(quickstart("job", space))
     job = job.model_copy(update={"spec": resolve(job.spec)})
-    made = network_policy(RenderContext(job, "0" * 36, make_plan(job.spec), settings))
-    del made["metadata"]["ownerReferences"]
-    return [*found, made]
+    mine = network_policy(RenderContext(job, "0" * 36, make_plan(job.spec), settings))
+    del mine["metadata"]["ownerReferences"]
+    return [*found, mine]
 
 
 def test_pods_reach_whom_the_chart_says_and_nobody_else(cluster: KubeCluster, tmp_path: Path) -> None:
-    if reason := lacking():
+    if reason := policies.lacking():
         pytest.skip(reason)
     assert cluster.name is not None
     state = find(cluster.name)
@@ -158,9 +134,7 @@ def test_pods_reach_whom_the_chart_says_and_nobody_else(cluster: KubeCluster, tm
         ]
 
         def reached(name: str) -> set[tuple[str, int]]:
-            asked = json.dumps([place[1:] for place in places])
-            words = ("exec", name, "-n", where[name][0], "--", "python", "-c", REACH, asked)
-            answers = json.loads(cluster.kubectl(*words))
+            answers = policies.reached(cluster, where[name][0], name, [place[1:] for place in places])
             return {(to, port) for (to, _, port), yes in zip(places, answers, strict=True) if yes}
 
         everything = {(to, port) for to, _, port in places}
@@ -170,9 +144,7 @@ def test_pods_reach_whom_the_chart_says_and_nobody_else(cluster: KubeCluster, tm
         space_of = {"matchLabels": {"kubernetes.io/metadata.name": tenant}}
         scraper = {"namespaceSelector": space_of, "podSelector": {"matchLabels": {"app": "prometheus"}}}
         values = {"metricsFrom": [scraper], "jobEgress": {"hub": [block]}}
-        text = json.dumps(
-            {"apiVersion": "v1", "kind": "List", "items": policies(cluster, space, system, values, tmp_path)}
-        )
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": made(cluster, space, system, values, tmp_path)})
         cluster.kubectl("apply", "--server-side", "-f", "-", stdin=text)
         # Without a plug-in that executes it, a policy says nothing.
         wait_for("everything", lambda: reached("tenant") == everything)
