@@ -38,7 +38,7 @@ def rules(instance, rounds, workers=1, seed=0):
 
 @settings(max_examples=40, deadline=None)
 @given(problems(), st.sampled_from(NAMES), st.sampled_from([None, 1.0, 1.3, 2.0]))
-def test_what_a_rule_lists_runs_within_the_limit_in_the_time_that_it_says(problem, name, slack):
+def test_what_a_rule_lists_runs_within_the_limit_and_no_later_than_it_says(problem, name, slack):
     family = family_of(name)
     limit = None if slack is None else problem.least_memory_of(family.chunks) * slack
     problem = replace(problem, mini_batches=1, memory_limit=limit) if problem.mini_batches == 1 else None
@@ -50,7 +50,8 @@ def test_what_a_rule_lists_runs_within_the_limit_in_the_time_that_it_says(proble
         return  # sizes that differ by micro-batch may leave no room
     found = evaluate(instance, search.best, name)
     check_steps(problem, steps(found))
-    assert found.makespan == pytest.approx(search.makespan)
+    # A rule may hold micro-batches back; whoever runs the orders does not wait.
+    assert found.makespan <= search.makespan * (1 + 1e-9)
     assert found.fits(limit)
     assert found.makespan >= lower_bound(instance) - 1e-9
 
