@@ -1,7 +1,8 @@
 """The command line: help, exit codes, and one sentence for each mistake."""
 
+import importlib.metadata
 import json
-import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -12,6 +13,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 from local_fixtures import finished_run
+from packaging.requirements import Requirement
 
 from dovetail.cli.common.extras import DISTRIBUTION, MARKS, require
 from dovetail.cli.common.overrides import apply_overrides
@@ -338,9 +340,25 @@ def test_events_are_followed_line_by_line(tmp_path):
     assert event_line("not json") == "not json"
 
 
-def test_the_command_line_loads_no_torch():
-    code = "import sys, dovetail.cli.main; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'vllm')))"
-    assert subprocess.run([sys.executable, "-c", code], env=os.environ, check=False, timeout=300).returncode == 0
+def plain(distribution: str) -> str:
+    return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def test_the_command_line_starts_without_any_extra():
+    """It loads nothing but the standard library and what the package itself requires."""
+    todo, required = {"dovetail-rlhf"}, set()
+    while todo:
+        name = plain(todo.pop())
+        if name not in required:
+            required.add(name)
+            asked = [Requirement(line) for line in importlib.metadata.requires(name) or ()]
+            todo |= {one.name for one in asked if one.marker is None or one.marker.evaluate({"extra": ""})}
+    # What .pth files load is there before.
+    code = "import sys; before = set(sys.modules); import dovetail.cli.main; print(*set(sys.modules) - before)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    loaded = {module.partition(".")[0] for module in done.stdout.split()}
+    owners = importlib.metadata.packages_distributions()
+    assert {module for module in loaded for owner in owners.get(module, ()) if plain(owner) not in required} == set()
 
 
 # ---------------------------------------------------------------- GPUs that are not there

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from dovetail.cli.job_arguments import run_dir_argument
-from dovetail.client.sample_choice import ORDERS, choose
 from dovetail.local.sample_texts import described, read
+from dovetail.protocol.sample_choice import ORDERS, choose
 from dovetail.supervision.errors import UsageError
 
 
