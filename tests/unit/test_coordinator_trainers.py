@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from dovetail.coordinator.loop import supervised
+from dovetail.coordinator.loop.supervised import SupervisedStages
 from dovetail.coordinator.trainers.trainer_group import StaleGeneration, TrainerError, TrainerGroup, TrainerLost
 from dovetail.coordinator.trainers.trainer_session import StagePlan, TrainerSession
 from dovetail.manifest.types import Stage
@@ -272,6 +275,44 @@ def test_a_lost_step_is_replayed_from_the_checkpoint(tmp_path: Path) -> None:
         assert result.metrics == {"step": 5.0}
         assert ranks.applied == [1, 2, 3, 4, 5]
         assert ranks.log == ["load", "step1", "step2", "step3", "save", "step4", "load", "step4", "step5"]
+        life.cancel()
+
+    run(scenario())
+
+
+def test_a_stage_that_ended_just_before_the_coordinator_can_begin_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator was killed after it recorded the end of SFT, and before it deleted SFT's checkpoints. The model
+    before SFT, which is step 0 of SFT, is then loaded for the evaluation."""
+    monkeypatch.setattr(supervised, "check_model", lambda *_: None)
+
+    loads: list[int] = []
+
+    def log(event: str, **fields: Any) -> None:
+        if event == "trainers.load":
+            loads.append(fields["checkpoint_step"])
+            assert len(loads) < 3, "it loads again and again"
+
+    async def scenario() -> None:
+        group, records = make_group(1), Records()
+        ranks = Ranks(group)
+        session = TrainerSession(group, records, tmp_path, keep=2, join_timeout=5, log=log)
+        life = asyncio.create_task(ranks.live())
+        session.begin(plan(), 0)
+        await session.run_step()
+        await session.save()
+        (tmp_path / "checkpoints" / "sft-000001").mkdir(parents=True)
+        records.put("sft/done", True)
+
+        given: Any = SimpleNamespace(store=records)
+        stages = SupervisedStages(given, given, tmp_path, "run", given, session, given, given, given, given)
+        finished: Any = SimpleNamespace(stage=Stage.SFT, export_to=tmp_path)
+        await stages._run(finished)
+        session.begin(plan(), 0)
+        await session.at_target(lambda: asyncio.sleep(0))
+        assert (loads, ranks.applied) == ([0, 0], [])
+        assert list((tmp_path / "checkpoints").iterdir()) == []
         life.cancel()
 
     run(scenario())

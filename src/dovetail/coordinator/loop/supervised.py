@@ -185,6 +185,8 @@ class SupervisedStages:
         records, name = self._records, stage.stage.value
         if records.store.get(f"{name}/done"):
             check_model(stage.export_to, self._run_id)
+            # A coordinator that was killed as the stage ended may have left its checkpoints.
+            self._session.forget(stage.stage)
             return
         records.progress.update(state="running", stage=name, step=0, total_steps=stage.steps, phase="training")
         hooks = Hooks(self._on_step, records.results.fact, records.results.wall_seconds)
