@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
+from unittest import mock
 
 import aiohttp
 import pytest
 
-from dovetail.coordinator.weights import probing
+from dovetail.coordinator.weights import probing, publishing
 from dovetail.coordinator.weights.publishing import Published, Publisher
 from dovetail.protocol.messages import CALLED_OFF, Probe
 from helpers.fake_updates import FakeTrainers, UpdatableVllm
@@ -176,6 +177,24 @@ def test_a_version_that_came_from_another_server_is_probed_too() -> None:
     late.serves = 1
     said, _ = relayed(UpdatableVllm("holder"), late)
     assert "version 4 came from holder, but it does not serve" in (said or "")
+
+
+def test_a_relay_ends_as_it_should_although_many_versions_were_published_meanwhile() -> None:
+    holder, late = UpdatableVllm("holder"), UpdatableVllm("late")
+
+    async def work(publisher: Publisher) -> None:
+        async def push(*arguments: Any) -> Any:
+            for version in range(5, 5 + 2 * publishing.MOST_PROBES):
+                publisher._remember(version, None)
+            return await push_offer(*arguments)
+
+        await publisher.publish(4, [holder.target])
+        with mock.patch.object(publishing, "push_offer", push):
+            assert await publisher.relay(4, holder.target, late.target) is None
+
+    push_offer = publishing.push_offer
+    with_servers([holder, late], work)
+    assert (late.weight_version, late.asked) == (4, [TOKENS])
 
 
 def test_a_relay_that_fails_names_the_sender() -> None:

@@ -171,6 +171,8 @@ class Publisher:
     async def relay(self, version: int, sender: Target, receiver: Target) -> str | None:
         """Let the rollout `sender`, which serves `version`, send it to the rollout `receiver`. Returns None if the
         receiver serves it now, else the error, a sentence that names the sender."""
+        # Versions that are published meanwhile may push it out.
+        probe = self._probes[version]
         self._epoch += 1
         # The receiver leaves the communicators that it shared with others.
         self._members = None
@@ -187,7 +189,7 @@ class Publisher:
         errors = await push_offer(self._session, offer, [(alone, receiver.url)], True)
         if (problem := errors[receiver.name]) is not None:
             return f"version {version} did not come from {sender.name}: {problem}"
-        unproved = await self._prove(version, [receiver], self._probes[version])
+        unproved = await self._prove(version, [receiver], probe)
         return f"version {version} came from {sender.name}, but {unproved[receiver.name]}" if unproved else None
 
     def _remember(self, version: int, probe: Probe | None) -> None:
