@@ -27,7 +27,7 @@ class World:
         self.held = dict.fromkeys(names, 0)
         self.cut, self.along, self.rounds, self.failures = set(), set(), [], []
         self.unproved, self.events = set(), []
-        self.gone, self.mute, self.relays = False, set(), []
+        self.gone, self.mute, self.relays, self.updates = False, set(), [], []
         self.sync = WeightSync(
             self,
             self,
@@ -69,7 +69,7 @@ class World:
         pass
 
     def update(self, name, updating):
-        pass
+        self.updates.append((name, updating))
 
     def describe(self):
         return "fine"
@@ -377,3 +377,26 @@ def test_trainers_that_are_lost_while_they_send_leave_it_to_servers(world):
     asyncio.run(world.relayed(3))
     assert world.relays == [("rollout-a", "rollout-c")]
     assert world.held["rollout-c"] == 1
+
+
+def test_a_process_that_replaces_one_to_which_a_server_still_sends_does_not_wait_for_that(world):
+    """Its node has died, so that nobody hears of the end."""
+    world.gone, working = True, world.relay
+
+    async def relay(version, sender, receiver):
+        if receiver.incarnation == "first":
+            await asyncio.Event().wait()
+        return await working(version, sender, receiver)
+
+    async def scenario():
+        world.relay = relay
+        world.join("rollout-c")
+        await world.relayed(2)
+        world.join("rollout-c", "second")
+        world.updates.clear()
+        await world.relayed(2)
+        await world.sync._relays.close()
+
+    asyncio.run(scenario())
+    assert world.held["rollout-c"] == 1
+    assert world.updates == [("rollout-c", True), ("rollout-c", False)], "the old transfer's end says nothing of it"

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from dovetail.coordinator.weights.publishing import Target
@@ -33,6 +34,13 @@ class RelayPublisher(Protocol):
         """Let the sender send the version to the receiver. Returns the error, or None."""
 
 
+@dataclass(frozen=True)
+class _Relay:
+    sender: Target
+    receiver: Target
+    task: asyncio.Task[None]
+
+
 class Relays:
     """The transfers between servers that run now. Each has one sender and one receiver, and ends by its own deadline.
     So none of them holds up another, or a transfer from the trainers. `prepare` makes an instance ready for weights."""
@@ -47,7 +55,8 @@ class Relays:
     ) -> None:
         self._fleet, self._publisher, self._prepare = fleet, publisher, prepare
         self._log, self._clock = log, clock
-        self._running: dict[str, tuple[Target, asyncio.Task[None]]] = {}  # by receiver: sender, task
+        self._running: dict[str, _Relay] = {}  # by receiver
+        self._given_up: set[asyncio.Task[None]] = set()
         self._version = -1
         self._failed: dict[tuple[int, Process], set[Process]] = {}
 
@@ -56,21 +65,38 @@ class Relays:
         if not self._publisher.has_probe(version):
             return {}
         failed = {receiver: senders for (of, receiver), senders in self._failed.items() if of == version}
-        sending = Counter(sender.name for sender, task in self._running.values() if not task.done())
+        sending = Counter(relay.sender.name for relay in self._running.values() if not relay.task.done())
         return choose_senders(receivers, self._fleet.holders(version), failed, sending)
 
-    def running(self, name: str) -> bool:
-        """Whether a server is sending to this instance. Raises what a transfer raised that should not."""
-        if name in self._running and self._running[name][1].done():
-            self._running.pop(name)[1].result()
-        return name in self._running
+    @property
+    def active(self) -> bool:
+        """Whether any server is sending."""
+        return any(not relay.task.done() for relay in self._running.values())
+
+    def running(self, receiver: Target) -> bool:
+        """Whether a server is sending to this process. A transfer to another process of the same name, which this one
+        replaces, is given up. Raises what a transfer raised that should not."""
+        relay = self._running.get(receiver.name)
+        if relay is None:
+            return False
+        if relay.task.done():
+            del self._running[receiver.name]
+            relay.task.result()
+            return False
+        if process_of(relay.receiver) == process_of(receiver):
+            return True
+        del self._running[receiver.name]
+        self._given_up.add(relay.task)
+        relay.task.add_done_callback(self._given_up.discard)
+        relay.task.cancel()
+        return False
 
     def start(self, version: int, chosen: dict[Target, Target]) -> None:
         """Start the transfers that were chosen."""
         for receiver, sender in chosen.items():
             self._fleet.update(receiver.name, True)
             task = asyncio.create_task(self._transfer(version, sender, receiver))
-            self._running[receiver.name] = (sender, task)
+            self._running[receiver.name] = _Relay(sender, receiver, task)
 
     def forget_failures(self, before: int) -> None:
         """Forget who could not send versions before this one."""
@@ -78,7 +104,7 @@ class Relays:
 
     async def close(self) -> None:
         """Give up all transfers."""
-        tasks = [task for _, task in self._running.values()]
+        tasks = [*self._given_up, *(relay.task for relay in self._running.values())]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -101,4 +127,6 @@ class Relays:
                 self._fleet.transfer_failed(receiver.name, receiver.incarnation, False)
                 self._log("weights.relay_failed", **told, reason=problem)
         finally:
-            self._fleet.update(receiver.name, False)
+            relay = self._running.get(receiver.name)
+            if relay is not None and relay.task is asyncio.current_task():
+                self._fleet.update(receiver.name, False)

@@ -188,7 +188,7 @@ class WeightSync:
     def _stale(self, version: int) -> list[Target]:
         """The instances that lack their version, and to which nobody sends one now."""
         stale = self._fleet.stale_targets(version)
-        return [t for t in stale if t.name not in self._sending and not self._relays.running(t.name)]
+        return [t for t in stale if t.name not in self._sending and not self._relays.running(t)]
 
     def _relay(self, stale: Sequence[Target], busy: bool) -> list[Target]:
         """Let servers send to those that the trainers cannot send to. `busy`: the trainers send to others. Returns the
