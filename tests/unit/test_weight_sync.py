@@ -400,3 +400,36 @@ def test_a_process_that_replaces_one_to_which_a_server_still_sends_does_not_wait
     asyncio.run(scenario())
     assert world.held["rollout-c"] == 1
     assert world.updates == [("rollout-c", True), ("rollout-c", False)], "the old transfer's end says nothing of it"
+
+
+def test_the_time_in_which_a_server_sends_does_not_count(monkeypatch, world):
+    """The last server that holds the version is about to leave, and sends it slowly."""
+    world.gone, real = True, asyncio.sleep
+
+    async def relay(version, sender, receiver):
+        for name in ("rollout-a", "rollout-b"):
+            del world.targets[name]
+        while world.now < 700.0:
+            await real(0)
+        return None
+
+    async def sleep(pause):
+        world.now += 1.0
+        await real(0)
+
+    monkeypatch.setattr("dovetail.coordinator.weights.weight_sync.asyncio.sleep", sleep)
+    world.relay = relay
+    world.join("rollout-c")
+    missing = lambda: [] if world.has_current("rollout") else ["rollout"]  # noqa: E731
+
+    async def scenario():
+        await world.sync._round()
+        await real(0)
+        await world.sync.reach(1, missing)
+
+    asyncio.run(scenario())
+    assert world.held["rollout-c"] == 1
+    world.join("rollout-c", "second")
+    world.cut = {"rollout-c"}
+    with pytest.raises(TimeoutError, match="no rollout took weight version 1 within 300 s"):
+        asyncio.run(world.sync.reach(1, missing))

@@ -137,7 +137,7 @@ class WeightSync:
         what is missing."""
         began = self._clock()
         absent = 0.0  # seconds in which no instance was running
-        moving = 0.0  # seconds that the transfers of bytes may have taken
+        moving = 0.0  # seconds that the transfers of bytes may have taken, also between servers
         told: list[str] = []
         while True:
             moving += await self._round()
@@ -161,9 +161,11 @@ class WeightSync:
                     f"no {' and no '.join(missing)} took {weights_name(version)} within {self._deadline:.0f} s: "
                     f"{self._fleet.describe()}"
                 )
-            before = self._clock()
+            before, relaying = self._clock(), self._relays.active
             await asyncio.sleep(RETRY_SECONDS)
-            absent += self._clock() - before if nobody else 0.0
+            passed = self._clock() - before
+            absent += passed if nobody else 0.0
+            moving += passed if relaying and not nobody else 0.0
 
     async def hold(self) -> None:
         """Run as a background task. It sends the current version to late instances."""
