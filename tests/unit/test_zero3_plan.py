@@ -118,6 +118,19 @@ def test_what_a_run_began_with_is_kept() -> None:
     assert bool(make_plan(four_gpus(zero3="Never"), zero3=True).gathered_by_layer(Stage.PPO)) is False
 
 
+def test_a_stage_that_needs_it_leaves_ppo_without() -> None:
+    """Only SFT has long micro-batches. A run that is resumed finds the same plan."""
+    spec = on_gpus(tokens=4096, micro=2, recompute="Never")
+    assert gathered(spec) == [(Stage.SFT, "actor")]
+    found, alone = make_plan(spec).prediction, make_plan(on_gpus(stages=["ppo"], recompute="Never")).prediction
+    assert found is not None
+    assert alone is not None
+    assert found.iteration_seconds == alone.iteration_seconds
+    assert make_plan(spec, zero3=False) == make_plan(spec)
+    with pytest.raises(PlanError, match=r"sft needs [\d.]+ GiB"):
+        make_plan(on_gpus(tokens=4096, micro=2, recompute="Never", zero3="Never"))
+
+
 def test_a_resumed_run_is_asked_what_it_began_with(tmp_path: Path) -> None:
     assert zero3_of_run(tmp_path) is None
     for began in (True, False):

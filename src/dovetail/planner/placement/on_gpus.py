@@ -72,10 +72,10 @@ def place(
     if spec.plan.zero3 != "Auto" or spec.plan.chunks > 1:
         return _place(job, spec.plan.zero3 == "Always")
     if zero3 is not None:
-        return _place(job, zero3)
+        return _place(job, True) if zero3 else _plain(job)
     plain, refused = None, None
     try:
-        plain = _place(job, False)
+        plain = _plain(job)
         if plain is None or plain.chosen is None or not may_gain(plain.chosen):
             return plain
     except Infeasible as error:
@@ -103,12 +103,28 @@ class _Job:
         return GPUCosts(workload(self.spec, self.known), self.inventory, self.spec.generation.max_concurrent)
 
 
-def _place(job: _Job, by_layer: bool, than: float | None = None) -> Placed | None:
-    """The fastest placement with or without ZeRO-3. `by_layer`: PPO's models train under ZeRO-3, and those of other
-    stages do if they do not fit otherwise. `than`: the result is None unless its iterations gain enough over so many
-    seconds."""
+def _plain(job: _Job) -> Placed | None:
+    """The fastest placement whose PPO has no ZeRO-3. Other stages have it only if nothing fits without it."""
+    try:
+        return _place(job, False)
+    except Infeasible as error:
+        if set(job.spec.stages) <= {Stage.PPO}:
+            raise
+        try:
+            return _place(job, False, others=True)
+        except Infeasible:
+            raise error from None
+
+
+def _place(job: _Job, by_layer: bool, than: float | None = None, others: bool | None = None) -> Placed | None:
+    """The fastest placement with or without ZeRO-3. `by_layer`: PPO's models train under ZeRO-3. `others`: those of
+    other stages do if they do not fit otherwise; None: as `by_layer`. `than`: the result is None unless its iterations
+    gain enough over so many seconds."""
     spec, known, trainers = job.spec, job.known, job.inventory.pools[0]
-    layouts = {model: supervised(spec, model, known[model], trainers, by_layer) for model in trained_models(spec)}
+    others = by_layer if others is None else others
+    layouts = {
+        model: supervised(spec, model, known[model], trainers, by_layer, others) for model in trained_models(spec)
+    }
     if not all(layouts.values()):
         return None
     chosen = {model: fitting[0].layout for model, fitting in layouts.items()}
@@ -348,12 +364,14 @@ def _remedies(spec: RLHFJobSpec, work: Workload, limits: Limits) -> Iterator[tup
         yield f"{offload} and spec.ppo.microBatchSize to 1", replace(offloaded, micro_batch=1)
 
 
-def supervised(spec: RLHFJobSpec, model: str, shape: ModelShape, pool: Pool, by_layer: bool = False) -> list[Fitting]:
+def supervised(
+    spec: RLHFJobSpec, model: str, shape: ModelShape, pool: Pool, by_layer: bool = False, others: bool = False
+) -> list[Fitting]:
     """The layouts of a trained model on all ranks that divide each of its batches and fit in each stage that trains it,
-    the fastest first. The list is empty if no layout divides the batches; the caller says why. `by_layer`: ZeRO-3 may
-    be used, and PPO uses it. Raises Infeasible if no layout fits."""
+    the fastest first. The list is empty if no layout divides the batches; the caller says why. `by_layer`: PPO uses
+    ZeRO-3. `others`: other stages may use it. Raises Infeasible if no layout fits."""
     layouts = trainable_layouts(spec, model, pool, shape)
-    found = [_fitting(spec, model, layout, shape, pool, by_layer) for layout in layouts]
+    found = [_fitting(spec, model, layout, shape, pool, by_layer, others) for layout in layouts]
     fitting = [(seconds, fit) for seconds, fit, _ in found if fit is not None]
     if found and not fitting:
         least, task = min((f for _, _, f in found if f is not None), key=lambda f: worst(f[0]).device_bytes)
@@ -364,7 +382,7 @@ def supervised(spec: RLHFJobSpec, model: str, shape: ModelShape, pool: Pool, by_
 
 
 def _fitting(
-    spec: RLHFJobSpec, model: str, layout: Parallelism, shape: ModelShape, pool: Pool, by_layer: bool
+    spec: RLHFJobSpec, model: str, layout: Parallelism, shape: ModelShape, pool: Pool, by_layer: bool, others: bool
 ) -> tuple[float, Fitting | None, tuple[Training, str] | None]:
     """The seconds of one step in each stage together, each in the fastest way that fits, and the layout. If the layout
     does not fit in a stage, it is that stage's training and task instead."""
@@ -375,7 +393,7 @@ def _fitting(
             # The search finds how many samples fit. At least one must fit.
             rule = rule._replace(tokens=longest_sample(spec, rule.stage))
         # Other stages use ZeRO-3 only if they do not fit without it.
-        free = by_layer and spec.plan.zero3 == "Auto" and rule.stage is not Stage.PPO
+        free = others and spec.plan.zero3 == "Auto" and rule.stage is not Stage.PPO
         jobs = [
             training_job(spec, rule, shape, layout, dtype, by_layer=z) for z in ((False, True) if free else (by_layer,))
         ]
