@@ -259,3 +259,25 @@ def test_stages_without_iterations_have_a_duration_on_gpus():
     before_ppo = make_plan(spec(stages=["sft", "reward", "ppo"]))
     assert [each.stage.value for each in before_ppo.stages] == ["sft", "reward"]
     assert "stages" not in make_plan(spec(groups=[{"name": "all", "roles": ["trainer", "rollout"]}])).model_dump()
+
+
+def test_a_stages_duration_counts_adapters_and_moments_in_host_memory():
+    """LoRA trains few parameters. Moments in host memory travel over PCIe twice in a step, 8 bytes a parameter."""
+
+    def seconds(lora=None, offload=False) -> float:
+        actor = {"source": {"scratch": {"architecture": "llama", "config": MEDIUM}}, "lora": lora}
+        sft = {
+            "steps": 40,
+            "batchSize": 64,
+            "microBatchSize": 1,
+            "optimizer": {"learningRate": 1e-5, "offload": offload},
+        }
+        groups = [group("train", ["trainer"], per_pod=8)]
+        models = {"actor": actor, "tokenizer": {"train": {"vocabSize": 32000}}}
+        pins = {"parallelism": {"actor": {"dp": 8}}}
+        (stage,) = make_plan(spec(groups, models=models, stages=["sft"], sft=sft, plan=pins)).stages
+        return stage.step_seconds
+
+    moments = 8 * shapes(spec(config=MEDIUM), {})["actor"].parameters("lm") / 8
+    assert seconds(offload=True) - seconds() > 2 * moments / gpu(A100).pcie
+    assert seconds(lora={"rank": 8}) < seconds() - moments / gpu(A100).memory_bandwidth

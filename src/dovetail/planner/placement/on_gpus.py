@@ -433,12 +433,14 @@ def _alone(rule: BatchRule, job: Training, pool: Pool, tokens: int) -> tuple[GPU
         epochs=1,
         prompt=lengths,
         response=Lengths.fixed(tokens - 1),
+        actor_lora=job.lora,
+        critic_lora=job.lora,
         value_head=job.head == "lm+value",
         micro_batch_tokens=rule.tokens,
     )
     layout = job.layout
     micro = 1 if rule.tokens is not None else rule.micro * rows(rule)
-    share = Share(pool.name, 0, layout.pp, layout.tp, layout.dp, micro, job.fsdp, job.recompute)
+    share = Share(pool.name, 0, layout.pp, layout.tp, layout.dp, micro, job.fsdp, job.recompute, job.offload)
     return GPUCosts(work, Inventory((pool,))), task, share
 
 
