@@ -19,7 +19,8 @@ from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner, read_job
 from dovetail.operator.reconcile.children import Children
 from dovetail.operator.reconcile.reconcile import PlanRefused
-from dovetail.operator.render.config_map import in_pods, spec_hash
+from dovetail.operator.render.config_map import config_map, in_pods, spec_hash
+from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.jobset import pods_changed, pods_labels
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.plan import Plan
@@ -184,6 +185,15 @@ def test_a_plan_has_no_later_field_that_its_job_does_not_use():
         again = type(plan).model_validate_json(used.model_dump_json(by_alias=by_alias))
         assert again == used
         assert type(plan).model_validate_json(plan.model_dump_json(by_alias=by_alias)) == plan
+
+
+def test_pods_get_no_times_of_stages():
+    """No process reads them, and pods of an earlier release refuse a plan that has them."""
+    for name, (job, settings) in make_objects.jobs().items():
+        plan = make_plan(job.spec)
+        text = config_map(RenderContext(job, make_objects.UID, plan, settings))["data"]["plan.json"]
+        assert "stages" not in json.loads(text), name
+        assert Plan.model_validate_json(text) == plan.model_copy(update={"stages": []}), name
 
 
 def test_the_coordinator_has_a_hash_of_its_own():

@@ -22,7 +22,8 @@ def config_map(context: RenderContext) -> Object:
         "metadata": metadata,
         "data": {
             "job.json": json.dumps(in_pods(context.job), indent=2) + "\n",
-            "plan.json": context.plan.model_dump_json(by_alias=True, indent=2) + "\n",
+            # No pod reads the times of stages, and pods of an earlier release refuse a field that they do not know.
+            "plan.json": context.plan.model_dump_json(by_alias=True, indent=2, exclude={"stages"}) + "\n",
         },
     }
 
