@@ -22,7 +22,10 @@ from dovetail.pipelines import FAMILIES
 from dovetail.planner.hardware import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.make_plan import PlanError, make_plan
+from dovetail.planner.placement.by_layer import taken
+from dovetail.planner.placement.placed import Chosen, Placed
 from dovetail.planner.placement.recommend import fragment, recommend, unexecuted
+from dovetail.protocol.prediction import Alternative
 
 
 def gathered(spec: RLHFJobSpec) -> list[tuple[Stage, str]]:
@@ -93,9 +96,33 @@ def test_auto_takes_it_where_an_iteration_gains_enough() -> None:
     assert chosen.gathered_by_layer(Stage.PPO) == ["actor", "critic"]
     assert chosen.prediction.iteration_seconds < without.prediction.iteration_seconds / 1.05
     assert (without.parallelism["actor"].dp, chosen.parallelism["actor"].dp) == (1, 2)
-    other = chosen.prediction.alternatives[0]
-    assert (other.note, other.seconds) == ("without ZeRO-3", without.prediction.iteration_seconds)
+    (other,) = (other for other in chosen.prediction.alternatives if other.note == "without ZeRO-3")
+    assert other.seconds == without.prediction.iteration_seconds
     assert chosen.gathered_by_layer(Stage.REWARD) == [], "the reward model fits without it"
+
+
+def test_the_plan_without_it_is_an_alternative_with_its_own_placement() -> None:
+    """The alternatives are in order: the fastest first, then those that fail."""
+    known = make_plan(four_gpus()).prediction
+    assert known is not None
+
+    def placed(placement: str, seconds: float, **more: Any) -> Placed:
+        rows = [
+            Alternative(placement="Flattening", seconds=9.0),
+            Alternative(placement="Separation", problem="no room"),
+        ]
+        changes = {"placement": placement, "iteration_seconds": seconds, "alternatives": rows}
+        mine = known.model_copy(update=changes)
+        chosen: Any = Chosen(None, None, mine)  # type: ignore[arg-type]
+        return Placed({}, mine, chosen=chosen, **more)
+
+    found = placed("Interleaving", 8.0, by_layer=frozenset({(Stage.PPO, "actor")}))
+    slower, refused = taken(placed("Separation", 10.0), "", found), taken(None, "too large", found)
+    assert slower.prediction is not None
+    assert refused.prediction is not None
+    rows = [(other.placement, other.note, other.seconds) for other in slower.prediction.alternatives]
+    assert rows == [("Flattening", "", 9.0), ("Separation", "without ZeRO-3", 10.0), ("Separation", "", None)]
+    assert [other.problem for other in refused.prediction.alternatives] == [None, "too large", "no room"]
 
 
 def test_auto_stays_without_it_where_it_gains_nothing_or_little() -> None:

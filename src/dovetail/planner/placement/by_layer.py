@@ -9,7 +9,7 @@ from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.planner.placement.placed import Chosen, Placed
 from dovetail.planner.placement.stages_a_rank import held, most_chunks
 from dovetail.planner.shape import ModelShape
-from dovetail.protocol.prediction import Alternative
+from dovetail.protocol.prediction import Alternative, Prediction
 
 
 def gathers(chosen: Chosen) -> bool:
@@ -34,7 +34,7 @@ def taken(plain: Placed | None, why: str, found: Placed) -> Placed:
     alternatives."""
     if plain is None or plain.chosen is None:
         return _with_alternative(found, None, why)
-    return _with_alternative(found, plain.chosen.prediction.iteration_seconds, None) if found.by_layer else plain
+    return _with_alternative(found, plain.chosen.prediction, None) if found.by_layer else plain
 
 
 def reached(spec: RLHFJobSpec, known: Mapping[str, ModelShape], plain: Placed) -> float:
@@ -52,10 +52,14 @@ def reached(spec: RLHFJobSpec, known: Mapping[str, ModelShape], plain: Placed) -
     return seconds if chunks == 1 else min(seconds, held(chosen, chunks).seconds)
 
 
-def _with_alternative(found: Placed, seconds: float | None, problem: str | None) -> Placed:
+def _with_alternative(found: Placed, plain: Prediction | None, problem: str | None) -> Placed:
     chosen = found.chosen
     if chosen is None or found.prediction is None:
         return found
-    other = Alternative(placement=found.prediction.placement, note="without ZeRO-3", seconds=seconds, problem=problem)
-    prediction = found.prediction.model_copy(update={"alternatives": [other, *found.prediction.alternatives]})
+    placement = (plain or found.prediction).placement
+    seconds = None if plain is None else plain.iteration_seconds
+    other = Alternative(placement=placement, note="without ZeRO-3", seconds=seconds, problem=problem)
+    # The fastest first, then those that fail.
+    others = sorted([other, *found.prediction.alternatives], key=lambda a: (a.seconds is None, a.seconds or 0.0))
+    prediction = found.prediction.model_copy(update={"alternatives": others})
     return replace(found, prediction=prediction, chosen=Chosen(chosen.candidate, chosen.costs, prediction))
