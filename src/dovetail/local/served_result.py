@@ -29,6 +29,8 @@ END_SECONDS = 20.0
 # What the user has set stays.
 _CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
+# Ends a group of processes when its input ends. The kernel ends the input with the process at the other side.
+_GUARD = "import os, signal, sys; sys.stdin.buffer.read(); os.killpg(int(sys.argv[1]), signal.SIGKILL)"
 
 
 def model_folder(run_dir: Path, name: str) -> Path:
@@ -133,8 +135,9 @@ def own_server(
     given: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """A server on this machine for as long as the context lasts; yields its address and its key. `log`: where its
-    output goes. `variables`: of its environment, beside this process's. Raises RunError if it does not start."""
+    """A server on this machine for as long as the context lasts; yields its address and its key. It also ends when this
+    process ends, even if it is killed. `log`: where its output goes. `variables`: of its environment, beside this
+    process's. Raises RunError if it does not start."""
     key = secrets.token_hex(16)
     environment = serve_environment(on_cpu, {**os.environ, **(variables or {})}) | {"VLLM_API_KEY": key}
     ports = PortReservation(HOST)
@@ -147,10 +150,10 @@ def own_server(
         process = _started(command, environment, file)
     try:
         url = f"http://{HOST}:{port}"
-        _wait(url, process, log)
-        yield url, key
+        with _ended(process):
+            _wait(url, process, log)
+            yield url, key
     finally:
-        _end(process)
         ports.close()
 
 
@@ -180,6 +183,28 @@ def last_error(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [line for line in lines if "Error: " in line or "error: " in line]
     return (errors or lines or ["it wrote nothing"])[-1][-400:]
+
+
+@contextlib.contextmanager
+def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
+    """The server ends with the block, and with this process. The kernel's signal at a parent's death would come too
+    early: at the end of the thread that started the server."""
+    guard = None
+    try:
+        command = [sys.executable, "-I", "-S", "-c", _GUARD, str(process.pid)]
+        guard = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        yield
+    finally:
+        _end(process)
+        if guard is not None:
+            guard.kill()  # before its input is closed: the number may be another group's by now
+            guard.communicate()
 
 
 def _end(process: subprocess.Popen[Any]) -> None:

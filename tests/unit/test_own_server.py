@@ -1,0 +1,59 @@
+"""A server that a program started for itself ends with the program, however that ends."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+# As vLLM, it has a process below it.
+SERVER = """
+import http.server, os, subprocess, sys
+
+class Healthy(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+below = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print("pids", os.getpid(), below.pid, flush=True)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
+"""
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from dovetail.local import served_result
+
+folder, server = Path(sys.argv[1]), sys.argv[2]
+served_result.serve_command = lambda _, given: [sys.executable, "-c", server, given[given.index("--port") + 1]]
+with served_result.own_server(folder, "actor", False, folder / "log", lambda _: None):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.timeout(240)
+def test_a_program_that_is_killed_leaves_no_server(tmp_path):
+    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path), SERVER], timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    (line,) = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("pids ")]
+    pids = [int(pid) for pid in line.split()[1:]]
+    try:
+        end = time.monotonic() + 60
+        while any(map(lives, pids)):
+            assert time.monotonic() < end, "they hold the memory of a GPU for ever"
+            time.sleep(0.05)
+    finally:
+        for pid in filter(lives, pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
