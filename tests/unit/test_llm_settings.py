@@ -71,7 +71,7 @@ def test_each_server_has_gpus_of_its_own_and_vllms_own_seeded_sampler(tmp_path, 
     class Stopped(Exception):
         pass
 
-    def own_server(folder, name, on_cpu, log, note, given, variables):
+    def own_server(folder, name, on_cpu, log, note, given, variables, given_up):
         asked.append((on_cpu, given, variables))
         both.wait(60)
         raise Stopped

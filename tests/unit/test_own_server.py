@@ -10,6 +10,11 @@ import time
 import psutil
 import pytest
 
+from dovetail.local import llm, served_result
+from dovetail.local.llm import LLM
+from dovetail.supervision.errors import RunError
+from helpers.model_folder import save_model_folder
+
 # As vLLM, it has a process below it.
 SERVER = """
 import http.server, os, subprocess, sys
@@ -57,3 +62,21 @@ def test_a_program_that_is_killed_leaves_no_server(tmp_path):
         for pid in filter(lives, pids):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.timeout(120)
+def test_servers_that_still_start_are_not_waited_for_once_another_has_failed(tmp_path, monkeypatch):
+    """They have a quarter of an hour."""
+    commands, processes = [["-c", "raise ValueError('no such argument')"], ["-c", "import time; time.sleep(900)"]], []
+
+    def started(_, environment, log):
+        command = [sys.executable, *commands.pop(0)]
+        processes.append(subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True))
+        return processes[-1]
+
+    monkeypatch.setattr(served_result, "_started", started)
+    monkeypatch.setattr(llm, "cuda_devices", list)
+    made = LLM(save_model_folder(tmp_path / "model"), servers=2, log_dir=tmp_path)
+    with pytest.raises(RunError, match="ValueError: no such argument"):
+        made.open()
+    assert [process.poll() is not None for process in processes] == [True, True]

@@ -23,7 +23,7 @@ import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -428,19 +428,28 @@ class LLM:
         given = ["--enable-scale-out", *(["--logits-processors", COUNTER_SAMPLER] if on_cpu else [])]
         if self._width > 1:
             given += ["--tensor-parallel-size", str(self._width)]
+        given_up = threading.Event()
 
         def start(number: int) -> _Server:
             log = logs / f"generate-{number}.log"
             mine = self._devices[number * self._width : (number + 1) * self._width]
             environment = {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}
-            own = own_server(self.folder, MODEL, on_cpu, log, _quiet, [*given, *self._given], environment)
+            arguments = [*given, *self._given]
+            own = own_server(self.folder, MODEL, on_cpu, log, _quiet, arguments, environment, given_up=given_up.is_set)
             return _Server(*self._stack.enter_context(own), log)
 
         if self._count == 1:
             self._servers = [start(0)]  # in this thread, so that Ctrl-C ends it
             return
         with ThreadPoolExecutor(self._count) as pool:
-            self._servers = list(pool.map(start, range(self._count)))
+            starting = [pool.submit(start, number) for number in range(self._count)]
+            try:
+                for one in as_completed(starting):
+                    one.result()
+            except BaseException:
+                given_up.set()  # the others may take minutes, also after Ctrl-C
+                raise
+        self._servers = [one.result() for one in starting]
 
     def _logs(self) -> Path:
         """The folder of the servers' logs. A temporary one is deleted at the end, but kept if no server starts."""

@@ -134,10 +134,11 @@ def own_server(
     note: Callable[[str], None],
     given: Sequence[str] = (),
     variables: Mapping[str, str] | None = None,
+    given_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[str, str]]:
     """A server on this machine for as long as the context lasts; yields its address and its key. It also ends when this
     process ends, even if it is killed. `log`: where its output goes. `variables`: of its environment, beside this
-    process's. Raises RunError if it does not start."""
+    process's. `given_up`: whether to wait no longer for its start. Raises RunError if it does not start."""
     key = secrets.token_hex(16)
     environment = serve_environment(on_cpu, {**os.environ, **(variables or {})}) | {"VLLM_API_KEY": key}
     ports = PortReservation(HOST)
@@ -151,7 +152,7 @@ def own_server(
     try:
         url = f"http://{HOST}:{port}"
         with _ended(process):
-            _wait(url, process, log)
+            _wait(url, process, log, given_up)
             yield url, key
     finally:
         ports.close()
@@ -163,7 +164,7 @@ def _started(command: Sequence[str], environment: Mapping[str, str], log: Binary
     )
 
 
-def _wait(url: str, process: subprocess.Popen[Any], log: Path) -> None:
+def _wait(url: str, process: subprocess.Popen[Any], log: Path, given_up: Callable[[], bool]) -> None:
     import httpx2
 
     end = time.monotonic() + START_SECONDS
@@ -173,6 +174,8 @@ def _wait(url: str, process: subprocess.Popen[Any], log: Path) -> None:
                 return
         if process.poll() is not None:
             raise RunError(f"vLLM ended before it could serve: {last_error(log)} (log: {log})")
+        if given_up():
+            raise RunError("the start of vLLM was given up")
         if time.monotonic() > end:
             raise RunError(f"vLLM did not serve within {START_SECONDS:.0f} s (log: {log})")
         time.sleep(0.2)
