@@ -82,6 +82,7 @@ def test_samples_are_sorted_searched_and_limited(run_dir: Path) -> None:
     ("arguments", "sentence"),
     [
         (["-i", "7"], "the samples of iteration 7 are not kept; there are those of iterations 1 to 2"),
+        (["-i", "-1"], "iteration -1 stands for the model before SFT; --evaluation shows its answers"),
         (["--ascending"], "--ascending needs --sort"),
         (["--grep", "("], "--grep is not a regular expression"),
     ],
@@ -159,7 +160,15 @@ def test_the_report_shows_held_out_answers_and_the_extremes_as_text_only(run_dir
     assert done.output.startswith("evaluation after iteration 0, prompt 0, sample 0: q 0.25\n  prompt:   Why?")
     done = CliRunner().invoke(cli, ["samples", str(run_dir), "--evaluation", "-i", "-1"])
     assert done.exit_code == 2
-    assert "there are no answers before SFT" in done.output
+    assert "there are no answers before SFT: only a job with the stages sft and ppo has them" in done.output
+
+
+def test_before_ppo_there_may_be_the_answers_before_sft_alone(tmp_path: Path) -> None:
+    answer = {"prompt": "Why?", "prompt_index": 0, "sample_index": 0, "version": BEFORE_SFT, "response": "Zzz."}
+    SampleFiles(tmp_path, 10**6).write_evaluation(BEFORE_SFT, [answer])
+    assert samples(tmp_path, "--evaluation").startswith("evaluation before SFT, prompt 0")
+    done = CliRunner().invoke(cli, ["samples", str(tmp_path), "--evaluation", "-i", "3"])
+    assert "the answers after iteration 3 are not kept; there are those of iteration -1 (before SFT)." in done.output
 
 
 def test_the_same_prompts_before_sft_after_sft_and_after_ppo_stand_side_by_side(run_dir: Path) -> None:

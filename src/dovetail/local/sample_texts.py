@@ -34,13 +34,16 @@ def read(run_dir: Path, iterations: Sequence[int] = (), *, evaluation: bool = Fa
     missing = [i for i in wanted if i not in found]
     if missing and missing[0] == BEFORE_SFT:
         raise UsageError(
-            "there are no answers before SFT: the run answers with --evaluation alone, and only if its job trains SFT "
-            "and then PPO"
+            "there are no answers before SFT: only a job with the stages sft and ppo has them"
+            if evaluation
+            else "iteration -1 stands for the model before SFT; --evaluation shows its answers"
         )
     if missing:
+        numbered = sorted(found.keys() - {BEFORE_SFT})
         raise UsageError(
             f"the {'answers after' if evaluation else 'samples of'} iteration {missing[0]} are not kept; there are "
-            f"those of {_ranges(sorted(found.keys() - {BEFORE_SFT}))}. A higher spec.samples.keepMegabytes keeps more"
+            f"those of {_ranges(numbered) if numbered else 'iteration -1 (before SFT)'}. A higher "
+            "spec.samples.keepMegabytes keeps more"
         )
     try:
         return [row for iteration in wanted for row in read_rows(found[iteration])]
