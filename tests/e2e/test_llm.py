@@ -170,5 +170,5 @@ def test_a_server_that_is_killed_changes_no_token(llm: LLM, pids: list[int]) -> 
     assert killed
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pids[0], signal.SIGKILL)
-    with pytest.raises(RunError, match=r"no vLLM server works any more: .*generate-0\.log"):
+    with pytest.raises(RunError, match=r"no vLLM server works any more: .*generate-actor-0\.log"):
         llm.generate(TEXTS, many)

@@ -91,6 +91,25 @@ def test_each_server_has_gpus_of_its_own_and_vllms_own_seeded_sampler(tmp_path, 
     assert (params["seed"], params["temperature"]) == (9, 0.5)
 
 
+def test_two_models_of_a_run_have_logs_of_their_own(tmp_path, monkeypatch):
+    """Else the second would overwrite the first one's, even while it is open."""
+    logs = []
+
+    class Stopped(Exception):
+        pass
+
+    def own_server(folder, name, on_cpu, log, *arguments, given_up):
+        logs.append(log)
+        raise Stopped
+
+    monkeypatch.setattr(llm, "own_server", own_server)
+    for model in ("actor", "sft"):
+        save_model(tmp_path / "models" / model)
+        with pytest.raises(Stopped):
+            LLM(tmp_path, model=model).open()
+    assert logs == [tmp_path / "logs" / name for name in ("generate-actor-0.log", "generate-sft-0.log")]
+
+
 def test_settings_of_a_run_and_of_a_folder(tmp_path):
     folder = save_model(tmp_path / "run" / "models" / "actor")
     assert LLM(folder).get_default_sampling_params() == SamplingParams()

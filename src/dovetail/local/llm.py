@@ -431,7 +431,7 @@ class LLM:
         given_up = threading.Event()
 
         def start(number: int) -> _Server:
-            log = logs / f"generate-{number}.log"
+            log = logs / f"generate-{self.folder.name}-{number}.log"
             mine = self._devices[number * self._width : (number + 1) * self._width]
             environment = {"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}
             arguments = [*given, *self._given]
