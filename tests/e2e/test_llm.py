@@ -63,8 +63,16 @@ def llm(run_dir: Path, pids: list[int]) -> Iterator[LLM]:
         patch.setattr(served_result, "_started", started)
         with LLM(run_dir, servers=2) as made:
             yield made
-    left = [p for p in psutil.process_iter(["status"]) if os.getpgid(p.pid) in pids]
+    left = [p for p in psutil.process_iter(["status"]) if group(p.pid) in pids]
     assert [p for p in left if p.info["status"] != psutil.STATUS_ZOMBIE] == []
+
+
+def group(pid: int) -> int | None:
+    """None: the process, which may be any of this machine, has just ended."""
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
 
 
 def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
