@@ -243,6 +243,8 @@ class Cluster:
             raise ValueError("ascending needs sort")
         if limit is not None and limit < 1:
             raise ValueError(f"limit is {limit}; it must be 1 or more")
+        if (least := min(iterations, default=0)) < (-1 if evaluation else 0):
+            raise ValueError(f"iterations has {least}; the least is 0, but -1, before SFT, with evaluation=True")
         try:
             pattern = None if grep is None else re.compile(grep)
         except re.error as error:
