@@ -22,4 +22,4 @@ spec:
 with Pipeline.from_manifest(MANIFEST, overwrite=True) as pipeline:
     dpo = pipeline.run()["dpo"]
 print("The loss falls from {loss_before:.3f} to {loss_after:.3f}.".format(**dpo))
-print(f"The model prefers {dpo['accuracy']:.0%} of the held-out pairs as people do.")
+print(f"The model ranks {dpo['accuracy']:.0%} of the held-out pairs as they are labelled.")
