@@ -6,6 +6,7 @@ import pytest
 from status_api_fixtures import JOBS, Api, child, condition
 
 from dovetail.client import ClientError, Cluster
+from dovetail.coordinator.store import sample_files
 from dovetail.manifest.documents import ManifestError
 
 MANIFEST = """
@@ -123,6 +124,24 @@ def test_samples_of_the_last_iteration_and_of_named_ones(sampled):
     assert [(row.iteration, row.prompt_index) for row in both] == [(1, i) for i in range(5)] + [
         (2, i) for i in range(7)
     ]
+
+
+def test_a_part_of_many_samples_costs_no_more_than_its_own_rows(sampled, tmp_path, monkeypatch):
+    """The coordinator reads them, while it trains."""
+    parsed = []
+
+    class Json:
+        dumps = staticmethod(json.dumps)
+
+        @staticmethod
+        def loads(text):
+            parsed.append(text)
+            return json.loads(text)
+
+    monkeypatch.setattr(sample_files, "json", Json)
+    keep(tmp_path, "iteration-000003", [sample(3, prompt) for prompt in range(300)])
+    assert [row.prompt_index for row in sampled.samples("job", [3])] == list(range(300))
+    assert len(parsed) < 2 * 300, "each row, and of each part the first one that has no room"
 
 
 def test_samples_are_chosen_as_dovetail_samples_chooses_them(sampled):

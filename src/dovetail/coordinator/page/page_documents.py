@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from dovetail.coordinator.page.iteration_timeline import BARS, as_run, schedule_document, timeline
@@ -87,29 +87,22 @@ class PageDocuments:
         return {"rows": part, "next": min(len(rows), offset + len(part)), "more": offset + len(part) < len(rows)}
 
     def _samples(self, iteration: int) -> Document:
-        return {"iteration": iteration, **table(self._kept_samples(iteration), self.folder.moves(iteration))}
+        if not (rows := self.folder.samples(iteration)):
+            raise _no_samples(iteration)
+        return {"iteration": iteration, **table(rows, self.folder.moves(iteration))}
 
     def _evaluation(self, version: int) -> Document:
-        return {"iteration": version, **table(self._kept_answers(version), ())}
+        if not (rows := self.folder.evaluation(version)):
+            raise _no_answers(version)
+        return {"iteration": version, **table(rows, ())}
 
     def _sample_rows(self, iteration: int, offset: int) -> Document:
-        return {"iteration": iteration, **part_of(self._kept_samples(iteration), offset)}
+        found = part_of(self.folder.samples_from(iteration, offset), offset, _no_samples(iteration))
+        return {"iteration": iteration, **found}
 
     def _evaluation_rows(self, version: int, offset: int) -> Document:
-        return {"iteration": version, **part_of(self._kept_answers(version), offset)}
-
-    def _kept_samples(self, iteration: int) -> list[Row]:
-        if not (rows := self.folder.samples(iteration)):
-            raise NotKept(
-                f"the samples of iteration {iteration} are not kept; spec.samples.keepMegabytes says how many are"
-            )
-        return rows
-
-    def _kept_answers(self, version: int) -> list[Row]:
-        if not (rows := self.folder.evaluation(version)):
-            when = "before SFT" if version == BEFORE_SFT else f"after iteration {version}"
-            raise NotKept(f"the answers of the evaluation {when} are not kept")
-        return rows
+        found = part_of(self.folder.evaluation_from(version, offset), offset, _no_answers(version))
+        return {"iteration": version, **found}
 
     def _sample(self, iteration: int, prompt: int, sample: int) -> Document:
         rows = self.folder.samples(iteration)
@@ -163,16 +156,33 @@ def _place(rows: list[Document], index: int) -> list[int] | None:
     return [rows[index]["prompt_index"], rows[index]["sample_index"]] if 0 <= index < len(rows) else None
 
 
-def part_of(rows: list[Row], offset: int) -> Document:
-    """The whole rows from `offset` on: at least one, and no more than have SAMPLE_BYTES together. `next`: the offset of
-    the following rows; `more`: whether there are any."""
-    end, size = offset, 0
-    for row in rows[offset:]:
-        size += len(encode(row))
-        if size > SAMPLE_BYTES and end > offset:
-            break
-        end += 1
-    return {"rows": rows[offset:end], "next": end, "more": end < len(rows)}
+def _no_samples(iteration: int) -> NotKept:
+    return NotKept(f"the samples of iteration {iteration} are not kept; spec.samples.keepMegabytes says how many are")
+
+
+def _no_answers(version: int) -> NotKept:
+    when = "before SFT" if version == BEFORE_SFT else f"after iteration {version}"
+    return NotKept(f"the answers of the evaluation {when} are not kept")
+
+
+def part_of(rows: Iterator[Row], offset: int, problem: NotKept) -> Document:
+    """The first of these whole rows, which begin with number `offset`: at least one, and no more than have SAMPLE_BYTES
+    together. `next`: the offset of the following rows; `more`: whether there are any. Raises `problem` if there are no
+    rows at all, or one cannot be read."""
+    part: list[Row] = []
+    size, more = 0, False
+    try:
+        for row in rows:
+            size += len(encode(row))
+            if size > SAMPLE_BYTES and part:
+                more = True
+                break
+            part.append(row)
+    except (OSError, ValueError) as error:
+        raise problem from error
+    if not part and offset == 0:
+        raise problem
+    return {"rows": part, "next": offset + len(part), "more": more}
 
 
 def encode(document: Any) -> bytes:

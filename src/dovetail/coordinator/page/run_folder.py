@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from dovetail.coordinator.store.sample_files import Row, evaluation_files, files, read_rows
+from dovetail.coordinator.store.sample_files import Row, evaluation_files, files, read_rows, rows_from
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.wire import Arrays, unpack
 
@@ -90,6 +90,15 @@ class RunFolder:
 
     def evaluation(self, version: int) -> list[Row]:
         return self._sample_rows(evaluation_files(self.path).get(version))
+
+    def samples_from(self, iteration: int, offset: int) -> Iterator[Row]:
+        """The rows of an iteration's samples from number `offset` on. Raises OSError if they are not kept, and
+        ValueError if a row is damaged."""
+        return self._rows_from(files(self.path).get(iteration), offset)
+
+    def evaluation_from(self, version: int, offset: int) -> Iterator[Row]:
+        """The same of an evaluation's answers."""
+        return self._rows_from(evaluation_files(self.path).get(version), offset)
 
     def batch(self, iteration: int) -> Arrays:
         """The iteration's tokens, log-probabilities and values; {} if the run does not keep them any more."""
@@ -210,6 +219,12 @@ class RunFolder:
         except OSError:
             return []
         return sorted(int(found[1]) for name in names if (found := pattern.fullmatch(name)))
+
+    @staticmethod
+    def _rows_from(path: Path | None, offset: int) -> Iterator[Row]:
+        if path is None:
+            raise FileNotFoundError
+        yield from rows_from(path, offset)
 
     @staticmethod
     def _sample_rows(path: Path | None) -> list[Row]:

@@ -8,7 +8,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
@@ -153,14 +154,17 @@ def _found(run_dir: Path, kind: str) -> dict[int, Path]:
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of one file. Raises OSError, and ValueError with a sentence if a line is not a JSON object."""
-    rows = []
+    return list(rows_from(path, 0))
+
+
+def rows_from(path: Path, start: int) -> Iterator[Row]:
+    """The rows from number `start` on; the ones before are not parsed. Raises what `read_rows` raises."""
     with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in islice(enumerate(file, 1), start, None):
             try:
                 row = json.loads(line)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number} is not a JSON object")
-            rows.append(row)
-    return rows
+            yield row
