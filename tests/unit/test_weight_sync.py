@@ -411,7 +411,7 @@ def test_the_time_in_which_a_server_sends_does_not_count(monkeypatch, world):
             del world.targets[name]
         while world.now < 700.0:
             await real(0)
-        return None
+        return
 
     async def sleep(pause):
         world.now += 1.0
