@@ -155,3 +155,27 @@ def test_what_cannot_be_learnt_is_named(messages: list[dict[str, Any]], words: s
     with pytest.raises(DataError, match=r"^f:1: ") as error:
         read({"messages": messages})
     assert words in str(error.value)
+
+
+class Refuses(ChatML):
+    """A tokenizer whose template refuses system messages, as those of Gemma do."""
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], tokenize: bool, add_generation_prompt: bool = False
+    ) -> str:
+        if messages[0]["role"] == "system":
+            raise RuntimeError("System role not supported")  # jinja2 raises an error of its own here
+        return super().apply_chat_template(messages, tokenize, add_generation_prompt)
+
+
+@pytest.mark.parametrize("kind", ["demonstrations", "prompts"])
+def test_what_a_template_refuses_is_named_with_its_line(kind: Kind) -> None:
+    system = [say("system", "Be brief."), *LONG]
+    said = "f:1: the tokenizer's chat template refuses the conversation: System role not supported"
+    with pytest.raises(DataError) as error:
+        read({"messages": system}, kind, Template(Refuses()))
+    assert str(error.value) == said
+    source = DataSource.model_validate({"path": "x.jsonl", "systemPrompt": "Be brief."})
+    with pytest.raises(DataError) as error:
+        read({"messages": LONG}, kind, with_system(Template(Refuses()), source))
+    assert str(error.value) == said

@@ -202,6 +202,24 @@ def test_bad_messages(tmp_path: Path, row: Any, message: str) -> None:
     assert message in str(error.value)
 
 
+def test_half_of_a_character_is_named(tmp_path: Path) -> None:
+    """JSON may hold a surrogate without the other one. No tokenizer and no terminal takes such a text."""
+    whole = '{"prompt": "\\ud83d\\ude42"}'
+    with pytest.raises(DataError, match=r"data.jsonl:2: the record holds '\\ud83d', half of a character"):
+        read(write(tmp_path, whole, '{"prompt": "a", "fields": [{"x": "b\\uD83D"}]}'), "prompts")
+    assert read(write(tmp_path, whole, name="whole.jsonl"), "prompts")[0] == Prompt("\N{SLIGHTLY SMILING FACE}")
+
+
+def test_a_field_that_is_null_or_no_label_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data.jsonl:2: field 'prompt' is null; write a value"):
+        read(write(tmp_path, {"prompt": "a"}, {"prompt": None, "answer": None}), "prompts")
+    row = {"prompt": "a", "response": "b", "label": 1}
+    with pytest.raises(
+        DataError, match=r"label.jsonl:1: field 'label' must be true \(a good response\) or false, not a number"
+    ):
+        read(write(tmp_path, row, name="label.jsonl"), "preferences")
+
+
 def test_unknown_fields(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot tell the format of a record with fields 'a', 'b'; name the fields"):
         read(write(tmp_path, {"a": 1, "b": 2}), "prompts")

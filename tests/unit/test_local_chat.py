@@ -70,6 +70,15 @@ def test_a_chat_template_is_used_if_there_is_one(run_dir):
     assert model.prompt([{"role": "user", "content": "hi"}]) == "[user]hi[assistant]"
 
 
+def test_a_dialogue_that_the_template_refuses_is_a_sentence(run_dir):
+    model = ChatModel(run_dir, "sft")
+    model._tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    with pytest.raises(
+        RunError, match="^the tokenizer's chat template refuses the dialogue: System role not supported$"
+    ):
+        list(model.reply(HELLO, Sampling(8, 0.0)))
+
+
 def test_the_command_reads_piped_lines(run_dir):
     result = CliRunner().invoke(
         cli, ["chat", str(run_dir), "--model", "sft", "--max-tokens", "4", "--temperature", "0"], input="hello\n/quit\n"

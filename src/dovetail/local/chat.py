@@ -77,9 +77,14 @@ class ChatModel:
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """The dialogue in the form of the model's training: the tokenizer's chat template if there is one, else HH
-        text."""
+        text. Raises RunError if the template refuses it."""
         if getattr(self._tokenizer, "chat_template", None):
-            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+            try:
+                return str(
+                    self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+                )
+            except Exception as error:  # templates raise what they like, such as for a system message
+                raise RunError(f"the tokenizer's chat template refuses the dialogue: {error}") from error
         return HumanAssistant().prompt(messages)
 
     def reply(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[str]:

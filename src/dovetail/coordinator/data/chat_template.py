@@ -31,8 +31,12 @@ def human_assistant_template(tokenizer: Any) -> str:
     return ("{{- bos_token }}" if begins else "") + HUMAN_ASSISTANT_TEMPLATE
 
 
+class TemplateRefused(ValueError):
+    """A tokenizer's chat template refuses the messages. The message is the template's own."""
+
+
 class ChatFormat(Protocol):
-    """Turns messages (role, content) into text."""
+    """Turns messages (role, content) into text. Methods raise TemplateRefused."""
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """The text up to the point where the assistant's next turn begins."""
@@ -88,7 +92,10 @@ class Template:
         self._tokenizer = tokenizer
 
     def _render(self, messages: Sequence[Message], **options: Any) -> str:
-        return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        try:
+            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+        except Exception as error:  # templates raise what they like, such as for a system message
+            raise TemplateRefused(" ".join(str(error).split()) or type(error).__name__) from error
 
     def prompt(self, messages: Sequence[Message]) -> str:
         return self._without_bos(self._render(messages, add_generation_prompt=True))

@@ -6,7 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.coordinator.data.chat_template import ASSISTANT, ASSISTANTS, ChatFormat, Message, WithSystem
+from dovetail.coordinator.data.chat_template import (
+    ASSISTANT,
+    ASSISTANTS,
+    ChatFormat,
+    Message,
+    TemplateRefused,
+    WithSystem,
+)
 from dovetail.coordinator.data.conversations import Conversation, conversation, demonstration, type_name
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, Preference, Prompt, Record
@@ -46,6 +53,8 @@ def convert(row: Row, fmt: str, kind: Kind, chat: ChatFormat, where: str) -> Rec
     data set and row."""
     chosen = FORMATS[fmt]
     if kind == "preferences" and not chosen.judged:
+        if row.get("label") is not None and _first(row, RESPONSE_FIELDS) is not None:
+            _label(row, where)
         raise DataError(
             f"{where}: spec.data.preferences needs records with chosen and rejected replies, or with prompt, response "
             f"and label, but this one has {_has(row)}"
@@ -55,7 +64,10 @@ def convert(row: Row, fmt: str, kind: Kind, chat: ChatFormat, where: str) -> Rec
             f"{where}: a system prompt opens conversations, but this record is no list of messages; write messages, "
             "or remove systemPrompt"
         )
-    return chosen.read(row, kind, chat, where)
+    try:
+        return chosen.read(row, kind, chat, where)
+    except TemplateRefused as error:
+        raise DataError(f"{where}: the tokenizer's chat template refuses the conversation: {error}") from error
 
 
 def is_dialogue(row: Row) -> bool:
@@ -96,13 +108,19 @@ def _labelled(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
         return _prompt_response(row, kind, chat, where)
     if label is None:
         raise DataError(f"{where}: field 'label' is missing; the record has {_has(row)}")
-    if not isinstance(label, bool):
-        raise DataError(f"{where}: field 'label' must be true (a good response) or false, not {type_name(label)}")
+    good = _label(row, where)
     record = _prompt_response(row, "demonstrations", chat, where)
     assert isinstance(record, Demonstration)
     if record.turns:
         raise DataError(f"{where}: the response must be one assistant message, because the label is of one reply")
-    return Labelled(record.prompt, record.response, label)
+    return Labelled(record.prompt, record.response, good)
+
+
+def _label(row: Row, where: str) -> bool:
+    label = row["label"]
+    if not isinstance(label, bool):
+        raise DataError(f"{where}: field 'label' must be true (a good response) or false, not {type_name(label)}")
+    return label
 
 
 def _text(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
@@ -227,6 +245,9 @@ def _first(row: Row, names: Sequence[str]) -> str | None:
 def _need(row: Row, names: Sequence[str], where: str) -> str:
     name = _first(row, names)
     if name is None:
+        empty = next((n for n in names if n in row), None)
+        if empty is not None:
+            raise DataError(f"{where}: field {empty!r} is null; write a value, or leave the record out")
         wanted = f"field {names[0]!r}" + (f" (or {', '.join(names[1:])})" if len(names) > 1 else "")
         raise DataError(f"{where}: {wanted} is missing; the record has {_has(row)}")
     return name
