@@ -121,6 +121,28 @@ def test_an_evaluation_may_have_prompts_of_its_own(tmp_path: Path) -> None:
     ]
 
 
+def test_every_prompt_has_the_fields_that_any_prompt_has(tmp_path: Path) -> None:
+    """Else a reward function with an argument `answer` would fail in the first iteration without such a record."""
+    (tmp_path / "sums.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "2 + 2 =", "answer": 4}\n')
+    (tmp_path / "exam.jsonl").write_text('{"prompt": "c", "unit": "m"}\n')
+    changes = {
+        "data": {
+            "demonstrations": SYNTHETIC,
+            "preferences": SYNTHETIC,
+            "prompts": [{"path": "sums.jsonl"}],
+            "heldOut": 0,
+        },
+        "ppo": {"globalBatchSize": 2, "samplesPerPrompt": 2, "miniBatchSize": 2},
+        "evaluation": {"prompts": [{"path": "exam.jsonl"}]},
+    }
+    for _ in range(2):  # the second time from the cache
+        job = prepare(spec(**changes), tmp_path / "run", tmp_path)
+        found = {p.text: p.fields for iteration in (1, 2, 3) for p in job.prompts(iteration)}
+        nothing = {"answer": None, "unit": None}
+        assert found == {"a": nothing, "b": nothing, "2 + 2 =": {"answer": 4, "unit": None}}
+        assert [p.fields for p in job.evaluation_prompts()] == [{"answer": None, "unit": "m"}]
+
+
 def test_model_refs(prepared: tuple[Prepared, Path]) -> None:
     job, _ = prepared
     actor = job.model_ref("actor")

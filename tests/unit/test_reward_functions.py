@@ -19,10 +19,11 @@ import psutil
 import pytest
 
 from dovetail.coordinator import main as coordinator_main
-from dovetail.coordinator.data.prepare import PromptRecord
+from dovetail.coordinator.data.prepare import PromptRecord, prepare
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.rewards.calls import Call, Calls, Function, RewardAnswer, RewardError
 from dovetail.coordinator.rewards.live import LiveFunction
+from dovetail.coordinator.rewards.rehearsal import rehearse
 from dovetail.coordinator.rewards.reward_stage import Joined, Rewards
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.coordinator.scoring.scoring import Finished, Scores
@@ -415,6 +416,26 @@ def test_a_broken_function_fails_the_job_before_anything_is_trained(
     )
     (failed,) = [e for e in map(json.loads, (tmp_path / "events.jsonl").open()) if e["event"] == "job.failed"]
     assert failed["reason"] == found["reason"]
+
+
+def test_a_field_with_the_name_of_an_argument_is_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "responses": ["c"]}\n')
+    job = tiny(folder, "good").model_dump(mode="json", by_alias=True, exclude_none=True)
+    job["spec"]["data"] |= {"prompts": [{"path": "mine.jsonl"}], "heldOut": 0}
+    spec = RLHFJob.model_validate(job).spec
+    prepared = prepare(spec, tmp_path / "run", tmp_path)
+
+    async def start() -> None:
+        calls = Calls(Workers(spec.models.reward, folder), 0, lambda *_, **__: None)
+        try:
+            await rehearse(calls, prepared)
+        finally:
+            await calls.close()
+
+    with pytest.raises(
+        RewardError, match=r"^spec.data.prompts: a record has the field 'responses', .*; rename the field$"
+    ):
+        asyncio.run(start())
 
 
 def test_a_rehearsal_is_on_two_of_the_job_s_prompts_and_once_a_run(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from dovetail.coordinator.data.chat_template import ChatFormat
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.fingerprints import Fingerprint, compare, fingerprint
 from dovetail.coordinator.data.records import STAGE_OF, Demonstration, Judged, Kind, Labelled, Prompt, Records
-from dovetail.coordinator.data.sources import identity, load
+from dovetail.coordinator.data.sources import Rows, identity, load
 from dovetail.manifest.types import RLHFJobSpec, Stage
 
 R = TypeVar("R")
@@ -88,6 +88,12 @@ class Collection:
             every = (source[i] for source in self.evaluated for i in range(len(source)))
             return list(islice(every, HELD_OUT_LIMIT))
         return self.prompts.held_out()[:held_out] if self.prompts is not None else []
+
+    @property
+    def prompt_fields(self) -> frozenset[str]:
+        """Every name that a prompt of the job has in its `fields`, those of evaluations too."""
+        trained = [part.records for part in self.prompts.parts] if self.prompts is not None else []
+        return frozenset().union(*(each.fields for each in [*trained, *self.evaluated] if isinstance(each, Rows)))
 
     def texts(self) -> Iterator[str]:
         """All text to train on, for training a tokenizer. It does not include held-out records."""

@@ -44,7 +44,8 @@ MODELS = ("actor", "critic", "reward", "reference")
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """One prompt of an iteration. `index` counts from 0 in the iteration. `fields`: the record's other fields."""
+    """One prompt of an iteration. `index` counts from 0 in the iteration. `fields`: the record's other fields. One that
+    only other prompts of the job have is None."""
 
     index: int
     text: str
@@ -175,7 +176,7 @@ class Prepared:
     def prompts(self, iteration: int) -> list[PromptRecord]:
         """The prompts of a PPO iteration. There are globalBatchSize / samplesPerPrompt of them."""
         records = _have(self.data.prompts, "prompts").batch(iteration, self._prompts_per_iteration)
-        return self._prompt_records([(r.prompt, r.fields) for r in records])
+        return self._prompt_records([(r.prompt, self._filled(r)) for r in records])
 
     def further_prompts(
         self, iteration: int, round_number: int, count: int, known: Container[str]
@@ -191,7 +192,7 @@ class Prepared:
             if record.prompt not in known:
                 new.setdefault(record.prompt, record)
         chosen = [*new.values(), *drawn][:count]
-        return self._prompt_records([(r.prompt, r.fields) for r in chosen])
+        return self._prompt_records([(r.prompt, self._filled(r)) for r in chosen])
 
     @cached_property
     def _further(self) -> StageData[Prompt]:
@@ -204,7 +205,7 @@ class Prepared:
     def evaluation_prompts(self) -> list[PromptRecord]:
         """The prompts that evaluations answer. PPO never trains on them, unless the manifest names them twice."""
         return self._prompt_records(
-            [(r.prompt, r.fields) for r in self.data.evaluation_prompts(self.spec.evaluation.held_out)]
+            [(r.prompt, self._filled(r)) for r in self.data.evaluation_prompts(self.spec.evaluation.held_out)]
         )
 
     def ptx_batch(self, iteration: int) -> Arrays:
@@ -217,6 +218,15 @@ class Prepared:
     @property
     def _prompts_per_iteration(self) -> int:
         return self.spec.ppo.global_batch_size // self.spec.ppo.samples_per_prompt
+
+    def _filled(self, prompt: Prompt) -> dict[str, Any]:
+        """The prompt's fields, and None for those of other prompts. So a reward function gets the same names in every
+        iteration, whichever records a batch has."""
+        return {**self._no_fields, **prompt.fields}
+
+    @cached_property
+    def _no_fields(self) -> dict[str, Any]:
+        return dict.fromkeys(sorted(self.data.prompt_fields))
 
     def _prompt_records(self, prompts: Sequence[tuple[str, dict[str, Any]]]) -> list[PromptRecord]:
         return [PromptRecord(i, text, self.encoder.prompt(text), fields) for i, (text, fields) in enumerate(prompts)]

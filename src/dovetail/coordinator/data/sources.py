@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,12 +19,13 @@ from dovetail.manifest.types import DataSource
 JSON_LINES = (".jsonl", ".jsonl.gz")
 PARQUET = (".parquet",)
 # The version of the checks of JSON lines. Increase it when the checks change, so that lines are checked again.
-CHECKED = 2
+CHECKED = 3
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The records of a table. Each is converted when it is requested."""
+    """The records of a table. Each is converted when it is requested. `fields`: every name that any prompt has in its
+    `fields`; empty for other kinds."""
 
     table: Any
     row: Callable[[Any], dict[str, Any]]
@@ -32,6 +33,7 @@ class Rows:
     format: str
     kind: Kind
     chat: ChatFormat
+    fields: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(self.table)
@@ -128,14 +130,18 @@ def _path(source: DataSource, path: Path, kind: Kind, field: str, cache_dir: Pat
         fmt = detect(jsonl.parse(text, first), first)  # type: ignore[assignment]
 
     def checked() -> Iterator[dict[str, Any]]:
+        seen: set[str] = set()
         for file, number, text in _numbered(files):
             place = f"{files[file]}:{number}"
-            convert(jsonl.parse(text, place), fmt, kind, chat, place)
-            yield {"file": file, "line": number, "json": text}
+            record = convert(jsonl.parse(text, place), fmt, kind, chat, place)
+            new = record.fields.keys() - seen if isinstance(record, Prompt) else set()
+            seen |= new
+            # Names that no earlier line had, so that all names can be found without reading each line again.
+            yield {"file": file, "line": number, "json": text, "fields": json.dumps(sorted(new)) if new else ""}
 
     # With this stamp, a later start reuses the Arrow file of unchanged lines that were checked before.
     stamp = json.dumps([[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files] + [fmt, kind, CHECKED])
-    columns = {"file": "int32", "line": "int64", "json": "large_string"}
+    columns = {"file": "int32", "line": "int64", "json": "large_string", "fields": "string"}
     features = datasets.Features({name: datasets.Value(dtype) for name, dtype in columns.items()})
     with _quiet():
         table = _raising(
@@ -152,7 +158,8 @@ def _path(source: DataSource, path: Path, kind: Kind, field: str, cache_dir: Pat
         row = table[index]
         return f"{files[row['file']]}:{row['line']}"
 
-    return Rows(table, lambda row: cast(dict[str, Any], json.loads(row["json"])), where, fmt, kind, chat)
+    names = frozenset(name for new in table.unique("fields") if new for name in json.loads(new))
+    return Rows(table, lambda row: cast(dict[str, Any], json.loads(row["json"])), where, fmt, kind, chat, names)
 
 
 def _numbered(files: Sequence[Path]) -> Iterator[tuple[int, int, str]]:
@@ -202,8 +209,9 @@ def _table(table: Any, source: DataSource, name: str, kind: Kind, chat: ChatForm
         raise DataError(f"{name}: the data set is empty")
     fmt = detect(table[0], f"{name}: record 1") if source.format == "Auto" else source.format
     rows = Rows(table, lambda row: cast(dict[str, Any], row), lambda i: f"{name}: record {i + 1}", fmt, kind, chat)
-    rows[0]
-    return rows
+    first = rows[0]
+    # All rows of a table have the same columns.
+    return replace(rows, fields=frozenset(first.fields)) if isinstance(first, Prompt) else rows
 
 
 def _raising(action: Callable[[], Any], what: str) -> Any:
