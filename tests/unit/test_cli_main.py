@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import os
 import re
 import subprocess
 import sys
@@ -266,6 +267,30 @@ def test_run_ends_with_table_report_and_the_next_step(manifest, fake, tmp_path):
     assert "dovetail serve" not in result.output
     assert (fake.made[0].job.spec.seed, fake.made[0].job.spec.ppo.iterations) == (5, 9)
     assert (tmp_path / "r" / "report.html").exists()
+
+
+def test_the_commands_at_the_end_of_a_run_can_be_pasted(manifest, fake, tmp_path, monkeypatch):
+    """A folder may have spaces, and what rich takes for markup."""
+    monkeypatch.setattr("dovetail.cli.run.files", lambda _: ["iteration-000001.jsonl"])
+    folder = tmp_path / "my runs[b]"
+    result = call("run", manifest, "--run-dir", folder)
+    assert result.exit_code == 0, result.output
+    assert f"Report:  {folder / 'report.html'}" in result.output
+    assert f"Samples: dovetail samples '{folder}'" in result.output
+    assert f"Page:    dovetail ui '{folder}'" in result.output
+    assert f"Report:  {folder / 'report.html'}" in call("report", folder).output
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_text_that_the_terminal_does_not_have_ends_no_command(tmp_path, encoding):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "\u4f60\u597d \\u001b[2J"}\n')
+    command = [sys.executable, "-P", "-m", "dovetail.cli.main", "data", str(file)]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "\\u4f60\\u597d" in done.stdout
+    assert "\x1b" not in done.stdout, "records may not move the cursor"
 
 
 @pytest.mark.parametrize(("models", "chosen"), [(["actor", "sft"], ""), (["sft"], " --model sft")])

@@ -23,6 +23,7 @@ from dovetail.coordinator.store.sample_files import (
 )
 from dovetail.coordinator.store.samples import Key, Sample, State
 from dovetail.local.report.report_samples import SampleTexts, read_samples, samples_section
+from dovetail.local.sample_texts import printable
 from dovetail.protocol.experience import Experience
 
 ESCAPE = "\x1b]0;gotcha\x07"
@@ -196,3 +197,10 @@ def test_a_run_shows_samples_as_it_goes_on() -> None:
     assert lines[3].startswith("            Two.")
     assert "\x1b" not in lines[3]
     assert shown_sample('{"event": "iteration.finished"}') is None
+
+
+def test_text_of_any_language_is_shown_and_what_moves_the_cursor_is_not() -> None:
+    shown = "a\N{NO-BREAK SPACE}b\N{IDEOGRAPHIC SPACE}c\u0645\u06cc\N{ZERO WIDTH NON-JOINER}\u0631\u0648\u062f\n\t"
+    assert printable(shown) == shown
+    bad = "\N{REPLACEMENT CHARACTER}"
+    assert printable("\x1b[2J\r\x9b\N{RIGHT-TO-LEFT OVERRIDE}\ud83d\N{LINE SEPARATOR}") == f"{bad}[2J{bad * 5}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,7 @@ def test_each_method_begins_with_a_valid_job_and_its_data(method: str, stages: l
     folder = tmp_path / "My Job"
     done = init(method, folder)
     assert done.exit_code == 0, done.output
-    assert f"cd {folder} && dovetail validate job.yaml --deep" in done.output
+    assert f"cd {shlex.quote(str(folder))} && dovetail validate job.yaml --deep" in done.output
     checked = CliRunner().invoke(cli, ["validate", str(folder / "job.yaml")])
     assert checked.exit_code == 0, checked.output
     document = yaml.safe_load((folder / "job.yaml").read_text())

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dovetail.cli.common.extras import require
+from dovetail.local.sample_texts import printable
 from dovetail.manifest.checks.validation import parse_manifest
 from dovetail.manifest.types import Data, DataFormat
 from dovetail.supervision.errors import UsageError
@@ -122,7 +123,8 @@ def show(console: Console, found: DataLook, guessed: bool) -> None:
     if found.example is not None:
         for title, text in example(found):
             console.print(Text(f"\n{title}", "bold"))
-            console.print(Text(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + " ..."))
+            shown = printable(text[:SHOWN_CHARACTERS])
+            console.print(Text(shown if len(text) <= SHOWN_CHARACTERS else shown + " ..."))
     if found.lengths:
         table = Table(title="\nTokens", title_justify="left", show_edge=False, box=None, padding=(0, 2, 0, 0))
         table.add_column("")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from keyword import iskeyword
 from pathlib import Path
 from typing import TYPE_CHECKING, get_args
@@ -85,5 +86,5 @@ def init(method: Method, folder: Path, model: str | None, data: Path | None) -> 
     except OSError as error:
         raise RunError(f"cannot write {error.filename}: {error.strerror}") from error
     click.echo(f"Wrote {', '.join(str(folder / name) for name in files)}.")
-    here = "" if folder.resolve() == Path.cwd() else f"cd {folder} && "
+    here = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
     click.echo(f"Next:  {here}dovetail validate job.yaml --deep && dovetail run job.yaml")

@@ -4,6 +4,8 @@ Each command has a file of its own here. A new one needs its file and a line in 
 
 from __future__ import annotations
 
+import io
+import sys
 from typing import Any, NoReturn
 
 import click
@@ -123,6 +125,10 @@ for command in COMMANDS:
 
 def main() -> NoReturn:
     """Entry point of the `dovetail` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # A model may write what the terminal's encoding does not have. That must not end a run.
+            stream.reconfigure(errors="backslashreplace")
     cli(prog_name="dovetail")
     raise SystemExit(0)  # click has left already; for the type checker
 

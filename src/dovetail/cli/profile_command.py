@@ -90,7 +90,7 @@ def profile(
     _write(output, made.model_dump_json(by_alias=True, indent=2) + "\n")
     console.print(profile_table(made))
     for written in [output] + ([hardware_path] if hardware_path is not None else []):
-        console.print(f"\nWritten: {written}", highlight=False, soft_wrap=True)
+        console.print(f"\nWritten: {written}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _write(path: Path, text: str) -> None:

@@ -19,4 +19,4 @@ def report(run_dir: Path) -> None:
 
     console = Console()
     show(console, read_summary(run_dir))
-    console.print(f"\nReport:  {write_report(run_dir)}", highlight=False, soft_wrap=True)
+    console.print(f"\nReport:  {write_report(run_dir)}", highlight=False, markup=False, soft_wrap=True)

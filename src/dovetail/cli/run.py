@@ -126,11 +126,10 @@ def run_job(
     console.print()
     show(console, read_summary(run_dir))
     console.print()
-    console.print(f"Report:  {report}", highlight=False, soft_wrap=True)
-    console.print(f"Page:    dovetail ui {shlex.quote(str(run_dir))}", highlight=False, soft_wrap=True)
-    if files(run_dir):
-        console.print(f"Samples: dovetail samples {run_dir}", highlight=False, soft_wrap=True)
-    for line in next_steps(run_dir):
+    here = shlex.quote(str(run_dir))
+    results = [f"Report:  {report}", f"Page:    dovetail ui {here}"]
+    results += [f"Samples: dovetail samples {here}"] if files(run_dir) else []
+    for line in [*results, *next_steps(run_dir)]:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     return 0
 

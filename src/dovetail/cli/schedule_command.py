@@ -169,7 +169,7 @@ def schedule(
             path.write_text(write(choice.best), encoding="utf-8")
         except OSError as error:
             raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
-        console.print(f"Written: {path}", highlight=False, soft_wrap=True)
+        console.print(f"Written: {path}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _problem(memory: float | None, **numbers: Any) -> ScheduleProblem:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,13 @@ _TEXTS = ("prompt", "response")
 
 def printable(text: str) -> str:
     """The text without what would move a terminal's cursor or change its colours: a model may write anything."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(c if c.isprintable() or _harmless(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _harmless(character: str) -> bool:
+    """Whether a character that Python does not call printable may be shown: a space of any kind, or a joiner, which
+    Persian, Hindi and emoji need."""
+    return character in "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}" or unicodedata.category(character) == "Zs"
 
 
 def facts_of(row: Mapping[str, Any]) -> str:
