@@ -74,7 +74,7 @@ def test_a_dialogue_that_the_template_refuses_is_a_sentence(run_dir):
     model = ChatModel(run_dir, "sft")
     model._tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
     with pytest.raises(
-        RunError, match="^the tokenizer's chat template refuses the dialogue: System role not supported$"
+        RunError, match=r"^the tokenizer's chat template refuses the dialogue: System role not supported$"
     ):
         list(model.reply(HELLO, Sampling(8, 0.0)))
 
