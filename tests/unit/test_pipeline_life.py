@@ -1,7 +1,11 @@
 """A pipeline whose processes cannot be started says so, and does not wait for them."""
 
+import gc
+import time
+
 import pytest
 
+from dovetail.coordinator.data.data_error import DataError
 from dovetail.local.launcher import Launcher
 from dovetail.local.pipeline import Pipeline
 from dovetail.supervision.errors import RunError
@@ -21,3 +25,25 @@ def test_processes_that_cannot_be_started_end_the_call(tmp_path, monkeypatch):
     ):
         pipeline.run_sft()
     assert "the forkserver is gone" in summary(tmp_path / "run")["reason"]
+
+
+@pytest.mark.timeout(300)
+def test_models_and_data_may_take_longer_to_come_than_a_pipeline_to_end(tmp_path, monkeypatch, caplog):
+    """A download has the deadline of spec.hub, an hour by default. It was cut after five minutes, without a word. What
+    was open is closed."""
+
+    def slow(*arguments):
+        time.sleep(1.0)
+        raise DataError("spec.hub: the download ended in its own way")
+
+    monkeypatch.setattr("dovetail.coordinator.loop.engines.prepare", slow)
+    monkeypatch.setattr("dovetail.local.pipeline.END_SECONDS", 0.2)
+    groups = [{"name": "trainers", "roles": ["trainer"]}]
+    with (
+        pytest.raises(DataError, match="ended in its own way"),
+        Pipeline(tiny_job(stages=["sft"], groups=groups), tmp_path / "run"),
+    ):
+        pass
+    gc.collect()
+    assert "Task was destroyed" not in caplog.text
+    assert "Unclosed" not in caplog.text

@@ -47,7 +47,7 @@ from dovetail.supervision.processes import HOST
 from dovetail.supervision.supervisor import Outcome
 
 T = TypeVar("T")
-START_SECONDS = 300.0
+END_SECONDS = 300.0
 
 
 class Pipeline:
@@ -195,7 +195,8 @@ class Pipeline:
         self._launcher.__enter__()
         try:
             self._start_thread(self._run_loop, "dovetail-loop")
-            self._engines = self._submit(self._open(), START_SECONDS)
+            # No deadline here: models and data may take an hour to download, and downloads have one (spec.hub).
+            self._engines = self._submit(self._open())
             # Each call has its own deadline.
             self._submit(self._engines.check_rewards())
             self._start_thread(self._supervise, "dovetail-launcher")
@@ -220,12 +221,12 @@ class Pipeline:
         self._watching.close()
         if self._engines is not None:
             engines, self._engines = self._engines, None
-            self._submit(engines.__aexit__(None, None, None), START_SECONDS)
+            self._submit(engines.__aexit__(None, None, None), END_SECONDS)
             self._log.close()
         if self._loop.is_running():
             self._loop.call_soon_threadsafe(self._loop.stop)
         for thread in self._threads:
-            thread.join(START_SECONDS)
+            thread.join(END_SECONDS)
         self._threads.clear()
         self._launcher.close()
 
@@ -248,7 +249,12 @@ class Pipeline:
             job=self.job.metadata.name,
             reward_function=self._reward_function,
         )
-        return await Engines(self.job.spec, self.plan, settings, self._log).__aenter__()
+        engines = Engines(self.job.spec, self.plan, settings, self._log)
+        try:
+            return await engines.__aenter__()
+        except BaseException:
+            await engines.__aexit__(None, None, None)
+            raise
 
     def _start_thread(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)
