@@ -135,3 +135,14 @@ def test_files_that_hold_no_records_are_refused(tmp_path: Path, name: str, sente
     assert sentence in done.stderr
     assert done.stderr.startswith("Error: ")
     assert "FILE" not in done.stderr
+
+
+def test_a_template_that_refuses_the_first_record_is_still_named(tmp_path: Path) -> None:
+    made = tokenizer.train(["a"], 258)
+    made.chat_template = "{{ raise_exception('System role not supported') }}"
+    made.save_pretrained(str(tmp_path / "model"))
+    row = {"messages": [{"role": "user", "content": "Hi"}]}
+    done = data(write(tmp_path / "m.jsonl", row), "--model", tmp_path / "model")
+    assert done.exit_code == 2
+    assert "m.jsonl:1: the tokenizer's chat template refuses the conversation: System role not supported" in done.output
+    assert "Template the tokenizer's chat template" in squeezed(done.output)

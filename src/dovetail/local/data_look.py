@@ -106,13 +106,12 @@ class _FileReading:
             self.first_error = self.first_error or str(error)
 
     def _converted(self, row: Any, where: str) -> Record:
+        self._turns = self._turns or is_dialogue(row)
         if self.format == "Auto":
             self.format = detect(row, where)
         if self.kind is None:
             self.kind = kind_of(row, self.format, self.chat, where)
-        record = convert(row, self.format, self.kind, self.chat, where)
-        self._turns = self._turns or is_dialogue(row)
-        return record
+        return convert(row, self.format, self.kind, self.chat, where)
 
     def _keep(self, record: Record) -> None:
         self.records += 1
