@@ -347,6 +347,60 @@ def test_no_generation_without_whole_weights(monkeypatch: pytest.MonkeyPatch) ->
     assert ask(app, "/inference/v1/generate", [(b"x-dovetail-weights", b"1")]) == 503, "a sample of another version"
 
 
+def test_a_paused_server_holds_nothing_until_it_is_resumed_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator may die between the pause and the update. The next one must not give this server samples, because
+    nobody would resume it."""
+    app = auth.RequireWeights(inner)
+    monkeypatch.setattr(STATE, "arrived", 3)
+    monkeypatch.setattr(STATE, "weight_version", 3)
+    monkeypatch.setattr(STATE, "paused_version", None)
+    version = [(b"x-dovetail-weights", b"3")]
+    for _ in range(2):
+        assert ask(app, "/pause", []) == 200
+        assert STATE.weight_version is None
+        assert ask(app, "/inference/v1/generate", version) == 503, "the engine would keep it until after the update"
+    assert ask(app, "/resume", []) == 200
+    assert STATE.weight_version == 3
+    assert ask(app, "/inference/v1/generate", version) == 200
+    assert "paused_version" not in STATE.abilities()
+
+
+def test_a_resume_after_an_update_began_brings_no_old_version_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = auth.RequireWeights(inner)
+    monkeypatch.setattr(STATE, "weight_version", 3)
+    monkeypatch.setattr(STATE, "paused_version", None)
+    assert ask(app, "/pause", []) == 200
+    STATE.lose_weights()
+    assert ask(app, "/resume", []) == 200
+    assert STATE.weight_version is None
+
+
+@pytest.mark.parametrize("now", [None, 4])
+def test_no_token_of_other_weights_leaves_with_a_request(monkeypatch: pytest.MonkeyPatch, now: int | None) -> None:
+    """A request whose body came late is drawn by a paused engine after the update."""
+    monkeypatch.setattr(STATE, "weight_version", 3)
+    monkeypatch.setattr(STATE, "paused_version", None)
+    told: list[bytes] = []
+
+    async def streams(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b"old", "more_body": True})
+        STATE.weight_version = now
+        await send({"type": "http.response.body", "body": b"new", "more_body": True})
+
+    async def receive() -> dict[str, Any]:
+        return {"type": "http.request"}
+
+    async def send(message: Any) -> None:
+        told.append(message.get("body", b""))
+
+    headers = [(b"x-dovetail-weights", b"3")]
+    scope = {"type": "http", "path": "/inference/v1/generate", "headers": headers}
+    with pytest.raises(auth.WeightsChanged):
+        asyncio.run(auth.RequireWeights(streams)(scope, receive, send))
+    assert told == [b"", b"old"]
+
+
 # ---------------------------------------------------------------- registration
 
 

@@ -22,7 +22,8 @@ from dovetail.rollout.serving.weights_worker import SENDING_WORKER
 class ServerState:
     """This API server process's own view. `weight_version` is None from the start of an update until the coordinator
     has seen that the new weights are served, after a failed one, and before the first: the server then refuses to
-    generate. `arrived`: a whole version came, and may be asked for by a probe.
+    generate. `arrived`: a whole version came, and may be asked for by a probe. `paused_version`: what it held when the
+    coordinator paused it for an update. A paused server holds no version: if the coordinator died, nobody would resume it.
     `dtype`: see `dtype_of`."""
 
     name: str = ""
@@ -32,6 +33,7 @@ class ServerState:
     weight_engine: str = "dovetail"
     weight_version: int | None = None
     arrived: int | None = None
+    paused_version: int | None = None
     dtype: str | None = None
     kv_connector: str | None = None
     kv: KVAbility | None = None
@@ -45,8 +47,23 @@ class ServerState:
 
     def abilities(self) -> dict[str, Any]:
         """What `Register.abilities` carries."""
-        own = ("name", "incarnation", "weight_version", "arrived")
+        own = ("name", "incarnation", "weight_version", "arrived", "paused_version")
         return {key: value for key, value in self.described().items() if key not in own}
+
+    def pause(self) -> None:
+        """Record that the engine is being paused. It will take no samples until it is resumed."""
+        if self.weight_version is not None:
+            self.paused_version, self.weight_version = self.weight_version, None
+
+    def resume(self) -> None:
+        """Record that the engine was resumed. If no update began since the pause, it serves what it served."""
+        if self.weight_version is None:
+            self.weight_version = self.paused_version
+        self.paused_version = None
+
+    def lose_weights(self) -> None:
+        """Record that an update begins. From here on the weights may be in pieces."""
+        self.weight_version = self.arrived = self.paused_version = None
 
     def described(self) -> dict[str, Any]:
         """The whole state as JSON."""
@@ -128,8 +145,8 @@ class InfoRoutes:
             return JSONResponse({"message": "Weights updated"})
 
         async def start_weight_update(request: Request) -> Any:
-            # Before the engine hears of it: from here on its weights may be in pieces.
-            STATE.weight_version = STATE.arrived = None
+            # Before the engine hears of it.
+            STATE.lose_weights()
             with weight_operation("start"):
                 await request.app.state.engine_client.start_weight_update()
             return JSONResponse({"message": "Weight update started"})

@@ -45,24 +45,58 @@ class RequireToken:
             await _refuse(send, 401, "this route asks for the job's token", [(b"www-authenticate", b"Bearer")])
 
 
+class WeightsChanged(RuntimeError):
+    """The weights changed while a request waited. The connection ends, and the coordinator repeats the request."""
+
+
 class RequireWeights:
     """ASGI middleware: 503 for generation while no complete version of the weights is loaded, or it has not passed its
-    probe, which is itself let through; or if the request asks for another version."""
+    probe, which is itself let through; or if the request asks for another version; or while the engine is paused.
+
+    A paused engine keeps requests until it is resumed. A request that reaches it then, because its body came late, would
+    be drawn with other weights. So each part of an answer is sent only while the server holds the version that was
+    asked for. Otherwise WeightsChanged ends the connection."""
 
     def __init__(self, app: App):
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        generates = scope["type"] == "http" and scope["path"].startswith(GENERATING)
+        path = scope["path"] if scope["type"] == "http" else ""
+        if path == "/pause":
+            STATE.pause()
+        if path == "/resume":
+            await self._app(scope, receive, _resuming(send))
+            return
+        generates = path.startswith(GENERATING)
         if generates and STATE.weight_version is None and not _is_probe(scope):
             await _refuse(send, 503, "this server holds no complete version of the weights that passed its probe", [])
             return
-        if generates and (asked := _header(scope, WEIGHTS_HEADER)) not in (None, str(STATE.weight_version)):
+        asked = _header(scope, WEIGHTS_HEADER) if generates else None
+        if asked not in (None, str(STATE.weight_version)):
             await _refuse(
                 send, 503, f"this server holds version {STATE.weight_version} of the weights, not {asked}", []
             )
             return
-        await self._app(scope, receive, send)
+        await self._app(scope, receive, send if asked is None else _of_version(asked, send))
+
+
+def _resuming(send: Send) -> Send:
+    async def sending(message: MutableMapping[str, Any]) -> None:
+        if message["type"] == "http.response.start" and message["status"] == 200:
+            STATE.resume()
+        await send(message)
+
+    return sending
+
+
+def _of_version(asked: str, send: Send) -> Send:
+    async def sending(message: MutableMapping[str, Any]) -> None:
+        # What was drawn before a pause is still of the old version.
+        if asked not in (str(STATE.weight_version), str(STATE.paused_version)):
+            raise WeightsChanged(f"a request for version {asked} of the weights waited until the server had lost it")
+        await send(message)
+
+    return sending
 
 
 def _is_probe(scope: Scope) -> bool:
