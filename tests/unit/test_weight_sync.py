@@ -9,6 +9,7 @@ from dovetail.coordinator.store.sample_files import BEFORE_SFT
 from dovetail.coordinator.trainers.trainer_group import TrainerLost
 from dovetail.coordinator.weights.publishing import Published, Target
 from dovetail.coordinator.weights.weight_sync import WeightSync
+from dovetail.protocol.messages import CommandResult
 from helpers.generation_job import until
 
 DEADLINE, START = 20.0, 900.0
@@ -99,7 +100,7 @@ class World:
         if lost:
             return Published(dict.fromkeys(names, "the connection broke"), None, frozenset(lost | names & self.along))
         found = {name: "it serves others" if name in self.unproved else None for name in names}
-        return Published(found, object(), frozenset(names & self.unproved))
+        return Published(found, CommandResult(id="publish", ok=True), frozenset(names & self.unproved))
 
     def publish_version(self, version):
         self.step = version
@@ -433,3 +434,77 @@ def test_the_time_in_which_a_server_sends_does_not_count(monkeypatch, world):
     world.cut = {"rollout-c"}
     with pytest.raises(TimeoutError, match="no rollout took weight version 1 within 300 s"):
         asyncio.run(world.sync.reach(1, missing))
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("lost_while_sending", [False, True])
+def test_the_time_until_the_trainers_are_restored_does_not_count(monkeypatch, beside, lost_while_sending):
+    """The only rollout is replaced while the trainers load a checkpoint. The first transfer after that fails."""
+    world, real = World("rollout-a", "scorer-b"), asyncio.sleep
+    world.sync._beside = beside
+    restored = []
+
+    async def at_target(work):
+        if not restored:
+            restored.append(True)
+            if lost_while_sending:
+                with pytest.raises(TrainerLost):
+                    await work()
+            world.now += 1000.0
+            world.join("rollout-a", "second")
+            world.cut = {"rollout-a"}
+        return await work()
+
+    published = world.publish
+
+    async def publish(version, targets, beside=False):
+        if lost_while_sending and not world.cut and len(world.rounds) == 0:
+            world.now += 400.0
+            world.rounds.append((world.now, []))
+            raise TrainerLost("trainer-1 is silent")
+        return await published(version, targets, beside)
+
+    async def sleep(pause):
+        world.now += 1.0
+        world.cut = set()
+        await real(0)
+
+    monkeypatch.setattr("dovetail.coordinator.weights.weight_sync.asyncio.sleep", sleep)
+    world.at_target, world.publish = at_target, publish
+    world.at_version = lambda version, work: at_target(work)
+    world.publish_version(1)
+    assert world.held == {"rollout-a": 1, "scorer-b": 1}
+
+
+def test_the_time_in_which_another_round_waits_for_the_trainers_does_not_count(monkeypatch, world):
+    """`hold` has begun to send to a late server when the trainers are lost."""
+    real = asyncio.sleep
+    world.step, holding = 2, asyncio.Event()
+
+    async def at_target(work):
+        if not holding.is_set():
+            holding.set()
+            for _ in range(5):
+                await real(0)
+            world.now += 1000.0
+            world.cut = {"rollout-a", "rollout-b"}
+        return await work()
+
+    async def sleep(pause):
+        world.now += 1.0
+        world.cut = set()
+        await real(0)
+
+    monkeypatch.setattr("dovetail.coordinator.weights.weight_sync.asyncio.sleep", sleep)
+    world.at_target = at_target
+    missing = lambda: [] if world.has_current("rollout") else ["rollout"]  # noqa: E731
+
+    async def scenario():
+        world.sync.begin(2)
+        held = asyncio.create_task(world.sync._round())
+        await holding.wait()
+        await world.sync.reach(2, missing)
+        await held
+
+    asyncio.run(scenario())
+    assert world.held["rollout-a"] == 2

@@ -22,8 +22,8 @@ from dovetail.rollout.serving.weights_worker import SENDING_WORKER
 class ServerState:
     """This API server process's own view. `weight_version` is None from the start of an update until the coordinator
     has seen that the new weights are served, after a failed one, and before the first: the server then refuses to
-    generate. `arrived`: a whole version came, and may be asked for by a probe. `paused_version`: what it held when the
-    coordinator paused it for an update. A paused server holds no version: if the coordinator died, nobody would resume it.
+    generate. `arrived`: a whole version came, and may be asked for by a probe. `paused_version`: what it held when it
+    was paused for an update. A paused server holds no version: if the coordinator died, nobody would resume it.
     `dtype`: see `dtype_of`."""
 
     name: str = ""

@@ -53,9 +53,9 @@ class RequireWeights:
     """ASGI middleware: 503 for generation while no complete version of the weights is loaded, or it has not passed its
     probe, which is itself let through; or if the request asks for another version; or while the engine is paused.
 
-    A paused engine keeps requests until it is resumed. A request that reaches it then, because its body came late, would
-    be drawn with other weights. So each part of an answer is sent only while the server holds the version that was
-    asked for. Otherwise WeightsChanged ends the connection."""
+    A paused engine keeps requests until it is resumed. A request that reaches it then, because its body came late,
+    would be drawn with other weights. So each part of an answer is sent only while the server holds the version that
+    was asked for. Otherwise WeightsChanged ends the connection."""
 
     def __init__(self, app: App):
         self._app = app

@@ -101,6 +101,8 @@ class WeightSync:
         self._relays = Relays(fleet, publisher, prepare, log, clock)
         self._sending: frozenset[str] = frozenset()  # the instances of the trainers' transfer
         self._lock = asyncio.Lock()
+        # The seconds of all rounds in which bytes travelled, or in which the trainers had to come to the version.
+        self._excused = 0.0
         self._version: int | None = None
         self._takers = kinds
 
@@ -133,19 +135,19 @@ class WeightSync:
         """Send weights until no kind of instance is missing. `version`: the version that is needed.
 
         While no instance of a kind is running, the time counts against `start_seconds`, because its pod may wait for a
-        node or an image. While `counts` returns False, the time does not count at all. Raises TimeoutError that names
-        what is missing."""
-        began = self._clock()
+        node or an image. The time in which bytes travel, or in which the trainers are restored, does not count, nor
+        that while `counts` returns False. Raises TimeoutError that names what is missing."""
+        began, excused = self._clock(), self._excused
         absent = 0.0  # seconds in which no instance was running
-        moving = 0.0  # seconds that the transfers of bytes may have taken, also between servers
+        relaying = 0.0  # seconds in which servers sent to others
         told: list[str] = []
         while True:
-            moving += await self._round()
+            await self._round()
             missing = missing_kinds()
             if not missing:
                 return
             if not counts():
-                began, absent, moving = self._clock(), 0.0, 0.0
+                began, excused, absent, relaying = self._clock(), self._excused, 0.0, 0.0
             nobody = [kind for kind in missing if not self._fleet.has_come(kind)]
             if nobody != told:
                 told = nobody
@@ -156,16 +158,16 @@ class WeightSync:
                     f"no {' and no '.join(nobody or missing)} came up within {self._start:.0f} s; see its log: "
                     f"{self._fleet.describe()}"
                 )
-            if self._clock() - began - absent - moving > self._deadline:
+            if self._clock() - began - absent - relaying - (self._excused - excused) > self._deadline:
                 raise TimeoutError(
                     f"no {' and no '.join(missing)} took {weights_name(version)} within {self._deadline:.0f} s: "
                     f"{self._fleet.describe()}"
                 )
-            before, relaying = self._clock(), self._relays.active
+            before, active = self._clock(), self._relays.active
             await asyncio.sleep(RETRY_SECONDS)
             passed = self._clock() - before
             absent += passed if nobody else 0.0
-            moving += passed if relaying and not nobody else 0.0
+            relaying += passed if active and not nobody else 0.0
 
     async def hold(self) -> None:
         """Run as a background task. It sends the current version to late instances."""
@@ -209,30 +211,28 @@ class WeightSync:
         assert self._version is not None
         return self._version if target.version is None else target.version
 
-    async def _round(self) -> float:
-        """Make one transfer of one version: the oldest one that an instance lacks. Returns how many seconds its bytes
-        may have taken."""
+    async def _round(self) -> None:
+        """Make one transfer of one version: the oldest one that an instance lacks."""
         async with self._lock:
             if self._version is None:
-                return 0.0
+                return
             chosen = self._chosen(self._relay(self._stale(self._version), busy=False))
             if not chosen:
-                return 0.0
+                return
             version = min(self._wanted(target) for target in chosen)
             chosen = [target for target in chosen if self._wanted(target) == version]
             self._sending = frozenset(target.name for target in chosen)
             try:
                 for target in chosen:
                     self._fleet.update(target.name, True)
-                return await self._transfer(version, chosen)
+                await self._transfer(version, chosen)
             finally:
                 self._sending = frozenset()
                 for target in chosen:
                     self._fleet.update(target.name, False)
 
-    async def _transfer(self, version: int, chosen: Sequence[Target]) -> float:
-        """Send a version to the chosen instances that can take it. Returns how many seconds its bytes may have
-        taken."""
+    async def _transfer(self, version: int, chosen: Sequence[Target]) -> None:
+        """Send a version to the chosen instances that can take it."""
         targets = []
         for target in chosen:
             try:
@@ -242,9 +242,9 @@ class WeightSync:
                 continue
             targets.append(target)
         if not targets:
-            return 0.0
+            return
 
-        began = self._clock()
+        asked = began = self._clock()
         beside = self._beside and version != BEFORE_SFT
 
         async def publish() -> Published | None:
@@ -265,14 +265,16 @@ class WeightSync:
             published = await self._session.at_version(version, publish)
         else:
             published = await self._session.at_target(publish)
+        ended = self._clock()
         if published is None:
-            return 0.0
+            self._excused += ended - asked
+            return
         if beside and published.result is not None:
             self._on_spans(published.result.spans)
-        seconds = self._clock() - began
+        seconds = ended - began
+        self._excused += began - asked + min(published.byte_seconds, seconds)
         self._judge(version, targets, published, seconds)
         self._log("weights.published", version=version, errors={n: e for n, e in published.errors.items() if e})
-        return min(published.byte_seconds, seconds)
 
     def _chosen(self, stale: Sequence[Target]) -> list[Target]:
         """The instances of the next transfer: all but the doubted ones. If only doubted ones are left, it is half of
