@@ -37,6 +37,7 @@ GROUPS = {
     "weights": 120,
     "iteration": 240,
     "predictions": 150,
+    "pipeline": 90,
     "sleeping": 90,
     "checkpoints": 120,
     "quickstart": 400,

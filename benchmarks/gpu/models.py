@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,12 +29,14 @@ HEADS: dict[str, Any] = {"actor": "lm", "critic": "value"}
 
 
 class _Random:
-    """Weights made on the device: a seeded generator of the host takes minutes for models of this size."""
+    """Weights made on the device: a generator of the host takes minutes for models of this size. A name's weights are
+    the same in every process."""
 
     def read(self, name: str, shape: torch.Size, box: tuple[slice, ...]) -> Tensor:
         if len(shape) == 1:
             return torch.ones(shape, device="cuda")[box]
-        return torch.empty(shape, device="cuda").normal_(0.0, 0.02)[box]
+        generator = torch.Generator("cuda").manual_seed(zlib.crc32(name.encode()))
+        return torch.empty(shape, device="cuda").normal_(0.0, 0.02, generator=generator)[box]
 
 
 @contextmanager
@@ -48,12 +51,16 @@ def reference(scale: Scale, layers: int, head: Any) -> ModelRef:
     return ModelRef(head=head, scratch=ScratchModel(architecture="llama", config=scale.shape(layers)), seed=1)
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @contextmanager
 def one_rank(deterministic: bool = True) -> Iterator[Groups]:
     """The groups of a trainer of one rank, over NCCL as always on a GPU, and its algorithms."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     alone = {name: Parallelism() for name in ("actor", "critic", "reward")}
     groups = Groups.form("127.0.0.1", port, 0, 1, alone, DEADLINE)
     choose_algorithms(deterministic)

@@ -64,7 +64,7 @@ def _outside(config: dict[str, Any]) -> int:
 
 
 # The layers of Llama 3 8B, of Llama 3.2 1B, and of a small one.
-_SHAPES = {
+SHAPES = {
     "8b": _llama(4096, 14336, 32, 8, 128256, False),
     "1b": _llama(2048, 8192, 32, 8, 128256, True),
     "small": _llama(1024, 4096, 16, 8, 32000, True),
@@ -91,7 +91,7 @@ def choose(memory: int, quick: bool) -> Scale:
     """Sizes for a device with `memory` bytes: the largest shape of which at least two layers can be trained in half of
     it. The activations are in the other half."""
     room = memory / 2
-    for name, config in _SHAPES.items():
+    for name, config in SHAPES.items():
         layers = int((room / TRAINED_BYTES - _outside(config)) // _layer(config))
         if layers >= 2 or name == "small":
             break

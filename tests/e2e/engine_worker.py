@@ -175,6 +175,8 @@ def training(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[
             out[f"{key} whole"] = full_training(Engine(spec(**WHOLE), groups), folder, f"{key} whole")
             out[f"{key} zero3"] = full_training(Engine(spec(**WHOLE), groups), folder, f"{key} zero3", zero3=True)
             out[f"{key} zero3"]["unlike"] = unlike_under_zero3(groups, folder)
+        if world == 4:
+            out[key]["unlike_if_staged"] = unlike_if_staged(groups)
         groups.close()
     sources = [(2, 1, "1x2"), (1, 2, "2x1"), (1, 2, "1x2 whole"), (2, 1, "1x2 zero3")]
     for pp, dp, source in sources if world == 2 else ():
@@ -240,6 +242,21 @@ def unlike_under_zero3(groups: Groups, folder: Path) -> list[str]:
             ends.append({f"{m}/{n}": t for m, named in weights(engine).items() for n, t in named.items()})
         found += [way] if not (same(ends[0], ends[2]) and same(ends[1], ends[2])) else []
     return found
+
+
+def unlike_if_staged(groups: Groups) -> list[str]:
+    """The weights that get other bits if messages take the way of ranks that share a GPU, through host memory."""
+    ends = []
+    for staged in (False, True):
+        engine = Engine(spec(), groups)
+        engine.load(load_command())
+        for held in engine.models.values():
+            held.groups.staged = staged
+        train(engine, range(1, 3))
+        ends.append(shards(engine))
+    for held in engine.models.values():
+        held.groups.staged = False
+    return [name for name, tensor in ends[0].items() if not torch.equal(_plain(tensor), _plain(ends[1][name]))]
 
 
 def mixed_training(groups: Groups, path: Path) -> dict[str, Any]:

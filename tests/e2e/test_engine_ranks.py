@@ -116,6 +116,12 @@ def test_gathering_weights_by_layer_changes_no_bit(results: Results, world: int,
         assert rank[layout]["unlike"] == []
 
 
+def test_messages_of_ranks_that_share_a_gpu_change_no_bit(results: Results) -> None:
+    """They go through host memory, and threads of their own add up gradients. Here all memory is the host's."""
+    for rank in results[4]:
+        assert rank["2x2"]["unlike_if_staged"] == []
+
+
 @pytest.mark.parametrize(("world", "layout"), ALL)
 def test_what_a_rank_sends_is_its_part_of_what_it_gathers(results: Results, world: int, layout: str) -> None:
     for rank in results[world]:

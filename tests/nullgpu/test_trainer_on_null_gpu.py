@@ -67,6 +67,28 @@ def test_a_layout_trains(null_gpu: Run, name: str) -> None:
             assert run["used"]["communicators"] == 0, "made in a step, where ranks come in unlike orders"
 
 
+def test_ranks_that_share_a_gpu_send_through_host_memory(null_gpu: Run) -> None:
+    """NCCL refuses them. Two columns of two stages, the critic's against the actor's, and a split backward."""
+    words = [FUSED[2][rank // 2] for rank in range(4)]
+    layout = {"pp": 2, "dp": 2}
+    ended = null_gpu(
+        "one gpu", "trainer.train", world=4, gpus="3", layout=layout, critic=REVERSE, schedules=[words, {"split": 8}]
+    )
+    for rank, result in enumerate(ended.good()):
+        assert result["staged"] == [True, True]
+        for run in result["runs"]:
+            assert sorted(run["steps"]) == ["actor", "critic"]
+            assert {name: run["used"][name] for name in ("communicators", "collectives", "sends", "receives")} == {
+                "communicators": 0,
+                "collectives": 0,
+                "sends": 0,
+                "receives": 0,
+            }
+        assert set(result["transfers"]) == ({"actor"} if rank < 2 else {"critic"})
+    for result in train(null_gpu, "pp2").good():
+        assert result["staged"] == [False, False]
+
+
 @pytest.mark.parametrize("name", ["pp4", "fused4", "side by side"])
 def test_few_receives_wait_on_the_gpu_at_once(null_gpu: Run, name: str) -> None:
     """Each spins on multiprocessors that compute needs."""

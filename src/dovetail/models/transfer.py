@@ -22,7 +22,7 @@ from dovetail.models.links.cuda_ipc import IpcReceiver, IpcSender, mailbox_handl
 from dovetail.models.links.deadline import Deadline, Handle, Link, TransferError, first_line, in_time
 from dovetail.models.links.gloo import GlooLink
 from dovetail.models.links.link_choice import Place, Way, routes
-from dovetail.models.links.nccl import NcclLink, nccl_version
+from dovetail.models.links.nccl import NcclLink, board_of, nccl_version
 from dovetail.models.links.rendezvous import Rendezvous
 from dovetail.protocol.messages import Bucket
 from dovetail.protocol.weights.buckets import CHECKSUM_BYTES, TensorSpec, aligned, bucket_specs
@@ -218,7 +218,7 @@ def _read_ways(meeting: Rendezvous, deadline: Deadline) -> dict[int, Way]:
 def _place(device: torch.device | None) -> Place:
     if device is None or device.type != "cuda":
         return Place()
-    return Place(str(torch.cuda.get_device_properties(device).uuid), nccl_version())
+    return Place(str(torch.cuda.get_device_properties(device).uuid), nccl_version(), board_of(device))
 
 
 def absent_ranks(store: dist.Store, world: int) -> list[int]:

@@ -31,6 +31,7 @@ from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.engine.executor import MicroBatch
 from dovetail.trainer.groups import Groups, PeerLost
 from dovetail.trainer.packed_batches import Sequences
+from dovetail.trainer.profile.transfers import measure_transfers
 from dovetail.trainer.rank.heartbeat import HeartbeatThread
 from helpers.trainer_ranks import job, load_command, ppo_batch
 
@@ -133,7 +134,7 @@ def engine_of(
             zero3=list(models) if zero3 else [],
         )
     )
-    assert groups.device == torch.device("cuda", place.rank)
+    assert groups.device == torch.device("cuda", place.rank % torch.cuda.device_count())
     return engine
 
 
@@ -144,11 +145,15 @@ def train(
     critic: dict[str, Any] | None = None,
     exports: bool = False,
     stray: bool = False,
+    gpus: str | None = None,
     **more: Any,
 ) -> dict[str, Any]:
     """The engine runs one mini-batch by each of the schedules. A schedule is one string of letters a rank, or a number
     n: 1F1B of n micro-batches, actor, then critic, with "split" backwards in two halves. `critic`: what differs in its
-    layout. With "offload" the engine then saves and restores a checkpoint, with `exports` it exports what it holds."""
+    layout. With "offload" the engine then saves and restores a checkpoint, with `exports` it exports what it holds.
+    `gpus`: what all ranks see of the machine's GPUs."""
+    if gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
     layouts = {"actor": Parallelism(**layout), "critic": Layout(**{**layout, **(critic or {})})}
     engine = engine_of(place, layouts, **more)
     groups, made, runs = engine.groups, counts(), []
@@ -170,7 +175,11 @@ def train(
         "communicators": made["communicators"],
         "runs": runs,
         "receiving": counted("receiving"),
+        "staged": [model.staged for model in groups.model.values()],
     }
+    if gpus is not None:
+        boundary = (torch.Size((1, 8, 64)), torch.bfloat16)
+        found["transfers"] = measure_transfers(groups.model, dict.fromkeys(layouts, boundary), groups.device)
     if more.get("offload"):
         found |= restored(engine, place.folder / "checkpoint")
     if exports:

@@ -24,9 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
+from dovetail.models.links.nccl import board_of
 from dovetail.models.transfer import store_at, store_on
 from dovetail.protocol.plan import Coordinates, Layout, chunks_of, coordinates, holds, stage_path, stages_at
 from dovetail.trainer import compat
+from dovetail.trainer.host_staging import receive, send
 
 _FORMING_SECONDS = 60.0
 _FORMED = itertools.count()
@@ -106,6 +108,7 @@ class ModelGroups:
     replicas: dist.ProcessGroup
     edges: list[Edges]
     tied: dist.ProcessGroup | None  # the first and the last stage
+    staged: bool = False  # see `Groups`
 
     @property
     def tp_mesh(self) -> DeviceMesh:
@@ -144,7 +147,8 @@ class Groups:
     """All groups of this process. `control` is a Gloo group over every rank. `model[name]` holds a model's own groups.
 
     `elsewhere` holds the layouts of models of which this rank has no part. `planned` holds the layouts with which the
-    groups were formed."""
+    groups were formed. `staged`: ranks share a GPU, which NCCL refuses. So all groups use Gloo, and everything that a
+    GPU sends goes through host memory."""
 
     def __init__(self, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
         self.rank, self.world_size, self.timeout, self.device = rank, world_size, timeout, device
@@ -153,6 +157,7 @@ class Groups:
         self.planned: dict[str, Parallelism] = {}
         self._formed: dict[str, list[dist.ProcessGroup]] = {}  # by model, all that this rank is in
         self._forming: list[dist.ProcessGroup] = []
+        self.staged = False
         self.control: dist.ProcessGroup = None
         self._patient: dist.ProcessGroup = None
         self._store: Any = None
@@ -205,8 +210,9 @@ class Groups:
                     self._store = store_at(master_host, master_port, world_size, patience)
                 else:
                     self._store = dist.TCPStore(master_host, master_port, world_size, timeout=patience)
+                self.staged = gpu and self._ranks_share_a_gpu()
                 dist.init_process_group(
-                    "cpu:gloo,cuda:nccl" if gpu else "gloo",
+                    "cpu:gloo,cuda:nccl" if gpu and not self.staged else "gloo",
                     store=self._store,
                     rank=rank,
                     world_size=world_size,
@@ -221,6 +227,12 @@ class Groups:
             self.close()
             raise
         return self
+
+    def _ranks_share_a_gpu(self) -> bool:
+        """Whether two ranks are on one GPU. The result is the same on every rank. Waits until all ranks have come."""
+        self._store.set(f"gpu/{self.rank}", board_of(self.device))
+        found = [self._store.get(f"gpu/{rank}") for rank in range(self.world_size)]
+        return len(set(found)) < len(found)
 
     def _form_model(self, name: str, layout: Parallelism) -> None:
         """Make a model's groups. Every rank must call it, also one that holds no part of the model."""
@@ -296,6 +308,7 @@ class Groups:
             replicas=replicas,
             edges=[edges[stage] for stage in own],
             tied=tied,
+            staged=self.staged,
         )
 
     def _groups_along(self, grid: torch.Tensor, dim: int) -> dist.ProcessGroup | None:
@@ -310,7 +323,8 @@ class Groups:
     def _new_group(self, ranks: list[int], patience: int = 1, host: bool = False) -> dist.ProcessGroup:
         """A group for tensors on the trainer's device, and also for tensors in host memory if `host`. On GPUs others
         have no Gloo, whose ranks would connect too."""
-        backend = None if host else "nccl" if self.device.type == "cuda" else "gloo"
+        on_gpu = self.device.type == "cuda" and not self.staged
+        backend = None if host else "nccl" if on_gpu else "gloo"
         group = dist.new_group(ranks, timeout=self.timeout * patience, backend=backend)
         if self.rank in ranks:
             self._forming.append(group)
@@ -333,11 +347,11 @@ class Groups:
             message = torch.zeros(1, device=self.device)
             for edge in model.edges:
                 if edge.previous is not None:
-                    dist.recv(message, src=edge.previous, group=edge.forward_in)
-                    dist.send(message, dst=edge.previous, group=edge.backward_out)
+                    receive(message, edge.previous, edge.forward_in, self.staged)
+                    send(message, edge.previous, edge.backward_out, self.staged)
                 if edge.next is not None:
-                    dist.send(message, dst=edge.next, group=edge.forward_out)
-                    dist.recv(message, src=edge.next, group=edge.backward_in)
+                    send(message, edge.next, edge.forward_out, self.staged)
+                    receive(message, edge.next, edge.backward_in, self.staged)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 

@@ -10,29 +10,32 @@ Way = Literal["ipc", "nccl", "gloo"]
 
 
 class Place(NamedTuple):
-    """The place of a rank's tensors. `gpu`: the UUID of its GPU. None: it has none. `nccl`: the version of its NCCL,
-    such as 22907. None: it has none."""
+    """The place of a rank's tensors. `gpu`: the UUID of its GPU, or of its MIG slice. None: it has none. `nccl`: the
+    version of its NCCL, such as 22907. None: it has none. `board`: what NCCL takes for the GPU (`nccl.board_of`). All
+    MIG slices of a GPU have the same. None: it is not known."""
 
     gpu: str | None = None
     nccl: int | None = None
+    board: str | None = None
 
 
 def routes(places: Sequence[Place]) -> dict[int, Way]:
     """The link for each receiver, by rank. `places[0]` is the sender's place.
 
-    NCCL refuses two ranks on one GPU, and ranks of different versions. A receiver on the sender's GPU maps the sender's
-    memory (CUDA IPC). All other receivers that NCCL would refuse get their weights through host memory (Gloo)."""
+    NCCL refuses two ranks on one GPU, also if these are on unlike MIG slices of it, and ranks of different versions. A
+    receiver on the sender's GPU or slice maps the sender's memory (CUDA IPC). All other receivers that NCCL would
+    refuse get their weights through host memory (Gloo)."""
     sender = places[0]
     ways: dict[int, Way] = {}
-    taken = {sender.gpu}
+    taken = {sender.board or sender.gpu}
     for rank, place in enumerate(places[1:], 1):
         if place.gpu is None or sender.gpu is None:
             ways[rank] = "gloo"
         elif place.gpu == sender.gpu:
             ways[rank] = "ipc"
-        elif place.nccl is None or place.nccl != sender.nccl or place.gpu in taken:
+        elif place.nccl is None or place.nccl != sender.nccl or (place.board or place.gpu) in taken:
             ways[rank] = "gloo"
         else:
             ways[rank] = "nccl"
-            taken.add(place.gpu)
+            taken.add(place.board or place.gpu)
     return ways

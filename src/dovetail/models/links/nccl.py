@@ -7,10 +7,12 @@ SGLang also call NCCL through ctypes, because torch offers nothing public for th
 from __future__ import annotations
 
 import ctypes
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +26,7 @@ _UINT8 = 1
 _UNSET = -(2**31)
 _LONGEST_PAUSE = 0.001
 _ID, _STARTED = "nccl/id", "nccl/started"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class _UniqueId(ctypes.Structure):
@@ -82,6 +85,20 @@ def nccl_version() -> int | None:
     except (OSError, AttributeError):
         return None
     return None if failed else version.value
+
+
+def board_of(device: torch.device) -> str:
+    """What NCCL takes for one GPU: the machine and the PCI address. It refuses a second rank there. All MIG slices of a
+    GPU have the same, but UUIDs of their own."""
+    properties = torch.cuda.get_device_properties(device)
+    address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    if None in address:
+        return str(properties.uuid)
+    try:
+        machine = _BOOT_ID.read_text().strip()
+    except OSError:
+        machine = socket.gethostname()
+    return f"{machine}/{address}"
 
 
 class NcclLink:

@@ -31,6 +31,7 @@ from dovetail.trainer.engine.action_measures import ActionStopwatch, AllocatedBy
 from dovetail.trainer.engine.optim import local
 from dovetail.trainer.engine.parallel import is_sharded
 from dovetail.trainer.groups import ModelGroups, PeerLost, peer_errors, transport_sentence
+from dovetail.trainer.host_staging import on_host
 from dovetail.trainer.packed_batches import Packed, moved_together
 
 # Receives are posted this many actions ahead.
@@ -225,7 +226,8 @@ def _piece(action: Action) -> Piece:
 
 class Executor:
     """Runs one action list. `deadline` bounds every wait of a CPU. For every wait of a GPU `awaiting` is called with a
-    sentence about the peer.
+    sentence about the peer. Between ranks that share a GPU (`ModelGroups.staged`) messages go through host memory, and
+    the CPU waits for them.
 
     After `run`, `watch` has the times of compute by kind and (model, chunk, micro-batch), and `saved_bytes` the bytes
     of activations by (model, chunk, micro-batch). `peak_bytes` is the most that all models held at the same time."""
@@ -241,7 +243,8 @@ class Executor:
         self.awaiting = awaiting
         self.pipes, self.deadline, self.record = pipes, deadline, record
         device = next((pipe.device for pipe in pipes.values()), torch.device("cpu"))
-        self.nccl = device.type == "cuda"
+        self.staged = any(pipe.groups.staged for pipe in pipes.values())
+        self.nccl = device.type == "cuda" and not self.staged
         self.watch = ActionStopwatch(device, clock)
         self.saved_bytes: dict[Piece, int] = {}
         self.peak_bytes = 0
@@ -252,7 +255,7 @@ class Executor:
         self._split: dict[Piece, list[dict[str, Any]]] = {}
         self._sends: dict[tuple[str, Piece], tuple[Any, Tensor, int]] = {}
         self._meters: dict[str, Meter] = {
-            name: AllocatedBytes(device) if self.nccl else SavedBytes(pipe.stage.parameters())
+            name: AllocatedBytes(device) if device.type == "cuda" else SavedBytes(pipe.stage.parameters())
             for name, pipe in pipes.items()
         }
         self._splits: set[str] = set()  # models with split backward passes
@@ -445,6 +448,8 @@ class Executor:
             return
         peer, group = source
         buffer = pipe.buffer(action.micro_batch)
+        if self.staged:
+            buffer = on_host(buffer)
         with peer_errors(f"receiving from trainer rank {peer}"):
             self._received[key] = (buffer, dist.irecv(buffer, src=peer, group=group), peer)
 
@@ -462,7 +467,7 @@ class Executor:
             sent = self._sends.pop(("F", key[1]), None)
             if sent is not None:
                 self._wait(sent[0], sent[2], "sending to")
-        return buffer
+        return buffer.to(pipe.device, non_blocking=True) if self.staged else buffer
 
     def _give(self, way: str, action: Action, tensor: Tensor, group: Any, peer: int | None) -> None:
         """Give a tensor to the next stage (way F) or to the one before (way B). Without a peer that stage is here."""
@@ -470,6 +475,8 @@ class Executor:
             onward = action.chunk + 1 if way == "F" else action.chunk - 1
             self._handed[way, (action.model, onward, action.micro_batch)] = tensor
             return
+        if self.staged:
+            tensor = tensor.cpu()
         with peer_errors(f"sending to trainer rank {peer}"):
             self._sends[way, _piece(action)] = (dist.isend(tensor, dst=peer, group=group), tensor, peer)
 

@@ -36,7 +36,10 @@ class Reduction:
         self._last: Any = None
         self._squared = torch.zeros(1, dtype=torch.float64, device=device)
         self._stages = self._start()
-        self._advance(None)
+        if held.groups.staged:
+            threading.Thread(target=self._in_turn, name=f"adds up {held.name}", daemon=True).start()
+        else:
+            self._advance(None)
 
     def norm(self, deadline: timedelta, awaiting: Callable[[str], None] = lambda _: None) -> float:
         """The global gradient norm, the same on every rank. Waits for the other ranks, and raises PeerLost after
@@ -67,6 +70,18 @@ class Reduction:
                 self._last = work.get_future()
                 self._last.then(self._advance)
                 return
+        except BaseException as error:
+            self._error = error
+        self._ended.set()
+
+    def _in_turn(self) -> None:
+        """Wait for one operation after the other, in a thread of its own. Gloo's futures do not order the streams of a
+        GPU, but its waits do."""
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            for work in self._stages:
+                work.wait()
         except BaseException as error:
             self._error = error
         self._ended.set()

@@ -7,9 +7,9 @@ import time
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 
 from dovetail.trainer.groups import Edges, ModelGroups, peer_errors
+from dovetail.trainer.host_staging import receive, send
 
 REPEATS = 7
 
@@ -34,21 +34,21 @@ def measure_transfers(
             shape, dtype = boundaries[name]
             tensor = torch.zeros(shape, dtype=dtype, device=device)
             with peer_errors(f"measuring messages to trainer rank {peer}"):
-                seconds = [_round_trip(edge, peer, tensor, first) for _ in range(REPEATS + 1)]
+                seconds = [_round_trip(edge, peer, tensor, first, groups.staged) for _ in range(REPEATS + 1)]
             if first:
                 # The first trip is a warm-up.
                 found[name] = statistics.median(seconds[1:]) / 2
     return found
 
 
-def _round_trip(edge: Edges, peer: int, tensor: torch.Tensor, first: bool) -> float:
+def _round_trip(edge: Edges, peer: int, tensor: torch.Tensor, first: bool, staged: bool) -> float:
     start = time.perf_counter()
     if first:
-        dist.send(tensor, dst=peer, group=edge.forward_out)
-        dist.recv(tensor, src=peer, group=edge.backward_in)
+        send(tensor, peer, edge.forward_out, staged)
+        receive(tensor, peer, edge.backward_in, staged)
     else:
-        dist.recv(tensor, src=peer, group=edge.forward_in)
-        dist.send(tensor, dst=peer, group=edge.backward_out)
+        receive(tensor, peer, edge.forward_in, staged)
+        send(tensor, peer, edge.backward_out, staged)
     if tensor.is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - start

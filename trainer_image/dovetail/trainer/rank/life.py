@@ -105,6 +105,8 @@ class Rank:
         self.heartbeat.enter(generation, SERVING_GRACE_SECONDS, groups if groups.device.type == "cuda" else None)
         self.metrics.generation.set(generation)
         self.log("groups.formed", generation=generation)
+        if groups.staged:
+            self.log("groups.staged", reason="trainer ranks share a GPU, so their messages go through host memory")
         kept = KeptWeights()
         runner = CommandRunner(
             self.spec, groups, self.client, self.env.name, self._failed, self.log, self.heartbeat.cancelled, kept

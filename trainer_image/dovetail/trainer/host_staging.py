@@ -1,0 +1,27 @@
+"""Messages between ranks that share a GPU. NCCL refuses such ranks, and Gloo sends and receives host memory only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def send(tensor: Tensor, peer: int, group: Any, staged: bool) -> None:
+    """`dist.send`; `staged`: through host memory."""
+    dist.send(tensor.cpu() if staged else tensor, dst=peer, group=group)
+
+
+def receive(tensor: Tensor, peer: int, group: Any, staged: bool) -> None:
+    """`dist.recv`; `staged`: through host memory."""
+    target = on_host(tensor) if staged else tensor
+    dist.recv(target, src=peer, group=group)
+    if staged:
+        tensor.copy_(target)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """An empty tensor in host memory, page-locked for a tensor on a GPU, with the shape and dtype of `tensor`."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
