@@ -3,6 +3,7 @@
 import ast
 import re
 import sys
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -52,18 +53,23 @@ def below_dovetail(path: Path) -> tuple[str, ...]:
     return parts[len(parts) - parts[::-1].index("dovetail") :]
 
 
-@cache
-def imports(path: Path) -> list[tuple[int, str, bool]]:
-    """(line, absolute module, whether only type checkers see it) of every import, wherever in the file."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    package = ".".join(below_dovetail(path)[:-1])
-    hidden = {
+def for_type_checkers(tree: ast.Module) -> set[int]:
+    """The ids of the nodes below `if TYPE_CHECKING`."""
+    return {
         id(inner)
         for node in ast.walk(tree)
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for statement in node.body
         for inner in ast.walk(statement)
     }
+
+
+@cache
+def imports(path: Path) -> list[tuple[int, str, bool]]:
+    """(line, absolute module, whether only type checkers see it) of every import, wherever in the file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    package = ".".join(below_dovetail(path)[:-1])
+    hidden = for_type_checkers(tree)
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -157,24 +163,40 @@ def test_relative_imports_are_seen(tmp_path):
     ]
 
 
-def folders() -> dict[str, set[str]]:
-    """Folder of modules, as a dotted name -> folders that its files import, types included."""
-    modules = {}
+def all_modules() -> dict[str, Path]:
+    """The file of each module, by its dotted name."""
+    found = {}
     for package in TABLE:
         for path in sources(package):
             name = ".".join(["dovetail", *below_dovetail(path.with_suffix(""))])
-            modules[name.removesuffix(".__init__")] = path
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
+def folders() -> dict[str, set[str]]:
+    """Folder of modules, as a dotted name -> folders that its files import, types included."""
+    modules = all_modules()
     found: dict[str, set[str]] = {}
     for path in modules.values():
         folder = ".".join(["dovetail", *below_dovetail(path)[:-1]])
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("dovetail."):
-                continue
-            for name in (f"{node.module}.{alias.name}" for alias in node.names):
-                module = name if name in modules else node.module
-                isfile = modules[module].name != "__init__.py"
-                found.setdefault(folder, set()).add(module.rsplit(".", 1)[0] if isfile else module)
+        for module in imported_files(path, modules, types=True):
+            isfile = modules[module].name != "__init__.py"
+            found.setdefault(folder, set()).add(module.rsplit(".", 1)[0] if isfile else module)
     return found
+
+
+def imported_files(path: Path, modules: dict[str, Path], types: bool) -> Iterator[str]:
+    """Those of `modules` that the file imports. `types`: imports that only type checkers see count too."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    hidden = set() if types else for_type_checkers(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in hidden:
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            yield from (
+                name if name in modules else node.module for name in names if {name, node.module} & set(modules)
+            )
+        elif isinstance(node, ast.Import) and id(node) not in hidden:
+            yield from (alias.name for alias in node.names if alias.name in modules)
 
 
 def reached(start: str, graph: dict[str, set[str]]) -> set[str]:
@@ -199,6 +221,13 @@ def test_no_folders_import_each_other():
     }
     circles = sorted(folder for folder in graph if folder in reached(folder, graph))
     assert circles == []
+
+
+def test_no_files_import_each_other():
+    """No circle at run time, however long. An import within a function counts too."""
+    modules = all_modules()
+    graph = {module: {*imported_files(path, modules, types=False)} - {module} for module, path in modules.items()}
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 
 # Conventional names: a package's entry point, and where it gathers private APIs of libraries.

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from dovetail.cli import planning
+from dovetail.cli.common import plan_inputs
 from dovetail.cli.main import cli
 from dovetail.protocol.plan import Plan
 from dovetail.supervision.errors import RunError
@@ -132,7 +132,7 @@ def test_nodes_come_from_kubectl(monkeypatch):
         "metadata": {"labels": {"nvidia.com/gpu.product": "NVIDIA-A10"}},
         "status": {"allocatable": {"nvidia.com/gpu": "4"}},
     }
-    monkeypatch.setattr(planning, "_nodes", lambda: json.dumps({"items": [node]}))
+    monkeypatch.setattr(plan_inputs, "_nodes", lambda: json.dumps({"items": [node]}))
     result = call(CLUSTER, "--cluster")
     assert result.exit_code == 0, result.output
     assert "NVIDIA-A10" in result.output
@@ -144,4 +144,4 @@ def test_kubectl_that_fails_is_quoted(monkeypatch, tmp_path):
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(RunError, match="The connection was refused"):
-        planning.inventory(None, True, {})
+        plan_inputs.inventory(None, True, {})

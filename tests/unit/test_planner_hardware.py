@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dovetail.cli.planning import hardware
+from dovetail.cli.common.plan_inputs import hardware
 from dovetail.manifest.types import Dtype
 from dovetail.planner.hardware import HardwareError, UnknownProduct, estimate, gpu, parse, products, read
 from dovetail.supervision.errors import UsageError

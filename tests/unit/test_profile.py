@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.cli.common.plan_inputs import read_profile
 from dovetail.cli.main import cli
-from dovetail.cli.profile_command import read_profile
 from dovetail.local.rundir import RunDir
 from dovetail.manifest.types import Parallelism, ScratchModel
 from dovetail.models import ModelError

@@ -17,8 +17,9 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from dovetail.coordinator.trackers import tracker_worker
 from dovetail.coordinator.trackers.otlp_spans import OtlpClient
-from dovetail.coordinator.trackers.tracker_clients import TrackerSettings, flattened
+from dovetail.coordinator.trackers.tracker_clients import flattened
 from dovetail.coordinator.trackers.tracker_processes import TrackerProcesses, missing
+from dovetail.coordinator.trackers.tracker_settings import TrackerSettings
 from dovetail.coordinator.trackers.tracker_worker import RunFollower
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.protocol.trace import chrome_trace

@@ -47,7 +47,7 @@ def load_job(
     job does not run on this machine; true if it runs here on CPUs alone; false if it runs here as its groups say.
 
     Raises ManifestError, UsageError and PlanError."""
-    from dovetail.cli.planning import configurations, hardware, local_profile
+    from dovetail.cli.common.plan_inputs import configurations, hardware, local_profile
     from dovetail.local.rundir import lag_of_run, zero3_of_run
     from dovetail.manifest.checks.files import layer_counts
     from dovetail.manifest.checks.validation import warnings

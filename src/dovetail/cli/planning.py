@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,95 +11,22 @@ import click
 import yaml
 from rich.console import Console
 
+from dovetail.cli.common.plan_inputs import configurations, hardware, inventory, local_profile
 from dovetail.cli.common.plan_tables import plan_tables
 from dovetail.cli.common.prediction_tables import pod_memory_table, prediction_tables
 from dovetail.cli.job_arguments import load_job, manifest_argument, new_file, read_job, set_option
-from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
-from dovetail.planner.hardware import GPU, HardwareError, described, parse
-from dovetail.planner.inventory import Inventory, InventoryError, read
+from dovetail.planner.hardware import GPU
+from dovetail.planner.inventory import Inventory
 from dovetail.planner.placement.configs import ConfigError, needed, owner
 from dovetail.planner.placement.on_cpus import mismatch
 from dovetail.planner.placement.on_gpus import place
 from dovetail.planner.placement.placed import Chosen, Infeasible
 from dovetail.planner.placement.recommend import Unknown, cheapest, fragment, recommend
-from dovetail.protocol.machine_profile import Profile
 from dovetail.protocol.plan import Plan
-from dovetail.supervision.errors import RunError, UsageError
+from dovetail.supervision.errors import UsageError
 
-KUBECTL_SECONDS = 60.0
 SEARCH_SECONDS = 60.0
-
-
-def configurations(spec: RLHFJobSpec, base: Path) -> dict[str, dict[str, Any]]:
-    """The config.json of each model that is in a folder, or in a hub repository that was downloaded before."""
-    found = model_configs(spec, base)
-    for name in ("actor", "critic", "reward", "reference"):
-        source = getattr(spec.models, name).source
-        if name not in found and source is not None and source.hugging_face is not None:
-            config = _cached(source.hugging_face, source.revision)
-            if config is not None:
-                found[name] = config
-    return found
-
-
-def _cached(repository: str, revision: str | None) -> dict[str, Any] | None:
-    try:
-        from huggingface_hub import try_to_load_from_cache
-    except ImportError:  # it comes with the extras; without them nothing was downloaded
-        return None
-    try:
-        path = try_to_load_from_cache(repository, "config.json", revision=revision)
-        config = json.loads(Path(path).read_text(encoding="utf-8")) if isinstance(path, str) else None
-    except (OSError, ValueError):  # among them the hub's own: a name that cannot be one
-        return None
-    return config if isinstance(config, dict) else None
-
-
-def hardware(path: Path | None) -> dict[str, GPU]:
-    """The figures in a hardware file: TOML that `dovetail profile` wrote, or YAML as in the chart's jobs.gpuProducts.
-    Raises UsageError."""
-    if path is None:
-        return {}
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix in (".yaml", ".yml", ".json"):
-            return described(yaml.safe_load(text))
-        return parse(text, measured=True)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
-    except (HardwareError, yaml.YAMLError) as error:
-        raise UsageError(f"{path}: {error}") from error
-
-
-def inventory(path: Path | None, cluster: bool, measured: Mapping[str, GPU]) -> Inventory | None:
-    """The inventory in a file, or that of the nodes that kubectl shows. Raises UsageError and RunError."""
-    if path is None and not cluster:
-        return None
-    try:
-        text = path.read_text(encoding="utf-8") if path is not None else _nodes()
-        return read(yaml.safe_load(text), measured)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f", line {mark.line + 1}" if mark else ""
-        raise UsageError(f"{path} is neither YAML nor JSON{where}.") from error
-    except InventoryError as error:
-        raise UsageError(f"{path or 'the cluster'}: {error}") from error
-
-
-def _nodes() -> str:
-    command = ["kubectl", "get", "nodes", "-o", "json"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=KUBECTL_SECONDS, check=False)
-    except FileNotFoundError as error:
-        raise UsageError("--cluster needs kubectl, which is not installed; give a file with --inventory.") from error
-    except subprocess.TimeoutExpired as error:
-        raise RunError(f"kubectl get nodes gave no answer within {KUBECTL_SECONDS:.0f} s.") from error
-    if done.returncode:
-        raise RunError(f"kubectl get nodes failed: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
-    return done.stdout
 
 
 def on_groups(spec: RLHFJobSpec, configs: Mapping[str, Any], measured: Mapping[str, GPU]) -> Chosen | None:
@@ -128,22 +53,6 @@ def on_inventory(
         raise UsageError(f"the inventory has not enough memory: {error}.") from error
     except (ConfigError, Unknown) as error:
         raise UsageError(f"{error}.") from error
-
-
-def local_profile(path: Path | None, run_dir: Path) -> Profile | None:
-    """The profile of this machine: the given one, or that of the run directory. None if there is none.
-
-    It has the response lengths of the run in that directory, if there is a run. Raises UsageError."""
-    from dovetail.cli.profile_command import read_profile
-
-    here = run_dir / "profile.json"
-    found = read_profile(path or here) if path is not None or here.exists() else None
-    if found is None or found.machine is None:
-        return found
-    from dovetail.local.calibrate.observe import run_lengths
-
-    machine = found.machine.model_copy(update={"responses": run_lengths(run_dir)})
-    return found.model_copy(update={"machine": machine})
 
 
 def unpredicted(manifest: Path, job: RLHFJob, configs: Mapping[str, Any], profile_path: Path | None) -> str:

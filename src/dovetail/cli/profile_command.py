@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal
 
 import click
-from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
@@ -190,18 +189,6 @@ def _reference(spec: RLHFJobSpec, name: str, base: Path) -> ModelRef:
         config = {**scratch.config, "vocab_size": tokenizer.train.vocab_size}
         return ModelRef(head=head, scratch=scratch.model_copy(update={"config": config}))
     return ModelRef(head=head, scratch=scratch, tokenizer=tokenizer.path)
-
-
-def read_profile(path: Path) -> Profile:
-    """A profile that the command above wrote; raises UsageError."""
-    try:
-        return Profile.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the file"
-        raise UsageError(f"{path} is no profile: {where}: {first['msg']}; make one with dovetail profile.") from error
 
 
 def profile_table(made: Profile) -> Table:

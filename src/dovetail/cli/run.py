@@ -212,7 +212,7 @@ def run(
     """
     if resume and overwrite:
         raise UsageError("--resume continues the earlier run and --overwrite deletes it; give one of them")
-    from dovetail.cli.planning import local_profile
+    from dovetail.cli.common.plan_inputs import local_profile
 
     line = line_of(method, model, demonstrations, preferences, prompts, rewards, manifest, print_only)
     # Overrides are in the printed manifest already.

@@ -180,7 +180,7 @@ def _problem(memory: float | None, **numbers: Any) -> ScheduleProblem:
 
 
 def _measured(path: Path, micro_batch_size: int, memory: float | None, **numbers: Any) -> ScheduleProblem:
-    from dovetail.cli.profile_command import read_profile
+    from dovetail.cli.common.plan_inputs import read_profile
     from dovetail.planner.training_schedule import profiled_problem
 
     read = read_profile(path)

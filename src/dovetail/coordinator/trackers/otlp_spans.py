@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.trace import SpanContext, TraceFlags
 
-from dovetail.coordinator.trackers.tracker_clients import State, TrackerSettings
+from dovetail.coordinator.trackers.tracker_settings import State, TrackerSettings
 
 # The maximum number of spans in one request.
 BATCH = 2000

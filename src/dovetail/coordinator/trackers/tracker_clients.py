@@ -1,40 +1,13 @@
-"""The client of each kind of tracker. It sends a run's metrics with the tracker's own package, which is optional.
-
-Every client gets its settings and `state`, a dictionary that is kept between the processes of one run."""
+"""The client of each kind of tracker. It sends a run's metrics with the tracker's own package, which is optional."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
+from dovetail.coordinator.trackers.tracker_settings import State, TrackerClient, TrackerSettings
 from dovetail.protocol.row_stages import ROW_STAGES
-
-State = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class TrackerSettings:
-    """The settings of a tracker. `run`: the run's id. `manifest`: the spec without default values. `folder`: the folder
-    for the client's own files."""
-
-    project: str
-    name: str
-    url: str | None
-    run: str
-    folder: Path
-    manifest: Mapping[str, Any] = field(default_factory=dict)
-
-
-class TrackerClient(Protocol):
-    """The interface of a client. `log` gets rows of history.jsonl, with `time` in seconds since the epoch. `trace` gets
-    the timelines of iterations. All methods may raise any exception."""
-
-    def log(self, stage: str, step: int, metrics: Mapping[str, float], time: float) -> None: ...
-    def trace(self, document: Mapping[str, Any]) -> None: ...
-    def finish(self, succeeded: bool) -> None: ...
 
 
 class WandbClient:

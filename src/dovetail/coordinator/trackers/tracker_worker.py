@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.telemetry.summary import write_json
-from dovetail.coordinator.trackers.tracker_clients import CLIENTS, State, TrackerClient, TrackerSettings
+from dovetail.coordinator.trackers.tracker_clients import CLIENTS
+from dovetail.coordinator.trackers.tracker_settings import State, TrackerClient, TrackerSettings
 
 FOLDER = "trackers"
 LOOK_SECONDS = 1.0
