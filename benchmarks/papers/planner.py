@@ -7,8 +7,8 @@ from functools import cache
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.placement.recommend import effort
-from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.workload import Workload
+from papers.free_placements import FreeLimits
 from papers.strategies import Strategy, choose
 
 SEARCH = True
@@ -20,5 +20,5 @@ def planned(work: Workload, inventory: Inventory) -> float | None:
     """Seconds of an iteration; None: nothing fits."""
     if not SEARCH:
         return None
-    found = choose(STRATEGY, Limits(), GPUCosts(work, inventory), effort(inventory)).best
+    found = choose(STRATEGY, FreeLimits(), GPUCosts(work, inventory), effort(inventory)).best
     return None if found is None else found.seconds

@@ -12,8 +12,9 @@ from dovetail.planner.inventory import Inventory
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.ranking import EVERY, Misfit, Ranked, Ranker, Ranking, orders
 from dovetail.planner.placement.search.search import Effort, Result, Search
-from dovetail.planner.placement.search.structures import ALONE, Sizes, Slots, every_size, structures
+from dovetail.planner.placement.search.structures import ALONE, Sizes, Slots, every_size, sizes
 from dovetail.protocol.weights import RankGrid
+from papers.free_placements import FreeLimits, FreeRanker, FreeSearch
 from papers.layouts import similar
 
 Strategy = Literal["search", "prior", "grid", "similar", "exhaustive"]
@@ -31,18 +32,30 @@ def choose(strategy: Strategy, limits: Limits, costs: GPUCosts, effort: Effort) 
         return exhaustive(limits, costs)
     if strategy == "similar":
         return _similar(limits, costs, effort)
-    searches: dict[str, type[Search]] = {"search": Search, "prior": _Prior, "grid": _Grid}
-    return searches[strategy](limits, costs, effort).run()
+    if strategy == "search":
+        return search_of(limits, costs, effort).run()
+    return {"prior": _Prior, "grid": _Grid}[strategy](free(limits), costs, effort).run()
 
 
-class _Prior(Search):
+def free(limits: Limits) -> FreeLimits:
+    """The papers' strategies place tasks in more ways than our software runs."""
+    assert isinstance(limits, FreeLimits)
+    return limits
+
+
+def search_of(limits: Limits, costs: GPUCosts, effort: Effort) -> Search:
+    """Our search, of what our software runs or of everything."""
+    return FreeSearch(limits, costs, effort) if isinstance(limits, FreeLimits) else Search(limits, costs, effort)
+
+
+class _Prior(FreeSearch):
     """Only structures that APP's rule allows."""
 
     def structures(self, grid: Sizes) -> Iterator[Candidate]:
         return (found for found in super().structures(grid) if _prior(found, self.costs.inventory))
 
 
-class _Grid(Search):
+class _Grid(FreeSearch):
     """Only structures on APP's grid."""
 
     def structures(self, grid: Sizes) -> Iterator[Candidate]:
@@ -69,9 +82,8 @@ def _on_grid(structure: Candidate, inventory: Inventory) -> bool:
 
 
 def _similar(limits: Limits, costs: GPUCosts, effort: Effort) -> Result:
-    flat = replace(limits, placements=(Placement.FLATTENING,))
-    search = Search(flat, costs, effort)
-    for structure in structures(costs.inventory, costs.work, flat):
+    search = FreeSearch(replace(free(limits), placements=(Placement.FLATTENING,)), costs, effort)
+    for structure in search.structures(sizes):
         ranking = search.ranker.rank(structure, EVERY)
         # Layouts are of the same ranks; pools that only generate have none in common with training.
         if isinstance(ranking, Ranking) and structure.generation == structure.actor_training:
@@ -114,18 +126,28 @@ def _puzzle(
     return candidate(found.training, found.generation)
 
 
-class _Everything(Ranker):
+class _EveryWay:
     """Also looks at ways to save memory where it is plenty."""
+
+    _costs: GPUCosts
 
     def ways(self, task: Task, shares: Sequence[Share]) -> list[Option]:
         return [self._costs.option(task, share) for share in shares]
 
 
+class _Everything(_EveryWay, Ranker):
+    pass
+
+
+class _FreeEverything(_EveryWay, FreeRanker):
+    pass
+
+
 def exhaustive(limits: Limits, costs: GPUCosts) -> Result:
     """Every structure, every combination of layouts, every schedule and threshold: for small cases, and to test by."""
-    search = Search(limits, costs, Effort(estimates=10**12))
-    search.ranker = _Everything(limits, costs)
-    for structure in structures(costs.inventory, costs.work, limits, every_size):
+    search = search_of(limits, costs, Effort(estimates=10**12))
+    search.ranker = _FreeEverything(limits, costs) if isinstance(limits, FreeLimits) else _Everything(limits, costs)
+    for structure in search.structures(every_size):
         ranking = search.ranker.rank(structure, EVERY)
         if isinstance(ranking, Misfit):
             continue

@@ -92,7 +92,7 @@ def planned(spec: RLHFJobSpec, configs: Any = None, profile: Profile | None = No
 def recommended(spec: RLHFJobSpec, inventory: str, configs: Any = None, play: bool = False) -> Record:
     """`play`: also the iteration event by event, which compiles the search of schedules."""
     try:
-        chosen, notes = recommend(spec, configs or {}, read(yaml.safe_load(inventory)))
+        chosen = recommend(spec, configs or {}, read(yaml.safe_load(inventory)))
     except Infeasible as error:
         return digest(str(error))
     played = []
@@ -103,7 +103,7 @@ def recommended(spec: RLHFJobSpec, inventory: str, configs: Any = None, play: bo
         prompts, responses = work.prompt.quantiles(work.batch), work.response.quantiles(work.batch)
         made = simulate(chosen.candidate, chosen.costs, prompts, responses)
         played = [made.phases, made.migrated, [list(bar) for bar in made.bars]]
-    return digest([chosen.prediction.model_dump(mode="json"), str(chosen.candidate), notes, played])
+    return digest([chosen.prediction.model_dump(mode="json"), str(chosen.candidate), [], played])
 
 
 # ------------------------------------------------------------ jobs drawn at random

@@ -151,8 +151,7 @@ def test_when_nodes_change_the_ranks_stay() -> None:
 
 def test_an_inventorys_division_is_executed_and_found_again_on_its_groups() -> None:
     job = spec(plan={"intraStageFusion": "Dedicated"})
-    chosen, notes = recommend(job, {}, Inventory((Pool("a100", gpu(A100), 1, 8),)))
-    assert notes == []
+    chosen = recommend(job, {}, Inventory((Pool("a100", gpu(A100), 1, 8),)))
     assert chosen.candidate.schedule == "Dedicated"
     written = fragment(chosen)
     data = job.model_dump(by_alias=True, mode="json")
@@ -193,7 +192,7 @@ def test_memory_of_scorers_counts_on_every_gpu_of_a_server_that_trains_one_of_th
 def test_an_inventorys_division_must_be_worth_it_too() -> None:
     """On fast GPUs of one node a small model gains nothing that the models of time can tell."""
     tiny = SMALL | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
-    chosen, _ = recommend(spec(config=tiny), {}, Inventory((Pool("a100", gpu(A100), 1, 4),)))
+    chosen = recommend(spec(config=tiny), {}, Inventory((Pool("a100", gpu(A100), 1, 4),)))
     assert chosen.prediction.note in ("", "training on GPUs of its own")
     assert chosen.prediction.schedule != "Dedicated"
     kinds = [(other.placement, other.note) for other in chosen.prediction.alternatives]

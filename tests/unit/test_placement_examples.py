@@ -69,7 +69,7 @@ def test_an_examples_estimate_is_within_3_percent_of_its_simulation(job: str, in
         chosen = placed.chosen if placed is not None else None
     else:
         there = read(yaml.safe_load((EXAMPLES / "inventories" / inventory).read_text()))
-        chosen, _ = recommend(spec, configs, there)
+        chosen = recommend(spec, configs, there)
     assert chosen is not None
     costs = chosen.costs
     work, rng = costs.work, np.random.default_rng(0)

@@ -14,10 +14,9 @@ from dovetail.planner.hardware import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.search import Effort, Search
-from dovetail.planner.placement.search.structures import structures
 from dovetail.planner.workload import Lengths, Workload
 from helpers.llama import llama
-from helpers.papers import strategies
+from helpers.papers import free_placements, strategies
 
 A100, A40G, V100, A10 = "NVIDIA-A100-SXM4-80GB", "NVIDIA-A100-SXM4-40GB", "Tesla-V100-SXM2-32GB", "NVIDIA-A10"
 
@@ -38,13 +37,12 @@ def run(there: Inventory, job: Workload, limits=Limits(), strategy="search", est
 SMALL = Limits(
     migrations=(None, 0.2),
     recompute=(False,),
-    inference_tp=1,
     serving_pp=1,
     inference_pp=1,
-    fsdp=(2,),
-    swap=(False,),
     offload=dict.fromkeys(TRAINING, (True,)),
 )
+FREE = free_placements.FreeLimits()
+SMALL_FREE = free_placements.FreeLimits(**vars(SMALL), inference_tp=1, swap=(False,))
 
 
 # A failure is not made smaller: that would take as long as hundreds of searches.
@@ -54,7 +52,7 @@ SMALL = Limits(
     suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.reuse, Phase.generate],
 )
-@example((A100, 1, 4), None, "7", "7", 1, False)  # fits only with vLLM asleep
+@example((A100, 1, 4), None, "7", "7", 1, True)  # fits only with vLLM asleep
 @given(
     st.sampled_from([(A100, 1, 2), (A100, 2, 1), (A40G, 1, 2), (A40G, 1, 4)]),
     st.sampled_from([None, (V100, 1, 1), (A10, 1, 1)]),
@@ -64,10 +62,10 @@ SMALL = Limits(
     st.booleans(),
 )
 def test_it_is_within_a_hundredth_of_the_best_of_all_and_finds_a_plan_whenever_there_is_one(
-    first, second, actor, critic, micro, together
+    first, second, actor, critic, micro, free
 ):
     there, job = pools(*(p for p in (first, second) if p)), work(actor, critic)
-    limits = replace(SMALL, micro_batch=micro, together=together)
+    limits = replace(SMALL_FREE if free else SMALL, micro_batch=micro)
     found, best = run(there, job, limits), run(there, job, limits, "exhaustive")
     assert (found.best is None) == (best.best is None)
     if found.best is not None and best.best is not None:
@@ -78,7 +76,7 @@ def test_it_is_within_a_hundredth_of_the_best_of_all_and_finds_a_plan_whenever_t
 @pytest.mark.parametrize("strategy", ["prior", "grid", "similar"])
 def test_no_strategy_of_the_papers_beats_it(strategy):
     there, job = pools((A100, 4, 8)), work("13", "7")
-    ours, theirs = run(there, job), run(there, job, strategy=strategy)
+    ours, theirs = run(there, job, FREE), run(there, job, FREE, strategy)
     assert ours.best is not None
     assert theirs.best is not None
     assert ours.best.seconds <= 1.001 * theirs.best.seconds
@@ -86,7 +84,7 @@ def test_no_strategy_of_the_papers_beats_it(strategy):
 
 def test_the_prior_keeps_to_its_shares():
     there, job = pools((A100, 4, 8)), work()
-    best = run(there, job, strategy="prior").best
+    best = run(there, job, FREE, "prior").best
     assert best is not None
     assert best.candidate.placement is Placement.SEPARATION
     trains = {gpu for task in TRAINING for share in best.candidate.shares(task) for gpu in share.range}
@@ -113,8 +111,8 @@ def test_a_deadline_ends_it_with_what_was_found_so_far():
 
 
 def test_a_large_cluster_is_not_cut_in_every_way_and_a_plan_is_found_early():
-    there, job, limits = pools((A100, 24, 8)), work("33", "13", batch=512), replace(SMALL, micro_batch=1)
-    assert sum(1 for _ in structures(there, job, limits)) < 1500
+    there, job, limits = pools((A100, 24, 8)), work("33", "13", batch=512), replace(SMALL_FREE, micro_batch=1)
+    assert sum(1 for _ in free_placements.FreeStructures(there, job, limits).every()) < 1500
     few, more = run(there, job, limits, estimates=200), run(there, job, limits, estimates=600)
     assert few.best is not None
     assert more.best is not None
@@ -145,7 +143,7 @@ def test_limits_are_kept():
     there, job = pools((A100, 1, 8)), work("1", "1")
     pin = Parallelism(pp=2, dp=2)
     limits = replace(
-        Limits().executed(),
+        Limits(),
         placements=(Placement.SEPARATION,),
         layouts={"actor_training": (pin,), "critic_training": (pin,)},
         migrations=(0.3,),
@@ -163,7 +161,7 @@ def test_limits_are_kept():
 
 def test_of_divisions_that_do_not_fit_the_nearest_one_gives_the_reason():
     there, job = pools((A100, 2, 8)), work("33", "33")
-    found = run(there, job, replace(Limits().executed(), recompute=(False,)))
+    found = run(there, job, Limits(recompute=(False,)))
     apart = [r for r in found.rejected if "train apart" in r.candidate.note and r.problem is not None]
     assert apart
     for other in apart:

@@ -44,7 +44,7 @@ def on_inventory(
     there: Inventory,
     clock: Callable[[], float] = time.monotonic,
     by_cost: bool = False,
-) -> tuple[Chosen, list[str]]:
+) -> Chosen:
     """`recommend` or `cheapest`, within SEARCH_SECONDS. Raises UsageError."""
     end = clock() + SEARCH_SECONDS
     try:
@@ -91,7 +91,7 @@ def show_groups(console: Console, plan: Plan, why_not: Callable[[], str]) -> Non
         console.print("", pod_memory_table(plan.memory), sep="\n")
 
 
-def show_inventory(console: Console, chosen: Chosen, notes: list[str], groups: Plan | str) -> None:
+def show_inventory(console: Console, chosen: Chosen, groups: Plan | str) -> None:
     """Show the best placement on the inventory, and the plan on the manifest's own groups, or why there is none."""
     console.print(prediction_tables(chosen.prediction, "Best on this inventory, a PPO iteration"))
     if isinstance(groups, str):
@@ -102,12 +102,9 @@ def show_inventory(console: Console, chosen: Chosen, notes: list[str], groups: P
     else:
         own = "Nothing is predicted for the manifest's own groups."
     console.print(f"\n{own}", highlight=False)
-    for note in notes:
-        console.print(f"{note[0].upper()}{note[1:]}.", highlight=False)
-    if not notes:
-        console.print("\nIn the manifest:\n", highlight=False)
-        text = yaml.safe_dump({"spec": fragment(chosen)}, sort_keys=False, default_flow_style=None, width=110)
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+    console.print("\nIn the manifest:\n", highlight=False)
+    text = yaml.safe_dump({"spec": fragment(chosen)}, sort_keys=False, default_flow_style=None, width=110)
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def write(path: Path, text: str) -> None:
@@ -118,13 +115,13 @@ def write(path: Path, text: str) -> None:
         raise UsageError(f"{path} cannot be written: {error.strerror}.") from error
 
 
-def write_html(path: Path, name: str, chosen: Chosen | None, notes: list[str]) -> None:
+def write_html(path: Path, name: str, chosen: Chosen | None) -> None:
     """Write the page of a predicted iteration. Raises UsageError if there is no prediction."""
     if chosen is None:
         raise UsageError("--html shows a predicted iteration, but nothing is predicted for this job; give --inventory.")
     from dovetail.cli.timeline_command import timeline_page
 
-    write(path, timeline_page(name, chosen, notes))
+    write(path, timeline_page(name, chosen))
 
 
 @click.command()
@@ -210,15 +207,15 @@ def plan(
             write(output, text + "\n")
         if as_json:
             click.echo(text)
-    console, notes = Console(), list[str]()
+    console = Console()
     chosen = None
     if there is not None:
-        chosen, notes = on_inventory(job.spec, configs, there, by_cost=optimize == "cost")
+        chosen = on_inventory(job.spec, configs, there, by_cost=optimize == "cost")
         if not as_json:
-            show_inventory(console, chosen, notes, groups)
+            show_inventory(console, chosen, groups)
     elif isinstance(groups, Plan):
         chosen = on_groups(job.spec, configs, measured) if html_path is not None else None
         if not as_json:
             show_groups(console, groups, lambda: unpredicted(manifest, job, configs, profile_path))
     if html_path is not None:
-        write_html(html_path, job.metadata.name, chosen, notes)
+        write_html(html_path, job.metadata.name, chosen)

@@ -45,7 +45,7 @@ def played(chosen: Chosen) -> Simulated:
     return simulate(chosen.candidate, chosen.costs, prompts, responses[order])
 
 
-def timeline_page(name: str, chosen: Chosen, notes: Sequence[str] = ()) -> str:
+def timeline_page(name: str, chosen: Chosen) -> str:
     """The HTML page of a job called `name`."""
     found, simulated = chosen.prediction, played(chosen)
     shown = _shown(found, chosen.costs.inventory.gpus)
@@ -61,7 +61,6 @@ def timeline_page(name: str, chosen: Chosen, notes: Sequence[str] = ()) -> str:
         f"{found.iteration_seconds:.3g} s an iteration, {found.samples_per_second:.3g} samples/s "
         f"({simulated.seconds:.3g} s played event by event)",
         f"hardware figures: {found.hardware}",
-        *notes,
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'

@@ -146,8 +146,7 @@ def _pool(group: Group, measured: Mapping[str, GPU] | None) -> Pool:
 
 
 def groups_limits(spec: RLHFJobSpec, inventory: Inventory, shapes: Mapping[str, ModelShape]) -> Limits:
-    """The choices that the manifest's groups and pins leave open, among those that trainers and scorers run today.
-    `inventory`: as `groups_inventory` gives it."""
+    """The choices that the manifest's groups and pins leave open. `inventory`: as `groups_inventory` gives it."""
     trainers = inventory.pools[0]
     both = [g for g in spec.groups if {Role.TRAINER, Role.ROLLOUT} <= set(g.roles)]
     rollouts = [g.name for g in spec.groups if Role.ROLLOUT in g.roles and Role.TRAINER not in g.roles]
@@ -158,7 +157,7 @@ def groups_limits(spec: RLHFJobSpec, inventory: Inventory, shapes: Mapping[str, 
     optimizers = {"actor": spec.ppo.actor_optimizer, "critic": spec.ppo.critic_optimizer}
     trained = [model for model in trained_models(spec) if model in TRAINING_TASKS]
     return replace(
-        pinned(spec, Limits().executed()),
+        pinned(spec, Limits()),
         trainers=(trainers.name,),
         rollouts=tuple(rollouts),
         whole=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -69,29 +70,22 @@ def recommend(
     configs: Mapping[str, Mapping[str, Any]],
     inventory: Inventory,
     expired: Callable[[], bool] = lambda: False,
-) -> tuple[Chosen, list[str]]:
-    """The best placement on an inventory, whatever groups the manifest has, among those that trainers and scorers run
-    today. If none of these fits, it is the best of all placements, with a sentence for each part that is not executed
-    yet. `expired`: whether the search must end now. Raises Infeasible, ConfigError or Unknown."""
+) -> Chosen:
+    """The best placement on an inventory, whatever groups the manifest has. `expired`: whether the search must end now.
+    Raises Infeasible, ConfigError or Unknown."""
     if Stage.PPO not in spec.stages:
         raise Unknown("spec.stages has no ppo, whose iteration is what is placed on an inventory; add it")
     known = shapes(spec, configs)
     if known is None:
         raise Unknown("the configuration of one of the models is not known; give its folder as source.path")
-    executed = _limits(spec, Limits().executed())
-    found = _search(spec, known, inventory, executed, effort(inventory, expired))
+    limits = _limits(spec)
+    found = _search(spec, known, inventory, limits, effort(inventory, expired))
     if spec.plan.zero3 == "Auto" and spec.plan.chunks == 1:
-        gathering = _search(spec, known, inventory, replace(executed, fsdp=(3,)), effort(inventory, expired))
+        gathering = _search(spec, known, inventory, replace(limits, fsdp=(3,)), effort(inventory, expired))
         found = _gaining(found, gathering)
-    if not isinstance(found, str):
-        return found, []
-    everything = _search(spec, known, inventory, _limits(spec, Limits()), effort(inventory, expired))
-    if isinstance(everything, str):
-        raise Infeasible(everything)
-    return everything, [
-        f"with what is executed today nothing fits: {found}",
-        *unexecuted(everything.candidate, inventory),
-    ]
+    if isinstance(found, str):
+        raise Infeasible(found)
+    return found
 
 
 def _gaining(plain: Chosen | str, gathering: Chosen | str) -> Chosen | str:
@@ -109,7 +103,7 @@ def cheapest(
     configs: Mapping[str, Mapping[str, Any]],
     inventory: Inventory,
     expired: Callable[[], bool] = lambda: False,
-) -> tuple[Chosen, list[str]]:
+) -> Chosen:
     """Like `recommend`, but for the lowest price of a sample. The placement may use fewer nodes.
 
     It descends from all nodes, and from each pool alone. While the price falls, one pool gets a node less, half its
@@ -118,18 +112,17 @@ def cheapest(
         raise Unknown(
             f"pool {missing} of the inventory has no pricePerGPUHour, which a search for the lowest price needs"
         )
-    known: dict[tuple[int, ...], tuple[float, tuple[Chosen, list[str]]] | Infeasible] = {}
+    known: dict[tuple[int, ...], Chosen | Infeasible] = {}
 
     def price(nodes: tuple[int, ...]) -> float:
         if nodes not in known:
             kept = tuple(replace(p, nodes=n) for p, n in zip(inventory.pools, nodes, strict=True) if n)
             try:
-                found = recommend(spec, configs, Inventory(kept), expired)
-                known[nodes] = 1 / (found[0].prediction.samples_per_dollar or 1e-300), found
+                known[nodes] = recommend(spec, configs, Inventory(kept), expired)
             except Infeasible as error:
                 known[nodes] = error
         there = known[nodes]
-        return float("inf") if isinstance(there, Infeasible) else there[0]
+        return math.inf if isinstance(there, Infeasible) else 1 / (there.prediction.samples_per_dollar or 1e-300)
 
     everything = tuple(pool.nodes for pool in inventory.pools)
     alone = [tuple(n if i == j else 0 for j, n in enumerate(everything)) for i in range(len(everything))]
@@ -148,22 +141,20 @@ def cheapest(
                 break
             current = nearest
         best = min(best, current, key=price)
-    result = known.get(best)
-    if result is None or isinstance(result, Infeasible):
-        price(best)
-        result = known[best]
+    price(best)  # it is not known yet if the time was up at once
+    result = known[best]
     if isinstance(result, Infeasible):
         raise result
-    return result[1]
+    return result
 
 
-def _limits(spec: RLHFJobSpec, limits: Limits) -> Limits:
+def _limits(spec: RLHFJobSpec) -> Limits:
     batches: dict[Task, tuple[int, ...]] = {"actor_training": (), "critic_training": ()}
     for rule in batch_rules(spec):
         if rule.stage is not Stage.PPO:  # the reward model has the critic's layout, if there is a critic
             task: Task = "critic_training" if rule.model == "reward" and has_critic(spec) else "actor_training"
             batches[task] += (rule.batch // rule.micro,)
-    return replace(pinned(spec, limits), layouts=pinned_shares(spec), batches=batches)
+    return replace(pinned(spec, Limits()), layouts=pinned_shares(spec), batches=batches)
 
 
 def _search(
@@ -173,21 +164,15 @@ def _search(
     limits: Limits,
     effort: Effort,
 ) -> Chosen | str:
-    kind = PodCosts if limits.together else GPUCosts
-    costs = kind(workload(spec, known), inventory, spec.generation.max_concurrent)
-    if limits.together:
-        most = max(pool.per_node for pool in inventory.pools)
-        result, _ = search_fewest_stages(limits, most, lambda tried: Search(tried, costs, effort).run())
-    else:
-        result = Search(limits, costs, effort).run()
+    costs = PodCosts(workload(spec, known), inventory, spec.generation.max_concurrent)
+    most = max(pool.per_node for pool in inventory.pools)
+    result, _ = search_fewest_stages(limits, most, lambda tried: Search(tried, costs, effort).run())
     if result.best is None:
         return _missing(result)
-    if limits.together:
-        result = _plainest(result, costs)
+    result = _plainest(result, costs)
     assert result.best is not None
-    if isinstance(costs, PodCosts):
-        costs = costs.of(result.best.candidate)
-    return Chosen(result.best.candidate, costs, prediction(result, costs))
+    mine = costs.of(result.best.candidate)
+    return Chosen(result.best.candidate, mine, prediction(result, mine))
 
 
 def _plainest(result: Result, costs: GPUCosts) -> Result:
@@ -210,30 +195,6 @@ def _missing(result: Result) -> str:
     reasons = [r.problem for r in result.rejected if r.problem]
     nearest = min(reasons, key=len) if reasons else "no layout divides the batches and layers evenly"
     return f"{nearest}; add GPUs, take some with more memory, or shorten sequences or batches"
-
-
-def unexecuted(candidate: Candidate, inventory: Inventory) -> list[str]:
-    """One sentence for each part of a candidate that trainers and scorers do not run yet."""
-    shares = list(candidate.placed)
-    training = [s for task, s in shares if task.endswith("_training")]
-    scored = [(task, s) for task, s in shares if not task.endswith("_training") and task != "generation"]
-    found = []
-    if len({s.tp for s in training}) > 1:
-        found.append("training actor and critic with unlike tp is not executed yet")
-    if len({s.micro_batch for s in training}) > 1:
-        found.append("micro-batches of other sizes for the critic than for the actor are not executed yet")
-    if wide := sorted({task for task, s in scored if s.tp > 1}):
-        found.append(f"models split within layers in inference ({', '.join(wide)}) are not executed yet")
-    if any(s.pp * s.tp > inventory[s.pool].per_node for _, s in scored):
-        found.append("inference models split over several nodes are not executed yet")
-    if any(s.offload for _, s in scored):
-        found.append("inference weights that wait in host memory are not executed yet")
-    servers = [s for task, s in shares if task == "generation"]
-    if any(s.pp * s.tp > inventory[s.pool].per_node for s in servers):
-        found.append("vLLM servers over several nodes are not executed yet")
-    if any(not any(s.overlaps(server) for server in servers) for _, s in scored):
-        found.append("inference away from the rollouts is not executed yet")
-    return found
 
 
 def fragment(chosen: Chosen) -> dict[str, Any]:

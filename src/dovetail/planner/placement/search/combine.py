@@ -12,7 +12,6 @@ import numpy.typing as npt
 
 from dovetail.planner.candidate import INFERENCE, TRAINING, Share, Task, cells, side_by_side
 from dovetail.planner.costs.gpu import GPUCosts, Option
-from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.ranking import EVERY, Ranked, Ranker, Ranking, orders
 from dovetail.planner.placement.search.structures import apart
 
@@ -34,8 +33,8 @@ Chosen = tuple[Share, ...]
 class Combiner:
     """Combines the layouts that `ranker` finds."""
 
-    def __init__(self, limits: Limits, costs: GPUCosts, ranker: Ranker) -> None:
-        self._limits, self._costs, self._ranker = limits, costs, ranker
+    def __init__(self, costs: GPUCosts, ranker: Ranker) -> None:
+        self._costs, self._ranker = costs, ranker
 
     def few(self, ranking: Ranking) -> Iterator[Chosen]:
         """The fastest combination if it fits. Otherwise those that fit after the fewest changes."""
@@ -62,9 +61,8 @@ class Combiner:
     def beside(self, actor: Share, critic: Share) -> tuple[Share, Share]:
         """The shares of actor and critic as trainers lay them out. They share no schedule if micro-batches are cut by
         tokens."""
-        if not self._limits.together or self._costs.work.micro_batch_tokens is not None:
-            return actor, critic
-        return side_by_side(actor, critic)
+        cut = self._costs.work.micro_batch_tokens is not None
+        return (actor, critic) if cut else side_by_side(actor, critic)
 
     def _fit(self, ranking: Ranking, filling: Filling, chosen: Sequence[Share]) -> bool:
         placed = self._laid_out(ranking, chosen)
@@ -87,8 +85,6 @@ class Combiner:
         """Whether a combination can run. Actor and critic must have the same micro-batch size and tp. Inference must
         take whole servers. A scorer's stages must be in its server's pod, and so must the tensor-parallel ranks of
         trainers that share a server's GPUs."""
-        if not self._limits.together:
-            return True
         placed = list(zip(ranking.places, chosen, strict=True))
         sizes = {share.pool: share.pp * share.tp for (task, _), share in placed if task == "generation"}
         whole = all(
@@ -103,7 +99,7 @@ class Combiner:
     def least(self, ranking: Ranking) -> Chosen | None:
         """The combination that keeps least of a GPU while other tasks work, and then needs least for each task. If any
         combination fits, this one does."""
-        for layouts in self._alike(ranking):
+        for layouts in self.alike(ranking):
             chosen = self._least(ranking, layouts)
             if chosen is None:
                 continue
@@ -123,12 +119,12 @@ class Combiner:
     def _same_stages(self, ranking: Ranking, layouts: list[Ranked]) -> Iterator[list[Ranked]]:
         """The layouts of each place with which actor and critic have the same number of stages, for each number."""
         trained = [at for at, (task, _) in enumerate(ranking.places) if task in TRAINING]
-        if len(trained) < 2 or apart(ranking.structure) or not self._limits.together:
+        if len(trained) < 2 or apart(ranking.structure):
             return
         for pp in sorted(set.intersection(*({o.share.pp for o in layouts[at]} for at in trained))):
             yield [[o for o in mine if o.share.pp == pp] if at in trained else mine for at, mine in enumerate(layouts)]
 
-    def _alike(self, ranking: Ranking) -> Iterator[list[Ranked]]:
+    def alike(self, ranking: Ranking) -> Iterator[list[Ranked]]:
         """The layouts of each place. All of them come first. Then come those with which actor and critic have the same
         micro-batch size and tp, for each pair that both can have. Servers on their GPUs must have pods that hold tp
         ranks."""
@@ -161,9 +157,9 @@ class Combiner:
                         yield chosen
 
     def _repaired(self, ranking: Ranking, filling: Filling) -> Iterator[Chosen]:
-        """Combinations that fit after replacements. If actor and critic must have the same micro-batch size and tp,
-        there is one for each pair of these."""
-        for layouts in islice(self._alike(ranking), None if self._limits.together else 1):
+        """Combinations that fit after replacements. There is one for each pair of micro-batch size and tp, which actor
+        and critic must have in common."""
+        for layouts in self.alike(ranking):
             found = filling.repaired(layouts)
             if found is None or not self.agrees(ranking, chosen := tuple(o.share for o in found)):
                 continue

@@ -1,9 +1,9 @@
-"""Says what the search may choose: everything, what is executed today, or what a manifest leaves open."""
+"""Says what the search may choose: everything that trainers and scorers run, or what a manifest leaves open."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from dovetail.manifest.types import Parallelism
@@ -20,7 +20,9 @@ MOST_STAGES = 16
 
 @dataclass(frozen=True)
 class Limits:
-    """The choices of the search. An open choice may have any value.
+    """The choices of the search. An open choice may have any value that trainers and scorers run. Actor and critic have
+    one micro-batch size and one tp. Each vLLM server has a pod, and a scorer beside it. The scorer's models are whole
+    or in pipeline stages on the pod's GPUs, and stay there.
 
     `placements`, `schedules`, `migrations`: the allowed values of a candidate's fields.
     `trainers`, `rollouts`: the pools that may train, and those that may generate and infer. None: all pools. A pool in
@@ -32,16 +34,12 @@ class Limits:
     `layouts`: the allowed layouts by training task. All are allowed of a task that is not named.
     `servers`: the GPUs of a vLLM server, by pool. It is open for a pool that is not named.
     `asleep`: the pools whose servers sleep while others use the GPU. Their scorers' weights wait in host memory then.
-    `inference_tp`: the most tensor-parallel ranks in inference.
     `serving_pp`, `inference_pp`: the most pipeline stages of a vLLM server, and in inference.
     `fsdp`, `recompute`: the allowed values in training.
     `offload`: the allowed values by training task. It is open for a task that is not named.
-    `swap`: the allowed values of `Share.offload` in the inference of pools that are not `asleep`.
     `folded`: the rollouts' log-probabilities serve as the old ones.
     `shared_body`: the critic is a head on the actor.
-    `apart`: whether actor and critic may train on GPUs of their own (True) or on the same GPUs (False).
-    `together`: actor and critic have one micro-batch size and one tp, each server is on one node, and inference runs
-    beside generation, in one scorer for each server."""
+    `apart`: whether actor and critic may train on GPUs of their own (True) or on the same GPUs (False)."""
 
     placements: tuple[Placement, ...] = tuple(Placement)
     trainers: tuple[str, ...] | None = None
@@ -52,25 +50,16 @@ class Limits:
     layouts: Mapping[Task, tuple[Parallelism, ...]] = field(default_factory=dict)
     servers: Mapping[str, int] = field(default_factory=dict)
     asleep: tuple[str, ...] = ()
-    inference_tp: int = 64
     serving_pp: int = MOST_STAGES
     inference_pp: int = MOST_STAGES
-    fsdp: tuple[Literal[0, 1, 2, 3], ...] = (2, 3)
+    fsdp: tuple[Literal[0, 1, 2, 3], ...] = (2,)
     recompute: tuple[bool, ...] = (False, True)
     offload: Mapping[Task, tuple[bool, ...]] = field(default_factory=dict)
-    swap: tuple[bool, ...] = (False, True)
     schedules: tuple[Schedule, ...] = ("Serial", "TimeSharing", "Fused")
     migrations: tuple[float | None, ...] = MIGRATIONS
     folded: bool = True
     shared_body: bool = False
     apart: tuple[bool, ...] = (False, True)
-    together: bool = False
-
-    def executed(self) -> Limits:
-        """The part of the choices that trainers and scorers run today. Training uses FSDP2 as ZeRO-2, and actor and
-        critic have the same tp. Each vLLM server has a pod, and a scorer beside it. The scorer's models are whole or in
-        pipeline stages on the pod's GPUs, and stay there."""
-        return replace(self, inference_tp=1, fsdp=(2,), swap=(False,), together=True)
 
 
 def every_layout(ranks: int, degrees: Iterable[int], layers: int) -> Iterator[Parallelism]:

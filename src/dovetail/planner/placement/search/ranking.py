@@ -18,7 +18,6 @@ from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Workload
 
 INFERENCE_MICRO_BATCH = 8
-INFERENCE_MICRO_BATCHES = (1, 4)
 # So many of the fastest layouts of a task are kept, and all that need less memory than every faster one.
 WIDTH = 4
 EVERY = 10**9
@@ -76,15 +75,15 @@ class Ranker:
 
     @known_share
     def _kept(self, task: Task, slot: Share, shared: bool, width: int) -> Ranked | Misfit:
-        """The options of a task that are kept. If actor and critic must have the same tp, the best of each tp are
+        """The options of a task that are kept. Actor and critic must have the same tp, so the best of each tp are
         kept."""
         ranked = self._fitting(task, slot, shared)
         if isinstance(ranked, Misfit):
             return ranked
-        if not self._limits.together or task not in TRAINING:
-            return _front(ranked, width)
+        if task not in TRAINING:
+            return front(ranked, width)
         degrees = sorted({option.share.tp for option in ranked})
-        kept = [o for tp in degrees for o in _front([o for o in ranked if o.share.tp == tp], width)]
+        kept = [o for tp in degrees for o in front([o for o in ranked if o.share.tp == tp], width)]
         return sorted(kept, key=_by_seconds)
 
     @known_share
@@ -92,8 +91,7 @@ class Ranker:
         """The layouts that fit if nothing else ran on the GPUs, the fastest first. `shared`: the same GPUs also
         train."""
         pool = self._costs.inventory[slot.pool]
-        alike = options(task, slot, shared, pool, self._costs.work, self._limits)
-        found = [option for shares in alike for option in self.ways(task, shares)]
+        found = [option for shares in self.options(task, slot, shared, pool) for option in self.ways(task, shares)]
         if fits := sorted((o for o in found if o.problem is None), key=_by_seconds):
             return fits
         least = min(found, key=lambda option: option.need, default=None)
@@ -101,6 +99,29 @@ class Ranker:
             return Misfit(least.problem, least.need / pool.gpu.memory)
         why = f"no layout of {task} on {slot.gpus} GPUs of {slot.pool} divides its batches and layers evenly"
         return Misfit(why, float("inf"))
+
+    def options(self, task: Task, slot: Share, shared: bool, pool: Pool) -> Iterator[list[Share]]:
+        """Every share of `task` on `slot` that the model's shape and the batch sizes allow, whether or not it fits.
+        Each list holds shares that differ only in how they save memory. The first saves nothing and the last saves
+        most. `shared`: the same GPUs also train, so that other tasks may have to free their memory."""
+        limits, shape = self._limits, self._costs.work.needed(task)[0]
+        degrees = tensor_degrees(shape, slot, pool)
+        size = limits.servers.get(pool.name)
+        if task in TRAINING:
+            yield from training_shares(task, slot, degrees, shape, self._costs.work, limits)
+        elif task == "generation":
+            ways = (True,) if pool.name in limits.asleep else _EITHER if shared else (False,)
+            for tp, pp in stages(shape, slot, degrees):
+                if size in (None, pp * tp) and pool.per_node % (pp * tp) == 0 and pp <= limits.serving_pp:
+                    dp = slot.gpus // (pp * tp)
+                    yield [Share(slot.pool, slot.first, pp, tp, dp, offload=asleep) for asleep in ways]
+        else:
+            for _, pp in stages(shape, slot, (1,)):
+                if pp <= min(limits.inference_pp, size or pool.per_node):
+                    # Beside each server there is a scorer, on some of its GPUs. A scorer divides its micro-batch by pp.
+                    dp, micro = slot.gpus // max(pp, size or 1), max(1, INFERENCE_MICRO_BATCH // pp)
+                    # If the server sleeps, the scorer's weights come from host memory.
+                    yield [Share(slot.pool, slot.first, pp, 1, dp, micro, offload=pool.name in limits.asleep)]
 
     def ways(self, task: Task, shares: Sequence[Share]) -> list[Option]:
         """The options for `shares`, which differ only in how they save memory. The last one saves most. If even that
@@ -129,7 +150,7 @@ def _sum(structure: Candidate, seconds: Mapping[Task, float]) -> float:
     return seconds["generation"] + training + sum(seconds.get(task, 0.0) for task in INFERENCE)
 
 
-def _front(ranked: Ranked, width: int) -> Ranked:
+def front(ranked: Ranked, width: int) -> Ranked:
     """The `width` fastest options, and each option that needs less memory than every faster one. Options with
     `Share.offload` leave the GPU to other tasks between their turns, so they are compared among themselves."""
     kept = []
@@ -160,47 +181,13 @@ def orders(layouts: Sequence[Ranked]) -> Iterator[tuple[int, ...]]:
 # ------------------------------------------------------------ every layout
 
 
-def options(task: Task, slot: Share, shared: bool, pool: Pool, work: Workload, limits: Limits) -> Iterator[list[Share]]:
-    """Every share of `task` on `slot` that the model's shape and the batch sizes allow, whether or not it fits. Each
-    list holds shares that differ only in how they save memory. The first saves nothing and the last saves most.
-
-    `shared`: the same GPUs also train, so that other tasks may have to free their memory."""
-    shape, _ = work.needed(task)
-    # Tensor-parallel ranks are on one node.
-    degrees = [
-        t
-        for t in range(1, min(pool.per_node, slot.gpus) + 1)
-        if pool.per_node % t == 0 and slot.gpus % t == 0 and shape.heads % t == 0
-    ]
-    if task in TRAINING:
-        yield from _training(task, slot, degrees, shape, work, limits)
-    elif task == "generation":
-        size = limits.servers.get(pool.name)
-        ways = (True,) if pool.name in limits.asleep else _EITHER if shared else (False,)
-        for tp, pp in _stages(shape, slot, degrees):
-            if (
-                size in (None, pp * tp)
-                and not (limits.together and pool.per_node % (pp * tp))
-                and pp <= limits.serving_pp
-            ):
-                dp = slot.gpus // (pp * tp)
-                yield [Share(slot.pool, slot.first, pp, tp, dp, offload=asleep) for asleep in ways]
-    else:
-        servers = limits.servers.get(pool.name, 1)  # beside each server there is a scorer, on some of its GPUs
-        most = limits.servers.get(pool.name, pool.per_node) if limits.together else slot.gpus
-        for tp, pp in _stages(shape, slot, degrees):
-            if tp > limits.inference_tp or pp > limits.inference_pp or pp * tp > most:
-                continue
-            dp = slot.gpus // max(pp * tp, servers)
-            # With smaller micro-batches the stages wait less. A scorer divides its micro-batch by pp.
-            least = (max(1, INFERENCE_MICRO_BATCH // pp),)
-            for micro in least if pp == 1 or limits.together else INFERENCE_MICRO_BATCHES:
-                # If the server sleeps, the scorer's weights come from host memory.
-                swap = (True,) if pool.name in limits.asleep else limits.swap
-                yield [Share(slot.pool, slot.first, pp, tp, dp, micro, offload=swapped) for swapped in swap]
+def tensor_degrees(shape: ModelShape, slot: Share, pool: Pool) -> list[int]:
+    """The degrees of tensor parallelism. Its ranks are on one node."""
+    degrees = range(1, min(pool.per_node, slot.gpus) + 1)
+    return [t for t in degrees if pool.per_node % t == 0 and slot.gpus % t == 0 and shape.heads % t == 0]
 
 
-def _stages(shape: ModelShape, slot: Share, degrees: Sequence[int]) -> Iterator[tuple[int, int]]:
+def stages(shape: ModelShape, slot: Share, degrees: Sequence[int]) -> Iterator[tuple[int, int]]:
     """The (tp, pp) of a task that does not train. Only powers of two are tried as pp, because each is combined with all
     other choices."""
     for tp in degrees:
@@ -209,7 +196,7 @@ def _stages(shape: ModelShape, slot: Share, degrees: Sequence[int]) -> Iterator[
         yield from ((tp, pp) for pp in (2**i for i in range(most.bit_length())) if pp <= most and ranks % pp == 0)
 
 
-def _training(
+def training_shares(
     task: Task, slot: Share, degrees: Sequence[int], shape: ModelShape, work: Workload, limits: Limits
 ) -> Iterator[list[Share]]:
     """Every layout of a training task, with every micro-batch size that divides a mini-batch."""

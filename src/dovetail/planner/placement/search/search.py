@@ -19,7 +19,7 @@ from dovetail.planner.inventory import Pool
 from dovetail.planner.placement.search.combine import Combiner, Filling
 from dovetail.planner.placement.search.limits import FINE_MIGRATIONS, MIGRATIONS, Limits
 from dovetail.planner.placement.search.ranking import EVERY, Ranker, Ranking
-from dovetail.planner.placement.search.structures import Sizes, apart, sizes, structures
+from dovetail.planner.placement.search.structures import Sizes, Structures, apart, sizes
 
 # The descent tries layouts that alone take up to this factor longer than the one in use.
 SLACK = 1.25
@@ -100,7 +100,7 @@ class Search:
     def __init__(self, limits: Limits, costs: GPUCosts, effort: Effort) -> None:
         self.limits, self.costs, self.effort = limits, costs, effort
         self.ranker = Ranker(limits, costs)
-        self.combiner = Combiner(limits, costs, self.ranker)
+        self.combiner = Combiner(costs, self.ranker)
         self.result = Result()
         self._known: dict[Candidate, Estimate] = {}
         self._finalists: list[tuple[float, int, Ranking, Found]] = []
@@ -171,7 +171,7 @@ class Search:
 
     def structures(self, grid: Sizes) -> Iterator[Candidate]:
         """The structures that the search examines."""
-        return structures(self.costs.inventory, self.costs.work, self.limits, grid)
+        return Structures(self.costs.inventory, self.costs.work, self.limits, grid).every()
 
     def _ranked(self, grid: Sizes) -> list[Ranking]:
         found = []
@@ -222,11 +222,8 @@ class Search:
         """The structure with these shares, in the order of `places`, on their GPUs."""
         shares: dict[Task, list[Share]] = {}
         for (task, slot), share in zip(ranking.places, chosen, strict=True):
-            if task in INFERENCE and self.limits.together:
-                # Each vLLM server has a scorer, on some of its GPUs.
-                sizes = (server.pp * server.tp for server in shares["generation"] if server.pool == share.pool)
-                copies = slot.gpus // next(sizes, 1)
-                share = share if share.dp == copies else replace(share, dp=copies)
+            if task in INFERENCE:
+                share = self.beside_servers(slot, share, shares["generation"])
             shares.setdefault(task, []).append(share.at(slot.first))
         if shares.get("critic_training"):
             (actor,), (critic,) = shares["actor_training"], shares["critic_training"]
@@ -239,8 +236,14 @@ class Search:
             migration=self.limits.migrations[0],
             folded=self.limits.folded,
             shared_body=self.limits.shared_body,
-            beside=self.limits.together,
+            beside=True,
         )
+
+    def beside_servers(self, slot: Share, share: Share, servers: Sequence[Share]) -> Share:
+        """The share of an inference task on `slot`, with a copy in the scorer of each server."""
+        sizes = (server.pp * server.tp for server in servers if server.pool == slot.pool)
+        copies = slot.gpus // next(sizes, 1)
+        return share if share.dp == copies else replace(share, dp=copies)
 
     def schedules(self, ranking: Ranking, chosen: Sequence[Share]) -> Sequence[Schedule]:
         """The schedules by which the two trainings can share their GPUs."""

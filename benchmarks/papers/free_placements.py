@@ -1,0 +1,114 @@
+"""The search without what our trainers and scorers cannot do: for the papers' systems, whose baselines place tasks in
+more ways than ours. Actor and critic have micro-batches and tp of their own, servers and scorers go over several nodes,
+scorers are tensor-parallel or away from the rollouts, and their weights may wait in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
+
+from dovetail.planner.candidate import TRAINING, Candidate, Schedule, Share, Task
+from dovetail.planner.costs.gpu import GPUCosts
+from dovetail.planner.inventory import Pool
+from dovetail.planner.placement.search.combine import Combiner
+from dovetail.planner.placement.search.limits import Limits
+from dovetail.planner.placement.search.ranking import (
+    INFERENCE_MICRO_BATCH,
+    Misfit,
+    Ranked,
+    Ranker,
+    Ranking,
+    front,
+    stages,
+    tensor_degrees,
+)
+from dovetail.planner.placement.search.search import Effort, Search
+from dovetail.planner.placement.search.structures import HALVES, Sizes, Slots, Structures, joined
+
+INFERENCE_MICRO_BATCHES = (1, 4)
+AWAY = "inference apart from generation"
+
+
+@dataclass(frozen=True)
+class FreeLimits(Limits):
+    """`inference_tp`: the most tensor-parallel ranks in inference. `swap`: the allowed values of `Share.offload` in
+    inference."""
+
+    fsdp: tuple[Literal[0, 1, 2, 3], ...] = (2, 3)
+    inference_tp: int = 64
+    swap: tuple[bool, ...] = (False, True)
+
+
+class FreeRanker(Ranker):
+    def __init__(self, limits: FreeLimits, costs: GPUCosts) -> None:
+        super().__init__(limits, costs)
+        self._free = limits
+
+    def _kept(self, task: Task, slot: Share, shared: bool, width: int) -> Ranked | Misfit:
+        ranked = self._fitting(task, slot, shared)
+        return ranked if isinstance(ranked, Misfit) else front(ranked, width)
+
+    def options(self, task: Task, slot: Share, shared: bool, pool: Pool) -> Iterator[list[Share]]:
+        if task in TRAINING:
+            yield from super().options(task, slot, shared, pool)
+            return
+        limits, shape = self._free, self._costs.work.needed(task)[0]
+        for tp, pp in stages(shape, slot, tensor_degrees(shape, slot, pool)):
+            dp = slot.gpus // (pp * tp)
+            if task == "generation":
+                if pp <= limits.serving_pp:
+                    ways = (False, True) if shared else (False,)
+                    yield [Share(slot.pool, slot.first, pp, tp, dp, offload=asleep) for asleep in ways]
+            elif tp <= limits.inference_tp and pp <= limits.inference_pp:
+                # With smaller micro-batches the stages wait less.
+                for micro in (INFERENCE_MICRO_BATCH,) if pp == 1 else INFERENCE_MICRO_BATCHES:
+                    yield [Share(slot.pool, slot.first, pp, tp, dp, micro, offload=swap) for swap in limits.swap]
+
+
+class FreeCombiner(Combiner):
+    def beside(self, actor: Share, critic: Share) -> tuple[Share, Share]:
+        return actor, critic
+
+    def agrees(self, ranking: Ranking, chosen: Sequence[Share]) -> bool:
+        return True
+
+    def alike(self, ranking: Ranking) -> Iterator[list[Ranked]]:
+        yield list(ranking.layouts)
+
+
+class FreeStructures(Structures):
+    def halved(self, structure: Candidate) -> Candidate:
+        return replace(structure, note=joined(structure.note, HALVES))
+
+    def served(self, training: Share, segments: Slots) -> Iterator[tuple[Slots, Slots, str]]:
+        """The same segments, different segments, or parts of the only segment."""
+        yield segments, segments, ""
+        for uses in product(("both", "generation", "inference"), repeat=len(segments)):
+            generation = tuple(s for s, use in zip(segments, uses, strict=True) if use != "inference")
+            inference = tuple(s for s, use in zip(segments, uses, strict=True) if use != "generation")
+            if generation and inference:
+                yield generation, inference, AWAY if generation != inference else ""
+        if len(segments) == 1 and segments[0].gpus > 1:
+            for count in self.grid(self.inventory[segments[0].pool], segments[0].gpus):
+                if 2 * count <= segments[0].gpus:
+                    first, second = segments[0].cut(segments[0].gpus - count)
+                    yield (first,), (second,), AWAY
+        yield segments, (training,), "inference on the trainers"
+
+
+class FreeSearch(Search):
+    def __init__(self, limits: FreeLimits, costs: GPUCosts, effort: Effort) -> None:
+        super().__init__(limits, costs, effort)
+        self.ranker = FreeRanker(limits, costs)
+        self.combiner = FreeCombiner(costs, self.ranker)
+
+    def structures(self, grid: Sizes) -> Iterator[Candidate]:
+        return FreeStructures(self.costs.inventory, self.costs.work, self.limits, grid).every()
+
+    def beside_servers(self, slot: Share, share: Share, servers: Sequence[Share]) -> Share:
+        return share
+
+    def candidate(self, ranking: Ranking, chosen: Sequence[Share], schedule: Schedule) -> Candidate:
+        return replace(super().candidate(ranking, chosen, schedule), beside=False)
