@@ -102,7 +102,11 @@ def _turns(instance: SearchInstance, m: int, first: int, last: int) -> float:
 
     A rank that starts the forward of its k-th stage holds the micro-batch in its stages 1 to k until that stage's B
     ends, and at least one of them for a weight gradient more. Micro-batches pass a stage in order. So where those from
-    i to j do not fit together, j starts after i has ended. This gives the earliest starts one after the other."""
+    i to j do not fit together, j starts after i has ended. This gives the earliest starts one after the other.
+
+    The rank itself is busy between the first B of i and the start of j. Of all these forwards only those that fit are
+    over when that B begins, and of what is held only what fits is not released when j starts. The others run between,
+    one after the other."""
     mine = slice(instance.chunks(m).start, instance.chunks(m).stop)
     limit = (instance.problem.memory_limit or 0.0) * (1 + 1e-9)
     duration = instance.duration[mine, :, :, first:last]
@@ -123,15 +127,25 @@ def _turns(instance: SearchInstance, m: int, first: int, last: int) -> float:
         passed = begun[:, None] + forwards[c].cumsum(axis=1) - duration[c, F]
         start = np.maximum(arrivals[c], passed)
         end = np.zeros_like(start)
+        # How many stages of micro-batches fit together, and how long each of the others keeps the rank busy.
+        each = np.sort(instance.activation[mine][: c + 1, :, first:last].transpose(1, 0, 2).reshape(len(rows), -1))
+        fits = (each.cumsum(axis=1) <= limit).sum(axis=1)
+        freeing = duration[: c + 1, B:].sum(axis=1).min(axis=(0, 2))
+        entering = duration[: c + 1, F].min(axis=(0, 2))
         for j in range(last - first):
             # The last micro-batch that must have ended, or -1.
             out = (together[:, : j + 1] < (together[:, j + 1] - limit)[:, None]).sum(axis=1) - 1
             if j:
                 start[:, j] = np.maximum(start[:, j], start[:, j - 1] + duration[c, F, :, j - 1])
             start[:, j] = np.maximum(start[:, j], np.where(out >= 0, end[rows, out], 0.0))
+            others = (c + 1) * (j + 1 - np.arange(j)) - fits[:, None]
+            busy = others * freeing[:, None] + (others - 1) * entering[:, None]
+            after = np.where(others > 0, start[:, :j] + stay[c, :, :j] - duration[c, B, :, :j] + busy, 0.0)
+            start[:, j] = np.maximum(start[:, j], after.max(axis=1, initial=0.0))
             end[:, j] = start[:, j] + stay[c, :, j] + weights[c, :, j]
             if j:
                 end[:, j] = np.maximum(end[:, j], end[:, j - 1])
         tail = instance.tail[mine, B, :, first:last][c]
         longest = max(longest, float((start + stay[c] + tail).max()), float(end.max()))
     return longest
+
