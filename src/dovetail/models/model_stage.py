@@ -86,7 +86,10 @@ class PipelineStage(nn.Module):
         self.hidden_size = int(config.hidden_size)
         self.score_bias = float(getattr(config, SCORE_BIAS, 0.0)) if head == "value" else 0.0
         with torch.device("meta"):
-            whole = AutoModelForCausalLM.from_config(without_dropout(config), attn_implementation=NAME)
+            # Master weights are float32, whatever the files hold; transformers would take the dtype of config.json.
+            whole = AutoModelForCausalLM.from_config(
+                without_dropout(config), dtype=torch.float32, attn_implementation=NAME
+            )
         source: Any = whole.get_submodule(self.family.body)
         body = nn.Module()
         if self.is_first:
