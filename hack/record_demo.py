@@ -1,12 +1,13 @@
 r"""Make the recording of `dovetail ui --demo` from finished runs of this machine.
 
-    dovetail run examples/quickstart.yaml --run-dir runs/a --seed 1
-    dovetail run examples/quickstart.yaml --run-dir runs/b --seed 2
-    dovetail run examples/quickstart.yaml --run-dir runs/c --seed 4 \
+    for seed in 1 2 3; do
+        dovetail run examples/quickstart.yaml --run-dir runs/quickstart-seed-$seed --seed $seed
+    done
+    dovetail run examples/quickstart.yaml --run-dir runs/quickstart-little-sft --seed 4 \
         --set spec.sft.steps=20 --set spec.reward.steps=20 --set spec.ppo.iterations=30
-    python hack/record_demo.py runs/a runs/b runs/c
+    python hack/record_demo.py runs/quickstart-seed-{1,2,3} runs/quickstart-little-sft
 
-The first run is kept with its samples, timelines and schedule; of the others only what a comparison needs."""
+The page shows the folders' names. The first run is kept with its samples, timelines and schedule; of the others only what a comparison needs."""
 
 from __future__ import annotations
 

@@ -54,6 +54,7 @@ def main() -> None:
         take("sample", f"run/{run.name}/sample/{last}/{prompt}/0", ".tokens span", dark=True)
         take("schedule", f"run/{run.name}/schedule", "svg[data-lanes] rect")
         take("timeline", f"run/{run.name}/timeline", "svg[data-lanes] rect", dark=True)
+        take("side-by-side", f"run/{run.name}/samples/evaluation/side", "table")
         take("narrow", f"run/{run.name}/samples", "table", size=NARROW)
         names = "/".join(path.name for path in sorted(run.parent.iterdir()))
         take("compare", f"compare/{names}", "svg[data-chart] path")
