@@ -7,7 +7,8 @@ r"""Make the recording of `dovetail ui --demo` from finished runs of this machin
         --set spec.sft.steps=20 --set spec.reward.steps=20 --set spec.ppo.iterations=30
     python hack/record_demo.py runs/quickstart-seed-{1,2,3} runs/quickstart-little-sft
 
-The page shows the folders' names. The first run is kept with its samples, timelines and schedule; of the others only what a comparison needs."""
+The page shows the folders' names. The first run is kept with its samples, timelines and schedule; of the others only
+what a comparison needs."""
 
 from __future__ import annotations
 
