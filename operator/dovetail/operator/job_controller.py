@@ -107,6 +107,7 @@ class Controller:
         self._told: dict[Key, float] = {}  # since when an event waits to be acted on
         self.store = ObjectCache()
         self.queue: WorkQueue[Key] = WorkQueue(time.monotonic)
+        planner.done = self.queue.add
 
     async def observe(self, thing: Object, deleted: bool) -> None:
         """Take a watch event: store it, and enqueue its job unless the reply to a write told the same before."""
@@ -216,6 +217,8 @@ class Controller:
         reported, mounts, outlook = None, dict[str, str](), Outlook()
         if not is_over(old_status(document)):
             planned = await self._planner.planned(document, children)
+            if _planned_before(document) and isinstance(planned, PlanRefused) and planned.reason == reasons.PLANNING:
+                return None  # what its status says stays until the planner answers
             outlook = self._outlook(key, uid, planned, children)
             if not isinstance(planned, PlanRefused):
                 least = RenderContext(planned[0], uid, planned[1], self._settings).guaranteed
@@ -493,6 +496,10 @@ class Controller:
         for (key, name), uid in gone.items():
             await self.observe(_shell(resource.kind, key, name, uid), deleted=True)
         return version
+
+
+def _planned_before(document: Object) -> bool:
+    return any(c.type == "Planned" and c.status == "True" for c in old_status(document).conditions)
 
 
 def _ended(thing: Object) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import time
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -21,7 +23,7 @@ from dovetail.operator.cluster.object_cache import Key
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.reconcile import reasons
 from dovetail.operator.reconcile.children import Children, Object
-from dovetail.operator.reconcile.reconcile import PlanRefused
+from dovetail.operator.reconcile.reconcile import PLANNER_AGAIN_SECONDS, PlanRefused
 from dovetail.operator.render.config_map import planned_hash, spec_hash
 from dovetail.operator.render.context import digest
 from dovetail.planner.hardware import GPU, estimate, is_known
@@ -30,6 +32,8 @@ from dovetail.protocol.plan import Plan
 
 REMEMBERED = 5000
 IDLE_SECONDS = 60.0
+# How long `planned` waits for a plan that nobody is before. Most plans take less.
+PATIENCE_SECONDS = 2.0
 V = TypeVar("V")
 
 
@@ -67,6 +71,15 @@ def _serve(pipe: Connection, make: Callable[[RLHFJobSpec], Plan] | None, gpus: M
         except Exception as error:
             answer = b"!" + f"{type(error).__name__}: {error}".encode()
         pipe.send_bytes(answer)
+
+
+@dataclass
+class _Asked:
+    """A plan that is being made, and the jobs that wait for it."""
+
+    spec: RLHFJobSpec
+    answer: asyncio.Future[Plan | PlanRefused]
+    jobs: set[Key] = field(default_factory=set)
 
 
 @dataclass
@@ -126,18 +139,27 @@ def _architectures(given: tuple[str, ...]) -> tuple[str, ...]:
 
 class Planner:
     """One worker process, started on first use, replaced when it misses its deadline, and ended after IDLE_SECONDS
-    without work. `make` must be importable; default: `dovetail.planner.make_plan.make_plan`. `problems`: sentences for
-    a job that is not planned, as its images do not serve its GPUs."""
+    without work. Namespaces take turns, so that slow plans of one tenant hold up nobody else's for long. `make` must be
+    importable; default: `dovetail.planner.make_plan.make_plan`. `problems`: sentences for a job that is not planned, as
+    its images do not serve its GPUs. `clock`: monotonic seconds."""
 
     def __init__(
         self,
         seconds: float,
         make: Callable[[RLHFJobSpec], Plan] | None = None,
         problems: Callable[[RLHFJobSpec], list[str]] = image_errors,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._seconds = seconds
         self._make = make
         self._problems = problems
+        self._clock = clock
+        # Called with each job that `planned` did not wait for. None: `planned` always waits.
+        self.done: Callable[[Key], Awaitable[None]] | None = None
+        self._asked: dict[str, _Asked] = {}  # by the spec's hash
+        self._queues: OrderedDict[str, list[str]] = OrderedDict()  # hashes by namespace, whose turns these are
+        self._asking: asyncio.Task[None] | None = None
+        self._failed: dict[str, tuple[float, PlanRefused]] = {}  # until when they count, by the spec's hash
         self._given: dict[str, GPU] = {}  # by the administrator
         self._found: dict[str, GPU] = {}  # on nodes
         self._stale = False
@@ -157,7 +179,8 @@ class Planner:
 
     async def planned(self, document: Object, children: Children) -> tuple[RLHFJob, Plan] | PlanRefused:
         """The plan in the job's ConfigMap if the job has started or its spec is unchanged; else a new plan. `children`:
-        what the job controls."""
+        what the job controls. A plan that takes long is refused with the reason Planning, and `done` is called when it
+        is there."""
         started = children.get(JOBSET.kind, document["metadata"]["name"]) is not None
         read = self._job(document, started)
         if isinstance(read, PlanRefused):
@@ -170,15 +193,59 @@ class Planner:
                 return job, plan
         if errors := self._problems(job.spec):
             return PlanRefused(reasons.INVALID_SPEC, " ".join(errors))
-        found = self._known.get(wanted)
-        if found is None:
-            async with self._lock:
-                found = self._known.get(wanted) or await self._ask(job.spec)
-                self._rest()
-        # A planner that was too slow or broke may do better next time.
-        if not isinstance(found, PlanRefused) or found.reason == reasons.INFEASIBLE:
-            _remember(self._known, wanted, found)
+        found = self._answer(wanted) or await self._new(job, wanted)
         return found if isinstance(found, PlanRefused) else (job, found)
+
+    def _answer(self, wanted: str) -> Plan | PlanRefused | None:
+        """What is known of the spec with this hash. A failure of the planner counts for a while."""
+        until, failed = self._failed.get(wanted, (0.0, None))
+        return self._known.get(wanted) or (failed if self._clock() < until else None)
+
+    async def _new(self, job: RLHFJob, wanted: str) -> Plan | PlanRefused:
+        """Have a plan made, and wait for it as long as may be."""
+        key, asked = (job.metadata.namespace or "", job.metadata.name), self._asked.get(wanted)
+        if asked is None:
+            answer: asyncio.Future[Plan | PlanRefused] = asyncio.get_running_loop().create_future()
+            asked = self._asked[wanted] = _Asked(job.spec, answer)
+            self._queues.setdefault(key[0], []).append(wanted)
+            if self._asking is None or self._asking.done():
+                self._asking = asyncio.create_task(self._ask_in_turn())
+        if self.done is None:
+            return await asyncio.shield(asked.answer)
+        # One worker waits at most, so that the others are there for jobs that have a plan.
+        if len(self._asked) == 1 and not asked.jobs:
+            await asyncio.wait({asked.answer}, timeout=PATIENCE_SECONDS)
+        if asked.answer.done():
+            return asked.answer.result()
+        asked.jobs.add(key)
+        return PlanRefused(reasons.PLANNING, "the planner is at work on this job, or on jobs before it")
+
+    async def _ask_in_turn(self) -> None:
+        """Ask for one plan of each namespace after the other, until nobody waits."""
+        while self._queues:
+            namespace, hashes = next(iter(self._queues.items()))
+            wanted = hashes.pop(0)
+            if not hashes:
+                del self._queues[namespace]
+            asked = self._asked[wanted]
+            try:
+                async with self._lock:
+                    found = await self._ask(asked.spec)
+                    self._rest()
+            except Exception as error:
+                found = PlanRefused(reasons.PLANNER_FAILED, f"{type(error).__name__}: {error}")
+            # A planner that was too slow or broke may do better next time.
+            if isinstance(found, PlanRefused) and found.reason != reasons.INFEASIBLE:
+                _remember(self._failed, wanted, (self._clock() + PLANNER_AGAIN_SECONDS / 2, found))
+            else:
+                _remember(self._known, wanted, found)
+            if namespace in self._queues:
+                self._queues.move_to_end(namespace)
+            del self._asked[wanted]
+            asked.answer.set_result(found)
+            if self.done is not None:
+                for key in asked.jobs:
+                    await self.done(key)
 
     def use(self, given: Mapping[str, GPU] | None = None, found: Mapping[str, GPU] | None = None) -> None:
         """Plan with these GPUs from now on: those that the administrator describes, and those that nodes have and no
@@ -188,6 +255,7 @@ class Planner:
         self._found = dict(found) if found is not None else self._found
         if before != (self._given, self._found):
             self._known.clear()
+            self._failed.clear()
             self._variants.clear()
             self._stale = True
 
@@ -239,9 +307,12 @@ class Planner:
 
     async def close(self) -> None:
         """End the worker process."""
-        for task in self._varying:
+        tasks = [task for task in (*self._varying, self._asking) if task is not None and not task.done()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._varying, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for asked in self._asked.values():
+            asked.answer.cancel()
         await self._end()
 
     async def _end(self) -> None:
@@ -290,6 +361,11 @@ class Planner:
         except (EOFError, OSError) as error:
             await self._end()
             return PlanRefused(reasons.PLANNER_FAILED, f"the planner's process died: {error or 'no answer'}")
+        except asyncio.CancelledError:
+            # Its answer would be taken for that of the next spec. The thread that still reads sees the end, and closes.
+            self._process.kill()
+            self._process = self._pipe = None
+            raise
         kind, text = answer[0], answer[1:]
         if kind == "+":
             return Plan.model_validate_json(text)

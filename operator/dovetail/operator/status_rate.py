@@ -19,7 +19,7 @@ LONGEST_SECONDS = 60.0
 READY_SECONDS = 1.0
 STARTING = {reasons.CREATING, reasons.STARTING}
 CALM = STARTING | {reasons.ALL_SCHEDULED, reasons.ALL_READY, reasons.PLANNED, reasons.NOT_SUSPENDED}
-CALM |= {reasons.AS_EXPECTED, reasons.IN_PROGRESS, reasons.REPLANNED}
+CALM |= {reasons.AS_EXPECTED, reasons.IN_PROGRESS, reasons.REPLANNED, reasons.PLANNING, reasons.NOT_PLANNED}
 
 
 class StatusRate:

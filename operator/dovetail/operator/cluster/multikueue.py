@@ -103,6 +103,8 @@ class Dispatch:
             return Looked([], LOOK_SECONDS)
         planned = await self._planner.planned(document, Children())
         if isinstance(planned, PlanRefused):
+            if planned.reason == reasons.PLANNING:
+                return Looked([], LOOK_SECONDS)
             return self._once(key, document, planned.reason, planned.message)
         try:
             await self._client.create(workload(RenderContext(planned[0], uid, planned[1], self._settings)))

@@ -22,6 +22,7 @@ ORDER: tuple[ConditionType, ...] = (
 )
 # Reasons whose appearance is worth an event, as opposed to what every job goes through every few seconds.
 QUIET = {reasons.IN_PROGRESS, reasons.CREATING, reasons.STARTING, reasons.NOT_PLANNED, reasons.STOPPED}
+QUIET |= {reasons.PLANNING}
 # Events of new plans are told apart (`plans.publish`).
 QUIET |= {reasons.FINISHED, reasons.AS_EXPECTED, reasons.NOT_SUSPENDED, reasons.REPLANNED, reasons.HEALTHY}
 GOOD = {reasons.PLANNED, reasons.SUSPENDED, reasons.QUEUED, reasons.ALL_SCHEDULED, reasons.ALL_READY, reasons.COMPLETED}

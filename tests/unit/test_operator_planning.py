@@ -1,0 +1,159 @@
+"""Plans that take long: they hold up no other tenant, and no plan goes to another job."""
+
+import asyncio
+import contextlib
+import time
+
+from dovetail.operator.job_controller import Controller
+from dovetail.operator.operator_metrics import OperatorMetrics
+from dovetail.operator.operator_settings import OperatorSettings
+from dovetail.operator.plan_worker import Planner, read_job
+from dovetail.operator.reconcile.children import Children
+from dovetail.operator.reconcile.reconcile import PlanRefused
+from dovetail.planner.make_plan import PlanError, make_plan
+from helpers.fake_cluster import manifest
+
+SECONDS = 300.0
+
+
+def names_the_seed(spec):
+    """A planner that takes a moment for even seeds."""
+    if spec.seed % 2 == 0:
+        time.sleep(1.0)
+    raise PlanError(f"no plan for seed {spec.seed}")
+
+
+def never(spec):
+    if spec.seed != 0:
+        time.sleep(600)
+    return make_plan(spec)
+
+
+def a_job(seed, namespace="default", name="demo"):
+    document = manifest(seed=seed)
+    document["metadata"] |= {"namespace": namespace, "name": name, "uid": f"{namespace}-{name}"}
+    return document
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, SECONDS))
+
+
+def test_an_answer_that_nobody_waits_for_any_more_goes_to_no_other_job():
+    """A worker gives a job up after a while."""
+
+    async def test():
+        planner = Planner(SECONDS, names_the_seed)
+        try:
+            await planner.planned(a_job(1), Children())  # its process runs
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(planner.planned(a_job(2, name="slow"), Children()), 0.2)
+            return await planner.planned(a_job(3, name="next"), Children())
+        finally:
+            await planner.close()
+
+    assert run(test()).message == "no plan for seed 3"
+
+
+def test_a_variant_that_was_given_up_leaves_no_answer():
+    async def test():
+        planner = Planner(SECONDS, names_the_seed)
+        try:
+            await planner.planned(a_job(1), Children())
+            task = asyncio.create_task(planner._ask(read_job(a_job(2)).spec))
+            await asyncio.sleep(0.2)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            return await planner.planned(a_job(3, name="next"), Children())
+        finally:
+            await planner.close()
+
+    assert run(test()).message == "no plan for seed 3"
+
+
+def test_namespaces_take_turns():
+    async def test():
+        planner, order = Planner(SECONDS, names_the_seed), []
+
+        async def plan(document):
+            order.append((await planner.planned(document, Children())).message)
+
+        try:
+            many = [asyncio.create_task(plan(a_job(2 * n, "greedy", f"job-{n}"))) for n in range(1, 6)]
+            await asyncio.sleep(0.1)
+            await plan(a_job(11, "modest"))
+            for task in many:
+                task.cancel()
+            await asyncio.gather(*many, return_exceptions=True)
+            return order
+        finally:
+            await planner.close()
+
+    assert len(run(test())) <= 2, "one plan of the other tenant may be under way"
+
+
+class Nobody:
+    """A cluster that takes all writes, with no coordinators."""
+
+    def __init__(self):
+        self.requests, self.statuses = 0, {}
+
+    async def write_status(self, job, status):
+        self.statuses[job["metadata"]["name"]] = status
+        metadata = {**job["metadata"], "resourceVersion": str(int(job["metadata"]["resourceVersion"]) + 1)}
+        return {**job, "metadata": metadata, "status": status}
+
+    async def create(self, thing):
+        return thing
+
+    async def find(self, kind, namespace, name):
+        return None
+
+    def report(self, key, children, token):
+        return None
+
+    def forget(self, key):
+        return None
+
+
+def test_jobs_whose_plans_never_come_do_not_stop_the_operator():
+    """More of them than the operator has workers. It looks at a job with a plan at once, and says what the others
+    wait for."""
+
+    async def test():
+        planner, client = Planner(SECONDS, never), Nobody()
+        settings = OperatorSettings(workers=2, nodes_seconds=0)
+        controller = Controller(client, planner, client, settings, OperatorMetrics())
+        workers = [asyncio.create_task(controller._work()) for _ in range(settings.workers)]
+        try:
+            planned = a_job(0, name="planned")
+            planned["metadata"]["resourceVersion"] = "1"
+            job = await planner_plan(planner, planned)
+            for n in range(1, 9):
+                document = a_job(n, "greedy", f"slow-{n}")
+                document["metadata"]["resourceVersion"] = "1"
+                await controller.observe(document, deleted=False)
+            await asyncio.sleep(0.1)
+            await controller.observe(planned, deleted=False)
+            asked = time.monotonic()
+            while not {"planned", "slow-8"} <= client.statuses.keys():
+                assert time.monotonic() - asked < 60, sorted(client.statuses)
+                await asyncio.sleep(0.05)
+            return job, client.statuses
+        finally:
+            for task in workers:
+                task.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
+            await planner.close()
+
+    async def planner_plan(planner, document):
+        done, planner.done = planner.done, None
+        found = await planner.planned(document, Children())
+        planner.done = done
+        return found
+
+    job, statuses = run(test())
+    assert not isinstance(job, PlanRefused)
+    waits = {c["type"]: c for c in statuses["slow-8"]["conditions"]}["Planned"]
+    assert (waits["status"], waits["reason"]) == ("False", "Planning")
+    assert "jobs before it" in waits["message"]
