@@ -174,6 +174,27 @@ def test_a_reply_and_the_event_that_follows_it_are_one_version():
     assert not store.knows(pod)
 
 
+def test_of_large_objects_that_somebody_labelled_as_a_jobs_little_is_kept():
+    """Else a tenant could fill the operator's memory."""
+    store = ObjectCache()
+    labels = {"dovetail.dev/job": "demo", "app.kubernetes.io/managed-by": "dovetail-operator"}
+    large = "x" * 1_000_000
+
+    def config_map(name, **data):
+        metadata = {"name": name, "namespace": "ns", "uid": name, "resourceVersion": "5", "labels": labels}
+        metadata |= {"annotations": {"note": large}}
+        return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+
+    for name in ("mine-0", "mine-1"):
+        key = store.put(config_map(name, large=large))
+    store.put(config_map("demo-plan", **{"plan.json": "{}", "large": large}))
+    kept = store.children(key)
+    for name in ("mine-0", "mine-1"):
+        assert len(json.dumps(kept.get("ConfigMap", name))) < 1000
+    assert kept.get("ConfigMap", "demo-plan")["data"] == {"plan.json": "{}"}
+    assert store.uids("ConfigMap", None)[key, "mine-0"] == "mine-0", "it is still compared with lists"
+
+
 def test_what_is_nobodys_is_not_kept():
     store = ObjectCache()
     assert store.put(a_pod(1, job="")) is None

@@ -12,8 +12,8 @@ from dovetail.kube.resources import RLHFJOB
 from dovetail.operator.reconcile.children import Object
 
 Observe = Callable[[Object, bool], Awaitable[None]]
-# Of objects that are there when the operator starts.
-CHUNK = 100
+# Of objects that are there when the operator starts. Each may have more than 1 MB, and many times that in memory.
+CHUNK = 20
 
 
 async def watch_jobs(observe: Observe, namespaces: tuple[str, ...], on_signals: Callable[[], None]) -> None:

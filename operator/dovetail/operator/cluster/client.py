@@ -11,12 +11,13 @@ from pydantic_core import from_json
 
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError, request, stream
-from dovetail.kube.resources import BY_KIND, SECRET, WORKLOAD, Resource
+from dovetail.kube.resources import BY_KIND, CONFIG_MAP, RLHFJOB, SECRET, WORKLOAD, Resource
 
 Object = dict[str, Any]
 APPLY = "application/apply-patch+yaml"
 JSON_PATCH = "application/json-patch+json"
 PAGE = 100  # a pod is 10 KB of JSON, and several times that in memory
+LARGE_PAGE = 20  # of kinds whose objects may have 1 MB each
 
 
 # Bookmarks come every minute.
@@ -73,9 +74,10 @@ class Client:
         return [item async for page in self.pages(resource, namespace, selector, fields) for item in page.items]
 
     async def pages(
-        self, resource: Resource, namespace: str | None, selector: str = "", fields: str = "", size: int = PAGE
+        self, resource: Resource, namespace: str | None, selector: str = "", fields: str = "", size: int = 0
     ) -> AsyncIterator[Page]:
-        """Do the same as `list`, but return `size` objects at a time."""
+        """Do the same as `list`, but return `size` objects at a time; 0: as many as suit the kind."""
+        size = size or (LARGE_PAGE if resource in (RLHFJOB, CONFIG_MAP) else PAGE)
         query = {"limit": str(size)} | ({"labelSelector": selector} if selector else {})
         query |= {"fieldSelector": fields} if fields else {}
         while True:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from dovetail.kube import names
 from dovetail.kube.owners import controller
-from dovetail.kube.resources import JOB, JOBSET, POD
+from dovetail.kube.resources import CONFIG_MAP, JOB, JOBSET, POD
 from dovetail.manifest.types import KIND
 from dovetail.operator.reconcile.children import Children, Object, Ref, label
 
@@ -22,6 +22,8 @@ _STATUS = {
     JOBSET.kind: ("conditions",),
 }
 _OWNER = ("apiVersion", "kind", "uid", "controller")
+# Keys of ConfigMaps.
+_DATA = ("job.json", "plan.json", names.ITERATIONS_KEY)
 _CONTAINER_STATUS = ("name", "image", "state")
 
 
@@ -122,20 +124,34 @@ def key_of(thing: Object) -> Key | None:
 
 
 def trim(thing: Object) -> Object:
-    """The object without the fields that nobody reads. They are most of a pod, a Job and a JobSet."""
+    """The object without the fields that nobody reads. They are most of a pod, a Job and a JobSet. Of an object that no
+    job has, only what identifies it is kept: anybody may label objects of any size as a job's."""
     metadata, kind = thing["metadata"], thing["kind"]
-    if kind not in _STATUS:
-        return {**thing, "metadata": {key: value for key, value in metadata.items() if key != "managedFields"}}
+    if kind == KIND or (kind not in _STATUS and metadata["name"] in _names_of(label(thing, names.JOB_LABEL))):
+        kept = {**thing, "metadata": {key: value for key, value in metadata.items() if key != "managedFields"}}
+        return kept | {"data": _only(thing.get("data") or {}, _DATA)} if kind == CONFIG_MAP.kind else kept
     labels = (metadata.get("labels") or {}).items()
     kept = _only(metadata, _METADATA) | {"labels": {key: v for key, v in labels if key.startswith(_LABELS)}}
     if owner := controller(thing):
         kept["ownerReferences"] = [_only(owner, _OWNER)]
-    status = _only(thing.get("status") or {}, _STATUS[kind])
+    status = _only(thing.get("status") or {}, _STATUS.get(kind, ()))
     if "containerStatuses" in status:
         status["containerStatuses"] = [_only(c, _CONTAINER_STATUS) for c in status["containerStatuses"] or ()]
     spec = thing.get("spec") or {}
     spec = _sizes_only(spec) if kind == JOBSET.kind else _only(spec, ("nodeName",) if kind == POD.kind else ())
     return {"kind": kind, "metadata": kept, "spec": spec, "status": status}
+
+
+def _names_of(job: str) -> set[str]:
+    """The names of a job's objects, apart from pods and what makes pods."""
+    return {
+        job,
+        names.plan_config_map(job),
+        names.history_config_map(job),
+        names.volume_claim(job),
+        names.account(job),
+        names.coordinator_service(job),
+    }
 
 
 def _only(thing: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
