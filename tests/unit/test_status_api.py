@@ -4,11 +4,11 @@ import asyncio
 import base64
 import re
 import socket
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import pytest
-from status_api_fixtures import JOBS, Api, child, condition, job, wait
+from status_api_fixtures import ALL, JOBS, Api, child, condition, job, wait
 
 from dovetail.kube.connection import KubeError
 from dovetail.kube.names import ITERATIONS_KEY
@@ -332,6 +332,70 @@ def test_streams_are_bounded(tmp_path, monkeypatch):
         assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
     finally:
         api.close()
+
+
+def test_one_user_cannot_take_all_streams(tmp_path, monkeypatch):
+    api = Api(tmp_path, monkeypatch, streams=4)
+    api.kube.users["bob-token"] = "bob"
+    api.kube.rights |= {("bob", verb, resource) for _, verb, resource in ALL}
+    try:
+        with ExitStack() as stack:
+            lines = []  # a stream whose lines are forgotten is closed
+
+            def open_one(token):
+                headers = {"Authorization": f"Bearer {token}"}
+                stream = api.client.stream("GET", f"{BASE}/job/events", headers=headers)
+                reply = stack.enter_context(stream)
+                if reply.status_code == 200:
+                    lines.append(reply.iter_lines())
+                    next(lines[-1])
+                else:
+                    reply.read()
+                return reply
+
+            assert [open_one("ada-token").status_code for _ in range(2)] == [200, 200]
+            refused = open_one("ada-token")
+            assert (refused.status_code, refused.json()["detail"]) == (
+                503,
+                "you have 2 streams open already; close one, then ask again",
+            )
+            assert open_one("bob-token").status_code == 200
+        wait(lambda: open_one_and_close(api), "the streams to be free again")
+    finally:
+        api.close()
+
+
+def open_one_and_close(api):
+    headers = {"Authorization": "Bearer ada-token"}
+    with api.client.stream("GET", f"{BASE}/job/events", headers=headers) as reply:
+        return reply.status_code == 200
+
+
+def test_any_number_of_events_is_read_in_parts(api):
+    """A tenant can make any number of them. The newest may be anywhere in the list."""
+    for n in range(1200):
+        name, minute = f"job.{n:04}", n % 60
+        at = f"2026-11-21T10:{minute:02}:00Z" if n != 1100 else "2026-11-21T12:00:00Z"
+        event = {"metadata": {"name": name}, "reason": "Flood", "message": name, "lastTimestamp": at}
+        api.kube.objects[f"/api/v1/namespaces/lab/events/{name}"] = event
+    api.kube.asked.clear()
+    found = api.get(f"{BASE}/job").json()["events"]
+    assert len(found) == 20
+    assert found[0]["message"] == "job.1100"
+    assert api.kube.asked["/api/v1/namespaces/lab/events"] == 3
+
+
+def test_a_list_of_jobs_is_read_in_parts(api):
+    """Each may have a megabyte."""
+    for n in range(120):
+        api.kube.objects[f"{JOBS}/job-{n:03}"] = job(f"job-{n:03}")
+    api.kube.asked.clear()
+    found = api.get(BASE, params={"limit": 100}).json()
+    assert len(found["items"]) == 100
+    assert api.kube.asked[JOBS] == 2
+    rest = api.get(BASE, params={"limit": 100, "continue": found["continue"]}).json()
+    assert len(rest["items"]) == 21
+    assert rest["continue"] is None
 
 
 TRACE = b"[" + b" " * (7 << 20) + b"]"

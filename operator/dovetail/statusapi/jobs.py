@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NamedTuple
 
@@ -11,13 +12,16 @@ from dovetail.kube import names
 from dovetail.kube.connection import KubeError
 from dovetail.statusapi import view
 from dovetail.statusapi.answer_room import AnswerRoom, AnswerShare, TooMany
-from dovetail.statusapi.answers import IterationList, JobDetail, JobList, PodLog, PodLogList
+from dovetail.statusapi.answers import IterationList, Job, JobDetail, JobList, KubeEvent, PodLog, PodLogList
 from dovetail.statusapi.auth import Access, Auth, Forbidden, Unauthenticated, User
 from dovetail.statusapi.coordinator_reader import CoordinatorReader
 from dovetail.statusapi.kube import Kube, Object, core_path, get, jobs_path
 
 KEEP_ALIVE_SECONDS = 15.0
 LOG_BYTES = 4 << 20
+# What is read of a job's Events. An Event has 1 KB or so.
+EVENTS_PAGE, EVENTS_PAGES = 500, 10
+JOBS_PAGE = 50  # an RLHFJob may have more than 1 MB
 # Questions of the run page whose answers hold prompts and responses.
 TEXTS = ("sample", "evaluation/")
 
@@ -52,17 +56,22 @@ class Service:
         self._kube, self._auth, self._coordinators = kube, auth, coordinators
         self._namespaces, self._poll, self._most_streams, self._clock = namespaces, poll_seconds, streams, clock
         self._room = room
-        self.streams = 0
+        self._open: Counter[str] = Counter()  # streams by user
 
     async def ready(self) -> None:
         await get(self._kube, "/version")
 
     async def jobs(self, header: str | None, namespace: str, limit: int, token: str | None) -> JobList:
         await self._allow(header, Access("list", namespace))
-        query = {"limit": str(limit)} | ({"continue": token} if token else {})
-        found = await get(self._kube, jobs_path(namespace), query)
-        rest = found.get("metadata", {}).get("continue") or None
-        return JobList(items=[view.job_line(item) for item in found["items"]], continue_token=rest)
+        items: list[Job] = []
+        while len(items) < limit:
+            query = {"limit": str(min(JOBS_PAGE, limit - len(items)))} | ({"continue": token} if token else {})
+            found = await get(self._kube, jobs_path(namespace), query)
+            items += [view.job_line(item) for item in found["items"]]
+            token = found.get("metadata", {}).get("continue") or None
+            if token is None:
+                break
+        return JobList(items=items, continue_token=token)
 
     async def job(self, header: str | None, namespace: str, name: str) -> JobDetail:
         user = await self._allow(header, Access("get", namespace, name))
@@ -157,13 +166,24 @@ class Service:
 
     async def stream(self, header: str | None, namespace: str, name: str, after: int) -> AsyncIterator[str]:
         """Server-sent events. The user's right is checked before the first event and before each later one."""
-        await self.job(header, namespace, name)
+        user = await self._allow(header, Access("get", namespace, name))
+        await self._job(namespace, name)
+        each = max(1, self._most_streams // 2)  # so that nobody takes all
+        if self._open[user.name] >= each:
+            raise TooMany(f"you have {each} streams open already; close one, then ask again")
         if self.streams >= self._most_streams:
             raise TooMany(f"{self._most_streams} streams are open already; try again later")
-        return self._stream(header, namespace, name, after)
+        return self._stream(header, namespace, name, after, user.name)
 
-    async def _stream(self, header: str | None, namespace: str, name: str, after: int) -> AsyncIterator[str]:
-        self.streams += 1
+    @property
+    def streams(self) -> int:
+        """How many streams are open."""
+        return self._open.total()
+
+    async def _stream(
+        self, header: str | None, namespace: str, name: str, after: int, opener: str
+    ) -> AsyncIterator[str]:
+        self._open[opener] += 1
         said, spoke = "", self._clock()
         try:
             while True:
@@ -199,7 +219,9 @@ class Service:
                     spoke = self._clock()
                 await asyncio.sleep(self._poll)
         finally:
-            self.streams -= 1
+            self._open[opener] -= 1
+            if self._open[opener] <= 0:
+                del self._open[opener]
 
     async def _allow(self, header: str | None, access: Access) -> User:
         user = await self._auth.user(header)
@@ -216,15 +238,26 @@ class Service:
                 raise NotFound(f"there is no RLHFJob {name} in namespace {namespace}") from error
             raise
 
+    async def _events(self, namespace: str, selector: str) -> list[KubeEvent]:
+        """The newest Events, of which a namespace may have any number."""
+        newest: list[KubeEvent] = []
+        query = {"fieldSelector": selector, "limit": str(EVENTS_PAGE)}
+        for _ in range(EVENTS_PAGES):
+            page = await get(self._kube, core_path(namespace, "events"), query)
+            newest = view.newest([*newest, *view.kube_events(page)])
+            rest = (page.get("metadata") or {}).get("continue")
+            if not rest:
+                break
+            query["continue"] = rest
+        return newest
+
     async def _detail(self, user: User, job: Object) -> JobDetail:
         namespace, name = job["metadata"]["namespace"], job["metadata"]["name"]
         status = view.status_of(job)
         events = None
         if await self._auth.may(user, Access("list", namespace, group="", resource="events")):
             selector = f"involvedObject.kind=RLHFJob,involvedObject.uid={job['metadata']['uid']}"
-            events = view.kube_events(
-                await get(self._kube, core_path(namespace, "events"), {"fieldSelector": selector})
-            )
+            events = await self._events(namespace, selector)
         return JobDetail(
             **view.job_line(job).model_dump(),
             status=status,

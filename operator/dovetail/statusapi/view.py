@@ -71,7 +71,12 @@ def kube_events(events: Object) -> list[KubeEvent]:
                 count=item.get("count") or (item.get("series") or {}).get("count") or 1,
             )
         )
-    return sorted(found, key=lambda event: event.time or datetime.min.replace(tzinfo=UTC), reverse=True)[:EVENTS]
+    return newest(found)
+
+
+def newest(events: list[KubeEvent]) -> list[KubeEvent]:
+    """The newest of these, newest first."""
+    return sorted(events, key=lambda event: event.time or datetime.min.replace(tzinfo=UTC), reverse=True)[:EVENTS]
 
 
 def owned_by(job: Object, child: Object) -> bool:

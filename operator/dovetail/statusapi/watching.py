@@ -11,7 +11,7 @@ from dovetail.statusapi import view
 from dovetail.statusapi.coordinator_reader import CoordinatorReader
 from dovetail.statusapi.kube import Kube, Object, get, jobs_path
 
-PAGE = 200
+PAGE = 50  # an RLHFJob may have more than 1 MB
 AT_ONCE = 16
 _WORKING = ("Scheduled", "Running")
 
