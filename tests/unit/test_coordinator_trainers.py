@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -331,6 +332,35 @@ def test_trainers_can_send_what_they_hold_until_they_are_lost(tmp_path: Path) ->
         group.end_generation("trainer-0 was silent")
         assert not session.can_send(1)
         life.cancel()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_frozen_trainer_cannot_send_long_before_it_is_given_up(tmp_path: Path, lag: int) -> None:
+    """Meanwhile servers send to those that come late."""
+    clock = Clock()
+
+    async def scenario() -> None:
+        group = make_group(2, clock)
+        session = TrainerSession(group, Records(), tmp_path, keep=2, join_timeout=5, log=lambda *_, **__: None)
+        session.begin(replace(plan(), lag=lag), 0)
+        await form(group, "a", "b")
+        asking = asyncio.create_task(
+            group.next(NextRequest(generation=1, result=None, stage=Stage.SFT, step=0, versions=[0]))
+        )
+        await group.wait_position(5)
+        found = []
+        for seconds in (0.0, 6.0, 8.0, 15.0):
+            clock.now += seconds
+            group.heartbeat(Heartbeat(name="trainer-0", rank=0, incarnation="a", generation=1))
+            group.check_silence()
+            found.append(session.can_send(0))
+        assert found == [True, True, False, False]
+        assert group.formed
+        group.heartbeat(Heartbeat(name="trainer-1", rank=1, incarnation="b", generation=1))
+        assert session.can_send(0)
+        asking.cancel()
 
     run(scenario())
 

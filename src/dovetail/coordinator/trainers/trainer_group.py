@@ -27,6 +27,8 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.process.process_names import trainer_name
 
 POLL_SECONDS = 20.0
+# Ranks send a heartbeat every 2 s. One that has not for so long may be frozen.
+QUIET_SECONDS = 10.0
 
 
 class TrainerLost(Exception):
@@ -219,6 +221,12 @@ class TrainerGroup:
     def position(self) -> TrainerPosition | None:
         """What the ranks hold, as far as they have said. None: they are joining."""
         return self._position if self.formed else None
+
+    @property
+    def quiet(self) -> bool:
+        """Whether a rank may be frozen: it has sent no heartbeat for `QUIET_SECONDS`. It counts as lost only later."""
+        oldest = min((self._seen[rank] for rank in range(self.world_size) if rank in self._seen), default=self.clock())
+        return self.formed and self.clock() - oldest > QUIET_SECONDS
 
     @property
     def versions(self) -> frozenset[int]:

@@ -283,7 +283,10 @@ class TrainerSession:
         return None
 
     def can_send(self, version: int) -> bool:
-        """Whether the ranks hold this version of the weights, so that they need not be restored before they send it."""
+        """Whether the ranks can send this version of the weights now: they need not be restored first, and none of them
+        seems to be frozen."""
+        if self._group.quiet:
+            return False
         if self._lag:
             return version in self._group.versions
         return self._plan is not None and self._group.position == TrainerPosition(self._plan.stage, version)
