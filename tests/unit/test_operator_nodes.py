@@ -1,7 +1,6 @@
 """How the operator looks at nodes, and what it does with what it sees."""
 
 import asyncio
-import copy
 import json
 
 import pytest
@@ -39,13 +38,13 @@ class Cluster(Client):
         self.items = items
         self.asked = []
 
-    async def _call(self, method, path, query=None, body=None, content=""):
+    async def _content(self, method, path, query=None, body=None, content=""):
         self.asked.append((method, path, dict(query)))
         if isinstance(self.items, KubeError):
             raise self.items
         start = int(query.get("continue", 0))
         rest = {"continue": str(start + 2)} if start + 2 < len(self.items) else {}
-        return {"items": copy.deepcopy(self.items[start : start + 2]), "metadata": rest}
+        return json.dumps({"items": self.items[start : start + 2], "metadata": rest}).encode()
 
 
 def look(cluster, *answers):

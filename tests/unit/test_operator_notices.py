@@ -1,6 +1,7 @@
 """How the operator learns that a node will end."""
 
 import asyncio
+import json
 from datetime import UTC, datetime
 
 import pytest
@@ -24,8 +25,8 @@ class Nodes(Client):
         super().__init__(None)
         self.items = items
 
-    async def _call(self, method, path, query=None, body=None, content=""):
-        return {"items": list(self.items), "metadata": {"resourceVersion": "7"}}
+    async def _content(self, method, path, query=None, body=None, content=""):
+        return json.dumps({"items": self.items, "metadata": {"resourceVersion": "7"}}).encode()
 
 
 @pytest.fixture

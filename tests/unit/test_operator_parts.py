@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from dovetail.kube.resources import Gang
 from dovetail.operator.cluster.object_cache import ObjectCache
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner, read_job
@@ -15,6 +16,7 @@ from dovetail.operator.reconcile.conditions import Conditions
 from dovetail.operator.reconcile.reconcile import PlanRefused
 from dovetail.operator.render.config_map import config_map
 from dovetail.operator.render.context import RenderContext
+from dovetail.operator.render.objects import supporting_objects
 from dovetail.operator.workqueue import LONGEST_BACKOFF_SECONDS, WorkQueue
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.protocol.plan import Plan
@@ -193,6 +195,33 @@ def test_of_large_objects_that_somebody_labelled_as_a_jobs_little_is_kept():
         assert len(json.dumps(kept.get("ConfigMap", name))) < 1000
     assert kept.get("ConfigMap", "demo-plan")["data"] == {"plan.json": "{}"}
     assert store.uids("ConfigMap", None)[key, "mine-0"] == "mine-0", "it is still compared with lists"
+
+
+@pytest.mark.parametrize("gang", ["", *Gang])
+def test_of_a_jobs_own_objects_the_store_keeps_what_is_compared(gang):
+    """Else they would be written again and again."""
+    job = read_job(manifest())
+    context = RenderContext(job, "uid-1", make_plan(job.spec), OperatorSettings(gang=gang))
+    store = ObjectCache()
+    for thing in supporting_objects(context):
+        thing["metadata"] |= {"resourceVersion": "1", "uid": f"{thing['kind']}-uid"}
+        key = store.put(thing)
+        kept = store.children(key).get(thing["kind"], thing["metadata"]["name"])
+        assert matches(thing, kept), thing["kind"]
+
+
+def test_a_manifest_that_is_too_large_is_refused_and_not_kept():
+    document = manifest(suspend=True)
+    document["metadata"]["resourceVersion"] = "1"
+    document["spec"]["groups"][0]["podTemplate"] = {"spec": {"nonsense": [[]] * 100_000}}
+    store = ObjectCache()
+    kept = store.job(store.put(document))
+    assert len(json.dumps(kept)) < 3000
+    assert kept["spec"]["suspend"] is True
+    refused = plan_with(make_plan, document=kept)
+    assert refused.reason == "InvalidSpec"
+    assert refused.message.startswith("spec has 29")
+    assert store.job(store.put(manifest() | {"metadata": document["metadata"]}))["spec"] == manifest()["spec"]
 
 
 def test_what_is_nobodys_is_not_kept():

@@ -13,7 +13,7 @@ from dovetail.operator.reconcile.children import Object
 
 Observe = Callable[[Object, bool], Awaitable[None]]
 # Of objects that are there when the operator starts. Each may have more than 1 MB, and many times that in memory.
-CHUNK = 20
+CHUNK = 5
 
 
 async def watch_jobs(observe: Observe, namespaces: tuple[str, ...], on_signals: Callable[[], None]) -> None:

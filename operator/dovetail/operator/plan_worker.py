@@ -19,7 +19,7 @@ from dovetail.manifest.checks.rules import check
 from dovetail.manifest.documents import ManifestError, parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
-from dovetail.operator.cluster.object_cache import Key
+from dovetail.operator.cluster.object_cache import TOO_LARGE, Key
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.reconcile import reasons
 from dovetail.operator.reconcile.children import Children, Object
@@ -181,6 +181,8 @@ class Planner:
         """The plan in the job's ConfigMap if the job has started or its spec is unchanged; else a new plan. `children`:
         what the job controls. A plan that takes long is refused with the reason Planning, and `done` is called when it
         is there."""
+        if (problem := document.get(TOO_LARGE)) is not None:
+            return PlanRefused(reasons.INVALID_SPEC, str(problem))
         started = children.get(JOBSET.kind, document["metadata"]["name"]) is not None
         read = self._job(document, started)
         if isinstance(read, PlanRefused):

@@ -15,13 +15,13 @@ from dovetail.statusapi.answer_room import AnswerRoom, AnswerShare, TooMany
 from dovetail.statusapi.answers import IterationList, Job, JobDetail, JobList, KubeEvent, PodLog, PodLogList
 from dovetail.statusapi.auth import Access, Auth, Forbidden, Unauthenticated, User
 from dovetail.statusapi.coordinator_reader import CoordinatorReader
-from dovetail.statusapi.kube import Kube, Object, core_path, get, jobs_path
+from dovetail.statusapi.kube import Kube, Object, core_path, get, jobs_path, page
 
 KEEP_ALIVE_SECONDS = 15.0
 LOG_BYTES = 4 << 20
 # What is read of a job's Events. An Event has 1 KB or so.
 EVENTS_PAGE, EVENTS_PAGES = 500, 10
-JOBS_PAGE = 50  # an RLHFJob may have more than 1 MB
+JOBS_PAGE = 100
 # Questions of the run page whose answers hold prompts and responses.
 TEXTS = ("sample", "evaluation/")
 
@@ -65,8 +65,8 @@ class Service:
         await self._allow(header, Access("list", namespace))
         items: list[Job] = []
         while len(items) < limit:
-            query = {"limit": str(min(JOBS_PAGE, limit - len(items)))} | ({"continue": token} if token else {})
-            found = await get(self._kube, jobs_path(namespace), query)
+            query = {"continue": token} if token else {}
+            found = await page(self._kube, jobs_path(namespace), query, min(JOBS_PAGE, limit - len(items)))
             items += [view.job_line(item) for item in found["items"]]
             token = found.get("metadata", {}).get("continue") or None
             if token is None:
@@ -241,11 +241,11 @@ class Service:
     async def _events(self, namespace: str, selector: str) -> list[KubeEvent]:
         """The newest Events, of which a namespace may have any number."""
         newest: list[KubeEvent] = []
-        query = {"fieldSelector": selector, "limit": str(EVENTS_PAGE)}
+        query = {"fieldSelector": selector}
         for _ in range(EVENTS_PAGES):
-            page = await get(self._kube, core_path(namespace, "events"), query)
-            newest = view.newest([*newest, *view.kube_events(page)])
-            rest = (page.get("metadata") or {}).get("continue")
+            found = await page(self._kube, core_path(namespace, "events"), query, EVENTS_PAGE)
+            newest = view.newest([*newest, *view.kube_events(found)])
+            rest = (found.get("metadata") or {}).get("continue")
             if not rest:
                 break
             query["continue"] = rest

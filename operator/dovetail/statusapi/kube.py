@@ -10,6 +10,7 @@ from dovetail.kube.connection import connect, request
 from dovetail.manifest.describe.crd import GROUP, PLURAL, VERSION
 
 Object = dict[str, Any]
+PAGE_BYTES = 4 << 20  # JSON takes up to 25 times as much memory
 
 
 class Kube(Protocol):
@@ -41,6 +42,15 @@ class KubeClient:
 
 async def get(kube: Kube, path: str, query: dict[str, str] | None = None) -> Object:
     return dict(json.loads(await kube.request("GET", path, query)))
+
+
+async def page(kube: Kube, path: str, query: dict[str, str], most: int) -> Object:
+    """At most `most` objects of a list. A page of more than PAGE_BYTES is not read, but asked for in smaller parts."""
+    while True:
+        content = await kube.request("GET", path, query | {"limit": str(most)})
+        if len(content) <= PAGE_BYTES or most == 1:
+            return dict(json.loads(content))
+        most = max(1, most // 10)
 
 
 async def create(kube: Kube, path: str, body: Object) -> Object:

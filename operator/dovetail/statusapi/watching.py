@@ -9,9 +9,9 @@ import logging
 from dovetail.kube.connection import KubeError
 from dovetail.statusapi import view
 from dovetail.statusapi.coordinator_reader import CoordinatorReader
-from dovetail.statusapi.kube import Kube, Object, get, jobs_path
+from dovetail.statusapi.kube import Kube, Object, jobs_path, page
 
-PAGE = 50  # an RLHFJob may have more than 1 MB
+PAGE = 200
 AT_ONCE = 16
 _WORKING = ("Scheduled", "Running")
 
@@ -38,7 +38,7 @@ async def _look(kube: Kube, coordinators: CoordinatorReader, namespace: str | No
 
     rest: str | None = ""
     while rest is not None:
-        page = await get(kube, jobs_path(namespace), {"limit": str(PAGE)} | ({"continue": rest} if rest else {}))
-        running = [job for job in page["items"] if view.state_of(view.status_of(job)) in _WORKING]
+        found = await page(kube, jobs_path(namespace), {"continue": rest} if rest else {}, PAGE)
+        running = [job for job in found["items"] if view.state_of(view.status_of(job)) in _WORKING]
         await asyncio.gather(*map(ask, running))
-        rest = page["metadata"].get("continue") or None
+        rest = found["metadata"].get("continue") or None

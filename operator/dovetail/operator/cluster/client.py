@@ -11,13 +11,14 @@ from pydantic_core import from_json
 
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError, request, stream
-from dovetail.kube.resources import BY_KIND, CONFIG_MAP, RLHFJOB, SECRET, WORKLOAD, Resource
+from dovetail.kube.resources import BY_KIND, SECRET, WORKLOAD, Resource
 
 Object = dict[str, Any]
 APPLY = "application/apply-patch+yaml"
 JSON_PATCH = "application/json-patch+json"
 PAGE = 100  # a pod is 10 KB of JSON, and several times that in memory
-LARGE_PAGE = 20  # of kinds whose objects may have 1 MB each
+# A larger page is not read. It is asked for again in smaller parts, as its objects may have 1 MB each.
+PAGE_BYTES = 4 << 20
 
 
 # Bookmarks come every minute.
@@ -74,14 +75,18 @@ class Client:
         return [item async for page in self.pages(resource, namespace, selector, fields) for item in page.items]
 
     async def pages(
-        self, resource: Resource, namespace: str | None, selector: str = "", fields: str = "", size: int = 0
+        self, resource: Resource, namespace: str | None, selector: str = "", fields: str = "", size: int = PAGE
     ) -> AsyncIterator[Page]:
-        """Do the same as `list`, but return `size` objects at a time; 0: as many as suit the kind."""
-        size = size or (LARGE_PAGE if resource in (RLHFJOB, CONFIG_MAP) else PAGE)
+        """Do the same as `list`, but return at most `size` objects at a time."""
         query = {"limit": str(size)} | ({"labelSelector": selector} if selector else {})
         query |= {"fieldSelector": fields} if fields else {}
         while True:
-            page = await self._call("GET", resource.path(namespace), query)
+            content = await self._content("GET", resource.path(namespace), query)
+            if len(content) > PAGE_BYTES and size > 1:
+                size = max(1, size // 10)
+                query["limit"] = str(size)
+                continue
+            page = from_json(content)
             metadata, kind = page["metadata"], {"apiVersion": resource.api_version, "kind": resource.kind}
             yield Page([{**kind, **item} for item in page["items"]], str(metadata.get("resourceVersion", "")))
             token = metadata.get("continue")
@@ -165,9 +170,18 @@ class Client:
         body: Any = None,
         content_type: str = "application/json",
     ) -> Object:
+        return dict(from_json(await self._content(method, path, query, body, content_type)))
+
+    async def _content(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Any = None,
+        content_type: str = "application/json",
+    ) -> bytes:
         self.requests += 1
-        content = await request(self._api, method, path, query, body, seconds=self._seconds, content_type=content_type)
-        return dict(from_json(content))
+        return await request(self._api, method, path, query, body, seconds=self._seconds, content_type=content_type)
 
 
 _MANAGER = names.FIELD_MANAGER

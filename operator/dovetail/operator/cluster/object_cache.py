@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from dovetail.kube import names
 from dovetail.kube.owners import controller
-from dovetail.kube.resources import CONFIG_MAP, JOB, JOBSET, POD
+from dovetail.kube.resources import CONFIG_MAP, JOB, JOBSET, POD, POD_GROUP
 from dovetail.manifest.types import KIND
 from dovetail.operator.reconcile.children import Children, Object, Ref, label
 
@@ -22,6 +23,11 @@ _STATUS = {
     JOBSET.kind: ("conditions",),
 }
 _OWNER = ("apiVersion", "kind", "uid", "controller")
+# Of the spec of an RLHFJob. A value takes up to 25 times as much memory as JSON, and the operator has copies.
+SPEC_BYTES, SPEC_VALUES = 256 << 10, 10_000
+TOO_LARGE = "tooLarge"
+# What is still looked at of a job that is too large.
+_SPEC = ("managedBy", "suspend", "retry", "ttlSecondsAfterFinished", "storage")
 # Keys of ConfigMaps.
 _DATA = ("job.json", "plan.json", names.ITERATIONS_KEY)
 _CONTAINER_STATUS = ("name", "image", "state")
@@ -127,9 +133,13 @@ def trim(thing: Object) -> Object:
     """The object without the fields that nobody reads. They are most of a pod, a Job and a JobSet. Of an object that no
     job has, only what identifies it is kept: anybody may label objects of any size as a job's."""
     metadata, kind = thing["metadata"], thing["kind"]
-    if kind == KIND or (kind not in _STATUS and metadata["name"] in _names_of(label(thing, names.JOB_LABEL))):
+    if kind == KIND or (kind not in _STATUS and _is_a_jobs(thing)):
         kept = {**thing, "metadata": {key: value for key, value in metadata.items() if key != "managedFields"}}
-        return kept | {"data": _only(thing.get("data") or {}, _DATA)} if kind == CONFIG_MAP.kind else kept
+        if kind == CONFIG_MAP.kind:
+            kept["data"] = _only(thing.get("data") or {}, _DATA)
+        elif kind == KIND and (problem := _too_large(thing)) is not None:
+            kept |= {"spec": _only(thing["spec"], _SPEC), TOO_LARGE: problem}
+        return kept
     labels = (metadata.get("labels") or {}).items()
     kept = _only(metadata, _METADATA) | {"labels": {key: v for key, v in labels if key.startswith(_LABELS)}}
     if owner := controller(thing):
@@ -142,9 +152,25 @@ def trim(thing: Object) -> Object:
     return {"kind": kind, "metadata": kept, "spec": spec, "status": status}
 
 
-def _names_of(job: str) -> set[str]:
-    """The names of a job's objects, apart from pods and what makes pods."""
-    return {
+def _too_large(job: Object) -> str | None:
+    """A sentence if the manifest would take too much of the operator's memory."""
+    text = json.dumps(job.get("spec") or {}, separators=(",", ":"))
+    # Each value but the first follows one of these.
+    values = sum(text.count(mark) for mark in ",[{")
+    if len(text) <= SPEC_BYTES and values <= SPEC_VALUES:
+        return None
+    return (
+        f"spec has {len(text) >> 10} KiB and about {values} values; at most {SPEC_BYTES >> 10} KiB and {SPEC_VALUES} "
+        "values are taken. Make it shorter, podTemplate above all."
+    )
+
+
+def _is_a_jobs(thing: Object) -> bool:
+    """Whether the object has a name that its job has for such an object, which makes no pods."""
+    name, job = thing["metadata"]["name"], label(thing, names.JOB_LABEL)
+    if thing["kind"] == POD_GROUP:
+        return re.fullmatch(re.escape(job) + "-[0-9a-f]{8}", name) is not None
+    return name in {
         job,
         names.plan_config_map(job),
         names.history_config_map(job),
