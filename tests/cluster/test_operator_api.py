@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -296,6 +297,45 @@ def test_all_children_are_made_owned_and_corrected(server: KubeCluster, leader: 
     )
     wait_for("its Event", lambda: events(server, "Planned", uid))
     assert leader.events("reconcile.failed") == []
+
+
+def test_what_others_add_to_a_jobs_objects_starts_no_quarrel(server: KubeCluster, leader: OperatorProcess) -> None:
+    """The API server keeps a port and an owner that others add to lists of ours, whatever is applied."""
+    submit(server, manifest())
+    wait_for("the status", lambda: condition(server, "Running"))
+    more = [{"op": "add", "path": "/spec/ports/-", "value": {"name": "mine", "port": 9999}}]
+    server.kubectl("patch", "service", "demo-coordinator", "-n", NAMESPACES[0], "--type=json", "-p", json.dumps(more))
+    other = server.get("configmap", "kube-root-ca.crt", "-n", NAMESPACES[0])
+    reference = {"apiVersion": "v1", "kind": "ConfigMap", "name": "kube-root-ca.crt", "uid": other["metadata"]["uid"]}
+    more = [{"op": "add", "path": "/metadata/ownerReferences/-", "value": reference}]
+    server.kubectl("patch", "sa", "demo-pods", "-n", NAMESPACES[0], "--type=json", "-p", json.dumps(more))
+    wait_for("rest", lambda: resting(server, leader))
+    ports = server.get("service", "demo-coordinator", "-n", NAMESPACES[0])["spec"]["ports"]
+    assert "mine" in [port["name"] for port in ports]
+    server.kubectl("delete", "service", "demo-coordinator", "-n", NAMESPACES[0])
+    service = wait_for("the Service again", lambda: server.get("service", "demo-coordinator", "-n", NAMESPACES[0]))
+    assert "mine" not in [port["name"] for port in service["spec"]["ports"]]
+
+
+def test_a_manifest_that_would_fill_the_operators_memory_is_refused(
+    server: KubeCluster, leader: OperatorProcess
+) -> None:
+    """A value takes up to 25 times as much memory as JSON, and all RLHFJobs of a cluster are kept in memory."""
+    before = psutil.Process(leader.process.pid).memory_info().rss
+    names_of_jobs = [f"large-{n}" for n in range(6)]
+    for name in names_of_jobs:
+        document = manifest(name, suspend=True)
+        document["spec"]["groups"][0]["podTemplate"] = {"spec": {"nonsense": [[]] * 400_000}}
+        text = json.dumps(document)
+        server.kubectl("create", "--validate=false", "-n", NAMESPACES[0], "-f", "-", stdin=text)
+    for name in names_of_jobs:
+        refused = wait_for("a refusal", lambda name=name: condition(server, "Planned", name))  # type: ignore[misc]
+        assert (refused["status"], refused["reason"]) == ("False", "InvalidSpec")
+        assert "at most 256 KiB and 10000 values are taken" in refused["message"]
+    assert psutil.Process(leader.process.pid).memory_info().rss < before + (256 << 20)
+    server.kubectl("delete", "rlhfjob", *names_of_jobs, "-n", NAMESPACES[0])
+    submit(server, manifest())
+    wait_for("the next job", lambda: condition(server, "Running"))
 
 
 def test_a_surplus_rollout_that_worked_comes_back_before_its_job_would_make_it(

@@ -335,10 +335,15 @@ class Controller:
             if not isinstance(reply, BaseException):
                 self.store.put(reply)
                 name = f"{thing['kind']}/{thing['metadata']['name']}"
-                changed = children.get(thing["kind"], thing["metadata"]["name"]) is not None
-                why = "it is not as the manifest says" if changed else "the job needs it"
+                there = children.get(thing["kind"], thing["metadata"]["name"])
                 job = f"{context.namespace}/{context.name}"
-                log("object.changed" if changed else "object.created", job=job, object=name, reason=why)
+                if there is None:
+                    log("object.created", job=job, object=name, reason="the job needs it")
+                elif there["metadata"].get("resourceVersion") != reply["metadata"]["resourceVersion"]:
+                    log("object.changed", job=job, object=name, reason="it is not as the manifest says")
+                else:
+                    self._drift.settle(thing, reply)
+                    log("object.differs", level="warning", job=job, object=name, reason="others have added to it")
         made = [reply for reply in replies if not isinstance(reply, BaseException)]
         claims = [thing for thing in made if thing["kind"] == VOLUME_CLAIM.kind]
         asked = context.job.spec.storage.folder is not None  # then its user knows

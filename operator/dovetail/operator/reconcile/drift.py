@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 from uuid import uuid4
 
 from dovetail.kube.resources import (
@@ -13,7 +14,7 @@ from dovetail.kube.resources import (
     DISRUPTION_BUDGET,
 )
 from dovetail.operator.reconcile.children import Children
-from dovetail.operator.render.context import RenderContext
+from dovetail.operator.render.context import RenderContext, digest
 from dovetail.operator.render.objects import SUPPORTING
 
 KINDS = frozenset(SUPPORTING)
@@ -56,6 +57,20 @@ class Drift:
     to do."""
 
     _seen: dict[str, tuple[Look, frozenset[str], bool]] = field(default_factory=dict)
+    _settled: dict[str, tuple[str, str]] = field(default_factory=dict)  # version and digest, by the object's uid
+
+    def settle(self, wanted: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+        """Remember that applying `wanted` to `there` changed nothing. Others may add to some lists, such as the ports
+        of a Service, and the API server keeps what they added."""
+        while len(self._settled) >= REMEMBERED:
+            self._settled.pop(next(iter(self._settled)))
+        self._settled[str(there["metadata"]["uid"])] = str(there["metadata"]["resourceVersion"]), digest(wanted)
+
+    def settled(self, wanted: Mapping[str, Any], there: Mapping[str, Any]) -> bool:
+        """Whether applying `wanted` would change nothing."""
+        known = self._settled.get(str(there["metadata"].get("uid")))
+        version = there["metadata"].get("resourceVersion")
+        return known is not None and known[0] == version and known[1] == digest(wanted)
 
     def fine(self, look: Look) -> set[str] | None:
         """The kinds whose object is unchanged since it was found correct. None: nothing has changed since nothing was

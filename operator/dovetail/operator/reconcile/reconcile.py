@@ -400,7 +400,7 @@ class _Reconciler:
             fixed = kind == VOLUME_CLAIM.kind or (kind == CONFIG_MAP.kind and started)
             if there is None:
                 found += [thing] if running or kind not in WITH_PODS else []
-            elif not fixed and not matches(thing, there):
+            elif not fixed and not matches(thing, there) and not self._seen.drift.settled(thing, there):
                 found.append(thing)
             else:
                 fine.add(kind)
