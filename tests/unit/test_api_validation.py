@@ -106,6 +106,7 @@ def test_defaults_bring_no_warning():
             "spec.models.critic has no effect: grpo uses no critic.",
         ),
         ({"data": {**DATA, "heldOut": 0}}, "spec.data.heldOut is 0"),
+        ({"stages": ["dpo"], "evaluation": {"heldOut": 8}}, "spec.evaluation has no effect: its prompts are answered"),
         (
             {"plan": {"placement": "Interleaving"}, "groups": [{"name": "a", "roles": ["trainer", "rollout"]}]},
             "Interleaving has no effect: it takes two rollouts",

@@ -10,8 +10,10 @@ from click.testing import CliRunner
 from dovetail.cli import serve_command
 from dovetail.cli.main import cli
 from dovetail.coordinator.data.chat_template import HUMAN_ASSISTANT_TEMPLATE
-from dovetail.local.served_result import last_error, serve_arguments, serve_environment
+from dovetail.local.served_result import check_served, last_error, serve_arguments, serve_environment
 from dovetail.local.served_result import serve_command as serve_command_of
+from dovetail.supervision.errors import RunError
+from dovetail.supervision.logs import last_line
 
 
 @pytest.fixture
@@ -109,3 +111,25 @@ def test_without_vllm_the_extra_is_named(run_dir, monkeypatch):
 def test_the_last_error_of_a_log(tmp_path):
     (tmp_path / "log").write_text("INFO begun\nValueError: no memory\nINFO ended\n")
     assert last_error(tmp_path / "log") == "ValueError: no memory"
+
+
+def test_the_cause_counts_and_not_the_line_that_points_to_it(tmp_path):
+    """As vLLM writes them: the worker's error, then the engine core's about the worker, then the server's."""
+    (tmp_path / "log").write_text(
+        "(Worker pid=7) ERROR 11-23 23:12:36 [multiproc_executor.py:953] ValueError: no memory for the KV cache\n"
+        "(EngineCore pid=6) Exception: WorkerProc initialization failed. See stack trace for root cause.\n"
+        "(APIServer pid=5) RuntimeError: Engine core initialization failed. See root cause above.\n"
+    )
+    assert last_error(tmp_path / "log") == "ValueError: no memory for the KV cache"
+    assert last_line(tmp_path / "log") == "ValueError: no memory for the KV cache"
+    (tmp_path / "log").write_text("RuntimeError: Engine core initialization failed. See root cause above.\n")
+    assert last_error(tmp_path / "log") == last_line(tmp_path / "log") == (tmp_path / "log").read_text().strip()
+
+
+def test_a_folder_in_which_vllm_finds_no_weights_is_named_at_once(tmp_path):
+    """It takes the path for a pattern."""
+    (tmp_path / "[1]").mkdir()
+    (tmp_path / "[1]" / "config.json").write_text("{}")
+    with pytest.raises(RunError, match=r"finds no weights in a folder whose path has \*, \? or \[; rename it: "):
+        check_served(tmp_path / "[1]", on_cpu=False)
+    check_served(tmp_path, on_cpu=False)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import importlib.metadata
 import json
 import os
+import re
 import secrets
 import signal
 import socket
@@ -21,6 +23,7 @@ from dovetail.coordinator.data.chat_template import HUMAN_ASSISTANT_TEMPLATE
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
 from dovetail.manifest.checks.scratch import cpu_head_error
 from dovetail.supervision.errors import RunError, UsageError
+from dovetail.supervision.logs import POINTER
 from dovetail.supervision.ports import PortReservation
 
 HOST = "127.0.0.1"
@@ -28,6 +31,8 @@ START_SECONDS = 900.0
 END_SECONDS = 20.0
 # What the user has set stays.
 _CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
+# What vLLM's processes write before a line: "(Worker pid=7) ERROR 11-23 23:12:36 [core.py:1510] ".
+_PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^]]*\] ?)?")
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
 # Ends a group of processes when its input ends. The kernel ends the input with the process at the other side.
 _GUARD = "import os, signal, sys; sys.stdin.buffer.read(); os.killpg(int(sys.argv[1]), signal.SIGKILL)"
@@ -98,7 +103,10 @@ def serve_command(folder: Path, arguments: Sequence[str], whole: bool | None = N
 
 
 def check_served(folder: Path, on_cpu: bool) -> None:
-    """Raises RunError for a model that vLLM does not compute on this machine, which would say so much later."""
+    """Raises RunError for a model that vLLM does not compute on this machine, or whose weights it does not find. It
+    would say so much later."""
+    if glob.escape(str(folder)) != str(folder):
+        raise RunError(f"vLLM finds no weights in a folder whose path has *, ? or [; rename it: {folder}")
     if on_cpu and (problem := cpu_head_error(_config(folder))):
         raise RunError(f"vLLM cannot serve this model on CPUs: {problem}")
 
@@ -182,10 +190,12 @@ def _wait(url: str, process: subprocess.Popen[Any], log: Path, given_up: Callabl
 
 
 def last_error(log: Path) -> str:
-    """The last line of a log that names an error, else its last line."""
+    """The last line of a log that names an error, without vLLM's prefix, else its last line. A line that only says that
+    the cause is above counts less."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if "Error: " in line or "error: " in line]
-    return (errors or lines or ["it wrote nothing"])[-1][-400:]
+    errors = [_PREFIX.sub("", line) for line in lines if "Error: " in line or "error: " in line]
+    causes = [line for line in errors if not POINTER.search(line)]
+    return (causes or errors or lines or ["it wrote nothing"])[-1][-400:]
 
 
 @contextlib.contextmanager

@@ -148,4 +148,3 @@ def _turns(instance: SearchInstance, m: int, first: int, last: int) -> float:
         tail = instance.tail[mine, B, :, first:last][c]
         longest = max(longest, float((start + stay[c] + tail).max()), float(end.max()))
     return longest
-

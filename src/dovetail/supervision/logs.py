@@ -9,6 +9,8 @@ _TAIL_BYTES = 128 * 1024
 _EXCEPTION = re.compile(
     r"(?:^|[\s:])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b(?:: .*|$))"
 )
+# vLLM's processes end with such a line about another one, which said before what was wrong.
+POINTER = re.compile(r"root cause", re.IGNORECASE)
 _CONTROL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
@@ -31,8 +33,13 @@ def last_line(path: Path, start: int = 0, limit: int = 400) -> str | None:
     except OSError:
         return None
     lines = [line for line in (_CONTROL.sub("", raw).rstrip() for raw in text.splitlines()) if line.strip()]
+    pointer: str | None = None
     for line in reversed(lines):
         found = _EXCEPTION.search(line)
         if found and "Warning" not in found.group(1).split(":")[0]:
-            return found.group(1)[:limit]
+            if not POINTER.search(line):
+                return found.group(1)[:limit]
+            pointer = pointer or found.group(1)[:limit]
+    if pointer is not None:
+        return pointer
     return lines[-1].strip()[:limit] if lines else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.sizes import pod_count
-from dovetail.manifest.types import Dtype, RLHFJobSpec, Role, Stage, Storage
+from dovetail.manifest.types import Dtype, Evaluation, RLHFJobSpec, Role, Stage, Storage
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,8 @@ def _pointless(spec: RLHFJobSpec) -> Iterator[str]:
     ppo = Stage.PPO in spec.stages
     if Stage.REWARD in spec.stages and spec.models.reward.calls:
         yield "spec.stages: the reward stage is dropped, for spec.models.reward.function replaces the reward model."
+    if not ppo and spec.evaluation != Evaluation():
+        yield "spec.evaluation has no effect: its prompts are answered during PPO, which is not among the stages."
     critic = spec.models.critic
     if ppo and spec.ppo.advantage != "gae" and (critic.source or critic.lora or critic.share_actor_body):
         yield f"spec.models.critic has no effect: {spec.ppo.advantage} uses no critic."
