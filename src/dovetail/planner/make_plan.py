@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dovetail.manifest.checks.batching import BatchRule, batch_rules, longest_sample
@@ -17,7 +18,7 @@ from dovetail.planner.candidate import INFERENCE
 from dovetail.planner.hardware import GPU
 from dovetail.planner.lag import chosen, excluded, with_lags
 from dovetail.planner.placement import data_parallel, on_cpus, on_gpus
-from dovetail.planner.placement.activations import LimitError, activation_bytes, beyond_limit, check_limit
+from dovetail.planner.placement.activations import activation_bytes, beyond_limit, check_limit
 from dovetail.planner.placement.configs import ConfigError, pipelines_of, shapes
 from dovetail.planner.placement.layouts import divisions
 from dovetail.planner.placement.manifest import pin_errors, product_errors, product_warnings
@@ -27,7 +28,7 @@ from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.placement.stages_a_rank import most_chunks, server_memory
 from dovetail.planner.streamed_parts import streamed, with_streaming
 from dovetail.protocol.machine_profile import Profile
-from dovetail.protocol.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
+from dovetail.protocol.plan import Batching, Plan, Rollout, Task, TaskPlacement, TrainerRank
 from dovetail.protocol.prediction import Prediction
 from dovetail.protocol.process.process_names import rollout_name, trainer_name
 
@@ -62,8 +63,8 @@ def make_plan(
 
     def planned(lag: int) -> Plan:
         decided = with_lag(spec, lag)
-        found = _planned(decided, layers or {}, configs or {}, measured, profile, excluded(spec), zero3)
-        return found.model_copy(update={"lag": decided.ppo.lag})
+        job = _Job(decided, layers or {}, configs or {}, measured, profile, zero3, excluded(spec))
+        return _planned(job).model_copy(update={"lag": decided.ppo.lag})
 
     try:
         if spec.ppo.lag != AUTO_LAG:
@@ -73,28 +74,41 @@ def make_plan(
         found = planned(0)
         best, reason = chosen(spec, found.prediction)
         return (planned(best) if best else found).model_copy(update={"lag_reason": reason})
-    except (Infeasible, ConfigError, LimitError) as error:
+    except (Infeasible, ConfigError) as error:
         raise PlanError(str(error)) from error
 
 
-def _planned(
-    spec: RLHFJobSpec,
-    layers: Mapping[str, int],
-    configs: Mapping[str, Mapping[str, Any]],
-    measured: Mapping[str, GPU] | None,
-    profile: Profile | None,
-    no_lag: str | None,
-    zero3: bool | None,
-) -> Plan:
-    """The plan of a job whose lag is known. `no_lag`: why the job cannot have a lag. None: it can have one. `zero3`:
-    see `make_plan`."""
-    placed = _placed(spec, layers, configs, measured, profile, zero3)
+@dataclass(frozen=True)
+class _Job:
+    """What `make_plan` gets, of a job whose lag is known. `no_lag`: why the job cannot have a lag. None: it can."""
+
+    spec: RLHFJobSpec
+    layers: Mapping[str, int]
+    configs: Mapping[str, Mapping[str, Any]]
+    measured: Mapping[str, GPU] | None
+    profile: Profile | None
+    zero3: bool | None
+    no_lag: str | None
+
+    def placed(self) -> Placed:
+        """The placement, by the best cost model for which enough is known."""
+        if not trained_models(self.spec):
+            return Placed({})
+        return (
+            on_gpus.place(self.spec, self.configs, self.measured, self.zero3)
+            or on_cpus.place(self.spec, self.configs, self.profile)
+            or data_parallel.place(self.spec, self.configs, self.layers)
+        )
+
+
+def _planned(job: _Job) -> Plan:
+    spec, configs, placed = job.spec, job.configs, job.placed()
     layouts, layouts_ppo = placed.layouts, {**placed.layouts, **placed.apart}
     checkpointed = _checkpointed(spec, configs, layouts_ppo, placed)
     if placed.chosen is not None and checkpointed - placed.recompute:
         # The predicted layout keeps more activations than spec.plan.activationMemory allows.
         always = spec.plan.model_copy(update={"recompute": "Always"})
-        return _planned(spec.model_copy(update={"plan": always}), layers, configs, measured, profile, no_lag, zero3)
+        return _planned(replace(job, spec=spec.model_copy(update={"plan": always})))
     models = {model for stage, model in checkpointed if stage is Stage.PPO}
     if models and spec.plan.chunks > 1:
         raise Infeasible(
@@ -106,23 +120,14 @@ def _planned(
     by_layer = _gathered(spec, layouts, layouts_ppo, placed)
     gathered = {model for stage, model in by_layer if stage is Stage.PPO}
     unsplit = models | gathered
-    chunks = most_chunks(spec, layouts, layers, shapes(spec, configs), placed, schedule, unsplit)
+    chunks = most_chunks(spec, layouts, job.layers, shapes(spec, configs), placed, schedule, unsplit)
     memory = pod_memory(spec, configs, layouts, schedule, models, gathered, chunks)
     parts, not_streamed = streamed(spec, layouts_ppo, configs, bool(placed.apart))
+    rules = [(rule, (layouts_ppo if rule.stage is Stage.PPO else layouts)[rule.model]) for rule in batch_rules(spec)]
     return Plan(
         world_size=trainer_world(spec),
         parallelism=dict(layouts),
-        batching=[
-            _batching(
-                spec,
-                rule,
-                (layouts_ppo if rule.stage is Stage.PPO else layouts)[rule.model],
-                checkpointed,
-                by_layer,
-                placed,
-            )
-            for rule in batch_rules(spec)
-        ],
+        batching=[_batching(spec, rule, layout, checkpointed, by_layer, placed) for rule, layout in rules],
         tasks=_tasks(spec),
         trainers=_trainers(spec),
         rollouts=_rollouts(spec, placed, chunks) if Stage.PPO in spec.stages else [],
@@ -133,13 +138,13 @@ def _planned(
         streamed_parts=parts,
         not_streamed=not_streamed,
         warnings=[
-            *product_warnings(spec, measured),
+            *product_warnings(spec, job.measured),
             *placed.warnings,
             *_useless_pins(spec, layouts, by_layer),
             *too_small(memory),
             *_further_rounds(spec),
         ],
-        prediction=_predicted(spec, placed, no_lag, parts),
+        prediction=_predicted(spec, placed, job.no_lag, parts),
         stages=list(placed.stages),
         memory=memory,
     )
@@ -163,23 +168,6 @@ def _predicted(spec: RLHFJobSpec, placed: Placed, no_lag: str | None, parts: int
         return None
     found = with_lags(placed.prediction, no_lag, spec.ppo.lag, placed.lanes)
     return with_streaming(found, placed.hidden(parts)) if parts and placed.hidden is not None else found
-
-
-def _placed(
-    spec: RLHFJobSpec,
-    layers: Mapping[str, int],
-    configs: Mapping[str, Mapping[str, Any]],
-    measured: Mapping[str, GPU] | None,
-    profile: Profile | None,
-    zero3: bool | None,
-) -> Placed:
-    if not trained_models(spec):
-        return Placed({})
-    return (
-        on_gpus.place(spec, configs, measured, zero3)
-        or on_cpus.place(spec, configs, profile)
-        or data_parallel.place(spec, configs, layers)
-    )
 
 
 def _checkpointed(
@@ -308,22 +296,19 @@ def _server_memory(placed: Placed, chunks: int) -> dict[str, float]:
 def _tasks(spec: RLHFJobSpec) -> list[TaskPlacement]:
     trainers = [g.name for g in _groups(spec, Role.TRAINER)]
     rollouts = [g.name for g in _groups(spec, Role.ROLLOUT)]
-    tasks = []
-    if Stage.SFT in spec.stages:
-        tasks.append(TaskPlacement(task="sft", groups=trainers))
-    if Stage.REWARD in spec.stages:
-        tasks.append(TaskPlacement(task="reward_training", groups=trainers))
-    if Stage.DPO in spec.stages:
-        tasks.append(TaskPlacement(task="dpo", groups=trainers))
-    if Stage.PPO in spec.stages:
-        tasks += [TaskPlacement(task="generation", groups=rollouts), TaskPlacement(task="reference", groups=rollouts)]
-        if not spec.models.reward.calls:
-            tasks.append(TaskPlacement(task="reward", groups=rollouts))
-        if has_critic(spec):
-            tasks.append(TaskPlacement(task="critic", groups=rollouts))
-            tasks.append(TaskPlacement(task="critic_training", groups=trainers))
-        tasks.append(TaskPlacement(task="actor_training", groups=trainers))
-    return tasks
+    ppo = Stage.PPO in spec.stages
+    runs: list[tuple[Task, list[str], bool]] = [
+        ("sft", trainers, Stage.SFT in spec.stages),
+        ("reward_training", trainers, Stage.REWARD in spec.stages),
+        ("dpo", trainers, Stage.DPO in spec.stages),
+        ("generation", rollouts, ppo),
+        ("reference", rollouts, ppo),
+        ("reward", rollouts, ppo and not spec.models.reward.calls),
+        ("critic", rollouts, ppo and has_critic(spec)),
+        ("critic_training", trainers, ppo and has_critic(spec)),
+        ("actor_training", trainers, ppo),
+    ]
+    return [TaskPlacement(task=task, groups=groups) for task, groups, here in runs if here]
 
 
 def _pipelined(spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism]) -> bool:

@@ -11,11 +11,7 @@ from dovetail.manifest.checks.batching import batch_rules, micro_batch_tokens
 from dovetail.manifest.types import Dtype, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.costs.memory import GIB, training_memory
 from dovetail.planner.placement.configs import shapes, training_job
-
-
-class LimitError(ValueError):
-    """No schedule can keep within the limit. The message is one sentence, with the least memory that a schedule
-    needs."""
+from dovetail.planner.placement.placed import Infeasible
 
 
 def activation_bytes(
@@ -50,7 +46,7 @@ def activation_bytes(
 
 
 def check_limit(spec: RLHFJobSpec, sizes: Mapping[str, list[int]]) -> None:
-    """Raises LimitError if spec.plan.activationMemory is below the largest micro-batch on a stage. Even a schedule with
+    """Raises Infeasible if spec.plan.activationMemory is below the largest micro-batch on a stage. Even a schedule with
     one micro-batch at a time needs that much. `sizes`: as `activation_bytes` gives them."""
     limit = spec.plan.activation_memory
     if limit is None or not sizes:
@@ -62,7 +58,7 @@ def check_limit(spec: RLHFJobSpec, sizes: Mapping[str, list[int]]) -> None:
         what, field = f"{spec.ppo.micro_batch_size} sequences of {tokens} tokens hold", "microBatchSize"
         if (most := micro_batch_tokens(spec, Stage.PPO)) is not None:
             what, field = f"a micro-batch of {most} tokens holds", "microBatchTokens"
-        raise LimitError(
+        raise Infeasible(
             f"spec.plan.activationMemory is {limit:g} GiB, but {what} {_up(least / GIB)} GiB on stage {stage} of the "
             f"{model}, the least that any schedule needs; {never}raise it, or lower spec.ppo.{field}"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -129,7 +129,7 @@ def _place(job: _Job, by_layer: bool, than: float | None = None, others: bool | 
         return None
     chosen = {model: fitting[0].layout for model, fitting in layouts.items()}
     if Stage.PPO not in spec.stages:
-        again, gathering = _recomputed(chosen, layouts), _by_layer(chosen, layouts)
+        again, gathering = (_stages_with(way, chosen, layouts) for way in ("recompute", "by_layer"))
         stages = _stages(spec, known, trainers, chosen, again, gathering)
         return Placed(chosen, recompute=again, by_layer=gathering, stages=stages)
     found = _iteration(job, layouts, by_layer, than)
@@ -145,8 +145,10 @@ def _place(job: _Job, by_layer: bool, than: float | None = None, others: bool | 
         chosen["critic"] = min(critics, key=lambda layout: (layout != actor, layout.tp != actor.tp))
     if "reward" in chosen and chosen.get("critic") in [fitting.layout for fitting in layouts["reward"]]:
         chosen["reward"] = chosen["critic"]
-    before = frozenset(each for each in _recomputed(chosen, layouts) if each[0] is not Stage.PPO)
-    gathering = frozenset(each for each in _by_layer(chosen, layouts) if each[0] is not Stage.PPO)
+    before, gathering = (
+        frozenset(each for each in _stages_with(way, chosen, layouts) if each[0] is not Stage.PPO)
+        for way in ("recompute", "by_layer")
+    )
     return Placed(
         chosen,
         found.prediction,
@@ -263,18 +265,12 @@ def _trained(candidate: Candidate) -> dict[str, tuple[Share, ...]]:
     return {model: shares for model, shares in found.items() if shares}
 
 
-def _recomputed(
-    chosen: Mapping[str, Parallelism], layouts: Mapping[str, Sequence[Fitting]]
+def _stages_with(
+    way: str, chosen: Mapping[str, Parallelism], layouts: Mapping[str, Sequence[Fitting]]
 ) -> frozenset[tuple[Stage, str]]:
+    """The stages and models with a way to save memory, a field of Fitting."""
     fits = ((model, fit) for model, fitting in layouts.items() for fit in fitting if fit.layout == chosen[model])
-    return frozenset((stage, model) for model, fit in fits for stage in fit.recompute)
-
-
-def _by_layer(
-    chosen: Mapping[str, Parallelism], layouts: Mapping[str, Sequence[Fitting]]
-) -> frozenset[tuple[Stage, str]]:
-    fits = ((model, fit) for model, fitting in layouts.items() for fit in fitting if fit.layout == chosen[model])
-    return frozenset((stage, model) for model, fit in fits for stage in fit.by_layer)
+    return frozenset((stage, model) for model, fit in fits for stage in getattr(fit, way))
 
 
 def _iteration(
@@ -287,11 +283,8 @@ def _iteration(
     if than is not None and False in limits.apart:
         limits = replace(limits, apart=(False,))  # parts would only be slower: what needs them lacks memory
     limits = with_parts(spec, replace(limits, layouts=fitting), inventory, known)
-    result, limits = search_fewest_stages(
-        limits,
-        max(limits.servers[pool] for pool in limits.rollouts or ()),
-        lambda tried: Search(tried, costs, Effort(EFFORT)).run(),
-    )
+    most = max(limits.servers[pool] for pool in limits.rollouts or ())
+    result, limits = search_fewest_stages(limits, most, partial(_searched, costs))
     if result.best is None:
         # The reason is that of the simplest placement.
         why = min(result.rejected, key=lambda r: len(r.candidate.note)).problem if result.rejected else None
@@ -300,7 +293,7 @@ def _iteration(
         return None
     if result.best.candidate.schedule == "Dedicated" and False in limits.apart:
         limits = replace(limits, apart=(False,))
-        result = _worth(result, Search(limits, costs, Effort(EFFORT)).run(), work)
+        result = _worth(result, _searched(costs, limits), work)
     plain = replace(
         limits,
         layouts={task: _least_split(layouts, inventory.pools[0].gpus) for task, layouts in limits.layouts.items()},
@@ -308,11 +301,15 @@ def _iteration(
         placements=tuple(p for p in limits.placements if p is not Placement.INTERLEAVING) or limits.placements,
         serving_pp=1,
     )
-    result = _worth(result, Search(plain, costs, Effort(EFFORT)).run(), work)
+    result = _worth(result, _searched(costs, plain), work)
     assert result.best is not None
     if than is not None and not worth(result.best.seconds, than, work.steps):
         return None
     return Chosen(result.best.candidate, costs, prediction(result, costs))
+
+
+def _searched(costs: GPUCosts, limits: Limits) -> Result:
+    return Search(limits, costs, Effort(EFFORT)).run()
 
 
 def _worth(found: Result, plainer: Result, work: Workload) -> Result:
@@ -341,7 +338,7 @@ def _reason(spec: RLHFJobSpec, why: str | None, limits: Limits, costs: GPUCosts)
     if why is None:
         return "no placement of the groups was found; set spec.plan.placement to Auto"
     for remedy, changed in _remedies(spec, costs.work, limits):
-        if Search(changed, costs, Effort(EFFORT)).run().best is not None:
+        if _searched(costs, changed).best is not None:
             return f"{why}; {remedy}"
     shared = any({Role.TRAINER, Role.ROLLOUT} <= set(g.roles) for g in spec.groups)
     more = "give generation a group of its own, or " if shared else ""
