@@ -196,6 +196,18 @@ def test_stitched_is_puzzles_equation_1_at_serial_memory(stages, count, ratio):
     assert stitched.peak == serial.peak == serial_memory(problem)
 
 
+def test_many_passes_in_mini_batches_are_as_fast_as_one_mini_batch_again_and_again(monkeypatch):
+    """Rules take too long for them. One micro-batch at a time was all that was left: a sixth of serial 1F1B's speed."""
+    one, six = (fused_problem(4, 4, 4, 1, 1, mini_batches=count) for count in (1, 6))
+    for module in ("find", "rounds"):
+        # What stands between the passes of one mini-batch and of six.
+        monkeypatch.setattr(f"dovetail.pipelines.search.{module}.LARGE", 1000)
+    effort = SearchEffort(seconds=0.0, scale=0.003, workers=1, memory=False)
+    found = find(six, family_of("fused-w"), effort)
+    check_steps(six, steps(found))
+    assert found.makespan <= 6 * find(one, family_of("fused-w"), effort).makespan * (1 + 1e-9)
+
+
 def test_rolled_stitching_beats_the_fused_bound_for_equal_models_and_six_mini_batches():
     problem = fused_problem(8, 8, 8, 1, 1, mini_batches=6)
     serial = find(problem, FAMILIES["serial"], QUICK).makespan

@@ -35,7 +35,7 @@ from dovetail.pipelines.search.levels import (
 )
 from dovetail.pipelines.search.rounds import LARGE, UNLIMITED, Rounds, SearchEffort, rank
 from dovetail.pipelines.search.scaling import fewer_ranks, many_ranks, stretch
-from dovetail.pipelines.search.steady_state import drop, restore, shorten, unroll
+from dovetail.pipelines.search.steady_state import drop, one_mini_batch, restore, shorten, unroll
 from dovetail.pipelines.simulate import Ints
 
 Known = tuple[Ints, str]
@@ -175,6 +175,16 @@ def _unrolled(problem: ScheduleProblem, family: Family, effort: SearchEffort, po
     return None if longer is None else longer.orders
 
 
+def _repeated(problem: ScheduleProblem, family: Family, effort: SearchEffort) -> Ints | None:
+    """The orders of one mini-batch as often as there are mini-batches, found in half of the time."""
+    part = replace(effort, seconds=effort.seconds / 2, memory=False, progress=None)
+    try:
+        found = find(one_mini_batch(problem), family, part)
+    except ProblemError:
+        return None
+    return np.tile(found.orders, problem.mini_batches)
+
+
 def _stretched(problem: ScheduleProblem, family: Family, effort: SearchEffort, pool: ThreadPoolExecutor) -> list[Ints]:
     """Orders from a schedule of fewer ranks, found in a third of the time."""
     fewer = fewer_ranks(problem, family)
@@ -200,12 +210,15 @@ def _known(
 ) -> Iterable[tuple[Ints | None, str]]:
     """Orders that the search of a large problem starts from."""
     problem = instance.problem
+    large = instance.ranks * instance.length > LARGE
+    if large and problem.mini_batches > 1:
+        yield _repeated(problem, family, effort), "rule"
     yield _unrolled(problem, family, effort, pool), "period"
     apart = instance.coupling is Coupling.SERIAL
-    if not many_ranks(problem) or apart or instance.ranks * instance.length <= LARGE:
+    if not many_ranks(problem) or apart or not large:
         yield from ((orders, "stretched") for orders in _stretched(problem, family, effort, pool))
     if many_ranks(problem) and not apart:
-        share = 0.9 if instance.ranks * instance.length > LARGE else 1 / 3
+        share = 0.9 if large else 1 / 3
         yield _dispatched(instance, effort, share, pool), "dispatch"
 
 

@@ -36,6 +36,12 @@ def shorten(problem: ScheduleProblem, family: Family) -> ScheduleProblem | None:
     return replace(problem, models=models)
 
 
+def one_mini_batch(problem: ScheduleProblem) -> ScheduleProblem:
+    """The problem with one mini-batch. Times are the mean over micro-batches."""
+    models = (_mean(problem, 0, problem.models[0].micro_batches), _mean(problem, 1, problem.models[1].micro_batches))
+    return replace(problem, models=models, mini_batches=1)
+
+
 def unroll(problem: ScheduleProblem, family: Family, short: Schedule) -> Schedule | None:
     """The best schedule of `problem` that repeats a stretch of `short`, or one stretch of each model. None where no
     stretch can be repeated."""
