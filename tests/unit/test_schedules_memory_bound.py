@@ -124,7 +124,7 @@ def test_64_ranks_with_40_gb():
     }
     assert bounds[None] == bounds[80.0]
     # Down to the turn 64 passes of half a stage, 12 turns of there and back with a weight gradient, and the way to the
-    # first B of the next turn. From there to the last of 28 micro-batches 17 stages leave and 16 enter. Then its way back
-    # to the turn, its way to the end and a weight gradient.
+    # first B of the next turn. From there to the last of 28 micro-batches 17 stages leave and 16 enter. Then its way
+    # back to the turn, its way to the end and a weight gradient.
     assert bounds[39.9] == pytest.approx(64 + 12 * 129 + 127 + 17 * 2 + 16 + 128 + 64 + 1)
     assert bounds[39.9] > bounds[None]
