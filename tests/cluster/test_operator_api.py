@@ -315,6 +315,7 @@ def test_what_others_add_to_a_jobs_objects_starts_no_quarrel(server: KubeCluster
     server.kubectl("delete", "service", "demo-coordinator", "-n", NAMESPACES[0])
     service = wait_for("the Service again", lambda: server.get("service", "demo-coordinator", "-n", NAMESPACES[0]))
     assert "mine" not in [port["name"] for port in service["spec"]["ports"]]
+    server.delete("sa", "demo-pods", "-n", NAMESPACES[0])  # its other owner would keep it
 
 
 def test_a_manifest_that_would_fill_the_operators_memory_is_refused(

@@ -65,6 +65,9 @@ class Client:
         }
         return [other, *({"lastTimestamp": at, "message": message, **about} for at, message in times)]
 
+    async def pages(self, resource, namespace, selector="", fields=""):
+        yield Page(await self.list(resource, namespace, selector, fields))
+
 
 def test_kubelets_are_asked_about_stuck_pods_only_and_not_at_once(cluster):
     now, client = [100.0], Client()
@@ -91,6 +94,29 @@ def test_kubelets_are_asked_about_stuck_pods_only_and_not_at_once(cluster):
     now[0] += 60
     assert problems() == {}
     assert len(client.asked) == 4
+
+
+def test_a_flood_of_events_is_not_read_to_its_end(cluster):
+    """A tenant can make any number of them, about objects that are not there."""
+    now, read = [100.0], []
+
+    class Flooded(Client):
+        async def pages(self, resource, namespace, selector="", fields=""):
+            yield Page(await self.list(resource, namespace, selector, fields))
+            for number in range(1000):
+                read.append(number)
+                events = [{"involvedObject": {"uid": f"{number}-{n}"}, "message": "x" * 90_000} for n in range(100)]
+                yield Page(events)
+
+    client = Flooded()
+    mounts = Mounts(client, lambda: now[0])
+    uid = client.uid = stuck(cluster)["metadata"]["uid"]
+    asyncio.run(mounts.problems(KEY, Children(cluster.objects)))
+    now[0] += 10
+    assert asyncio.run(mounts.problems(KEY, Children(cluster.objects))) == {uid: TOLD}
+    assert len(read) <= 200, "about 10,000 objects for each of two reasons"
+    kept = sum(len(text) for told in mounts._told.values() for _, text in told.complaints.values())
+    assert kept < 50_000_000
 
 
 def test_one_question_answers_for_all_jobs_of_a_namespace_and_an_expensive_one_for_longer(cluster):
@@ -136,6 +162,9 @@ class Kueue(Client):
     workloads = ()
 
     async def pages(self, resource, namespace, selector="", fields="", size=0):
+        if resource.kind == "Event":
+            yield Page(await self.list(resource, namespace, selector, fields))
+            return
         self.asked.append((resource.kind, namespace, selector))
         yield Page(self.workloads)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from dovetail.kube.connection import KubeError
 from dovetail.kube.names import JOB_UID_LABEL
 from dovetail.kube.resources import EVENT, VOLUME_CLAIM, WORKLOAD
-from dovetail.operator.cluster.client import Client
+from dovetail.operator.cluster.client import Client, Object
 from dovetail.operator.cluster.object_cache import Key
 from dovetail.operator.reconcile.children import Children
 from dovetail.operator.reconcile.queueing import waiting, why
@@ -20,6 +20,23 @@ from dovetail.operator.reconcile.rootcause import LOOK_SECONDS, LOOK_SELDOM_SECO
 _SOON = {"FailedMount", "FailedAttachVolume", "FailedCreate"}
 # The API server reads all Events of a namespace for each answer: it is to spend a twentieth of its time on it at most.
 REST = 20.0
+
+
+# A tenant may make any number of Events, about any number of objects.
+MOST_COMPLAINTS, MOST_CHARACTERS = 10_000, 2000
+
+
+def _take(event: Object, said: dict[str, tuple[bool, str, str]]) -> None:
+    """Keep the message if it is the one to show of the object that it is about."""
+    at, about = str(event.get("lastTimestamp") or event.get("eventTime") or ""), event["involvedObject"]
+    message = str(event.get("message") or "")[:MOST_CHARACTERS]
+    found = {str(about.get("uid")): message}
+    if about.get("kind") == VOLUME_CLAIM.kind:
+        name = f"{VOLUME_CLAIM.kind} {about.get('name')}"
+        found[name] = f"{name}: {message}"
+    for key, text in found.items():
+        # A busy kubelet complains of time-outs, too, which pass.
+        said[key] = max(said.get(key, (False, "", "")), ("not found" in text, at, text))
 
 
 @dataclass
@@ -71,20 +88,16 @@ class Mounts:
         async with told.lock:
             if (began := self._clock()) < told.until:
                 return told.complaints
+            said: dict[str, tuple[bool, str, str]] = {}
             try:
-                events = await self._client.list(EVENT, namespace, fields=f"reason={reason}")
+                async for page in self._client.pages(EVENT, namespace, fields=f"reason={reason}"):
+                    for event in page.items:
+                        _take(event, said)
+                    if len(said) >= MOST_COMPLAINTS:
+                        break
             except KubeError:
-                events = []
-            said: defaultdict[str, list[tuple[bool, str, str]]] = defaultdict(list)
-            for e in events:
-                at, message = str(e.get("lastTimestamp") or e.get("eventTime") or ""), str(e.get("message") or "")
-                about = e["involvedObject"]
-                # A busy kubelet complains of time-outs, too, which pass.
-                said[str(about.get("uid"))].append(("not found" in message, at, message))
-                if about.get("kind") == VOLUME_CLAIM.kind:
-                    name = f"{VOLUME_CLAIM.kind} {about.get('name')}"
-                    said[name].append(("not found" in message, at, f"{name}: {message}"))
-            told.complaints = {uid: max(each)[1:] for uid, each in said.items()}
+                pass
+            told.complaints = {uid: each[1:] for uid, each in said.items()}
             rest = LOOK_SECONDS if reason in _SOON else LOOK_SELDOM_SECONDS
             told.until = max(began + rest, self._clock() + REST * (self._clock() - began))
             return told.complaints
