@@ -13,7 +13,7 @@ from rich.console import Console
 
 from dovetail.coordinator.data.chat_template import HumanAssistant
 from dovetail.coordinator.telemetry.pace import Pace, position
-from dovetail.coordinator.telemetry.summary_rows import binomial_p
+from dovetail.coordinator.telemetry.summary_rows import binomial_p, rows
 from dovetail.local.chat import until_stop
 from dovetail.local.progress_bars import Bars, Lines, describe_metrics, time_left
 from dovetail.local.report import charts
@@ -413,3 +413,12 @@ def test_the_table_and_the_report_say_which_iterations_were_unhealthy():
     assert out.getvalue().endswith(f"Warning: RewardsEqual (iteration 5): {VERDICT['message']}\n")
     page = render_report("x", SUMMARY | {"health": health}, {}, None)
     assert f"RewardsEqual (iteration 5): {VERDICT['message']}" in page
+
+
+def test_a_stage_of_preferences_is_called_by_its_loss() -> None:
+    found = {"loss_before": 0.5, "loss_after": 0.4, "accuracy": 0.75}
+    assert rows({"dpo": {**found, "method": "KTO", "responses": 8.0}}) == [
+        ("KTO loss, held out", "0.500", "0.400"),
+        ("KTO accuracy, held out", "", "75.0% of 8 responses"),
+    ]
+    assert rows({"dpo": {**found, "pairs": 8.0}})[1][0] == "DPO accuracy, held out", "of an earlier release's run"

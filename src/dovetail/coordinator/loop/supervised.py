@@ -141,12 +141,13 @@ class SupervisedStages:
             self._records.results.fact("reward_model.centre", centre(after))
 
     async def dpo(self) -> None:
-        """Train the actor on preferences. The result is models/actor. Facts: dpo.loss_before, .loss_after, .accuracy,
-        and .pairs or .responses."""
+        """Train the actor on preferences. The result is models/actor. Facts: dpo.method, .loss_before, .loss_after,
+        .accuracy, and .pairs or .responses."""
         stage = self._stage(Stage.DPO, self._sources.actor_for_ppo())
         batches = [f"dpo/{step + 1}" for step in range(stage.steps)] + stage.eval_batches
         stage = replace(stage, export_to=self._models / "actor", references=lambda: self._references(batches))
         await self._run(stage)
+        self._records.results.fact("dpo.method", self._spec.dpo.loss)
         before, after = (self._records.store.get(f"dpo/{when}") for when in ("before", "after"))
         if before:
             self._records.results.fact("dpo.loss_before", before["loss"])

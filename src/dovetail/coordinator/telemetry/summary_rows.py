@@ -45,16 +45,19 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     before, after = get(summary, "sft.loss_before"), get(summary, "sft.loss_after")
     if after is not None:
         found.append(("SFT loss, held out", f"{before:.3f}" if before is not None else "", f"{after:.3f}"))
+    dpo = get(summary, "dpo.method") or "DPO"
     before, after = get(summary, "dpo.loss_before"), get(summary, "dpo.loss_after")
     if after is not None:
-        found.append(("DPO loss, held out", f"{before:.3f}" if before is not None else "", f"{after:.3f}"))
-    for key, label in (("reward_model", "Reward model"), ("dpo", "DPO")):
+        found.append((f"{dpo} loss, held out", f"{before:.3f}" if before is not None else "", f"{after:.3f}"))
+    for key, label in (("reward_model", "Reward model"), ("dpo", dpo)):
         accuracy, pairs = get(summary, f"{key}.accuracy"), get(summary, f"{key}.pairs")
         if accuracy is not None:
             text = f"{accuracy:.1%}"
             if pairs:
                 p = binomial_p(round(accuracy * pairs), int(pairs))
                 text += f" of {int(pairs)} pairs ({'p < 0.001' if p < 0.001 else f'p = {p:.3f}'})"
+            elif responses := get(summary, f"{key}.responses"):
+                text += f" of {int(responses)} responses"
             found.append((f"{label} accuracy, held out", "", text))
     for key, label in (("reward", "Reward per sample"), ("kl", "KL to reference, nats per sample")):
         first, last = interval(get(summary, f"ppo.{key}_first")), interval(get(summary, f"ppo.{key}_last"))
