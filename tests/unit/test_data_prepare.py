@@ -417,5 +417,6 @@ def test_the_revision_of_a_hub_data_set_is_asked_for_and_its_commit_kept(
 def test_a_prompt_of_ones_own_is_a_text_or_a_record():
     assert given_prompt("hello") == ("hello", {})
     assert given_prompt({"prompt": "hello", "answer": 3}) == ("hello", {"answer": 3})
-    with pytest.raises(ValueError, match='the text in "prompt"'):
-        given_prompt({"text": "hello"})
+    for wrong in ({"text": "hello"}, 3, None):
+        with pytest.raises(ValueError, match='the text in "prompt"'):
+            given_prompt(wrong)  # type: ignore[arg-type]

@@ -61,9 +61,9 @@ def given_prompt(given: GivenPrompt) -> tuple[str, dict[str, Any]]:
     """The text and the other fields of a given prompt. Raises ValueError for a record without a text."""
     if isinstance(given, str):
         return given, {}
-    text = given.get("prompt")
+    text = given.get("prompt") if isinstance(given, Mapping) else None
     if not isinstance(text, str):
-        raise ValueError(f'a prompt is a string, or a record with the text in "prompt"; this one is {dict(given)!r}')
+        raise ValueError(f'a prompt is a string, or a record with the text in "prompt"; this one is {given!r}')
     return text, {name: value for name, value in given.items() if name != "prompt"}
 
 
