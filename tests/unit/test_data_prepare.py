@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dovetail.coordinator.data import tokenizer
 from dovetail.coordinator.data.collection import collect
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.prepare import Prepared, given_prompt, prepare
@@ -119,6 +120,24 @@ def test_an_evaluation_may_have_prompts_of_its_own(tmp_path: Path) -> None:
         (0, "2 + 2 =", {"answer": 4}),
         (1, "2 + 3 =", {"answer": 5}),
     ]
+
+
+def test_a_tokenizer_may_have_several_chat_templates(tmp_path: Path) -> None:
+    """transformers keeps all but the default one in a folder beside it. The folder ended the job, eleven times over."""
+    made = tokenizer.train(["hello"], 300)
+    made.chat_template = {"default": "{% for m in messages %}[{{ m.content }}]{% endfor %}", "tool_use": "tools"}
+    made.save_pretrained(str(tmp_path / "tokenizer"))
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "hello"}]}\n')
+    actor = {"source": {"scratch": {"config": CONFIG}}}
+    changes = {
+        "stages": ["ppo"],
+        "models": {"actor": actor, "tokenizer": {"path": str(tmp_path / "tokenizer")}},
+        "data": {"prompts": [{"path": "chats.jsonl"}], "heldOut": 0},
+    }
+    for _ in range(2):
+        job = prepare(spec(**changes), tmp_path / "run", tmp_path)
+        assert job.prompts(1)[0].text == "[hello]"
+        assert job.tokenizer.chat_template.keys() == {"default", "tool_use"}
 
 
 def test_every_prompt_has_the_fields_that_any_prompt_has(tmp_path: Path) -> None:

@@ -364,3 +364,17 @@ def test_scratch_model_takes_its_vocabulary_from_the_tokenizer(tmp_path: Path) -
     assert config.pad_token_id is None  # the end token must be learnt
     with pytest.raises(ModelError, match="needs a tokenizer folder or vocab_size"):
         load_config(ModelRef(head="lm", scratch=scratch))
+
+
+def test_all_chat_templates_of_a_tokenizer_are_exported(tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    (tokenizer / "additional_chat_templates").mkdir(parents=True)
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+        (tokenizer / name).write_text(name)
+    writer, stage = HuggingFaceWriter(tmp_path / "model"), build_stage(ref("llama"))
+    for _ in range(2):
+        (tmp_path / "model").mkdir(exist_ok=True)
+        written = writer.write(stage.named_parameters(), torch.float32)
+        writer.finish([written], stage.config, "lm", torch.float32, tokenizer)
+        for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
+            assert (tmp_path / "model" / name).read_text() == name

@@ -28,6 +28,8 @@ _TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
+# The folder of a tokenizer's chat templates beside the default one, such as one for tools.
+_TEMPLATES = "additional_chat_templates"
 
 
 class HuggingFaceWriter:
@@ -111,6 +113,11 @@ class HuggingFaceWriter:
             if (tokenizer / name).is_file():
                 shutil.copyfile(tokenizer / name, self.folder / name)
                 sync(self.folder / name)
+        if tokenizer is not None and (tokenizer / _TEMPLATES).is_dir():
+            shutil.copytree(tokenizer / _TEMPLATES, self.folder / _TEMPLATES, dirs_exist_ok=True)
+            for path in (self.folder / _TEMPLATES).rglob("*"):
+                sync(path)
+            sync(self.folder / _TEMPLATES)
         sync(self.folder)
 
 

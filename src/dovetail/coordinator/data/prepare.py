@@ -385,9 +385,9 @@ def _once(folder: Path, make: Callable[[Path], object]) -> None:
     temporary.mkdir()
     try:
         make(temporary)
-        for path in temporary.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+        # Tokenizers with several chat templates have a folder of them.
+        for path in temporary.rglob("*"):
+            sync(path)
         sync(temporary)
         try:
             temporary.rename(folder)
