@@ -22,7 +22,6 @@ from dovetail.planner.placement.placed import Chosen, Infeasible, prediction, wo
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.search import Effort, Found, Result, Search, alternatives, search_fewest_stages
 from dovetail.planner.placement.search.structures import ALONE
-from dovetail.planner.shape import ModelShape
 
 # The search may estimate so many whole iterations. The least is enough for 64 GPUs; more GPUs get more.
 LEAST_EFFORT = 1500
@@ -78,11 +77,11 @@ def recommend(
     known = shapes(spec, configs)
     if known is None:
         raise Unknown("the configuration of one of the models is not known; give its folder as source.path")
-    limits = _limits(spec)
-    found = _search(spec, known, inventory, limits, effort(inventory, expired))
+    limits, tried = _limits(spec), effort(inventory, expired)
+    costs = PodCosts(workload(spec, known), inventory, spec.generation.max_concurrent)
+    found = _search(limits, costs, tried)
     if spec.plan.zero3 == "Auto" and spec.plan.chunks == 1:
-        gathering = _search(spec, known, inventory, replace(limits, fsdp=(3,)), effort(inventory, expired))
-        found = _gaining(found, gathering)
+        found = _gaining(found, _search(replace(limits, fsdp=(3,)), costs, tried))
     if isinstance(found, str):
         raise Infeasible(found)
     return found
@@ -157,15 +156,8 @@ def _limits(spec: RLHFJobSpec) -> Limits:
     return replace(pinned(spec, Limits()), layouts=pinned_shares(spec), batches=batches)
 
 
-def _search(
-    spec: RLHFJobSpec,
-    known: Mapping[str, ModelShape],
-    inventory: Inventory,
-    limits: Limits,
-    effort: Effort,
-) -> Chosen | str:
-    costs = PodCosts(workload(spec, known), inventory, spec.generation.max_concurrent)
-    most = max(pool.per_node for pool in inventory.pools)
+def _search(limits: Limits, costs: PodCosts, effort: Effort) -> Chosen | str:
+    most = max(pool.per_node for pool in costs.inventory.pools)
     result, _ = search_fewest_stages(limits, most, lambda tried: Search(tried, costs, effort).run())
     if result.best is None:
         return _missing(result)
