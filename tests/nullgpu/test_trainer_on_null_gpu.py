@@ -17,6 +17,21 @@ FUSED = {
     2: ["FfbBFfbBFfbBFfbB", "fFBbfFBbfFBbfFBb"],
     4: ["FFfbFFfbfbfBbBBB", "FfFffbFBFbfBbBbB", "fFffFBbfFBFbBbBb", "fffFBfFBFBFbBbbb"],
 }
+# Two stages of a model on each rank, down the ranks and back: fused-v, whose critic runs against the actor, and zb-v.
+V_SHAPED = {
+    "fused": [
+        "FFFff1ff1F1I1F1I1W1i1ii1iW1IFWIWw1w1ff1F1I1W1F1I1W1ff1wwi1iIWw1wi1iIWw1w",
+        "FfFff1F1f1F1FI1i1I1i1W1iIiIW1FWWfF1w1F1f1w1I1W1fI1W1f1i1w1IWiwwi1w1IiWww",
+        "fFfFF1f1F1f1fi1I1i1I1W1IiIiFW1FWF1WF1w1w1f1fwI1W1i1w1f1IWI1W1ii1w1IWwiww",
+        "fffFF1FF1f1i1f1i1w1I1II1IW1iW1WiWFF1FF1w1fwwf1i1I1IWW1f1w1i1w1I1iIWW1wiw",
+    ],
+    "along": [
+        "FFFFF1I1W1F1I1W1F1I1W1F1I1W1IWIWIWIWfffff1i1w1f1i1w1f1i1w1f1i1w1iwiwiwiw",
+        "FFFFF1F1I1W1F1I1W1F1I1W1IWI1W1IWIWIWfffff1f1i1w1f1i1w1f1i1w1iwi1w1iwiwiw",
+        "FFFF1FF1F1I1W1F1I1W1IWI1W1IWI1W1IWIWffff1ff1f1i1w1f1i1w1iwi1w1iwi1w1iwiw",
+        "FF1FF1FF1FF1I1W1IWI1W1IWI1W1IWI1W1IWff1ff1ff1ff1i1w1iwi1w1iwi1w1iwi1w1iw",
+    ],
+}
 REVERSE = {"reverse": True}
 SPLIT = {"split": 4}
 # Each is one training step, or more, of actor and critic on as many ranks as the layout has.
@@ -26,6 +41,14 @@ TRAINING: dict[str, dict[str, Any]] = {
     "pp4": {"layout": {"pp": 4}, "layers": 4, "schedules": [4]},
     "fused2": {"layout": {"pp": 2}, "critic": REVERSE, "schedules": [FUSED[2]]},
     "fused4": {"layout": {"pp": 4}, "layers": 4, "critic": REVERSE, "schedules": [FUSED[4]]},
+    "V, fused": {
+        "layout": {"pp": 4, "chunks": 2},
+        "world": 4,
+        "layers": 8,
+        "critic": REVERSE,
+        "schedules": [V_SHAPED["fused"]],
+    },
+    "V": {"layout": {"pp": 4, "chunks": 2}, "world": 4, "layers": 8, "schedules": [V_SHAPED["along"]]},
     "side by side": {
         "layout": {"pp": 4},
         "layers": 4,
@@ -89,7 +112,7 @@ def test_ranks_that_share_a_gpu_send_through_host_memory(null_gpu: Run) -> None:
         assert result["staged"] == [False, False]
 
 
-@pytest.mark.parametrize("name", ["pp4", "fused4", "side by side"])
+@pytest.mark.parametrize("name", ["pp4", "fused4", "side by side", "V, fused", "V"])
 def test_few_receives_wait_on_the_gpu_at_once(null_gpu: Run, name: str) -> None:
     """Each spins on multiprocessors that compute needs."""
     for result in train(null_gpu, name).good():

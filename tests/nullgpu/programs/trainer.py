@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import time
+from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,7 +155,7 @@ def train(
     `gpus`: what all ranks see of the machine's GPUs."""
     if gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-    layouts = {"actor": Parallelism(**layout), "critic": Layout(**{**layout, **(critic or {})})}
+    layouts: dict[str, Parallelism] = {"actor": Layout(**layout), "critic": Layout(**{**layout, **(critic or {})})}
     engine = engine_of(place, layouts, **more)
     groups, made, runs = engine.groups, counts(), []
     for wanted in schedules:
@@ -164,10 +165,10 @@ def train(
             each = {name: number // sizes.dp for name, sizes in layouts.items()}
             words = encode(serial_1f1b(layouts, each, list(layouts), place.world))
             words = words if isinstance(wanted, int) else [split(word) for word in words]
-        mine = words[place.rank]
-        before, steps = counts(), []
-        work = {name: micro_batches(mine.count({"actor": "F", "critic": "f"}[name]), stray) for name in engine.models}
         actions = StoredSchedule("", 1, words).actions()[place.rank]
+        begun = Counter(action.model for action in actions if action.kind == "F" and not action.chunk)
+        before, steps = counts(), []
+        work = {name: micro_batches(begun[name], stray) for name in engine.models}
         engine.run(actions, work, 1, lambda name, applied, steps=steps: steps.append(name), json.dumps(words))
         torch.cuda.synchronize()
         runs.append({"steps": steps, "used": {name: value - before[name] for name, value in counts().items()}})
