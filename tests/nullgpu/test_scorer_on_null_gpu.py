@@ -22,6 +22,14 @@ def test_the_process_scores_sleeps_and_wakes(null_gpu: Run, split: int, device: 
     assert answers["shapes"] == {"ref_logprobs": [8, 4], "scores": [8], "values": [8, 4]}
 
 
+def test_the_process_ends_if_its_gpu_fails(null_gpu: Run) -> None:
+    """CUDA refuses all further work of the process, so it would answer each request with an error."""
+    code, answer = null_gpu("scorer fails", "scorer.process", world=2, fails=True).good()
+    assert answer["status"] == 500
+    assert "CUDA error: an uncorrectable ECC error" in answer["text"]
+    assert code == 1, "which starts it again"
+
+
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_sleeping_scorer_keeps_no_weights_on_the_device(null_gpu: Run, devices: int) -> None:
     """What it keeps is cuBLAS's workspace and the rotary frequencies, and does not grow."""

@@ -264,3 +264,13 @@ def test_a_rank_that_waits_for_a_lost_peer_names_it_and_lives(
         assert found["error"] == "trainer-1 joined again"
     else:
         assert found["error"].startswith(f"trainer rank 1 was lost {doing}: nothing came for")
+
+
+@pytest.mark.parametrize("during", ["step/1", "load"])
+def test_a_rank_whose_gpu_fails_ends(null_gpu: Run, during: str) -> None:
+    """CUDA refuses all further work of the process. The job must not fail for it: a new process goes on."""
+    (found,) = null_gpu(f"fails {during[:4]}", "trainer.gpu_fails", during=during[:4]).good()
+    assert found["raised"].startswith(f"GPUFailed: {during}"), found
+    assert "the GPU failed: " in found["raised"]
+    assert "CUDA error: " in found["raised"]
+    assert found["overdue"] is None

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from dovetail.gpus.gpu_failure import GPUFailed, context_is_lost, names_cuda
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.plan import Plan, TrainerRank
 from dovetail.protocol.process.env import ProcessEnv
@@ -51,6 +53,35 @@ def test_a_gpu_that_torch_has_no_kernels_for(
     said = capsys.readouterr()
     last = (said.out + said.err).strip().splitlines()[-1]
     assert SENTENCE in last
+
+
+@pytest.mark.usefixtures("started")
+def test_a_rank_whose_gpu_failed_is_started_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> int:
+        raise GPUFailed("step/7: the GPU failed: AcceleratorError: CUDA error: uncorrectable ECC error encountered")
+
+    monkeypatch.setattr(trainer, "serve", fail)
+    assert trainer.main([]) == 1, "and not the code of a wrong configuration"
+    said = capsys.readouterr()
+    assert "uncorrectable ECC error" in (said.out + said.err).strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"), True),
+        (RuntimeError("CUDA error: out of memory"), False),  # a smaller micro-batch mends that
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("CUDA error"), False),
+    ],
+)
+def test_what_may_be_a_failed_gpu(error: Exception, named: bool) -> None:
+    assert names_cuda(error) == named
+    assert not context_is_lost(), "on a machine without one"
 
 
 @pytest.mark.usefixtures("started")

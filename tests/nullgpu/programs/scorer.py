@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -67,11 +68,19 @@ def passes(
     return found
 
 
-def process(place: Place, split: int = 1, shared: bool = False) -> Any:
+def process(place: Place, split: int = 1, shared: bool = False, fails: bool = False) -> Any:
     """Rank 0 is the scorer's process, which the job's files configure; rank 1 asks it to load, score, leave, bring and
-    score again, then ends it."""
+    score again, then ends it. `fails`: the GPU fails when it scores first."""
     if place.rank == 1:
-        return ask(place)
+        return ask(place, fails)
+    if fails:
+        score = ModelScorer.score
+
+        def fail(*given: Any, **named: Any) -> Any:
+            ctypes.CDLL(None).fail(b"an uncorrectable ECC error")
+            return score(*given, **named)
+
+        ModelScorer.score = fail  # type: ignore[method-assign]
     pod = {"product": "NVIDIA-A100-SXM4-80GB", "perPod": max(1, split)}
     group = {"name": "rollouts", "roles": ["rollout"], "gpu": pod, "vllmArgs": ["--enable-sleep-mode"] * shared}
     models = {"actor": {"source": {"scratch": {"architecture": "llama", "config": LLAMA}}}}
@@ -98,8 +107,8 @@ def process(place: Place, split: int = 1, shared: bool = False) -> Any:
     return scorer.main([])
 
 
-def ask(place: Place) -> dict[str, Any]:
-    """What the scorer answers."""
+def ask(place: Place, fails: bool) -> dict[str, Any]:
+    """What the scorer answers. `fails`: only the status of a request to score, and what it says."""
 
     def request(path: str, body: bytes | None = None) -> bytes:
         headers = {"Authorization": f"Bearer {TOKEN}"}
@@ -119,6 +128,11 @@ def ask(place: Place) -> dict[str, Any]:
     models = {"models": {name: ref.model_dump(mode="json") for name, ref in refs().items()}}
     info = json.loads(request("/v1/load", json.dumps(models).encode()))
     score = f"/v1/score?want={','.join(HEADS)}"
+    if fails:
+        try:
+            request(score, pack(samples(8)))
+        except urllib.error.HTTPError as error:
+            return {"status": error.code, "text": error.read().decode()}
     scored = unpack(request(score, pack(samples(8))))
     request("/v1/leave", b"")
     brought = json.loads(request("/v1/bring", b""))["models"]

@@ -288,6 +288,33 @@ def iterations(place: Place, pp: int = 1, dp: int = 1) -> list[dict[str, int]]:
     return found
 
 
+def gpu_fails(place: Place, during: str) -> dict[str, Any]:
+    """A rank alone, whose GPU fails `during` a step or a load. What the rank raised, what the last result said, and
+    whether the groups still answer the heartbeat thread."""
+    layouts = {name: Parallelism() for name in ("actor", "critic")}
+    groups = Groups.form("127.0.0.1", place.port, 0, 1, layouts, DEADLINE)
+    spec = job(trainer={"compile": "Never"}).spec
+    client: Any = SimpleNamespace(batch=lambda _: ppo_batch(1))
+    runner = CommandRunner(spec, groups, client, "trainer", {}, lambda event, **fields: print(event, fields))
+    actions = serial_1f1b(layouts, dict.fromkeys(layouts, 4), list(layouts))
+
+    def fail() -> None:
+        ctypes.CDLL(None).fail(b"an uncorrectable ECC error")
+
+    found: dict[str, Any] = {"raised": "", "result": None}
+    try:
+        if during == "load":
+            fail()
+        found["result"] = runner.execute(load_command(Stage.PPO)).error
+        runner.engine.models["critic"].module.register_forward_pre_hook(lambda *_: fail())
+        groups.awaiting("nobody")
+        step = Step(id="step/1", stage=Stage.PPO, step=1, batch="b", actions=actions, mini_batches=1)
+        found["result"] = runner.execute(step).error
+    except Exception as error:
+        found["raised"] = f"{type(error).__name__}: {error}"
+    return found | {"overdue": groups.overdue()}
+
+
 def restored(engine: Engine, path: Path) -> dict[str, Any]:
     """Give the moments in host memory values, save, wipe and restore: which lost theirs."""
     moments = {}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dovetail.gpus.gpu_failure import GPUFailed, context_is_lost, names_cuda
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.messages import (
     Accumulate,
@@ -112,7 +113,8 @@ class CommandRunner:
     def execute(self, command: Command) -> CommandResult:
         """The command's result. It is complete on rank 0; other ranks get no spans. After PeerLost, join again.
 
-        A failure that all ranks agree on is in the result (`ok`, `error`). Raises PeerLost where the groups broke."""
+        A failure that all ranks agree on is in the result (`ok`, `error`). Raises PeerLost where the groups broke, and
+        GPUFailed where this process can no longer use its GPU."""
         started = time.time()
         self._running = command.id
         self._damaged = False
@@ -127,6 +129,7 @@ class CommandRunner:
         except PeerLost:
             raise
         except Exception as problem:
+            self._raise_if_the_gpu_failed(command, problem)
             error = self._explain(command, problem)
         error = self._first_error(error)
         metrics: Metrics = {}
@@ -259,6 +262,7 @@ class CommandRunner:
         except Exception as problem:
             if is_peer_loss(problem) or self._groups.lost is not None:
                 raise PeerLost(f"{command.id}: {sentence(problem)}") from problem
+            self._raise_if_the_gpu_failed(command, problem)
             error = self._explain(command, problem)
             self._damaged = isinstance(problem, CheckpointDamaged)
         if not self._all_here(error is not None):
@@ -365,6 +369,11 @@ class CommandRunner:
 
     def _post_offer(self, offer: Offer) -> None:
         self._client.offer(offer)
+
+    def _raise_if_the_gpu_failed(self, command: Command, problem: Exception) -> None:
+        """A failed GPU is no fault of the command. The job goes on with a new process."""
+        if names_cuda(problem) and context_is_lost():
+            raise GPUFailed(f"{command.id}: the GPU failed: {sentence(problem)}") from problem
 
     def _explain(self, command: Command, problem: Exception) -> str:
         remedy = ""

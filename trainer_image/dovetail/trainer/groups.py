@@ -449,8 +449,12 @@ class Groups:
             raise PeerLost(self.lost)
 
     def _forget_arrived(self) -> None:
-        while self._awaited and self._awaited[0][0].query():
-            self._awaited.popleft()
+        try:
+            while self._awaited and self._awaited[0][0].query():
+                self._awaited.popleft()
+        except RuntimeError:
+            # This GPU failed. The thread that uses it gets the error, too; the heartbeat thread must live on.
+            self._awaited.clear()
 
     # ------------------------------------------------------------ small messages (JSON, never pickle)
 

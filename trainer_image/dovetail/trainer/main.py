@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from dovetail.gpus.gpu_failure import GPUFailed
 from dovetail.gpus.kernel_check import my_capability
 from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.reward import ppo_config
@@ -51,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
         plan = read_plan(env.plan_file, env)
         job = read_job(env.job_file, plan)
         return serve(env, job, plan.parallelism, options.patience, log)
-    except (CoordinatorUnreachable, Refused, ValueError, OSError) as error:
+    except (CoordinatorUnreachable, Refused, GPUFailed, ValueError, OSError) as error:
         log("rank.failed", message=str(error))
         # 2 means that a restart would not help.
         return 2 if isinstance(error, ValueError | Refused) else 1
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patience: float, log: Events) -> int:
     """Run the rank until it is told to stop; returns 0. Raises ValueError for a user's function that does not work, and
-    for a GPU for which torch has no kernels. Raises CoordinatorUnreachable and Refused."""
+    for a GPU for which torch has no kernels. Raises CoordinatorUnreachable, Refused and GPUFailed."""
     my_capability()
     client = CoordinatorClient(env.coordinator, env.token, patience)
     # torch would end this process when a peer is lost. Instead, the heartbeat thread aborts the groups.

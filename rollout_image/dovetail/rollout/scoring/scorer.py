@@ -23,6 +23,7 @@ from aiohttp import web
 from pydantic import ValidationError
 
 from dovetail.gpus.dtypes import serving_dtype
+from dovetail.gpus.gpu_failure import GPUFailed
 from dovetail.gpus.kernel_check import my_capability
 from dovetail.manifest.accelerators import sleeps
 from dovetail.manifest.types import Dtype, RLHFJob
@@ -162,7 +163,8 @@ def advertised_host(host: str) -> str:
 
 
 async def serve(env: ProcessEnv, service: ScorerService, log: Log) -> None:
-    """Serve until SIGTERM or SIGINT. Raises OSError when the port is taken."""
+    """Serve until SIGTERM or SIGINT. Raises OSError when the port is taken, and GPUFailed when this process can no
+    longer use its GPU."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -179,9 +181,10 @@ async def serve(env: ProcessEnv, service: ScorerService, log: Log) -> None:
             task = asyncio.create_task(register_forever(session, env, url, uuid.uuid4().hex, service, log))
             stopping = asyncio.create_task(stop.wait())
             beating = asyncio.create_task(Pulse.read().forever(service.alive))
-            await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            stopping.cancel()
-            beating.cancel()
+            failing = asyncio.create_task(service.failed.wait())
+            await asyncio.wait({task, stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+            for each in (stopping, beating, failing):
+                each.cancel()
             if task.done():
                 task.result()
             task.cancel()
@@ -190,11 +193,14 @@ async def serve(env: ProcessEnv, service: ScorerService, log: Log) -> None:
     finally:
         service.close()
         await runner.cleanup()
+    if service.failure:
+        raise GPUFailed(service.failure)
     log("scorer.stopped")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 after a stop signal; with one sentence on stderr, 2 for a wrong configuration and 1 when it cannot start."""
+    """0 after a stop signal; with one sentence on stderr, 2 for a wrong configuration, and 1 when it cannot start or
+    its GPU failed."""
     parser = argparse.ArgumentParser(prog="python -m dovetail.rollout.scoring.scorer", description=__doc__)
     parser.add_argument(
         "--device", help="one, or several, as `cuda:0,cuda:1`, to split all models over; default: as the plan says"
@@ -234,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         service = ScorerService(scorer, log, metrics, temperature=settings.temperature)
         asyncio.run(serve(env, service, log))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, GPUFailed) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
     return 0

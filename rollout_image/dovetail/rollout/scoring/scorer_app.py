@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 
+from dovetail.gpus.gpu_failure import context_is_lost, names_cuda
 from dovetail.protocol import serving
 from dovetail.protocol.messages import ModelRef, Receive
 from dovetail.protocol.process.pulse import ThreadProgress
@@ -93,6 +94,15 @@ class ScorerService:
 
         self._at_work = False
         self._progress: ThreadProgress | None = None
+        # The process must end if this is set. `failure` says why.
+        self.failed = asyncio.Event()
+        self.failure = ""
+
+    async def see_whether_the_gpu_failed(self, error: Exception) -> None:
+        """Set `failed` if the error says that this process can no longer use its GPU."""
+        if names_cuda(error) and await asyncio.get_running_loop().run_in_executor(None, context_is_lost):
+            self.failure = f"the GPU failed: {str(error).strip().splitlines()[0]}"
+            self.failed.set()
 
     def _begin(self) -> None:
         self._progress = ThreadProgress(threading.get_ident())
@@ -237,6 +247,7 @@ def make_app(service: ScorerService, token: str) -> web.Application:
                 return web.Response(
                     status=507, text=f"out of memory on {service.scorer.place}; lower --max-tokens: {error}"
                 )
+            await service.see_whether_the_gpu_failed(error)
             return web.Response(status=500, text=f"{type(error).__name__}: {error}")
 
     async def info(_: web.Request) -> web.Response:

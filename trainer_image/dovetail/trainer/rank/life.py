@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from pydantic import TypeAdapter
 
+from dovetail.gpus.gpu_failure import GPUFailed, context_is_lost
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 from dovetail.models.transfer import listening_at
 from dovetail.protocol.messages import Command, CommandResult, JoinReply, JoinRequest, NextRequest, Stop
@@ -53,7 +54,7 @@ class Rank:
     _failed: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> None:
-        """Run until `stop`. Raises CoordinatorUnreachable or Refused."""
+        """Run until `stop`. Raises CoordinatorUnreachable, Refused or GPUFailed."""
         while True:
             # It listens until the groups are formed. If a port was only looked up, another process could take it.
             door = listening_at(self.env.host)
@@ -66,6 +67,9 @@ class Rank:
                     return
             except (PeerLost, StaleGeneration, Superseded) as reason:
                 self.log("generation.left", generation=generation, reason=str(reason))
+                # NCCL reports a failed GPU as well. The groups are closed, so nothing waits for a peer.
+                if context_is_lost():
+                    raise GPUFailed(f"the GPU failed: {reason}") from reason
             finally:
                 door.close()
                 self.heartbeat.leave()

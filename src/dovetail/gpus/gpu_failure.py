@@ -1,0 +1,34 @@
+"""Tells a GPU that failed from other errors.
+
+After a fault of the memory, of a kernel or of the link, CUDA answers every later call of the process with the same
+error. Only a new process can use the GPU again, or find that it is gone."""
+
+from __future__ import annotations
+
+
+class GPUFailed(RuntimeError):
+    """This process can no longer use its GPU. It must end, and be started again."""
+
+
+def names_cuda(error: BaseException) -> bool:
+    """Whether the error is one of CUDA or of its libraries. Memory that ran out does not count."""
+    words = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS", "CUDNN_STATUS")
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in words) and not _memory(error)
+
+
+def context_is_lost() -> bool:
+    """Whether CUDA refuses all further work of this process. Waits until its GPUs have done what they were told."""
+    import torch
+
+    if not torch.cuda.is_initialized():
+        return False
+    try:
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False
+
+
+def _memory(error: BaseException) -> bool:
+    return type(error).__name__ == "OutOfMemoryError" or "out of memory" in str(error)
