@@ -22,7 +22,7 @@ from gpu_memory.measured import Measuring
 from gpu_memory.predicted import predicted
 
 GIB = 2**30
-TOLERANCE = 0.05
+TOLERANCE, BOUND_TOLERANCE = 0.05, 0.2
 
 
 def main() -> int:
@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", default=[], help="cases whose names hold one of these words")
     parser.add_argument("--json", type=Path, help="write the figures here")
     options = parser.parse_args()
-    found = []
+    found, missed = [], False
     print(f"{'case':58} allocated  reserved   planner    error")
     with Measuring() as measuring:
         for case in CASES:
@@ -49,11 +49,12 @@ def main() -> int:
                     "seconds": round(device.seconds, 1),
                 }
             )
+            missed = missed or not -TOLERANCE <= error <= (BOUND_TOLERANCE if case.bound else TOLERANCE)
             sizes = "  ".join(f"{size / GIB:8.2f}" for size in (device.allocated, device.reserved, expected))
             print(f"{case.name:58} {sizes}  {error:+7.1%}", flush=True)
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
-    return 1 if any(abs(each["error"]) > TOLERANCE for each in found) else 0
+    return int(missed)
 
 
 if __name__ == "__main__":

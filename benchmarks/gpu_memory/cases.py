@@ -45,7 +45,9 @@ class Case:
     """Training of actor and critic (None: without one) with pp stages, dp and tp ranks, or, as `scores`, what a scorer
     holds in as many stages. `rows`: samples of `prompt` and `response` tokens in a micro-batch, of which an optimizer
     step has `micro_batches`. `schedule`: letters by rank; without: 1F1B, actor, then critic. `shared`: the critic is a
-    head on the actor. `critic_pp`: the critic's stages, where it has fewer than the actor on the same ranks."""
+    head on the actor. `critic_pp`: the critic's stages, where it has fewer than the actor on the same ranks. `chunks`:
+    the stages of each model on a rank, down the ranks and back. `bound`: the planner counts the schedule that may hold
+    most, as the schedule is found later."""
 
     name: str
     actor: Config
@@ -65,6 +67,8 @@ class Case:
     ema: bool = False
     shared: bool = False
     critic_pp: int = 0
+    chunks: int = 1
+    bound: bool = False
     scores: tuple[Literal["reference", "reward", "critic"], ...] = field(default=())
 
     @property
@@ -74,6 +78,13 @@ class Case:
 
 # The search of schedules found it: the critic's stages run from the last rank to the first.
 FUSED = ("FFfbFFfbfbfBbBBB", "FfFffbFBFbfBbBbB", "fFffFBbfFBFbBbBb", "fffFBfFBFBFbBbbb")
+# Of two stages a rank (fused-v), by the same search.
+FUSED_V = (
+    "FFFff1ff1F1I1F1I1W1i1ii1iW1IFWIWw1w1ff1F1I1W1F1I1W1ff1wwi1iIWw1wi1iIWw1w",
+    "FfFff1F1f1F1FI1i1I1i1W1iIiIW1FWWfF1w1F1f1w1I1W1fI1W1f1i1w1IWiwwi1w1IiWww",
+    "fFfFF1f1F1f1fi1I1i1I1W1IiIiFW1FWF1WF1w1w1f1fwI1W1i1w1f1IWI1W1ii1w1IWwiww",
+    "fffFF1FF1f1i1f1i1w1I1II1IW1iW1WiWFF1FF1w1fwwf1i1I1IWW1f1w1i1w1I1iIWW1wiw",
+)
 
 CASES = (
     Case("7B, one rank", LLAMA_7B),
@@ -85,6 +96,8 @@ CASES = (
     Case("7B, value head beside", LLAMA_7B, shared=True),
     Case("7B + 7B, pp 4", LLAMA_7B, LLAMA_7B, pp=4, rows=2),
     Case("7B + 7B, pp 4, fused", LLAMA_7B, LLAMA_7B, pp=4, rows=2, schedule=FUSED),
+    Case("7B + 7B, pp 4, two stages a rank", LLAMA_7B, LLAMA_7B, pp=4, rows=2, schedule=FUSED_V, chunks=2, bound=True),
+    Case("7B + 7B, pp 4 beside pp 2", LLAMA_7B, LLAMA_7B, pp=4, rows=2, critic_pp=2),
     Case("7B + 7B, dp 4", LLAMA_7B, LLAMA_7B, dp=4),
     Case("7B + 7B, dp 4, one micro-batch", LLAMA_7B, LLAMA_7B, dp=4, micro_batches=1),
     Case("7B + 7B, dp 4, ZeRO-3", LLAMA_7B, LLAMA_7B, dp=4, zero3=True),

@@ -70,6 +70,7 @@ def scenario(case: Case) -> dict[str, Any]:
         "schedule": list(case.schedule) or None,
         "reverse": bool(case.schedule),
         "critic_pp": case.critic_pp,
+        "chunks": case.chunks,
         "recompute": case.recompute,
         "zero3": case.zero3,
         "shared": case.shared,

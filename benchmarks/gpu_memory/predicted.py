@@ -36,6 +36,7 @@ def predicted(case: Case) -> float:
         critic_lora=adapters,
         ema=case.ema,
         value_head=case.shared,
+        chunks=case.chunks,
     )
     zero = 3 if case.zero3 else 2
     share = Share("gpus", 0, case.pp, case.tp, case.dp, case.rows, zero, case.recompute, case.offload)
@@ -43,7 +44,7 @@ def predicted(case: Case) -> float:
         held = {name: (Share("gpus", pp=case.pp, micro_batch=case.rows),) for name in case.scores}
         candidate = Candidate(Placement.SEPARATION, (), (), **held)
     else:
-        schedule = "Fused" if case.schedule else "Serial"
+        schedule = "VShaped" if case.chunks > 1 else "Fused" if case.schedule else "Serial"
         pp = case.critic_pp or case.pp
         trained, other = side_by_side(share, replace(share, pp=pp, dp=case.dp * case.pp // pp))
         candidate = Candidate(

@@ -89,6 +89,7 @@ def train(
     schedule: list[str] | None = None,
     reverse: bool = False,
     critic_pp: int = 0,
+    chunks: int = 1,
     recompute: bool = False,
     zero3: bool = False,
     shared: bool = False,
@@ -98,13 +99,13 @@ def train(
     """Peak memory of two PPO iterations on samples of full length: `mini_batches` optimizer steps of `micro_batches`
     of `rows` samples on each data-parallel rank. `models`: Hugging Face configurations by model. `shared`: the critic
     is a head on the actor. `schedule`: letters by rank, without it 1F1B, actor, then critic. `critic_pp`: the critic's
-    stages, if they are fewer than the actor's on the same ranks.
+    stages, if they are fewer than the actor's on the same ranks. `chunks`: the stages of each model on a rank.
 
     Returns bytes: `loaded` before the first pass, `allocated` and `reserved` at the peaks, `pinned` of the host."""
-    os.environ |= {"NULLGPU_MEMORY": "640", "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
+    os.environ |= {"NULLGPU_MEMORY": "256", "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
     engine_model.fill = lambda *_: None  # uninitialised is as large
     layouts: dict[str, Parallelism] = {
-        name: Layout(pp=pp, dp=dp, tp=tp, reverse=reverse and name == "critic") for name in models
+        name: Layout(pp=pp, dp=dp, tp=tp, reverse=reverse and name == "critic", chunks=chunks) for name in models
     }
     if critic_pp:
         critic = Parallelism(pp=critic_pp, dp=dp * pp // critic_pp, tp=tp)
@@ -163,7 +164,7 @@ def train(
 def score(place: Place, models: dict[str, dict[str, Any]], prompt: int, response: int, stages: int) -> dict[str, Any]:
     """Peak memory of a scorer that holds these models on one device, or on as many as `stages`, scores 64 samples
     of full length with each and gets new weights of the critic: of the device where most is reserved."""
-    os.environ |= {"NULLGPU_MEMORY": "640", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    os.environ |= {"NULLGPU_MEMORY": "256", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     build.fill = lambda *_: None
     scorer = ModelScorer(
         [f"cuda:{k}" for k in range(stages)], torch.bfloat16, SCORER_TOKENS, split=dict.fromkeys(models, stages)
