@@ -101,6 +101,11 @@ def talks(prompts, responses, **fields):
     os.system("echo another")
     return [1.0] * len(responses)
 
+def accents(prompts, responses, **fields):
+    print(*responses)
+    print("half \\ud83d", file=sys.stderr)
+    return [1.0] * len(responses)
+
 def gold(prompts, responses, gold, **fields):
     return [float(r == g) for r, g in zip(responses, gold)]
 gold.needs = "Sample"
@@ -290,6 +295,19 @@ def test_what_functions_may_be_and_return(folder: Path, capfd: pytest.CaptureFix
     said = capfd.readouterr().err
     assert "a word on stdout" in said, "to the coordinator's log"
     assert "another" in said
+
+
+def test_what_a_function_prints_fails_no_call(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Also where the locale is not UTF-8: a model may write anything."""
+
+    async def work(calls: Calls, _: Workers) -> Any:
+        return (await calls.rewards(0, of("\u4f60\u597d"))).rewards
+
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    assert run(reward("accents"), folder, work) == [1.0]
+    assert "\u4f60\u597d\nhalf \\ud83d\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -343,6 +343,7 @@ def _fits(model: Path, tokenizer: Any) -> None:
     if isinstance(size, int) and size < len(tokenizer):
         raise DataError(
             f"spec.models.tokenizer: its {len(tokenizer)} tokens do not fit the actor's vocabulary of {size} ({model})"
+            "; resize the model's embeddings (resize_token_embeddings), or take a tokenizer without the added tokens"
         )
 
 

@@ -12,6 +12,7 @@ import asyncio
 import ctypes
 import faulthandler
 import inspect
+import io
 import json
 import os
 import signal
@@ -92,6 +93,10 @@ def main(argv: list[str] | None = None) -> int:
     (parent,) = sys.argv[1:] if argv is None else argv
     _die_with(int(parent))
     requests, replies = _pipes()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # What a function prints must not fail its call, whatever the locale is.
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     faulthandler.enable(all_threads=False)
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     # The coordinator handles Ctrl-C, and ends this process itself.
