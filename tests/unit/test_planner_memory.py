@@ -163,8 +163,10 @@ def test_a_rank_by_hand() -> None:
     assert memory.device["gathered weights"] == 2 * p
     assert memory.device["activations"] == pytest.approx(32 * 4096 * shape_of().saved_bytes(2), rel=0.01)
     assert sum(memory.host.values()) == 0
-    offloaded = training_memory(replace(job, offload=True, ema="host"), 0)
-    assert sum(offloaded.host.values()) == p + p / 2
+    offloaded = training_memory(replace(job, offload=True), 0)
+    assert sum(offloaded.host.values()) == p
+    averaged = training_memory(replace(job, ema=True), 0)
+    assert averaged.device["moving average"] == p / 2
     assert offloaded.device_bytes == pytest.approx(memory.device_bytes - 1.02 * p)
     # With little to compute, the step itself is the peak: masters, gradients and a piece of both moments.
     small = replace(job, layout=Parallelism(), lora=None, micro_batches=1, tokens=1, offload=True, head="value")
@@ -234,7 +236,7 @@ def trainings(draw: st.DrawFn) -> Training:
         draw(st.none() | st.builds(LoRA, rank=st.integers(1, 16))),
         draw(st.booleans()),
         draw(st.booleans()),
-        draw(st.sampled_from([None, "device", "host"])),
+        draw(st.booleans()),
         draw(st.booleans()),
     )
 
@@ -264,7 +266,7 @@ def test_memory_grows_with_work_and_shrinks_with_ranks(job: Training, data: st.D
     kept = memory.device.get("pipeline buffers", 0.0) * job.in_flight * job.shape.layers
     assert device(recompute=True) <= device(recompute=False) + kept + 1e-6 * memory.device_bytes or job.in_flight == 1
     assert device(offload=True) <= device(offload=False)
-    assert device(ema=None) <= device(ema="host") <= device(ema="device")
+    assert device(ema=False) <= device(ema=True)
     if job.sharded:
         # A second rank needs communicators, and gathers and reduces on streams of their own.
         wide = job.layout.model_copy(update={"dp": 2 * job.layout.dp})

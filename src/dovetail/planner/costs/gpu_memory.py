@@ -307,7 +307,7 @@ class GPUMemoryModel:
             lora=self.work.actor_lora if task == "actor_training" else self.work.critic_lora,
             recompute=share.recompute,
             offload=share.offload,
-            ema="device" if self.work.ema and task == "actor_training" else None,
+            ema=self.work.ema and task == "actor_training",
             fsdp=2 if share.fsdp == 3 and not share.gathers else share.fsdp,
             kept=self.work.kept_versions,
             outputs=outputs,

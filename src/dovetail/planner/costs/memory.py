@@ -108,13 +108,12 @@ class Training:
     `tokens`: the tokens of one micro-batch, padding included. `outputs`: how many of them need logits. None: all.
     `micro_batches`: the micro-batches of a mini-batch. `in_flight`: the most micro-batches whose activations a rank
     holds at once under the schedule. `recompute`: activation checkpointing, which keeps only the inputs of the blocks.
-    `offload`: the optimizer's moments are in host memory between steps. `ema`: the place of the averaged weights. None:
-    there are none. `gpu`: trainers have GPUs. `fsdp`: the ZeRO stage over the dp ranks. 0 shards nothing, 1 shards
-    masters and moments, 2 also gradients (the default), and 3 also weights. `kept`: the versions of the weights that a
-    rank keeps in host memory to send them (`ppo.lag`). `chunks`: the stages on each rank, which go down the ranks and
-    up again (`dovetail.protocol.plan.stage_path`). With several, functions of a stage mean a pipeline rank instead.
-    `pipelines`: the pipelines of the layout that are side by side. Ranks of different ones share nothing
-    (`Share.shards`)."""
+    `offload`: the optimizer's moments are in host memory between steps. `ema`: there are averaged weights. `gpu`:
+    trainers have GPUs. `fsdp`: the ZeRO stage over the dp ranks. 0 shards nothing, 1 shards masters and moments, 2 also
+    gradients (the default), and 3 also weights. `kept`: the versions of the weights that a rank keeps in host memory to
+    send them (`ppo.lag`). `chunks`: the stages on each rank, which go down the ranks and up again
+    (`dovetail.protocol.plan.stage_path`). With several, functions of a stage mean a pipeline rank instead. `pipelines`:
+    the pipelines of the layout that are side by side. Ranks of different ones share nothing (`Share.shards`)."""
 
     shape: ModelShape
     head: Head
@@ -126,7 +125,7 @@ class Training:
     lora: LoRA | None = None
     recompute: bool = False
     offload: bool = False
-    ema: Literal["device", "host"] | None = None
+    ema: bool = False
     gpu: bool = True
     fsdp: Literal[0, 1, 2, 3] = 2
     outputs: int | None = None
@@ -249,8 +248,8 @@ def training_memory(job: Training, stage: int) -> Memory:
                 added = 4.0 * max(each, outer) / dp if job.micro_batches > 1 else 0.0
                 device["all-gather buffers"] = b * gathered + min(added, float(b * (total - gathered)))
     (host if job.offload and job.gpu else device)["optimizer"] = 8 * trained / dp
-    if job.ema is not None:
-        (device if job.ema == "device" else host)["moving average"] = 4 * trained / dp
+    if job.ema:
+        device["moving average"] = 4 * trained / dp
     if job.kept:
         (host if job.gpu else device)["kept versions"] = job.kept * 4 * total / dp
     device |= activations

@@ -122,16 +122,13 @@ def training_job(
     `pipelines`: see `pipelines_of`. `chunks`: the stages of PPO's models on a rank. By default the manifest decides."""
     given = getattr(spec.models, rule.model)
     ppo = rule.stage is Stage.PPO
-    tokens, outputs = (
-        rule.micro * rows(rule) * sequence_tokens(spec, rule.stage),
-        rule.micro * spec.generation.max_tokens,
-    )
+    tokens = rule.micro * rows(rule) * sequence_tokens(spec, rule.stage)
+    outputs = rule.micro * spec.generation.max_tokens
     count = max(1, rule.batch // (layout.dp * rule.micro))
     if rule.tokens is not None:
         tokens = outputs = min(rule.tokens, count * tokens)
         count = math.ceil(count * rows(rule) * sequence_tokens(spec, rule.stage) / tokens)
     chunks = (chunks or spec.plan.chunks) if ppo and layout.pp > 1 else 1
-    averaged = ppo and rule.model == "actor" and spec.ppo.ema is not None
     return Training(
         shape,
         training_head(spec, rule.model),
@@ -143,7 +140,7 @@ def training_job(
         lora=given.lora,
         recompute=recompute,
         offload=_offload(spec, rule),
-        ema="device" if averaged else None,
+        ema=ppo and rule.model == "actor" and spec.ppo.ema is not None,
         gpu=gpu,
         fsdp=3 if by_layer and layout.dp > pipelines else 2,
         kept=spec.ppo.kept_versions if ppo else 0,
