@@ -5,6 +5,9 @@ error. Only a new process can use the GPU again, or find that it is gone."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 
 class GPUFailed(RuntimeError):
     """This process can no longer use its GPU. It must end, and be started again."""
@@ -16,14 +19,15 @@ def names_cuda(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words) and not _memory(error)
 
 
-def context_is_lost() -> bool:
-    """Whether CUDA refuses all further work of this process. Waits until its GPUs have done what they were told."""
+def context_is_lost(devices: Sequence[Any] = ()) -> bool:
+    """Whether CUDA refuses all further work of this process on one of `devices` (default: the thread's device). Waits
+    until these have done what they were told. A device that the process has not used would get a context."""
     import torch
 
     if not torch.cuda.is_initialized():
         return False
     try:
-        for device in range(torch.cuda.device_count()):
+        for device in devices or [torch.cuda.current_device()]:
             torch.cuda.synchronize(device)
     except RuntimeError:
         return True

@@ -100,7 +100,8 @@ class ScorerService:
 
     async def see_whether_the_gpu_failed(self, error: Exception) -> None:
         """Set `failed` if the error says that this process can no longer use its GPU."""
-        if names_cuda(error) and await asyncio.get_running_loop().run_in_executor(None, context_is_lost):
+        loop = asyncio.get_running_loop()
+        if names_cuda(error) and await loop.run_in_executor(None, context_is_lost, self.scorer.devices):
             self.failure = f"the GPU failed: {str(error).strip().splitlines()[0]}"
             self.failed.set()
 
