@@ -9,7 +9,7 @@ import pytest
 
 from dovetail.coordinator.store.manifest_changes import adopt
 from dovetail.coordinator.store.store import Store
-from dovetail.local.launcher import spawn_kind
+from dovetail.local.launcher import Launcher, spawn_kind
 from dovetail.local.rundir import RunDir, explained
 from dovetail.local.stopwatch import Stopwatch
 from dovetail.manifest.types import Parallelism, RLHFJob
@@ -412,3 +412,10 @@ def test_the_stopwatch_goes_on_in_the_next_run(tmp_path):
     assert again.seconds == 9.0
     (tmp_path / "elapsed.json").write_text("{")
     assert Stopwatch(tmp_path / "elapsed.json", lambda: now[0]).seconds == 0.0
+
+
+def test_processes_read_files_as_utf_8_in_any_locale(tmp_path):
+    launcher = Launcher(a_job(CPU), CPU_PLAN, tmp_path / "run", environ={"PATH": "/bin", "PYTHONUTF8": "0"})
+    with launcher:
+        assert launcher.specs
+        assert {spec.env["PYTHONUTF8"] for spec in launcher.specs} == {"1"}

@@ -378,3 +378,14 @@ def test_all_chat_templates_of_a_tokenizer_are_exported(tmp_path: Path) -> None:
         writer.finish([written], stage.config, "lm", torch.float32, tokenizer)
         for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja"):
             assert (tmp_path / "model" / name).read_text() == name
+
+
+def test_weights_beside_the_model_s_are_not_read(tmp_path: Path) -> None:
+    """Such as an average, or Mistral's own format."""
+    from safetensors.torch import load_file, save_file
+
+    save(tmp_path)
+    own = load_file(tmp_path / "model.safetensors")
+    save_file({name: value + 1.0 for name, value in own.items()}, tmp_path / "model_ema.safetensors")
+    loaded = dict(build_stage(ModelRef(head="lm", path=str(tmp_path))).named_parameters())
+    assert all(torch.equal(loaded[name], value) for name, value in own.items())

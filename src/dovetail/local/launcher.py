@@ -73,7 +73,8 @@ class Launcher:
         self._overwrite = overwrite
         self._profile = profile
         self._exclude = frozenset(exclude)
-        self._environ = dict(environ)
+        # torch and others read their own files in the locale's encoding, and fail where that is not UTF-8.
+        self._environ = {**environ, "PYTHONUTF8": "1"}
         self._tell = tell
         self._grace = grace
         self._ports = PortReservation(HOST)

@@ -28,6 +28,9 @@ class Source(Protocol):
         ...
 
 
+WHOLE = "model.safetensors"
+
+
 class Folder:
     """Reads the safetensors files of a Hugging Face folder, with or without an index.
 
@@ -44,6 +47,8 @@ class Folder:
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         else:
             files = sorted(f.name for f in path.glob("*.safetensors") if f.name != "adapter_model.safetensors")
+            # As in transformers. What lies beside it may be an average of the weights, or those in another format.
+            files = [WHOLE] if WHOLE in files else files
         if not files:
             if any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth")):
                 raise ModelError(
