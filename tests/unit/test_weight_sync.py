@@ -49,6 +49,9 @@ class World:
         self.events.append((event, fields))
 
     async def prepare(self, target):
+        await self.prepare_one(target)
+
+    async def prepare_one(self, target):
         pass
 
     def stale_targets(self, version):
@@ -508,3 +511,69 @@ def test_the_time_in_which_another_round_waits_for_the_trainers_does_not_count(m
 
     asyncio.run(scenario())
     assert world.held["rollout-a"] == 2
+
+
+def slow_to_prepare(world, monkeypatch, name, seconds, fails=False):
+    """One instance needs so many seconds, as a scorer that loads large models, or one that hangs."""
+    real, ready = asyncio.sleep, set()
+
+    async def prepare(target):
+        end = world.now + seconds
+        while target.name == name and name not in ready and world.now < end:
+            await real(0.001)
+        if target.name == name and fails:
+            raise OSError("it hangs")
+        ready.add(target.name)
+
+    async def sleep(pause):
+        world.now += 1.0
+        await real(0.002)
+
+    monkeypatch.setattr("dovetail.coordinator.weights.weight_sync.asyncio.sleep", sleep)
+    monkeypatch.setattr("dovetail.coordinator.weights.weight_sync.PREPARE_SECONDS", 0.01)
+    world.prepare_one = prepare
+
+
+def test_an_instance_that_loads_its_models_holds_up_nobody(monkeypatch, world):
+    world.join("scorer-c")
+    slow_to_prepare(world, monkeypatch, "scorer-c", 500.0)
+    began = world.now
+    world.publish_version(2)
+    assert world.now - began < 10
+    assert [name for name, held in sorted(world.held.items()) if held == 2] == [
+        "rollout-a",
+        "rollout-b",
+        "scorer-a",
+        "scorer-b",
+    ]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_that_is_prepared_gets_its_weights_then(monkeypatch, world, fails):
+    world.join("scorer-c")
+    slow_to_prepare(world, monkeypatch, "scorer-c", 20.0, fails)
+
+    async def scenario():
+        await world.sync.publish(1)
+        holding = asyncio.create_task(world.sync.hold())
+        await until(lambda: world.held["scorer-c"] == 1 or world.failures)
+        holding.cancel()
+        await asyncio.gather(holding, return_exceptions=True)
+
+    asyncio.run(scenario())
+    assert (world.held["scorer-c"], world.failures[:1]) == ((None, ["scorer-c"]) if fails else (1, []))
+
+
+def test_the_time_in_which_the_only_scorer_loads_its_models_does_not_count(monkeypatch):
+    world = World("rollout-a", "scorer-b")
+    slow_to_prepare(world, monkeypatch, "scorer-b", 500.0)
+    world.publish_version(1)
+    assert world.held == {"rollout-a": 1, "scorer-b": 1}
+
+
+def test_one_that_never_can_be_prepared_is_named(monkeypatch):
+    world = World("rollout-a", "scorer-b")
+    slow_to_prepare(world, monkeypatch, "scorer-b", 600.0, fails=True)
+    with pytest.raises(TimeoutError, match="no scorer took weight version 1 within 300 s"):
+        world.publish_version(1)
+    assert world.now < 2500

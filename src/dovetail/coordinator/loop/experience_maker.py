@@ -129,6 +129,7 @@ class ExperienceMaker:
 
     async def close(self) -> None:
         self._sleepers.close()
+        await self._models.close()
         await self._generator.close()
 
     def left(self, name: str) -> bool:

@@ -9,10 +9,13 @@ import aiohttp
 from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.coordinator.scoring.scoring import Scorer, load_models
 from dovetail.coordinator.scoring.scoring_lanes import Lane, lanes_of
+from dovetail.coordinator.weights.preparing import Preparing
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.process.process_names import rollout_of
 
 LOAD_SECONDS = 600.0
+# How long `load_all` waits for scorers before it looks for others.
+LOOK_SECONDS = 0.5
 
 
 class ScorerModels:
@@ -30,6 +33,7 @@ class ScorerModels:
         self._sources, self._plan_holds, self._fleet, self._session = sources, plan_holds, fleet, session
         # For each scorer's name, the incarnation that has loaded its models.
         self._loaded: dict[str, str] = {}
+        self._loading: Preparing[Scorer] = Preparing(self.load)
         self.lanes = lanes_of(list(sources), list(plan_holds.values())) if plan_holds else []
 
     def held_by(self, scorer: str) -> list[str]:
@@ -52,13 +56,17 @@ class ScorerModels:
         self._loaded[scorer.name] = scorer.incarnation
 
     async def load_all(self) -> None:
-        """Let every scorer that may take work load its models. One that fails to load them counts as failed in the
-        fleet."""
-        for instance in self._fleet.eligible("scorer"):
-            try:
-                await self.load(Scorer(instance.name, instance.url, instance.incarnation))
-            except (OSError, TimeoutError) as error:
-                self._fleet.failed(instance.name, f"could not load its models: {error}")
+        """Let every scorer that may take work load its models. It does not wait long: call it again and again. A scorer
+        that fails to load them counts as failed in the fleet."""
+        eligible = [Scorer(i.name, i.url, i.incarnation) for i in self._fleet.eligible("scorer")]
+        lacking = [s for s in eligible if not self.has_loaded(s.name, s.incarnation) and not self._loading.running(s)]
+        _, failed = await self._loading.ready(lacking, LOOK_SECONDS)
+        for scorer, problem in failed:
+            self._fleet.failed(scorer.name, f"could not load its models: {problem}")
+
+    async def close(self) -> None:
+        """Give up the loading of models."""
+        await self._loading.close()
 
     def scorers(self, lane: Lane, version: int) -> list[Scorer]:
         """The scorers that can score with all models of the lane now. `version`: the critic's weight version, for

@@ -14,11 +14,16 @@ from urllib.parse import urlsplit
 from dovetail.coordinator.store.sample_files import BEFORE_SFT, weights_name
 from dovetail.coordinator.trainers.trainer_group import TrainerLost
 from dovetail.coordinator.trainers.trainer_session import TrainerSession
+from dovetail.coordinator.weights.preparing import Preparing
 from dovetail.coordinator.weights.publishing import Published, Publisher, Target
 from dovetail.coordinator.weights.relays import Relays
 from dovetail.protocol.messages import Span
 
 RETRY_SECONDS = 0.25
+# A transfer waits so long for instances that must first load models or wake up. Later ones get a transfer of their own.
+PREPARE_SECONDS = 10.0
+# A scorer may take so long to load its models before the time limit for weights begins to run.
+LOADING_SECONDS = 900.0
 # After a failed transfer to an unreliable instance alone, the pause is PAUSE times as long as the attempt. It doubles
 # after each further failure, because the trainers can do nothing else during an attempt.
 PAUSE, LONGEST_PAUSE_SECONDS = 4.0, 600.0
@@ -68,7 +73,8 @@ class WeightSync:
     them while they train. `on_spans` gets the trainers' spans of each transfer. `clock`: monotonic seconds.
 
     A transfer goes to all instances that lack the version at once. An instance that cannot be reached would block all
-    others each time. Therefore an instance whose transfer failed gets its weights alone, after the others.
+    others each time. Therefore an instance whose transfer failed gets its weights alone, after the others. For the same
+    reason a transfer does not wait for an instance that takes long to prepare.
 
     While the trainers do not hold the version or send to others, a rollout gets it from a rollout that serves it
     (`Relays`), if there is one."""
@@ -91,7 +97,7 @@ class WeightSync:
         self._fleet = fleet
         self._publisher = publisher
         self._session = session
-        self._prepare = prepare
+        self._preparing = Preparing(prepare)
         self._kinds = kinds
         self._log = log
         self._deadline = deadline_seconds
@@ -140,6 +146,7 @@ class WeightSync:
         began, excused = self._clock(), self._excused
         absent = 0.0  # seconds in which no instance was running
         relaying = 0.0  # seconds in which servers sent to others
+        loading = 0.0  # seconds in which instances were prepared
         told: list[str] = []
         while True:
             await self._round()
@@ -147,7 +154,7 @@ class WeightSync:
             if not missing:
                 return
             if not counts():
-                began, excused, absent, relaying = self._clock(), self._excused, 0.0, 0.0
+                began, excused, absent, relaying, loading = self._clock(), self._excused, 0.0, 0.0, 0.0
             nobody = [kind for kind in missing if not self._fleet.has_come(kind)]
             if nobody != told:
                 told = nobody
@@ -158,16 +165,21 @@ class WeightSync:
                     f"no {' and no '.join(nobody or missing)} came up within {self._start:.0f} s; see its log: "
                     f"{self._fleet.describe()}"
                 )
-            if self._clock() - began - absent - relaying - (self._excused - excused) > self._deadline:
+            elsewhere = absent + relaying + min(loading, LOADING_SECONDS) + self._excused - excused
+            if self._clock() - began - elsewhere > self._deadline:
                 raise TimeoutError(
                     f"no {' and no '.join(missing)} took {weights_name(version)} within {self._deadline:.0f} s: "
                     f"{self._fleet.describe()}"
                 )
-            before, active = self._clock(), self._relays.active
+            before, relays, loads = self._clock(), self._relays.active, self._preparing.active
             await asyncio.sleep(RETRY_SECONDS)
             passed = self._clock() - before
-            absent += passed if nobody else 0.0
-            relaying += passed if active and not nobody else 0.0
+            if nobody:
+                absent += passed
+            elif relays:
+                relaying += passed
+            elif loads:
+                loading += passed
 
     async def hold(self) -> None:
         """Run as a background task. It sends the current version to late instances."""
@@ -175,6 +187,7 @@ class WeightSync:
             await asyncio.gather(self._hold_rounds(), self._hold_relays())
         finally:
             await self._relays.close()
+            await self._preparing.close()
 
     async def _hold_rounds(self) -> None:
         while True:
@@ -191,7 +204,7 @@ class WeightSync:
 
     def _stale(self, version: int) -> list[Target]:
         """The instances that lack their version, and to which nobody sends one now."""
-        stale = self._fleet.stale_targets(version)
+        stale = [t for t in self._fleet.stale_targets(version) if not self._preparing.running(t)]
         return [t for t in stale if t.name not in self._sending and not self._relays.running(t)]
 
     def _relay(self, stale: Sequence[Target], busy: bool) -> list[Target]:
@@ -233,14 +246,9 @@ class WeightSync:
 
     async def _transfer(self, version: int, chosen: Sequence[Target]) -> None:
         """Send a version to the chosen instances that can take it."""
-        targets = []
-        for target in chosen:
-            try:
-                await self._prepare(target)
-            except (OSError, TimeoutError) as error:
-                self._fleet.failed(target.name, f"could not be prepared: {error}")
-                continue
-            targets.append(target)
+        targets, problems = await self._preparing.ready(chosen, PREPARE_SECONDS)
+        for target, problem in problems:
+            self._fleet.failed(target.name, f"could not be prepared: {problem}")
         if not targets:
             return
 

@@ -1,0 +1,91 @@
+"""Instances are made ready side by side, and scorers load their models so: one that hangs holds up nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from dovetail.coordinator.fleet.fleet import Fleet
+from dovetail.coordinator.scoring.scorer_models import ScorerModels
+from dovetail.coordinator.scoring.scoring import Scorer
+from dovetail.coordinator.weights.preparing import Preparing
+from dovetail.protocol.messages import ModelRef, Register
+from helpers.fake_vllm import listen
+from helpers.generation_job import until
+
+
+def test_a_scorer_that_hangs_does_not_keep_others_from_their_models() -> None:
+    hanging, asked = asyncio.Event(), []
+
+    async def load(request: web.Request) -> web.Response:
+        asked.append(request.url.port)
+        if len(asked) == 1:
+            await hanging.wait()
+        return web.Response(text=json.dumps({}))
+
+    async def scenario() -> None:
+        fleet = Fleet(asyncio.get_running_loop().time, lambda *_, **__: None, versioned=())
+        app = web.Application()
+        app.add_routes([web.post("/v1/load", load)])
+        runner, url = await listen(app)
+
+        def come(name: str) -> None:
+            fleet.register(
+                Register(name=name, kind="scorer", group="r", url=url, incarnation="1", ready=True, abilities={})
+            )
+
+        come("r-0-scorer")
+        async with aiohttp.ClientSession() as session:
+            models = ScorerModels({"reference": lambda: ModelRef(head="lm", path="x")}, {}, fleet, session)
+
+            async def hold() -> None:
+                while True:
+                    await models.load_all()
+                    await asyncio.sleep(0)
+
+            holding = asyncio.create_task(hold())
+            await until(lambda: bool(asked))
+            come("r-1-scorer")
+            await until(lambda: models.has_loaded("r-1-scorer", "1"))
+            assert not models.has_loaded("r-0-scorer", "1")
+            hanging.set()
+            await until(lambda: models.has_loaded("r-0-scorer", "1"))
+            assert len(asked) == 2, "nobody is asked twice"
+            holding.cancel()
+            await asyncio.gather(holding, return_exceptions=True)
+            await models.close()
+        await runner.cleanup()
+
+    asyncio.run(scenario())
+
+
+def test_what_takes_long_is_asked_for_again_and_not_begun_again() -> None:
+    begun: list[str] = []
+    gates: dict[str, asyncio.Event] = {}
+
+    async def prepare(scorer: Scorer) -> None:
+        begun.append(scorer.name)
+        await gates[scorer.name].wait()
+        if scorer.name == "bad":
+            raise OSError("no room")
+
+    async def scenario() -> Any:
+        gates.update({name: asyncio.Event() for name in ("good", "bad", "slow")})
+        gates["good"].set()
+        preparing: Preparing[Scorer] = Preparing(prepare)
+        good, bad, slow = (Scorer(name, "http://x", "1") for name in ("good", "bad", "slow"))
+        assert await preparing.ready([good, bad, slow], 0.01) == ([good], [])
+        assert [preparing.running(s) for s in (good, bad, slow)] == [False, True, True]
+        gates["bad"].set()
+        assert await preparing.ready([bad], 1.0) == ([], [(bad, "no room")])
+        assert await preparing.ready([good], 1.0) == ([good], [])
+        assert begun == ["good", "bad", "slow", "good"], "who was ready may be asleep again"
+        assert not preparing.running(Scorer("slow", "http://x", "2")), "this is another process"
+        await preparing.close()
+        assert not preparing.active
+
+    asyncio.run(scenario())
