@@ -104,10 +104,13 @@ class TrainerSession:
     def oldest(self, stage: Stage) -> int:
         """The step of the oldest checkpoint that is kept. 0 if none is kept. No step before it is ever repeated.
 
-        It is also 0 while a version older than any checkpoint may have to be computed again."""
+        It is also 0 while a version older than any checkpoint may have to be computed again, and while the first
+        checkpoint is the only one and may be damaged, unless the job keeps one only."""
         last = self.checkpoint(stage)[0]
-        first = min((step for step in self._kept(stage) if step <= last), default=0)
-        return 0 if self._lag and first > self._step - self._lag else first
+        kept = [step for step in self._kept(stage) if step <= last]
+        if len(kept) < min(2, self._keep):
+            return 0
+        return 0 if self._lag and kept[0] > self._step - self._lag else kept[0]
 
     async def save(self) -> None:
         """Write a checkpoint of the current step. Then delete the oldest ones beyond `keep`. Raises TrainerError."""
