@@ -422,3 +422,22 @@ def test_a_trainer_that_never_joins_is_named(tmp_path: Path) -> None:
             await session.run_step()
 
     run(scenario())
+
+
+def test_what_a_lost_checkpoint_left_half_written_is_deleted_with_the_next_one(tmp_path: Path) -> None:
+    """The trainers and the coordinator died while they wrote it, and the run went on with another interval."""
+
+    async def scenario() -> None:
+        group = make_group(1)
+        session = TrainerSession(group, Records(), tmp_path, keep=2, join_timeout=5, log=lambda *_, **__: None)
+        life = asyncio.create_task(Ranks(group).live())
+        session.begin(plan(), 0)
+        left = [tmp_path / "checkpoints" / name for name in ("sft-000007.tmp", "sft-000003.old", "reward-000007.tmp")]
+        for folder in left:
+            folder.mkdir(parents=True)
+        await session.run_step()
+        await session.save()
+        assert [folder.exists() for folder in left] == [False, False, True]
+        life.cancel()
+
+    run(scenario())

@@ -130,8 +130,10 @@ class TrainerSession:
         doomed = [step for step in ours[: -self._keep] if step not in before]
         for step in [*doomed, *(s for s in kept if s > self._step)]:
             await asyncio.to_thread(self._delete, self._path(plan.stage, step))
-        for rest in [*self._dir.glob(f"{plan.stage.value}-*.old"), *self._dir.glob(f"{plan.stage.value}-*.damaged")]:
-            await asyncio.to_thread(shutil.rmtree, rest, ignore_errors=True)
+        # Nothing is written now. So a temporary folder is left of a checkpoint during which all died.
+        for ending in ("old", "damaged", "tmp"):
+            for rest in self._dir.glob(f"{plan.stage.value}-*.{ending}"):
+                await asyncio.to_thread(shutil.rmtree, rest, ignore_errors=True)
 
     def forget(self, stage: Stage) -> None:
         """Delete the checkpoints of a finished stage. The next stages start from its exported model."""
