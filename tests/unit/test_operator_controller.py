@@ -495,6 +495,19 @@ def test_what_a_reply_told_is_no_news():
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("template", [{}, {"spec": {"template": {"spec": {"containers": 7}}}}, 7])
+def test_an_odd_object_of_a_tenant_stops_nobody_elses_jobs(template):
+    """JobSet's schema takes the first. It has our labels, and so the operator sees it."""
+    controller, client = a_controller()
+    labels = {"app.kubernetes.io/managed-by": "dovetail-operator", "dovetail.dev/job": "odd"}
+    metadata = {"name": "odd", "namespace": "default", "uid": "u", "resourceVersion": "9", "labels": labels}
+    odd = {"kind": "JobSet", "metadata": metadata, "spec": {"replicatedJobs": [{"name": "a", "template": template}]}}
+    asyncio.run(controller.observe(odd, deleted=False))
+    asyncio.run(controller.process(KEY))
+    assert ("create", "JobSet") in client.calls
+    asyncio.run(controller.observe(odd, deleted=True))
+
+
 def test_what_a_list_lacks_is_gone():
     """A watch that was cut off may have missed the deletion."""
     controller, client = a_controller()

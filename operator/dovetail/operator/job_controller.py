@@ -110,10 +110,18 @@ class Controller:
         planner.done = self.queue.add
 
     async def observe(self, thing: Object, deleted: bool) -> None:
-        """Take a watch event: store it, and enqueue its job unless the reply to a write told the same before."""
-        if not deleted and self.store.knows(thing):
+        """Take a watch event: store it, and enqueue its job unless the reply to a write told the same before. An object
+        that has not the form of its kind is ignored: anybody may make one with our labels, and one tenant's must not
+        stop the jobs of all."""
+        try:
+            if not deleted and self.store.knows(thing):
+                return
+            key = self.store.remove(thing) if deleted else self.store.put(thing)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            name = "/".join(str(thing.get("metadata", {}).get(key)) for key in ("namespace", "name"))
+            said = f"{type(error).__name__}: {error}"
+            log("object.unreadable", level="warning", object=f"{thing.get('kind')} {name}", error=said)
             return
-        key = self.store.remove(thing) if deleted else self.store.put(thing)
         if key is not None:
             self._told.setdefault(key, time.monotonic())
             soon = deleted or thing["kind"] not in BUSY or _ended(thing)

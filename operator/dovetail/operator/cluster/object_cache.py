@@ -189,7 +189,8 @@ def _sizes_only(spec: Mapping[str, Any]) -> dict[str, Any]:
     Job."""
 
     def kept(job: Mapping[str, Any]) -> dict[str, Any]:
-        pods = job["template"]["spec"]
+        # The schema of JobSets lets a template be empty.
+        pods = job["template"].get("spec") or {}
         containers = pods.get("template", {}).get("spec", {}).get("containers") or ()
         pod = {"spec": {"containers": [_only(container, ("name", "image")) for container in containers]}}
         return {"completions": pods.get("completions", 1), "template": pod}
