@@ -1,0 +1,109 @@
+"""The lease: a replica that cannot renew it stops its work before another one may take it."""
+
+import asyncio
+import time
+
+import pytest
+from aiohttp import web
+from kubernetes.aio import client
+
+from dovetail.operator.cluster import leader
+
+LEASE = "/apis/coordination.k8s.io/v1/namespaces/system/leases/dovetail-leader"
+
+
+class Server:
+    """An API server with one Lease. `hangs`: it takes requests, and does not answer."""
+
+    def __init__(self):
+        self.hangs = False
+        self.version = 1
+        self.spec = {}
+
+    async def answer(self, request):
+        if self.hangs:
+            await asyncio.sleep(600)
+        if request.method == "PUT":
+            self.spec = (await request.json())["spec"]
+            self.version += 1
+        metadata = {"name": "dovetail-leader", "namespace": "system", "resourceVersion": str(self.version)}
+        document = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": self.spec}
+        return web.json_response(document)
+
+
+@pytest.fixture
+def short(monkeypatch):
+    for name, seconds in {"LEASE": 6, "RENEW": 4, "RETRY": 1, "ANSWER": 1.5, "MARGIN": 1}.items():
+        monkeypatch.setattr(leader, f"{name}_SECONDS", seconds, raising=False)
+
+
+def test_a_leader_whose_renewals_hang_stops_in_time(short):
+    """As where a firewall has forgotten the connection: no error comes for minutes."""
+
+    async def test():
+        server, app = Server(), web.Application()
+        app.router.add_route("*", LEASE, server.answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        settings = client.Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}")
+        started, ended = asyncio.Event(), []
+
+        async def work():
+            started.set()
+            try:
+                await asyncio.sleep(600)
+            finally:
+                ended.append(time.monotonic())
+
+        try:
+            async with client.ApiClient(settings) as api:
+                lock = leader.Lock(leader.LEASE, "system", "one", api, lambda: None)
+                leading = asyncio.create_task(leader.lead(lock, work))
+                async with asyncio.timeout(120):
+                    await started.wait()
+                    await asyncio.sleep(2.5)  # some renewals
+                    renewed, server.hangs = time.monotonic(), True
+                    await asyncio.wait({leading}, timeout=60)
+                assert leading.done(), "it still believes that it leads"
+                assert server.spec["holderIdentity"] == "one"
+                return ended[0] - renewed
+        finally:
+            await runner.cleanup()
+
+    assert asyncio.run(test()) < 6.0, "another replica may take the lease then"
+
+
+def test_the_work_has_ended_when_leading_is_cancelled(short):
+    """Before the lease is given up."""
+
+    async def test():
+        server, app = Server(), web.Application()
+        app.router.add_route("*", LEASE, server.answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await (web.TCPSite(runner, "127.0.0.1", 0)).start()
+        settings = client.Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}")
+        started, ended = asyncio.Event(), []
+
+        async def work():
+            started.set()
+            try:
+                await asyncio.sleep(600)
+            finally:
+                ended.append(True)
+
+        try:
+            async with client.ApiClient(settings) as api:
+                lock = leader.Lock(leader.LEASE, "system", "one", api, lambda: None)
+                leading = asyncio.create_task(leader.lead(lock, work))
+                async with asyncio.timeout(120):
+                    await started.wait()
+                leading.cancel()
+                await asyncio.gather(leading, return_exceptions=True)
+                return ended
+        finally:
+            await runner.cleanup()
+
+    assert asyncio.run(test()) == [True]
