@@ -246,6 +246,14 @@ def test_progress_is_shown():
     assert (seen[-1][1], seen[-1][2]) == (best.makespan, best.peak)
 
 
+def test_a_schedule_of_several_mini_batches_is_no_slower_than_one_of_each():
+    effort = SearchEffort(scale=0.003, memory=False, exact=False)
+    one, three = (fused_problem(8, 8, 16, 1, 1, mini_batches=n, memory_limit=8.0) for n in (1, 3))
+    found = find(three, FAMILIES["fused"], effort)
+    check_steps(three, steps(found))
+    assert found.makespan <= 3 * find(one, FAMILIES["fused"], effort).makespan * (1 + 1e-9)
+
+
 def test_choice_takes_the_fastest_and_says_what_the_others_lose():
     problem = fused_problem(4, 4, 4, 1, 1, mini_batches=3)
     choice = choose(problem, QUICK)
