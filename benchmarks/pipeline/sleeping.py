@@ -1,33 +1,41 @@
-"""Stages that sleep, on more ranks than cores: what the executor itself takes, and whether plans come true."""
+"""Stages that sleep, on more ranks than cores: what the executor itself takes, and whether plans come true.
+
+Plans are made as jobs make them: from the times that the ranks measured of each stage's passes, and of a message."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
 from dovetail.manifest.types import Parallelism
 from dovetail.pipelines import ModelPipelines, ScheduleProblem, SearchEffort
-from dovetail.planner.training_schedule import choose_schedule, rank_actions, shared_layouts
+from dovetail.planner.training_schedule import Times, choose_schedule, rank_actions, shared_layouts, training_problem
+from dovetail.protocol.messages import Action, StageTimes
 from dovetail.protocol.plan import Layout, stages_at
+from dovetail.trainer.engine.action_measures import Collected
 from dovetail.trainer.engine.executor import Executor, MicroBatch, Pipe
 from dovetail.trainer.groups import Groups
 from dovetail.trainer.packed_batches import Sequences
 from pipeline import torch_zbv
 
-# Of the placements that are tried: whether the critic's stages run against the actor's, stages of a model on a rank.
+# By placement: whether the critic's stages run against the actor's, and stages of a model on a rank.
 FAMILIES = {
     (True, 1): ("serial", "overlapped", "fused", "fused-rolled", "fused-split"),
     (False, 1): ("stitched",),
-    (False, 2): ("zb-v", "v-half", "v-min"),
     (True, 2): ("fused-v", "fused-v-rolled", "fused-v-whole"),
+    (False, 2): ("zb-v", "v-half", "v-min"),
     (True, 4): ("fused-w",),
 }
+# Of each number of stages on a rank: schedules with both kinds of backward, whose passes are measured.
+MEASURED = {1: ("serial", "fused-split"), 2: ("fused-v-whole", "fused-v"), 4: ("fused-w",)}
 WIDTH = 8
 
 
@@ -82,22 +90,27 @@ def run(rank: int, world: int, port: int, settings: dict[str, Any]) -> dict[str,
     repeats. Seconds measured and predicted by family."""
     plain = {m: Parallelism(pp=world) for m in ("actor", "critic")}
     groups = Groups.form("127.0.0.1", port, rank, world, dict(plain), 900.0)
+    counts = dict.fromkeys(plain, settings["micro_batches"])
     rows: dict[str, Any] = {}
+    times, latency = Times(), 0.0
     for (reverse, chunks), names in FAMILIES.items():
-        layouts = {n: x.model_copy(update={"chunks": chunks}) for n, x in shared_layouts(plain, reverse).items()}
+        layouts = shared_layouts(plain, reverse, chunks)
         for name, layout in layouts.items():
             groups.place(name, layout)
-        problem = _problem(settings, layouts)
-        lists = None
-        if rank == 0:
-            effort = SearchEffort(20.0, time.monotonic, workers=1, scale=0.1, memory=False)
-            choice = choose_schedule(problem, names, effort, reverse, chunks)
-            lists = {n: (s.makespan, encode(rank_actions(s, layouts))) for n, s in choice.schedules.items()}
-        for name, (predicted, words) in groups.broadcast_json(lists).items():
-            mine = StoredSchedule(name, settings["mini_batches"], words).actions()[rank]
-            rows[name] = {"predicted": predicted, "actions": len(mine), "seconds": []}
-            for _ in range(settings["repeats"]):
-                rows[name]["seconds"].append(_once(groups, layouts, mine, settings))
+        if reverse:
+            latency = latency or _latency(groups)
+            times = Times()
+            for _, actions in _plan(groups, _nominal(settings, layouts), MEASURED[chunks], layouts).values():
+                seen = Collected()
+                for _ in range(2):  # the first run meets what nobody has used yet
+                    seen = Collected()
+                    _once(groups, layouts, actions, settings, seen)
+                parts = groups.share_json([part.model_dump(mode="json") for part in seen.take(rank)])
+                times.add([StageTimes.model_validate(part) for mine in parts for part in mine], layouts)
+        problem = training_problem(layouts, counts, settings["mini_batches"], times, communication=latency)
+        for name, (predicted, actions) in _plan(groups, problem, names, layouts).items():
+            seconds = [_once(groups, layouts, actions, settings) for _ in range(settings["repeats"])]
+            rows[name] = {"predicted": predicted, "actions": len(actions), "seconds": seconds}
     rows["zb-v, torch's ZBV"] = {
         "predicted": rows["zb-v"]["predicted"],
         "actions": rows["zb-v"]["actions"],
@@ -131,7 +144,39 @@ def _torch_zbv(groups: Groups, rank: int, world: int, settings: dict[str, Any]) 
     return found[1:]  # the first makes the communicators
 
 
-def _problem(settings: dict[str, Any], layouts: dict[str, Layout]) -> ScheduleProblem:
+def _plan(
+    groups: Groups, problem: ScheduleProblem, names: tuple[str, ...], layouts: dict[str, Layout]
+) -> dict[str, tuple[float, list[Action]]]:
+    """By family: predicted seconds, and this rank's actions. Rank 0's search is for all: searches may end unlike."""
+    found = None
+    if groups.rank == 0:
+        effort = SearchEffort(20.0, time.monotonic, workers=1, scale=0.1, memory=False)
+        layout = layouts["critic"]
+        schedules = choose_schedule(problem, names, effort, layout.reverse, layout.chunks).schedules
+        found = {name: (s.makespan, encode(rank_actions(s, layouts))) for name, s in schedules.items()}
+    return {
+        name: (predicted, StoredSchedule(name, problem.mini_batches, words).actions()[groups.rank])
+        for name, (predicted, words) in groups.broadcast_json(found).items()
+    }
+
+
+def _latency(groups: Groups) -> float:
+    """Seconds of a message from rank 0 to rank 1."""
+    edge, tensor, seconds = groups.of("actor").edges[0], torch.zeros(1, 1, WIDTH), []
+    for _ in range(12):
+        start = time.perf_counter()
+        if groups.rank == 0:
+            dist.send(tensor, 1, group=edge.forward_out)
+            dist.recv(tensor, 1, group=edge.backward_in)
+        elif groups.rank == 1:
+            dist.recv(tensor, 0, group=edge.forward_in)
+            dist.send(tensor, 0, group=edge.backward_out)
+        seconds.append((time.perf_counter() - start) / 2)
+    return float(groups.broadcast_json(statistics.median(seconds[2:])))
+
+
+def _nominal(settings: dict[str, Any], layouts: dict[str, Layout]) -> ScheduleProblem:
+    """What the stages are told to sleep: for the schedules that are measured."""
     count, unit = settings["micro_batches"], settings["unit"]
 
     def model(name: str, forward: float) -> ModelPipelines:
@@ -147,7 +192,14 @@ def _problem(settings: dict[str, Any], layouts: dict[str, Layout]) -> SchedulePr
     )
 
 
-def _once(groups: Groups, layouts: dict[str, Layout], actions: Any, settings: dict[str, Any]) -> float:
+def _once(
+    groups: Groups,
+    layouts: dict[str, Layout],
+    actions: list[Action],
+    settings: dict[str, Any],
+    seen: Collected | None = None,
+) -> float:
+    """Wall seconds of all mini-batches. `seen` gets the times of the passes."""
     one = Sequences(torch.ones(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))
     packed = one.pack([0], torch.ones(1, 1, dtype=torch.bool))
     pipes = {}
@@ -165,4 +217,8 @@ def _once(groups: Groups, layouts: dict[str, Layout], actions: Any, settings: di
     start = time.perf_counter()
     executor.run(actions)
     groups.barrier()
-    return time.perf_counter() - start
+    took = time.perf_counter() - start
+    if seen is not None:
+        counts = dict.fromkeys(layouts, settings["micro_batches"])
+        seen.add(executor.watch.seconds(), executor.saved_bytes, executor.peak_bytes, counts)
+    return took

@@ -481,8 +481,9 @@ class Executor:
             self._sends[way, _piece(action)] = (dist.isend(tensor, dst=peer, group=group), tensor, peer)
 
     def _reap(self) -> None:
-        """Free the buffers of completed sends."""
-        self._sends = {key: send for key, send in self._sends.items() if not send[0].is_completed()}
+        """Free the buffers of completed sends. Gloo reports none before it is waited for (see `_arrived`)."""
+        if self.nccl:
+            self._sends = {key: send for key, send in self._sends.items() if not send[0].is_completed()}
 
     def _wait(self, work: Any, peer: int, doing: Literal["sending to", "receiving from"]) -> None:
         try:
