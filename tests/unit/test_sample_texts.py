@@ -204,3 +204,9 @@ def test_text_of_any_language_is_shown_and_what_moves_the_cursor_is_not() -> Non
     assert printable(shown) == shown
     bad = "\N{REPLACEMENT CHARACTER}"
     assert printable("\x1b[2J\r\x9b\N{RIGHT-TO-LEFT OVERRIDE}\ud83d\N{LINE SEPARATOR}") == f"{bad}[2J{bad * 5}"
+
+
+def test_a_folder_that_does_not_exist_is_no_run_without_samples(tmp_path: Path) -> None:
+    done = CliRunner().invoke(cli, ["samples", str(tmp_path / "nowhere")])
+    assert done.exit_code == 2
+    assert f"{tmp_path / 'nowhere'} does not exist; name the folder of a run" in done.output

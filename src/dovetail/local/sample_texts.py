@@ -22,6 +22,8 @@ def read(run_dir: Path, iterations: Sequence[int] = (), *, evaluation: bool = Fa
     """The samples of some iterations, or of the last one that is kept. `evaluation`: the answers of evaluations.
 
     Raises UsageError if the run kept no samples of an iteration, and RunError if a file cannot be read."""
+    if not run_dir.is_dir():
+        raise UsageError(f"{run_dir} does not exist; name the folder of a run, for example runs/quickstart")
     found = evaluation_files(run_dir) if evaluation else files(run_dir)
     if not found:
         what = (
