@@ -1,5 +1,9 @@
 """Talking with a model folder of a run: a tiny Llama with a tokenizer made here."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 from click.testing import CliRunner
 
@@ -85,3 +89,16 @@ def test_the_command_reads_piped_lines(run_dir):
     )
     assert result.exit_code == 0, result.output
     assert result.output.endswith("\n")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_questions_may_hold_any_bytes(run_dir, encoding):
+    command = [sys.executable, "-P", "-m", "dovetail.cli.main", "chat", str(run_dir), "--model", "sft"]
+    command += ["--engine", "transformers", "--max-tokens", "2"]
+    environment = {
+        **os.environ,
+        "PYTHONIOENCODING": f"{encoding}:{'surrogateescape' if encoding == 'ascii' else 'strict'}",
+    }
+    question = "h\N{LATIN SMALL LETTER E WITH ACUTE}llo \N{HIRAGANA LETTER A}\n".encode() + b"caf\xe9\n"
+    done = subprocess.run(command, env=environment, input=question, capture_output=True, timeout=240)
+    assert done.returncode == 0, done.stderr.decode(errors="replace")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -86,6 +87,9 @@ def chat(
     if url and len(url) != len(names):
         raise UsageError(f"give --url {len(names)} times, once for each model: {', '.join(names)}")
     person = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # Files of questions are UTF-8, whatever the locale is. What cannot be read is no reason to stop.
+        sys.stdin.reconfigure(encoding=None if person else "utf-8", errors="replace")
 
     def write(text: str) -> None:
         click.echo(text, nl=False)
