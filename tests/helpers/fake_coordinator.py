@@ -113,7 +113,7 @@ class FakeCoordinator:
 
     # ------------------------------------------------------------ what the routes ask for
 
-    def retire(self, name: str) -> None:
+    def retire(self, name: str, host: str | None = None) -> None:
         """Nothing to do: no test of trainers retires rollouts."""
 
     def left(self, name: str) -> bool:

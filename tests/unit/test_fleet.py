@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -218,6 +219,17 @@ def test_retired_and_draining_instances_get_no_work(healthy: World) -> None:
     assert (healthy.health(), healthy.eligible(), healthy.stale()) == (InstanceHealth.RETIRED, [], [])
     healthy.report(incarnation="b", version=1)
     assert healthy.eligible() == ["r0"]
+
+
+def test_a_pod_that_ends_does_not_retire_its_successor(healthy: World) -> None:
+    """The coordinator was frozen: it reads the request of the old pod's hook after the new pod's first report."""
+    (old,) = healthy.fleet.instances()
+    healthy.report(incarnation="b", version=1)
+    here = urlsplit(old.url).hostname
+    healthy.fleet.retire("r0", f"not-{here}")
+    assert healthy.eligible() == ["r0"]
+    healthy.fleet.retire("r0", here)
+    assert (healthy.health(), healthy.eligible()) == (InstanceHealth.RETIRED, [])
 
 
 def test_kinds_that_take_no_weights_work_as_soon_as_they_are_ready() -> None:

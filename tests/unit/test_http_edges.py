@@ -74,8 +74,8 @@ class Host:
     def register(self, message: Register) -> None:
         self.fleet.register(message)
 
-    def retire(self, name: str) -> None:
-        self.fleet.retire(name)
+    def retire(self, name: str, host: str | None = None) -> None:
+        self.fleet.retire(name, host)
 
     def left(self, name: str) -> bool:
         return True

@@ -290,7 +290,11 @@ def test_draining_retires_the_instances_and_not_the_trainers(tmp_path):
     server.shutdown()
     server.server_close()
     drain(made, there)  # nobody there: no error
-    waits = [f"/v1/instances/{name}?wait={wait}" for wait in (0, 15) for name in ("both-0", "both-0-scorer")]
+    waits = [
+        f"/v1/instances/{name}?wait={wait}&host={there.host}"
+        for wait in (0, 15)
+        for name in ("both-0", "both-0-scorer")
+    ]
     assert seen == [(path, "Bearer secret") for path in waits], "both get no more work before one of them is waited for"
 
 

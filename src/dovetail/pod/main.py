@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -312,13 +313,14 @@ def read_pod(environ: Mapping[str, str]) -> PodSettings:
 
 def drain(processes: Sequence[PodProcess], base: ProcessEnv) -> None:
     """Tell the coordinator to drain this pod's instances, and wait until no sample needs them, with its KV cache moved
-    where that is cheaper. A coordinator that is away finds out by itself."""
+    where that is cheaper. A coordinator that is away finds out by itself. It may read a request late, so each names
+    this pod's address: the pod that comes next has the same names."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     instances = [process.name for process in processes if not process.finishes]
     for wait in (0, DRAIN_SECONDS):
         for name in instances:
             request = urllib.request.Request(
-                f"{base.coordinator}/v1/instances/{name}?wait={wait}",
+                f"{base.coordinator}/v1/instances/{name}?wait={wait}&host={urllib.parse.quote(base.host)}",
                 method="DELETE",
                 headers={"Authorization": f"Bearer {base.token}"},
             )

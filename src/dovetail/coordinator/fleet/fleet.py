@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
+from urllib.parse import urlsplit
 
 from dovetail.coordinator.store.sample_files import weights_name
 from dovetail.coordinator.weights.publishing import Target
@@ -217,10 +218,12 @@ class Fleet:
         if instance is not None and instance.failures and instance.health is not InstanceHealth.DEAD:
             self._instances[name] = replace(instance, failures=0)
 
-    def retire(self, name: str) -> None:
-        """Record that the instance will be removed. This incarnation never gets work again."""
-        if name in self._instances:
-            self._set(replace(self._instances[name], health=InstanceHealth.RETIRED, reason="retired"))
+    def retire(self, name: str, host: str | None = None) -> None:
+        """Record that the instance will be removed. This incarnation never gets work again. `host`: the address of the
+        pod that will end; an instance at another address is its successor, and stays. None: whichever is there."""
+        instance = self._instances.get(name)
+        if instance is not None and host in (None, urlsplit(instance.url).hostname):
+            self._set(replace(instance, health=InstanceHealth.RETIRED, reason="retired"))
 
     def drain(self, name: str, draining: bool = True) -> None:
         """Give an instance no new work while it is `draining`. Its health does not change."""

@@ -325,9 +325,9 @@ class Engines:
     def register(self, message: Register) -> None:
         self.fleet.register(message)
 
-    def retire(self, name: str) -> None:
-        """Record that the instance's pod will end soon. It gets no more work."""
-        self.fleet.retire(name)
+    def retire(self, name: str, host: str | None = None) -> None:
+        """Record that the instance's pod will end soon. It gets no more work. `host`: see `Fleet.retire`."""
+        self.fleet.retire(name, host)
 
     def left(self, name: str) -> bool:
         """Whether no sample needs the instance any more."""
