@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ GRACE_SECONDS = 10.0
 BLAME_SECONDS = 1.0
 # How many versions' probes are kept, for servers that get a version from another one. No lag is as long.
 MOST_PROBES = 16
+# Every JSON reader has whole numbers of this size.
+EPOCH_BITS = 50
 
 
 @dataclass(frozen=True)
@@ -85,8 +88,9 @@ class Publisher:
         self._trainers = trainers
         self._session = session
         self._deadline = deadline_seconds
-        # It starts at the current time, so that a restarted coordinator never reuses an epoch.
-        self._epoch = int(time.time())
+        # A restarted coordinator must not reuse an epoch: a receiver would keep the communicator that it has. Neither a
+        # clock that was set back nor many transfers a second can lead to that.
+        self._epoch = secrets.randbits(EPOCH_BITS)
         self._members: frozenset[tuple[str, str]] | None = None
         self._expected: dict[tuple[int, int], asyncio.Future[Offer]] = {}
         self._probes: dict[int, Probe | None] = {}
