@@ -7,6 +7,7 @@ from dovetail.coordinator.main import verdict
 from dovetail.kube import names
 from dovetail.operator.reconcile.reconcile import SENT_SECONDS
 from dovetail.protocol.process.exit_codes import JOB_FAILED
+from dovetail.protocol.process.process_names import COORDINATOR
 from helpers.fake_cluster import FakeCluster, a_cluster, manifest, restarting, running
 
 
@@ -165,6 +166,25 @@ def test_pods_that_cannot_start_are_explained(waiting, reason, words):
     assert (condition["status"], condition["reason"]) == ("False", reason)
     assert words in condition["message"]
     assert [(e.type, e.reason) for e in events if e.reason == reason] == [("Warning", reason)]
+
+
+@pytest.mark.parametrize("seconds", [10**12, 2**63 - 1])
+def test_any_number_of_seconds_is_a_deadline(seconds):
+    """Some people write a large number for never. The sum with the time of day is no date then."""
+    policy = {"startTimeoutSeconds": seconds}
+    cluster = running(activeDeadlineSeconds=seconds, ttlSecondsAfterFinished=seconds, failurePolicy=policy)
+    assert cluster.reconcile().requeue <= 86400, "timers cannot take more than some years"
+    cluster.end(cluster.pod(COORDINATOR), 0)
+    cluster.settle()
+    assert cluster.condition("Completed")["status"] == "True"
+    assert cluster.reconcile().requeue <= 86400
+    waiting = a_cluster(failurePolicy=policy)
+    waiting.reconcile()
+    waiting.step()
+    waiting.unschedulable(waiting.pod("trainer"))
+    waiting.reconcile()
+    assert waiting.condition("Scheduled")["reason"] == "Unschedulable"
+    assert not waiting.over()
 
 
 def test_the_deadline_counts_from_the_last_start():

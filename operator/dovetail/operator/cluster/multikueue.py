@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import NamedTuple
 
 from dovetail.kube import names
@@ -180,7 +180,8 @@ class Dispatch:
         await self._client.write_status(document, json.loads(status.model_dump_json(by_alias=True, exclude_none=True)))
 
     def _left(self, since: datetime, seconds: float) -> float:
-        return (since + timedelta(seconds=seconds) - self._now()).total_seconds()
+        """Of these seconds; at most a day."""
+        return min(seconds - (self._now() - since).total_seconds(), 86400.0)
 
     def _once(self, key: Key, document: Object, reason: str, message: str) -> Looked:
         now = str(document["metadata"]["uid"]), int(document["metadata"].get("generation", 0))

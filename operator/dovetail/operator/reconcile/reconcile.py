@@ -43,6 +43,7 @@ from dovetail.operator.render.objects import WITH_PODS, jobset, pods_changed, su
 from dovetail.protocol.plan import Plan
 
 AGAIN_SECONDS = 2.0  # how soon to look at what no event tells of
+LATEST_SECONDS = 86400.0  # manifests may name any number of seconds, and timers cannot take all
 PLANNER_AGAIN_SECONDS = 20.0  # how soon a planner that was too slow or broke is asked again
 # What failurePolicy.maxRestarts counts; the launcher of one machine does the same.
 RESTART_WINDOW = timedelta(hours=1)
@@ -357,7 +358,7 @@ class _Reconciler:
         limit, started = self._context.job.spec.active_deadline_seconds, self._status.start_time
         if limit is None or started is None:
             return None
-        left = (started + timedelta(seconds=limit) - self._now).total_seconds()
+        left = limit - (self._now - started).total_seconds()  # the sum may be no date
         if left <= 0:
             return PlanRefused(reasons.DEADLINE_EXCEEDED, f"the job ran longer than activeDeadlineSeconds, {limit} s")
         self._requeue.append(left)
@@ -374,7 +375,7 @@ class _Reconciler:
         wanted = next((c for c in self._old.conditions if c.type == "Suspended" and c.status == "False"), None)
         if self._status.start_time is None and wanted is not None:
             since = min(since, wanted.last_transition_time)  # its pods may have been replaced since
-        left = (since + timedelta(seconds=limit) - self._now).total_seconds()
+        left = limit - (self._now - since).total_seconds()
         if left <= 0:
             text = f"{cause.sentence} (waited for failurePolicy.startTimeoutSeconds, {limit} s)"
             return PlanRefused(cause.reason, text)
@@ -510,7 +511,7 @@ class _Reconciler:
         self, apply: list[Object] | None = None, delete: list[Ref] | None = None, token: bool = False
     ) -> Reconciled:
         status = self._status.model_copy(update={"conditions": self._conditions.result()})
-        requeue = max(0.1, min(self._requeue)) if self._requeue else None
+        requeue = max(0.1, min(*self._requeue, LATEST_SECONDS)) if self._requeue else None
         return Reconciled(status, apply or [], delete or [], requeue, self._conditions.events(), token=token)
 
 
@@ -540,7 +541,7 @@ def _after_the_end(seen: Seen, status: RLHFJobStatus, now: datetime) -> Reconcil
     ended = status.completion_time
     if _was_sent(seen.document):
         # The cluster that sent the job deletes it when its time is up.
-        left = (ended + timedelta(seconds=SENT_SECONDS) - now).total_seconds() if ended and unfinished else 0.0
+        left = SENT_SECONDS - (now - ended).total_seconds() if ended and unfinished else 0.0
         if left > 0:
             return Reconciled(status, delete=delete, requeue=max(0.1, left))
         return Reconciled(status, delete=[*delete, *unfinished])
@@ -548,8 +549,9 @@ def _after_the_end(seen: Seen, status: RLHFJobStatus, now: datetime) -> Reconcil
     ttl = (seen.document.get("spec") or {}).get("ttlSecondsAfterFinished")
     if ttl is None or ended is None:
         return Reconciled(status, delete=delete)
-    left = (ended + timedelta(seconds=int(ttl)) - now).total_seconds()
-    return Reconciled(status, delete=delete, requeue=max(0.1, left) if left > 0 else None, expired=left <= 0)
+    left = int(ttl) - (now - ended).total_seconds()
+    requeue = min(max(0.1, left), LATEST_SECONDS) if left > 0 else None
+    return Reconciled(status, delete=delete, requeue=requeue, expired=left <= 0)
 
 
 def _was_sent(document: Object) -> bool:
