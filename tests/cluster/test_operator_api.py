@@ -339,6 +339,22 @@ def test_a_manifest_that_would_fill_the_operators_memory_is_refused(
     wait_for("the next job", lambda: condition(server, "Running"))
 
 
+def test_an_odd_jobset_of_a_tenant_does_not_end_the_operator(server: KubeCluster, leader: OperatorProcess) -> None:
+    """Whoever may create JobSets can give them our labels. JobSet's schema lets a template be empty."""
+    labels = {"app.kubernetes.io/managed-by": "dovetail-operator", names.JOB_LABEL: "odd"}
+    odd = {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": "odd", "namespace": NAMESPACES[1], "labels": labels},
+        "spec": {"replicatedJobs": [{"name": "a", "template": {}}]},
+    }
+    server.apply(odd)
+    submit(server, manifest())
+    wait_for("another tenant's job", lambda: condition(server, "Running"))
+    assert leader.process.poll() is None
+    server.delete("jobset", "odd", "-n", NAMESPACES[1])
+
+
 def test_a_surplus_rollout_that_worked_comes_back_before_its_job_would_make_it(
     server: KubeCluster, leader: OperatorProcess
 ) -> None:
