@@ -348,7 +348,7 @@ def test_an_odd_jobset_of_a_tenant_does_not_end_the_operator(server: KubeCluster
         "metadata": {"name": "odd", "namespace": NAMESPACES[1], "labels": labels},
         "spec": {"replicatedJobs": [{"name": "a", "template": {}}]},
     }
-    server.apply(odd)
+    server.apply(odd, namespace=NAMESPACES[1])
     submit(server, manifest())
     wait_for("another tenant's job", lambda: condition(server, "Running"))
     assert leader.process.poll() is None
