@@ -40,6 +40,13 @@ def test_no_layout_within_the_layers_is_refused_with_the_number():
         make_plan(tight, layers={"actor": 3})
 
 
+def test_more_ranks_than_a_layout_can_have_are_refused_in_one_sentence():
+    sizes = {"t": ("trainer", 4096), "more": ("trainer", 1), "r": ("rollout", 1)}
+    groups = [{"name": name, "roles": [role], "replicas": count} for name, (role, count) in sizes.items()]
+    with pytest.raises(PlanError, match=r"spec.groups has 4097 trainer ranks, and at most 4096 can be planned; lower"):
+        make_plan(spec(groups=groups))
+
+
 def test_pins_are_respected_and_the_reward_model_follows_the_critic():
     pins = {"parallelism": {"actor": {"pp": 2, "dp": 1}, "critic": {"pp": 1, "dp": 2}}}
     plan = make_plan(spec(plan=pins))

@@ -37,6 +37,9 @@ class PlanError(ValueError):
     """No plan fits the manifest. The message is one sentence that names the field."""
 
 
+MOST_RANKS = 4096  # as a degree of a layout
+
+
 def make_plan(
     spec: RLHFJobSpec,
     layers: Mapping[str, int] | None = None,
@@ -58,6 +61,9 @@ def make_plan(
     None if the run has not begun. Raises PlanError."""
     if trained_models(spec) and trainer_world(spec) == 0:
         raise PlanError("spec.groups has no group with the trainer role; add `trainer` to one group's roles")
+    if (ranks := trainer_world(spec)) > MOST_RANKS:
+        more = "lower replicas or gpu.perPod of the trainer groups"
+        raise PlanError(f"spec.groups has {ranks} trainer ranks, and at most {MOST_RANKS} can be planned; {more}")
     if errors := product_errors(spec, measured) + pin_errors(spec):
         raise PlanError(errors[0])
 
