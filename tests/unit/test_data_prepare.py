@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,9 @@ import pytest
 from dovetail.coordinator.data import tokenizer
 from dovetail.coordinator.data.collection import collect
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.prepare import Prepared, given_prompt, prepare
-from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.coordinator.data.hub import Hub
+from dovetail.coordinator.data.prepare import Prepared, given_prompt, model_sources, prepare
+from dovetail.manifest.types import HubAccess, RLHFJobSpec, Stage
 
 CONFIG = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 SYNTHETIC = [{"synthetic": {"size": 64}}]
@@ -439,3 +441,31 @@ def test_a_prompt_of_ones_own_is_a_text_or_a_record():
     for wrong in ({"text": "hello"}, 3, None):
         with pytest.raises(ValueError, match='the text in "prompt"'):
             given_prompt(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "is no reward model (LlamaForCausalLM), so all its"),
+        (
+            {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "bad", "1": "good"}},
+            "has 2 labels (id2label of its config.json), but a reward model gives one score",
+        ),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "has 2 labels (id2label"),
+        ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"}}, None),
+        ({}, None),
+    ],
+)
+def test_a_model_without_scores_is_no_reward_model(config: Any, sentence: str | None, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"x")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 300, **config}))
+    models = {**spec().models.model_dump(by_alias=True), "reward": {"source": {"path": str(tmp_path)}}}
+    hub = Hub(HubAccess(), tmp_path)
+    trains = spec(models=models)
+    assert model_sources(trains, tmp_path, hub)["reward"] == tmp_path, "the reward stage trains a head"
+    uses = spec(models=models, stages=["sft", "ppo"])
+    if sentence is None:
+        assert model_sources(uses, tmp_path, hub)["reward"] == tmp_path
+    else:
+        with pytest.raises(DataError, match=f"^spec.models.reward.source: .*{re.escape(sentence)}"):
+            model_sources(uses, tmp_path, hub)

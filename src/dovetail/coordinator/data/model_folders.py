@@ -49,6 +49,26 @@ def resolve(source: ModelSource, name: str, base_dir: Path, hub: Hub, trust_remo
     return folder
 
 
+def check_scores(folder: Path, field: str) -> None:
+    """Raises DataError for a language model, whose head of scores would be zeros, and for one with several labels."""
+    config = read_json(folder / "config.json")
+    kinds = [str(kind) for kind in config.get("architectures") or []] if isinstance(config, dict) else []
+    if kinds and all(kind.endswith("ForCausalLM") for kind in kinds):
+        raise DataError(
+            f"{field}: {folder} is no reward model ({kinds[0]}), so all its scores would be 0; name one "
+            "(...ForSequenceClassification), or train it: add reward to spec.stages"
+        )
+    if any("SequenceClassification" in kind for kind in kinds):
+        named = config.get("id2label")
+        # transformers writes no labels where there are two, its default.
+        count = len(named) if isinstance(named, dict) else config.get("num_labels", 2)
+        if count != 1:
+            raise DataError(
+                f"{field}: {folder} has {count} labels (id2label of its config.json), but a reward model gives one "
+                "score; name another model"
+            )
+
+
 # The fields of all families that must be integers above 0.
 _COUNTS = (
     "vocab_size",

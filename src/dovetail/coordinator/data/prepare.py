@@ -20,7 +20,7 @@ from dovetail.coordinator.data.collection import Collection, StageData, collect
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.fingerprints import Fingerprint
 from dovetail.coordinator.data.hub import Hub
-from dovetail.coordinator.data.model_folders import resolve, scratch_config
+from dovetail.coordinator.data.model_folders import check_scores, resolve, scratch_config
 from dovetail.coordinator.data.records import Judged, Labelled, Prompt
 from dovetail.coordinator.data.seeds import derived_seed
 from dovetail.coordinator.data.tokenize import (
@@ -313,7 +313,9 @@ def model_sources(spec: RLHFJobSpec, base_dir: Path, hub: Hub) -> dict[str, Path
         if source.scratch is not None:
             result[name] = source.scratch
         else:
-            result[name] = resolve(source, name, base_dir, hub, model.trust_remote_code)
+            folder = result[name] = resolve(source, name, base_dir, hub, model.trust_remote_code)
+            if name == "reward" and Stage.REWARD not in spec.stages and not spec.models.reward.calls:
+                check_scores(folder, f"spec.models.{name}.source")
     return result
 
 
