@@ -13,17 +13,22 @@ LEASE = "/apis/coordination.k8s.io/v1/namespaces/system/leases/dovetail-leader"
 
 
 class Server:
-    """An API server with one Lease. `hangs`: it takes requests, and does not answer."""
+    """An API server with one Lease. `hangs`: it takes requests, and does not answer. `there`: whether it has the
+    Lease."""
 
-    def __init__(self):
+    def __init__(self, there=True):
         self.hangs = False
+        self.there = there
         self.version = 1
         self.spec = {}
 
     async def answer(self, request):
         if self.hangs:
             await asyncio.sleep(600)
-        if request.method == "PUT":
+        if request.method == "GET" and not self.there:
+            return web.json_response({"kind": "Status", "code": 404, "reason": "NotFound"}, status=404)
+        if request.method in ("PUT", "POST"):
+            self.there = True
             self.spec = (await request.json())["spec"]
             self.version += 1
         metadata = {"name": "dovetail-leader", "namespace": "system", "resourceVersion": str(self.version)}
@@ -107,3 +112,37 @@ def test_the_work_has_ended_when_leading_is_cancelled(short):
             await runner.cleanup()
 
     assert asyncio.run(test()) == [True]
+
+
+def test_a_leader_that_made_the_lease_itself_stays_leader(short):
+    """As where an operator may create it, and somebody has deleted the chart's."""
+
+    async def test():
+        server, app = Server(there=False), web.Application()
+        app.router.add_route("*", LEASE, server.answer)
+        app.router.add_post(LEASE.rpartition("/")[0], server.answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await (web.TCPSite(runner, "127.0.0.1", 0)).start()
+        settings = client.Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}")
+        started = asyncio.Event()
+
+        async def work():
+            started.set()
+            await asyncio.sleep(600)
+
+        try:
+            async with client.ApiClient(settings) as api:
+                lock = leader.Lock(leader.LEASE, "system", "one", api, lambda: None)
+                leading = asyncio.create_task(leader.lead(lock, work))
+                async with asyncio.timeout(60):
+                    await started.wait()
+                await asyncio.sleep(0.5)
+                held = not leading.done()
+                leading.cancel()
+                await asyncio.gather(leading, return_exceptions=True)
+                return held
+        finally:
+            await runner.cleanup()
+
+    assert asyncio.run(test())

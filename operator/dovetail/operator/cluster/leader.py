@@ -47,11 +47,17 @@ class Lock(LeaseLock):
         self._attempted()
         return found
 
+    async def create(self, name: str, namespace: str, election_record: LeaderElectionRecord) -> bool:
+        return await self._hold(super().create(name, namespace, election_record))
+
     async def update(self, name: str, namespace: str, updated_record: LeaderElectionRecord) -> bool:
+        return await self._hold(super().update(name, namespace, updated_record))
+
+    async def _hold(self, writing: Coroutine[Any, Any, bool]) -> bool:
         sent = time.monotonic()
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
-                done = bool(await super().update(name, namespace, updated_record))
+                done = bool(await writing)
         except NO_ANSWER:
             return False
         self.renewed = sent if done else self.renewed
