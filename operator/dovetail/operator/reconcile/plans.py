@@ -24,7 +24,8 @@ def plan_status(plan: Plan, shown: Plan) -> PlanStatus:
         critic=_layout(plan.apart.get("critic") or plan.parallelism.get("critic") or plan.parallelism.get("reward")),
         schedule=plan.schedule,
         rollouts=len(shown.rollouts),
-        hash=digest(plan.model_dump(mode="json", by_alias=True)),
+        # Of what the ConfigMap has: the plan is read from it later.
+        hash=digest(plan.model_dump(mode="json", by_alias=True, exclude={"stages"})),
     )
 
 
