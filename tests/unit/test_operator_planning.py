@@ -92,11 +92,117 @@ def test_namespaces_take_turns():
     assert len(run(test())) <= 2, "one plan of the other tenant may be under way"
 
 
+class Slow(Planner):
+    """A planner whose process answers when `go` is set. `asked`: the seeds of the specs, in order. `found`: the
+    answer."""
+
+    def __init__(self, found=None, clock=time.monotonic):
+        super().__init__(SECONDS, clock=clock)
+        self.go, self.asked = asyncio.Event(), []
+        self.found = found or PlanRefused("PlanInfeasible", "no plan")
+
+    async def _ask(self, spec):
+        self.asked.append(spec.seed)
+        await self.go.wait()
+        return self.found
+
+
+async def noted(key):
+    return None
+
+
+def test_jobs_that_are_gone_are_not_planned():
+    """Else whoever makes and deletes jobs fills the operator's memory, and users wait for plans of what they deleted or
+    have changed since."""
+
+    async def test():
+        planner, client = Slow(), Nobody()
+        controller = Controller(client, planner, client, OperatorSettings(nodes_seconds=0), OperatorMetrics())
+        try:
+            for n in range(20):
+                document = a_job(n, name=f"job-{n}")
+                document["metadata"]["resourceVersion"] = "1"
+                await controller.observe(document, deleted=False)
+                await controller.process(("default", f"job-{n}"))
+                if n > 0:
+                    await controller.observe(document, deleted=True)
+                    await controller.process(("default", f"job-{n}"))
+            for seed in (101, 102, 103):  # a user who improves the manifest meanwhile
+                changed = a_job(seed, name="changed")
+                changed["metadata"]["generation"] = seed
+                await planner.planned(changed, Children())
+            planner.go.set()
+            await asyncio.wait_for(planner._asking, 60)
+            return planner
+        finally:
+            await planner.close()
+
+    planner = run(test())
+    assert planner.asked == [0, 103], "the plan that was being made, and the last manifest"
+    assert not planner._asked and not planner._waits
+
+
+def test_a_spec_that_another_namespace_asked_for_takes_this_ones_turn():
+    async def test():
+        planner = Slow()
+        planner.done = noted
+        try:
+            for n in range(10):
+                await planner.planned(a_job(n, "greedy", f"job-{n}"), Children())
+            await planner.planned(a_job(9, "modest"), Children())
+            planner.go.set()
+            await asyncio.wait_for(planner._asking, 60)
+            return planner.asked
+        finally:
+            await planner.close()
+
+    order = run(test())
+    assert order.index(9) <= 2
+    assert sorted(order) == list(range(10)), "each once"
+
+
+def test_a_planner_that_fails_again_changes_no_status(monkeypatch):
+    """It is asked again and again; each time would be two writes and an Event."""
+    monkeypatch.setattr("dovetail.operator.plan_worker.PATIENCE_SECONDS", 0.01)
+    monkeypatch.setattr("dovetail.operator.status_rate.READY_SECONDS", 0.0)
+    monkeypatch.setattr("dovetail.operator.status_rate.STATUS_SECONDS", 0.0)
+
+    async def test():
+        clock, client, key = [100.0], Nobody(), ("default", "demo")
+        planner = Slow(PlanRefused("PlannerTimeout", "the planner found no plan within 9 s"), lambda: clock[0])
+        controller = Controller(client, planner, client, OperatorSettings(nodes_seconds=0), OperatorMetrics())
+        document = a_job(1)
+        document["metadata"] |= {"resourceVersion": "1", "generation": 1}
+        await controller.observe(document, deleted=False)
+        told = []
+
+        async def look():
+            await controller.process(key)
+            told.append(next(c["reason"] for c in client.statuses["demo"]["conditions"] if c["type"] == "Planned"))
+
+        try:
+            for _ in range(3):
+                clock[0] += 1000
+                await look()
+                planner.go.set()
+                await asyncio.wait_for(planner._asking, 60)
+                planner.go.clear()
+                await look()
+            return told, planner.asked, [thing["reason"] for thing in client.made if thing["kind"] == "Event"]
+        finally:
+            await planner.close()
+
+    told, asked, events = run(test())
+    assert told == ["Planning", *["PlannerTimeout"] * 5]
+    assert len(asked) == 3
+    assert events == ["PlannerTimeout"]
+
+
 class Nobody:
     """A cluster that takes all writes, with no coordinators."""
 
     def __init__(self):
-        self.requests, self.statuses = 0, {}
+        self.requests, self.statuses, self.made = 0, {}, []
 
     async def write_status(self, job, status):
         self.statuses[job["metadata"]["name"]] = status
@@ -104,6 +210,7 @@ class Nobody:
         return {**job, "metadata": metadata, "status": status}
 
     async def create(self, thing):
+        self.made.append(thing)
         return thing
 
     async def find(self, kind, namespace, name):

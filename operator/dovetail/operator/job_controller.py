@@ -213,6 +213,7 @@ class Controller:
                 log("job.gone", job="/".join(key))
             if document is None or not self._dispatch.sends(document):
                 self._dispatch.forget(key)
+                self._planner.forget(key)
                 return None
             looked = await self._dispatch.look(key, document)
             for event in looked.events:
@@ -225,7 +226,7 @@ class Controller:
         reported, mounts, outlook = None, dict[str, str](), Outlook()
         if not is_over(old_status(document)):
             planned = await self._planner.planned(document, children)
-            if _planned_before(document) and isinstance(planned, PlanRefused) and planned.reason == reasons.PLANNING:
+            if isinstance(planned, PlanRefused) and planned.reason == reasons.PLANNING and _was_answered(document):
                 return None  # what its status says stays until the planner answers
             outlook = self._outlook(key, uid, planned, children)
             if not isinstance(planned, PlanRefused):
@@ -511,8 +512,14 @@ class Controller:
         return version
 
 
-def _planned_before(document: Object) -> bool:
-    return any(c.type == "Planned" and c.status == "True" for c in old_status(document).conditions)
+def _was_answered(document: Object) -> bool:
+    """Whether the job has a plan, or the planner failed at the same manifest before. Else each new attempt would change
+    the condition twice, and record an Event."""
+    planned = next((c for c in old_status(document).conditions if c.type == "Planned"), None)
+    if planned is None or planned.status == "True":
+        return planned is not None
+    again = planned.observed_generation == int(document["metadata"].get("generation", 0))
+    return again and planned.reason in (reasons.PLANNER_TIMEOUT, reasons.PLANNER_FAILED)
 
 
 def _ended(thing: Object) -> bool:

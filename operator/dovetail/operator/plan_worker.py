@@ -75,11 +75,14 @@ def _serve(pipe: Connection, make: Callable[[RLHFJobSpec], Plan] | None, gpus: M
 
 @dataclass
 class _Asked:
-    """A plan that is being made, and the jobs that wait for it."""
+    """A plan that is to be made, and the jobs that wait for it. `begun`: the planner is at work on it. `waiters`: how
+    many calls wait for it themselves."""
 
     spec: RLHFJobSpec
     answer: asyncio.Future[Plan | PlanRefused]
     jobs: set[Key] = field(default_factory=set)
+    begun: bool = False
+    waiters: int = 0
 
 
 @dataclass
@@ -157,7 +160,9 @@ class Planner:
         # Called with each job that `planned` did not wait for. None: `planned` always waits.
         self.done: Callable[[Key], Awaitable[None]] | None = None
         self._asked: dict[str, _Asked] = {}  # by the spec's hash
-        self._queues: OrderedDict[str, list[str]] = OrderedDict()  # hashes by namespace, whose turns these are
+        self._waits: dict[Key, str] = {}  # the hash that a job waits for; one at most
+        # Hashes by namespace, whose turns these are. Some may be made or given up by now.
+        self._queues: OrderedDict[str, dict[str, None]] = OrderedDict()
         self._asking: asyncio.Task[None] | None = None
         self._failed: dict[str, tuple[float, PlanRefused]] = {}  # until when they count, by the spec's hash
         self._given: dict[str, GPU] = {}  # by the administrator
@@ -209,27 +214,48 @@ class Planner:
         if asked is None:
             answer: asyncio.Future[Plan | PlanRefused] = asyncio.get_running_loop().create_future()
             asked = self._asked[wanted] = _Asked(job.spec, answer)
-            self._queues.setdefault(key[0], []).append(wanted)
-            if self._asking is None or self._asking.done():
-                self._asking = asyncio.create_task(self._ask_in_turn())
-        if self.done is None:
-            return await asyncio.shield(asked.answer)
-        # One worker waits at most, so that the others are there for jobs that have a plan.
-        if len(self._asked) == 1 and not asked.jobs:
-            await asyncio.wait({asked.answer}, timeout=PATIENCE_SECONDS)
+        if not asked.begun:
+            # Another namespace may have asked for the same, and have others before it.
+            self._queues.setdefault(key[0], {})[wanted] = None
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.create_task(self._ask_in_turn())
+        asked.waiters += 1
+        try:
+            if self.done is None:
+                return await asyncio.shield(asked.answer)
+            # One worker waits at most, so that the others are there for jobs that have a plan.
+            if len(self._asked) == 1 and not asked.jobs:
+                await asyncio.wait({asked.answer}, timeout=PATIENCE_SECONDS)
+        finally:
+            asked.waiters -= 1
         if asked.answer.done():
             return asked.answer.result()
+        if self._waits.get(key) != wanted:
+            self.forget(key)
+            self._waits[key] = wanted
         asked.jobs.add(key)
         return PlanRefused(reasons.PLANNING, "the planner is at work on this job, or on jobs before it")
+
+    def forget(self, key: Key) -> None:
+        """Make no plan for a job that is gone or has another manifest, unless another job waits for the same plan."""
+        wanted = self._waits.pop(key, "")
+        asked = self._asked.get(wanted)
+        if asked is not None:
+            asked.jobs.discard(key)
+            if not (asked.jobs or asked.begun or asked.waiters):
+                del self._asked[wanted]
 
     async def _ask_in_turn(self) -> None:
         """Ask for one plan of each namespace after the other, until nobody waits."""
         while self._queues:
             namespace, hashes = next(iter(self._queues.items()))
-            wanted = hashes.pop(0)
+            del hashes[wanted := next(iter(hashes))]
             if not hashes:
                 del self._queues[namespace]
-            asked = self._asked[wanted]
+            asked = self._asked.get(wanted)
+            if asked is None:
+                continue
+            asked.begun = True
             try:
                 async with self._lock:
                     found = await self._ask(asked.spec)
@@ -245,6 +271,8 @@ class Planner:
                 self._queues.move_to_end(namespace)
             del self._asked[wanted]
             asked.answer.set_result(found)
+            for key in asked.jobs:
+                del self._waits[key]
             if self.done is not None:
                 for key in asked.jobs:
                     await self.done(key)
