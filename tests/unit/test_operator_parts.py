@@ -224,6 +224,47 @@ def test_a_manifest_that_is_too_large_is_refused_and_not_kept():
     assert store.job(store.put(manifest() | {"metadata": document["metadata"]}))["spec"] == manifest()["spec"]
 
 
+def test_of_large_metadata_of_a_job_little_is_kept():
+    """The API server bounds annotations, but neither labels nor owners."""
+    document = manifest(suspend=True)
+    owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": "a"}
+    document["metadata"] |= {
+        "resourceVersion": "1",
+        "labels": {f"l{n}": "" for n in range(50_000)} | {"kueue.x-k8s.io/queue-name": "queue"},
+        "annotations": {f"a{n}": "" for n in range(50_000)},
+        "ownerReferences": [{**owner, "uid": str(n)} for n in range(10_000)],
+        "finalizers": [f"a.b/{n}" for n in range(10_000)],
+    }
+    store = ObjectCache()
+    kept = store.job(store.put(document))
+    assert len(json.dumps(kept)) < 3000
+    assert kept["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "queue"}
+    refused = plan_with(make_plan, document=kept)
+    assert refused.message == "metadata.labels has 50001 labels; at most 500 are taken. Remove some."
+    del document["metadata"]["labels"]
+    kept = store.job(store.put(document))
+    assert len(json.dumps(kept)) < 10_000
+    assert not isinstance(plan_with(make_plan, document=kept), PlanRefused)
+
+
+def test_a_large_job_that_an_earlier_release_has_planned_goes_on():
+    """And no larger one takes its place."""
+    document = manifest()
+    document["metadata"] |= {"resourceVersion": "1", "generation": 2}
+    template = {"spec": {"tolerations": [{"key": f"k{n}", "operator": "Exists"} for n in range(10_000)]}}
+    document["spec"]["groups"][0]["podTemplate"] = template
+    store = ObjectCache()
+
+    def planned(status, generation):
+        condition = {"type": "Planned", "status": status, "observedGeneration": generation}
+        return "tooLarge" not in store.job(store.put({**document, "status": {"conditions": [condition]}}))
+
+    assert planned("True", 2)
+    assert not planned("True", 1)
+    assert not planned("False", 2)
+    assert "tooLarge" in store.job(store.put(document))
+
+
 def test_what_is_nobodys_is_not_kept():
     store = ObjectCache()
     assert store.put(a_pod(1, job="")) is None

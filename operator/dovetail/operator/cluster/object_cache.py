@@ -25,6 +25,7 @@ _STATUS = {
 _OWNER = ("apiVersion", "kind", "uid", "controller")
 # Of the spec of an RLHFJob. A value takes up to 25 times as much memory as JSON, and the operator has copies.
 SPEC_BYTES, SPEC_VALUES = 256 << 10, 10_000
+MOST_LABELS = 500  # of an RLHFJob
 TOO_LARGE = "tooLarge"
 # What is still looked at of a job that is too large.
 _SPEC = ("managedBy", "suspend", "retry", "ttlSecondsAfterFinished", "storage")
@@ -133,12 +134,12 @@ def trim(thing: Object) -> Object:
     """The object without the fields that nobody reads. They are most of a pod, a Job and a JobSet. Of an object that no
     job has, only what identifies it is kept: anybody may label objects of any size as a job's."""
     metadata, kind = thing["metadata"], thing["kind"]
-    if kind == KIND or (kind not in _STATUS and _is_a_jobs(thing)):
+    if kind == KIND:
+        return _trim_job(thing)
+    if kind not in _STATUS and _is_a_jobs(thing):
         kept = {**thing, "metadata": {key: value for key, value in metadata.items() if key != "managedFields"}}
         if kind == CONFIG_MAP.kind:
             kept["data"] = _only(thing.get("data") or {}, _DATA)
-        elif kind == KIND and (problem := _too_large(thing)) is not None:
-            kept |= {"spec": _only(thing["spec"], _SPEC), TOO_LARGE: problem}
         return kept
     labels = (metadata.get("labels") or {}).items()
     kept = _only(metadata, _METADATA) | {"labels": {key: v for key, v in labels if key.startswith(_LABELS)}}
@@ -152,8 +153,27 @@ def trim(thing: Object) -> Object:
     return {"kind": kind, "metadata": kept, "spec": spec, "status": status}
 
 
+def _trim_job(job: Object) -> Object:
+    """Of a job that is too large, only what is still looked at is kept. A job whose plan was made stays as it is."""
+    kept = {**job, "metadata": _only(job["metadata"], (*_METADATA, "labels"))}
+    if (problem := _too_large(job)) is not None and not _was_planned(job):
+        labels = _only(job["metadata"].get("labels") or {}, (names.ORIGIN_LABEL, names.QUEUE_LABEL))
+        kept["metadata"]["labels"] = labels
+        kept |= {"spec": _only(job.get("spec") or {}, _SPEC), TOO_LARGE: problem}
+    return kept
+
+
+def _was_planned(job: Object) -> bool:
+    """Whether an operator has planned this very manifest. An earlier release may have: such a job goes on."""
+    conditions = (job.get("status") or {}).get("conditions") or ()
+    now = job["metadata"].get("generation")
+    return any((c["type"], c["status"], c.get("observedGeneration")) == ("Planned", "True", now) for c in conditions)
+
+
 def _too_large(job: Object) -> str | None:
     """A sentence if the manifest would take too much of the operator's memory."""
+    if (labels := len(job["metadata"].get("labels") or {})) > MOST_LABELS:
+        return f"metadata.labels has {labels} labels; at most {MOST_LABELS} are taken. Remove some."
     text = json.dumps(job.get("spec") or {}, separators=(",", ":"))
     # Each value but the first follows one of these.
     values = sum(text.count(mark) for mark in ",[{")
