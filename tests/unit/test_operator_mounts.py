@@ -116,7 +116,57 @@ def test_a_flood_of_events_is_not_read_to_its_end(cluster):
     assert asyncio.run(mounts.problems(KEY, Children(cluster.objects))) == {uid: TOLD}
     assert len(read) <= 200, "about 10,000 objects for each of two reasons"
     kept = sum(len(text) for told in mounts._told.values() for _, text in told.complaints.values())
-    assert kept < 50_000_000
+    assert kept < 5_000_000, "of each of two reasons"
+
+
+def test_events_without_end_about_one_object_hold_no_worker(cluster):
+    """Jobs of the namespace wait for one answer, each with a worker."""
+    now = [100.0]
+
+    class Endless(Client):
+        async def pages(self, resource, namespace, selector="", fields=""):
+            yield Page(await self.list(resource, namespace, selector, fields))
+            for _ in range(100_000):
+                now[0] += 0.05
+                yield Page([{"involvedObject": {"uid": "another"}, "message": "x"}] * 100)
+
+    client = Endless()
+    mounts = Mounts(client, lambda: now[0])
+    uid = client.uid = stuck(cluster)["metadata"]["uid"]
+    asyncio.run(mounts.problems(KEY, Children(cluster.objects)))
+    began = now[0] = now[0] + 10
+    assert asyncio.run(mounts.problems(KEY, Children(cluster.objects))) == {uid: TOLD}
+    assert now[0] - began < 30, "10 s for each of two reasons"
+
+
+def test_a_slow_answer_holds_one_worker_of_a_namespace(cluster, monkeypatch):
+    monkeypatch.setattr("dovetail.operator.cluster.mounts.PATIENCE_SECONDS", 0.05)
+    now, asked, go = [100.0], [], asyncio.Event()
+
+    class Stuck(Client):
+        async def pages(self, resource, namespace, selector="", fields=""):
+            asked.append(fields)
+            await go.wait()
+            yield Page([])
+
+    mounts = Mounts(Stuck(), lambda: now[0])
+    keys = [KEY, ("default", "second"), ("default", "third")]
+    stuck(cluster)
+    children = Children(cluster.objects)
+
+    async def test():
+        for key in keys:
+            await mounts.problems(key, children)
+        now[0] += 10
+        first = asyncio.create_task(mounts.problems(keys[0], children))
+        await asyncio.sleep(0.01)
+        async with asyncio.timeout(30):
+            others = [await mounts.problems(key, children) for key in keys[1:]]
+        held = not first.done()
+        go.set()
+        return held, others, await first
+
+    assert asyncio.run(test()) == (True, [{}, {}], {})
 
 
 def test_one_question_answers_for_all_jobs_of_a_namespace_and_an_expensive_one_for_longer(cluster):

@@ -139,7 +139,7 @@ def test_jobs_that_are_gone_are_not_planned():
 
     planner = run(test())
     assert planner.asked == [0, 103], "the plan that was being made, and the last manifest"
-    assert not planner._asked and not planner._waits
+    assert planner._asked == planner._waits == {}
 
 
 def test_a_spec_that_another_namespace_asked_for_takes_this_ones_turn():

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from dovetail.kube.connection import KubeError
@@ -22,30 +23,47 @@ _SOON = {"FailedMount", "FailedAttachVolume", "FailedCreate"}
 REST = 20.0
 
 
-# A tenant may make any number of Events, about any number of objects.
-MOST_COMPLAINTS, MOST_CHARACTERS = 10_000, 2000
+# A tenant may make any number of Events, about any number of objects. Meanwhile workers wait.
+MOST_COMPLAINTS, MOST_CHARACTERS, MOST_TEXT, MOST_SECONDS = 10_000, 2000, 2_000_000, 10.0
+PATIENCE_SECONDS = 1.0
+KEPT_SECONDS = 600.0  # after the answer counts no more
 
 
-def _take(event: Object, said: dict[str, tuple[bool, str, str]]) -> None:
-    """Keep the message if it is the one to show of the object that it is about."""
+def _take(event: Object, said: dict[str, tuple[bool, str, str]]) -> int:
+    """Keep the message if it is the one to show of the object that it is about. Returns by how many characters
+    `said` has grown."""
     at, about = str(event.get("lastTimestamp") or event.get("eventTime") or ""), event["involvedObject"]
     message = str(event.get("message") or "")[:MOST_CHARACTERS]
     found = {str(about.get("uid")): message}
     if about.get("kind") == VOLUME_CLAIM.kind:
         name = f"{VOLUME_CLAIM.kind} {about.get('name')}"
         found[name] = f"{name}: {message}"
+    size = 0
     for key, text in found.items():
+        size -= len(key) + len(said[key][2]) if key in said else 0
         # A busy kubelet complains of time-outs, too, which pass.
         said[key] = max(said.get(key, (False, "", "")), ("not found" in text, at, text))
+        size += len(key) + len(said[key][2])
+    return size
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Told:
     """What the Events of one namespace say: time and message by the object's uid, and when to ask again."""
 
     complaints: dict[str, tuple[str, str]] = field(default_factory=dict)
     until: float = float("-inf")
+
+
+_NOTHING = _Told()
+
+
+@dataclass
+class _Turn:
+    """Only one worker at a time asks about a namespace, and since when."""
+
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    since: float = float("-inf")
 
 
 class Mounts:
@@ -56,7 +74,8 @@ class Mounts:
         self._client = client
         self._clock = clock
         self._stuck: dict[Key, dict[str, float]] = {}  # since when, by job and pod
-        self._told: defaultdict[tuple[str, str], _Told] = defaultdict(_Told)
+        self._told: dict[tuple[str, str], _Told] = {}
+        self._turns: defaultdict[str, _Turn] = defaultdict(_Turn)
 
     async def problems(self, key: Key, children: Children) -> dict[str, str]:
         """What other controllers and kubelets say of this job's objects that are stuck, by the object's uid."""
@@ -84,38 +103,63 @@ class Mounts:
     async def _complaints(self, namespace: str, reason: str) -> dict[str, tuple[str, str]]:
         """The newest message about each object, by uid. A message about something that is missing is preferred. Empty
         if the Events cannot be read."""
-        told = self._told[namespace, reason]
-        async with told.lock:
-            if (began := self._clock()) < told.until:
-                return told.complaints
+
+        async def read(began: float) -> dict[str, tuple[str, str]]:
             said: dict[str, tuple[bool, str, str]] = {}
-            try:
+            size = 0
+            with suppress(KubeError):
                 async for page in self._client.pages(EVENT, namespace, fields=f"reason={reason}"):
                     for event in page.items:
-                        _take(event, said)
-                    if len(said) >= MOST_COMPLAINTS:
+                        size += _take(event, said)
+                    if len(said) >= MOST_COMPLAINTS or size >= MOST_TEXT or self._clock() - began >= MOST_SECONDS:
                         break
-            except KubeError:
-                pass
-            told.complaints = {uid: each[1:] for uid, each in said.items()}
-            rest = LOOK_SECONDS if reason in _SOON else LOOK_SELDOM_SECONDS
-            told.until = max(began + rest, self._clock() + REST * (self._clock() - began))
-            return told.complaints
+            return {uid: each[1:] for uid, each in said.items()}
+
+        return await self._once(namespace, reason, read, LOOK_SECONDS if reason in _SOON else LOOK_SELDOM_SECONDS)
 
     async def _workloads(self, namespace: str) -> dict[str, str]:
         """Why Kueue does not admit Workloads, by the uid of the object that each was made for. Empty if they cannot be
         read."""
-        told = self._told[namespace, WORKLOAD.kind]
-        async with told.lock:
-            if (began := self._clock()) < told.until:
-                return {uid: said for uid, (_, said) in told.complaints.items()}
-            told.complaints = {}
-            try:
+
+        async def read(began: float) -> dict[str, tuple[str, str]]:
+            found: dict[str, tuple[str, str]] = {}
+            with suppress(KubeError):
                 async for page in self._client.pages(WORKLOAD, namespace, JOB_UID_LABEL):
                     for workload in page.items:
                         if said := why(workload):
-                            told.complaints[workload["metadata"]["labels"][JOB_UID_LABEL]] = ("", said)
-            except KubeError:
-                pass
-            told.until = max(began + LOOK_SECONDS, self._clock() + REST * (self._clock() - began))
-            return {uid: said for uid, (_, said) in told.complaints.items()}
+                            found[workload["metadata"]["labels"][JOB_UID_LABEL]] = ("", said[:MOST_CHARACTERS])
+                    if self._clock() - began >= MOST_SECONDS:
+                        break
+            return found
+
+        found = await self._once(namespace, WORKLOAD.kind, read, LOOK_SECONDS)
+        return {uid: said for uid, (_, said) in found.items()}
+
+    async def _once(
+        self,
+        namespace: str,
+        what: str,
+        read: Callable[[float], Awaitable[dict[str, tuple[str, str]]]],
+        rest: float,
+    ) -> dict[str, tuple[str, str]]:
+        """What `read` returns, for all jobs of the namespace and for `rest` seconds or more. While another job's worker
+        reads for long, the answer is that of before."""
+        place, turn = (namespace, what), self._turns[namespace]
+        if turn.lock.locked() and self._clock() - turn.since >= PATIENCE_SECONDS:
+            return self._told.get(place, _NOTHING).complaints
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                await turn.lock.acquire()
+        except TimeoutError:
+            return self._told.get(place, _NOTHING).complaints
+        try:
+            turn.since = began = self._clock()
+            if began < (told := self._told.get(place, _NOTHING)).until:
+                return told.complaints
+            found = await read(began)
+            now = self._clock()
+            self._told = {key: each for key, each in self._told.items() if now < each.until + KEPT_SECONDS}
+            self._told[place] = _Told(found, max(began + rest, now + REST * (now - began)))
+            return found
+        finally:
+            turn.lock.release()
