@@ -3,9 +3,11 @@
 import asyncio
 import base64
 import copy
+import gc
 import json
 import logging
 import re
+import weakref
 from datetime import timedelta
 
 import pytest
@@ -556,6 +558,25 @@ def test_a_job_whose_deletion_was_missed_is_forgotten():
         assert client.calls == []
 
     asyncio.run(check())
+
+
+def test_of_a_job_that_is_gone_nothing_is_kept():
+    """A manifest and its plan take megabytes, and a tenant may make and delete any number of them."""
+    controller, client = a_controller()
+    read = []
+
+    async def planned(document, children):
+        job = read_job(document)
+        read.append(weakref.ref(job))
+        return job, make_plan(job.spec)
+
+    controller._planner.planned = planned
+    for _ in range(2):
+        asyncio.run(controller.process(KEY))
+    controller.store.remove(client.job)
+    asyncio.run(controller.process(KEY))
+    gc.collect()
+    assert [each() for each in read] == [None, None]
 
 
 def test_the_log_tells_a_jobs_life(capsys):

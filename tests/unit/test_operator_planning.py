@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import time
 
 from dovetail.operator.job_controller import Controller
@@ -10,6 +11,7 @@ from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner, read_job
 from dovetail.operator.reconcile.children import Children
 from dovetail.operator.reconcile.reconcile import PlanRefused
+from dovetail.operator.remembered import Remembered
 from dovetail.planner.make_plan import PlanError, make_plan
 from helpers.fake_cluster import manifest
 
@@ -27,6 +29,10 @@ def never(spec):
     if spec.seed != 0:
         time.sleep(600)
     return make_plan(spec)
+
+
+def huge(spec):
+    return make_plan(spec).model_copy(update={"warnings": ["x" * 2_000_000]})
 
 
 def a_job(seed, namespace="default", name="demo"):
@@ -140,6 +146,7 @@ def test_jobs_that_are_gone_are_not_planned():
     planner = run(test())
     assert planner.asked == [0, 103], "the plan that was being made, and the last manifest"
     assert planner._asked == planner._waits == {}
+    assert set(planner._read) == {("default", "job-0"), ("default", "changed")}
 
 
 def test_a_spec_that_another_namespace_asked_for_takes_this_ones_turn():
@@ -196,6 +203,46 @@ def test_a_planner_that_fails_again_changes_no_status(monkeypatch):
     assert told == ["Planning", *["PlannerTimeout"] * 5]
     assert len(asked) == 3
     assert events == ["PlannerTimeout"]
+
+
+def test_a_plan_that_no_config_map_holds_is_refused():
+    """Manifests of a few lines may have 100,000 rollouts. Their plans would fill the operator's memory."""
+
+    async def test():
+        planner = Planner(SECONDS, huge)
+        try:
+            return await planner.planned(a_job(1), Children())
+        finally:
+            await planner.close()
+
+    refused = run(test())
+    assert refused.reason == "PlanInfeasible"
+    assert re.fullmatch(
+        "the plan has 19.. KiB, and a ConfigMap holds 1024 KiB; give spec.groups fewer replicas", refused.message
+    )
+
+
+def test_what_is_remembered_is_bounded(monkeypatch):
+    monkeypatch.setattr("dovetail.operator.remembered.MOST", 3)
+    monkeypatch.setattr("dovetail.operator.remembered.MOST_TEXT", 100)
+    kept = Remembered()
+
+    def there():
+        return [key for key in "abcdef" if kept.get(key) is not None]
+
+    for key in "abcd":
+        kept.put(key, key.upper(), 10)
+    assert there() == list("bcd")
+    kept.put("b", "new", 80)
+    assert there() == list("bcd"), "100 together"
+    assert kept.get("b") == "new"
+    kept.put("e", "E", 20)
+    assert there() == list("be"), "the oldest go"
+    kept.put("f", "F", 500)
+    assert there() == ["f"], "the last one stays"
+    kept.clear()
+    kept.put("a", "A", 100)
+    assert there() == ["a"]
 
 
 class Nobody:

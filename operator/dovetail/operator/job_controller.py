@@ -104,6 +104,7 @@ class Controller:
         self._status_rate = StatusRate(time.monotonic)
         self._kinds = (*CHILDREN, *((POD_GROUPS[settings.gang],) if settings.gang in POD_GROUPS else ()))
         self._missing: set[str] = set()  # kinds that the API server does not have
+        self._uids: dict[Key, str] = {}  # of the jobs that were looked at
         self._told: dict[Key, float] = {}  # since when an event waits to be acted on
         self.store = ObjectCache()
         self.queue: WorkQueue[Key] = WorkQueue(time.monotonic)
@@ -213,13 +214,16 @@ class Controller:
                 log("job.gone", job="/".join(key))
             if document is None or not self._dispatch.sends(document):
                 self._dispatch.forget(key)
-                self._planner.forget(key)
+                self._forget(key)
                 return None
             looked = await self._dispatch.look(key, document)
             for event in looked.events:
                 await self._tell(document, event)
             return looked.again
         uid = str(document["metadata"]["uid"])
+        if self._uids.setdefault(key, uid) != uid:  # another job with its name
+            self._forget(key)
+            self._uids[key] = uid
         children = self.store.children(key).of_job(uid)
         token = self._tokens.known(uid)
         planned: tuple[Any, Any] | PlanRefused = PlanRefused(reasons.NOT_PLANNED, "the job is over")
@@ -250,7 +254,7 @@ class Controller:
         if is_over(result.status):
             if not isinstance(planned, PlanRefused):  # it was not over before
                 await self._keep_history(key, RenderContext(planned[0], uid, planned[1], self._settings), children)
-            self._tokens.forget(uid)
+            self._forget(key)
             self._coordinators.forget(key)
             later = await self._report(document, result.status, result.events)
             self._status_rate.forget(key)
@@ -275,6 +279,13 @@ class Controller:
         if token is None and self._tokens.known(uid) is not None and not result.apply:
             return 0.0  # the coordinator can be asked from now on
         return _sooner(later, result.requeue, GATHER_SECONDS if result.apply else None)
+
+    def _forget(self, key: Key) -> None:
+        """Keep nothing of a job that is gone or over. Its manifest and plan may take megabytes."""
+        self._planner.forget(key)
+        if (uid := self._uids.pop(key, None)) is not None:
+            self._drift.forget(uid)
+            self._tokens.forget(uid)
 
     def _outlook(self, key: Key, uid: str, planned: tuple[RLHFJob, Plan] | PlanRefused, children: Children) -> Outlook:
         """How many rollouts the nodes have room for, and the plan for that number once it is made."""

@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any
 
 from dovetail.gpus.kernels import DEFAULT_ARCHITECTURES, read_capability
 from dovetail.kube import names
@@ -24,17 +24,18 @@ from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.reconcile import reasons
 from dovetail.operator.reconcile.children import Children, Object
 from dovetail.operator.reconcile.reconcile import PLANNER_AGAIN_SECONDS, PlanRefused
+from dovetail.operator.remembered import Remembered
 from dovetail.operator.render.config_map import planned_hash, spec_hash
 from dovetail.operator.render.context import digest
 from dovetail.planner.hardware import GPU, estimate, is_known
 from dovetail.planner.hardware.images import ANY, image_errors
 from dovetail.protocol.plan import Plan
 
-REMEMBERED = 5000
+# No ConfigMap holds a larger plan.
+PLAN_BYTES = 1 << 20
 IDLE_SECONDS = 60.0
 # How long `planned` waits for a plan that nobody is before. Most plans take less.
 PATIENCE_SECONDS = 2.0
-V = TypeVar("V")
 
 
 def read_job(document: Object, *, started: bool = False) -> RLHFJob | PlanRefused:
@@ -66,11 +67,19 @@ def _serve(pipe: Connection, make: Callable[[RLHFJobSpec], Plan] | None, gpus: M
             spec = RLHFJobSpec.model_validate_json(text)
             plan = make(spec) if make is not None else make_plan(spec, measured=gpus)
             answer = b"+" + plan.model_dump_json().encode()
+            if len(answer) > PLAN_BYTES:
+                answer = f"-{_too_large(len(answer))}".encode()
         except PlanError as error:
             answer = b"-" + str(error).encode()
         except Exception as error:
             answer = b"!" + f"{type(error).__name__}: {error}".encode()
         pipe.send_bytes(answer)
+
+
+def _too_large(size: int) -> str:
+    return (
+        f"the plan has {size >> 10} KiB, and a ConfigMap holds {PLAN_BYTES >> 10} KiB; give spec.groups fewer replicas"
+    )
 
 
 @dataclass
@@ -104,28 +113,26 @@ class _Read:
             self.written, self.written_hash = text, planned_hash(text)
         return self.written_hash == self.hash
 
-    def stored(self, config_map: Object, known: dict[str, tuple[str, Plan]]) -> Plan | None:
+    def stored(self, config_map: Object, known: Remembered[tuple[str, Plan]]) -> Plan | None:
         """The plan in a ConfigMap; None if it cannot be read. `known`: plans by their text, so that equal jobs share a
         plan and its text."""
         text = str((config_map.get("data") or {}).get("plan.json"))
         if text != self.text:
-            if text not in known:
+            found = known.get(text)
+            if found is None:
                 try:
                     # A later version's plan may say more.
-                    _remember(known, text, (text, Plan.model_validate_json(text, extra="ignore")))
+                    found = text, Plan.model_validate_json(text, extra="ignore")
                 except ValueError:
                     self.text, self.plan = text, None
                     return None
-            self.text, self.plan = known[text]
+                known.put(text, found, len(text))
+            self.text, self.plan = found
         return self.plan
 
 
-def _remember(known: dict[str, V], key: str, value: V) -> None:
-    """Drop the oldest entries above the limit."""
-    known.pop(key, None)
-    while len(known) >= REMEMBERED:
-        known.pop(next(iter(known)))
-    known[key] = value
+def _size(answer: Plan | PlanRefused) -> int:
+    return len(answer.message) if isinstance(answer, PlanRefused) else len(answer.model_dump_json())
 
 
 def image_check(settings: OperatorSettings) -> Callable[[RLHFJobSpec], list[str]]:
@@ -164,7 +171,7 @@ class Planner:
         # Hashes by namespace, whose turns these are. Some may be made or given up by now.
         self._queues: OrderedDict[str, dict[str, None]] = OrderedDict()
         self._asking: asyncio.Task[None] | None = None
-        self._failed: dict[str, tuple[float, PlanRefused]] = {}  # until when they count, by the spec's hash
+        self._failed: Remembered[tuple[float, PlanRefused]] = Remembered()  # until when they count, by the spec's hash
         self._given: dict[str, GPU] = {}  # by the administrator
         self._found: dict[str, GPU] = {}  # on nodes
         self._stale = False
@@ -174,10 +181,10 @@ class Planner:
         self._ending: asyncio.Task[None] | None = None
         self._process: Any = None
         self._pipe: Connection | None = None
-        self._known: dict[str, Plan | PlanRefused] = {}  # by the spec's hash
-        self._read: dict[str, _Read] = {}  # by the job's uid
-        self._stored: dict[str, tuple[str, Plan]] = {}  # by their text in ConfigMaps
-        self._variants: dict[str, Plan | PlanRefused] = {}  # by the spec's digest
+        self._known: Remembered[Plan | PlanRefused] = Remembered()  # by the spec's hash
+        self._read: dict[Key, _Read] = {}
+        self._stored: Remembered[tuple[str, Plan]] = Remembered()  # by their text in ConfigMaps
+        self._variants: Remembered[Plan | PlanRefused] = Remembered()  # by the spec's digest
         self._waiting: dict[str, set[Key]] = {}  # for variants
         self._varying: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()  # one variant at a time, so that new jobs wait for one at most
@@ -205,7 +212,7 @@ class Planner:
 
     def _answer(self, wanted: str) -> Plan | PlanRefused | None:
         """What is known of the spec with this hash. A failure of the planner counts for a while."""
-        until, failed = self._failed.get(wanted, (0.0, None))
+        until, failed = self._failed.get(wanted) or (0.0, None)
         return self._known.get(wanted) or (failed if self._clock() < until else None)
 
     async def _new(self, job: RLHFJob, wanted: str) -> Plan | PlanRefused:
@@ -231,12 +238,17 @@ class Planner:
         if asked.answer.done():
             return asked.answer.result()
         if self._waits.get(key) != wanted:
-            self.forget(key)
+            self._give_up(key)
             self._waits[key] = wanted
         asked.jobs.add(key)
         return PlanRefused(reasons.PLANNING, "the planner is at work on this job, or on jobs before it")
 
     def forget(self, key: Key) -> None:
+        """Keep nothing of a job that is gone."""
+        self._read.pop(key, None)
+        self._give_up(key)
+
+    def _give_up(self, key: Key) -> None:
         """Make no plan for a job that is gone or has another manifest, unless another job waits for the same plan."""
         wanted = self._waits.pop(key, "")
         asked = self._asked.get(wanted)
@@ -264,9 +276,9 @@ class Planner:
                 found = PlanRefused(reasons.PLANNER_FAILED, f"{type(error).__name__}: {error}")
             # A planner that was too slow or broke may do better next time.
             if isinstance(found, PlanRefused) and found.reason != reasons.INFEASIBLE:
-                _remember(self._failed, wanted, (self._clock() + PLANNER_AGAIN_SECONDS / 2, found))
+                self._failed.put(wanted, (self._clock() + PLANNER_AGAIN_SECONDS / 2, found), _size(found))
             else:
-                _remember(self._known, wanted, found)
+                self._known.put(wanted, found, _size(found))
             if namespace in self._queues:
                 self._queues.move_to_end(namespace)
             del self._asked[wanted]
@@ -314,7 +326,8 @@ class Planner:
         try:
             async with self._turn, self._lock:
                 # Whatever it says: it would be asked again with every event of the job.
-                _remember(self._variants, wanted, await self._ask(spec))
+                found = await self._ask(spec)
+                self._variants.put(wanted, found, _size(found))
                 self._rest()
         finally:
             waiting = self._waiting.pop(wanted)
@@ -324,15 +337,16 @@ class Planner:
     def _job(self, document: Object, started: bool) -> _Read | PlanRefused:
         """`read_job`, once for a manifest: it is looked at again with every event of the job."""
         metadata = document["metadata"]
-        version = (str(started), *(str(metadata.get(key)) for key in ("generation", "labels", "annotations")))
-        known = self._read.get(str(metadata["uid"]))
+        key = str(metadata.get("namespace") or ""), str(metadata["name"])
+        version = (str(started), *(str(metadata.get(each)) for each in ("uid", "generation", "labels", "annotations")))
+        known = self._read.get(key)
         if known is not None and known.version == version:
             return known
         job = read_job(document, started=started)
         if isinstance(job, PlanRefused):
             return job
         read = _Read(version, job, spec_hash(job))
-        _remember(self._read, str(metadata["uid"]), read)
+        self._read[key] = read
         return read
 
     async def close(self) -> None:

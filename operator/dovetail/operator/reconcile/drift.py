@@ -72,6 +72,10 @@ class Drift:
         version = there["metadata"].get("resourceVersion")
         return known is not None and known[0] == version and known[1] == digest(wanted)
 
+    def forget(self, uid: str) -> None:
+        """Keep nothing of a job that is gone: not its manifest and plan."""
+        self._seen.pop(uid, None)
+
     def fine(self, look: Look) -> set[str] | None:
         """The kinds whose object is unchanged since it was found correct. None: nothing has changed since nothing was
         left to do."""
