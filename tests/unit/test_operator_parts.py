@@ -3,6 +3,7 @@
 import asyncio
 import datetime
 import json
+import re
 import time
 
 import pytest
@@ -222,6 +223,19 @@ def test_a_manifest_that_is_too_large_is_refused_and_not_kept():
     assert refused.reason == "InvalidSpec"
     assert refused.message.startswith("spec has 29")
     assert store.job(store.put(manifest() | {"metadata": document["metadata"]}))["spec"] == manifest()["spec"]
+
+
+def test_a_long_script_in_a_manifest_is_one_value():
+    document = manifest()
+    document["metadata"]["resourceVersion"] = "1"
+    script = json.dumps([{"a\\": ["\n", n]} for n in range(6000)])
+    template = {"spec": {"containers": [{"name": "trainer", "env": [{"name": "TABLE", "value": script}]}]}}
+    document["spec"]["groups"][0]["podTemplate"] = template
+    store = ObjectCache()
+    assert store.job(store.put(document))["spec"] == document["spec"]
+    template["spec"]["nonsense"] = [[]] * 10_000
+    refused = plan_with(make_plan, document=store.job(store.put(document)))
+    assert re.search(r"about 20\d\d\d values", refused.message)
 
 
 def test_of_large_metadata_of_a_job_little_is_kept():
