@@ -205,6 +205,30 @@ def test_a_planner_that_fails_again_changes_no_status(monkeypatch):
     assert events == ["PlannerTimeout"]
 
 
+def test_a_large_manifest_does_not_stop_the_operator_while_the_planner_starts():
+    """More than a pipe takes at once."""
+
+    async def test():
+        planner, longest = Planner(SECONDS, names_the_seed), 0.0
+        document = a_job(1)
+        large = {"name": "trainer", "env": [{"name": "TABLE", "value": "x" * 1_000_000}]}
+        document["spec"]["groups"][0]["podTemplate"] = {"spec": {"containers": [large]}}
+        started = time.monotonic()
+        asking = asyncio.create_task(planner._ask(read_job(document).spec))
+        try:
+            while not asking.done():
+                before = time.monotonic()
+                await asyncio.sleep(0.01)
+                longest = max(longest, time.monotonic() - before)
+            return (await asking).message, longest, time.monotonic() - started
+        finally:
+            await planner.close()
+
+    message, longest, seconds = run(test())
+    assert message == "no plan for seed 1"
+    assert longest < 0.8 * seconds
+
+
 def test_a_plan_that_no_config_map_holds_is_refused():
     """Manifests of a few lines may have 100,000 rollouts. Their plans would fill the operator's memory."""
 

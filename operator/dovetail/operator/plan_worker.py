@@ -34,6 +34,7 @@ from dovetail.protocol.plan import Plan
 # No ConfigMap holds a larger plan.
 PLAN_BYTES = 1 << 20
 IDLE_SECONDS = 60.0
+START_SECONDS = 60.0  # of the planner's process, with its imports
 # How long `planned` waits for a plan that nobody is before. Most plans take less.
 PATIENCE_SECONDS = 2.0
 
@@ -74,6 +75,15 @@ def _serve(pipe: Connection, make: Callable[[RLHFJobSpec], Plan] | None, gpus: M
         except Exception as error:
             answer = b"!" + f"{type(error).__name__}: {error}".encode()
         pipe.send_bytes(answer)
+
+
+def _exchange(pipe: Connection, text: bytes, seconds: float) -> bytes:
+    """Send a spec and receive the answer. A large spec is sent when the process reads, so this waits for its start.
+    Raises TimeoutError, EOFError and OSError."""
+    pipe.send_bytes(text)
+    if not pipe.poll(seconds):
+        raise TimeoutError
+    return pipe.recv_bytes()
 
 
 def _too_large(size: int) -> str:
@@ -397,11 +407,12 @@ class Planner:
             self._pipe, self._process = pipe, process
         assert self._pipe is not None
         try:
-            self._pipe.send_bytes(spec.model_dump_json().encode())
-            if not await asyncio.to_thread(self._pipe.poll, self._seconds):
-                await self._end()
-                return PlanRefused(reasons.PLANNER_TIMEOUT, f"the planner found no plan within {self._seconds:g} s")
-            answer = self._pipe.recv_bytes().decode()
+            text = spec.model_dump_json().encode()
+            async with asyncio.timeout(self._seconds + START_SECONDS):
+                answer = await asyncio.to_thread(_exchange, self._pipe, text, self._seconds)
+        except TimeoutError:
+            await self._end()
+            return PlanRefused(reasons.PLANNER_TIMEOUT, f"the planner found no plan within {self._seconds:g} s")
         except (EOFError, OSError) as error:
             await self._end()
             return PlanRefused(reasons.PLANNER_FAILED, f"the planner's process died: {error or 'no answer'}")
@@ -410,7 +421,7 @@ class Planner:
             self._process.kill()
             self._process = self._pipe = None
             raise
-        kind, text = answer[0], answer[1:]
-        if kind == "+":
-            return Plan.model_validate_json(text)
-        return PlanRefused(reasons.INFEASIBLE if kind == "-" else reasons.PLANNER_FAILED, text)
+        kind, said = answer[:1], answer[1:].decode()
+        if kind == b"+":
+            return Plan.model_validate_json(said)
+        return PlanRefused(reasons.INFEASIBLE if kind == b"-" else reasons.PLANNER_FAILED, said)
