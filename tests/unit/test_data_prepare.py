@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from dovetail.coordinator.data import tokenizer
 from dovetail.coordinator.data.collection import collect
@@ -464,6 +465,44 @@ def test_a_model_without_scores_is_no_reward_model(config: Any, sentence: str | 
     trains = spec(models=models)
     assert model_sources(trains, tmp_path, hub)["reward"] == tmp_path, "the reward stage trains a head"
     uses = spec(models=models, stages=["sft", "ppo"])
+    if sentence is None:
+        assert model_sources(uses, tmp_path, hub)["reward"] == tmp_path
+    else:
+        with pytest.raises(DataError, match=f"^spec.models.reward.source: .*{re.escape(sentence)}"):
+            model_sources(uses, tmp_path, hub)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "head", "sentence"),
+    [
+        # Loading takes `score.weight`, whatever config.json calls the model.
+        ("LlamaForCausalLM", ("score.weight", 1), None),
+        ("LlamaForSequenceClassification", ("score.weight", 1), None),
+        (
+            "LlamaForRewardModel",
+            ("v_head.weight", 1),
+            "has no score.weight among its weights (LlamaForRewardModel), so",
+        ),
+        ("LlamaForSequenceClassification", ("score.weight", 3), "has 3 labels (score.weight of its weights), but"),
+    ],
+)
+def test_the_weights_say_whether_a_model_gives_scores(
+    kind: str, head: tuple[str, int], sentence: str | None, sharded: bool, tmp_path: Path
+) -> None:
+    files = {"a": {"model.norm.weight": np.ones(4)}, "b": {head[0]: np.ones((head[1], 4))}}
+    if sharded:
+        for name, tensors in files.items():
+            save_file(tensors, tmp_path / f"{name}.safetensors")
+        index = {tensor: f"{name}.safetensors" for name, tensors in files.items() for tensor in tensors}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    else:
+        save_file(files["a"] | files["b"], tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "llama", "vocab_size": 300, "architectures": [kind]})
+    )
+    models = {**spec().models.model_dump(by_alias=True), "reward": {"source": {"path": str(tmp_path)}}}
+    uses, hub = spec(models=models, stages=["sft", "ppo"]), Hub(HubAccess(), tmp_path)
     if sentence is None:
         assert model_sources(uses, tmp_path, hub)["reward"] == tmp_path
     else:

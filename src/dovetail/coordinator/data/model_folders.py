@@ -3,11 +3,13 @@ start from random weights."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.hub import Hub, read_json
+from dovetail.coordinator.data.hub_client import INDEX, weight_files
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import problem
 from dovetail.manifest.types import ModelSource, ScratchModel
@@ -50,23 +52,57 @@ def resolve(source: ModelSource, name: str, base_dir: Path, hub: Hub, trust_remo
 
 
 def check_scores(folder: Path, field: str) -> None:
-    """Raises DataError for a language model, whose head of scores would be zeros, and for one with several labels."""
+    """Raises DataError for a model without a head of scores, which would be zeros, and for one with several labels.
+
+    Weights that are there say it: loading takes `score.weight`, whatever config.json calls the model. Before they are
+    downloaded, config.json says it."""
     config = read_json(folder / "config.json")
-    kinds = [str(kind) for kind in config.get("architectures") or []] if isinstance(config, dict) else []
-    if kinds and all(kind.endswith("ForCausalLM") for kind in kinds):
+    config = config if isinstance(config, dict) else {}
+    kinds = [str(kind) for kind in config.get("architectures") or []]
+    labels, lacks, where = _labels(folder), f"has no {_SCORE} among its weights", f"{_SCORE} of its weights"
+    if labels is None:
+        lacks, where = "is no reward model", "id2label of its config.json"
+        if kinds and all(kind.endswith("ForCausalLM") for kind in kinds):
+            labels = 0
+        elif any("SequenceClassification" in kind for kind in kinds):
+            named = config.get("id2label")
+            # transformers writes no labels where there are two, its default.
+            labels = len(named) if isinstance(named, dict) else config.get("num_labels", 2)
+    if labels == 0:
         raise DataError(
-            f"{field}: {folder} is no reward model ({kinds[0]}), so all its scores would be 0; name one "
-            "(...ForSequenceClassification), or train it: add reward to spec.stages"
+            f"{field}: {folder} {lacks} ({', '.join(kinds) or 'no architectures'}), so all its scores would be 0; name "
+            "one (...ForSequenceClassification), or train it: add reward to spec.stages"
         )
-    if any("SequenceClassification" in kind for kind in kinds):
-        named = config.get("id2label")
-        # transformers writes no labels where there are two, its default.
-        count = len(named) if isinstance(named, dict) else config.get("num_labels", 2)
-        if count != 1:
-            raise DataError(
-                f"{field}: {folder} has {count} labels (id2label of its config.json), but a reward model gives one "
-                "score; name another model"
-            )
+    if labels not in (None, 1):
+        raise DataError(
+            f"{field}: {folder} has {labels} labels ({where}), but a reward model gives one score; name another model"
+        )
+
+
+_SCORE = "score.weight"
+_MOST_HEADER = 100_000_000  # bytes, as in the library safetensors
+
+
+def _labels(folder: Path) -> int | None:
+    """The rows of the weights' head of scores, or 0 if there is none. None if weights are not there or not whole."""
+    tensors: dict[str, Any] = {}
+    for name in weight_files([path.name for path in folder.iterdir()], read_json(folder / INDEX)):
+        header = _header(folder / name)
+        if header is None:
+            return None  # loading says what is wrong
+        tensors |= header
+    return int(tensors[_SCORE]["shape"][0]) if _SCORE in tensors else 0 if tensors else None
+
+
+def _header(file: Path) -> dict[str, Any] | None:
+    """The header of a safetensors file: shape, dtype and place of each tensor. None if it cannot be read."""
+    try:
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            header = json.loads(opened.read(size)) if size <= _MOST_HEADER else None
+    except (OSError, ValueError):
+        return None
+    return header if isinstance(header, dict) else None
 
 
 # The fields of all families that must be integers above 0.
