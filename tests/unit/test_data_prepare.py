@@ -144,9 +144,10 @@ def test_a_tokenizer_may_have_several_chat_templates(tmp_path: Path) -> None:
 
 
 def test_every_prompt_has_the_fields_that_any_prompt_has(tmp_path: Path) -> None:
-    """Else a reward function with an argument `answer` would fail in the first iteration without such a record."""
+    """Else a reward function with an argument `answer` would fail in the first iteration without such a record. A
+    function that names its arguments takes no others: those of evaluations do not reach PPO's prompts."""
     (tmp_path / "sums.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": "2 + 2 =", "answer": 4}\n')
-    (tmp_path / "exam.jsonl").write_text('{"prompt": "c", "unit": "m"}\n')
+    (tmp_path / "exam.jsonl").write_text('{"prompt": "c", "unit": "m"}\n{"prompt": "d"}\n')
     changes = {
         "data": {
             "demonstrations": SYNTHETIC,
@@ -160,9 +161,11 @@ def test_every_prompt_has_the_fields_that_any_prompt_has(tmp_path: Path) -> None
     for _ in range(2):  # the second time from the cache
         job = prepare(spec(**changes), tmp_path / "run", tmp_path)
         found = {p.text: p.fields for iteration in (1, 2, 3) for p in job.prompts(iteration)}
-        nothing = {"answer": None, "unit": None}
-        assert found == {"a": nothing, "b": nothing, "2 + 2 =": {"answer": 4, "unit": None}}
-        assert [p.fields for p in job.evaluation_prompts()] == [{"answer": None, "unit": "m"}]
+        assert found == {"a": {"answer": None}, "b": {"answer": None}, "2 + 2 =": {"answer": 4}}
+        exam = job.evaluation_prompts()
+        assert [p.fields for p in exam] == [{"unit": "m"}, {"unit": None}]
+        rewarded = [{"answer": None, "unit": "m"}, {"answer": None, "unit": None}]
+        assert [p.fields for p in job.for_rewards(exam)] == rewarded, "reward functions get what they get in PPO"
 
 
 def test_model_refs(prepared: tuple[Prepared, Path]) -> None:

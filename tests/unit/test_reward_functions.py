@@ -436,12 +436,12 @@ def test_a_broken_function_fails_the_job_before_anything_is_trained(
     assert failed["reason"] == found["reason"]
 
 
-def test_a_field_with_the_name_of_an_argument_is_refused(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "responses": ["c"]}\n')
-    job = tiny(folder, "good").model_dump(mode="json", by_alias=True, exclude_none=True)
+def rehearsed(folder: Path, name: str, run_dir: Path, **more: Any) -> None:
+    """The rehearsal of a function on the prompts in mine.jsonl."""
+    job = tiny(folder, name).model_dump(mode="json", by_alias=True, exclude_none=True)
     job["spec"]["data"] |= {"prompts": [{"path": "mine.jsonl"}], "heldOut": 0}
-    spec = RLHFJob.model_validate(job).spec
-    prepared = prepare(spec, tmp_path / "run", tmp_path)
+    spec = RLHFJob.model_validate(job | {"spec": job["spec"] | more}).spec
+    prepared = prepare(spec, run_dir, folder)
 
     async def start() -> None:
         calls = Calls(Workers(spec.models.reward, folder), 0, lambda *_, **__: None)
@@ -450,10 +450,23 @@ def test_a_field_with_the_name_of_an_argument_is_refused(folder: Path, tmp_path:
         finally:
             await calls.close()
 
+    asyncio.run(start())
+
+
+def test_a_field_with_the_name_of_an_argument_is_refused(folder: Path) -> None:
+    (folder / "mine.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "responses": ["c"]}\n')
     with pytest.raises(
         RewardError, match=r"^spec.data.prompts: a record has the field 'responses', .*; rename the field$"
     ):
-        asyncio.run(start())
+        rehearsed(folder, "good", folder / "run")
+
+
+def test_a_function_that_names_its_arguments_gets_no_fields_of_evaluations(folder: Path) -> None:
+    (folder / "mine.py").write_text("def named(prompts, responses, answer):\n    return [1.0] * len(responses)\n")
+    (folder / "mine.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b", "answer": "c"}\n')
+    (folder / "exam.jsonl").write_text('{"prompt": "d", "answer": "e", "level": 3}\n')
+    exam = {"prompts": [{"path": "exam.jsonl"}], "metrics": ["exactMatch"]}
+    rehearsed(folder, "named", folder / "run", evaluation=exam)
 
 
 def test_a_rehearsal_is_on_two_of_the_job_s_prompts_and_once_a_run(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -91,9 +91,13 @@ class Collection:
 
     @property
     def prompt_fields(self) -> frozenset[str]:
-        """Every name that a prompt of the job has in its `fields`, those of evaluations too."""
-        trained = [part.records for part in self.prompts.parts] if self.prompts is not None else []
-        return frozenset().union(*(each.fields for each in [*trained, *self.evaluated] if isinstance(each, Rows)))
+        """Every name that a prompt of PPO has in its `fields`."""
+        return _names([part.records for part in self.prompts.parts] if self.prompts is not None else [])
+
+    @property
+    def evaluation_fields(self) -> frozenset[str]:
+        """Every name that a prompt of the evaluations has in its `fields`."""
+        return _names(self.evaluated) if self.evaluated else self.prompt_fields
 
     def texts(self) -> Iterator[str]:
         """All text to train on, for training a tokenizer. It does not include held-out records."""
@@ -107,6 +111,10 @@ class Collection:
                 yield p.rejected
         for q in self.prompts.training_records() if self.prompts else ():
             yield q.prompt
+
+
+def _names(sources: Sequence[Records[Prompt]]) -> frozenset[str]:
+    return frozenset().union(*(each.fields for each in sources if isinstance(each, Rows)))
 
 
 def needed(spec: RLHFJobSpec) -> list[Kind]:

@@ -8,7 +8,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -45,7 +45,7 @@ MODELS = ("actor", "critic", "reward", "reference")
 @dataclass(frozen=True)
 class PromptRecord:
     """One prompt of an iteration. `index` counts from 0 in the iteration. `fields`: the record's other fields. One that
-    only other prompts of the job have is None."""
+    only other prompts of PPO have, or only others of the evaluations, is None."""
 
     index: int
     text: str
@@ -176,7 +176,7 @@ class Prepared:
     def prompts(self, iteration: int) -> list[PromptRecord]:
         """The prompts of a PPO iteration. There are globalBatchSize / samplesPerPrompt of them."""
         records = _have(self.data.prompts, "prompts").batch(iteration, self._prompts_per_iteration)
-        return self._prompt_records([(r.prompt, self._filled(r)) for r in records])
+        return self._prompt_records([(r.prompt, self._filled(r.fields)) for r in records])
 
     def further_prompts(
         self, iteration: int, round_number: int, count: int, known: Container[str]
@@ -192,7 +192,7 @@ class Prepared:
             if record.prompt not in known:
                 new.setdefault(record.prompt, record)
         chosen = [*new.values(), *drawn][:count]
-        return self._prompt_records([(r.prompt, self._filled(r)) for r in chosen])
+        return self._prompt_records([(r.prompt, self._filled(r.fields)) for r in chosen])
 
     @cached_property
     def _further(self) -> StageData[Prompt]:
@@ -204,9 +204,13 @@ class Prepared:
 
     def evaluation_prompts(self) -> list[PromptRecord]:
         """The prompts that evaluations answer. PPO never trains on them, unless the manifest names them twice."""
-        return self._prompt_records(
-            [(r.prompt, self._filled(r)) for r in self.data.evaluation_prompts(self.spec.evaluation.held_out)]
-        )
+        nothing = dict.fromkeys(sorted(self.data.evaluation_fields))
+        records = self.data.evaluation_prompts(self.spec.evaluation.held_out)
+        return self._prompt_records([(r.prompt, nothing | r.fields) for r in records])
+
+    def for_rewards(self, records: Sequence[PromptRecord]) -> list[PromptRecord]:
+        """Prompts of an evaluation as the job's reward functions get them: with every field that they get in PPO."""
+        return [replace(record, fields=self._filled(record.fields)) for record in records]
 
     def ptx_batch(self, iteration: int) -> Arrays:
         """The arrays `ptx_tokens` (N,T) int32, `ptx_lengths` (N,) int32 and `ptx_loss_mask` (N,T) uint8. N is the
@@ -219,10 +223,10 @@ class Prepared:
     def _prompts_per_iteration(self) -> int:
         return self.spec.ppo.global_batch_size // self.spec.ppo.samples_per_prompt
 
-    def _filled(self, prompt: Prompt) -> dict[str, Any]:
-        """The prompt's fields, and None for those of other prompts. So a reward function gets the same names in every
-        iteration, whichever records a batch has."""
-        return {**self._no_fields, **prompt.fields}
+    def _filled(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """A prompt's fields, and None for those of PPO's other prompts. So a reward function gets the same names in
+        every iteration, whichever records a batch has."""
+        return {**self._no_fields, **fields}
 
     @cached_property
     def _no_fields(self) -> dict[str, Any]:

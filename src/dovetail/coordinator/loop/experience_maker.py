@@ -363,7 +363,7 @@ class ExperienceMaker:
                 slot,
                 self._calls,
                 self._samples,
-                records,
+                self._prepared.for_rewards(records),
                 samples_per_prompt,
                 lambda sample: self._text(sample.response),
                 keep,
