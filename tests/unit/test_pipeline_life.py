@@ -47,3 +47,20 @@ def test_models_and_data_may_take_longer_to_come_than_a_pipeline_to_end(tmp_path
     gc.collect()
     assert "Task was destroyed" not in caplog.text
     assert "Unclosed" not in caplog.text
+
+
+@pytest.mark.timeout(300)
+def test_a_failure_after_the_data_is_prepared_is_named(tmp_path, monkeypatch):
+    """What the failure left unmade cannot be closed. That must not hide it."""
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dovetail.coordinator.loop.engines.ModelSources", full)
+    groups = [{"name": "trainers", "roles": ["trainer"]}]
+    with (
+        pytest.raises(OSError, match="No space left"),
+        Pipeline(tiny_job(stages=["sft"], groups=groups), tmp_path / "run"),
+    ):
+        pass
+    assert "AttributeError" not in summary(tmp_path / "run")["reason"]

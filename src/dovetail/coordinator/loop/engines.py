@@ -177,9 +177,7 @@ class Engines:
         self._trackers.start()
         records.progress.update(state="running", message="preparing data and tokenizer")
         known = records.store.get("data/sources") or {}
-        self._prepared = prepared = await asyncio.to_thread(
-            prepare, spec, settings.run_dir, settings.base_dir, known, self._hub
-        )
+        prepared = await asyncio.to_thread(prepare, spec, settings.run_dir, settings.base_dir, known, self._hub)
         for name, found in self._hub.commits.items():
             self.log("model.found", model=name, **found)
         records.store.put("data/sources", {**known, **prepared.data.fingerprints})
@@ -240,6 +238,8 @@ class Engines:
             maker,
             evaluation,
         )
+        # Last: with it everything that `__aexit__` closes is there.
+        self._prepared = prepared
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._hold())]
         method = {"method": spec.ppo.method} if Stage.PPO in spec.stages else {}
         self.log("coordinator.ready", host=settings.host, port=settings.port, **method)
