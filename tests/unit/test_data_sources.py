@@ -208,6 +208,12 @@ def test_half_of_a_character_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data.jsonl:2: the record holds '\\ud83d', half of a character"):
         read(write(tmp_path, whole, '{"prompt": "a", "fields": [{"x": "b\\uD83D"}]}'), "prompts")
     assert read(write(tmp_path, whole, name="whole.jsonl"), "prompts")[0] == Prompt("\N{SLIGHTLY SMILING FACE}")
+    roles = ["user", "assistant", "user", "assistant"]
+    half = {"messages": [{"role": role, "content": text} for role, text in zip(roles, "abc\udc00", strict=True)]}
+    with pytest.raises(DataError, match=r"half.jsonl:1: the record holds '\\udc00'"):
+        read(write(tmp_path, half, name="half.jsonl"), "demonstrations")
+    unused = write(tmp_path, '{"prompt": "a", "response": "b", "author": "c\\uD83D"}', name="unused.jsonl")
+    assert read(unused, "demonstrations")[0] == Demonstration("a", " b"), "what nobody reads may be anything"
 
 
 def test_a_field_that_is_null_or_no_label_is_named(tmp_path: Path) -> None:

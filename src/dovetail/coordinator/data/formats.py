@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,13 @@ from dovetail.coordinator.data.chat_template import (
 )
 from dovetail.coordinator.data.conversations import Conversation, conversation, demonstration, type_name
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, Preference, Prompt, Record
+from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, LaterTurn, Preference, Prompt, Record
 
 PROMPT_FIELDS = ("prompt", "instruction", "question", "query")
 RESPONSE_FIELDS = ("response", "completion", "output", "answer")
 MESSAGE_FIELDS = ("messages", "conversations")
+
+_PARTS = (Demonstration, LaterTurn, Preference, Labelled, Prompt)
 
 Row = Mapping[str, Any]
 
@@ -65,9 +67,35 @@ def convert(row: Row, fmt: str, kind: Kind, chat: ChatFormat, where: str) -> Rec
             "or remove systemPrompt"
         )
     try:
-        return chosen.read(row, kind, chat, where)
+        record = chosen.read(row, kind, chat, where)
     except TemplateRefused as error:
         raise DataError(f"{where}: the tokenizer's chat template refuses the conversation: {error}") from error
+    for text in _texts(record):
+        _check_characters(text, where)
+    return record
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in a record. What a record leaves out of a row may be anything."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, _PARTS):
+        yield from (text for name in value.__slots__ for text in _texts(getattr(value, name)))
+    elif isinstance(value, Mapping):
+        yield from (text for each in (*value.keys(), *value.values()) for text in _texts(each))
+    elif isinstance(value, list | tuple):
+        yield from (text for each in value for text in _texts(each))
+
+
+def _check_characters(text: str, where: str) -> None:
+    """Raises DataError for a surrogate without the other half of its pair, which JSON can write and UTF-8 cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise DataError(
+            f"{where}: the record holds '{half}', half of a character; write the whole character, or remove it"
+        ) from None
 
 
 def is_dialogue(row: Row) -> bool:

@@ -40,19 +40,6 @@ def parse(text: str, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: not valid JSON ({reason})") from None
     except RecursionError:
         raise DataError(f"{where}: JSON nested too deeply") from None
-    if "\\ud" in text.lower():
-        _check_characters(value, where)
     if not isinstance(value, dict):
         raise DataError(f'{where}: each line must be an object such as {{"prompt": ...}}, not {type(value).__name__}')
     return value
-
-
-def _check_characters(value: Any, where: str) -> None:
-    """Raises DataError for a surrogate without the other half of its pair, which JSON can write and UTF-8 cannot."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise DataError(
-            f"{where}: the record holds '{half}', half of a character; write the whole character, or remove it"
-        ) from None
