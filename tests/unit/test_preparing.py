@@ -89,3 +89,28 @@ def test_what_takes_long_is_asked_for_again_and_not_begun_again() -> None:
         assert not preparing.active
 
     asyncio.run(scenario())
+
+
+def test_a_failure_while_another_is_waited_for_is_not_lost() -> None:
+    """Else one that fails would be begun again, and never counted as failed."""
+    begun: list[str] = []
+
+    async def prepare(scorer: Scorer) -> None:
+        begun.append(scorer.name)
+        if scorer.name == "bad":
+            await asyncio.sleep(0.02)
+            raise OSError("no room")
+        await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        preparing: Preparing[Scorer] = Preparing(prepare)
+        bad, slow = Scorer("bad", "http://x", "1"), Scorer("slow", "http://x", "1")
+        assert await preparing.ready([bad], 0.0) == ([], [])
+        assert await preparing.ready([slow], 0.2) == ([], [])
+        assert await preparing.ready([bad], 0.0) == ([], [(bad, "no room")])
+        assert begun == ["bad", "slow"]
+        assert await preparing.ready([bad], 0.0) == ([], [])
+        assert begun == ["bad", "slow", "bad"], "what was told is over"
+        await preparing.close()
+
+    asyncio.run(scenario())

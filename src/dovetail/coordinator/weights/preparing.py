@@ -51,7 +51,12 @@ class Preparing(Generic[T]):
         if mine:
             await asyncio.wait([task for _, task in mine], timeout=seconds)
         outcomes = [(target, task.result()) for target, task in mine if task.done()]
-        self._tasks = {process: task for process, task in self._tasks.items() if not task.done()}
+        told = {task for _, task in mine}
+        self._tasks = {
+            process: task
+            for process, task in self._tasks.items()
+            if not task.done() or (task not in told and task.result() is not None)
+        }
         failed = [(target, problem) for target, problem in outcomes if problem is not None]
         return [target for target, problem in outcomes if problem is None], failed
 
