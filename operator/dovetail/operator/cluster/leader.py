@@ -19,12 +19,13 @@ from dovetail.operator.compat import NO_ANSWER, LeaseLock
 # The chart makes it, and the operator only writes to it. So it goes with the release, and Helm refuses a second release
 # in a namespace: its operator would never work.
 LEASE = "dovetail-leader"
-# A leader that dies is replaced within LEASE_SECONDS + RETRY_SECONDS, one that leaves within RETRY_SECONDS.
-LEASE_SECONDS = 10
-RENEW_SECONDS = 7
+# A leader that dies is replaced within LEASE_SECONDS + RETRY_SECONDS, one that leaves within RETRY_SECONDS. An API server
+# that is slow for some seconds ends no leader.
+LEASE_SECONDS = 30
+RENEW_SECONDS = 20
 RETRY_SECONDS = 2
 # Of each call. The package itself would wait for minutes where a connection is broken and nobody tells.
-ANSWER_SECONDS = 3
+ANSWER_SECONDS = 8
 # A leader stops this long before another replica may take the lease.
 MARGIN_SECONDS = 1
 
