@@ -19,8 +19,8 @@ from dovetail.operator.compat import NO_ANSWER, LeaseLock
 # The chart makes it, and the operator only writes to it. So it goes with the release, and Helm refuses a second release
 # in a namespace: its operator would never work.
 LEASE = "dovetail-leader"
-# A leader that dies is replaced within LEASE_SECONDS + RETRY_SECONDS, one that leaves within RETRY_SECONDS. An API server
-# that is slow for some seconds ends no leader.
+# A leader that dies is replaced within LEASE_SECONDS + RETRY_SECONDS, one that leaves within RETRY_SECONDS.
+# Calls to an API server under load take seconds, and that ends no leader.
 LEASE_SECONDS = 30
 RENEW_SECONDS = 20
 RETRY_SECONDS = 2
