@@ -13,18 +13,24 @@ from aiohttp import web
 
 from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.coordinator.fusion.sleep import Sleepers
+from dovetail.coordinator.loop.experience_maker import ExperienceMaker
+from dovetail.coordinator.scoring.scorer_models import ScorerModels
 from dovetail.protocol.messages import Register
 
 
 class Server:
-    """Answers /sleep and /wake_up with `status` and remembers them."""
+    """Answers /sleep and /wake_up with `status` and remembers them. It wakes up when `may_wake` is set."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.status = 200
+        self.may_wake = asyncio.Event()
+        self.may_wake.set()
 
     async def handle(self, request: web.Request) -> web.Response:
         self.calls.append(request.path_qs)
+        if request.path == "/wake_up":
+            await self.may_wake.wait()
         return web.Response(status=self.status)
 
 
@@ -131,6 +137,78 @@ def test_a_new_process_is_awake() -> None:
         await sleepers.wake("r0")
         assert server.calls == ["/sleep?level=1"]
         assert fleet.has_current("rollout")
+
+    play(scenario)
+
+
+def test_who_needs_a_server_waits_until_it_is_awake() -> None:
+    async def scenario(server: Server, fleet: Fleet, sleepers: Sleepers, swaps: list[tuple[str, str]]) -> None:
+        await sleepers.rest(["r0"])
+        server.may_wake.clear()
+        first = asyncio.create_task(sleepers.wake("r0"))
+        while "/wake_up" not in server.calls:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        second = asyncio.create_task(sleepers.wake("r0"))
+        await asyncio.sleep(0.02)
+        assert not second.done(), "it would send weights to a server that is still asleep"
+        server.may_wake.set()
+        await asyncio.gather(first, second)
+        assert server.calls == ["/sleep?level=1", "/wake_up"]
+
+    play(scenario)
+
+
+def test_a_server_that_wakes_slowly_sleeps_again_while_the_trainers_work() -> None:
+    async def scenario(server: Server, fleet: Fleet, sleepers: Sleepers, swaps: list[tuple[str, str]]) -> None:
+        await sleepers.rest(["r0"])
+        server.may_wake.clear()
+        waking = asyncio.create_task(sleepers.wake("r0"))
+        while "/wake_up" not in server.calls:  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+        resting = asyncio.create_task(sleepers.rest(["r0"]))
+        await asyncio.sleep(0.02)
+        assert server.calls == ["/sleep?level=1", "/wake_up"], "it cannot sleep before it is awake"
+        server.may_wake.set()
+        await asyncio.gather(waking, resting)
+        assert server.calls == ["/sleep?level=1", "/wake_up", "/sleep?level=1"]
+        assert not fleet.has_current("rollout"), "it sleeps, so it gets no requests"
+
+    play(scenario)
+
+
+def test_a_server_that_was_just_told_to_sleep_can_be_woken() -> None:
+    async def scenario(server: Server, fleet: Fleet, sleepers: Sleepers, swaps: list[tuple[str, str]]) -> None:
+        resting = asyncio.create_task(sleepers.rest(["r0"]))
+        waking = asyncio.create_task(sleepers.wake("r0"))
+        async with asyncio.timeout(30):
+            await asyncio.gather(resting, waking)
+        assert server.calls == ["/sleep?level=1", "/wake_up"]
+        assert fleet.has_current("rollout")
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("current", [True, False])
+def test_after_a_restart_servers_that_hold_their_weights_are_woken_too(current: bool) -> None:
+    """A restarted coordinator puts them to sleep until it publishes. Nobody sends them what they hold already."""
+
+    async def scenario(server: Server, fleet: Fleet, sleepers: Sleepers, swaps: list[tuple[str, str]]) -> None:
+        begun = asyncio.Event()
+        maker: Any = ExperienceMaker.__new__(ExperienceMaker)
+        maker._fleet, maker._sleepers, maker._colocated = fleet, sleepers, {"g"}
+        maker._published, maker._models = begun.is_set, ScorerModels({}, {}, fleet, sleepers._session)
+        holding = asyncio.create_task(maker.hold())
+        await asleep(sleepers)
+        begun.set()
+        fleet.publish(1 if current else 2)
+        await asyncio.sleep(0.7)
+        if current:
+            while not fleet.has_current("rollout"):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        holding.cancel()
+        await asyncio.gather(holding, return_exceptions=True)
+        # The other one is woken when it takes version 2.
+        assert server.calls == ["/sleep?level=1", "/wake_up"][: 2 if current else 1]
 
     play(scenario)
 

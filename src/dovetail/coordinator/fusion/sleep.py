@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 import aiohttp
 
-from dovetail.coordinator.fleet.fleet import Fleet, Instance
+from dovetail.coordinator.fleet.fleet import Fleet, Instance, InstanceHealth
 from dovetail.protocol.process.process_names import scorer_name
 
 SECONDS = 120.0
@@ -36,6 +36,8 @@ class Sleepers:
         self._fleet, self._session, self._log, self._on_swapped = fleet, session, log, on_swapped
         # For each rollout's name, the incarnation that sleeps, and the task that puts it to sleep.
         self._asleep: dict[str, tuple[str, asyncio.Task[bool]]] = {}
+        # By name and incarnation of a rollout that is waking up, what is set when it is awake.
+        self._waking: dict[tuple[str, str], asyncio.Event] = {}
         # For each scorer, the incarnation that was told to load its models.
         self._expecting: dict[str, str] = {}
         self._told: set[asyncio.Task[bool]] = set()
@@ -60,7 +62,8 @@ class Sleepers:
             if instance is None or not instance.abilities.get("sleep") or self._known(instance):
                 continue
             self._fleet.drain(name)
-            way = asyncio.create_task(self._give_way(instance))
+            waking = self._waking.get((name, instance.incarnation))
+            way = asyncio.create_task(self._give_way(instance, waking))
             self._asleep[name] = (instance.incarnation, way)
 
     async def rest(self, names: Iterable[str]) -> None:
@@ -73,7 +76,8 @@ class Sleepers:
                 continue
             if not self._known(instance):
                 self._fleet.drain(name)
-                way = asyncio.create_task(self._post(instance, "/sleep?level=1", "in"))
+                waking = self._waking.get((name, instance.incarnation))
+                way = asyncio.create_task(self._go_to_sleep(instance, waking))
                 self._asleep[name] = (instance.incarnation, way)
             ways.append(self._asleep[name][1])
             if (scorer := self._scorer(name)) is not None and self._resting.get(name) != scorer.incarnation:
@@ -91,11 +95,22 @@ class Sleepers:
 
     async def wake(self, name: str) -> None:
         """Wake a server before it takes weights or requests. Raises OSError if it fails. The server is then no longer
-        drained, so that its failures are seen."""
+        drained, so that its failures are seen. If another call wakes it already, this waits for that."""
+        instance = self._fleet.get(name)
+        while instance is not None and (waking := self._waking.get((name, instance.incarnation))) is not None:
+            await waking.wait()  # each of its calls has a time limit
         if name not in self._asleep:
             return
         incarnation, way = self._asleep.pop(name)
         self._resting.pop(name, None)
+        awake = self._waking[name, incarnation] = asyncio.Event()
+        try:
+            await self._wake(name, incarnation, way)
+        finally:
+            del self._waking[name, incarnation]
+            awake.set()
+
+    async def _wake(self, name: str, incarnation: str, way: asyncio.Task[bool]) -> None:
         await asyncio.wait([way])
         instance = self._fleet.get(name)
         awake = True
@@ -105,29 +120,45 @@ class Sleepers:
             await self._post(scorer, "/v1/leave", None)
         if instance is not None and instance.incarnation == incarnation and way.result():
             awake = await self._post(instance, "/wake_up", "out")
-        self._fleet.drain(name, False)
+        if name not in self._asleep:  # else it goes to sleep again now
+            self._fleet.drain(name, False)
         if not awake:
             raise OSError(f"{name} did not wake up")
 
     async def wake_all(self) -> None:
         """Wake all servers. A server that does not wake counts as failed in the fleet."""
         for name in list(self._asleep):
-            try:
-                await self.wake(name)
-            except OSError as error:
-                self._fleet.failed(name, str(error))
+            await self._woken(name)
+
+    async def wake_current(self) -> None:
+        """Wake the servers that hold the weights that they must hold. Nobody wakes them to send them any. One that does
+        not wake counts as failed in the fleet."""
+        current = [i.name for i in self._fleet.instances("rollout") if i.health is InstanceHealth.HEALTHY]
+        await asyncio.gather(*(self._woken(name) for name in current if name in self._asleep))
+
+    async def _woken(self, name: str) -> None:
+        try:
+            await self.wake(name)
+        except OSError as error:
+            self._fleet.failed(name, str(error))
 
     def close(self) -> None:
         for way in [way for _, way in self._asleep.values()] + list(self._told):
             way.cancel()
 
-    async def _give_way(self, instance: Instance) -> bool:
-        asleep = await self._post(instance, "/sleep?level=1", "in")
+    async def _give_way(self, instance: Instance, waking: asyncio.Event | None) -> bool:
+        asleep = await self._go_to_sleep(instance, waking)
         scorer = self._scorer(instance.name)
         if asleep and scorer is not None:
             # There is room for all models now. The first chunk does not need to wait for the answer.
             await self._post(scorer, "/v1/bring", None)
         return asleep
+
+    async def _go_to_sleep(self, instance: Instance, waking: asyncio.Event | None) -> bool:
+        """`waking`: is set when the server is awake, if it was still waking up. It would end up awake otherwise."""
+        if waking is not None:
+            await waking.wait()
+        return await self._post(instance, "/sleep?level=1", "in")
 
     def _scorer(self, rollout: str) -> Instance | None:
         """The scorer beside a rollout, if it can keep its weights in host memory. Otherwise None."""

@@ -166,12 +166,18 @@ class ExperienceMaker:
 
     async def hold(self) -> None:
         """Run as a background task. Once PPO has begun, it loads the models of scorers that need no weight version.
-        Until then it keeps the rollouts that share GPUs with trainers asleep."""
+        Until then it keeps the rollouts that share GPUs with trainers asleep. After a restart of the coordinator these
+        may hold their weights already. It wakes those when PPO has begun."""
+        resting = False
         while True:
-            if self._published():
-                await self._models.load_all()
-            else:
+            if not self._published():
+                resting = True
                 await self.rest()
+            elif resting:
+                resting = False
+                await self._sleepers.wake_current()
+            else:
+                await self._models.load_all()
             await asyncio.sleep(0.5)
 
     # ------------------------------------------------------------ the iteration
