@@ -197,6 +197,20 @@ def test_a_relay_ends_as_it_should_although_many_versions_were_published_meanwhi
     assert (late.weight_version, late.asked) == (4, [TOKENS])
 
 
+def test_a_version_that_was_given_up_while_its_receiver_woke_is_not_sent() -> None:
+    holder, late = UpdatableVllm("holder"), UpdatableVllm("late")
+
+    async def work(publisher: Publisher) -> None:
+        await publisher.publish(4, [holder.target])
+        for version in range(5, 5 + publishing.MOST_PROBES):
+            publisher._remember(version, None)
+        said = await publisher.relay(4, holder.target, late.target)
+        assert said == "version 4 is not sent to late any more: too many newer ones were published"
+
+    with_servers([holder, late], work)
+    assert late.weight_version != 4
+
+
 def test_a_relay_that_fails_names_the_sender() -> None:
     holder, late = UpdatableVllm("holder"), UpdatableVllm("late")
     holder.sends = "it holds no copy of version 4"

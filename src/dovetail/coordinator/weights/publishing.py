@@ -175,6 +175,9 @@ class Publisher:
     async def relay(self, version: int, sender: Target, receiver: Target) -> str | None:
         """Let the rollout `sender`, which serves `version`, send it to the rollout `receiver`. Returns None if the
         receiver serves it now, else the error, a sentence that names the sender."""
+        if version not in self._probes:
+            # It was there when the sender was chosen. The receiver may have taken minutes to wake up.
+            return f"version {version} is not sent to {receiver.name} any more: too many newer ones were published"
         # Versions that are published meanwhile may push it out.
         probe = self._probes[version]
         self._epoch += 1
