@@ -85,7 +85,7 @@ class Channel:
             raise
 
     def _meet(self, meeting: Rendezvous, place: Place, deadline: Deadline) -> None:
-        meeting.set(f"joined/{self.rank}", json.dumps(place))
+        tell_place(meeting, self.rank, place)
 
         def late() -> str:
             absent = ", ".join(str(rank) for rank in range(self.world) if not meeting.has([f"joined/{rank}"]))
@@ -118,7 +118,7 @@ class Channel:
     def _choose(self, meeting: Rendezvous, device: torch.device, deadline: Deadline) -> dict[int, Way]:
         """Chooses the way to each receiver, by rank; the sender does this. A receiver that cannot map the sender's
         memory, because it is in another container for example, gets its weights by Gloo."""
-        places = [Place(*json.loads(meeting.get(f"joined/{rank}"))) for rank in range(self.world)]
+        places = [read_place(meeting, rank) for rank in range(self.world)]
         ways = routes(places)
         near = [rank for rank, way in ways.items() if way == "ipc"]
         handle = ""
@@ -219,6 +219,20 @@ def _place(device: torch.device | None) -> Place:
     if device is None or device.type != "cuda":
         return Place()
     return Place(str(torch.cuda.get_device_properties(device).uuid), nccl_version(), board_of(device))
+
+
+def tell_place(meeting: Rendezvous, rank: int, place: Place) -> None:
+    """Say that this rank has come, and where it is. Earlier releases read exactly two values."""
+    if place.board is not None:
+        meeting.set(f"board/{rank}", place.board)
+    meeting.set(f"joined/{rank}", json.dumps([place.gpu, place.nccl]))
+
+
+def read_place(meeting: Rendezvous, rank: int) -> Place:
+    """The place of a rank that has come."""
+    gpu, nccl = json.loads(meeting.get(f"joined/{rank}"))
+    key = f"board/{rank}"
+    return Place(gpu, nccl, meeting.get(key).decode() if meeting.has([key]) else None)
 
 
 def absent_ranks(store: dist.Store, world: int) -> list[int]:
