@@ -120,6 +120,22 @@ def test_without_a_driver_a_process_has_no_gpu(monkeypatch: pytest.MonkeyPatch) 
     assert process.my_capability() is None
 
 
+def test_a_gpu_that_was_given_and_is_gone_is_no_reason_to_work_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process whose GPU failed is started again. It would go on with other bits, and a hundred times slower."""
+    monkeypatch.setattr(process, "ask_driver", lambda: driver())
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    for visible in ("0", "GPU-5e1", "MIG-7,1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        with pytest.raises(OSError, match=f"gave this process GPU {visible}, and the driver shows none"):
+            process.my_capability()
+    for nothing in ("", "-1", "NoDevFiles"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", nothing)
+        assert process.my_capability() is None
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert process.my_capability() is None, "a torch without CUDA works on CPUs"
+
+
 def test_a_driver_that_does_not_start_is_no_reason_to_work_on_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> Driver:
         raise BrokenDriver("the NVIDIA driver does not start (CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)")

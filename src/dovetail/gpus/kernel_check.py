@@ -15,15 +15,21 @@ from dovetail.gpus.kernels import Capability, capabilities, has_kernels, read_ca
 from dovetail.gpus.nvidia_driver import Driver, NoDriver, ask_driver
 
 
+class GPUGone(OSError):
+    """CUDA_VISIBLE_DEVICES names a GPU that the driver does not have any more. The message is one sentence."""
+
+
 def my_capability() -> Capability | None:
     """The least compute capability of the GPUs that this process sees; None without GPUs. torch makes no context.
 
-    Raises ValueError where the installed torch cannot use one of them: no restart mends that."""
+    Raises ValueError where the installed torch cannot use one of them: no restart mends that. Raises GPUGone where the
+    process was given a GPU and there is none: on CPUs it would compute other bits."""
     try:
         driver = ask_driver()
     except NoDriver:
         return None
     if not driver.devices:
+        _refuse_cpus(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         return None
     # The CUDA runtime would make a context in this process, and no process forked from it could use the GPU.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -32,6 +38,17 @@ def my_capability() -> Capability | None:
     if problem := torch_problem(driver, torch.__version__, torch.version.cuda, architectures()):
         raise ValueError(problem)
     return min(device.capability for device in driver.devices)
+
+
+def _refuse_cpus(given: str) -> None:
+    """Raises GPUGone if `given` names a GPU and the installed torch would use it."""
+    import torch
+
+    if torch.version.cuda is not None and re.match(r"\s*(\d|GPU-|MIG-)", given):
+        raise GPUGone(
+            f"CUDA_VISIBLE_DEVICES gave this process GPU {given}, and the driver shows none; see whether nvidia-smi "
+            "works on the node, or set it to -1 to compute on CPUs"
+        )
 
 
 def architectures() -> list[str]:
