@@ -72,6 +72,7 @@ def test_a_rank_whose_gpu_failed_is_started_again(
     ("error", "named"),
     [
         (RuntimeError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"), True),  # of compiled layers
         (RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED when calling cublasGemmEx"), True),
         (RuntimeError("CUDA error: out of memory"), False),  # a smaller micro-batch mends that
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False),

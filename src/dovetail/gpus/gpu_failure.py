@@ -14,8 +14,8 @@ class GPUFailed(RuntimeError):
 
 
 def names_cuda(error: BaseException) -> bool:
-    """Whether the error is one of CUDA or of its libraries. Memory that ran out does not count."""
-    words = ("CUDA error", "CUDA driver error", "CUBLAS_STATUS", "CUDNN_STATUS")
+    """Whether the error is one of CUDA, its libraries or a compiled kernel. Memory that ran out does not count."""
+    words = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words) and not _memory(error)
 
 
