@@ -242,10 +242,11 @@ def test_of_large_metadata_of_a_job_little_is_kept():
     """The API server bounds annotations, but neither labels nor owners."""
     document = manifest(suspend=True)
     owner = {"apiVersion": "v1", "kind": "ConfigMap", "name": "a"}
+    sent = {"kueue.x-k8s.io/prebuilt-workload-name": "demo-1"}  # by MultiKueue
     document["metadata"] |= {
         "resourceVersion": "1",
         "labels": {f"l{n}": "" for n in range(50_000)} | {"kueue.x-k8s.io/queue-name": "queue"},
-        "annotations": {f"a{n}": "" for n in range(50_000)},
+        "annotations": {f"a{n}": "" for n in range(50_000)} | sent,
         "ownerReferences": [{**owner, "uid": str(n)} for n in range(10_000)],
         "finalizers": [f"a.b/{n}" for n in range(10_000)],
     }
@@ -258,6 +259,7 @@ def test_of_large_metadata_of_a_job_little_is_kept():
     del document["metadata"]["labels"]
     kept = store.job(store.put(document))
     assert len(json.dumps(kept)) < 10_000
+    assert kept["metadata"]["annotations"] == sent
     assert not isinstance(plan_with(make_plan, document=kept), PlanRefused)
 
 

@@ -156,7 +156,8 @@ def trim(thing: Object) -> Object:
 
 def _trim_job(job: Object) -> Object:
     """Of a job that is too large, only what is still looked at is kept. A job whose plan was made stays as it is."""
-    kept = {**job, "metadata": _only(job["metadata"], (*_METADATA, "labels"))}
+    annotations = _only(job["metadata"].get("annotations") or {}, (names.WORKLOAD_LABEL,))
+    kept = {**job, "metadata": _only(job["metadata"], (*_METADATA, "labels")) | {"annotations": annotations}}
     if (problem := _too_large(job)) is not None and not _was_planned(job):
         labels = _only(job["metadata"].get("labels") or {}, (names.ORIGIN_LABEL, names.QUEUE_LABEL))
         kept["metadata"]["labels"] = labels
