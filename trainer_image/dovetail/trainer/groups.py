@@ -231,8 +231,11 @@ class Groups:
     def _ranks_share_a_gpu(self) -> bool:
         """Whether two ranks are on one GPU. The result is the same on every rank. Waits until all ranks have come."""
         self._store.set(f"gpu/{self.rank}", board_of(self.device))
-        found = [self._store.get(f"gpu/{rank}") for rank in range(self.world_size)]
-        return len(set(found)) < len(found)
+        if self.rank == 0:
+            # The others ask for the result only, so that the store gets few requests from many ranks.
+            found = [self._store.get(f"gpu/{rank}") for rank in range(self.world_size)]
+            self._store.set("gpus", "shared" if len(set(found)) < len(found) else "own")
+        return bytes(self._store.get("gpus")) == b"shared"
 
     def _form_model(self, name: str, layout: Parallelism) -> None:
         """Make a model's groups. Every rank must call it, also one that holds no part of the model."""
