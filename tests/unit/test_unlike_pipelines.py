@@ -125,7 +125,6 @@ def test_memory_is_that_of_a_pipeline_alone(
     beside = Training(SHAPE, "value", layout, Dtype.BFLOAT16, pipelines=pipelines, **fields)
     alone = Training(SHAPE, "value", Parallelism(pp=pp, dp=copies), Dtype.BFLOAT16, **fields)
     found, known = (dict(training_memory(job, 0).device) for job in (beside, alone))
-    assert found.pop("sum over pipelines") == found["weights"]
     for name in ("NCCL buffers", "fragments"):
         found.pop(name), known.pop(name)
     assert found == known

@@ -253,9 +253,6 @@ def training_memory(job: Training, stage: int) -> Memory:
     if job.kept:
         (host if job.gpu else device)["kept versions"] = job.kept * 4 * total / dp
     device |= activations
-    if job.pipelines > 1 and job.gpu:
-        # NCCL may keep gradients that were added up while the next ones come.
-        device["sum over pipelines"] = own
     if job.offload and job.gpu:
         # For the step, a part of the moments is loaded at a time, after the memory of the passes is freed.
         stepping = device["weights"] + own + device.get("moving average", 0.0) + 8 * min(trained / dp, OFFLOAD_NUMBERS)

@@ -33,7 +33,7 @@ class Reduction:
         self._held, self._device = held, device
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        self._last: Any = None
+        self._begun: list[Any] = []
         self._squared = torch.zeros(1, dtype=torch.float64, device=device)
         self._stages = self._start()
         if held.groups.staged:
@@ -54,8 +54,10 @@ class Reduction:
         with peer_errors(f"adding up the gradient of {self._held.name}"):
             if self._error is not None:
                 raise self._error
-            if self._last is not None:
-                self._last.wait()  # on a GPU this makes the current stream wait, not the host
+            # On a GPU this makes the current stream wait, not the host. Only a wait makes NCCL drop the gradients
+            # at once: else it keeps them until a thread of torch has seen that they are added up.
+            while self._begun:
+                self._begun.pop().wait()
             if self._device.type == "cuda" and (others := others_of([self._held.groups.everyone])):
                 awaiting(f"{others} was lost while adding up the gradient of {self._held.name}")
         return float(self._squared.sqrt())
@@ -67,8 +69,8 @@ class Reduction:
             if future is not None:
                 future.value()
             for work in self._stages:
-                self._last = work.get_future()
-                self._last.then(self._advance)
+                self._begun.append(work)
+                work.get_future().then(self._advance)
                 return
         except BaseException as error:
             self._error = error
@@ -119,7 +121,7 @@ class Reduction:
 
     def _sum(self, names: list[str], group: Any) -> Iterator[Any]:
         """Add up the gradients of parameters over the ranks of a group: small ones in one message. That needs a copy of
-        them, of which NCCL keeps another one for some time."""
+        them."""
         parameters = self._held.trainable()
         found = [local(grad) for name in names if (grad := parameters[name].grad) is not None]
         large = [gradient.numel() >= IN_PLACE and gradient.is_contiguous() for gradient in found]
