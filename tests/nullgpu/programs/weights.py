@@ -116,6 +116,9 @@ def send(place: Place, rounds: list[list[Receiver]], epochs: int, seconds: float
             found.append(str(error))
             (place.folder / "died").unlink(missing_ok=True)
         found.append(time.monotonic() - started)
+    # The coordinator ends no sender before all receivers of the last version have answered.
+    for receiver in rounds[-1]:
+        wait_for(place.folder / f"answered-{receiver.name}-{len(rounds)}")
     if groups.rank == 0:
         leave(place.folder / "over", "")
     sender.close()
@@ -152,6 +155,7 @@ def take(place: Place, rounds: list[list[Receiver]], name: str, device: torch.de
             found.append(count)
         except TransferError as error:
             found.append(str(error))
+        leave(place.folder / f"answered-{name}-{version}", "")
     wait_for(place.folder / "over")
     receiver.close()
     return found
@@ -170,6 +174,7 @@ def relay(place: Place) -> Any:
     if place.rank == 1:
         offer = Offer.model_validate_json(wait_for(place.folder / "offer-1"))
         count = sum(1 for _ in receiver.receive(receive_for(offer, first, [first])))
+        leave(place.folder / f"answered-{first.name}-1", "")
         request = SendOn(version=1, epoch=100, world_size=2, deadline_seconds=DEADLINE)
         leave(place.folder / "offer-on", PeerSender(copy, "127.0.0.1").send(request).model_dump_json())
         wait_for(place.folder / "taken")

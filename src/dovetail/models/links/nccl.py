@@ -174,7 +174,13 @@ class NcclLink:
     def _poll(self, done: Callable[[], bool], deadline: Deadline) -> None:
         pause = 0.00005
         while not done():
-            self._meeting.look("before all ranks had all of it")
+            try:
+                self._meeting.look("before all ranks had all of it")
+            except TransferError:
+                # A sender may close after its last message, as soon as that has left.
+                if done():
+                    return
+                raise
             deadline.left(self._late)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
