@@ -60,9 +60,9 @@ def play(
     asyncio.run(main())
 
 
-def join(fleet: Fleet, url: str, incarnation: str, sleep: bool = True) -> None:
+def join(fleet: Fleet, url: str, incarnation: str, sleep: bool = True, asleep: bool = False) -> None:
     message: dict[str, Any] = {"name": "r0", "kind": "rollout", "group": "g", "url": url, "ready": True}
-    message |= {"incarnation": incarnation, "weight_version": 1, "abilities": {"sleep": sleep}}
+    message |= {"incarnation": incarnation, "weight_version": 1, "abilities": {"sleep": sleep}, "asleep": asleep}
     fleet.register(Register.model_validate(message))
 
 
@@ -188,16 +188,22 @@ def test_a_server_that_was_just_told_to_sleep_can_be_woken() -> None:
     play(scenario)
 
 
+def holding(fleet: Fleet, sleepers: Sleepers, published: Callable[[], bool] = lambda: True) -> tuple[Any, asyncio.Task[None]]:
+    """An ExperienceMaker of a restarted coordinator, and its background task."""
+    maker: Any = ExperienceMaker.__new__(ExperienceMaker)
+    maker._fleet, maker._sleepers, maker._colocated = fleet, sleepers, {"g"}
+    maker._trained_beside = maker._found = None
+    maker._published, maker._models = published, ScorerModels({}, {}, fleet, sleepers._session)
+    return maker, asyncio.create_task(maker.hold())
+
+
 @pytest.mark.parametrize("current", [True, False])
 def test_after_a_restart_servers_that_hold_their_weights_are_woken_too(current: bool) -> None:
     """A restarted coordinator puts them to sleep until it publishes. Nobody sends them what they hold already."""
 
     async def scenario(server: Server, fleet: Fleet, sleepers: Sleepers, swaps: list[tuple[str, str]]) -> None:
         begun = asyncio.Event()
-        maker: Any = ExperienceMaker.__new__(ExperienceMaker)
-        maker._fleet, maker._sleepers, maker._colocated = fleet, sleepers, {"g"}
-        maker._published, maker._models = begun.is_set, ScorerModels({}, {}, fleet, sleepers._session)
-        holding = asyncio.create_task(maker.hold())
+        _, task = holding(fleet, sleepers, begun.is_set)
         await asleep(sleepers)
         begun.set()
         fleet.publish(1 if current else 2)
@@ -205,10 +211,76 @@ def test_after_a_restart_servers_that_hold_their_weights_are_woken_too(current: 
         if current:
             while not fleet.has_current("rollout"):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-        holding.cancel()
-        await asyncio.gather(holding, return_exceptions=True)
+        task.cancel()
         # The other one is woken when it takes version 2.
         assert server.calls == ["/sleep?level=1", "/wake_up"][: 2 if current else 1]
+
+    play(scenario)
+
+
+def test_a_server_that_slept_before_the_coordinator_came_gets_nothing_and_is_woken() -> None:
+    async def scenario(server: Server, fleet: Fleet, sleepers: Sleepers, swaps: list[tuple[str, str]]) -> None:
+        url = fleet.instances()[0].url
+        join(fleet, url, "2", asleep=True)
+        assert fleet.eligible("rollout") == [], "its requests would wait until it is woken"
+        _, task = holding(fleet, sleepers)
+        while not fleet.has_current("rollout"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        assert server.calls == ["/wake_up"]
+        # This report was written before it was awake.
+        join(fleet, url, "2", asleep=True)
+        join(fleet, url, "2")
+        await asyncio.sleep(0.7)
+        assert server.calls == ["/wake_up"]
+        assert fleet.has_current("rollout")
+        task.cancel()
+
+    play(scenario)
+
+
+def test_a_server_that_comes_asleep_while_the_trainers_work_is_woken_for_its_weights() -> None:
+    async def scenario(server: Server, fleet: Fleet, sleepers: Sleepers, swaps: list[tuple[str, str]]) -> None:
+        maker, task = holding(fleet, sleepers)
+        await maker.rest()
+        join(fleet, fleet.instances()[0].url, "2", asleep=True)
+        await asyncio.sleep(0.7)
+        assert server.calls == ["/sleep?level=1"], "the trainers use its GPU"
+        assert not fleet.has_current("rollout")
+        fleet.publish(2)
+        await sleepers.wake("r0")
+        assert server.calls == ["/sleep?level=1", "/wake_up"]
+        task.cancel()
+
+    play(scenario)
+
+
+def test_a_server_that_is_found_asleep_is_not_told_to_sleep_again() -> None:
+    async def scenario(server: Server, fleet: Fleet, sleepers: Sleepers, swaps: list[tuple[str, str]]) -> None:
+        join(fleet, fleet.instances()[0].url, "2", asleep=True)
+        await sleepers.rest(["r0"])
+        assert sleepers.out_of_the_way("r0")
+        assert server.calls == []
+        await sleepers.wake_all()
+        assert server.calls == ["/wake_up"]
+        assert fleet.has_current("rollout")
+
+    play(scenario)
+
+
+def test_a_server_that_failed_to_wake_up_is_tried_again() -> None:
+    async def scenario(server: Server, fleet: Fleet, sleepers: Sleepers, swaps: list[tuple[str, str]]) -> None:
+        url = fleet.instances()[0].url
+        await sleepers.rest(["r0"])
+        server.status = 500
+        with pytest.raises(OSError, match="r0 did not wake up"):
+            await sleepers.wake("r0")
+        server.status = 200
+        join(fleet, url, "1", asleep=True)
+        join(fleet, url, "1", asleep=True)
+        assert fleet.eligible("rollout") == [], "it still sleeps"
+        await sleepers.wake("r0")
+        assert server.calls == ["/sleep?level=1", "/wake_up", "/wake_up"]
+        assert fleet.has_current("rollout")
 
     play(scenario)
 

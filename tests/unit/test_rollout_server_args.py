@@ -375,6 +375,41 @@ def test_a_resume_after_an_update_began_brings_no_old_version_back(monkeypatch: 
     assert STATE.weight_version is None
 
 
+def test_a_sleeping_server_says_so_and_takes_no_samples_until_it_is_awake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine would keep a request until it is woken. A coordinator that comes back does not know that it sleeps."""
+    app = auth.RequireWeights(inner)
+    monkeypatch.setattr(STATE, "weight_version", 3)
+    monkeypatch.setattr(STATE, "asleep", False)
+    version = [(b"x-dovetail-weights", b"3")]
+    assert ask(app, "/sleep", []) == 200
+    assert STATE.asleep
+    assert STATE.weight_version == 3, "level 1 keeps the weights in host memory"
+    assert ask(app, "/inference/v1/generate", version) == 503
+    assert ask(app, "/wake_up", []) == 200
+    assert not STATE.asleep
+    assert ask(app, "/inference/v1/generate", version) == 200
+    assert "asleep" not in STATE.abilities()
+
+
+@pytest.mark.parametrize("route, asleep", [("/sleep", False), ("/wake_up", True)])
+def test_a_server_whose_sleep_or_waking_fails_is_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, route: str, asleep: bool
+) -> None:
+    async def fails(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 500})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def breaks(scope: Any, receive: Any, send: Any) -> None:
+        raise RuntimeError("the engine died")
+
+    monkeypatch.setattr(STATE, "asleep", asleep)
+    assert ask(auth.RequireWeights(fails), route, []) == 500
+    assert STATE.asleep is asleep
+    with pytest.raises(RuntimeError, match="engine died"):
+        ask(auth.RequireWeights(breaks), route, [])
+    assert STATE.asleep is asleep
+
+
 @pytest.mark.parametrize("now", [None, 4])
 def test_no_token_of_other_weights_leaves_with_a_request(monkeypatch: pytest.MonkeyPatch, now: int | None) -> None:
     """A request whose body came late is drawn by a paused engine after the update."""

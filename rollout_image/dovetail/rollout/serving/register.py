@@ -70,6 +70,7 @@ class Registrar:
             incarnation=self._state.incarnation,
             ready=ready,
             weight_version=self._state.weight_version,
+            asleep=self._state.asleep,
             abilities=self._state.abilities(),
         )
         request = urllib.request.Request(

@@ -24,7 +24,8 @@ class ServerState:
     has seen that the new weights are served, after a failed one, and before the first: the server then refuses to
     generate. `arrived`: a whole version came, and may be asked for by a probe. `paused_version`: what it held when it
     was paused for an update. A paused server holds no version: if the coordinator died, nobody would resume it.
-    `dtype`: see `dtype_of`."""
+    `asleep`: it was told to sleep and has not been woken. Its GPU memory is another process's then, and it keeps its
+    version in host memory. `dtype`: see `dtype_of`."""
 
     name: str = ""
     incarnation: str = ""
@@ -34,6 +35,7 @@ class ServerState:
     weight_version: int | None = None
     arrived: int | None = None
     paused_version: int | None = None
+    asleep: bool = False
     dtype: str | None = None
     kv_connector: str | None = None
     kv: KVAbility | None = None
@@ -47,7 +49,7 @@ class ServerState:
 
     def abilities(self) -> dict[str, Any]:
         """What `Register.abilities` carries."""
-        own = ("name", "incarnation", "weight_version", "arrived", "paused_version")
+        own = ("name", "incarnation", "weight_version", "arrived", "paused_version", "asleep")
         return {key: value for key, value in self.described().items() if key not in own}
 
     def pause(self) -> None:

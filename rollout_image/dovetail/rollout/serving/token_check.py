@@ -51,7 +51,8 @@ class WeightsChanged(RuntimeError):
 
 class RequireWeights:
     """ASGI middleware: 503 for generation while no complete version of the weights is loaded, or it has not passed its
-    probe, which is itself let through; or if the request asks for another version; or while the engine is paused.
+    probe, which is itself let through; or if the request asks for another version; or while the engine is paused or
+    asleep.
 
     A paused engine keeps requests until it is resumed. A request that reaches it then, because its body came late,
     would be drawn with other weights. So each part of an answer is sent only while the server holds the version that
@@ -67,7 +68,13 @@ class RequireWeights:
         if path == "/resume":
             await self._app(scope, receive, _resuming(send))
             return
+        if path in ("/sleep", "/wake_up"):
+            await self._to_sleep_or_awake(path == "/sleep", scope, receive, send)
+            return
         generates = path.startswith(GENERATING)
+        if generates and STATE.asleep:
+            await _refuse(send, 503, "this server is asleep", [])
+            return
         if generates and STATE.weight_version is None and not _is_probe(scope):
             await _refuse(send, 503, "this server holds no complete version of the weights that passed its probe", [])
             return
@@ -78,6 +85,25 @@ class RequireWeights:
             )
             return
         await self._app(scope, receive, send if asked is None else _of_version(asked, send))
+
+
+    async def _to_sleep_or_awake(self, sleeps: bool, scope: Scope, receive: Receive, send: Send) -> None:
+        """Record that the engine sleeps before it is told, and that it is awake after it has said so."""
+        before, done = STATE.asleep, False
+
+        async def sending(message: MutableMapping[str, Any]) -> None:
+            nonlocal done
+            if message["type"] == "http.response.start":
+                done = message["status"] == 200
+                STATE.asleep = sleeps if done else before
+            await send(message)
+
+        STATE.asleep = before or sleeps
+        try:
+            await self._app(scope, receive, sending)
+        finally:
+            if not done:
+                STATE.asleep = before
 
 
 def _resuming(send: Send) -> Send:

@@ -22,6 +22,8 @@ from dovetail.protocol.messages import Register
 
 # The maximum number of instances that a message describes.
 MOST_NAMED = 8
+# A process that slept before this coordinator knew it says so in its first report. Later, so many reports are believed.
+ASLEEP_REPORTS = 2
 
 
 class InstanceHealth(StrEnum):
@@ -51,7 +53,8 @@ class Instance:
     complete version.
 
     `until`: the end of the back-off after a failure, in monotonic seconds. `doubts`: how many reports in a row
-    contradict `weight_version`. `updating`: a transfer of weights to it is running. `refused`: the last transfer failed
+    contradict `weight_version`. `asleep`: it reported that it sleeps when it registered, or in so many reports in a row
+    since it was last woken. `updating`: a transfer of weights to it is running. `refused`: the last transfer failed
     because of it."""
 
     name: str
@@ -69,8 +72,14 @@ class Instance:
     until: float = 0.0
     doubts: int = 0
     draining: bool = False
+    asleep: int = 0
     updating: bool = False
     refused: bool = False
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether it surely sleeps. One report may have been written before it was woken."""
+        return self.asleep >= ASLEEP_REPORTS
 
 
 class Fleet:
@@ -123,6 +132,7 @@ class Fleet:
                 abilities=message.abilities,
                 seen=now,
                 reason="it has not reported ready yet",
+                asleep=ASLEEP_REPORTS if message.asleep else 0,
             )
             self._log(
                 "instance.registered",
@@ -142,10 +152,11 @@ class Fleet:
             doubts = old.doubts + 1
             if doubts >= 2:
                 version, doubts = message.weight_version, 0
+        asleep = old.asleep + 1 if message.asleep else 0
         health, failures = old.health, old.failures
         if health is InstanceHealth.DEAD:
             if now < old.until:
-                return replace(old, seen=now, ready=message.ready, doubts=doubts)
+                return replace(old, seen=now, ready=message.ready, doubts=doubts, asleep=asleep)
             # The instance was dead, and its process may be in any state. So it must get the weights again.
             health, failures, version = InstanceHealth.STALE, 0, None
         return replace(
@@ -156,6 +167,7 @@ class Fleet:
             abilities=message.abilities,
             weight_version=version,
             doubts=doubts,
+            asleep=asleep,
             health=health,
             failures=failures,
         )
@@ -230,6 +242,13 @@ class Fleet:
         if name in self._instances:
             self._set(replace(self._instances[name], draining=draining))
 
+    def woken(self, name: str, incarnation: str) -> None:
+        """Record that a process was told to wake up. It may get work. One report that says otherwise may have been
+        written before that."""
+        instance = self._instances.get(name)
+        if instance is not None and instance.incarnation == incarnation:
+            self._set(replace(instance, draining=False, asleep=0))
+
     def tick(self) -> None:
         """Apply the changes that time brings: silence, and the end of back-offs. Every query calls this first."""
         now = self._clock()
@@ -253,7 +272,8 @@ class Fleet:
         """The instances that may take work once they hold the right weights, ordered by name."""
         able = (InstanceHealth.HEALTHY, InstanceHealth.SUSPECT, InstanceHealth.STALE)
         recent = self._clock() - self._timeouts.suspect
-        return [i for i in self.instances(kind) if i.health in able and not i.draining and i.seen >= recent]
+        awake = (i for i in self.instances(kind) if not i.draining and not i.sleeps)
+        return [i for i in awake if i.health in able and i.seen >= recent]
 
     def holds(self, instance: Instance, version: int) -> bool:
         """Whether an instance holds this version, or needs none."""
@@ -308,7 +328,7 @@ class Fleet:
     def describe(self, kind: str | None = None) -> str:
         """One line about every instance, for error messages."""
         lines = [
-            f"{i.name} is {'draining' if i.draining else i.health}" + (f" ({i.reason})" if i.reason else "")
+            f"{i.name} is {'draining' if i.draining else 'asleep' if i.sleeps else i.health}" + (f" ({i.reason})" if i.reason else "")
             for i in self.instances(kind)
         ]
         kinds = self._expected if kind is None else [kind]
@@ -321,7 +341,7 @@ class Fleet:
     # ------------------------------------------------------------ inner parts
 
     def _may_work(self, instance: Instance) -> bool:
-        idle = not instance.draining and not instance.updating
+        idle = not instance.draining and not instance.updating and not instance.sleeps
         return instance.health is InstanceHealth.HEALTHY and instance.ready and idle
 
     def _wanted(self, instance: Instance) -> int | None:
@@ -372,9 +392,10 @@ class Fleet:
                 before=None if old is None else old.health.value,
                 reason=instance.reason,
             )
-        if old is None or (old.health, old.draining, old.updating, old.incarnation) != (
+        if old is None or (old.health, old.draining, old.sleeps, old.updating, old.incarnation) != (
             instance.health,
             instance.draining,
+            instance.sleeps,
             instance.updating,
             instance.incarnation,
         ):

@@ -20,7 +20,8 @@ SECONDS = 120.0
 
 
 class Sleepers:
-    """The sleeping servers of a job. A sleeping server is drained in the fleet: it gets no requests until `wake`.
+    """The sleeping servers of a job. A sleeping server is drained in the fleet: it gets no requests until `wake`. A
+    server may also sleep because an earlier coordinator put it to sleep. It says so when it reports.
     `session` sends the job's token.
 
     `on_swapped(name, way, seconds)` is called with the seconds that a change took. `way` is `in` when the server goes
@@ -57,6 +58,7 @@ class Sleepers:
 
     def free(self, names: Iterable[str]) -> None:
         """Call it when these rollouts have nothing left to generate. Those that can sleep go to sleep."""
+        self._find()
         for name in names:
             instance = self._fleet.get(name)
             if instance is None or not instance.abilities.get("sleep") or self._known(instance):
@@ -70,6 +72,7 @@ class Sleepers:
         """Free the devices of these rollouts for the trainers. When it returns, the rollouts that can sleep are asleep
         (or have failed), and their scorers' weights are in host memory."""
         ways = []
+        self._find()
         for name in names:
             instance = self._fleet.get(name)
             if instance is None or not instance.abilities.get("sleep"):
@@ -91,6 +94,7 @@ class Sleepers:
         instance = self._fleet.get(name)
         if instance is None or not instance.abilities.get("sleep"):
             return True
+        self._find()
         return self._known(instance) and self._asleep[name][1].done()
 
     async def wake(self, name: str) -> None:
@@ -99,6 +103,7 @@ class Sleepers:
         instance = self._fleet.get(name)
         while instance is not None and (waking := self._waking.get((name, instance.incarnation))) is not None:
             await waking.wait()  # each of its calls has a time limit
+        self._find()
         if name not in self._asleep:
             return
         incarnation, way = self._asleep.pop(name)
@@ -121,20 +126,39 @@ class Sleepers:
         if instance is not None and instance.incarnation == incarnation and way.result():
             awake = await self._post(instance, "/wake_up", "out")
         if name not in self._asleep:  # else it goes to sleep again now
-            self._fleet.drain(name, False)
+            self._fleet.woken(name, incarnation)
         if not awake:
             raise OSError(f"{name} did not wake up")
 
     async def wake_all(self) -> None:
         """Wake all servers. A server that does not wake counts as failed in the fleet."""
+        self._find()
         for name in list(self._asleep):
             await self._woken(name)
 
     async def wake_current(self) -> None:
         """Wake the servers that hold the weights that they must hold. Nobody wakes them to send them any. One that does
         not wake counts as failed in the fleet."""
+        self._find()
         current = [i.name for i in self._fleet.instances("rollout") if i.health is InstanceHealth.HEALTHY]
         await asyncio.gather(*(self._woken(name) for name in current if name in self._asleep))
+
+    async def wake_found(self) -> None:
+        """Wake the servers that hold the weights that they must hold, and that nobody here has put to sleep. One that
+        does not wake counts as failed in the fleet."""
+        current = [i for i in self._fleet.instances("rollout") if i.health is InstanceHealth.HEALTHY]
+        await asyncio.gather(*(self._woken(i.name) for i in current if i.sleeps and not self._known(i)))
+
+    def _find(self) -> None:
+        """Take over the servers that sleep, and that nobody here has put to sleep."""
+        for instance in self._fleet.instances("rollout"):
+            waking = (instance.name, instance.incarnation) in self._waking
+            if instance.sleeps and not waking and not self._known(instance):
+                way = asyncio.create_task(self._sleeps())
+                self._asleep[instance.name] = (instance.incarnation, way)
+
+    async def _sleeps(self) -> bool:
+        return True
 
     async def _woken(self, name: str) -> None:
         try:

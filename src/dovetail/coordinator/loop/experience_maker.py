@@ -109,6 +109,9 @@ class ExperienceMaker:
         self.facts: dict[int, dict[str, float]] = {}
         self._waking: asyncio.Task[None] | None = None
         self._sleepers = Sleepers(fleet, session, records.log, self._swapped)
+        # The version of the rollouts' weights when the trainers began to use their GPUs.
+        self._trained_beside: int | None = None
+        self._found: asyncio.Task[None] | None = None
         self._fusion = Fusion(spec, records.store, records.log)
         gather = spec.plan.inter_stage_fusion not in ("Off", 0)
         self._lineup = Lineup(fleet, spec.generation.max_concurrent, gather, records.log, on_first)
@@ -128,6 +131,8 @@ class ExperienceMaker:
         self._lineup.end()
 
     async def close(self) -> None:
+        if self._found is not None:
+            self._found.cancel()
         self._sleepers.close()
         await self._models.close()
         await self._generator.close()
@@ -139,6 +144,10 @@ class ExperienceMaker:
     async def rest(self) -> None:
         """Call it before training. Rollouts of groups that also train leave their GPUs to the trainers until they take
         the new weights."""
+        self._trained_beside = self._fleet.version
+        await self._rest()
+
+    async def _rest(self) -> None:
         rollouts = self._fleet.instances(ROLLOUT)
         await self._sleepers.rest([i.name for i in rollouts if i.ready and i.group in self._colocated])
 
@@ -167,16 +176,21 @@ class ExperienceMaker:
     async def hold(self) -> None:
         """Run as a background task. Once PPO has begun, it loads the models of scorers that need no weight version.
         Until then it keeps the rollouts that share GPUs with trainers asleep. After a restart of the coordinator these
-        may hold their weights already. It wakes those when PPO has begun."""
+        may hold their weights already. It wakes those when PPO has begun, and those that report later, unless the
+        trainers train."""
         resting = False
         while True:
             if not self._published():
                 resting = True
-                await self.rest()
+                await self._rest()
             elif resting:
                 resting = False
                 await self._sleepers.wake_current()
             else:
+                trains = self._trained_beside is not None and self._trained_beside == self._fleet.version
+                if not trains and (self._found is None or self._found.done()):
+                    # A server may take long to wake up.
+                    self._found = asyncio.create_task(self._sleepers.wake_found())
                 await self._models.load_all()
             await asyncio.sleep(0.5)
 
