@@ -36,8 +36,10 @@ from helpers.warped_loop import run_warped
 
 STEPS, EVERY, PEER_TIMEOUT = 6, 2, 30.0
 # What happens to a request of the trainers: nothing, the request or the reply is lost, the trainer dies before or after
-# the command, it freezes for so long that it is given up, or the coordinator dies before or after it has answered.
-FAULTS = ["none", "request", "reply", "before", "after", "freeze", "coordinator", "coordinator after", "damage"]
+# the command, it freezes for so long that it is given up, or the coordinator dies before or after it has answered. Or the
+# newest or the oldest checkpoint is damaged.
+DAMAGE = {"damage": -1, "damage oldest": 0}
+FAULTS = ["none", "request", "reply", "before", "after", "freeze", "coordinator", "coordinator after", *DAMAGE]
 
 
 def state_after(step: int) -> str:
@@ -69,6 +71,7 @@ class World:
     group: TrainerGroup | None = None
     driver: asyncio.Task[None] | None = None
     lives: int = 0
+    asked: int = 0
     sent: list[tuple[int, str]] = field(default_factory=list)
 
     # ------------------------------------------------------------ the coordinator
@@ -182,6 +185,7 @@ class World:
 
     async def ask(self, request: Any) -> Any:
         """One request. Raises Lost, Died, StaleGeneration."""
+        self.asked += 1
         fault = self.faults.pop() if self.faults else "none"
         if fault == "request" or self.group is None:
             raise Lost
@@ -192,11 +196,11 @@ class World:
             await asyncio.sleep(2 * PEER_TIMEOUT)
             if self.group is None:
                 raise Lost
-        if fault == "damage":
+        if fault in DAMAGE:
             folders = sorted(self.folder.glob("checkpoints/ppo-0*"))
-            # One at most: as many as are kept would end the job. With a lag, an older version may need the older one.
-            if folders and not self.spared and not self.lag:
-                self.damaged.add(str(folders[-1]))
+            # One at most: as many as are kept would end the job.
+            if folders and not self.spared:
+                self.damaged.add(str(folders[DAMAGE[fault]]))
                 self.spared = True
         group = self.group
         answering = asyncio.create_task(
@@ -363,6 +367,20 @@ def test_nothing_is_done_twice_if_nothing_happens(lag: int, tmp_path: Path) -> N
     run_warped(world.run())
     assert world.lives == 1
     assert world.records.values["generation"] == 1
+
+
+@pytest.mark.parametrize("lag", [1, 2])
+def test_the_checkpoint_that_an_older_version_needs_may_be_damaged(lag: int, tmp_path: Path) -> None:
+    """The trainer dies at the last publishes, when version 6 - lag is needed again."""
+    calm = World(lag, tmp_path / "calm", [])
+    run_warped(calm.run())
+    deaths = 0
+    for death in range(calm.asked):
+        world = World(lag, tmp_path / str(death), ["after", "damage oldest", *["none"] * death])
+        run_warped(world.run())
+        assert world.records.values["progress"] == STEPS
+        deaths += world.spared
+    assert deaths > 10
 
 
 def test_the_only_checkpoint_may_be_damaged_while_the_job_keeps_two(tmp_path: Path) -> None:

@@ -104,13 +104,12 @@ class TrainerSession:
     def oldest(self, stage: Stage) -> int:
         """The step of the oldest checkpoint that is kept. 0 if none is kept. No step before it is ever repeated.
 
-        It is also 0 while a version older than any checkpoint may have to be computed again, and while the first
-        checkpoint is the only one and may be damaged, unless the job keeps one only."""
+        It is also 0 while the oldest version that may be requested can be computed again from one checkpoint at most,
+        because that one may be damaged. If the job keeps one only, it is 0 while there is no such checkpoint."""
         last = self.checkpoint(stage)[0]
         kept = [step for step in self._kept(stage) if step <= last]
-        if len(kept) < min(2, self._keep):
-            return 0
-        return 0 if self._lag and kept[0] > self._step - self._lag else kept[0]
+        starts = [step for step in kept if step <= self._step - self._lag]
+        return kept[0] if len(starts) >= min(2, self._keep) else 0
 
     async def save(self) -> None:
         """Write a checkpoint of the current step. Then delete the oldest ones beyond `keep`. Raises TrainerError."""
@@ -125,8 +124,8 @@ class TrainerSession:
         # There can be checkpoints of later steps than the store knows, if a power failure lost the store's last
         # transactions.
         ours = [step for step in kept if step <= self._step]
-        # Keep the newest checkpoint from which the oldest version that may be sent can be computed again.
-        before = [step for step in ours if step <= self._step - self._lag][-1:]
+        # From these the oldest version that may be sent can be computed again. One of them may be damaged.
+        before = [step for step in ours if step <= self._step - self._lag][-min(2, self._keep) :]
         doomed = [step for step in ours[: -self._keep] if step not in before]
         for step in [*doomed, *(s for s in kept if s > self._step)]:
             await asyncio.to_thread(self._delete, self._path(plan.stage, step))
@@ -269,7 +268,7 @@ class TrainerSession:
     async def at_version(self, version: int, action: Callable[[], Awaitable[T]]) -> T | None:
         """Run `action`, a publish of a version that the ranks keep. They may train meanwhile. It is repeated if the
         ranks are lost. Returns None once no iteration needs the version any more."""
-        if self._needed is None or version < self._needed:
+        if self._needed is None or version < self._needed or self._is_over(self._needed):
             self._needed = version
         while not self._is_over(version):
             try:
