@@ -188,7 +188,9 @@ def test_a_server_that_was_just_told_to_sleep_can_be_woken() -> None:
     play(scenario)
 
 
-def holding(fleet: Fleet, sleepers: Sleepers, published: Callable[[], bool] = lambda: True) -> tuple[Any, asyncio.Task[None]]:
+def holding(
+    fleet: Fleet, sleepers: Sleepers, published: Callable[[], bool] = lambda: True
+) -> tuple[Any, asyncio.Task[None]]:
     """An ExperienceMaker of a restarted coordinator, and its background task."""
     maker: Any = ExperienceMaker.__new__(ExperienceMaker)
     maker._fleet, maker._sleepers, maker._colocated = fleet, sleepers, {"g"}

@@ -391,7 +391,7 @@ def test_a_sleeping_server_says_so_and_takes_no_samples_until_it_is_awake(monkey
     assert "asleep" not in STATE.abilities()
 
 
-@pytest.mark.parametrize("route, asleep", [("/sleep", False), ("/wake_up", True)])
+@pytest.mark.parametrize(("route", "asleep"), [("/sleep", False), ("/wake_up", True)])
 def test_a_server_whose_sleep_or_waking_fails_is_as_it_was(
     monkeypatch: pytest.MonkeyPatch, route: str, asleep: bool
 ) -> None:

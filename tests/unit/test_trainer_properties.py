@@ -36,7 +36,7 @@ from helpers.warped_loop import run_warped
 
 STEPS, EVERY, PEER_TIMEOUT = 6, 2, 30.0
 # What happens to a request of the trainers: nothing, the request or the reply is lost, the trainer dies before or after
-# the command, it freezes for so long that it is given up, or the coordinator dies before or after it has answered. Or the
+# the command, it freezes for so long that it is given up, the coordinator dies before or after it has answered, or the
 # newest or the oldest checkpoint is damaged.
 DAMAGE = {"damage": -1, "damage oldest": 0}
 FAULTS = ["none", "request", "reply", "before", "after", "freeze", "coordinator", "coordinator after", *DAMAGE]

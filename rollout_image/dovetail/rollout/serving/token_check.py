@@ -86,7 +86,6 @@ class RequireWeights:
             return
         await self._app(scope, receive, send if asked is None else _of_version(asked, send))
 
-
     async def _to_sleep_or_awake(self, sleeps: bool, scope: Scope, receive: Receive, send: Send) -> None:
         """Record that the engine sleeps before it is told, and that it is awake after it has said so."""
         before, done = STATE.asleep, False

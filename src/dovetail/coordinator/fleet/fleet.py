@@ -77,6 +77,11 @@ class Instance:
     refused: bool = False
 
     @property
+    def state(self) -> str:
+        """Its state in one word."""
+        return "draining" if self.draining else "asleep" if self.sleeps else self.health.value
+
+    @property
     def sleeps(self) -> bool:
         """Whether it surely sleeps. One report may have been written before it was woken."""
         return self.asleep >= ASLEEP_REPORTS
@@ -327,10 +332,7 @@ class Fleet:
 
     def describe(self, kind: str | None = None) -> str:
         """One line about every instance, for error messages."""
-        lines = [
-            f"{i.name} is {'draining' if i.draining else 'asleep' if i.sleeps else i.health}" + (f" ({i.reason})" if i.reason else "")
-            for i in self.instances(kind)
-        ]
+        lines = [f"{i.name} is {i.state}" + (f" ({i.reason})" if i.reason else "") for i in self.instances(kind)]
         kinds = self._expected if kind is None else [kind]
         absent = [name for k in kinds for name in self._expected.get(k, ()) if name not in self._instances]
         if absent:
