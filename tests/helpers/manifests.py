@@ -229,6 +229,14 @@ RULES = [
         {"data.prompts": [{"synthetic": {}, "systemPrompt": "Be kind."}]},
         "spec.data.prompts[0].systemPrompt opens conversations, but synthetic records are texts; remove it.",
     ),
+    (
+        {"data.chatTemplateKwargs": {"messages": [], "enable_thinking": False, "a-b": 1}},
+        "spec.data.chatTemplateKwargs has a-b, messages, which cannot be an option of a chat template",
+    ),
+    (
+        {"data.chatTemplateKwargs": {"enable_thinking": False}, "models.tokenizer": {"train": {}}},
+        "a tokenizer that the job trains (spec.models.tokenizer.train) has none; remove them.",
+    ),
     ({"data.heldOut": 1.0}, "spec.data.heldOut is 1, which leaves nothing to train on"),
     (
         {"stages": ["reward", "ppo"], "data.demonstrations": [], "ppo.ptxCoef": 0.1},

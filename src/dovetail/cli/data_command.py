@@ -42,7 +42,8 @@ SHOWN_CHARACTERS = 2000
 @click.option(
     "--job",
     type=click.Path(path_type=Path),
-    help="Take data.maxPromptTokens, data.maxTokens and, without --model, the model from this manifest.",
+    help="Take data.maxPromptTokens, data.maxTokens, data.chatTemplateKwargs and, without --model, the model from this "
+    "manifest.",
 )
 @click.option("--max-prompt-tokens", type=click.IntRange(1), help="data.maxPromptTokens of the job.  [default: 512]")
 @click.option("--system", metavar="TEXT", help="The field `systemPrompt` of a job's source.")
@@ -80,7 +81,7 @@ def data(
         named, encoder = model or of_job, None
         if named is not None:
             limits = max_prompt_tokens or lengths.max_prompt_tokens, max_tokens or lengths.max_tokens
-            encoder = Encoder(named_tokenizer(named, "--model"), *limits)
+            encoder = Encoder(named_tokenizer(named, "--model", lengths.chat_template_kwargs), *limits)
         with console.status("reading"):
             chat = chat_format(None if encoder is None else encoder.tokenizer)
             if system is not None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from dovetail.coordinator.data import tokenizer
@@ -14,8 +16,9 @@ from dovetail.manifest.types import HubAccess
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def named_tokenizer(name: str, field: str) -> Any:
+def named_tokenizer(name: str, field: str, options: Mapping[str, Any] = MappingProxyType({})) -> Any:
     """The tokenizer of a model's folder, or of a hub's repository, without its weights. `field`: what names it.
+    `options`: those of its chat template, data.chatTemplateKwargs.
 
     Raises DataError."""
     folder = Path(name).expanduser()
@@ -23,4 +26,4 @@ def named_tokenizer(name: str, field: str) -> Any:
         if not _HUB_NAME.fullmatch(name):
             raise DataError(f"{field} {name} is no folder, and no model of a hub (owner/name)")
         folder = Hub(HubAccess()).describe("tokenizer", field, name, None)
-    return tokenizer.load(folder, field)
+    return tokenizer.with_template_options(tokenizer.load(folder, field), options)

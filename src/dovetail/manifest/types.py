@@ -356,6 +356,11 @@ class Data(Model):
         default=1024, description="Longest sequence in SFT, reward training and DPO, tokens."
     )
     held_out: Fraction = Field(default=0.1, description="Share of each stage's data kept for evaluation.")
+    chat_template_kwargs: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Options of the tokenizer's chat template, such as Qwen3's {enable_thinking: false}. All stages "
+        "use them, and the chat templates of the trained models have them as defaults.",
+    )
 
 
 class Evaluation(Model):

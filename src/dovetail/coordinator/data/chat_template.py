@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 HUMAN = "\n\nHuman: "
 ASSISTANT = "\n\nAssistant:"
 _HEADS = {"user": HUMAN, "human": HUMAN, "assistant": ASSISTANT + " ", "gpt": ASSISTANT + " ", "system": "\n\nSystem: "}
 ASSISTANTS = ("assistant", "gpt")
+
+_GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 Message = dict[str, str]
 
@@ -29,6 +33,47 @@ def human_assistant_template(tokenizer: Any) -> str:
     template."""
     begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     return ("{{- bos_token }}" if begins else "") + HUMAN_ASSISTANT_TEMPLATE
+
+
+def with_options(template: str, options: Mapping[str, Any]) -> str:
+    """A chat template that takes these options as its defaults. Who renders it may still give others.
+
+    The values are JSON. The first text of the template keeps its white space: transformers removes the line break after
+    a block (trim_blocks)."""
+    blocks = (
+        f"{{%- if {n} is not defined %}}{{%- set {n} = {_literal(v)} %}}{{%- endif %}}" for n, v in options.items()
+    )
+    return "".join(f"{block}\n" for block in blocks) + template
+
+
+def _literal(value: Any) -> str:
+    """A JSON value in Jinja."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_literal(str(key))}: {_literal(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_literal, value)) + "]"
+    if value is None:
+        return "none"
+    # Jinja reads the escapes of JSON. It does not join the two halves of a character beyond 16 bits.
+    return json.dumps(value, ensure_ascii=False)
+
+
+def options_of(template: str) -> tuple[set[str], set[str]]:
+    """The names that a chat template may take from outside, and those of them that it never sets itself, or only if
+    they are missing. Raises ValueError if it cannot be parsed."""
+    from jinja2 import Environment, TemplateSyntaxError, meta, nodes
+    from jinja2.ext import loopcontrols
+
+    try:
+        # transformers' own block for what an assistant says.
+        parsed = Environment(extensions=[loopcontrols]).parse(_GENERATION.sub("", template))
+    except TemplateSyntaxError as error:
+        raise ValueError(str(error)) from error
+    names: set[str] = meta.find_undeclared_variables(parsed)
+    set_here = {name.name for name in parsed.find_all(nodes.Name) if name.ctx == "store"}
+    tests = (test for test in parsed.find_all(nodes.Test) if test.name in ("defined", "undefined"))
+    optional = {test.node.name for test in tests if isinstance(test.node, nodes.Name)}
+    return names, names - (set_here - optional)
 
 
 class TemplateRefused(ValueError):

@@ -329,7 +329,13 @@ def _trusts(spec: RLHFJobSpec, name: str) -> bool:
 
 
 def given_tokenizer(spec: RLHFJobSpec, sources: dict[str, Path | ScratchModel], base_dir: Path, hub: Hub) -> Any:
-    """The tokenizer that the manifest names, or else the actor's own. Raises DataError."""
+    """The tokenizer that the manifest names, or else the actor's own. Its chat template has the job's options. Raises
+    DataError."""
+    found = _found_tokenizer(spec, sources, base_dir, hub)
+    return tokenizers.with_template_options(found, spec.data.chat_template_kwargs)
+
+
+def _found_tokenizer(spec: RLHFJobSpec, sources: dict[str, Path | ScratchModel], base_dir: Path, hub: Hub) -> Any:
     named = spec.models.tokenizer.path
     trust = _trusts(spec, "actor")
     if named is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from dovetail.coordinator.data.chat_template import options_of, with_options
 from dovetail.coordinator.data.data_error import DataError
+from dovetail.manifest.checks.rules.data_rules import is_option
 
 PAD = "<|pad|>"
 EOS = "<|eos|>"
@@ -73,6 +75,30 @@ def load(name: str | Path, field: str, revision: str | None = None, trust_remote
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def with_template_options(tokenizer: Any, options: Mapping[str, Any]) -> Any:
+    """The tokenizer, whose chat templates take `options` (data.chatTemplateKwargs) as their defaults. So does every
+    folder to which it is saved. Raises DataError if it has no template, or none that uses an option."""
+    if not options:
+        return tokenizer
+    field, templates = "spec.data.chatTemplateKwargs", getattr(tokenizer, "chat_template", None)
+    if not templates:
+        raise DataError(f"{field}: the tokenizer has no chat template, so there are no options; remove the field")
+    every = templates if isinstance(templates, dict) else {"default": templates}
+    names, certain = set[str](), set[str]()
+    for template in every.values():
+        try:
+            found, outer = options_of(template)
+        except ValueError as error:
+            raise DataError(f"{field}: the tokenizer's chat template cannot be read: {error}") from error
+        names, certain = names | found, certain | outer
+    if unknown := [name for name in options if name not in names]:
+        known = ", ".join(sorted(name for name in certain if is_option(name))) or "no options"
+        raise DataError(f"{field}: the tokenizer's chat template does not use {unknown[0]!r}; it uses {known}")
+    made = {name: with_options(template, options) for name, template in every.items()}
+    tokenizer.chat_template = made if isinstance(templates, dict) else made["default"]
     return tokenizer
 
 

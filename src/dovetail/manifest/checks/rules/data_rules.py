@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from dovetail.manifest.checks.rules.model_rules import MODEL_SOURCES, claim_rule
-from dovetail.manifest.checks.rules.rule import CALLS, Rule, one_of, ppo_rule, spec_rule
+from dovetail.manifest.checks.rules.rule import CALLS, Rule, Value, one_of, ppo_rule, spec_rule
 from dovetail.manifest.types import DataSource, ModelSource, RLHFJobSpec, Stage
 
 # ---------------------------------------------------------------- data
@@ -14,6 +15,9 @@ _DATA_SOURCES = (
     *(f"spec.data.{name}[]" for name in ("demonstrations", "preferences", "prompts")),
     "spec.evaluation.prompts[]",
 )
+
+
+_OPTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def _revision_of_hub(source: ModelSource | DataSource) -> bool:
@@ -36,6 +40,27 @@ def _trains(stage: Stage) -> tuple[Callable[[RLHFJobSpec], bool], str]:
             f"'reward' in self.stages && !{CALLS}",
         )
     return lambda spec: stage in spec.stages, f"'{stage.value}' in self.stages"
+
+
+# What a chat template gets anyway, or what says how it is applied.
+_GIVEN_TO_TEMPLATES = frozenset(
+    (
+        *("messages", "tools", "documents", "chat_template", "conversation", "add_generation_prompt"),
+        *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+        *("return_assistant_tokens_mask", "tokenizer_kwargs", "raise_exception", "strftime_now"),
+        *("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"),
+    )
+)
+
+
+def is_option(name: str) -> bool:
+    """Whether data.chatTemplateKwargs may have this name."""
+    return bool(_OPTION.fullmatch(name)) and name not in _GIVEN_TO_TEMPLATES
+
+
+def _no_options(spec: RLHFJobSpec) -> list[str]:
+    """The names in data.chatTemplateKwargs that cannot be options of a template."""
+    return sorted(name for name in spec.data.chat_template_kwargs if not is_option(name))
 
 
 def _needed(stage: Stage, name: str) -> Rule:
@@ -84,6 +109,19 @@ DATA_RULES = (
         lambda source: source.system_prompt is None or source.synthetic is None,
         "!has(self.systemPrompt) || !has(self.synthetic)",
         "{path}.systemPrompt opens conversations, but synthetic records are texts; remove it.",
+    ),
+    spec_rule(
+        lambda spec: not _no_options(spec),
+        None,
+        "spec.data.chatTemplateKwargs has {names}, which cannot be an option of a chat template: a name has letters, "
+        "digits and _, and messages, tools, documents and the tokenizer's tokens are given anyway; remove it.",
+        {"names": Value(lambda spec: ", ".join(_no_options(spec)))},
+    ),
+    spec_rule(
+        lambda spec: not spec.data.chat_template_kwargs or spec.models.tokenizer.train is None,
+        None,
+        "spec.data.chatTemplateKwargs are options of a chat template, but a tokenizer that the job trains "
+        "(spec.models.tokenizer.train) has none; remove them.",
     ),
     _needed(Stage.SFT, "demonstrations"),
     _needed(Stage.REWARD, "preferences"),
