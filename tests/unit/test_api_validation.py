@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dovetail.cli.job_arguments import read_job
 from dovetail.manifest.checks.scratch import cpu_head_error, head_size
 from dovetail.manifest.checks.validation import (
     UNEXECUTED,
@@ -346,3 +347,37 @@ def test_loading_makes_paths_start_at_the_manifest(tmp_path):
     path.write_text(written.model_dump_json(by_alias=True, exclude_none=True))
     assert load_manifest(path).spec.models.actor.source.path == str(tmp_path / "jobs" / "m")
     assert load_manifest(path, tmp_path).spec.models.actor.source.path == str(tmp_path / "m")
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    """A shell would replace it, so people write it. It was taken for a folder of this name, and spec.output.path made
+    one."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    model_folder(tmp_path / "models" / "m")
+    (tmp_path / "models" / "m" / "tokenizer.json").write_text("{}")
+    (tmp_path / "p.jsonl").write_text('{"prompt": "p"}\n')
+    (tmp_path / "code").mkdir()
+    models = {
+        "actor": {"source": {"path": "~/models/m"}},
+        "tokenizer": {"path": "~/models/m"},
+        "reward": {"function": "a:b", "importPath": "~/code"},
+    }
+    data = DATA | {"prompts": [{"path": "~/p.jsonl"}, {"path": "./~/q.jsonl"}]}
+    written = job(models=models, data=data, output={"path": "~/out"}).model_dump(mode="json", by_alias=True)
+    file = tmp_path / "elsewhere" / "job.yaml"
+    file.parent.mkdir()
+    file.write_text(json.dumps(written))
+    (file.parent / "~").mkdir()
+    (file.parent / "~" / "q.jsonl").write_text('{"prompt": "q"}\n')
+    for spec in (load_manifest(file).spec, read_job(file, [])[1].spec):
+        assert spec.models.actor.source.path == spec.models.tokenizer.path == str(tmp_path / "models/m")
+        assert spec.models.reward.import_path == str(tmp_path / "code")
+        assert spec.output.path == str(tmp_path / "out")
+        assert [s.path for s in spec.data.prompts] == [str(tmp_path / "p.jsonl"), f"{file.parent}/~/q.jsonl"]
+
+
+def test_environment_variables_are_named(tmp_path):
+    (found,) = files(tmp_path, models=actor("$HOME/m"))
+    assert found.endswith("write the path itself, because no environment variables are replaced in a manifest.")
+    (found,) = files(tmp_path, data=DATA | {"prompts": [{"path": "${DATA}/p.jsonl"}]})
+    assert found.endswith("write the path itself, because no environment variables are replaced in a manifest.")

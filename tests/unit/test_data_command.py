@@ -146,3 +146,25 @@ def test_a_template_that_refuses_the_first_record_is_still_named(tmp_path: Path)
     assert done.exit_code == 2
     assert "m.jsonl:1: the tokenizer's chat template refuses the conversation: System role not supported" in done.output
     assert "Template the tokenizer's chat template" in squeezed(done.output)
+
+
+def test_a_data_set_of_a_hub_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[Any] = []
+
+    def load_dataset(name: str, subset: str | None, **options: Any) -> Any:
+        asked.append((name, subset, options["split"]))
+        return datasets.Dataset.from_list(
+            [{"question": "2 + 2?", "answer": "4"}] * 3 + [{"question": "", "answer": "5"}]
+        )
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.chdir(tmp_path)
+    done = data("openai/gsm8k", "--subset", "main", "--split", "test", "--as", "prompts")
+    assert asked == [("openai/gsm8k", "main", "test")]
+    assert done.exit_code == 2
+    assert "Records 3, and 1 bad" in squeezed(done.stdout)
+    assert "Error: openai/gsm8k (test): record 4: field 'question' is an empty string" in done.stderr
+    wrong = data("nothing.jsonl", "--subset", "main")
+    assert "--subset and --split are for a data set of a hub (owner/name), but nothing.jsonl is not one" in wrong.stderr

@@ -152,3 +152,17 @@ def test_gpus_are_counted_against_the_plan(grpo: Path) -> None:
     assert (none.state, none.says) == ("warning", "the plan uses 2 GPUs (NVIDIA-A10), and this machine has 0")
     assert "--cpu" in none.mend
     assert "of other products: NVIDIA A100" in gpus_found(job, plan, [a10, a100]).says
+
+
+@pytest.mark.parametrize("listed", ["data", "evaluation"])
+def test_a_bad_record_of_a_hub_is_named(grpo: Path, monkeypatch: pytest.MonkeyPatch, listed: str) -> None:
+    import datasets
+
+    rows = [{"prompt": "2 + 2?", "answer": "4"}] * 30 + [{"prompt": "", "answer": "5"}] * 2
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_list(rows))
+    document = yaml.safe_load((grpo / "job.yaml").read_text())
+    document["spec"].setdefault(listed, {})["prompts"] = [{"huggingFace": "a/b"}]
+    (grpo / "job.yaml").write_text(yaml.safe_dump(document))
+    done = dovetail("validate", grpo / "job.yaml", "--deep")
+    assert done.exit_code == 2
+    assert "a/b (train): record 31: field 'prompt' is an empty string; 1 more of its records are bad" in done.stderr

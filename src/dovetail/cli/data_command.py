@@ -11,9 +11,10 @@ from rich.table import Table
 from rich.text import Text
 
 from dovetail.cli.common.extras import require
+from dovetail.local.one_line import HUB_NAME
 from dovetail.local.sample_texts import printable
-from dovetail.manifest.checks.validation import parse_manifest
-from dovetail.manifest.types import Data, DataFormat
+from dovetail.manifest.checks.validation import load_manifest
+from dovetail.manifest.types import Data, DataFormat, DataSource
 from dovetail.supervision.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ SHOWN_CHARACTERS = 2000
 
 
 @click.command("data")
-@click.argument("path", metavar="FILE", type=click.Path(path_type=Path))
+@click.argument("path", metavar="FILE_OR_HUB", type=click.Path(path_type=Path))
 @click.option(
     "--model", metavar="FOLDER_OR_HUB", help="Count tokens, and write dialogues, with this model's tokenizer."
 )
@@ -48,6 +49,10 @@ SHOWN_CHARACTERS = 2000
 @click.option("--max-prompt-tokens", type=click.IntRange(1), help="data.maxPromptTokens of the job.  [default: 512]")
 @click.option("--system", metavar="TEXT", help="The field `systemPrompt` of a job's source.")
 @click.option("--max-tokens", type=click.IntRange(1), help="data.maxTokens of the job.  [default: 1024]")
+@click.option("--subset", metavar="NAME", help="The field `subset` of a hub's data set.")
+@click.option(
+    "--split", default="train", show_default=True, metavar="NAME", help="The field `split` of a hub's data set."
+)
 @click.pass_context
 def data(
     ctx: click.Context,
@@ -59,8 +64,10 @@ def data(
     max_prompt_tokens: int | None,
     max_tokens: int | None,
     system: str | None,
+    subset: str | None,
+    split: str,
 ) -> None:
-    """Show what is in a data file, or in a folder of them.
+    """Show what is in a data file, in a folder of them, or in a data set of a hub (owner/name).
 
     You see the format, the first record as the model gets it, the lengths in tokens and what is cut, and the first bad
     line. Every record is read. The exit code is 2 if one is bad.
@@ -72,7 +79,7 @@ def data(
     from dovetail.coordinator.data.chat_template import WithSystem, chat_format
     from dovetail.coordinator.data.data_error import DataError
     from dovetail.coordinator.data.tokenize import Encoder
-    from dovetail.local.data_look import look
+    from dovetail.local.data_look import look, look_at_hub
     from dovetail.local.job_tokenizer import named_tokenizer
 
     console = Console()
@@ -86,9 +93,18 @@ def data(
             chat = chat_format(None if encoder is None else encoder.tokenizer)
             if system is not None:
                 chat = WithSystem(chat, system)
-            found = look(path, "FILE", kind, fmt, encoder, chat)  # type: ignore[arg-type]
+            if not path.exists() and HUB_NAME.fullmatch(str(path)):
+                fields = {"huggingFace": str(path), "subset": subset, "split": split, "format": fmt}
+                source = DataSource.model_validate(fields)
+                found = look_at_hub(source, "FILE", kind, encoder, chat)  # type: ignore[arg-type]
+            elif subset is not None or split != "train":
+                raise UsageError(
+                    f"--subset and --split are for a data set of a hub (owner/name), but {path} is not one"
+                )
+            else:
+                found = look(path.expanduser(), "FILE", kind, fmt, encoder, chat)  # type: ignore[arg-type]
     except DataError as error:
-        raise UsageError(str(error).removeprefix("FILE.path: ")) from error
+        raise UsageError(str(error).removeprefix("FILE.path: ").removeprefix("FILE.huggingFace: ")) from error
     show(console, found, guessed=kind is None)
     if encoder is None:
         console.print("\nLengths in tokens: give --model.", highlight=False)
@@ -100,12 +116,11 @@ def data(
 
 
 def _of_job(manifest: Path) -> tuple[Data, str | None]:
-    """A job's `data`, and its actor's folder or name on a hub. Raises ManifestError."""
-    spec = parse_manifest(manifest).spec
+    """A job's `data`, and the folder or the name on a hub of its tokenizer. Raises ManifestError."""
+    spec = load_manifest(manifest).spec
     source = spec.models.actor.source
-    if source is not None and source.path is not None:
-        return spec.data, str(manifest.resolve().parent / source.path)
-    return spec.data, None if source is None else source.hugging_face
+    own = None if source is None else source.path or source.hugging_face
+    return spec.data, spec.models.tokenizer.path or own
 
 
 def show(console: Console, found: DataLook, guessed: bool) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from dovetail.cli.common.overrides import apply_overrides
-from dovetail.manifest.documents import FieldLines, ManifestError, parse, read_yaml
+from dovetail.manifest.documents import FieldLines, ManifestError, parse, read_yaml, with_home
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.plan import Plan
 
@@ -92,7 +92,8 @@ def read_job(
     manifest: Path | str, overrides: Sequence[str], seed: int | None = None, cpu: bool | None = None
 ) -> tuple[RLHFJob, RLHFJob, Path]:
     """The checked job as it was written, the job with every default filled in, and the folder of the manifest, where
-    its relative paths start. `cpu`: see `load_job`. Raises ManifestError and UsageError."""
+    its relative paths start. `~` in paths is the home folder. `cpu`: see `load_job`. Raises ManifestError and
+    UsageError."""
     from dovetail.manifest.accelerators import no_gpus, on_cpus
     from dovetail.manifest.checks.validation import absolute_paths, check, check_files, resolve
     from dovetail.supervision.devices import cuda_devices
@@ -101,7 +102,7 @@ def read_job(
     if isinstance(document, dict):
         apply_overrides(document, [*overrides, *([f"spec.seed={seed}"] if seed is not None else [])])
     with located(manifest, overrides):
-        written = parse(document)
+        written = parse(with_home(document))
         if cpu:
             written = written.model_copy(update={"spec": on_cpus(written.spec)})
         elif cpu is not None and (problem := no_gpus(written.spec, len(cuda_devices()))):

@@ -1,10 +1,11 @@
-"""What is in a data file: its format, how its records become text, their lengths in tokens, and which lines are bad.
+"""What is in a data file, or in a data set of a hub: its format, how its records become text, their lengths in tokens,
+and which lines are bad.
 
 Every record is read, in the way in which a job reads it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ from dovetail.coordinator.data.chat_template import ChatFormat, HumanAssistant, 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import FORMATS, convert, detect, is_dialogue
 from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, Preference, Record
-from dovetail.coordinator.data.sources import PARQUET, source_files
+from dovetail.coordinator.data.sources import PARQUET, hub_table, source_files
 from dovetail.coordinator.data.tokenize import Encoder
+from dovetail.manifest.types import DataSource
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class PartLengths:
 
 @dataclass(frozen=True)
 class DataLook:
-    """`records`: the good ones. `first_error` names file and line; `errors`: how many lines are bad. `template`: how
-    dialogues become text. `example`: the first good record. `lengths`: none without a tokenizer."""
+    """`files`: none for a data set of a hub. `records`: the good ones. `first_error` names file and line; `errors`: how
+    many lines are bad. `template`: how dialogues become text. `example`: the first good record. `lengths`: none without a tokenizer."""
 
     files: Sequence[Path]
     format: str
@@ -74,17 +76,41 @@ def look(
     None: the encoder's tokenizer.
 
     Raises DataError for a file that is missing, empty or of no known kind."""
-    chat = chat or chat_format(None if encoder is None else encoder.tokenizer)
     files = source_files(path, where)
-    found = _FileReading(kind, fmt, chat, encoder)
-    for place, row in rows_of(files):
-        found.read(row, place)
+    found = _read(rows_of(files), kind, fmt, encoder, chat)
     if not found.records and not found.errors:
         raise DataError(f"{files[0]}: the file is empty; every line should hold one JSON record")
     return found.look(files)
 
 
-class _FileReading:
+def look_at_hub(
+    source: DataSource,
+    where: str,
+    kind: Kind | None = None,
+    encoder: Encoder | None = None,
+    chat: ChatFormat | None = None,
+    cache: Path | None = None,
+) -> DataLook:
+    """The same for a data set of a hub. `cache`: where its files are kept; None: in the cache of `datasets`."""
+    table = hub_table(source, where, cache)
+    name = f"{source.hugging_face} ({source.split})"
+    rows = ((f"{name}: record {number}", row) for number, row in enumerate(table, 1))
+    found = _read(rows, kind, source.format, encoder, chat)
+    if not found.records and not found.errors:
+        raise DataError(f"{name}: the data set is empty")
+    return found.look([])
+
+
+def _read(
+    rows: Iterable[tuple[str, Any]], kind: Kind | None, fmt: str, encoder: Encoder | None, chat: ChatFormat | None
+) -> _Reading:
+    found = _Reading(kind, fmt, chat or chat_format(None if encoder is None else encoder.tokenizer), encoder)
+    for place, row in rows:
+        found.read(row, place)
+    return found
+
+
+class _Reading:
     """Reads rows one by one and keeps what is told of them."""
 
     def __init__(self, kind: Kind | None, fmt: str, chat: ChatFormat, encoder: Encoder | None) -> None:

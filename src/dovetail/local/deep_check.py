@@ -23,7 +23,7 @@ from dovetail.coordinator.rewards.calls import Calls, RewardError
 from dovetail.coordinator.rewards.rehearsal import rehearse
 from dovetail.coordinator.rewards.workers import Workers
 from dovetail.gpus.nvidia_driver import Device, driver_devices
-from dovetail.local.data_look import DataLook, look
+from dovetail.local.data_look import DataLook, look, look_at_hub
 from dovetail.local.doctor.finding import Finding
 from dovetail.local.one_line import product_label
 from dovetail.manifest.types import DataSource, RLHFJob, RLHFJobSpec, Stage
@@ -64,8 +64,10 @@ def check_deeply(job: RLHFJob, plan: Plan, folder: Path, scratch: Path) -> Itera
             yield too_long
     encoder = None if given is None else _encoder(given, spec)
     good = True
-    for kind, field, source in _paths(spec):
-        found = _data_found(kind, field, source, folder, encoder, given)
+    for kind, field, source in _sources(spec):
+        if source.synthetic is not None:
+            continue
+        found = _data_found(kind, field, source, folder, scratch / "cache" / "datasets", encoder, given)
         good = good and found.state != "problem"
         yield found
     if not good:
@@ -122,10 +124,6 @@ def _sources(spec: RLHFJobSpec) -> Iterator[tuple[Kind, str, DataSource]]:
         yield "prompts", f"spec.evaluation.prompts[{i}]", source
 
 
-def _paths(spec: RLHFJobSpec) -> Iterator[tuple[Kind, str, DataSource]]:
-    return ((kind, field, source) for kind, field, source in _sources(spec) if source.path is not None)
-
-
 def _encoder(tokenizer: Any, spec: RLHFJobSpec) -> Encoder:
     return Encoder(tokenizer, spec.data.max_prompt_tokens, spec.data.max_tokens)
 
@@ -157,12 +155,16 @@ def _context(spec: RLHFJobSpec, folder: Path) -> Finding | None:
 
 
 def _data_found(
-    kind: Kind, field: str, source: DataSource, folder: Path, encoder: Encoder | None, tokenizer: Any
+    kind: Kind, field: str, source: DataSource, folder: Path, cache: Path, encoder: Encoder | None, tokenizer: Any
 ) -> Finding:
+    """`cache`: where `prepare` looks for a hub's data sets, so that each is downloaded once."""
     name = field.removeprefix("spec.")
     chat = with_system(chat_format(tokenizer), source)
     try:
-        found = look(folder / str(source.path), field, kind, source.format, encoder, chat)
+        if source.path is None:
+            found = look_at_hub(source, field, kind, encoder, chat, cache)
+        else:
+            found = look(folder / source.path, field, kind, source.format, encoder, chat)
     except DataError as error:
         return Finding(name, "problem", str(error))
     if found.first_error is not None:
@@ -184,16 +186,12 @@ def _described(name: str, found: DataLook) -> Finding:
 
 
 def _whole(prepared: Prepared, given: Any) -> Iterator[Finding]:
-    """The blended lists. Tables of a hub are read to their ends. Raises DataError."""
+    """The blended lists. Raises DataError."""
     if given is None:
         tokenizer = tokenizers.load(prepared.tokenizer_dir, "spec.models.tokenizer")
         yield Finding("tokenizer", "ok", f"{len(tokenizer):,} tokens, trained on the job's records")
     for kind in needed(prepared.spec):
         listed = getattr(prepared.data, kind)
-        for source, part in zip(getattr(prepared.spec.data, kind), listed.parts, strict=True):
-            if source.hugging_face is not None:
-                for index in range(len(part.records)):
-                    part.records[index]
         held = sum(len(part.held_out) for part in listed.parts)
         yield Finding(kind, "ok", f"{len(listed):,} to train on, {held:,} held out")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import re
 from collections.abc import Hashable, Sequence
 from pathlib import Path
@@ -183,6 +184,30 @@ def is_file(text: str | Path) -> bool:
         return Path(text).is_file()
     except (OSError, ValueError):
         return False
+
+
+# Where a spec names files of this machine.
+_OF_THIS_MACHINE = ("models", "data", "evaluation", "ppo", "output")
+
+
+def with_home(data: Any) -> Any:
+    """Plain data of a manifest, with the home folder in place of the `~` that a local path begins with. It is for jobs
+    that run on this machine: pods have other folders."""
+    spec = data.get("spec") if isinstance(data, dict) else None
+    if not isinstance(spec, dict):
+        return data
+    return data | {"spec": spec | {name: _at_home(spec[name]) for name in _OF_THIS_MACHINE if name in spec}}
+
+
+def _at_home(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_at_home(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    return {
+        key: os.path.expanduser(item) if key in ("path", "importPath") and isinstance(item, str) else _at_home(item)
+        for key, item in value.items()
+    }
 
 
 def parse(data: Any) -> RLHFJob:

@@ -186,11 +186,12 @@ def _parquet(source: DataSource, files: list[Path], kind: Kind, cache_dir: Path,
     return _table(table, source, str(files[0]), kind, chat)
 
 
-def _hub(source: DataSource, kind: Kind, field: str, cache_dir: Path, chat: ChatFormat) -> Records[Record]:
+def hub_table(source: DataSource, field: str, cache_dir: Path | None = None) -> Any:
+    """The table of a hub data set. `cache_dir` None: the cache of `datasets`. Raises DataError."""
     import datasets
 
     def load_dataset() -> Any:
-        options = {"split": source.split, "cache_dir": str(cache_dir), "revision": source.revision}
+        options = {"split": source.split, "cache_dir": cache_dir and str(cache_dir), "revision": source.revision}
         try:
             return datasets.load_dataset(source.hugging_face, source.subset, **options)
         except ValueError as error:
@@ -200,7 +201,11 @@ def _hub(source: DataSource, kind: Kind, field: str, cache_dir: Path, chat: Chat
             return datasets.load_dataset(source.hugging_face, data_dir=source.subset, **options)
 
     with _quiet():
-        table = _raising(load_dataset, f"{field}.huggingFace: {source.hugging_face}")
+        return _raising(load_dataset, f"{field}.huggingFace: {source.hugging_face}")
+
+
+def _hub(source: DataSource, kind: Kind, field: str, cache_dir: Path, chat: ChatFormat) -> Records[Record]:
+    table = hub_table(source, field, cache_dir)
     return _table(table, source, f"{source.hugging_face} ({source.split})", kind, chat)
 
 

@@ -86,11 +86,19 @@ def _data_path(field: str, path: Path) -> Iterator[str]:
         for file in files:
             yield from _not_empty(field, file)
     elif not path.exists():
-        yield f"{field}: {path} does not exist; correct the path (relative paths start at the manifest's folder)."
+        yield f"{field}: {path} does not exist; {_variable(path) or _CORRECT}."
     elif not path.name.endswith(DATA_SUFFIXES):
         yield f"{field}: {path} is none of {kinds}; convert it, for example to one JSON object a line."
     else:
         yield from _not_empty(field, path)
+
+
+_CORRECT = "correct the path (relative paths start at the manifest's folder)"
+
+
+def _variable(path: Path) -> str:
+    """What to do about an environment variable in a path; "" if there is none."""
+    return "write the path itself, because no environment variables are replaced in a manifest" * ("$" in str(path))
 
 
 def _not_empty(field: str, path: Path) -> Iterator[str]:
@@ -160,7 +168,7 @@ def _shared_layers(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
 def _model_folder(field: str, path: Path) -> Iterator[str]:
     if not path.is_dir():
         what = "is not a folder" if path.exists() else "does not exist"
-        yield f"{field}: {path} {what}; give a folder in Hugging Face format."
+        yield f"{field}: {path} {what}; {_variable(path) or 'give a folder in Hugging Face format'}."
         return
     config = path / "config.json"
     if not config.is_file():

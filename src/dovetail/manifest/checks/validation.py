@@ -8,7 +8,7 @@ from dovetail.manifest.checks.files import check_files
 from dovetail.manifest.checks.name_rules import check_name
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.checks.unexecuted import UNEXECUTED, warnings
-from dovetail.manifest.documents import ManifestError, is_file, parse, read_yaml
+from dovetail.manifest.documents import ManifestError, is_file, parse, read_yaml, with_home
 from dovetail.manifest.resolve import absolute_paths, resolve
 from dovetail.manifest.types import RLHFJob
 
@@ -27,7 +27,10 @@ __all__ = [
 
 def parse_manifest(path_or_text: str | Path) -> RLHFJob:
     """The job as written. Its fields and the rules between them are checked. Raises ManifestError."""
-    job = parse(read_yaml(path_or_text))
+    return _checked(parse(read_yaml(path_or_text)))
+
+
+def _checked(job: RLHFJob) -> RLHFJob:
     if errors := [*check_name(job.metadata.name, job.spec), *check(job.spec)]:
         raise ManifestError(errors)
     return job
@@ -37,10 +40,10 @@ def load_manifest(path_or_text: str | Path, base_dir: Path | None = None) -> RLH
     """`parse_manifest`, then every default filled in (`resolve`) and local paths made absolute. A run starts from the
     result.
 
-    Relative paths start at `base_dir`, by default the manifest's folder (for text: the working directory). Call
-    `warnings` with the job as written (`parse_manifest`), because resolving removes what some warnings are about.
+    `~` is the home folder. Relative paths start at `base_dir`, by default the manifest's folder (for text: the working
+    directory). Call `warnings` with the job as written (`parse_manifest`), because resolving removes what some warnings are about.
     `check_files` checks the files themselves. Raises ManifestError."""
-    job = parse_manifest(path_or_text)
+    job = _checked(parse(with_home(read_yaml(path_or_text))))
     if base_dir is None:
         base_dir = Path(path_or_text).parent if is_file(path_or_text) else Path()
     return absolute_paths(job.model_copy(update={"spec": resolve(job.spec)}), base_dir)
