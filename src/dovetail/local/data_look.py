@@ -37,7 +37,8 @@ class PartLengths:
 @dataclass(frozen=True)
 class DataLook:
     """`files`: none for a data set of a hub. `records`: the good ones. `first_error` names file and line; `errors`: how
-    many lines are bad. `template`: how dialogues become text. `example`: the first good record. `lengths`: none without a tokenizer."""
+    many lines are bad. `template`: how dialogues become text. `example`: the first good record. `lengths`: none without
+    a tokenizer."""
 
     files: Sequence[Path]
     format: str

@@ -41,7 +41,8 @@ def load_manifest(path_or_text: str | Path, base_dir: Path | None = None) -> RLH
     result.
 
     `~` is the home folder. Relative paths start at `base_dir`, by default the manifest's folder (for text: the working
-    directory). Call `warnings` with the job as written (`parse_manifest`), because resolving removes what some warnings are about.
+    directory). Call `warnings` with the job as written (`parse_manifest`), because resolving removes what some warnings
+    are about.
     `check_files` checks the files themselves. Raises ManifestError."""
     job = _checked(parse(with_home(read_yaml(path_or_text))))
     if base_dir is None:
