@@ -75,7 +75,8 @@ class Registrar:
         )
         request = urllib.request.Request(
             f"{self._env.coordinator.rstrip('/')}/v1/instances",
-            data=message.model_dump_json().encode(),
+            # A coordinator of an earlier release refuses fields that it does not know.
+            data=message.model_dump_json(exclude_defaults=True).encode(),
             headers={"Authorization": f"Bearer {self._env.token}", "Content-Type": "application/json"},
         )
         try:
