@@ -146,3 +146,46 @@ def test_a_leader_that_made_the_lease_itself_stays_leader(short):
             await runner.cleanup()
 
     assert asyncio.run(test())
+
+
+@pytest.mark.parametrize("step", [3600.0, -7200.0])
+def test_a_follower_whose_clock_is_set_takes_the_lease_of_a_dead_leader_when_it_is_over(short, monkeypatch, step):
+    """Neither before that, as the leader may live, nor hours later."""
+    clock, ahead = time.time, 0.0
+    monkeypatch.setattr(time, "time", lambda: clock() + ahead)
+    monkeypatch.setattr(leader, "LEASE_SECONDS", 3)
+
+    async def test():
+        nonlocal ahead
+        server, app = Server(), web.Application()
+        app.router.add_route("*", LEASE, server.answer)
+        stamp = "2026-11-23T08:00:00.000001Z"
+        server.spec = {"holderIdentity": "one", "leaseDurationSeconds": 3, "acquireTime": stamp, "renewTime": stamp}
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await (web.TCPSite(runner, "127.0.0.1", 0)).start()
+        settings = client.Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}")
+        seen, started = asyncio.Event(), asyncio.Event()
+
+        async def work():
+            started.set()
+            await asyncio.sleep(600)
+
+        try:
+            async with client.ApiClient(settings) as api:
+                began = time.monotonic()
+                lock = leader.Lock(leader.LEASE, "system", "two", api, seen.set)
+                leading = asyncio.create_task(leader.lead(lock, work))
+                async with asyncio.timeout(60):
+                    await seen.wait()
+                    await asyncio.sleep(0.2)
+                    ahead = step
+                    await started.wait()
+                took = time.monotonic() - began
+                leading.cancel()
+                await asyncio.gather(leading, return_exceptions=True)
+                return took
+        finally:
+            await runner.cleanup()
+
+    assert asyncio.run(test()) >= 3

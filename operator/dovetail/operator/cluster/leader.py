@@ -1,5 +1,7 @@
-"""Leader election by Lease, with the code of the `kubernetes` package. It tolerates an API server that does not
-answer."""
+"""Leader election by Lease. It tolerates an API server that does not answer, and a clock that is set.
+
+The `kubernetes` package has an election, too. It reads the time of day: a follower whose clock is set forward takes the
+lease of a leader that renews it, and one whose clock is set back waits that much longer for a leader that has died."""
 
 from __future__ import annotations
 
@@ -7,11 +9,10 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable, Coroutine
+from datetime import UTC, datetime
 from typing import Any
 
 from kubernetes.aio.client import ApiClient, ApiException
-from kubernetes.aio.leaderelection.electionconfig import Config
-from kubernetes.aio.leaderelection.leaderelection import LeaderElection
 from kubernetes.aio.leaderelection.leaderelectionrecord import LeaderElectionRecord
 
 from dovetail.operator.compat import NO_ANSWER, LeaseLock
@@ -73,30 +74,62 @@ class Lock(LeaseLock):
                     await self.hand_over()
 
 
+class Election:
+    """One replica's part in the election. A lease that another replica holds is taken when it has not changed for
+    LEASE_SECONDS, on this replica's monotonic clock. What is written in the lease is for people."""
+
+    def __init__(self, lock: Lock) -> None:
+        self._lock = lock
+        self._other: dict[str, Any] = {}  # another replica's lease as it was read last
+        self._changed = float("-inf")  # monotonic seconds; when it was first read so
+
+    async def hold(self) -> bool:
+        """Take the lease, or renew it. Returns whether that worked."""
+        lock, now = self._lock, datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")
+        there, found = await lock.get(lock.name, lock.namespace)
+        mine = LeaderElectionRecord(lock.identity, str(LEASE_SECONDS), now, now)
+        if not there:
+            missing = isinstance(found, ApiException) and found.status == 404
+            return missing and await lock.create(lock.name, lock.namespace, mine)
+        if found.holder_identity == lock.identity:
+            mine.acquire_time = found.acquire_time or now
+        elif found.holder_identity is not None:
+            if vars(found) != self._other:
+                self._other, self._changed = dict(vars(found)), time.monotonic()
+            if time.monotonic() - self._changed < LEASE_SECONDS:
+                return False
+        self._other = {}
+        return await lock.update(lock.name, lock.namespace, mine)
+
+    async def win(self) -> None:
+        """Wait for the lease."""
+        while True:
+            if await self.hold():
+                return
+            await asyncio.sleep(RETRY_SECONDS)
+
+    async def renew(self) -> None:
+        """Renew the lease until that does not work for RENEW_SECONDS, or another replica has it."""
+        while time.monotonic() - self._lock.renewed < RENEW_SECONDS and not self._other:
+            await asyncio.sleep(RETRY_SECONDS)
+            await self.hold()
+
+
 async def lead(lock: Lock, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Wait for the lease, run `work`, and return when the lease is lost. `work` has ended before another replica may
     have the lease, whatever the API server does, and also when this is cancelled."""
-    over = asyncio.Event()
-    working: list[asyncio.Task[None]] = []
-
-    async def held() -> None:
-        task = asyncio.create_task(work())
-        working.append(task)
-        while not task.done() and (left := lock.renewed + LEASE_SECONDS - MARGIN_SECONDS - time.monotonic()) > 0:
-            await asyncio.wait({task}, timeout=left)
-        over.set()
-
-    async def lost() -> None:
-        return
-
-    election = LeaderElection(Config(lock, LEASE_SECONDS, RENEW_SECONDS, RETRY_SECONDS, held, lost))
-    electing, waiting = asyncio.create_task(election.run()), asyncio.create_task(over.wait())
+    election = Election(lock)
+    await election.win()
+    working, renewing = asyncio.create_task(work()), asyncio.create_task(election.renew())
+    tasks = {working, renewing}
     try:
-        await asyncio.wait({electing, waiting}, return_when=asyncio.FIRST_COMPLETED)
-        if electing.done():
-            electing.result()
+        while (left := lock.renewed + LEASE_SECONDS - MARGIN_SECONDS - time.monotonic()) > 0:
+            done, _ = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if renewing in done:
+                renewing.result()
+            if done:
+                return
     finally:
-        tasks = [electing, waiting, *working]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
