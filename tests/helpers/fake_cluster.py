@@ -21,6 +21,7 @@ from dovetail.operator.plan_worker import read_job
 from dovetail.operator.reconcile.children import Children, deleting, is_true, sizes
 from dovetail.operator.reconcile.reconcile import PlanRefused, Reconciled, Seen, reconcile
 from dovetail.operator.reconcile.replan import Outlook, honoured, needs, resized, room
+from dovetail.operator.reconcile.rootcause import LostNode
 from dovetail.operator.render.context import RenderContext
 from dovetail.planner.make_plan import make_plan
 from dovetail.planner.nodes import Pools
@@ -71,6 +72,7 @@ class FakeCluster:
         self.pools: Pools | None = None
         self.nodes_refused = False
         self.ending: dict[str, datetime] = {}
+        self.lost: dict[str, LostNode] = {}
         self.gone = False
         self.made: list[str] = []
         self.queueing = False
@@ -86,7 +88,7 @@ class FakeCluster:
         outlook = Outlook()
         if not isinstance(planned, PlanRefused):
             outlook = self._outlook(*planned)
-        more: dict[str, Any] = {"outlook": outlook, "ending": self.ending}
+        more: dict[str, Any] = {"outlook": outlook, "ending": self.ending, "lost": self.lost}
         return Seen(self.document, planned, children, self.reported, self.settings, self.mounts, **more)
 
     def _outlook(self, job: RLHFJob, plan: Plan) -> Outlook:

@@ -1,11 +1,15 @@
 """`reconcile` on a fake cluster: what goes wrong with pods, how it is explained, and when it ends the job."""
 
+import json
+from dataclasses import replace
+
 import pytest
 
 from dovetail.coordinator.health.health import UnhealthyError
 from dovetail.coordinator.main import verdict
 from dovetail.kube import names
 from dovetail.operator.reconcile.reconcile import SENT_SECONDS
+from dovetail.operator.reconcile.rootcause import lost_node
 from dovetail.protocol.process.exit_codes import JOB_FAILED
 from dovetail.protocol.process.process_names import COORDINATOR
 from helpers.fake_cluster import FakeCluster, a_cluster, manifest, restarting, running
@@ -115,6 +119,86 @@ def test_a_pod_that_is_preempted_says_so_while_it_ends():
     assert cluster.condition("Degraded")["reason"] == "PodEvicted"
     assert cluster.condition("Degraded")["message"].endswith(f"was ended: {told}")
     assert not cluster.over()
+
+
+def test_a_pod_that_exceeds_its_own_storage_says_so_and_counts():
+    """The kubelet gives it a reason and an exit code, and no condition."""
+    cluster = running(failurePolicy=restarting(0))
+    pod = cluster.pod("trainer")
+    cluster.end(pod, 137, "the last line of its log")
+    told = "Pod ephemeral local storage usage exceeds the total limit of containers 1Gi. "
+    pod["status"] |= {"reason": "Evicted", "message": told}
+    cluster.settle()
+    failed = cluster.condition("Failed")
+    assert failed["reason"] == "PodEvicted"
+    assert f"of group train was ended: {told.strip()} (failures of pods" in failed["message"]
+
+
+UNKNOWN = {"type": "Ready", "status": "Unknown", "lastTransitionTime": "2026-11-21T12:03:00Z"}
+NOT_READY = UNKNOWN | {"status": "False", "message": "container runtime is down"}
+
+
+@pytest.mark.parametrize(
+    ("ready", "words"),
+    [
+        (UNKNOWN, "has not answered since 2026-11-21T12:03:00Z"),
+        (NOT_READY, "is not ready since 2026-11-21T12:03:00Z: container runtime is down"),
+    ],
+)
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_node_that_is_lost_is_named_until_it_is_back(ready, words, deleted):
+    """Kubernetes only says that the pod is not ready, and five minutes later that it is being deleted."""
+    cluster = running(failurePolicy=restarting(0))
+    pod = cluster.pod("trainer")
+    pod["spec"] = {"nodeName": "gpu-7"}
+    lost = lost_node({"metadata": {"name": "gpu-7"}, "status": {"conditions": [ready]}})
+    assert lost is not None
+    cluster.lost = {"gpu-7": lost}
+    was = pod["status"]["conditions"]
+    pod["status"]["conditions"] = [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": "False"}]
+    if deleted:
+        pod["metadata"]["deletionTimestamp"] = cluster.stamp()
+        told = {
+            "type": "DisruptionTarget",
+            "status": "True",
+            "message": "Taint manager: deleting due to NoExecute taint",
+        }
+        pod["status"]["conditions"].append(told)
+    cluster.pass_time(3600)
+    cluster.reconcile()
+    for kind in ("Running", "Degraded"):
+        found = cluster.condition(kind)
+        assert found["reason"] == "NodeNotReady"
+        assert f"pod {pod['metadata']['name']} of group train is on node gpu-7, which {words}" in found["message"]
+        assert "kubectl delete node gpu-7" in found["message"]
+    cluster.edit(suspend=True)
+    cluster.reconcile()
+    cluster.edit(suspend=False)
+    cluster.reconcile()
+    assert "gpu-7" in cluster.condition("Running")["message"], "its pod holds up the next JobSet"
+    cluster.lost = {}
+    pod["status"]["conditions"] = was
+    pod["metadata"].pop("deletionTimestamp", None)
+    cluster.settle()
+    assert cluster.condition("Degraded")["status"] == "False"
+    assert not cluster.over()
+
+
+def test_images_that_the_chart_corrected_are_offered_to_a_job_that_waits_for_the_old_ones():
+    cluster = running()
+    cluster.settings = replace(cluster.settings, trainer_image="dovetail/trainer:0.1.1")
+    cluster.reconcile()
+    assert "0.1.1" not in json.dumps(cluster.document["status"]), "what runs keeps its image"
+    cluster.waiting(cluster.pod("trainer"), "ImagePullBackOff", "Back-off pulling image")
+    cluster.reconcile()
+    message = cluster.condition("Running")["message"]
+    assert "pods that are made now get dovetail/trainer:0.1.1: set spec.suspend to true, and then to false" in message
+    cluster.edit(suspend=True)
+    cluster.settle()
+    cluster.edit(suspend=False)
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"
+    assert "dovetail/trainer:0.1.1" in json.dumps(cluster.objects["JobSet", "demo"])
 
 
 def test_an_unschedulable_pod_is_explained_and_fails_the_job_in_time():

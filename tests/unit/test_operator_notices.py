@@ -76,5 +76,30 @@ def test_a_list_tells_what_a_broken_watch_missed(notices):
     assert told[-1] >= {"new"}
 
 
+def test_nodes_that_are_lost_or_back_are_told_once(notices):
+    found, told = notices
+
+    def aged(name, status, since="2026-11-23T08:00:00Z"):
+        ready = {"type": "Ready", "status": status, "lastTransitionTime": since, "message": "no network"}
+        return node(name) | {"status": {"conditions": [ready]}}
+
+    see(found, aged("a", "True"), node("new"), aged("b", "Unknown"), aged("b", "Unknown"))
+    assert {name: lost.told for name, lost in found.lost.items()} == {
+        "b": "has not answered since 2026-11-23T08:00:00Z"
+    }
+    assert len(told) == 1
+    see(found, aged("b", "False"))
+    assert "no network" in found.lost["b"].told
+    see(found, aged("b", "True"))
+    assert (dict(found.lost), len(told)) == ({}, 2)
+    see(found, aged("b", "Unknown"))
+    see(found, aged("b", "Unknown"), deleted=True)
+    assert (dict(found.lost), len(told)) == ({}, 4)
+    see(found, aged("c", "Unknown"))
+    found._client.items = (aged("a", "True"),)
+    asyncio.run(found.relist(NODE, None))
+    assert not found.lost
+
+
 def test_an_administrator_names_more_taints():
     assert OperatorSettings.read({"DOVETAIL_NOTICE_TAINTS": "a/b, c"}).notice_taints == ("a/b", "c")

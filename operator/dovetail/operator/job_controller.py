@@ -245,6 +245,7 @@ class Controller:
             Seen(
                 *(document, planned, children, reported, self._settings, mounts, self._drift, outlook),
                 ending=self._notices.ending,
+                lost=self._notices.lost,
             ),
             self._now(),
         )

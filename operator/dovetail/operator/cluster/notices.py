@@ -1,4 +1,5 @@
-"""Nodes that will end soon, as their taints say. All nodes are watched, because a notice may be as short as 30 s."""
+"""Nodes that will end soon, as their taints say, and nodes that are not ready. All nodes are watched, because a notice
+may be as short as 30 s."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ from dovetail.kube.resources import NODE, Resource
 from dovetail.operator.cluster.child_watch import follow
 from dovetail.operator.cluster.client import Client, Object
 from dovetail.operator.log import log
+from dovetail.operator.reconcile.rootcause import LostNode, lost_node
 
 
 class Notices:
-    """`taints`: the keys that are a notice. `changed` is called when a node gets its notice. `now`: the time of day."""
+    """`taints`: the keys that are a notice. `changed` is called when a node gets its notice, is lost, or is back.
+    `now`: the time of day."""
 
     def __init__(
         self,
@@ -29,6 +32,9 @@ class Notices:
         self._ending: dict[str, datetime] = {}
         # By node, the time at which its notice was seen.
         self.ending = MappingProxyType(self._ending)
+        self._lost: dict[str, LostNode] = {}
+        # By node, what is wrong with it.
+        self.lost = MappingProxyType(self._lost)
 
     async def run(self) -> None:
         """Watch nodes until cancelled."""
@@ -44,6 +50,8 @@ class Notices:
                 await self.observe(node, deleted=False)
         for gone in self._ending.keys() - seen:
             del self._ending[gone]
+        for gone in self._lost.keys() - seen:
+            del self._lost[gone]
         return version
 
     async def observe(self, thing: Object, deleted: bool) -> None:
@@ -58,6 +66,16 @@ class Notices:
             self._ending[name] = self._now()
             log("node.notice", level="warning", node=name, taints=found)
             await self._changed()
+        lost = None if deleted else lost_node(thing)
+        if lost != (before := self._lost.get(name)):
+            if lost is None:
+                del self._lost[name]
+                log("node.gone" if deleted else "node.ready", node=name)
+            else:
+                self._lost[name] = lost
+                log("node.lost", level="warning", node=name, problem=lost.told)
+            if (lost is None) != (before is None):
+                await self._changed()
 
 
 async def _ignore(there: bool) -> None:

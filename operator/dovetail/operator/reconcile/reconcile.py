@@ -68,7 +68,7 @@ class Seen:
     planning it. `children`: the objects that the job controls. `reported`: the coordinator's own status, if it
     answered. `mounts`: messages about volumes that pods wait for, by uid. `drift`: a memory that saves work and changes
     no answer. `outlook`: the room on the nodes. `ending`: nodes that will end soon, with the time at which that was
-    noticed."""
+    noticed. `lost`: nodes that are not ready."""
 
     document: Object
     planned: tuple[RLHFJob, Plan] | PlanRefused
@@ -79,6 +79,7 @@ class Seen:
     drift: Drift = field(default_factory=Drift)
     outlook: Outlook = field(default_factory=Outlook)
     ending: Mapping[str, datetime] = field(default_factory=dict)
+    lost: Mapping[str, rootcause.LostNode] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -246,7 +247,10 @@ class _Reconciler:
         assert self._jobset is not None
         if deleting(self._jobset):
             self._conditions.set("Suspended", False, reasons.NOT_SUSPENDED)
-            self._say_stopped(reasons.CREATING, "an earlier JobSet is being deleted")
+            held = rootcause.worst(self._pods, lost=self._seen.lost)
+            lost = held is not None and held.reason == reasons.NODE_LOST
+            why = f": {held.sentence}" if held is not None and lost else ""
+            self._say_stopped(reasons.CREATING, f"an earlier JobSet is being deleted{why}")
             self._requeue.append(AGAIN_SECONDS)
         else:
             queue = label(self._jobset, names.QUEUE_LABEL)
@@ -282,10 +286,12 @@ class _Reconciler:
         ready = done + sum(is_ready(p) for p in pods)
         cause = None
         if ready < expected:
-            cause = rootcause.worst(self._pods, self._seen.mounts) or self._refused()
+            cause = rootcause.worst(self._pods, self._seen.mounts, self._seen.lost) or self._refused()
         told = cause.sentence if cause else ""
         if cause and cause.reason == reasons.UNSCHEDULABLE:
             told = "; ".join(filter(None, (told, rootcause.claims_told(self._children, self._seen.mounts))))
+        if cause and cause.reason == reasons.IMAGE_PULL and (others := self._other_images()):
+            told += f"; pods that are made now get {others}: set spec.suspend to true, and then to false"
         if scheduled >= expected:
             self._conditions.set("Scheduled", True, reasons.ALL_SCHEDULED, f"{expected} pods have nodes")
         elif cause and cause.reason in (reasons.UNSCHEDULABLE, reasons.PODS_REFUSED, reasons.NAME_CONFLICT):
@@ -312,6 +318,12 @@ class _Reconciler:
             self._conditions.set("Degraded", False, reasons.AS_EXPECTED)
         self._conditions.set("Completed", False, reasons.IN_PROGRESS)
         self._status = self._status.model_copy(update={"groups": self._groups()})
+
+    def _other_images(self) -> str:
+        """The images that the JobSet would have if it were made now, where they differ: the chart's values may have
+        been corrected."""
+        now = images(jobset(replace(self._context, images={})))
+        return ", ".join(sorted({image for group, image in now.items() if self._context.images.get(group) != image}))
 
     def _look_again(self, pods: list[Object]) -> float:
         """The seconds until the operator asks again why pods get no nodes, or why there are no pods. They may wait for

@@ -48,9 +48,40 @@ class Cause:
     waiting: bool
 
 
-def cause(pod: Object, mounts: Mapping[str, str]) -> Cause | None:
-    """Why this pod does not work; None if nothing is wrong. `mounts`: reports about volumes, by the pod's uid."""
+@dataclass(frozen=True)
+class LostNode:
+    """A node that is not ready. `since`: Kubernetes timestamp. `told`: what is wrong with it, after its name."""
+
+    since: str
+    told: str
+
+
+NO_NODES: Mapping[str, LostNode] = {}
+
+
+def lost_node(node: Object) -> LostNode | None:
+    """What is wrong with the node; None if it is ready, or so new that nobody knows."""
+    ready = condition(node, "Ready")
+    if ready is None or ready.get("status") == "True":
+        return None
+    since = str(ready.get("lastTransitionTime") or "")
+    if ready.get("status") == "Unknown":
+        return LostNode(since, f"has not answered since {since}")
+    return LostNode(since, f"is not ready since {since}: {str(ready.get('message'))[: LONGEST_MESSAGE // 2]}")
+
+
+def cause(pod: Object, mounts: Mapping[str, str], lost: Mapping[str, LostNode] = NO_NODES) -> Cause | None:
+    """Why this pod does not work; None if nothing is wrong. `mounts`: reports about volumes, by the pod's uid. `lost`:
+    nodes that are not ready, by name."""
     status = pod.get("status", {})
+    node = str(pod.get("spec", {}).get("nodeName"))
+    if (away := lost.get(node)) is not None and status.get("phase") in ("Pending", "Running") and not is_ready(pod):
+        # Kubernetes deletes such a pod after five minutes. It is gone when its node says so, or is deleted.
+        text = (
+            f"{_who(pod)} is on node {node}, which {away.told}; if the node does not come back, delete it "
+            f"(kubectl delete node {node}), and the pod starts on another one"
+        )
+        return Cause(reasons.NODE_LOST, text, away.since, False)
     if status.get("phase") == "Failed":
         # A pod that somebody deleted ends with an exit code, too.
         return None if deleting(pod) and not is_true(pod, "DisruptionTarget") else _ended(pod)
@@ -221,24 +252,29 @@ def lasted(pods: Iterable[Object]) -> timedelta:
     return max(spans)[1] if spans else timedelta()
 
 
-def worst(pods: Iterable[Object], mounts: Mapping[str, str] = NO_MOUNTS) -> Cause | None:
-    """The cause to report: the latest failure (the job survived earlier ones), else the oldest wait."""
-    found = [c for pod in pods if (c := cause(pod, mounts)) is not None]
+def worst(
+    pods: Iterable[Object], mounts: Mapping[str, str] = NO_MOUNTS, lost: Mapping[str, LostNode] = NO_NODES
+) -> Cause | None:
+    """The cause to report: a lost node, else the latest failure (the job survived earlier ones), else the oldest
+    wait."""
+    found = [c for pod in pods if (c := cause(pod, mounts, lost)) is not None]
     failures = [c for c in found if not c.waiting]
     if failures:
-        return max(failures, key=lambda c: c.since)
+        return max(failures, key=lambda c: (c.reason == reasons.NODE_LOST, c.since))
     return min(found, key=lambda c: c.since, default=None)
 
 
 def _ended(pod: Object) -> Cause:
     status = pod["status"]
-    created = pod["metadata"].get("creationTimestamp", "")
+    since = created = pod["metadata"].get("creationTimestamp", "")
+    # A kubelet gives a pod that exceeds a limit of its own for storage no condition.
+    evicted = is_true(pod, "DisruptionTarget") or status.get("reason") == "Evicted"
     for container in status.get("containerStatuses") or []:
         ended = container.get("state", {}).get("terminated")
         if not ended:
             continue
         code, since = ended.get("exitCode"), ended.get("finishedAt") or created
-        if is_true(pod, "DisruptionTarget"):
+        if evicted:
             break
         if ended.get("reason") == "OOMKilled":
             limit = "its memory limit"
@@ -251,10 +287,9 @@ def _ended(pod: Object) -> Cause:
     why = (
         status.get("message") or told.get("message") or status.get("reason") or told.get("reason") or "no reason given"
     )
-    reason = reasons.EVICTED if told or status.get("reason") == "Evicted" else reasons.POD_FAILED
-    return Cause(
-        reason, f"{_who(pod)} was ended: {why}"[:LONGEST_MESSAGE], told.get("lastTransitionTime", created), False
-    )
+    reason = reasons.EVICTED if told or evicted else reasons.POD_FAILED
+    text = f"{_who(pod)} was ended: {str(why).strip()}"[:LONGEST_MESSAGE]
+    return Cause(reason, text, told.get("lastTransitionTime", since), False)
 
 
 def _failed(pod: Object) -> str:
