@@ -109,9 +109,17 @@ def _capabilities(name: str, text: str) -> tuple[str, ...]:
 
 def _template(path: Path) -> dict[str, Any]:
     """DOVETAIL_POD_TEMPLATE names a YAML file."""
-    document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"DOVETAIL_POD_TEMPLATE: {path} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(document, dict):
         raise ValueError(f"DOVETAIL_POD_TEMPLATE: {path} does not hold an object with metadata and spec")
+    # Here only: the planner's process has no need of it.
+    from dovetail.operator.pod_template import first_mistake
+
+    if (problem := first_mistake(document)) is not None:
+        raise ValueError(f"DOVETAIL_POD_TEMPLATE: {problem}")
     return document
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from dovetail.manifest.checks.pod_templates import (
     CONTAINER,
@@ -97,3 +98,9 @@ POD_RULES = (
         {"problem": Value(lambda pods: template_problem(pods.pod_template))},
     ),
 )
+
+
+def template_errors(template: dict[str, Any], path: str) -> list[str]:
+    """What is wrong with a pod template that is in no manifest. `path`: of the object whose podTemplate it is."""
+    pods = Coordinator(pod_template=template)
+    return [sentence for rule in POD_RULES if (sentence := rule.told(pods, path)) is not None]

@@ -45,8 +45,12 @@ class Rule:
         """Path and sentence of each object that breaks the rule."""
         for place in self.at:
             for path, found in objects.at(place):
-                if not self.holds(found):
-                    yield path, self._fill(partial(self._value, found, path))
+                if (sentence := self.told(found, path)) is not None:
+                    yield path, sentence
+
+    def told(self, found: Any, path: str) -> str | None:
+        """The sentence for one object, `found` at `path`; None if it keeps the rule."""
+        return None if self.holds(found) else self._fill(partial(self._value, found, path))
 
     def cel_rules(self) -> Iterator[CelRule]:
         """The rule in the CRD, once for each place; nothing without CEL."""
