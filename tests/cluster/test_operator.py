@@ -168,6 +168,13 @@ CAUSES = {
         "PodsRefused",
         'JobSet tiny cannot make its Jobs: job "tiny-a100-0" creation failed with error: ',
     ),
+    "a field that Kubernetes does not know": (
+        with_trainer(podTemplate={"spec": {"nodeselector": {"disk": "fast"}}}),
+        "Scheduled",
+        "ObjectRejected",
+        # The second part of the JobSet is that of a100.
+        'unknown field "spec.replicatedJobs[1].template.spec.template.spec.nodeselector"',
+    ),
     "a claim that is missing": (
         with_trainer(
             podTemplate={"spec": {"volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "hub"}}]}}
@@ -190,7 +197,7 @@ def test_pods_that_cannot_start_are_explained(
     def explained() -> bool:
         # Another pod may be the first to be refused, for as long as the job's own volume is being made.
         message = condition(cluster, namespace, kind).get("message", "")
-        return words in message and "a100" in message
+        return words in message and ("a100" in message or reason == "ObjectRejected")
 
     wait_for(f"{words!r} of a100's pod", explained, 400)
     described = cluster.kubectl("describe", "rlhfjob", "tiny", "-n", namespace)

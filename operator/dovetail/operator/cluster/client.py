@@ -11,7 +11,7 @@ from pydantic_core import from_json
 
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError, request, stream
-from dovetail.kube.resources import BY_KIND, SECRET, WORKLOAD, Resource
+from dovetail.kube.resources import BY_KIND, JOB, JOBSET, SECRET, WORKLOAD, Resource
 
 Object = dict[str, Any]
 APPLY = "application/apply-patch+yaml"
@@ -115,9 +115,12 @@ class Client:
                 yield kind, thing
 
     async def create(self, thing: Object) -> Object:
-        """Create the object. The API server answers 409 if an object with that name exists."""
+        """Create the object. The API server answers 409 if an object with that name exists. It refuses fields of pods
+        that it does not know. Otherwise it would drop them, and a nodeSelector that is misspelt would hold for
+        nobody."""
         resource, metadata = self._kinds[thing["kind"]], thing["metadata"]
-        return await self._call("POST", resource.path(metadata["namespace"]), {"fieldManager": _MANAGER}, thing)
+        query = {"fieldManager": _MANAGER} | ({"fieldValidation": "Strict"} if resource in (JOBSET, JOB) else {})
+        return await self._call("POST", resource.path(metadata["namespace"]), query, thing)
 
     async def apply(self, thing: Mapping[str, Any], uid: str) -> Object:
         """Apply (server-side) to the object with this uid. Fields that other managers have changed are taken back. The
