@@ -431,6 +431,24 @@ def test_the_jobset_of_a_job_that_multikueue_sent_outlives_its_end_for_a_while()
     assert not cluster.gone, "the other cluster deletes it"
 
 
+def test_a_running_job_whose_manifest_can_no_longer_be_read_may_be_suspended():
+    """Its pods would hold their GPUs for ever."""
+    cluster = running()
+    cluster.edit(nonsense=1)
+    cluster.settle()
+    assert cluster.condition("Planned")["reason"] == "InvalidSpec"
+    assert cluster.pods(), "what runs goes on"
+    cluster.edit(suspend=True)
+    cluster.settle()
+    assert not cluster.pods()
+    assert cluster.condition("Suspended")["status"] == "True"
+    del cluster.document["spec"]["nonsense"]
+    cluster.edit(suspend=False)
+    cluster.settle()
+    assert cluster.condition("Running")["status"] == "True"
+    assert cluster.condition("Suspended")["status"] == "False"
+
+
 def test_a_suspended_job_does_not_want_pods():
     cluster = without_pods(failurePolicy={"startTimeoutSeconds": 60})
     cluster.reconcile()

@@ -1,6 +1,7 @@
 """The operator's queue, store, planner process and settings."""
 
 import asyncio
+import copy
 import datetime
 import json
 import re
@@ -9,7 +10,7 @@ import time
 import pytest
 
 from dovetail.kube.resources import Gang
-from dovetail.operator.cluster.object_cache import ObjectCache
+from dovetail.operator.cluster.object_cache import TOO_LARGE, ObjectCache
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner, read_job
 from dovetail.operator.reconcile.children import Children, matches, sizes
@@ -269,16 +270,49 @@ def test_a_large_job_that_an_earlier_release_has_planned_goes_on():
     document["metadata"] |= {"resourceVersion": "1", "generation": 2}
     template = {"spec": {"tolerations": [{"key": f"k{n}", "operator": "Exists"} for n in range(10_000)]}}
     document["spec"]["groups"][0]["podTemplate"] = template
-    store = ObjectCache()
 
     def planned(status, generation):
-        condition = {"type": "Planned", "status": status, "observedGeneration": generation}
-        return "tooLarge" not in store.job(store.put({**document, "status": {"conditions": [condition]}}))
+        """What an operator sees that starts now."""
+        store, condition = ObjectCache(), {"type": "Planned", "status": status, "observedGeneration": generation}
+        return TOO_LARGE not in store.job(store.put({**document, "status": {"conditions": [condition]}}))
 
     assert planned("True", 2)
     assert not planned("True", 1)
     assert not planned("False", 2)
-    assert "tooLarge" in store.job(store.put(document))
+    store = ObjectCache()
+    assert TOO_LARGE in store.job(store.put(document))
+
+
+def test_a_large_job_of_an_earlier_release_may_be_edited_but_not_grow():
+    """To suspend it, for example. Each edit has a new generation, which nobody has planned yet."""
+    store, large = ObjectCache(), {"spec": {"nonsense": ["x"] * 100_000}}
+    document = manifest(suspend=False)
+    document["spec"]["groups"][0]["podTemplate"] = large
+    document["metadata"]["resourceVersion"] = "1"
+    planned = {"type": "Planned", "status": "True", "observedGeneration": 1}
+    document["status"] = {"conditions": [planned]}
+    key = store.put(document)
+
+    def edit(**spec):
+        document["spec"] = document["spec"] | spec
+        document["metadata"]["generation"] += 1
+        document["metadata"]["resourceVersion"] = str(document["metadata"]["generation"])
+        store.put(copy.deepcopy(document))
+        return store.job(key)
+
+    for suspend in (True, False):
+        found = edit(suspend=suspend)
+        assert TOO_LARGE not in found
+        assert found["spec"]["suspend"] is suspend
+    assert TOO_LARGE in edit(samples={"keep": "x" * 1000})
+    assert TOO_LARGE in edit(samples={}), "the operator has planned none of these"
+    small = manifest()
+    small["metadata"] |= {"name": "small", "resourceVersion": "1"}
+    key = store.put(small)
+    small["metadata"] |= {"resourceVersion": "2", "generation": 2}
+    small["spec"] = document["spec"]
+    store.put(copy.deepcopy(small))
+    assert TOO_LARGE in store.job(key)
 
 
 def test_what_is_nobodys_is_not_kept():

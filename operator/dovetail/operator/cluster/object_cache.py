@@ -26,6 +26,7 @@ _OWNER = ("apiVersion", "kind", "uid", "controller")
 # Of the spec of an RLHFJob. A value takes up to 25 times as much memory as JSON, and the operator has copies.
 SPEC_BYTES, SPEC_VALUES = 256 << 10, 10_000
 MOST_LABELS = 500  # of an RLHFJob
+EDITS = (0, 256, 8)  # labels, bytes and values that an edit may add to a job that is too large, and was taken before
 TOO_LARGE = "tooLarge"
 _TEXT = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
 # What is still looked at of a job that is too large.
@@ -59,7 +60,7 @@ class ObjectCache:
         if thing["kind"] == KIND:
             job = self._jobs.get(key)
             if job is None or _version(job) <= version:
-                self._jobs[key] = trim(thing)
+                self._jobs[key] = _trim_job(thing, job)
             return key
         slot, place = self._children.setdefault(key, {}), _place(thing)
         there = slot.get(place)
@@ -154,11 +155,12 @@ def trim(thing: Object) -> Object:
     return {"kind": kind, "metadata": kept, "spec": spec, "status": status}
 
 
-def _trim_job(job: Object) -> Object:
-    """Of a job that is too large, only what is still looked at is kept. A job whose plan was made stays as it is."""
+def _trim_job(job: Object, before: Object | None = None) -> Object:
+    """Of a job that is too large, only what is still looked at is kept. A job whose plan was made stays as it is, and
+    its user may edit it, as long as it does not grow. `before`: the job as it is stored."""
     annotations = _only(job["metadata"].get("annotations") or {}, (names.WORKLOAD_LABEL,))
     kept = {**job, "metadata": _only(job["metadata"], (*_METADATA, "labels")) | {"annotations": annotations}}
-    if (problem := _too_large(job)) is not None and not _was_planned(job):
+    if (problem := _too_large(job)) is not None and not (_was_planned(job) or _kept_its_size(job, before)):
         labels = _only(job["metadata"].get("labels") or {}, (names.ORIGIN_LABEL, names.QUEUE_LABEL))
         kept["metadata"]["labels"] = labels
         kept |= {"spec": _only(job.get("spec") or {}, _SPEC), TOO_LARGE: problem}
@@ -170,6 +172,20 @@ def _was_planned(job: Object) -> bool:
     conditions = (job.get("status") or {}).get("conditions") or ()
     now = job["metadata"].get("generation")
     return any((c["type"], c["status"], c.get("observedGeneration")) == ("Planned", "True", now) for c in conditions)
+
+
+def _kept_its_size(job: Object, before: Object | None) -> bool:
+    """Whether the job is an edit of one that was taken, and not much larger. Who suspends or scales a job adds a few
+    characters."""
+    if before is None or TOO_LARGE in before or before["metadata"].get("uid") != job["metadata"].get("uid"):
+        return False
+    return all(now <= then + more for now, then, more in zip(_size(job), _size(before), EDITS, strict=True))
+
+
+def _size(job: Object) -> tuple[int, int, int]:
+    """Labels, bytes and values."""
+    text = json.dumps(job.get("spec") or {}, separators=(",", ":"))
+    return len(job["metadata"].get("labels") or {}), len(text), _values(text)
 
 
 def _too_large(job: Object) -> str | None:

@@ -151,7 +151,7 @@ def _reconcile(seen: Seen, now: datetime) -> Reconciled:
     if (retry := int((seen.document.get("spec") or {}).get("retry") or 0)) or old.retry:
         status = status.model_copy(update={"retry": retry})
     if isinstance(planned, PlanRefused):
-        return _refused(planned, conditions, status, now)
+        return _refused(seen, planned, conditions, status, now)
     uid, mine, room = str(seen.document["metadata"]["uid"]), _jobset(seen), seen.outlook.room or {}
     context = RenderContext(planned[0], uid, planned[1], seen.settings, sizes(mine), room, images(mine))
     made = seen.children.get(CONFIG_MAP.kind, names.plan_config_map(context.name)) if mine is not None else None
@@ -571,19 +571,28 @@ def _was_sent(document: Object) -> bool:
     return names.ORIGIN_LABEL in (document["metadata"].get("labels") or {})
 
 
-def _refused(problem: PlanRefused, conditions: Conditions, status: RLHFJobStatus, now: datetime) -> Reconciled:
+def _refused(
+    seen: Seen, problem: PlanRefused, conditions: Conditions, status: RLHFJobStatus, now: datetime
+) -> Reconciled:
     """Handle a job without a plan. The manifest must change, unless the planner itself failed: then it is asked again
-    when the job has waited twice as long."""
+    when the job has waited twice as long. A job that runs, and whose manifest was changed to one that cannot be read,
+    keeps its pods. Its user may still suspend it."""
     conditions.set("Planned", False, problem.reason, problem.message)
     for kind in ("Scheduled", "Running"):
         conditions.set(kind, False, reasons.NOT_PLANNED)  # type: ignore[arg-type]
     conditions.set("Completed", False, reasons.IN_PROGRESS)
+    delete, jobset = list[Ref](), _jobset(seen)
+    if jobset is not None and (seen.document.get("spec") or {}).get("suspend") is True:
+        conditions.set("Suspended", True, reasons.SUSPENDED, "spec.suspend is true")
+        surplus = [j for j in seen.children.jobs(surplus=True) if not deleting(j)]
+        delete = [(JOB.kind, str(j["metadata"]["name"])) for j in surplus]
+        delete += [] if deleting(jobset) else [(JOBSET.kind, str(jobset["metadata"]["name"]))]
     status = status.model_copy(update={"conditions": conditions.result()})
     requeue = None
     if problem.reason in (reasons.PLANNER_TIMEOUT, reasons.PLANNER_FAILED):
         since = next(c.last_transition_time for c in status.conditions if c.type == "Planned")
         requeue = max(PLANNER_AGAIN_SECONDS, (now - since).total_seconds())
-    return Reconciled(status, requeue=requeue, events=conditions.events())
+    return Reconciled(status, delete=delete, requeue=requeue, events=conditions.events())
 
 
 def _jobset(seen: Seen) -> Object | None:
