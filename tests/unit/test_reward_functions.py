@@ -493,6 +493,34 @@ def test_a_rehearsal_is_on_two_of_the_job_s_prompts_and_once_a_run(tmp_path: Pat
     assert len(calls) == 2, "not again when the coordinator comes back"
 
 
+def test_a_function_whose_file_changes_during_a_run_is_told(tmp_path: Path) -> None:
+    """As when somebody edits the ConfigMap of a job that runs: a process that is started again reads the new file, and
+    rewards of two functions would be in one run without a trace."""
+    file, told = tmp_path / "mine.py", []
+    text = "def score(prompts, responses, **fields):\n    return [1.0] * len(responses)\n"
+    file.write_text(text)
+    spec = tiny(tmp_path, "score").spec
+
+    async def start() -> None:
+        settings = CoordinatorSettings(tmp_path, "secret", "127.0.0.1", free_port("127.0.0.1"), tmp_path)
+
+        def log(event: str, **fields: Any) -> None:
+            if event == "reward.changed":
+                told.append(fields)
+
+        async with Engines(spec, make_plan(spec), settings, log) as engines:
+            assert engines._rewards is not None
+            await engines._rewards.open()
+
+    asyncio.run(start())
+    asyncio.run(start())
+    assert told == []
+    file.write_text(text.replace("1.0", "2.0"))
+    asyncio.run(start())
+    asyncio.run(start())
+    assert told == [{"function": "mine:score", "file": str(file)}]
+
+
 # ---------------------------------------------------------------- in this process
 
 

@@ -380,9 +380,19 @@ class Engines:
         if given is None and not reward.calls:
             return None
         caller = (
-            Workers(reward, self.settings.base_dir) if given is None else LiveFunction(given, reward.timeout_seconds)
+            Workers(reward, self.settings.base_dir, read=self._function_read)
+            if given is None
+            else LiveFunction(given, reward.timeout_seconds)
         )
         return Calls(caller, self.spec.failure_policy.reward_retries, self.log)
+
+    def _function_read(self, name: str, file: str, digest: str) -> None:
+        """Record that a process has imported a reward function. Its file may have changed since another one did."""
+        known = self.records.store.get("rewards/code") or {}
+        if known.get(name) != digest:
+            self.records.store.put("rewards/code", {**known, name: digest})
+            if name in known:
+                self.log("reward.changed", function=name, file=file)
 
     async def check_rewards(self) -> None:
         """Call the job's reward and evaluation functions on two of its prompts, so that a broken function fails before

@@ -4,12 +4,14 @@ library, because workers import it first."""
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import math
 import os
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 FRAMES = 3
@@ -102,8 +104,8 @@ def one_line(text: str) -> str:
 
 
 def describe(function: Callable[..., Any]) -> dict[str, Any]:
-    """The `file` and `line` of a function, and the value of its attribute `needs` (None without one). Raises ValueError
-    if `needs` is neither Sample nor Group."""
+    """The `file` and `line` of a function, the `digest` of the file (SHA-256; None if it cannot be read), and the value
+    of its attribute `needs` (None without one). Raises ValueError if `needs` is neither Sample nor Group."""
     needs = getattr(function, "needs", None)
     if needs not in (None, "Sample", "Group"):
         raise ValueError(f"its attribute `needs` is {needs!r}; write 'Sample' or 'Group'")
@@ -117,8 +119,16 @@ def describe(function: Callable[..., Any]) -> dict[str, Any]:
     return {
         "file": None if code is None else code.co_filename,
         "line": None if code is None else code.co_firstlineno,
+        "digest": None if code is None else _digest(code.co_filename),
         "needs": needs,
     }
+
+
+def _digest(file: str) -> str | None:
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 def raised(error: BaseException, own: Iterable[str]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -152,10 +152,18 @@ class _Worker:
 class Workers:
     """Up to `reward.workers` processes. Each is started when it is first needed. A process that fails is replaced.
     Functions are imported from `reward.import_path`, or else from `folder`, before PYTHONPATH. `fields`: where the
-    manifest names each function, for messages. The default is spec.models.reward."""
+    manifest names each function, for messages. The default is spec.models.reward. `read` is called with a function's
+    name, file and digest, whenever a process has imported it."""
 
-    def __init__(self, reward: RewardModel, folder: Path, fields: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        reward: RewardModel,
+        folder: Path,
+        fields: Sequence[str] = (),
+        read: Callable[[str, str, str], None] | None = None,
+    ) -> None:
         self._reward = reward
+        self._read = read
         single = reward.functions is None
         field = "spec.models.reward.function"
         self._field = ", ".join(fields) or (field if single else f"{field}s")
@@ -234,6 +242,9 @@ class Workers:
             if "refused" in reply:
                 raise CallFailed(reply["refused"])
             self._ready = reply["ready"]
+            for function, ready in zip(self._reward.calls, self._ready, strict=True):
+                if self._read is not None and ready["digest"] is not None:
+                    self._read(function.function, ready["file"], ready["digest"])
         except TimeoutError:
             text = f"{field}: importing the reward functions took longer than {START_SECONDS:.0f} s"
             frames = await worker.stack()
