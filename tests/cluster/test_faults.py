@@ -111,6 +111,27 @@ def take_node(job: ClusterJob) -> set[str]:
     return {"v100"}
 
 
+def lose_node(job: ClusterJob) -> set[str]:
+    """Its kubelet stands still, and nobody knows whether its pods do. One of them is deleted, and ends when somebody
+    deletes the node. Then the node comes back, as a new one."""
+    pod = job.pods()["a10"]["metadata"]["name"]
+    job.cluster.devcluster("stop", "kubelet-a10")
+    try:
+        wait_for("it is named", lambda: job.condition("Degraded").get("reason") == "NodeNotReady", RECOVERY_SECONDS)
+        assert f"pod {pod} of group a10 is on node a10, which has not answered" in job.condition("Degraded")["message"]
+        assert job.uids()["a10"], "its pods work on"
+        go_on(job, 1)
+        job.cluster.kubectl("delete", "pod", pod, "-n", job.namespace, "--wait=false")
+        go_on(job, 1)
+        assert job.cluster.get("pod", pod, "-n", job.namespace) is not None
+        job.cluster.kubectl("delete", "node", "a10")
+        wait_for("it to go", lambda: job.cluster.get("pod", pod, "-n", job.namespace) is None, RECOVERY_SECONDS)
+    finally:
+        job.cluster.devcluster("start", "kubelet-a10")
+        job.cluster.devcluster("restart", "gpus-a10")
+    return {"a10"}
+
+
 def restart_api_server(job: ClusterJob) -> set[str]:
     """By SIGKILL: asked to end, it would wait half a minute for its clients."""
     job.cluster.devcluster("kill", "kube-apiserver")
@@ -192,6 +213,7 @@ FAULTS: dict[str, Callable[[ClusterJob], set[str]]] = {
     "vLLM killed": partial(kill_process, "v100", "dovetail.rollout.serving.vllm_server"),
     "node drained": drain_node,
     "node taken and given back": take_node,
+    "node lost": lose_node,
     "API server restarted": restart_api_server,
     "trainer killed": partial(kill_process, "a100", "dovetail.trainer.main"),
     "etcd stopped": stop_etcd,
@@ -200,11 +222,13 @@ FAULTS: dict[str, Callable[[ClusterJob], set[str]]] = {
     "network cut": cut_network,
     "scorer killed": partial(kill_process, "a10", "dovetail.rollout.scoring.scorer"),
 }
+LONG = ("node lost",)  # with the nightly tests alone
 # The processes that are new after a fault, where it is said which.
 RETURNS = {
     "vLLM killed": ("v100-0",),
     "scorer killed": ("a10-0-scorer",),
     "rollout's pod deleted": ("a10-0", "a10-0-scorer"),
+    "node lost": ("a10-0", "a10-0-scorer"),
     "node taken and given back": ("v100-0", "v100-0-scorer"),
 }
 
@@ -219,6 +243,8 @@ def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
         "an iteration", lambda: job.condition("Running").get("status") == "True" and job.iteration(), START_SECONDS
     )
     for name, fault in FAULTS.items():
+        if name in LONG and not lag:
+            continue
         began, before, last, births = time.monotonic(), job.uids(), job.iteration(), born(job)
         expected = fault(job)
         done = time.monotonic()
