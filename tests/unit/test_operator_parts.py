@@ -235,6 +235,7 @@ def test_a_long_script_in_a_manifest_is_one_value():
     store = ObjectCache()
     assert store.job(store.put(document))["spec"] == document["spec"]
     template["spec"]["nonsense"] = [[]] * 10_000
+    store = ObjectCache()
     refused = plan_with(make_plan, document=store.job(store.put(document)))
     assert re.search(r"about 20\d\d\d values", refused.message)
 
