@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.planner.simulate import ProfileError, StageProfile, ThresholdController
+from dovetail.planner.simulate import ProfileError, StageProfile, ThresholdController, scan
 from dovetail.planner.workload import Lengths
 
 
@@ -88,3 +88,20 @@ def test_a_server_takes_more_than_costs_nothing_where_the_freed_one_saves_more()
     twin = ThresholdController("Auto", 128)
     twin.restore(controller.as_json())
     assert twin.decide([16] * 64, [slow] * 2) == controller.decide([16] * 64, [slow] * 2)
+
+
+def test_a_job_that_streams_to_trainers_is_simulated_in_its_own_order() -> None:
+    """Scorers take short samples first there, so the last chunk is long."""
+    lengths = Lengths.long_tailed(1024).draw(256, np.random.default_rng(1)).tolist()
+    found = []
+    for shortest_first in (False, True):
+        controller = ThresholdController(0.2, 1024, shortest_first=shortest_first)
+        controller.observe(lengths)
+        decision = controller.decide([64] * 256, [gpu(chunk_tokens=512)] * 8)
+        drawn = np.random.default_rng([0, 0]).choice(np.asarray(lengths), 256).tolist()
+        (again,) = scan(
+            drawn, [64] * 256, [gpu(chunk_tokens=512)] * 8, [51], 1024, roomy=[True], shortest_first=shortest_first
+        )
+        assert decision.prediction == again
+        found.append(decision.fused_seconds)
+    assert found[0] < found[1]

@@ -112,7 +112,7 @@ class ExperienceMaker:
         # The version of the rollouts' weights when the trainers began to use their GPUs.
         self._trained_beside: int | None = None
         self._found: asyncio.Task[None] | None = None
-        self._fusion = Fusion(spec, records.store, records.log)
+        self._fusion = Fusion(spec, records.store, records.log, self._streams)
         gather = spec.plan.inter_stage_fusion not in ("Off", 0)
         self._lineup = Lineup(fleet, spec.generation.max_concurrent, gather, records.log, on_first)
         self._generator = Generator(

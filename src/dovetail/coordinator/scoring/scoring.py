@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from dovetail.coordinator.data.tokenize import ppo_batch
 from dovetail.coordinator.scoring.streams import Growing, Streams
 from dovetail.coordinator.store.samples import Key
-from dovetail.planner.chunks import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS, STREAMED_PER_SCORER, chunk_rows
+from dovetail.planner.chunks import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS, STREAMED_PER_SCORER, chunk_target
 from dovetail.protocol.messages import ModelRef, Span
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
 
@@ -117,12 +117,17 @@ class Waiting:
         if the chunk then gets a few samples more. They are divided only if both parts are large enough for a chunk
         (`least`), and each has at least as many response tokens as the prompt has tokens."""
         chunk: list[Finished] = []
-        rows = 0
-        while self._groups and (not chunk or len(chunk) < rows):
+        target, longest, rows = chunk_target(self._tokens, scorers, least, most), 0, 1
+        while self._groups and len(chunk) < rows:
             prompt = self._next()
+            # If the shortest come first, the rows become longer with each prompt.
+            longest = max(longest, *map(len, self._groups[prompt]))
+            rows = max(1, target // longest)
+            if len(chunk) >= rows:
+                break
+            heapq.heappop(self._order)
             group = self._groups.pop(prompt)
             group.sort(key=len, reverse=not self._shortest_first)
-            rows = rows or chunk_rows(max(map(len, group)), self._tokens, scorers, least, most)
             count = _cut(group, rows - len(chunk), least)
             chunk += group[:count]
             if count < len(group):
@@ -131,12 +136,13 @@ class Waiting:
         return chunk
 
     def _next(self) -> tuple[int, int]:
-        """The prompt of the longest sample, or of the shortest one."""
+        """The prompt of the longest sample, or of the shortest one. Its entry stays at the top."""
         extreme = min if self._shortest_first else max
         while True:
-            length, _, prompt = heapq.heappop(self._order)
+            length, _, prompt = self._order[0]
             if abs(length) == extreme(map(len, self._groups.get(prompt, ())), default=0):
                 return prompt
+            heapq.heappop(self._order)
 
 
 def _cut(group: Sequence[Finished], rows: int, least: int) -> int:

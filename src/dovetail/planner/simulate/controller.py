@@ -54,16 +54,20 @@ class Decision:
 
 class ThresholdController:
     """A job has one controller. `setting`: `plan.interStageFusion`, which is Auto, Off or a fraction of the batch.
-    `max_tokens`: the most tokens of a response. Lengths are drawn from those of the last RECENT_ITERATIONS iterations.
+    `max_tokens`: the most tokens of a response. `shortest_first`: short samples are scored before longer ones, as with
+    `ppo.streaming`. Lengths are drawn from those of the last RECENT_ITERATIONS iterations.
 
     Raises ProfileError for a fraction that is not between 0 and 1."""
 
-    def __init__(self, setting: Literal["Auto", "Off"] | float, max_tokens: int, seed: int = 0) -> None:
+    def __init__(
+        self, setting: Literal["Auto", "Off"] | float, max_tokens: int, seed: int = 0, shortest_first: bool = False
+    ) -> None:
         if not isinstance(setting, str) and not 0 <= setting <= 1:
             raise ProfileError(f"spec.plan.interStageFusion is {setting}; it must be Auto, Off or between 0 and 1")
         self._setting = setting
         self._max_tokens = max_tokens
         self._seed = seed
+        self._shortest_first = shortest_first
         self._recent: deque[list[int]] = deque(maxlen=RECENT_ITERATIONS)
         self._decisions = 0
         self._current: Choice = OFF
@@ -90,7 +94,8 @@ class ThresholdController:
         def played() -> dict[Choice, StagePrediction]:
             lengths = self._draw(count, rng).tolist()
             wanted, roomy = thresholds.values(), [choice[1] for choice in choices]
-            found = scan(lengths, prompt_lengths, profiles, wanted, self._max_tokens, roomy=roomy)
+            order = {"roomy": roomy, "shortest_first": self._shortest_first}
+            found = scan(lengths, prompt_lengths, profiles, wanted, self._max_tokens, **order)
             return dict(zip(choices, found, strict=True))
 
         draws = [played() for _ in range(min(DRAWS, max(1, DRAWN_SAMPLES // max(1, count))))]

@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from dovetail.planner.chunks import STREAMED_PER_SCORER, chunk_rows
+from dovetail.planner.chunks import STREAMED_PER_SCORER, chunk_target
 from dovetail.planner.simulate.decode import Decode
 from dovetail.planner.simulate.migration import MigrationPlan, plan_migration
 from dovetail.planner.simulate.profile import ProfileError, StageProfile
@@ -163,8 +163,12 @@ def _inference(decode: Decode, begun: float | None, early: bool, shortest_first:
             time = max(time, there)
             next_ += 1
         profile = decode.profiles[i]
-        rows = chunk_rows(sign * ready[0][0], waiting, len(decode.profiles), profile.chunk_tokens)
-        taken = [heapq.heappop(ready) for _ in range(min(rows, len(ready)))]
+        target = chunk_target(waiting, len(decode.profiles), profile.chunk_tokens)
+        taken = [heapq.heappop(ready)]
+        longest = abs(taken[0][0])
+        while ready and (len(taken) + 1) * max(longest, abs(ready[0][0])) <= target:
+            taken.append(heapq.heappop(ready))
+            longest = max(longest, abs(taken[-1][0]))
         chunk = [sign * tokens for tokens, _ in taken]
         waiting -= sum(chunk)
         seconds = profile.chunk_seconds(chunk)
