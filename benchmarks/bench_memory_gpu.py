@@ -22,7 +22,7 @@ from gpu_memory.measured import Measuring
 from gpu_memory.predicted import predicted
 
 GIB = 2**30
-TOLERANCE, BOUND_TOLERANCE = 0.05, 0.2
+TOLERANCE = 0.05
 
 
 def main() -> int:
@@ -49,7 +49,7 @@ def main() -> int:
                     "seconds": round(device.seconds, 1),
                 }
             )
-            missed = missed or not -TOLERANCE <= error <= (BOUND_TOLERANCE if case.bound else TOLERANCE)
+            missed = missed or abs(error) > TOLERANCE
             sizes = "  ".join(f"{size / GIB:8.2f}" for size in (device.allocated, device.reserved, expected))
             print(f"{case.name:58} {sizes}  {error:+7.1%}", flush=True)
     if options.json:

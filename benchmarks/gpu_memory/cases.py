@@ -46,8 +46,7 @@ class Case:
     holds in as many stages. `rows`: samples of `prompt` and `response` tokens in a micro-batch, of which an optimizer
     step has `micro_batches`. `schedule`: letters by rank; without: 1F1B, actor, then critic. `shared`: the critic is a
     head on the actor. `critic_pp`: the critic's stages, where it has fewer than the actor on the same ranks. `chunks`:
-    the stages of each model on a rank, down the ranks and back. `bound`: the planner counts the schedule that may hold
-    most, as the schedule is found later."""
+    the stages of each model on a rank, down the ranks and back."""
 
     name: str
     actor: Config
@@ -68,7 +67,6 @@ class Case:
     shared: bool = False
     critic_pp: int = 0
     chunks: int = 1
-    bound: bool = False
     scores: tuple[Literal["reference", "reward", "critic"], ...] = field(default=())
 
     @property
@@ -76,14 +74,21 @@ class Case:
         return self.pp * self.dp * self.tp
 
 
-# The search of schedules found it: the critic's stages run from the last rank to the first.
-FUSED = ("FFfbFFfbfbfBbBBB", "FfFffbFBFbfBbBbB", "fFffFBbfFBFbBbBb", "fffFBfFBFBFbBbbb")
-# Of two stages a rank (fused-v), by the same search.
+# The search of schedules found these, within the memory of serial 1F1B as for every job on GPUs. The critic's stages
+# run from the last rank to the first.
+FUSED = ("FfFbfFbfbFBfbBBB", "FffFbBFfbBFfbBbB", "fFfBFbfFBbfFBbBb", "ffFBfFBFBfbFBbbb")
+# Of two stages a rank: fused-v, and its form with whole backward passes.
 FUSED_V = (
-    "FFFff1ff1F1I1F1I1W1i1ii1iW1IFWIWw1w1ff1F1I1W1F1I1W1ff1wwi1iIWw1wi1iIWw1w",
-    "FfFff1F1f1F1FI1i1I1i1W1iIiIW1FWWfF1w1F1f1w1I1W1fI1W1f1i1w1IWiwwi1w1IiWww",
-    "fFfFF1f1F1f1fi1I1i1I1W1IiIiFW1FWF1WF1w1w1f1fwI1W1i1w1f1IWI1W1ii1w1IWwiww",
-    "fffFF1FF1f1i1f1i1w1I1II1IW1iW1WiWFF1FF1w1fwwf1i1I1IWW1f1w1i1w1I1iIWW1wiw",
+    "FFFff1ff1F1I1W1F1I1i1iwi1iwIw1FIw1W1ff1WWff1F1I1W1i1iwF1I1i1iwIw1w1WW1IW",
+    "FfFff1F1f1F1I1i1W1I1i1iwIiIwFfFw1f1w1fW1WF1f1Wi1I1F1w1ii1I1wIiww1W1IWWW1",
+    "fFfFF1f1F1f1i1I1W1i1I1IiwIiwfFfw1Fw1f1W1F1WF1i1w1f1WI1i1iwII1w1iwIW1WW1W",
+    "fffFF1FF1f1i1w1f1i1I1IW1I1Iiwfiww1FF1W1FF1Wf1i1w1Wf1i1w1I1IiwW1I1IiwWW1W",
+)
+FUSED_V_WHOLE = (
+    "FFff1ff1F1B1F1B1b1Fbfb1f1bF1FB1ff1BF1B1b1bb1bBBB",
+    "FfFff1F1f1F1B1b1B1b1fFbBf1F1bFfBf1F1B1b1B1b1bBbB",
+    "fFfFF1f1F1f1b1B1b1fB1BFbF1f1BfFbF1f1b1B1b1B1BbBb",
+    "ffFF1FF1f1b1f1b1fB1BB1FF1Bff1b1FF1bf1b1B1BB1Bbbb",
 )
 
 CASES = (
@@ -96,7 +101,16 @@ CASES = (
     Case("7B, value head beside", LLAMA_7B, shared=True),
     Case("7B + 7B, pp 4", LLAMA_7B, LLAMA_7B, pp=4, rows=2),
     Case("7B + 7B, pp 4, fused", LLAMA_7B, LLAMA_7B, pp=4, rows=2, schedule=FUSED),
-    Case("7B + 7B, pp 4, two stages a rank", LLAMA_7B, LLAMA_7B, pp=4, rows=2, schedule=FUSED_V, chunks=2, bound=True),
+    Case("7B + 7B, pp 4, two stages a rank", LLAMA_7B, LLAMA_7B, pp=4, rows=2, schedule=FUSED_V, chunks=2),
+    Case(
+        "7B + 7B, pp 4, two stages a rank, not split",
+        LLAMA_7B,
+        LLAMA_7B,
+        pp=4,
+        rows=2,
+        schedule=FUSED_V_WHOLE,
+        chunks=2,
+    ),
     Case("7B + 7B, pp 4 beside pp 2", LLAMA_7B, LLAMA_7B, pp=4, rows=2, critic_pp=2),
     Case("7B + 7B, dp 4", LLAMA_7B, LLAMA_7B, dp=4),
     Case("7B + 7B, dp 4, one micro-batch", LLAMA_7B, LLAMA_7B, dp=4, micro_batches=1),

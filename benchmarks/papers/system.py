@@ -123,10 +123,15 @@ class _Memory(GPUMemoryModel):
         return share.micro_batch * self.work.longest
 
     def load(
-        self, task: Task, share: Share, candidate: Candidate | None = None, stage: int | None = None
+        self,
+        task: Task,
+        share: Share,
+        candidate: Candidate | None = None,
+        stage: int | None = None,
+        both: bool = False,
     ) -> TaskMemory:
         """Where weights are shared, those of a training serve generation and the critic's inference on its GPUs."""
-        alone = super().load(task, share, stage=stage)
+        alone = super().load(task, share, stage=stage, both=both)
         if candidate is None or not self._system.shared_weights:
             return alone
         if task in TRAINING:

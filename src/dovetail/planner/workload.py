@@ -73,7 +73,8 @@ class Workload:
     `ema`: averaged weights of the actor are kept in host memory. `kept_versions`: so many versions of actor and critic
     are kept in host memory, to be sent while training goes on. `micro_batch_tokens`: training cuts micro-batches by
     tokens, and a share's `micro_batch` counts units of so many tokens. None: it counts samples. `chunks`: the stages of
-    actor and critic on each rank of their pipelines."""
+    actor and critic on each rank of their pipelines. `activation_limit`: the bytes of activations that schedules of
+    actor and critic keep to on a rank. None: what serial 1F1B takes."""
 
     actor: ModelShape
     reference: ModelShape
@@ -93,6 +94,7 @@ class Workload:
     kept_versions: int = 0
     micro_batch_tokens: int | None = None
     chunks: int = 1
+    activation_limit: float | None = None
 
     def longest_micro_batch(self, dp: int, micro: int) -> int:
         """The most tokens of a micro-batch in training, of a share with so many data-parallel ranks (`dp`) and such a

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 from dovetail.manifest.types import Parallelism
@@ -20,6 +20,7 @@ from dovetail.planner.costs.memory import (
     kept_prefix_bytes,
     logit_bytes,
     scoring_step_bytes,
+    serial_activations,
     shortage,
     stage_parameters,
     trained_parameters,
@@ -33,6 +34,10 @@ from dovetail.protocol.budgets import SCORER_TOKENS, SHARED_WEIGHT_BYTES
 
 # Parts of a training rank that stay while other tasks have the GPU.
 _STAYS = ("weights", "optimizer", "moving average", "NCCL buffers")
+# Parts of a training rank that are there while a pass runs.
+_PASSING = ("logits", "a layer's backward")
+# The schedules that run both models at once.
+_TOGETHER = ("TimeSharing", "Fused", "VShaped")
 _PROCESS = {"generation": "vLLM", **dict.fromkeys(INFERENCE, "scorer"), **dict.fromkeys(TRAINING, "trainer")}
 
 
@@ -157,7 +162,7 @@ class GPUMemoryModel:
                     left = UTILISATION * pool.gpu.memory - taken - load.resident - load.transient
                     room = int(left // self._kv_bytes(share))
                     rooms[share] = min(room, rooms.get(share, room))
-        both = candidate.schedule in ("TimeSharing", "Fused", "VShaped")
+        both = candidate.schedule in _TOGETHER
         return tuple(self._peak(pool, where, tasks, rooms, both) for pool, where, tasks in cells), rooms
 
     def server_memory(self, candidate: Candidate) -> dict[Share, float]:
@@ -182,17 +187,59 @@ class GPUMemoryModel:
     def _loads(self, candidate: Candidate, on: list[tuple[Task, Share]]) -> Loads:
         """The loads of tasks that share GPUs. If a rank has stages of both models, it is the rank that holds most."""
         actor, critic = (next((share for task, share in on if task == kind), None) for kind in TRAINING)
-        if actor is None or critic is None or actor.range != critic.range or not 1 < actor.pp == critic.pp:
+        if actor is None or critic is None or actor.range != critic.range:
             return [(task, share, self.load(task, share, candidate)) for task, share in on]
-        last = actor.pp - 1
-        # The critic runs against the actor in the schedules that fuse them, and in some of those in a V.
-        against, along = [(0, last), (last, 0)], [(0, 0), (last, last)]
-        pairs = {"Fused": against, "VShaped": against + along}.get(candidate.schedule, along)
+        both = candidate.schedule in _TOGETHER
+        pairs: list[tuple[int, int] | tuple[None, None]] = [(None, None)]
+        if 1 < actor.pp == critic.pp:
+            last = actor.pp - 1
+            # The critic runs against the actor in the schedules that fuse them, and in some of those in a V.
+            against, along = [(0, last), (last, 0)], [(0, 0), (last, last)]
+            pairs = [*{"Fused": against, "VShaped": against + along}.get(candidate.schedule, along)]
         found = []
         for pair in pairs:
-            stages: dict[Task, int] = dict(zip(TRAINING, pair, strict=True))
-            found.append([(task, share, self.load(task, share, candidate, stages.get(task))) for task, share in on])
-        return max(found, key=lambda loads: sum(load.resident + load.transient for _, _, load in loads))
+            stages: dict[Task, int | None] = dict(zip(TRAINING, pair, strict=True))
+            found.append(
+                [(task, share, self.load(task, share, candidate, stages.get(task), both)) for task, share in on]
+            )
+        most = max(found, key=lambda loads: sum(load.resident + load.transient for _, _, load in loads))
+        return self._with_activations(most) if both else most
+
+    def _with_activations(self, loads: Loads) -> Loads:
+        """Adds the activations of actor and critic under one schedule to the loads of a rank. The actor has them. What
+        a pass needs besides is there for one model at a time."""
+        trained = {task: (share, load.works) for task, share, load in loads if task in TRAINING}
+        passing = {task: sum(works.get(part, 0.0) for part in _PASSING) for task, (_, works) in trained.items()}
+        larger = max(passing, key=lambda task: passing[task])
+        steps = sum(works.get("optimizer, stepping", 0.0) for _, works in trained.values())
+        kept = self._activations_together((task, share) for task, (share, _) in trained.items())
+        # Moments come back for the step when the passes are done.
+        parts = {"activations of both models": kept, "optimizer, stepping": max(0.0, steps - kept)}
+        found = []
+        for task, share, load in loads:
+            if task in TRAINING:
+                left = ("activations", "optimizer, stepping", "fragments", *(() if task == larger else _PASSING))
+                works = {name: size for name, size in load.works.items() if name not in left}
+                works |= parts if task == "actor_training" else {}
+                works["fragments"] = FRAGMENTS * sum(works.values())
+                load = replace(load, works=works)
+            found.append((task, share, load))
+        return found
+
+    def _activations_together(self, trained: Iterable[tuple[Task, Share]]) -> float:
+        """The most bytes of activations that a schedule of both models keeps on a rank. The search of schedules keeps
+        to the manifest's limit, or to what serial 1F1B takes (`dovetail.coordinator.loop.scheduling`)."""
+        serial, everything = zip(*(self._activation_bounds(task, share) for task, share in trained), strict=True)
+        limit = self.work.activation_limit
+        return float(max(serial) if limit is None else min(limit, sum(everything)))
+
+    @known_share
+    def _activation_bounds(self, task: Task, share: Share) -> tuple[float, float]:
+        """The bytes of activations of one model on a rank: at most under serial 1F1B, and of all micro-batches of a
+        mini-batch."""
+        job = self.training_job(task, share, 0)
+        serial = serial_activations(job)
+        return serial, serial / min(share.pp, job.micro_batches) * job.micro_batches
 
     def _cells(self, candidate: Candidate) -> Iterator[tuple[Pool, range, list[tuple[Task, Share]]]]:
         """The ranges of GPUs that have the same tasks."""
@@ -273,18 +320,26 @@ class GPUMemoryModel:
         return max(self.work.longest, SCORER_TOKENS // share.pp)
 
     def load(
-        self, task: Task, share: Share, candidate: Candidate | None = None, stage: int | None = None
+        self,
+        task: Task,
+        share: Share,
+        candidate: Candidate | None = None,
+        stage: int | None = None,
+        both: bool = False,
     ) -> TaskMemory:
         """The memory of one task. `candidate`: the tasks beside it. They make no difference, because each process has
-        its own weights. `stage`: the pipeline stage of training. None: the stage that holds most."""
-        return self.training_load(task, share, stage) if task in TRAINING else self.serving_load(task, share)
+        its own weights. `stage`: the pipeline stage of training. None: the stage that holds most. `both`: the load is
+        without activations, because one schedule runs actor and critic."""
+        return self.training_load(task, share, stage, both) if task in TRAINING else self.serving_load(task, share)
 
     @known_share
-    def training_load(self, task: Task, share: Share, stage: int | None) -> TaskMemory:
-        """The memory of a training task on a rank of pipeline stage `stage`. None: the stage that holds most."""
+    def training_load(self, task: Task, share: Share, stage: int | None, both: bool) -> TaskMemory:
+        """The memory of a training task on a rank of pipeline stage `stage`. None: the stage that holds most. `both`:
+        see `load`."""
         # The first stage keeps most micro-batches, and the last one has the logits.
         stages = {0, share.pp - 1} if stage is None else {stage}
-        loads = [self.stage_load(self.training_job(task, share, each), each) for each in stages]
+        jobs = [(self.training_job(task, share, each), each) for each in stages]
+        loads = [self.stage_load(replace(job, in_flight=0) if both else job, each) for job, each in jobs]
         return max(loads, key=lambda load: load.resident + load.transient)
 
     def training_job(self, task: Task, share: Share, stage: int) -> Training:

@@ -107,7 +107,8 @@ class Training:
 
     `tokens`: the tokens of one micro-batch, padding included. `outputs`: how many of them need logits. None: all.
     `micro_batches`: the micro-batches of a mini-batch. `in_flight`: the most micro-batches whose activations a rank
-    holds at once under the schedule. `recompute`: activation checkpointing, which keeps only the inputs of the blocks.
+    holds at once under the schedule. 0: another model shares the schedule, and the activations of both are counted
+    together. `recompute`: activation checkpointing, which keeps only the inputs of the blocks.
     `offload`: the optimizer's moments are in host memory between steps. `ema`: there are averaged weights. `gpu`:
     trainers have GPUs. `fsdp`: the ZeRO stage over the dp ranks. 0 shards nothing, 1 shards masters and moments, 2 also
     gradients (the default), and 3 also weights. `kept`: the versions of the weights that a rank keeps in host memory to
@@ -221,7 +222,12 @@ def training_memory(job: Training, stage: int) -> Memory:
     layer, adapters = job.shape.layer_parameters(job.layout.tp), 0 if job.lora is None else _layer_adapters(job)
     each = layer if job.lora is None else adapters
     outer = trained - layers * each  # embedding and head are one more block
-    activations = _activations(job, stage, b, each, outer)
+    ends = outer
+    if job.chunks > 1 and stage == 0 and job.lora is None:
+        # Embedding and head are in different stages of the rank, so no pass has both.
+        embedding = job.shape.embedding_parameters(job.layout.tp)
+        ends = max(embedding, outer - embedding)
+    activations = _activations(job, stage, b, each, ends)
     if job.sharded:
         gathered = two_blocks(total, layer + adapters, layers) if job.fsdp == 3 else total
         device["gathered weights"] = float(b * gathered)
@@ -285,12 +291,12 @@ def _layers(job: Training, stage: int) -> int:
 
 def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> dict[str, float]:
     """The activations of a rank, and what its passes need besides. `b`: the bytes of a number. `layer`, `outer`: the
-    trained parameters of each layer, and those of embedding and head."""
+    trained parameters of each layer, and those of embedding and head as far as one pass has both."""
     shape, tp, layers = job.shape, job.layout.tp, _layers(job, stage)
     boundary = job.tokens * shape.hidden * b
     block = job.tokens * shape.saved_bytes(b, tp)
     saved = job.in_flight * layers * (boundary if job.recompute else block)
-    if job.ends(stage):
+    if job.in_flight and job.ends(stage):
         saved += job.tokens * shape.hidden * (4 + 2 * b)  # the last norm
     parts = {"activations": float(saved)}
     if job.layout.pp > 1:
@@ -313,6 +319,22 @@ def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> d
         parts["logits"] = logits
     parts["a layer's backward"] = max(0.0, backward - logits)
     return parts
+
+
+def serial_activations(job: Training) -> float:
+    """The bytes of activations on the rank that holds most of them under serial 1F1B, where a rank has neighbouring
+    stages. The search of schedules keeps to it on GPUs, also with stages in a V (`dovetail.pipelines.serial_memory`).
+    `job`: its `in_flight` makes no difference."""
+    pp, chunks = job.layout.pp, job.chunks
+    one = replace(job, layout=job.layout.model_copy(update={"pp": pp * chunks}), in_flight=1, chunks=1)
+
+    def held(rank: int) -> float:
+        each = (
+            training_memory(one, stage).device["activations"] for stage in range(rank * chunks, (rank + 1) * chunks)
+        )
+        return min(pp - rank, job.micro_batches) * sum(each)
+
+    return max(held(rank) for rank in {0, pp - 1})
 
 
 # ------------------------------------------------------------ what makes it fit

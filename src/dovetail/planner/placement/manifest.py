@@ -13,6 +13,7 @@ from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.sizes import pod_count, trained_models
 from dovetail.manifest.types import Group, RLHFJobSpec, Role, Stage
 from dovetail.planner.candidate import Placement, Schedule
+from dovetail.planner.costs.memory import GIB
 from dovetail.planner.hardware import GPU, UnknownProduct, gpu
 from dovetail.planner.inventory import NETWORK_GBPS, Inventory, Pool
 from dovetail.planner.placement.layouts import (
@@ -63,6 +64,7 @@ def workload(spec: RLHFJobSpec, shapes: Mapping[str, ModelShape]) -> Workload:
         per_prompt=spec.ppo.samples_per_prompt,
         micro_batch_tokens=_unit(spec),
         chunks=spec.plan.chunks,
+        activation_limit=None if spec.plan.activation_memory is None else spec.plan.activation_memory * GIB,
     )
 
 
