@@ -18,6 +18,7 @@ FUSED = {
     4: ["FFfbFFfbfbfBbBBB", "FfFffbFBFbfBbBbB", "fFffFBbfFBFbBbBb", "fffFBfFBFBFbBbbb"],
 }
 # Two stages of a model on each rank, down the ranks and back: fused-v, whose critic runs against the actor, and zb-v.
+# Four stages: fused-w.
 V_SHAPED = {
     "fused": [
         "FFFff1ff1F1I1F1I1W1i1ii1iW1IFWIWw1w1ff1F1I1W1F1I1W1ff1wwi1iIWw1wi1iIWw1w",
@@ -31,7 +32,27 @@ V_SHAPED = {
         "FFFF1FF1F1I1W1F1I1W1IWI1W1IWI1W1IWIWffff1ff1f1i1w1f1i1w1iwi1w1iwi1w1iwiw",
         "FF1FF1FF1FF1I1W1IWI1W1IWI1W1IWI1W1IWff1ff1ff1ff1i1w1iwi1w1iwi1w1iwi1w1iw",
     ],
+    "four stages": [
+        "FFFff1ff1F1F2F1F2f2f3f2f3F3I3W3F3I3i3i2w3fW3I2f1I1W2Fi1iw1fwI2f1I1W2F1i3i2W1F2IW1f2w3f3WIWi1iw1F3I3w"
+        "w2f2f3i3i2w2w2I2F1F2I1W2W1i1iw1wF3I3i3Ii2w2W3w3WW3I2I1i1iw1wW1W2w3IW",
+        "FfFff1F1f1F1F2f2F2f2f3F3f3F3I3i3w3I3fi2I2W2Fi3W3i1w1ff1iI2I1wF1W2f1I1W1Ii2f2W1F2w3If3Wi1w1F3FW3iwI3f2"
+        "i3Wf3w2i2I2F1W2w2F2I1i1w1W1iF3wi3II3w2i2w2W3w3I2W2i1w1I1W1iwWW3IWw3",
+        "fFfFF1f1F1f1f2F2f2F2F3f3F3f3i3I3w3fi3I2i2I3W2fi1w1FW3I2F1iwf1I1W2f2W1If1I1W1i2IF2w3i1w1F3f3Wf2i3W3iw"
+        "I3Fw2w2I2F1i2f3W2w2i1F2w1I1F3W1i3iIwWI3W3i2w2I2W2i1w1w3WI1W1iwIW3Ww3",
+        "fffFF1FF1f1f2f1f2F2F3F2F3f3i3w3f3i3I3I2W2fw3i2i1w1I3I2FF1W2W3iwf1f2I1IW1Wf1I1Ii2i1F2w1F3f2W1f3i3W3w2"
+        "w2iwI3I2FF1W2Wi2i1w1f3i3F2F3I1IW1w2iww3W3I3I2i2i1w1W2w2WW3w3I1IiwW1W",
+    ],
 }
+
+
+def v_of_two(count: int) -> list[str]:
+    """zb-v of `count` micro-batches, at least 3, on two ranks: actor, then critic."""
+    turn = "FIWF1I1W1"
+    first = "FFFF1I1W1F1I1W1" + turn * (count - 3) + "IWF1I1W1IWIW"
+    second = "FF1FF1I1W1" + turn * (count - 2) + "II1IWW1W"
+    return [words + words.lower() for words in (first, second)]
+
+
 REVERSE = {"reverse": True}
 SPLIT = {"split": 4}
 # Each is one training step, or more, of actor and critic on as many ranks as the layout has. Where counts have budgets,
@@ -50,6 +71,19 @@ TRAINING: dict[str, dict[str, Any]] = {
         "schedules": [V_SHAPED["fused"]],
     },
     "V": {"layout": {"pp": 4, "chunks": 2}, "world": 4, "layers": 8, "schedules": [V_SHAPED["along"]]},
+    "W": {
+        "layout": {"pp": 4, "chunks": 4},
+        "world": 4,
+        "layers": 16,
+        "critic": REVERSE,
+        "schedules": [V_SHAPED["four stages"]] * 2,
+    },
+    "V2": {
+        "layout": {"pp": 2, "chunks": 2},
+        "world": 2,
+        "layers": 4,
+        "schedules": [v_of_two(4), v_of_two(4), v_of_two(8)],
+    },
     "side by side": {
         "layout": {"pp": 4},
         "layers": 4,
@@ -120,6 +154,20 @@ def test_few_receives_wait_on_the_gpu_at_once(null_gpu: Run, name: str) -> None:
         assert result["receiving"] <= 2
 
 
+@pytest.mark.parametrize("name", ["pp2", "fused4", "V, fused", "W", "side by side", "apart", "all"])
+def test_messages_have_streams_of_their_own(null_gpu: Run, name: str) -> None:
+    """torch gives communicators the streams of a pool of 32 in turn. A message that waits on a stream for another one,
+    of a communicator that has nothing to do with it, can hold up a pipeline for ever."""
+    for result in train(null_gpu, name).good():
+        assert [run["used"]["mixed"] for run in result["runs"][1:]] == [0] * (len(result["runs"]) - 1)
+        assert result["runs"][0]["used"]["mixed"] <= 1
+
+
+def test_messages_have_streams_of_their_own_however_often_groups_were_formed(null_gpu: Run) -> None:
+    for found in null_gpu("placed again", "trainer.placed_again", world=2, times=12).good():
+        assert found == [0] * 12
+
+
 def test_groups_of_gpu_tensors_have_no_gloo_beside_nccl(null_gpu: Run) -> None:
     for found in null_gpu("backends", "trainer.backends", world=2).good():
         assert found["backends"] == ["cuda:nccl"] * 4
@@ -153,6 +201,9 @@ BUDGETS: dict[str, dict[str, tuple[int, int]]] = {
     # the first and the last of two pipeline stages
     "pp2/0": {"launches": (288, 68), "h2d": (4, 4), "d2h": (0, 2), "sends": (2, 0)},
     "pp2/1": {"launches": (367, 69), "h2d": (4, 4), "d2h": (0, 4), "sends": (2, 0)},
+    # two stages on each rank, in a V: the first rank has the first and the last
+    "V2/0": {"launches": (655, 91), "h2d": (8, 0), "d2h": (0, 4), "sends": (4, 0)},
+    "V2/1": {"launches": (560, 84), "h2d": (4, 0), "d2h": (0, 2), "sends": (4, 0)},
     # tp ranks of the first of two shards; counts are of four micro-batches a rank
     "sharded/0": {"launches": (637, 73), "h2d": (6, 12), "d2h": (0, 4), "collectives": (20, 14)},
     "sharded/1": {"launches": (633, 75), "h2d": (6, 12), "d2h": (0, 2), "collectives": (20, 14)},
@@ -191,11 +242,13 @@ def test_a_backward_in_two_halves_launches_no_more_than_a_whole_one(null_gpu: Ru
     assert {name: by for name, by in more.items() if by > 0} == {}
 
 
-def test_a_stray_item_is_over_the_budget(null_gpu: Run) -> None:
+@pytest.mark.parametrize("place", ["pp2/1", "V2/0"])
+def test_a_stray_item_is_over_the_budget(null_gpu: Run, place: str) -> None:
     """A loss that reads one number makes the host wait twice a micro-batch, for actor and for critic."""
-    stray = {**TRAINING["pp2"], "world": 2, "stray": True, "schedules": [2, 4, 8]}
-    runs = null_gpu("stray", "trainer.train", **stray).good()[1]["runs"]
-    found = over_budget(runs[1]["used"], runs[2]["used"], BUDGETS["pp2/1"])
+    name, _, rank = place.partition("/")
+    stray = {**TRAINING[name], "world": 2, "stray": True, "schedules": TRAINING[name]["schedules"][:3]}
+    runs = null_gpu(f"stray {name}", "trainer.train", **stray).good()[int(rank)]["runs"]
+    found = over_budget(runs[1]["used"], runs[2]["used"], BUDGETS[place])
     assert "a micro-batch has 2.0 synchronisations, not 0" in found
     assert "a micro-batch has 2.0 d2h, not 0" in found
 

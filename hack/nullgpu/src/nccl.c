@@ -288,6 +288,26 @@ static void offer(part *p) {
                  1);
 }
 
+/* The last communicator of each stream that carried messages. A message behind another communicator's, or before it,
+ * waits for what has nothing to do with it. */
+static void carry(comm *c, void *stream, int pair) {
+    static struct {
+        void *stream;
+        comm *last;
+        int pair;
+    } seen[1024];
+    static int known;
+    static pthread_mutex_t guard = PTHREAD_MUTEX_INITIALIZER;
+    pthread_mutex_lock(&guard);
+    int i = 0;
+    while (i < known && seen[i].stream != stream) i++;
+    if (i == sizeof seen / sizeof *seen) TOO_MANY("streams");
+    if (i < known && seen[i].last != c && (pair || seen[i].pair)) count(&c_mixed, 1);
+    seen[i].stream = stream, seen[i].last = c, seen[i].pair = pair;
+    known += i == known;
+    pthread_mutex_unlock(&guard);
+}
+
 int ncclGroupStart(void) { return depth++, 0; }
 
 /* Hand the operations to their streams; what is on one communicator and stream runs together. */
@@ -304,6 +324,7 @@ static void launch(part *parts, int n) {
                 g->parts[g->count++] = parts[j];
                 parts[j].c = NULL;
             }
+        carry(g->c, stream, g->parts[0].kind == SEND || g->parts[0].kind == RECEIVE);
         enqueue(stream, &g->work);
     }
 }

@@ -76,7 +76,7 @@ def counted(name: str) -> int:
 
 def counts() -> dict[str, int]:
     """What this process has asked of the GPU until now."""
-    of_communication = ("communicators", "collectives", "sends", "receives")
+    of_communication = ("communicators", "collectives", "sends", "receives", "mixed")
     names = ("launches", "h2d", "h2d_bytes", "d2h", "synchronisations", "mallocs", "pinned_bytes", *of_communication)
     return {name: counted(name) for name in names}
 
@@ -202,6 +202,37 @@ def backends(place: Place) -> dict[str, Any]:
     deadlines = [g._get_backend(groups.device).options._timeout.total_seconds() for g in every if g is not None]
     groups.close()
     return {"backends": names, "deadlines": deadlines}
+
+
+def placed_again(place: Place, times: int) -> list[int]:
+    """The critic's stages change their direction so often, while other code takes streams of torch's pool. Returns how
+    many messages of actor and critic were then on a stream with another communicator's."""
+    layouts: dict[str, Parallelism] = {name: Layout(pp=place.world) for name in ("actor", "critic")}
+    groups = Groups.form("127.0.0.1", place.port, place.rank, place.world, layouts, DEADLINE)
+    found = []
+    for number in range(times):
+        groups.place("critic", Layout(pp=place.world, reverse=number % 2 == 0))
+        others = [torch.cuda.Stream() for _ in range(3)]
+        begun = []
+        for turn in range(2):
+            before = counted("mixed")
+            for model in layouts:
+                (edge,) = groups.model[model].edges
+                message = torch.zeros(8, device=groups.device)
+                if edge.next is not None:
+                    begun.append(dist.isend(message, edge.next, group=edge.forward_out))
+                    begun.append(dist.irecv(message, edge.next, group=edge.backward_in))
+                if edge.previous is not None:
+                    begun.append(dist.irecv(message, edge.previous, group=edge.forward_in))
+                    begun.append(dist.isend(message, edge.previous, group=edge.backward_out))
+            for work in begun:
+                work.wait()
+            torch.cuda.synchronize()
+            if turn:
+                found.append(counted("mixed") - before)
+        del others
+    groups.close()
+    return found
 
 
 def loses_a_peer(place: Place, told: bool, pp: int = 1, dp: int = 1) -> Any:

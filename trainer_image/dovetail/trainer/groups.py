@@ -29,6 +29,7 @@ from dovetail.models.transfer import store_at, store_on
 from dovetail.protocol.plan import Coordinates, Layout, chunks_of, coordinates, holds, stage_path, stages_at
 from dovetail.trainer import compat
 from dovetail.trainer.host_staging import receive, send
+from dovetail.trainer.streams import StreamPool
 
 _FORMING_SECONDS = 60.0
 _FORMED = itertools.count()
@@ -157,6 +158,7 @@ class Groups:
         self.planned: dict[str, Parallelism] = {}
         self._formed: dict[str, list[dist.ProcessGroup]] = {}  # by model, all that this rank is in
         self._forming: list[dist.ProcessGroup] = []
+        self._streams: list[StreamPool] = []
         self.staged = False
         self.control: dist.ProcessGroup = None
         self._patient: dist.ProcessGroup = None
@@ -257,12 +259,13 @@ class Groups:
         if pipelines > 1:
             names = ("pp", "copies", "dp", tensor)
             grid = ranks.view(layout.pp, pipelines, shards, -1)
-        along = [self._groups_along(grid, dim) for dim in range(grid.ndim)]
+        crowded = is_crowded(layout)
+        along = [self._groups_along(grid, dim, crowded) for dim in range(grid.ndim)]
         replicas = along[1]
         if 1 < pipelines < layout.dp:
             for stage in range(layout.pp):
                 for t in range(layout.tp):
-                    group = self._new_group(ranks[stage, :, t].tolist())
+                    group = self._new_group(ranks[stage, :, t].tolist(), first=crowded)
                     replicas = group if (stage, t) == (pp, tp) else replicas
         path = stage_path(layout.pp, chunks_of(layout))
         own = stages_at(pp, layout.pp, chunks_of(layout))
@@ -284,10 +287,10 @@ class Groups:
                         after = edges[stage + 1]
                         after.previous, after.forward_in, after.backward_out = pair[0], there, back
                 if layout.pp > 1:
-                    group = self._new_group([column[0], column[-1]])
+                    group = self._new_group([column[0], column[-1]], first=crowded)
                     if mine and pp in (0, layout.pp - 1):
                         tied = group
-        everyone = self._new_group(members, _PATIENCE)
+        everyone = self._new_group(members, _PATIENCE, first=crowded)
         if not here:
             self.elsewhere[name] = layout
             return
@@ -314,21 +317,27 @@ class Groups:
             staged=self.staged,
         )
 
-    def _groups_along(self, grid: torch.Tensor, dim: int) -> dist.ProcessGroup | None:
+    def _groups_along(self, grid: torch.Tensor, dim: int, first: bool) -> dist.ProcessGroup | None:
         """Make the groups of all lines of ranks along one dimension. Returns this rank's group, or None if it is not in
         the grid. The groups of the first dimension also take tensors in host memory."""
         mine = None
         for line in grid.movedim(dim, -1).flatten(0, -2).tolist():
-            group = self._new_group(line, host=dim == 0)
+            group = self._new_group(line, host=dim == 0, first=first)
             mine = group if self.rank in line else mine
         return mine
 
-    def _new_group(self, ranks: list[int], patience: int = 1, host: bool = False) -> dist.ProcessGroup:
+    def _new_group(
+        self, ranks: list[int], patience: int = 1, host: bool = False, first: bool = False
+    ) -> dist.ProcessGroup:
         """A group for tensors on the trainer's device, and also for tensors in host memory if `host`. On GPUs others
-        have no Gloo, whose ranks would connect too."""
+        have no Gloo, whose ranks would connect too. `first`: its operations go first on a GPU."""
         on_gpu = self.device.type == "cuda" and not self.staged
         backend = None if host else "nccl" if on_gpu else "gloo"
-        group = dist.new_group(ranks, timeout=self.timeout * patience, backend=backend)
+        options = None
+        if first and backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            options._timeout = self.timeout * patience
+        group = dist.new_group(ranks, timeout=self.timeout * patience, backend=backend, pg_options=options)
         if self.rank in ranks:
             self._forming.append(group)
         return group
@@ -339,24 +348,40 @@ class Groups:
         NCCL makes a communicator at its first use, and this waits for the peers. Messages and collectives use different
         communicators. A rank that posts a receive early would wait in it, before it sends what its peer waits for."""
         dist.all_reduce(torch.zeros(1), group=self.control)
+        if self.device.type == "cuda" and not self.staged:
+            self._streams = self._streams or [StreamPool(self.device), StreamPool(self.device, priority=-1)]
         for name in sorted(models):
             model = self.model[name]
-            groups = [model.everyone, *(model.mesh.get_group(dim) for dim in model.mesh.mesh_dim_names or ())]
-            groups += [model.tied, model.replicas]
-            for group in groups:
-                if group is not None and dist.get_world_size(group) > 1:
+            for pool in self._streams:
+                pool.release(name)
+            meshed = [model.mesh.get_group(dim) for dim in model.mesh.mesh_dim_names or ()]
+            groups = [model.everyone, *meshed, model.tied, model.replicas]
+            for group in {id(group): group for group in groups if group is not None}.values():
+                if dist.get_world_size(group) > 1:
+                    if group is not model.pp_group:  # that one is only used on the current stream
+                        self._connecting(name, is_crowded(model.layout))
                     dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             # On every rank edge s comes before edge s + 1, and forward before backward.
             message = torch.zeros(1, device=self.device)
             for edge in model.edges:
                 if edge.previous is not None:
+                    self._connecting(name)
                     receive(message, edge.previous, edge.forward_in, self.staged)
+                    self._connecting(name)
                     send(message, edge.previous, edge.backward_out, self.staged)
                 if edge.next is not None:
+                    self._connecting(name)
                     send(message, edge.next, edge.forward_out, self.staged)
+                    self._connecting(name)
                     receive(message, edge.next, edge.backward_in, self.staged)
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def _connecting(self, model: str, first: bool = False) -> None:
+        """The next operation is the first of one of the model's groups, for which NCCL takes a stream. `first`: one of
+        those that go first."""
+        if self._streams:
+            self._streams[first].reserve(model)
 
     def place(self, name: str, layout: Parallelism) -> None:
         """Make the groups of `layout` for a model unless it has them, and drop those that it had. This is a collective
@@ -524,6 +549,11 @@ class Groups:
         """Wait for every rank. Raises `PeerLost` after the deadline."""
         with peer_errors("waiting for the other trainer ranks"):
             dist.all_reduce(torch.zeros(1), group=self.control)
+
+
+def is_crowded(layout: Parallelism) -> bool:
+    """Whether the messages of two models with this layout need all streams of torch's pool."""
+    return chunks_of(layout) > 2
 
 
 def _same_places(a: Parallelism, b: Parallelism, world: int) -> bool:

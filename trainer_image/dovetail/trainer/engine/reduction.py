@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,9 +19,18 @@ from dovetail.trainer.compat import copy_into
 from dovetail.trainer.engine.engine_model import EngineModel
 from dovetail.trainer.engine.optim import local
 from dovetail.trainer.groups import PeerLost, others_of, peer_errors
+from dovetail.trainer.streams import own_stream
 
 # Numbers of a gradient from which on it is added up in place.
 IN_PLACE = 2**20
+
+
+@cache
+def _beside(device: torch.device, model: str) -> Any:
+    """The stream of a GPU on which gradients of a model are added up, beside compute. Each model has one, because ranks
+    may come to the models in another order. It stays, because torch's allocator keeps the memory of each stream
+    apart."""
+    return own_stream(device)
 
 
 class Reduction:
@@ -33,11 +43,12 @@ class Reduction:
         self._held, self._device = held, device
         self._ended = threading.Event()
         self._error: BaseException | None = None
-        self._begun: list[Any] = []
         self._squared = torch.zeros(1, dtype=torch.float64, device=device)
         self._stages = self._start()
         if held.groups.staged:
             threading.Thread(target=self._in_turn, name=f"adds up {held.name}", daemon=True).start()
+        elif device.type == "cuda":
+            self._enqueue()
         else:
             self._advance(None)
 
@@ -54,24 +65,39 @@ class Reduction:
         with peer_errors(f"adding up the gradient of {self._held.name}"):
             if self._error is not None:
                 raise self._error
-            # On a GPU this makes the current stream wait, not the host. Only a wait makes NCCL drop the gradients
-            # at once: else it keeps them until a thread of torch has seen that they are added up.
-            while self._begun:
-                self._begun.pop().wait()
-            if self._device.type == "cuda" and (others := others_of([self._held.groups.everyone])):
-                awaiting(f"{others} was lost while adding up the gradient of {self._held.name}")
+            if self._device.type == "cuda":
+                if not self._held.groups.staged:
+                    torch.cuda.current_stream(self._device).wait_stream(_beside(self._device, self._held.name))
+                if others := others_of([self._held.groups.everyone]):
+                    awaiting(f"{others} was lost while adding up the gradient of {self._held.name}")
         return float(self._squared.sqrt())
 
     def _advance(self, future: Any) -> None:
-        """Start the next operation. It is called again when that is done: by the transport's thread, or on a GPU at
-        once, on a stream of its own."""
+        """Start the next operation. The transport's thread calls it again when that is done."""
         try:
             if future is not None:
                 future.value()
             for work in self._stages:
-                self._begun.append(work)
-                work.get_future().then(self._advance)
-                return
+                future = work.get_future()
+                if not future.done():
+                    future.then(self._advance)
+                    return
+                # `then` would call this function at once, once more for each gradient.
+                future.value()
+        except BaseException as error:
+            self._error = error
+        self._ended.set()
+
+    def _enqueue(self) -> None:
+        """Give all operations to NCCL. What follows the first one is on a stream beside the current one. The host waits
+        for nothing."""
+        try:
+            work = next(self._stages, None)
+            with torch.cuda.stream(_beside(self._device, self._held.name)):
+                while work is not None:
+                    # This orders the streams. Also, NCCL keeps its tensors until somebody waits for the work.
+                    work.wait()
+                    work = next(self._stages, None)
         except BaseException as error:
             self._error = error
         self._ended.set()
@@ -133,5 +159,8 @@ class Reduction:
         if gradients:
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             yield dist.all_reduce(flat, group=group, async_op=True)
+            if flat.is_cuda:
+                # It may be of another stream, which must not reuse its memory while it is read here.
+                flat.record_stream(torch.cuda.current_stream(self._device))
             parts = flat.split([gradient.numel() for gradient in gradients])
             copy_into(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])
