@@ -413,7 +413,7 @@ class Register(Message):
     incarnation: str
     ready: bool
     weight_version: int | None = None
-    asleep: bool = Field(False, description="a server that was put to sleep, and was not woken")
+    asleep: bool = Field(default=False, description="a server that was put to sleep, and was not woken")
     abilities: dict[str, Any] = Field(
         default_factory=dict,
         description="vllm_version, sampler (counter|native), weight_engine, kv_connector, max_model_len, sends_weights",
