@@ -496,7 +496,8 @@ def test_a_rehearsal_is_on_two_of_the_job_s_prompts_and_once_a_run(tmp_path: Pat
 def test_a_function_whose_file_changes_during_a_run_is_told(tmp_path: Path) -> None:
     """As when somebody edits the ConfigMap of a job that runs: a process that is started again reads the new file, and
     rewards of two functions would be in one run without a trace."""
-    file, told = tmp_path / "mine.py", []
+    file = tmp_path / "mine.py"
+    told: list[dict[str, Any]] = []
     text = "def score(prompts, responses, **fields):\n    return [1.0] * len(responses)\n"
     file.write_text(text)
     spec = tiny(tmp_path, "score").spec
