@@ -116,7 +116,7 @@ def _template(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ValueError(f"DOVETAIL_POD_TEMPLATE: {path} does not hold an object with metadata and spec")
     # Here only: the planner's process has no need of it.
-    from dovetail.operator.pod_template import first_mistake
+    from dovetail.operator.template_mistakes import first_mistake
 
     if (problem := first_mistake(document)) is not None:
         raise ValueError(f"DOVETAIL_POD_TEMPLATE: {problem}")
