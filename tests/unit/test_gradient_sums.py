@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dovetail.trainer.engine import reduction
@@ -26,7 +27,7 @@ def test_large_gradients_are_added_up_in_place_and_small_ones_in_one_message(
         tensor.add_(2 * tensor)
 
     monkeypatch.setattr(reduction, "IN_PLACE", 16)
-    monkeypatch.setattr(reduction.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
     parameters = {f"p{n}": nn.Parameter(torch.zeros(size)) for n, size in enumerate(sizes)}
     for number, parameter in enumerate(parameters.values()):
         parameter.grad = torch.full_like(parameter, number + 1.0)

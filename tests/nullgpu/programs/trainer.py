@@ -212,7 +212,7 @@ def placed_again(place: Place, times: int) -> list[int]:
     found = []
     for number in range(times):
         groups.place("critic", Layout(pp=place.world, reverse=number % 2 == 0))
-        others = [torch.cuda.Stream() for _ in range(3)]
+        others = [torch.cuda.Stream() for _ in range(30)]
         begun = []
         for turn in range(2):
             before = counted("mixed")

@@ -29,7 +29,7 @@ from dovetail.models.transfer import store_at, store_on
 from dovetail.protocol.plan import Coordinates, Layout, chunks_of, coordinates, holds, stage_path, stages_at
 from dovetail.trainer import compat
 from dovetail.trainer.host_staging import receive, send
-from dovetail.trainer.streams import StreamPool
+from dovetail.trainer.nccl_streams import StreamPool
 
 _FORMING_SECONDS = 60.0
 _FORMED = itertools.count()
