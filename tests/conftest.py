@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ TOGETHER = {
     "vllm": ("test_compat.py", "test_kv_connector.py", "test_rollout_sampler.py", "test_server_degrees.py"),
 }
 SHARING = {"cluster", "api server", "nullgpu", *TOGETHER}
+# A test without the mark slow should need less, with what it shares with others.
+FAST_CPU_SECONDS = 2.0
+BEGAN = pytest.StashKey[float]()
 
 
 # Some machines turn Python's cache of compiled modules off. Every process of a test would then compile torch anew.
@@ -57,11 +61,44 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid}: an id with an address differs between workers; give the test ids")
+        if item.path.parent.name != "unit" and item.get_closest_marker("slow") is None:
+            raise pytest.UsageError(f"{item.nodeid}: give it the mark slow, or move it to tests/unit")
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: ORDER.get(part_of(item.path), 3))
     else:
         # One process alone comes to the clusters last: nothing then runs beside them.
         items.sort(key=lambda item: item.path.parent.name == "cluster")
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process and of the processes that it has waited for."""
+    return sum(os.times()[:4])
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Iterator[None]:
+    item.stash[BEGAN] = cpu_seconds()
+    if (nursery := sys.modules.get("helpers.nursery")) is not None:
+        nursery.NURSERY.refused = None if item.get_closest_marker("slow") else item.nodeid
+    yield
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    yield
+    if item.get_closest_marker("slow") is None:
+        item.user_properties.append(("cpu_seconds", cpu_seconds() - item.stash[BEGAN]))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """The fast tests that are not fast. Time of the CPU depends less on what else the machine does than the clock's."""
+    reports = [report for each in terminalreporter.stats.values() for report in each if hasattr(report, "when")]
+    ends = [report for report in reports if report.when == "teardown"]
+    taken = [(dict(report.user_properties).get("cpu_seconds", 0.0), report.nodeid) for report in ends]
+    long = sorted((each for each in taken if each[0] > FAST_CPU_SECONDS), reverse=True)
+    if long:
+        terminalreporter.section(f"more than {FAST_CPU_SECONDS:.0f} CPU seconds without the mark slow")
+        terminalreporter.write("".join(f"{seconds:6.1f} {name}\n" for seconds, name in long))
 
 
 def pytest_collection_finish() -> None:

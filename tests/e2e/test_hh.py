@@ -23,6 +23,7 @@ from helpers.jobs import run_job, summary
 
 BESIDE = Path(__file__).parents[2].parent / "shared" / "data" / "hh-rlhf-harmless-base-test.jsonl.gz"
 PAIRS = 2312
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 # What limits the reward model is not its size: with a thousand pairs to learn from, a logistic regression on bags of
 # words gets 0.61 of the held-out pairs right. So a small model and strong weight decay, few passes, and half of the
@@ -137,8 +138,6 @@ def unigram_loss(prepared: Prepared) -> float:
     return -float(np.log(counts / counts.sum())[learnt].mean())
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_sft_lowers_held_out_loss_on_real_dialogues(run: tuple[Path, Prepared]) -> None:
     run_dir, prepared = run
     sft = summary(run_dir)["sft"]
@@ -148,8 +147,6 @@ def test_sft_lowers_held_out_loss_on_real_dialogues(run: tuple[Path, Prepared]) 
     assert sft["loss_after"] < baseline - 0.2, f"no better than token frequencies, {baseline:.3f}"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_the_reward_model_beats_chance_on_held_out_real_pairs(run: tuple[Path, Prepared]) -> None:
     facts = summary(run[0])["reward_model"]
     pairs = int(facts["pairs"])
@@ -165,8 +162,6 @@ def padded(batch: dict[str, Any], name: str) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": (torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)).long()}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 @torch.inference_mode()
 def test_transformers_finds_the_same_numbers_in_the_exported_models(run: tuple[Path, Prepared]) -> None:
     """Accuracy and loss computed again, by other code: stock transformers on the exported folders."""

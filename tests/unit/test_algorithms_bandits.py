@@ -117,6 +117,7 @@ def ppo(advantage: str, place: str, estimator: str = "Auto", **fields: object) -
 
 
 ONCE = (GROUP - 1) / GROUP
+NORMALISED = fixed_point(group_gain)
 SETTINGS = [
     (ppo("gae", "Reward"), EXACT),
     (ppo("gae", "Reward", whitenAdvantages=False), EXACT),
@@ -128,9 +129,9 @@ SETTINGS = [
     (ppo("grpo", "Reward", normalizeStd=False), EXACT),
     # The group's mean holds the sample itself, which takes 1/n of its score away, but nothing of a penalty in the loss.
     (ppo("grpo", "Loss", normalizeStd=False), softmax_of(ONCE * REWARDS.numpy() / COEF)),
-    (ppo("grpo", "Auto"), fixed_point(group_gain)),
-    (ppo("grpo", "Loss", "k2"), fixed_point(group_gain)),
-    (ppo("grpo", "Reward"), fixed_point(group_gain)),
+    (ppo("grpo", "Auto"), NORMALISED),
+    (ppo("grpo", "Loss", "k2"), NORMALISED),
+    (ppo("grpo", "Reward"), NORMALISED),
 ]
 
 

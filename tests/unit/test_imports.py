@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -64,23 +65,38 @@ def for_type_checkers(tree: ast.Module) -> set[int]:
     }
 
 
+class Parsed(NamedTuple):
+    """What is asked of a file. `imports`: those wherever in the file, and whether only type checkers see them.
+    `classes`: the names at the top level."""
+
+    imports: list[tuple[ast.Import | ast.ImportFrom, bool]]
+    classes: list[str]
+
+
 @cache
+def parsed(path: Path) -> Parsed:
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    hidden = for_type_checkers(tree) if "TYPE_CHECKING" in text else set()
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom))
+    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    return Parsed([(node, id(node) in hidden) for node in nodes], classes)
+
+
 def imports(path: Path) -> list[tuple[int, str, bool]]:
     """(line, absolute module, whether only type checkers see it) of every import, wherever in the file."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
     package = ".".join(below_dovetail(path)[:-1])
-    hidden = for_type_checkers(tree)
     found = []
-    for node in ast.walk(tree):
+    for node, hidden in parsed(path).imports:
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name, id(node) in hidden) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+            found += [(node.lineno, alias.name, hidden) for alias in node.names]
+        else:
             base = node.module or ""
             if node.level:
                 parts = f"dovetail.{package.removeprefix('dovetail.')}".split(".")
                 base = ".".join([*parts[: len(parts) - node.level + 1], *([base] if base else [])])
             names = [f"{base}.{alias.name}" for alias in node.names] if base == "dovetail" else [base]
-            found += [(node.lineno, name, id(node) in hidden) for name in names]
+            found += [(node.lineno, name, hidden) for name in names]
     return found
 
 
@@ -187,15 +203,15 @@ def folders() -> dict[str, set[str]]:
 
 def imported_files(path: Path, modules: dict[str, Path], types: bool) -> Iterator[str]:
     """Those of `modules` that the file imports. `types`: imports that only type checkers see count too."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    hidden = set() if types else for_type_checkers(tree)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and id(node) not in hidden:
+    for node, hidden in parsed(path).imports:
+        if hidden and not types:
+            continue
+        if isinstance(node, ast.ImportFrom):
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             yield from (
-                name if name in modules else node.module for name in names if {name, node.module} & set(modules)
+                name if name in modules else node.module or "" for name in names if {name, node.module} & modules.keys()
             )
-        elif isinstance(node, ast.Import) and id(node) not in hidden:
+        else:
             yield from (alias.name for alias in node.names if alias.name in modules)
 
 
@@ -250,10 +266,10 @@ def test_a_file_name_says_which_file_is_meant():
 
 def test_a_class_name_says_which_class_is_meant():
     classes = [
-        (node.name, path)
+        (name, path)
         for package in TABLE
         for path in sources(package)
-        for node in ast.parse(path.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+        for name in parsed(path).classes
+        if not name.startswith("_")
     ]
     assert repeated([each for each in classes if each[0] not in REPEATED_CLASSES]) == []

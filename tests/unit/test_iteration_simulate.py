@@ -54,6 +54,7 @@ def separated(migration: float | None = None) -> Candidate:
     )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=5)
 @given(
     st.sampled_from([(1, 8), (2, 4), (4, 4), (2, 8)]),

@@ -91,6 +91,7 @@ def test_the_command_reads_piped_lines(run_dir):
     assert result.output.endswith("\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
 def test_questions_may_hold_any_bytes(run_dir, encoding):
     command = [sys.executable, "-P", "-m", "dovetail.cli.main", "chat", str(run_dir), "--model", "sft"]

@@ -77,6 +77,7 @@ def slope(step: Callable[[int], None], held: Callable[[], int]) -> int:
     return held() - start
 
 
+@pytest.mark.slow
 def test_a_trainer_holds_no_more_however_long_it_runs() -> None:
     sizes = {"globalBatchSize": 2, "miniBatchSize": 2, "microBatchSize": 2, "epochs": 1}
     batch = ppo_batch(1, count=2)
@@ -90,6 +91,7 @@ def test_a_trainer_holds_no_more_however_long_it_runs() -> None:
         assert slope(step, live_tensors) <= 4
 
 
+@pytest.mark.slow
 def test_a_scorer_holds_no_more_however_long_it_runs() -> None:
     scorer = scoring.ModelScorer()
     scorer.load({name: ref(head, 0) for name, head in scoring.HEADS.items()})

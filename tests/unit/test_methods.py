@@ -323,6 +323,7 @@ def test_the_loss_on_right_responses_is_vapos() -> None:
         assert float(logprobs.grad[i, t]) == pytest.approx(0.1 * (paper(moved) - paper(table)) / 1e-3, abs=1e-9)
 
 
+@pytest.mark.slow
 def test_right_responses_are_learnt_in_a_step_however_it_is_cut() -> None:
     """With no advantages and no KL the step's gradient is that of the loss on right responses alone, and it is
     proportional to its weight. The loss is the mean of what the trainer itself says of these tokens."""

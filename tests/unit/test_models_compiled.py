@@ -48,6 +48,7 @@ def gradients(stage: PipelineStage, lengths: tuple[int, ...]) -> dict[str, Tenso
     return {name: p.grad.clone() for name, p in stage.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 def test_a_compiled_stage_has_the_same_gradients(stages: tuple[PipelineStage, PipelineStage]) -> None:
     """And compiles no more for other lengths, or another layer."""
     plain, compiled = stages

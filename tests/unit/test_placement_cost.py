@@ -40,6 +40,7 @@ def test_a_pool_that_is_too_dear_is_left_alone(found):
     assert price(dear) >= price(found)
 
 
+@pytest.mark.slow
 def test_short_lives_are_paid_for_until_others_are_cheaper(found):
     short = cheapest(spec(), {}, pools(meanLifetimeHours=1))
     assert price(short) > price(found)

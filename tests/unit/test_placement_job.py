@@ -1,5 +1,6 @@
 """The placement of a manifest: on its own groups, and the groups that an inventory would allow."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -201,11 +202,20 @@ def test_what_trainers_and_scorers_cannot_run_is_no_plan():
         recommend(job, {}, Inventory((Pool("a100", gpu(A100), 2, 8),)))
 
 
+def inventory(name):
+    return read(yaml.safe_load((EXAMPLES / "inventories" / f"{name}.yaml").read_text()))
+
+
+@cache
+def recommended(job, there):
+    """The placement of an example on the example of an inventory."""
+    return recommend(resolve(parse(yaml.safe_load((EXAMPLES / f"{job}.yaml").read_text())).spec), {}, inventory(there))
+
+
+@pytest.mark.slow
 def test_a_65b_job_on_128_gpus_is_planned():
-    job = resolve(parse(yaml.safe_load((EXAMPLES / "rlhf-65b.yaml").read_text())).spec)
-    there = read(yaml.safe_load((EXAMPLES / "inventories" / "a100x128.yaml").read_text()))
-    chosen = recommend(job, {}, there)
-    assert there.gpus == 128
+    assert inventory("a100x128").gpus == 128
+    chosen = recommended("rlhf-65b", "a100x128")
     assert all(t.pp > 1 and t.tp == 1 for t in chosen.prediction.tasks if t.task in ("reference", "reward", "critic"))
 
 
@@ -216,13 +226,11 @@ def test_an_inventory_that_is_too_small_or_a_job_without_ppo_is_refused():
         recommend(spec(stages=["reward"]), {}, Inventory((Pool("p", gpu(A100), 1, 8),)))
 
 
-@pytest.mark.parametrize("name", ["quickstart", "quickstart-cluster", "rlhf-65b"])
+@pytest.mark.parametrize("name", ["quickstart", "quickstart-cluster", pytest.param("rlhf-65b", marks=pytest.mark.slow)])
 def test_an_examples_recommended_groups_are_a_valid_manifest(name):
     """Of all its stages: SFT and the reward model share the layouts that are pinned."""
     document = yaml.safe_load((EXAMPLES / f"{name}.yaml").read_text())
-    there = "a100x128" if name == "rlhf-65b" else "a100-v100-a10"
-    there = read(yaml.safe_load((EXAMPLES / "inventories" / f"{there}.yaml").read_text()))
-    chosen = recommend(resolve(parse(document).spec), {}, there)
+    chosen = recommended(name, "a100x128" if name == "rlhf-65b" else "a100-v100-a10")
     for field, value in fragment(chosen).items():
         document["spec"][field] = document["spec"].get(field, {}) | value if isinstance(value, dict) else value
     own = parse(document).spec

@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "golden"))
 from make_decisions import FILE, decisions
 
 
+@pytest.mark.slow
 def test_decisions_are_those_of_the_golden_file() -> None:
     """`python tests/golden/make_decisions.py` writes the file anew where a change is meant."""
     known, found = json.loads(FILE.read_text()), decisions()

@@ -98,6 +98,7 @@ def load() -> Load:
     return base.model_copy(update={"models": {**base.models, "actor": ModelRef(head="lm", scratch=scratch, seed=0)}})
 
 
+@pytest.mark.slow
 def test_a_ppo_step_replays_and_says_what_differs() -> None:
     arrays = unpack(ppo_batch(1))
     shape = (*arrays["tokens"].shape, 2, 2)

@@ -26,7 +26,7 @@ def in_python(spec):
     )
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(st.integers(0, 2**32))
 def test_both_predicates_agree_on_any_manifest_and_say_the_same(seed):
     spec = random_spec(seed)

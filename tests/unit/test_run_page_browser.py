@@ -275,6 +275,7 @@ def test_400_pixels_keys_and_the_dark(page, url, runs):
 # ---------------------------------------------------------------- on a cluster
 
 
+@pytest.mark.slow
 def test_a_job_on_a_cluster(browser, tmp_path, monkeypatch):
     """The same page by the status API: a job that runs, and one that is suspended and has no coordinator."""
     api = Api(demo_runs(tmp_path), monkeypatch)

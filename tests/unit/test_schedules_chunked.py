@@ -119,7 +119,7 @@ def replay(written):
     return max(ends.values()), max(peak)
 
 
-@pytest.mark.parametrize("name", ["fused-v", "fused-w", "zb-v", "v-min"])
+@pytest.mark.parametrize("name", [pytest.param("fused-v", marks=pytest.mark.slow), "fused-w", "zb-v", "v-min"])
 def test_anyone_can_check_a_schedule_from_its_document(name):
     problem = fused_problem(4, 2, 2, 1, 1, communication=0.25)
     found = find(problem, CHUNKED[name], QUICK)

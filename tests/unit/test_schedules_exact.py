@@ -50,7 +50,7 @@ def test_it_finds_the_optimum_and_proves_that_nothing_is_faster(name, seed):
     assert none.impossible
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     problems(), st.sampled_from(["fused", "fused-rolled", "fused-split-rolled", "zero-bubble", "fused-v"]), st.data()
 )
