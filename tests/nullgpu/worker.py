@@ -30,6 +30,8 @@ DEADLINE = 240.0
 # How long what ranks wait for stays the same before they are taken for stuck: all living ranks, or only some, whose
 # peer may wait in torch's store, which does not say so.
 ALL_STUCK, SOME_STUCK = 5.0, 45.0
+# How often to look at what ranks wait for, seconds. The end of a rank is seen at once.
+LOOK = 0.2
 
 
 @dataclass
@@ -56,6 +58,7 @@ def program(name: str) -> Program:
 
 def child(place: Place, do: Program, scenario: dict[str, Any]) -> None:
     """Run one rank in this (forked) process."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
     log = os.open(place.folder / f"rank-{place.rank}.log", os.O_CREAT | os.O_WRONLY)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
@@ -120,7 +123,7 @@ def run(
         limit = patience if len(stuck) == len(pids) - len(statuses) else SOME_STUCK
         if stuck and time.monotonic() > since + limit:
             break
-        time.sleep(0.02)
+        signal.sigtimedwait({signal.SIGCHLD}, LOOK)
     for rank in set(pids) - set(statuses):
         os.kill(pids[rank], signal.SIGUSR1)  # where it stood, for the log
         time.sleep(0.2)
@@ -140,6 +143,7 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
     torch.set_num_threads(1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})  # `run` waits for it
     for line in sys.stdin:
         print(json.dumps(run(folder, **json.loads(line))), file=answers, flush=True)
     os._exit(0)  # torch takes seconds to unload

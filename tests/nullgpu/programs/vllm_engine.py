@@ -110,14 +110,21 @@ def become_cuda() -> set[str]:
     library.impl("get_cuda_view_from_cpu_tensor", lambda t: torch.empty_like(t, device="cuda"), "CPU")
 
     import numpy as np
+    import triton.runtime.cache
+    import vllm.config.logging
     import vllm.distributed.elastic_ep.elastic_execute
     import vllm.entrypoints.llm
+    import vllm.logger
+    import vllm.model_executor.layers.quantization.online.base
     import vllm.v1.core.sched.async_scheduler
     import vllm.v1.worker.gpu.async_utils as outputs
     import vllm.v1.worker.gpu.model_runner
     import vllm.v1.worker.gpu_model_runner
     import vllm.v1.worker.gpu_worker
 
+    # What each engine would do for itself: set hundreds of loggers, and read all of Triton's files for a hash.
+    vllm.logger.configure_logging(vllm.config.logging.LoggingConfig())
+    triton.runtime.cache.triton_key()
     # It imports models that need torchvision.
     vllm.v1.worker.gpu_worker.kernel_warmup = lambda *_: None
     get_output = outputs.AsyncOutput.get_output
@@ -156,7 +163,8 @@ def runners(place: Place) -> dict[str, Any]:
         (place.folder / name / "config.json").write_text(json.dumps(config))
     asked = become_cuda()
     gc.collect()
-    gc.freeze()  # vLLM collects garbage a dozen times an engine, which would copy what is shared
+    gc.freeze()  # else a collection would copy what is shared
+    gc.collect = lambda *_: 0  # vLLM collects garbage a dozen times an engine, and there is memory enough
     children = {}
     for runner in ("V1", "V2", "experts"):
         children[runner] = os.fork()
