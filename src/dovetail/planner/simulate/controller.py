@@ -94,8 +94,15 @@ class ThresholdController:
         def played() -> dict[Choice, StagePrediction]:
             lengths = self._draw(count, rng).tolist()
             wanted, roomy = thresholds.values(), [choice[1] for choice in choices]
-            order = {"roomy": roomy, "shortest_first": self._shortest_first}
-            found = scan(lengths, prompt_lengths, profiles, wanted, self._max_tokens, **order)
+            found = scan(
+                lengths,
+                prompt_lengths,
+                profiles,
+                wanted,
+                self._max_tokens,
+                roomy=roomy,
+                shortest_first=self._shortest_first,
+            )
             return dict(zip(choices, found, strict=True))
 
         draws = [played() for _ in range(min(DRAWS, max(1, DRAWN_SAMPLES // max(1, count))))]
