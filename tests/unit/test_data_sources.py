@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from dovetail.coordinator.data.chat_template import Template
+from dovetail.coordinator.data.chat_template import HumanAssistant, Template
 from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.formats import convert, detect
 from dovetail.coordinator.data.records import Demonstration, Kind, Preference, Prompt, Records
 from dovetail.coordinator.data.sources import load
 from dovetail.manifest.types import DataSource
@@ -269,3 +270,18 @@ def test_all_pairs_of_hh_rlhf_parse(tmp_path: Path) -> None:
         assert isinstance(record, Preference)
         assert record.prompt.startswith("\n\nHuman:")
         assert record.prompt.endswith("\n\nAssistant:")
+
+
+@pytest.mark.parametrize(("context", "prompt"), [("2 and 2", "Add\n2 and 2"), ("", "Add"), (None, "Add")])
+def test_the_input_of_an_instruction_is_part_of_the_prompt(context: str | None, prompt: str) -> None:
+    """It was left out without a word, so models learnt answers to questions that they had not seen."""
+    row = {"instruction": "Add", "input": context, "output": "4"}
+    assert detect(row, "here") == "PromptResponse"
+    learnt = convert(row, "PromptResponse", "demonstrations", HumanAssistant(), "here")
+    assert learnt == Demonstration(prompt, " 4")
+    asked = convert(row, "PromptResponse", "prompts", HumanAssistant(), "here")
+    assert isinstance(asked, Prompt)
+    assert (asked.prompt, asked.fields["input"]) == (prompt, context)
+    other = {"prompt": "Add", "input": "x", "output": "4"}
+    made = convert(other, "PromptResponse", "demonstrations", HumanAssistant(), "here")
+    assert made == Demonstration("Add", " 4"), "only Alpaca's records have this meaning"

@@ -108,6 +108,10 @@ def _prompt_response(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Reco
     if isinstance(row[name], list):
         return _prompt_messages(row, name, kind, chat, where)
     prompt = _filled(_string(row, name, where), name, where)
+    context = row.get("input")
+    if name == "instruction" and isinstance(context, str) and context:
+        # Alpaca's records: what the instruction is about.
+        prompt = f"{prompt}\n{context}"
     if kind == "prompts":
         return Prompt(prompt, _others(row, name))
     response = _string(row, _need(row, RESPONSE_FIELDS, where), where)
