@@ -273,6 +273,16 @@ def test_heads_have_the_size_that_their_family_gives_them():
     assert cpu_head_error({"model_type": "llama", **sizes}) is not None
 
 
+def test_heads_of_a_folders_model_are_looked_at_before_the_run(tmp_path):
+    """SFT was trained first, and then the rollout said that it cannot run."""
+    name = model_folder(tmp_path / "m", config='{"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}')
+    (found,) = files(tmp_path, models=actor(name))
+    assert found.startswith("spec.models.actor.source.path: the actor's attention heads have 16 dimensions")
+    assert files(tmp_path, models=actor(name), stages=["sft"]) == []
+    on_gpu = [{"name": "all", "roles": ["trainer", "rollout"], "gpu": A100}]
+    assert files(tmp_path, groups=on_gpu, models=actor(name)) == []
+
+
 def test_a_load_balancing_loss_of_a_model_without_experts(tmp_path):
     models = {"actor": {"source": {"scratch": {"architecture": "llama"}}, "routerAuxLossCoef": 0.01}}
     assert files(tmp_path, models={**models, "tokenizer": {"train": {}}}) == [

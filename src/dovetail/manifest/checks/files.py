@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.manifest.checks.batching import pinned_layouts
+from dovetail.manifest.checks.scratch import SIZES, cpu_head_error, is_count
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import problem, replay_error
-from dovetail.manifest.types import ModelSource, RLHFJobSpec, Stage
+from dovetail.manifest.types import ModelSource, RLHFJobSpec, Role, Stage
 
 DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 # Whose source a trained model comes from: the first that has one.
@@ -22,7 +23,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 def check_files(spec: RLHFJobSpec, base_dir: Path) -> list[str]:
     """One sentence for each local file or folder that is missing, empty or unusable. Relative paths start at
     `base_dir`. Reads names, sizes and model configurations, but no data."""
-    checks = (_data, _models, _experts, _shared_layers, _tokenizer)
+    checks = (_data, _models, _heads, _experts, _shared_layers, _tokenizer)
     return list(dict.fromkeys(sentence for check in checks for sentence in check(spec, base_dir)))
 
 
@@ -136,6 +137,18 @@ def _family_name(spec: RLHFJobSpec, name: str, base: Path) -> Any:
         config = _json(base / source.path / "config.json")
         return config.get("model_type") if isinstance(config, dict) else None
     return None
+
+
+def _heads(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
+    """Attention heads that vLLM does not compute on CPUs. (A model from scratch has a rule about it.)"""
+    source = spec.models.actor.source
+    on_cpu = any(Role.ROLLOUT in group.roles and group.on_cpu for group in spec.groups)
+    if Stage.PPO not in spec.stages or not on_cpu or source is None or source.path is None:
+        return
+    config = _json(base / source.path / "config.json")
+    known = isinstance(config, dict) and all(is_count(config.get(size, 1)) for size in SIZES)
+    if known and (error := cpu_head_error(config)) is not None:
+        yield f"spec.models.actor.source.path: {error}; take a model of such a size, or rollouts on GPUs."
 
 
 def _experts(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
