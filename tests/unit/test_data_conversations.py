@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dovetail.coordinator.data.chat_template import ChatFormat, HumanAssistant, Template
+from dovetail.coordinator.data.conversations import conversation
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import convert, detect
 from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, LaterTurn, Preference, Prompt
@@ -179,3 +180,22 @@ def test_what_a_template_refuses_is_named_with_its_line(kind: Kind) -> None:
     with pytest.raises(DataError) as error:
         read({"messages": LONG}, kind, with_system(Template(Refuses()), source))
     assert str(error.value) == said
+
+
+def test_a_message_may_be_a_list_of_texts() -> None:
+    parts = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]
+    found = conversation([{"role": "user", "content": parts}], "messages", "here")
+    assert found.messages == [{"role": "user", "content": "2 + 2?"}]
+    with pytest.raises(
+        DataError, match=r"^here: message 0 of field 'messages' needs 'role' and 'content', both strings$"
+    ):
+        conversation([{"role": "user", "content": [*parts, {"type": "image"}]}], "messages", "here")
+
+
+def test_a_call_of_a_tool_is_named() -> None:
+    call = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "weather?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with pytest.raises(
+        DataError, match=r"^here: message 1 of field 'messages' calls a tool, but tools are not supported;"
+    ):
+        conversation(messages, "messages", "here")

@@ -44,8 +44,10 @@ def conversation(value: Any, name: str, where: str) -> Conversation:
     learnt: list[bool] = []
     for i, item in enumerate(value):
         role = item.get("role", item.get("from")) if isinstance(item, Mapping) else None
-        content = item.get("content", item.get("value")) if isinstance(item, Mapping) else None
+        content = _content(item) if isinstance(item, Mapping) else None
         place = f"{where}: message {i} of field {name!r}"
+        if isinstance(item, Mapping) and item.get("tool_calls"):
+            raise DataError(f"{place} calls a tool, but tools are not supported; remove the record")
         if not isinstance(role, str) or not isinstance(content, str):
             raise DataError(f"{place} needs 'role' and 'content', both strings")
         if role not in _HEARD and role not in ASSISTANTS:
@@ -53,6 +55,16 @@ def conversation(value: Any, name: str, where: str) -> Conversation:
         messages.append({"role": _ROLES.get(role, role), "content": content})
         learnt.append(role in ASSISTANTS and _marked(item, place))
     return Conversation(messages, learnt)
+
+
+def _content(item: Mapping[str, Any]) -> Any:
+    """What a message says. It may be a list of parts, as in OpenAI's format; those of text are put together."""
+    content = item.get("content", item.get("value"))
+    if not isinstance(content, list) or not content:
+        return content
+    parts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+    texts = [text for text in parts if isinstance(text, str)]
+    return "".join(texts) if len(texts) == len(content) else content
 
 
 def _marked(item: Mapping[str, Any], place: str) -> bool:
