@@ -111,29 +111,6 @@ def take_node(job: ClusterJob) -> set[str]:
     return {"v100"}
 
 
-def lose_node(job: ClusterJob) -> set[str]:
-    """Its kubelet stands still, and nobody knows whether its pods do. The rollout's is deleted, and ends when somebody
-    deletes the node. Then the node comes back, as a new one."""
-    pods = job.pods()
-    node = "v100" if pods["coordinator"]["spec"]["nodeName"] != "v100" else "a10"
-    pod = pods[node]["metadata"]["name"]
-    job.cluster.devcluster("stop", f"kubelet-{node}")
-    try:
-        wait_for("it is named", lambda: job.condition("Degraded").get("reason") == "NodeNotReady", RECOVERY_SECONDS)
-        message = job.condition("Degraded")["message"]
-        assert message.startswith(f"pod {pod} of group {node} is on node {node}, which has not answered since ")
-        go_on(job, 1)
-        job.cluster.kubectl("delete", "pod", pod, "-n", job.namespace, "--wait=false")
-        go_on(job, 1)
-        assert job.cluster.get("pod", pod, "-n", job.namespace) is not None
-        job.cluster.kubectl("delete", "node", node)
-        wait_for("it to go", lambda: job.cluster.get("pod", pod, "-n", job.namespace) is None, RECOVERY_SECONDS)
-    finally:
-        job.cluster.devcluster("start", f"kubelet-{node}")
-        job.cluster.devcluster("restart", f"gpus-{node}")
-    return {node}
-
-
 def restart_api_server(job: ClusterJob) -> set[str]:
     """By SIGKILL: asked to end, it would wait half a minute for its clients."""
     job.cluster.devcluster("kill", "kube-apiserver")
@@ -215,7 +192,6 @@ FAULTS: dict[str, Callable[[ClusterJob], set[str]]] = {
     "vLLM killed": partial(kill_process, "v100", "dovetail.rollout.serving.vllm_server"),
     "node drained": drain_node,
     "node taken and given back": take_node,
-    "node lost": lose_node,
     "API server restarted": restart_api_server,
     "trainer killed": partial(kill_process, "a100", "dovetail.trainer.main"),
     "etcd stopped": stop_etcd,
@@ -224,7 +200,6 @@ FAULTS: dict[str, Callable[[ClusterJob], set[str]]] = {
     "network cut": cut_network,
     "scorer killed": partial(kill_process, "a10", "dovetail.rollout.scoring.scorer"),
 }
-LONG = ("node lost",)  # with the nightly tests alone
 # The processes that are new after a fault, where it is said which.
 RETURNS = {
     "vLLM killed": ("v100-0",),
@@ -244,8 +219,6 @@ def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
         "an iteration", lambda: job.condition("Running").get("status") == "True" and job.iteration(), START_SECONDS
     )
     for name, fault in FAULTS.items():
-        if name in LONG and not lag:
-            continue
         began, before, last, births = time.monotonic(), job.uids(), job.iteration(), born(job)
         expected = fault(job)
         done = time.monotonic()
