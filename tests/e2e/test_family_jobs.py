@@ -6,9 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM
 
 from dovetail.manifest.checks.validation import check
+from dovetail.models import build_stage
+from dovetail.protocol.messages import ModelRef
 from helpers.jobs import history, run_job, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -39,6 +42,18 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3_moe": (2, {**SIZES, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}),
     # On one stage the window, on the other none, with other rotary frequencies; a tied and scaled embedding.
     "gemma3_text": (2, {**SIZES, "query_pre_attn_scalar": 32, "layer_types": ["sliding_attention", "full_attention"]}),
+    # The same window, a tied and scaled embedding, and bounds of scores and logits that are reached.
+    "gemma2": (
+        2,
+        {
+            **SIZES,
+            "initializer_range": 0.3,
+            "query_pre_attn_scalar": 32,
+            "attn_logit_softcapping": 5.0,
+            "final_logit_softcapping": 6.0,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
     # The tied ones have their embedding on both stages.
     "mistral": (1, SIZES),
     "qwen2": (2, {**PLAIN, "intermediate_size": 96, "num_key_value_heads": 2, "tie_word_embeddings": True}),
@@ -47,6 +62,11 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
     "opt": (2, {**LEARNT, "ffn_dim": 96, "word_embed_proj_dim": 64, "init_std": 0.1, "tie_word_embeddings": True}),
 }
 ROUNDED = ("qwen3_moe",)
+# Responses of random weights are told apart by it.
+VARIETY = """
+def score(prompts, responses, **fields):
+    return [len(set(text)) / 40 for text in responses]
+"""
 
 
 @pytest.mark.parametrize("family", KINDS)
@@ -54,11 +74,13 @@ def test_a_job_learns_and_samples_alike(family: str, tmp_path: Path) -> None:
     """Responses are longer than the window. Trainers use the experts that the rollouts chose."""
     pp, config = KINDS[family]
     experts, rounded = "num_experts_per_tok" in config, family in ROUNDED
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "variety.py").write_text(VARIETY)
     job = tiny_job(
         stages=["ppo"],
         models={
             "actor": {"source": {"scratch": {"architecture": family, "config": config}}},
-            "reward": {"function": "dovetail.coordinator.data.synthetic:reward"},
+            "reward": {"function": "variety:score", "importPath": str(tmp_path / "code")},
         },
         ppo={
             "iterations": 2,
@@ -76,9 +98,10 @@ def test_a_job_learns_and_samples_alike(family: str, tmp_path: Path) -> None:
         checkpoint={"everySteps": 100},
     )
     assert check(job.spec) == []
-    outcome, _ = run_job(job, tmp_path)
+    run = tmp_path / "run"
+    outcome, _ = run_job(job, run)
     assert outcome.succeeded, outcome.reason
-    rows = history(tmp_path, "ppo")
+    rows = history(run, "ppo")
     assert sorted(rows) == [1, 2]
     for row in rows.values():
         if experts:
@@ -91,6 +114,12 @@ def test_a_job_learns_and_samples_alike(family: str, tmp_path: Path) -> None:
         else:
             assert row["mismatch_abs"] < 1e-4, row
         assert row["actor_grad_norm"] > 0
-    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "models" / "actor", output_loading_info=True)
+    folder = run / "models" / "actor"
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, attn_implementation="eager")
     assert not report["unexpected_keys"]
     assert not report["missing_keys"]
+    # More tokens than a window has.
+    tokens = torch.randint(0, model.config.vocab_size, (2, 20), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        learnt = build_stage(ModelRef(head="lm", path=str(folder)))(tokens)
+        torch.testing.assert_close(model(tokens).logits, learnt, atol=1e-4, rtol=1e-4)
