@@ -234,7 +234,7 @@ def test_a_restarted_coordinator_goes_on_and_aborts_what_the_old_one_left(tmp_pa
     async def scenario(job: Job) -> None:
         a = await job.server("r0", step=0.005)
         task = asyncio.create_task(job.generate())
-        await until(lambda: a.tokens_sent > 60)
+        await until(lambda: a.tokens_sent > 60 and any(s.tokens for s in job.store.samples.samples(1)))
         # As after kill -9: the store is left as the last flush made it, and nobody says goodbye.
         old = job.generator
         job.store.close()
