@@ -52,14 +52,16 @@ def limited(draw):
 
 @pytest.mark.skipif(not available(), reason="needs OR-Tools")
 @settings(max_examples=60, deadline=None)
-@given(limited())
-def test_nothing_is_faster_than_the_bound(drawn):
+@given(limited(), st.booleans())
+def test_nothing_is_faster_than_the_bound(drawn, is_limited):
     problem, family = drawn
+    free = replace(problem, memory_limit=None)
+    problem = problem if is_limited else free
     instance = family_instance(problem, family)
     bound = lower_bound(instance)
     answer = ExactSearch(instance, np.ceil(bound) - 1, problem.memory_limit).run(1, 0)
     assert answer.orders is None
-    assert bound >= lower_bound(family_instance(replace(problem, memory_limit=None), family)) - 1e-9
+    assert bound >= lower_bound(family_instance(free, family)) - 1e-9
 
 
 @settings(max_examples=40, deadline=None)
@@ -102,6 +104,20 @@ def test_it_is_reached_where_turns_wait_for_the_work_of_a_rank(name, count, room
     models = (ModelPipelines("actor", 2, count, 4.0, 8.0, 4.0), ModelPipelines("critic", 2, 1, 1.0, 2.0, 0.0))
     problem = ScheduleProblem(models, latency, memory_limit=4.0 * room)
     found = find(problem, family_of(name), SearchEffort(scale=0.1, memory=False, exact=False))
+    assert found.makespan == pytest.approx(lower_bound(found.instance))
+
+
+@pytest.mark.parametrize(
+    ("problem", "name"),
+    [
+        (fused_problem(4, 4, 1, 1, 1), "fused-v"),
+        (fused_problem(8, 8, 4, 10, 1), "fused-split"),
+        (fused_problem(4, 2, 2, 17.5, 2.3, communication=0.5), "fused-v"),
+    ],
+)
+def test_it_is_reached_where_a_few_micro_batches_of_a_large_model_go_all_the_way(problem, name):
+    """With or without a limit of memory: the last one enters after the others, and then goes there and back."""
+    found = find(problem, family_of(name), SearchEffort(scale=0.02, memory=False, exact=False))
     assert found.makespan == pytest.approx(lower_bound(found.instance))
 
 

@@ -17,7 +17,8 @@ def lower_bound(instance: SearchInstance) -> float:
 
     For each rank: the earliest arrival of a pass, plus all passes of both models, plus the least time after the last
     pass. The same for the passes of one model alone. Where a rank holds several chunks, the earliest and the least are
-    taken over its chunks. Where the problem limits memory, also what follows from the limit (`_turns`, `_areas`).
+    taken over its chunks. Also the way of each micro-batch through all stages and back (`_turns`). Where the problem
+    limits memory, both know more.
     Optimizer steps separate mini-batches: those of the same model in rolled families, else those of both."""
     n = instance.problem.mini_batches
     alone = np.zeros((2, n))
@@ -42,7 +43,7 @@ def lower_bound(instance: SearchInstance) -> float:
             if instance.problem.memory_limit:
                 held[m] = _areas(instance, m, first, last)
                 alone[m, k] = max(alone[m, k], (arrival[m] + held[m] + b_tail[m]).max())
-                alone[m, k] = max(alone[m, k], _turns(instance, m, first, last))
+            alone[m, k] = max(alone[m, k], _turns(instance, m, first, last))
         shared = (arrival.min(axis=0) + held.sum(axis=0) + b_tail.min(axis=0)).max()
         both[k] = max((arrival.min(axis=0) + busy.sum(axis=0) + tail.min(axis=0)).max(), shared, alone[:, k].max())
         if k == 0:
@@ -98,7 +99,8 @@ def least_pace(instance: SearchInstance, m: int) -> float:
 
 
 def _turns(instance: SearchInstance, m: int, first: int, last: int) -> float:
-    """How long micro-batches take if those that do not fit in the memory together wait for each other.
+    """How long micro-batches take from the first stage to the last and back, each after the forwards of those before,
+    if those that do not fit in the memory together wait for each other.
 
     A rank that starts the forward of its k-th stage holds the micro-batch in its stages 1 to k until that stage's B
     ends, and at least one of them for a weight gradient more. Micro-batches pass a stage in order. So where those from
@@ -108,7 +110,7 @@ def _turns(instance: SearchInstance, m: int, first: int, last: int) -> float:
     over when that B begins, and of what is held only what fits is not released when j starts. The others run between,
     one after the other."""
     mine = slice(instance.chunks(m).start, instance.chunks(m).stop)
-    limit = (instance.problem.memory_limit or 0.0) * (1 + 1e-9)
+    limit = (instance.problem.memory_limit or np.inf) * (1 + 1e-9)
     duration = instance.duration[mine, :, :, first:last]
     absent = instance.position[mine] < 0
     sizes = instance.activation[mine, :, first:last].cumsum(axis=0)
