@@ -44,7 +44,7 @@ def test_zb_v_twice_takes_what_it_takes_elsewhere(stages, count, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "count"), [(2, 4), (4, 4), (4, 16), (8, 3), (8, 24)])
+@pytest.mark.parametrize(("stages", "count"), [(2, 4), (4, 4), (4, 16), (8, 3), (8, 24), (5, 7), (4, 10)])
 @pytest.mark.parametrize("name", ["interleaved", "zb-v"])
 def test_published_schedules_are_the_ones_that_torch_ships(name, stages, count):
     from torch.distributed.pipelining import schedules
@@ -69,6 +69,16 @@ def test_published_schedules_are_the_ones_that_torch_ships(name, stages, count):
         names = "FIW" if instance.split else "FB"
         ours = [(int(instance.position[code // KINDS, rank]), names[code % KINDS]) for code in actor]
         assert ours == expected
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb-v", "v-half", "v-min"])
+def test_any_number_of_micro_batches_ends_on_any_number_of_ranks(name):
+    """torch and Megatron-LM refuse some of them for interleaved 1F1B."""
+    for ranks, count, mini_batches in itertools.product((1, 2, 3, 5, 8), (1, 2, 3, 5, 7, 10, 13, 17), (1, 2)):
+        problem = fused_problem(ranks, ranks, count, 3, 2, communication=0.3, mini_batches=mini_batches)
+        instance = family_instance(problem, CHUNKED[name])
+        found = evaluate(instance, fixed_orders(instance, CHUNKED[name]), name)  # it raises where ranks wait for ever
+        check_steps(problem, steps(found))
 
 
 @pytest.mark.parametrize(("name", "share"), [("v-half", 1 / 2), ("v-min", 1 / 3)])

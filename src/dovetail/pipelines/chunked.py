@@ -16,14 +16,16 @@ from dovetail.pipelines.simulate import KINDS, B, F, W
 def interleaved(instance: SearchInstance, rank: int, m: int) -> list[int]:
     """Interleaved 1F1B: forwards of one chunk for as many micro-batches as there are ranks, then of the next chunk.
 
-    Where the micro-batches are no multiple of the ranks, the last round is shorter."""
+    Where the micro-batches are no multiple of the ranks, the rounds are longer, as in torch."""
     p, place = instance.place(rank, m)
     chunks, count = list(instance.chunks(m)), instance.problem.models[m].micro_batches
-    rounds = [range(i, min(i + p, count)) for i in range(0, count, p)]
-    forwards = [KINDS * c + F for these in rounds for c in chunks for _ in these]
-    backwards = [KINDS * c + B for these in rounds for c in reversed(chunks) for _ in these]
+    rounds = max(1, count // p)
+    size, longer = divmod(count, rounds)
+    sizes = [size + 1] * longer + [size] * (rounds - longer)
+    forwards = [KINDS * c + F for each in sizes for c in chunks for _ in range(each)]
+    backwards = [KINDS * c + B for each in sizes for c in reversed(chunks) for _ in range(each)]
     # The last chunk's first backward follows its first forward on the last rank, and travels one rank in two passes.
-    warm_up = min(len(forwards), (len(chunks) - 1) * min(p, count) + 2 * (p - 1 - place))
+    warm_up = min(len(forwards), (len(chunks) - 1) * sizes[0] + 2 * (p - 1 - place))
     order = forwards[:warm_up]
     for forward, backward in itertools.zip_longest(forwards[warm_up:], backwards):
         order += [code for code in (forward, backward) if code is not None]
