@@ -89,17 +89,19 @@ def micro_batches(head: str, step: int, dp_rank: int, dp_size: int) -> list[Micr
 
 
 def micro_batch(head: str, tokens: torch.Tensor, lengths: torch.Tensor, total: int) -> MicroBatch:
-    """A cross entropy or squared error, divided by `total` sequences."""
+    """A cross entropy or squared error, or the sum of both, divided by `total` sequences."""
     # A sequence's last token predicts nothing.
-    read = torch.arange(tokens.shape[1])[None] < lengths[:, None] - int(head == "lm")
+    read = torch.arange(tokens.shape[1])[None] < lengths[:, None] - int(head != "value")
     packed = Sequences(tokens, lengths).pack(range(len(tokens)), read)
 
-    def loss(output: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        if head == "lm":
-            each = F.cross_entropy(output, packed.targets, reduction="none")
-        else:
-            each = (output - tokens[read] / VOCAB).square()
-        value = each.sum() / total
+    def loss(output: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logits, values = output if head == "lm+value" else (output, output)
+        value = torch.zeros(())
+        if head != "value":
+            value = value + F.cross_entropy(logits, packed.targets, reduction="none").sum()
+        if head != "lm":
+            value = value + (values - tokens[read] / VOCAB).square().sum()
+        value = value / total
         return value, {"loss": value.detach(), "count": torch.tensor(float(tokens.shape[0]))}
 
     return MicroBatch(packed, loss)

@@ -36,12 +36,15 @@ def load(case: dict[str, Any], checkpoint: str | None = None) -> Load:
     """Actor and critic of the case, placed as its layouts say."""
     config = CONFIGS[case["architecture"]] | {"num_hidden_layers": case.get("layers", 4)}
     scratch = ScratchModel(architecture=case["architecture"], config=config)
+    options = case.get("options", ())
     models = {
-        "actor": ModelRef(head="lm", scratch=scratch, seed=1),
+        "actor": ModelRef(head="lm+value" if "both heads" in options else "lm", scratch=scratch, seed=1),
         "critic": ModelRef(head="value", scratch=scratch, seed=2),
     }
     layouts = {name: Layout(**layout) for name, layout in case["layouts"].items()}
-    return Load(id="load", stage="ppo", models=models, total_steps=10, layouts=layouts, checkpoint=checkpoint)
+    models = {name: models[name] for name in layouts}
+    ways = {way: list(models) for way in ("recompute", "zero3") if way in options}
+    return Load(id="load", stage="ppo", models=models, total_steps=10, layouts=layouts, checkpoint=checkpoint, **ways)
 
 
 def work(engine: Engine, copies: int) -> list[dict[str, list[MicroBatch]]]:
@@ -133,14 +136,14 @@ def after_restart(trial: Trial, case: dict[str, Any], path: Path) -> list[str]:
     return same(before, {n: local(p) for n, p in trial.parameters()})
 
 
-def by_whole_name(engine: Engine, values: dict[str, Any]) -> dict[tuple[str, str, int], tuple[Any, bool]]:
-    """Parameters by model, name in the whole model and data-parallel rank: the same wherever the stages are. With
-    whether the rank holds but a part of it."""
+def by_whole_name(engine: Engine, values: dict[str, Any]) -> dict[tuple[str, str, int, int], tuple[Any, bool]]:
+    """Parameters by model, name in the whole model, tensor-parallel and data-parallel rank: the same wherever the
+    stages are. With whether the rank holds but a part of what the tensor-parallel rank has."""
     return {
-        (model, held.module.checkpoint_name(name), held.dp_rank): (part, part.shape != parameter.shape)
+        (model, held.module.checkpoint_name(name), held.groups.tp_rank, held.dp_rank): (mine, mine.shape != whole.shape)
         for model, held in engine.models.items()
-        for name, parameter in held.trainable().items()
-        for part in [values[f"{model}.{name}"]]
+        for name, whole in held.trainable().items()
+        for mine in [values[f"{model}.{name}"]]
     }
 
 

@@ -73,15 +73,28 @@ ALIKE = [[n for n, other in enumerate(SETTINGS) if tuple(map(str, other[:3])) ==
 # The subject is what the ranks do with a schedule. A short search finds irregular ones.
 EFFORT = SearchEffort(scale=0.001, memory=False, exact=False)
 
-# The same with so many stages of each model on a rank: world, model, chunks, architecture, LoRA, and plan.sharding.
-CHUNKED_SETTINGS = [
-    (2, EVENLY[2], 2, "llama", False, "Always"),
-    (2, EVENLY[2], 4, "qwen2", False, "Auto"),
-    (3, EVENLY[3], 2, "opt", True, "Auto"),
-    (4, Parallelism(pp=2, dp=2), 2, "llama", False, "Always"),
-    (4, EVENLY[4], 2, "llama", False, "Auto"),
+# The same with so many stages of each model on a rank: world, model, chunks, architecture, options, and plan.sharding.
+# Options are LoRA, activation checkpointing and ZeRO-3, with which no backward pass is split, and one model with both
+# heads.
+CHUNKED_SETTINGS: list[tuple[int, Parallelism, int, str, tuple[str, ...], str]] = [
+    (2, EVENLY[2], 2, "llama", (), "Always"),
+    (2, EVENLY[2], 4, "qwen2", (), "Auto"),
+    (3, EVENLY[3], 2, "opt", ("lora",), "Auto"),
+    (4, Parallelism(pp=2, dp=2), 2, "llama", (), "Always"),
+    (4, EVENLY[4], 2, "llama", (), "Auto"),
+    (2, EVENLY[2], 2, "qwen2", ("recompute",), "Always"),
+    (2, EVENLY[2], 2, "llama", ("both heads",), "Always"),
+    (3, EVENLY[3], 2, "llama", ("recompute", "lora"), "Auto"),
+    (3, EVENLY[3], 2, "qwen2", ("both heads",), "Auto"),
+    (4, Parallelism(pp=2, tp=2), 2, "llama", (), "Always"),
+    (4, Parallelism(pp=2, tp=2), 2, "qwen2", ("recompute",), "Auto"),
+    (4, Parallelism(pp=2, dp=2), 2, "opt", ("recompute", "zero3"), "Auto"),
 ]
-CHUNKED_IDS = [f"{w}-{b.pp}x{b.dp}-{c} chunks-{name}" for w, b, c, name, _, _ in CHUNKED_SETTINGS]
+CHUNKED_IDS = [
+    "-".join((f"{w}", f"{b.pp}x{b.dp}x{b.tp}", f"{c} chunks", name, *options))
+    for w, b, c, name, options, _ in CHUNKED_SETTINGS
+]
+UNSPLIT = {"recompute", "zero3"}
 
 
 def some_problem(layouts: dict[str, Any], counts: dict[str, int], mini_batches: int, seed: int) -> ScheduleProblem:
@@ -146,13 +159,18 @@ def make_case(number: int, every: bool) -> list[dict[str, Any]]:
 def chunked_cases(number: int, every: bool) -> list[dict[str, Any]]:
     """One stage a rank, one model after the other; then several stages a rank, the critic's either way round, each with
     the schedules that can run there. All are of one mini-batch, every other one (or `every` one) also of two."""
-    world, both, chunks, architecture, lora, sharding = CHUNKED_SETTINGS[number]
+    world, both, chunks, architecture, options, sharding = CHUNKED_SETTINGS[number]
     plain = {"actor": both, "critic": both}
-    case = {"world": world, "architecture": architecture, "lora": lora, "copies": both.dp, "sharding": sharding}
+    case = {"world": world, "architecture": architecture, "lora": "lora" in options, "copies": both.dp}
+    case |= {"sharding": sharding, "options": options, "tp": both.tp}
     # Where it can be, one stage has a layer more than the others.
     case |= {"layers": min(8, both.pp * chunks + 1), "setting": f"chunks {number}"}
+    trained = ("actor",) if "both heads" in options else ("actor", "critic")
+    initials, whole = {name[0] for name in trained}, not UNSPLIT.isdisjoint(options)
     cases = []
     for reverse in (None, False, True):
+        if (reverse and len(trained) == 1) or (reverse is False and whole and len(trained) == 2):
+            continue  # there would be nothing to run the other way, or nothing but one model after the other
         layouts = shared_layouts(plain, bool(reverse))
         counts = dict.fromkeys(layouts, 4)
         if reverse is not None:
@@ -165,15 +183,16 @@ def chunked_cases(number: int, every: bool) -> list[dict[str, Any]]:
             if reverse is not None:
                 placed = [f for f in CHUNKED.values() if f.chunks == chunks and f.shape is Shape.ZIGZAG]
                 serial = replace(CHUNKED["zb-v"], chunks=chunks, reverse=reverse, name="one by one", split=False)
-                families = [serial, *(f for f in placed if f.reverse == reverse)]
+                families = [serial, *(f for f in placed if f.reverse == reverse and not (whole and f.split))]
             for index, family in enumerate(families):
                 rolled = family.name.endswith("-rolled")
                 if rolled == (together == 2) or (not rolled and (every or (index + number + 1) % 2)):
                     name, found = f"{family.name} {together}", find(problem, family, replace(EFFORT, seed=number))
-                    schedules[name] = (together, letters(found, layouts))
+                    lists = [[a for a in mine if a[0] in initials] for mine in letters(found, layouts)]
+                    schedules[name] = (together, lists)
                     orders[name] = found.orders.tolist()
-        where = {name: layout.model_dump() for name, layout in layouts.items()}
-        more = {} if reverse is None else {"orders": orders}
+        where = {name: layouts[name].model_dump() for name in trained}
+        more = {} if reverse is None or len(trained) == 1 else {"orders": orders}
         cases.append(case | {"layouts": where, "schedules": schedules, "reverse": reverse} | more)
     return cases
 
@@ -261,15 +280,16 @@ def test_a_rank_keeps_no_groups_of_layouts_that_it_had(
     assert [key for key, each in counts.items() if len(set(each)) > 1] == []
 
 
-def weights(ranks: list[dict[str, Any]]) -> dict[tuple[str, str], Any]:
-    """Whole parameters by model and name: pipelines side by side hold copies, FSDP2 parts of the first dimension."""
+def weights(ranks: list[dict[str, Any]]) -> dict[tuple[str, str, int], Any]:
+    """Whole parameters by model, name and tensor-parallel rank: pipelines side by side hold copies, FSDP2 parts of the
+    first dimension."""
     import torch
 
-    pieces: dict[tuple[str, str], list[Any]] = {}
+    pieces: dict[tuple[str, str, int], list[Any]] = {}
     # Both halves of a tied pair have one name.
     found = {place: part for rank in reversed(ranks) for place, part in rank["final"].items()}
-    for (model, name, _), (piece, is_part) in sorted(found.items(), key=lambda item: item[0]):
-        held = pieces.setdefault((model, name), [])
+    for (model, name, tp, _), (piece, is_part) in sorted(found.items(), key=lambda item: item[0]):
+        held = pieces.setdefault((model, name, tp), [])
         if is_part or not held:
             held.append(piece)
     return {key: torch.cat(held) if len(held) > 1 else held[0] for key, held in pieces.items()}
@@ -313,7 +333,7 @@ def test_stages_in_a_v_give_the_weights_of_one_stage_a_rank(
             assert mine.keys() == theirs.keys()
             assert [key for key in mine if not torch.equal(mine[key], theirs[key])] == []
             compared += 1
-    assert compared == 8
+    assert compared == 15
 
 
 def test_peak_memory_of_stages_in_a_v_is_predicted_within_two_percent(
@@ -325,9 +345,10 @@ def test_peak_memory_of_stages_in_a_v_is_predicted_within_two_percent(
         if not case.get("orders"):
             continue
         layouts = {name: Layout(**layout) for name, layout in case["layouts"].items()}
-        # The first of the data-parallel ranks; the others have micro-batches of other sizes.
-        ranks = range(0, case["world"], case["copies"])
-        alone = {name: layout.model_copy(update={"dp": 1}) for name, layout in layouts.items()}
+        # The first of the data-parallel ranks; the others have micro-batches of other sizes. Of a tensor-parallel group
+        # also the first: its ranks hold the same.
+        ranks = range(0, case["world"], case["copies"] * case["tp"])
+        alone = {name: layout.model_copy(update={"dp": 1, "tp": 1}) for name, layout in layouts.items()}
         times = Times()
         for place, rank in enumerate(ranks):
             _, held = found[rank]["memory"]["one by one 1"]
