@@ -4,6 +4,7 @@ The rank convention lives here and nowhere else: see `coordinates`."""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
@@ -84,11 +85,13 @@ def chunks_of(layout: Parallelism) -> int:
     return layout.chunks if isinstance(layout, Layout) else 1
 
 
-def stage_path(pp: int, chunks: int = 1) -> list[int]:
+# It is cached, because the search of a placement asks for it ten thousand times.
+@lru_cache(maxsize=4096)
+def stage_path(pp: int, chunks: int = 1) -> tuple[int, ...]:
     """The place in a pipeline (`Coordinates.pp`) of every stage: 0 to pp - 1, back again with the second chunk, and so
     on."""
-    there = list(range(pp))
-    return [place for chunk in range(chunks) for place in (there[::-1] if chunk % 2 else there)]
+    there = range(pp)
+    return tuple(place for chunk in range(chunks) for place in (there[::-1] if chunk % 2 else there))
 
 
 def stages_at(place: int, pp: int, chunks: int = 1) -> list[int]:

@@ -62,7 +62,7 @@ def play_rollout(
     for bar in bars:
         free[bar.pool, bar.gpu] = max(bar.end, begun or 0.0) if fused and begun is not None else generated
     totals = [int(p) + int(n) for p, n in zip(prompts, lengths, strict=True)]
-    ready, new = _score(candidate, costs, ends, totals, prompts, free, 0.0 if fused else generated)
+    ready, new = _score(candidate, costs, ends, totals, prompts.tolist(), free, 0.0 if fused else generated)
     scored = max(ready)
     # Without fusion no sample moves, so the servers count, not the samples.
     half = sorted(ends)[len(ends) // 2] if candidate.migration else sorted(idle)[len(idle) // 2]
@@ -116,7 +116,7 @@ def _score(
     costs: GPUCosts,
     ends: Sequence[float],
     totals: Sequence[int],
-    prompts: Ints,
+    prompts: Sequence[int],
     free: dict[tuple[str, int], float],
     earliest: float,
 ) -> tuple[list[float], list[Bar]]:
