@@ -483,7 +483,9 @@ class Executor:
     def _reap(self) -> None:
         """Free the buffers of completed sends. Gloo reports none before it is waited for (see `_arrived`)."""
         if self.nccl:
-            self._sends = {key: send for key, send in self._sends.items() if not send[0].is_completed()}
+            for key in [key for key, send in self._sends.items() if send[0].is_completed()]:
+                # A wait makes NCCL drop the tensor at once. Else it keeps it until a thread of torch has seen the end.
+                self._sends.pop(key)[0].wait()
 
     def _wait(self, work: Any, peer: int, doing: Literal["sending to", "receiving from"]) -> None:
         try:
