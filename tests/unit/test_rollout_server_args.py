@@ -475,7 +475,7 @@ def test_a_server_reports_itself_ready_once_it_is_healthy(tmp_path: Path) -> Non
     assert [p["ready"] for p in posts[:2]] == [False, False]
     assert posts[3]["ready"]
     assert posts[3]["weight_version"] == 4
-    assert "weight_version" not in posts[0]
+    assert posts[0]["weight_version"] is None
     assert "asleep" not in posts[3], "earlier releases do not know the field"
     assert posts[0]["abilities"]["max_model_len"] == 7
     assert "incarnation" not in posts[0]["abilities"]

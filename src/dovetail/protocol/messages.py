@@ -418,3 +418,8 @@ class Register(Message):
         default_factory=dict,
         description="vllm_version, sampler (counter|native), weight_engine, kv_connector, max_model_len, sends_weights",
     )
+
+    def as_json(self) -> str:
+        """The report to send. A coordinator of an earlier release refuses `asleep`, so it is there only if it is
+        true."""
+        return self.model_dump_json(exclude=None if self.asleep else {"asleep"})

@@ -139,7 +139,7 @@ async def register_forever(
         try:
             async with session.post(
                 f"{env.coordinator}/v1/instances",
-                data=message.model_dump_json(exclude_defaults=True),
+                data=message.as_json(),
                 headers={**headers, "Content-Type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=10),
             ) as response:

@@ -75,8 +75,7 @@ class Registrar:
         )
         request = urllib.request.Request(
             f"{self._env.coordinator.rstrip('/')}/v1/instances",
-            # A coordinator of an earlier release refuses fields that it does not know.
-            data=message.model_dump_json(exclude_defaults=True).encode(),
+            data=message.as_json().encode(),
             headers={"Authorization": f"Bearer {self._env.token}", "Content-Type": "application/json"},
         )
         try:
