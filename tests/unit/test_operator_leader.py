@@ -18,18 +18,23 @@ class Server:
 
     def __init__(self, there=True):
         self.hangs = False
+        self.asked = []
         self.there = there
         self.version = 1
         self.spec = {}
 
     async def answer(self, request):
+        self.asked.append(request.method)
         if self.hangs:
             await asyncio.sleep(600)
         if request.method == "GET" and not self.there:
             return web.json_response({"kind": "Status", "code": 404, "reason": "NotFound"}, status=404)
         if request.method in ("PUT", "POST"):
+            sent = await request.json()
+            if request.method == "PUT" and sent["metadata"]["resourceVersion"] != str(self.version):
+                return web.json_response({"kind": "Status", "code": 409, "reason": "Conflict"}, status=409)
             self.there = True
-            self.spec = (await request.json())["spec"]
+            self.spec = sent["spec"]
             self.version += 1
         metadata = {"name": "dovetail-leader", "namespace": "system", "resourceVersion": str(self.version)}
         document = {"apiVersion": "coordination.k8s.io/v1", "kind": "Lease", "metadata": metadata, "spec": self.spec}
@@ -78,6 +83,45 @@ def test_a_leader_whose_renewals_hang_stops_in_time(short):
             await runner.cleanup()
 
     assert asyncio.run(test()) < 6.0, "another replica may take the lease then"
+
+
+def test_a_renewal_is_one_request_and_a_failed_one_is_followed_by_a_look(short):
+    """Under load an API server takes seconds for each request. A leader that is not answered for a while leads on."""
+
+    async def test():
+        server, app = Server(), web.Application()
+        app.router.add_route("*", LEASE, server.answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        await (web.TCPSite(runner, "127.0.0.1", 0)).start()
+        settings = client.Configuration(host=f"http://127.0.0.1:{runner.addresses[0][1]}")
+        answers = []
+
+        async def until(count):
+            while len(server.asked) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+        try:
+            async with client.ApiClient(settings) as api, asyncio.timeout(120):
+                lock = leader.Lock(leader.LEASE, "system", "one", api, lambda: answers.append(True))
+                leading = asyncio.create_task(leader.lead(lock, lambda: asyncio.sleep(600)))
+                await until(4)
+                assert server.asked == ["GET", "PUT", "PUT", "PUT"]
+                server.hangs = True
+                await until(5)
+                server.hangs = False
+                await until(8)
+                assert server.asked[4:] == ["PUT", "GET", "PUT", "PUT"]
+                assert len(answers) >= 6, "the probe of the operator's health asks for answers"
+                assert not leading.done()
+                server.version += 1  # somebody has edited the lease
+                server.spec = server.spec | {"holderIdentity": "two"}
+                await asyncio.wait({leading})
+                assert server.spec["holderIdentity"] == "two"
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(test())
 
 
 def test_the_work_has_ended_when_leading_is_cancelled(short):

@@ -29,6 +29,16 @@ class LeaseLock(_LeaseLock):  # type: ignore[misc]
             return False
         return True
 
+    async def update(self, name: str, namespace: str, updated_record: LeaderElectionRecord) -> bool:
+        """The package's own does not keep the answer, so the lease would have to be read before each update."""
+        try:
+            lease: Any = self.lease_reference
+            lease.spec = self.update_lease(updated_record, lease.spec)
+            self.lease_reference = await self.api_instance.replace_namespaced_lease(name, namespace, lease)
+        except ApiException:
+            return False
+        return True
+
     async def hand_over(self) -> None:
         """Write that nobody holds the lease, which `get` has read. Raises ApiException or one of NO_ANSWER."""
         lease: Any = self.lease_reference

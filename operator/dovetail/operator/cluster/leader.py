@@ -23,7 +23,6 @@ LEASE = "dovetail-leader"
 # A leader that dies is replaced within LEASE_SECONDS + RETRY_SECONDS, one that leaves within RETRY_SECONDS.
 # Calls to an API server under load take seconds, and that ends no leader.
 LEASE_SECONDS = 30
-RENEW_SECONDS = 20
 RETRY_SECONDS = 2
 # Of each call. The package itself would wait for minutes where a connection is broken and nobody tells.
 ANSWER_SECONDS = 8
@@ -62,6 +61,7 @@ class Lock(LeaseLock):
                 done = bool(await writing)
         except NO_ANSWER:
             return False
+        self._attempted()
         self.renewed = sent if done else self.renewed
         return done
 
@@ -80,14 +80,20 @@ class Election:
 
     def __init__(self, lock: Lock) -> None:
         self._lock = lock
+        self._mine: LeaderElectionRecord | None = None  # what this replica wrote last, if nobody can have written since
         self._other: dict[str, Any] = {}  # another replica's lease as it was read last
         self._changed = float("-inf")  # monotonic seconds; when it was first read so
 
     async def hold(self) -> bool:
-        """Take the lease, or renew it. Returns whether that worked."""
+        """Take the lease, or renew it. Returns whether that worked. A renewal takes one request, because an API server
+        under load takes seconds for each. The lease is read again after a renewal that failed."""
         lock, now = self._lock, datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")
-        there, found = await lock.get(lock.name, lock.namespace)
         mine = LeaderElectionRecord(lock.identity, str(LEASE_SECONDS), now, now)
+        before, self._mine = self._mine, None
+        if before is not None:
+            mine.acquire_time = before.acquire_time
+            return await self._update(mine)
+        there, found = await lock.get(lock.name, lock.namespace)
         if not there:
             missing = isinstance(found, ApiException) and found.status == 404
             return missing and await lock.create(lock.name, lock.namespace, mine)
@@ -99,7 +105,12 @@ class Election:
             if time.monotonic() - self._changed < LEASE_SECONDS:
                 return False
         self._other = {}
-        return await lock.update(lock.name, lock.namespace, mine)
+        return await self._update(mine)
+
+    async def _update(self, mine: LeaderElectionRecord) -> bool:
+        done = await self._lock.update(self._lock.name, self._lock.namespace, mine)
+        self._mine = mine if done else None
+        return done
 
     async def win(self) -> None:
         """Wait for the lease."""
@@ -109,8 +120,8 @@ class Election:
             await asyncio.sleep(RETRY_SECONDS)
 
     async def renew(self) -> None:
-        """Renew the lease until that does not work for RENEW_SECONDS, or another replica has it."""
-        while time.monotonic() - self._lock.renewed < RENEW_SECONDS and not self._other:
+        """Renew the lease until another replica has it."""
+        while not self._other:
             await asyncio.sleep(RETRY_SECONDS)
             await self.hold()
 
