@@ -63,6 +63,25 @@ def test_its_processes_start(image, python):
         assert "ImportError" not in done.stderr, (module, done.stderr)
 
 
+CHAT = """
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+from dovetail.coordinator.data.tokenizer import with_template_options
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if short %}.{% endif %}{% endfor %}"
+tokenizer = with_template_options(tokenizer, {"short": True})
+print(tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False))
+"""
+
+
+def test_the_coordinator_renders_chat_templates(image, python):
+    """The library that renders them is optional for transformers."""
+    if image.extra == "operator":
+        done = run(python, "-P", "-c", CHAT, env={"PYTHONPATH": ":".join(map(str, FOLDERS))})
+        assert done.stdout.strip() == "user: hi."
+
+
 def test_its_extra_asks_for_nothing_that_its_processes_do_not_import(image):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     by_distribution: dict[str, set[str]] = {}
