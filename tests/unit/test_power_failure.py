@@ -117,6 +117,7 @@ def resumable(folder: Path) -> bool:
     store = Store(folder)
     session = TrainerSession(make_group(1, Clock()), store, folder, KEEP, 5, lambda *_, **__: None)
     step = int((store.get("ppo/progress") or {"step": 0})["step"])
+    session.begin(plan(folder, store), step)
     saved, path = session.checkpoint(Stage.PPO)
     whole = path is None or Path(path).is_dir()
     again = plan(folder, store).can_replay(session.oldest(Stage.PPO) if path else 0, step)
