@@ -85,8 +85,10 @@ def test_a_leader_whose_renewals_hang_stops_in_time(short):
     assert asyncio.run(test()) < 6.0, "another replica may take the lease then"
 
 
-def test_a_renewal_is_one_request_and_a_failed_one_is_followed_by_a_look(short):
+def test_a_renewal_is_one_request_and_a_failed_one_is_followed_by_a_look(monkeypatch):
     """Under load an API server takes seconds for each request. A leader that is not answered for a while leads on."""
+    for name, seconds in {"LEASE": 90, "RETRY": 0.1, "ANSWER": 8}.items():
+        monkeypatch.setattr(leader, f"{name}_SECONDS", seconds)
 
     async def test():
         server, app = Server(), web.Application()

@@ -75,27 +75,33 @@ def test_a_pin_holds_for_all_stages_and_for_ranks_that_share_a_batch() -> None:
     assert {model for _, model in gathered(shared)} == {"actor", "critic"}
 
 
-def four_gpus(**plan: Any) -> RLHFJobSpec:
-    """7B actor and critic on 4 A100s, whose generation and scores are elsewhere."""
+def eight_gpus(**plan: Any) -> RLHFJobSpec:
+    """7B actor and critic on 8 A100s, whose generation and scores are elsewhere."""
     document = on_gpus(stages=["reward", "ppo"], **plan).model_dump(mode="json", by_alias=True)
-    document["groups"][0]["gpu"]["perPod"] = 4
     document["models"]["reward"] = {}
     document["data"] |= {"maxTokens": 1024, "maxPromptTokens": 512}
-    ppo = {"advantage": "gae", "globalBatchSize": 512, "miniBatchSize": 256, "microBatchSize": 4, "samplesPerPrompt": 1}
+    ppo = {
+        "advantage": "gae",
+        "globalBatchSize": 512,
+        "miniBatchSize": 256,
+        "microBatchSize": 16,
+        "samplesPerPrompt": 1,
+    }
     document["ppo"] |= ppo
     document["generation"]["maxTokens"] = 512
-    document["plan"] |= {"parallelism": "Auto"}
+    document["plan"] |= {"parallelism": "Auto", "recompute": "Auto"}
     return RLHFJobSpec.model_validate(document)
 
 
 def test_auto_takes_it_where_an_iteration_gains_enough() -> None:
-    """Without it the models are split over all 4 GPUs."""
-    without, chosen = make_plan(four_gpus(zero3="Never")), make_plan(four_gpus())
+    """Without it activations do not fit, and are computed again."""
+    without, chosen = make_plan(eight_gpus(zero3="Never")), make_plan(eight_gpus())
     assert without.prediction is not None
     assert chosen.prediction is not None
     assert chosen.gathered_by_layer(Stage.PPO) == ["actor", "critic"]
     assert chosen.prediction.iteration_seconds < without.prediction.iteration_seconds / 1.05
-    assert (without.parallelism["actor"].dp, chosen.parallelism["actor"].dp) == (1, 2)
+    again = [[row.recompute for row in plan.batching if row.stage is Stage.PPO] for plan in (without, chosen)]
+    assert again == [[True, True], [False, False]]
     (other,) = (other for other in chosen.prediction.alternatives if other.note == "without ZeRO-3")
     assert other.seconds == without.prediction.iteration_seconds
     assert chosen.gathered_by_layer(Stage.REWARD) == [], "the reward model fits without it"
@@ -103,7 +109,7 @@ def test_auto_takes_it_where_an_iteration_gains_enough() -> None:
 
 def test_the_plan_without_it_is_an_alternative_with_its_own_placement() -> None:
     """The alternatives are in order: the fastest first, then those that fail."""
-    known = make_plan(four_gpus()).prediction
+    known = make_plan(eight_gpus()).prediction
     assert known is not None
 
     def placed(placement: str, seconds: float, **more: Any) -> Placed:
@@ -126,7 +132,7 @@ def test_the_plan_without_it_is_an_alternative_with_its_own_placement() -> None:
 
 
 def test_auto_stays_without_it_where_it_gains_nothing_or_little() -> None:
-    little = four_gpus().model_copy(update={"ppo": four_gpus().ppo.model_copy(update={"micro_batch_size": 1})})
+    little = eight_gpus().model_copy(update={"ppo": eight_gpus().ppo.model_copy(update={"micro_batch_size": 1})})
     assert gathered(little) == []
     assert make_plan(little) == make_plan(
         little.model_copy(update={"plan": little.plan.model_copy(update={"zero3": "Never"})})
@@ -136,13 +142,13 @@ def test_auto_stays_without_it_where_it_gains_nothing_or_little() -> None:
 
 
 def test_what_a_run_began_with_is_kept() -> None:
-    spec = four_gpus()
+    spec = eight_gpus()
     for began in (True, False):
         plan = make_plan(spec, zero3=began)
         assert bool(plan.gathered_by_layer(Stage.PPO)) is began
-        pinned = make_plan(four_gpus(zero3="Always" if began else "Never"))
+        pinned = make_plan(eight_gpus(zero3="Always" if began else "Never"))
         assert plan.parallelism == pinned.parallelism
-    assert bool(make_plan(four_gpus(zero3="Never"), zero3=True).gathered_by_layer(Stage.PPO)) is False
+    assert bool(make_plan(eight_gpus(zero3="Never"), zero3=True).gathered_by_layer(Stage.PPO)) is False
 
 
 def test_a_stage_that_needs_it_leaves_ppo_without() -> None:
@@ -161,7 +167,7 @@ def test_a_stage_that_needs_it_leaves_ppo_without() -> None:
 def test_a_resumed_run_is_asked_what_it_began_with(tmp_path: Path) -> None:
     assert zero3_of_run(tmp_path) is None
     for began in (True, False):
-        plan = make_plan(four_gpus(), zero3=began)
+        plan = make_plan(eight_gpus(), zero3=began)
         (tmp_path / "plan.json").write_text(plan.model_dump_json(by_alias=True))
         assert zero3_of_run(tmp_path) is began
     (tmp_path / "plan.json").write_text(make_plan(on_gpus(stages=["sft"])).model_dump_json(by_alias=True))
@@ -182,7 +188,7 @@ def test_auto_is_as_fast_as_never_and_follows_one_of_the_pins(
     gpus: tuple[int, int], micro: int, tokens: int, product: str, layers: int
 ) -> None:
     """If only one of the pins fits, Auto is that one. It takes ZeRO-3 for a gain of 5 % at least."""
-    document = four_gpus().model_dump(mode="json", by_alias=True)
+    document = eight_gpus().model_dump(mode="json", by_alias=True)
     document["groups"][0] |= {"replicas": gpus[1], "gpu": {"product": product, "perPod": gpus[0]}}
     document["ppo"]["microBatchSize"] = micro
     document["generation"]["maxTokens"] = document["data"]["maxPromptTokens"] = tokens
@@ -207,7 +213,7 @@ def test_auto_is_as_fast_as_never_and_follows_one_of_the_pins(
 @pytest.mark.parametrize("way", ["Auto", "Always", "Never"])
 def test_what_an_inventory_allows_names_it_in_the_manifest(way: str) -> None:
     inventory = Inventory((Pool("a100", gpu(A100), 1, 8, 25e9),))
-    document = four_gpus(zero3=way).model_dump(mode="json", by_alias=True)
+    document = eight_gpus(zero3=way).model_dump(mode="json", by_alias=True)
     document["models"]["actor"]["source"]["scratch"]["config"] |= LARGE
     chosen = recommend(RLHFJobSpec.model_validate(document), {}, inventory)
     uses = any(share.gathers for share in (*chosen.candidate.actor_training, *chosen.candidate.critic_training))
@@ -217,7 +223,7 @@ def test_what_an_inventory_allows_names_it_in_the_manifest(way: str) -> None:
 
 def test_a_pin_has_no_effect_if_each_model_has_one_rank_of_its_own() -> None:
     """On both ranks together the models would have data-parallel ranks."""
-    document = four_gpus(zero3="Always", intraStageFusion="Dedicated").model_dump(mode="json", by_alias=True)
+    document = eight_gpus(zero3="Always", intraStageFusion="Dedicated").model_dump(mode="json", by_alias=True)
     document["stages"], document["models"]["reward"] = ["ppo"], {"function": "rewards:score"}
     document["models"]["actor"]["source"]["scratch"]["config"]["num_hidden_layers"] = 8
     document["groups"][0]["gpu"]["perPod"] = 2
