@@ -19,7 +19,10 @@ NO_ANSWER = (aiohttp.ClientError, OSError, TimeoutError)
 
 class LeaseLock(_LeaseLock):  # type: ignore[misc]
     """kubernetes 37.0.2: the package's lock, with a `create` that works. The package's own passes an argument that its
-    client refuses. This one uses `api_instance`, `lease_reference` and `update_lease`, which are not documented."""
+    client refuses, and with an `update` that keeps the answer. This one uses `api_instance`, `lease_reference` and
+    `update_lease`, which are not documented."""
+
+    lease_reference: Any
 
     async def create(self, name: str, namespace: str, election_record: LeaderElectionRecord) -> bool:
         body = V1Lease(metadata=V1ObjectMeta(name=name), spec=self.update_lease(election_record))
@@ -32,7 +35,7 @@ class LeaseLock(_LeaseLock):  # type: ignore[misc]
     async def update(self, name: str, namespace: str, updated_record: LeaderElectionRecord) -> bool:
         """The package's own does not keep the answer, so the lease would have to be read before each update."""
         try:
-            lease: Any = self.lease_reference
+            lease = self.lease_reference
             lease.spec = self.update_lease(updated_record, lease.spec)
             self.lease_reference = await self.api_instance.replace_namespaced_lease(name, namespace, lease)
         except ApiException:
@@ -41,6 +44,6 @@ class LeaseLock(_LeaseLock):  # type: ignore[misc]
 
     async def hand_over(self) -> None:
         """Write that nobody holds the lease, which `get` has read. Raises ApiException or one of NO_ANSWER."""
-        lease: Any = self.lease_reference
+        lease = self.lease_reference
         lease.spec.holder_identity = None
         await self.api_instance.replace_namespaced_lease(self.name, self.namespace, lease)
