@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import threading
 import time
@@ -102,12 +101,12 @@ def test_an_absent_coordinator_is_waited_for_as_long_as_patience_lasts() -> None
 def test_a_silent_address_is_given_up_sooner_than_a_slow_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float | None] = []
 
-    class Silent(http.client.HTTPConnection):
+    class Silent(client_module.CoordinatorConnection):
         def connect(self) -> None:
             waits.append(self.timeout)
             raise TimeoutError("timed out")
 
-    monkeypatch.setattr(http.client, "HTTPConnection", Silent)
+    monkeypatch.setattr(client_module, "CoordinatorConnection", Silent)
     client, _ = make_client(1, patience=10)
     with pytest.raises(CoordinatorUnreachable):
         client.join(JOIN)

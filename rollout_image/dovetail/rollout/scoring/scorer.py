@@ -16,6 +16,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import torch
@@ -29,12 +30,14 @@ from dovetail.manifest.accelerators import sleeps
 from dovetail.manifest.types import Dtype, RLHFJob
 from dovetail.protocol import serving
 from dovetail.protocol.budgets import SCORER_TOKENS
+from dovetail.protocol.last_address import LastAddress
 from dovetail.protocol.messages import Register
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.allocator import use_expandable_segments
 from dovetail.protocol.process.debugger import wait_for_debugger
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.process.pulse import Pulse
+from dovetail.rollout.scoring.coordinator_resolver import LastAddressResolver
 from dovetail.rollout.scoring.forward_passes import ModelScorer
 from dovetail.rollout.scoring.host_weights import CudaCopies
 from dovetail.rollout.scoring.scorer_app import Log, Metrics, ScorerService, make_app
@@ -112,10 +115,24 @@ def devices_for(settings: Settings, given: str | None, gpus: int) -> list[str]:
     return [f"cuda:{k}" for k in range(min(gpus, max(settings.split.values(), default=1)))]
 
 
-async def register_forever(
-    session: aiohttp.ClientSession, env: ProcessEnv, url: str, incarnation: str, service: ScorerService, log: Log
-) -> None:
+async def register_forever(env: ProcessEnv, url: str, incarnation: str, service: ScorerService, log: Log) -> None:
     """POST /v1/instances every 2 s for as long as the process lives; logs only when the outcome changes."""
+    address = LastAddress(urlsplit(env.coordinator).hostname or "")
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(resolver=LastAddressResolver(address), use_dns_cache=False)
+    ) as session:
+        await _register(session, address, env, url, incarnation, service, log)
+
+
+async def _register(
+    session: aiohttp.ClientSession,
+    address: LastAddress,
+    env: ProcessEnv,
+    url: str,
+    incarnation: str,
+    service: ScorerService,
+    log: Log,
+) -> None:
     headers = {"Authorization": f"Bearer {env.token}"}
     last: str | None = ""
     while True:
@@ -143,7 +160,9 @@ async def register_forever(
                 headers={**headers, "Content-Type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=10),
             ) as response:
-                if response.status != 200:
+                if response.status == 200:
+                    address.answered()
+                else:
                     problem = f"status {response.status}: {(await response.text())[:200]}"
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             problem = f"{type(error).__name__}: {error}"
@@ -177,19 +196,18 @@ async def serve(env: ProcessEnv, service: ScorerService, log: Log) -> None:
         port = runner.addresses[0][1]
         url = f"http://{advertised_host(env.host)}:{port}"
         log("scorer.started", url=url, device=service.scorer.place)
-        async with aiohttp.ClientSession() as session:
-            task = asyncio.create_task(register_forever(session, env, url, uuid.uuid4().hex, service, log))
-            stopping = asyncio.create_task(stop.wait())
-            beating = asyncio.create_task(Pulse.read().forever(service.alive))
-            failing = asyncio.create_task(service.failed.wait())
-            await asyncio.wait({task, stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
-            for each in (stopping, beating, failing):
-                each.cancel()
-            if task.done():
-                task.result()
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        task = asyncio.create_task(register_forever(env, url, uuid.uuid4().hex, service, log))
+        stopping = asyncio.create_task(stop.wait())
+        beating = asyncio.create_task(Pulse.read().forever(service.alive))
+        failing = asyncio.create_task(service.failed.wait())
+        await asyncio.wait({task, stopping, failing}, return_when=asyncio.FIRST_COMPLETED)
+        for each in (stopping, beating, failing):
+            each.cancel()
+        if task.done():
+            task.result()
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
     finally:
         service.close()
         await runner.cleanup()

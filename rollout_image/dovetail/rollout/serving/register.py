@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import threading
 import urllib.error
 import urllib.request
+from urllib.parse import urlsplit
 
+from dovetail.protocol.last_address import CoordinatorConnection, LastAddress
 from dovetail.protocol.messages import Register
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.rollout.serving.routes import ServerState
@@ -26,6 +29,9 @@ class Registrar:
         self._thread = threading.Thread(target=self._run, name="register", daemon=True)
         # vLLM forks its engine core: never in the middle of a request, whose locks the child would inherit held.
         self._quiet = threading.Lock()
+        coordinator = urlsplit(env.coordinator)
+        self._path = f"{coordinator.path.rstrip('/')}/v1/instances"
+        self._address, self._port = LastAddress(coordinator.hostname or ""), coordinator.port or 80
         self._parent = os.getpid()
         os.register_at_fork(before=self._before_fork, after_in_parent=self._after_fork, after_in_child=self._after_fork)
 
@@ -38,6 +44,7 @@ class Registrar:
 
     def _before_fork(self) -> None:
         self._quiet.acquire()
+        self._address.settle()
 
     def _after_fork(self) -> None:
         self._quiet.release()
@@ -73,13 +80,13 @@ class Registrar:
             asleep=self._state.asleep,
             abilities=self._state.abilities(),
         )
-        request = urllib.request.Request(
-            f"{self._env.coordinator.rstrip('/')}/v1/instances",
-            data=message.as_json().encode(),
-            headers={"Authorization": f"Bearer {self._env.token}", "Content-Type": "application/json"},
-        )
+        headers = {"Authorization": f"Bearer {self._env.token}", "Content-Type": "application/json"}
+        connection = CoordinatorConnection(self._address, self._port, TIMEOUT_SECONDS)
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS):
-                pass
-        except (OSError, urllib.error.URLError):
+            connection.request("POST", self._path, message.as_json().encode(), headers)
+            if connection.getresponse().status == 200:
+                self._address.answered()
+        except (OSError, http.client.HTTPException):
             pass  # the coordinator may be restarting; the next report tells it
+        finally:
+            connection.close()

@@ -11,6 +11,7 @@ from urllib.parse import quote, urlsplit
 
 from pydantic import BaseModel, ValidationError
 
+from dovetail.protocol.last_address import CoordinatorConnection, LastAddress
 from dovetail.protocol.messages import Heartbeat, HeartbeatReply, JoinReply, JoinRequest, NextReply, NextRequest, Offer
 
 # The coordinator answers a long poll within 20 s.
@@ -63,6 +64,7 @@ class CoordinatorClient:
         self._host, self._port, self._base = parts.hostname, parts.port, parts.path.rstrip("/")
         self._token, self.patience = token, patience
         self._clock, self._sleep = clock, sleep
+        self._address = LastAddress(parts.hostname)
 
     def join(self, request: JoinRequest) -> JoinReply:
         """Make one long poll, and wait for the coordinator if it is away. Raises CoordinatorUnreachable, Refused."""
@@ -137,7 +139,7 @@ class CoordinatorClient:
 
     def _once(self, method: str, path: str, body: bytes | None, timeout: float, limit: int) -> bytes:
         connect = min(timeout, CONNECT_TIMEOUT_SECONDS)
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=connect)
+        connection = CoordinatorConnection(self._address, self._port, connect)
         headers = {"Authorization": f"Bearer {self._token}", "Connection": "close"}
         if body is not None:
             headers["Content-Type"] = "application/json"
@@ -153,6 +155,8 @@ class CoordinatorClient:
             connection.close()
         if len(data) > limit:
             raise Refused(f"the coordinator's answer to {path} is larger than {limit} bytes")
+        if response.status in (200, 409):
+            self._address.answered()
         if response.status == 200:
             return data
         text = data[:500].decode(errors="replace")
