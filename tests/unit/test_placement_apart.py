@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from test_placement_job import A10, A100, SEPARATE, SMALL, group, spec
+from test_placement_job import A10, A100, MEDIUM, SEPARATE, SMALL, group, spec
 
 from dovetail.cli.common.plan_tables import plan_tables
 from dovetail.coordinator.loop.scheduling import Scheduling
@@ -132,6 +132,32 @@ def test_the_coordinator_keeps_to_the_plans_ranks(tmp_path: Path, monkeypatch: p
     own = world_size(plan.apart["actor"])
     models = [{action.model for action in mine} for mine in schedule.actions()]
     assert models == [{"actor"}] * own + [{"critic"}] * (4 - own)
+
+
+def test_schedules_of_both_models_are_left_out_where_only_turns_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Data-parallel ranks hold gathered weights and whole gradients of the models that a schedule runs."""
+    monkeypatch.setattr("dovetail.coordinator.loop.scheduling.SEARCH_SECONDS", 0.3)
+    groups = [group("train", ["trainer"], replicas=4), group("gen", ["rollout"])]
+    pins = {"zero3": "Never", "parallelism": {model: {"pp": 2, "dp": 2} for model in ("actor", "critic")}}
+
+    def planned(layers: int) -> tuple[RLHFJobSpec, Plan]:
+        job = spec(groups, {**MEDIUM, "num_hidden_layers": layers}, plan=pins)
+        return job, make_plan(job)
+
+    _, roomy = planned(24)
+    assert roomy.schedule == "Auto"
+    job, full = planned(28)
+    assert full.prediction is not None
+    assert full.prediction.schedule == full.schedule == "Serial"
+
+    async def chosen() -> Any:
+        scheduling = Scheduling(job, full, Records(), tmp_path, lambda *_, **__: None)
+        await scheduling.begin()
+        return await scheduling.current()
+
+    assert asyncio.run(chosen()).family == "serial"
 
 
 def test_when_nodes_change_the_ranks_stay() -> None:

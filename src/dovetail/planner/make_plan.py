@@ -25,7 +25,7 @@ from dovetail.planner.placement.manifest import pin_errors, product_errors, prod
 from dovetail.planner.placement.placed import Infeasible, Placed
 from dovetail.planner.placement.pods import pod_memory, too_small
 from dovetail.planner.placement.scorers import scorer_models
-from dovetail.planner.placement.stages_a_rank import most_chunks, server_memory
+from dovetail.planner.placement.stages_a_rank import fitting, most_chunks, server_memory
 from dovetail.planner.streamed_parts import streamed, with_streaming
 from dovetail.protocol.machine_profile import Profile
 from dovetail.protocol.plan import Batching, Plan, Rollout, Task, TaskPlacement, TrainerRank
@@ -123,6 +123,8 @@ def _planned(job: _Job) -> Plan:
             "set spec.plan.intraStageFusion to Auto"
         )
     schedule = "Dedicated" if placed.apart else _schedule(spec, layouts)
+    if schedule == "Auto" and placed.chosen is not None:
+        schedule = fitting(placed.chosen)
     by_layer = _gathered(spec, layouts, layouts_ppo, placed)
     gathered = {model for stage, model in by_layer if stage is Stage.PPO}
     unsplit = models | gathered

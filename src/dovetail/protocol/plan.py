@@ -185,7 +185,8 @@ class Plan(Model):
     batching: list[Batching]
     schedule: Literal["Auto", "Fused", "TimeSharing", "VShaped", "Dedicated", "Serial"] = Field(
         default="Auto",
-        description="Families that the schedule of actor and critic is chosen from. Serial where there is no choice.",
+        description="Families that the schedule of actor and critic is chosen from. Serial where there is no choice. "
+        "Where the manifest leaves it open: Serial or TimeSharing if GPUs have no room for the others.",
     )
     apart: dict[str, Layout] = Field(
         default_factory=dict,

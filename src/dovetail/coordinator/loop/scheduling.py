@@ -121,6 +121,9 @@ class Scheduling:
         self._seconds: list[float] = []
         self._kept: KeptPlacement | None = None
         self._allowed = PINS["Dedicated" if plan.apart else spec.plan.intra_stage_fusion]
+        if spec.plan.intra_stage_fusion == "Auto" and plan.schedule in ("TimeSharing", "Serial"):
+            # The plan found no room on the GPUs for the other ones.
+            self._allowed = tuple(dict.fromkeys((*PINS["Serial"], *PINS[plan.schedule])))
         self._most_chunks = max(plan.chunks, spec.plan.chunks)
 
     @property

@@ -1,18 +1,34 @@
-"""Decides how many stages of actor and critic each trainer rank may hold (V-shaped schedules)."""
+"""Decides which schedules of actor and critic fit on trainer ranks of GPUs, and how many stages of each a rank may hold
+(V-shaped schedules)."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import Literal
 
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role
-from dovetail.planner.candidate import Share
+from dovetail.planner.candidate import Schedule, Share
 from dovetail.planner.costs.gpu import Estimate, GPUCosts
 from dovetail.planner.placement.placed import Chosen, Placed
 from dovetail.planner.shape import ModelShape
 
 # The numbers of stages that are tried: a V, and two of them.
 SEVERAL = (2, 4)
+
+
+def fitting(chosen: Chosen) -> Literal["Auto", "TimeSharing", "Serial"]:
+    """The schedules that fit where a placement on GPUs was chosen and the manifest leaves the schedule open. Those that
+    run both models at once need the gradients and the gathered weights of both. So a placement may fit only if the
+    models take turns, or only if no critic's stage runs against the actor's."""
+    ways: tuple[tuple[Schedule, Literal["Auto", "TimeSharing"]], ...] = (
+        ("Fused", "Auto"),
+        ("TimeSharing", "TimeSharing"),
+    )
+    for schedule, allowed in ways:
+        if chosen.costs.estimate(replace(chosen.candidate, schedule=schedule)).fits:
+            return allowed
+    return "Serial"
 
 
 def most_chunks(
