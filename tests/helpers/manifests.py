@@ -337,14 +337,6 @@ RULES = [
         {"ppo.microBatchTokens": "Auto", "plan.intraStageFusion": "Fused"},
         "spec.plan.intraStageFusion is Fused, but spec.ppo.microBatchTokens makes as many micro-batches as",
     ),
-    (
-        {"plan.intraStageFusion": "VShaped", "plan.recompute": "Always"},
-        "spec.plan.intraStageFusion is VShaped, whose schedules run backward passes in two halves, but",
-    ),
-    (
-        {"plan.intraStageFusion": "VShaped", "plan.zero3": "Always"},
-        "spec.plan.intraStageFusion is VShaped, whose schedules run backward passes in two halves, but spec.plan.zero3",
-    ),
     ({"ppo.advantage": "grpo"}, "spec.ppo.samplesPerPrompt is 1, but grpo compares samples of the same prompt"),
     (
         {"ppo.advantage": "rloo", "ppo.samplesPerPrompt": 4, "ppo.criticWarmupIterations": 1},

@@ -126,16 +126,55 @@ def test_the_table_of_batches_says_it() -> None:
     assert "recomputed" not in shown.get()
 
 
-def test_schedules_that_split_backwards_are_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def chosen(spec: RLHFJobSpec, folder: Path) -> dict[str, Any]:
+    """The schedule.json of a job that begins."""
+
     class Records(dict[str, Any]):
         def put(self, key: str, value: object) -> None:
             self[key] = value
 
+    asyncio.run(Scheduling(spec, make_plan(spec), Records(), folder, lambda *_, **__: None).begin())
+    found: dict[str, Any] = json.loads((folder / "schedule.json").read_text())
+    return found
+
+
+def test_schedules_that_split_backwards_are_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dovetail.coordinator.loop.scheduling.SEARCH_SECONDS", 0.2)
-    spec = on_cpus(recompute="Always")
-    asyncio.run(Scheduling(spec, make_plan(spec), Records(), tmp_path, lambda *_, **__: None).begin())
-    written = json.loads((tmp_path / "schedule.json").read_text())
+    written = chosen(on_cpus(recompute="Always"), tmp_path)
     split = {name for name, family in FAMILIES.items() if family.split}
     assert "fused" in written["families"]
     assert not split & set(written["families"])
     assert all("spec.plan.recompute" in written["refused"][name] for name in split)
+    assert "fused-v-whole" in written["families"], "Auto may put two stages on a rank"
+    assert written["families"]["fused-v-whole"]["runs_here"] == (written["chosen"] == "fused-v-whole")
+
+
+def test_stages_in_a_v_run_whole_backwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the manifest pins it, or as its limit of memory asks for it."""
+    monkeypatch.setattr("dovetail.coordinator.loop.scheduling.SEARCH_SECONDS", 0.2)
+    whole = min(min(each) for each in make_plan(on_cpus(recompute="Never")).activation_bytes.values())
+    for plan in ({"recompute": "Always"}, {"activationMemory": 0.9 * whole / 2**30}):
+        spec = on_cpus(intraStageFusion="VShaped", **plan)
+        assert make_plan(spec).chunks == 2
+        assert again(spec)[-2:] == [(Stage.PPO, "actor"), (Stage.PPO, "critic")]
+        assert chosen(spec, tmp_path)["chosen"] == "fused-v-whole"
+
+
+def test_on_gpus_stages_in_a_v_take_the_time_and_the_memory_of_whole_backwards() -> None:
+    def planned(recompute: str) -> tuple[float, float]:
+        document = on_gpus(stages=["ppo"], recompute=recompute, intraStageFusion="VShaped").model_dump(
+            mode="json", by_alias=True
+        )
+        document["ppo"] |= {"advantage": "gae", "samplesPerPrompt": 1}
+        document["plan"]["parallelism"] = {"actor": {"pp": 4, "dp": 2}}
+        plan = make_plan(RLHFJobSpec.model_validate(document))
+        assert (plan.schedule, plan.chunks) == ("VShaped", 2)
+        assert plan.recomputed(Stage.PPO) == (["actor", "critic"] if recompute == "Always" else [])
+        assert plan.prediction is not None
+        parts = next(memory.parts for memory in plan.prediction.memory if memory.group == "t")
+        training = next(t for t in plan.prediction.tasks if t.task == "actor_training")
+        return training.seconds, sum(s for name, s in parts.items() if name.endswith("activations of both models"))
+
+    (slow, small), (fast, large) = planned("Always"), planned("Never")
+    assert 1.1 * fast < slow < 1.6 * fast, "each layer has one more forward pass"
+    assert small < large / 4

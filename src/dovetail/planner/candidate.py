@@ -172,6 +172,11 @@ class Candidate:
         return found
 
     @property
+    def unsplit(self) -> bool:
+        """Whether schedules must run whole backward passes: a model has activation checkpointing or ZeRO-3."""
+        return any(share.recompute or share.gathers for share in (*self.actor_training, *self.critic_training))
+
+    @property
     def placed(self) -> Iterator[tuple[Task, Share]]:
         """Every task with each of its shares, in the order of TASKS."""
         return ((task, share) for task in TASKS for share in self.shares(task))

@@ -116,12 +116,6 @@ def _planned(job: _Job) -> Plan:
         always = spec.plan.model_copy(update={"recompute": "Always"})
         return _planned(replace(job, spec=spec.model_copy(update={"plan": always})))
     models = {model for stage, model in checkpointed if stage is Stage.PPO}
-    if models and spec.plan.chunks > 1:
-        raise Infeasible(
-            "spec.plan.intraStageFusion is VShaped, whose schedules run backward passes in two halves, but the "
-            f"{min(models)} keeps within spec.plan.activationMemory only with activation checkpointing; raise it, or "
-            "set spec.plan.intraStageFusion to Auto"
-        )
     schedule = "Dedicated" if placed.apart else _schedule(spec, layouts)
     if schedule == "Auto" and placed.chosen is not None:
         schedule = fitting(placed.chosen)

@@ -202,7 +202,9 @@ class GPUCosts:
         if not mine.overlaps(other):
             return self.work.steps * max(actor.alone, critic.alone)
         same = mine.pool == other.pool and mine.range == other.range and mine.tp == other.tp
-        return self.work.steps * together(actor, critic, candidate.schedule if same else "Serial")
+        return self.work.steps * together(
+            actor, critic, candidate.schedule if same else "Serial", unsplit=candidate.unsplit
+        )
 
     def steps(self, candidate: Candidate) -> tuple[StepTimes | None, StepTimes | None]:
         """The times of an optimizer step of the actor and of the critic. None for one that is not trained."""

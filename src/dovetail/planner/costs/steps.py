@@ -50,7 +50,9 @@ class StepTimes:
         return (self.stages - 1) * self.both * self.skew
 
 
-def together(actor: StepTimes, critic: StepTimes, schedule: str, filling: float | None = None) -> float:
+def together(
+    actor: StepTimes, critic: StepTimes, schedule: str, filling: float | None = None, unsplit: bool = False
+) -> float:
     """The seconds of one optimizer step of both models on the same ranks.
 
     Serial: the models run one after the other.
@@ -59,7 +61,8 @@ def together(actor: StepTimes, critic: StepTimes, schedule: str, filling: float 
     position it is the earliest arrival of work, plus all work there, plus the least time that remains afterwards. It is
     at least the time of each model alone.
     VShaped: the same bound with two half stages a rank. Work arrives and leaves in half the time, and a model alone has
-    no bubbles.
+    no bubbles. With `unsplit` backward passes are whole. Then no weight gradients fill the bubbles, and the search ends
+    near the work of both models and half of the larger bubble.
 
     `filling`: a fused schedule takes TimeSharing's time, but only this fraction of the time for filling the pipeline.
     None: the bound is used."""
@@ -73,6 +76,8 @@ def together(actor: StepTimes, critic: StepTimes, schedule: str, filling: float 
     positions = math.lcm(actor.stages, critic.stages)
     way = 0.5 if schedule == "VShaped" else 1.0
     bound = max(s.work + (s.bubble if way == 1.0 else 0.0) for s in (actor, critic))
+    if schedule == "VShaped" and unsplit:
+        bound = actor.work + critic.work + max(actor.bubble, critic.bubble) / 2
     for x in range(positions):
         i, j = x % actor.stages, critic.stages - 1 - x % critic.stages
         arrival = min(i * actor.forward * actor.skew, j * critic.forward * critic.skew)

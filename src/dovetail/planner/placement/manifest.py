@@ -205,7 +205,6 @@ def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
         # With a shared body, the values come from the forward pass that a fold would save.
         folded=spec.ppo.old_log_probs == "Rollout" and not shares_body(spec),
         shared_body=shares_body(spec),
-        # With activation checkpointing, a split backward pass would recompute a layer for every weight.
-        recompute=RECOMPUTE["Never" if together == "VShaped" else spec.plan.recompute],
+        recompute=RECOMPUTE[spec.plan.recompute],
         fsdp=ZERO.get(spec.plan.zero3, limits.fsdp),
     )

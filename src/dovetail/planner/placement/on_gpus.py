@@ -69,7 +69,7 @@ def place(
     if known is None or inventory is None:
         return None
     job = _Job(spec, known, inventory)
-    if spec.plan.zero3 != "Auto" or spec.plan.chunks > 1:
+    if spec.plan.zero3 != "Auto":
         return _place(job, spec.plan.zero3 == "Always")
     if zero3 is not None:
         return _place(job, True) if zero3 else _plain(job)
@@ -351,7 +351,7 @@ def _remedies(spec: RLHFJobSpec, work: Workload, limits: Limits) -> Iterator[tup
     fields += ["spec.ppo.criticOptimizer.offload"] if work.critic is not None else []
     if True not in limits.recompute:
         yield "set spec.plan.recompute to Auto", replace(limits, recompute=(False, True))
-    if spec.plan.zero3 == "Never" and "VShaped" not in limits.schedules:
+    if spec.plan.zero3 == "Never":
         yield "set spec.plan.zero3 to Auto", replace(limits, fsdp=(3,))
     offload = f"set {' and '.join(fields)} to true"
     offloaded = replace(limits, offload=dict.fromkeys(TRAINING, (True,)))
@@ -372,9 +372,7 @@ def supervised(
     fitting = [(seconds, fit) for seconds, fit, _ in found if fit is not None]
     if found and not fitting:
         least, task = min((f for _, _, f in found if f is not None), key=lambda f: worst(f[0]).device_bytes)
-        # Auto has tried ZeRO-3. It has not with VShaped, with which the manifest's rules refuse it.
-        zero3 = spec.plan.zero3 == "Never" and (Stage.PPO not in spec.stages or spec.plan.chunks == 1)
-        raise Infeasible(str(problem(task, pool.name, least, pool.gpu.memory, zero3)))
+        raise Infeasible(str(problem(task, pool.name, least, pool.gpu.memory, spec.plan.zero3 == "Never")))
     return [fit for _, fit in sorted(fitting, key=lambda f: f[0])]
 
 

@@ -80,7 +80,7 @@ def recommend(
     limits, tried = _limits(spec), effort(inventory, expired)
     costs = PodCosts(workload(spec, known), inventory, spec.generation.max_concurrent)
     found = _search(limits, costs, tried)
-    if spec.plan.zero3 == "Auto" and spec.plan.chunks == 1:
+    if spec.plan.zero3 == "Auto":
         found = _gaining(found, _search(replace(limits, fsdp=(3,)), costs, tried))
     if isinstance(found, str):
         raise Infeasible(found)

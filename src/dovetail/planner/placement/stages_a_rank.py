@@ -44,18 +44,19 @@ def most_chunks(
     permits. Otherwise it is what the manifest pins, or 1.
 
     Auto puts several stages on a rank only if that works and changes no bit. Both models must have the same pipeline,
-    no tensor parallelism, layers that divide evenly, and no dropout, which is drawn by stage. They must have neither
-    activation checkpointing nor ZeRO-3. On GPUs the ranks' memory must be enough. `layers`: the layers by model, if
-    `known` is None. `unsplit`: the models with activation checkpointing or ZeRO-3, whose backward passes cannot be
-    split."""
+    no tensor parallelism, layers that divide evenly, and no dropout, which is drawn by stage. On GPUs the ranks' memory
+    must be enough. `layers`: the layers by model, if `known` is None. `unsplit`: the models with activation
+    checkpointing or ZeRO-3, whose backward passes cannot be split. No schedule with more than two stages has whole
+    ones."""
     if schedule != "Auto":
         return spec.plan.chunks if schedule == "VShaped" else 1
     both = [layouts[model] for model in ("actor", "critic")]
     dropout = any(each.lora is not None and each.lora.dropout for each in (spec.models.actor, spec.models.critic))
-    if both[0] != both[1] or both[0].tp > 1 or unsplit or dropout:
+    if both[0] != both[1] or both[0].tp > 1 or dropout:
         return 1
     counts = [known[m].layers if known is not None else layers.get(m) for m in ("actor", "critic")]
-    stages = [c for c in SEVERAL if all(n is not None and n % (both[0].pp * c) == 0 for n in counts)]
+    several = SEVERAL[:1] if unsplit else SEVERAL
+    stages = [c for c in several if all(n is not None and n % (both[0].pp * c) == 0 for n in counts)]
     if not any(Role.TRAINER in group.roles and not group.on_cpu for group in spec.groups):
         return max(stages, default=1)
     return max((c for c in stages if placed.chosen is not None and held(placed.chosen, c).fits), default=1)

@@ -29,6 +29,7 @@ from dovetail.planner.costs.steps import StepTimes
 from dovetail.planner.workload import Ints, Lengths
 
 FAMILY = {"Serial": "serial", "TimeSharing": "stitched", "Fused": "fused", "VShaped": "fused-v"}
+UNSPLIT = FAMILY | {"VShaped": "fused-v-whole"}
 # One round of the search. Its answer is within a few percent of the bound.
 EFFORT = SearchEffort(seconds=0.0, workers=1, memory=False, exact=False)
 
@@ -107,13 +108,14 @@ def _both(
     positions = max(share.pp for share in shares)
     copies = shares[0].dp // (positions // shares[0].pp)
     dealt = [deal(relative, share, step) for share, step in zip(shares, (actor, critic), strict=True)]
+    family = (UNSPLIT if candidate.unsplit else FAMILY)[candidate.schedule]
     longest, bars = 0.0, []
     for copy in range(copies):
         lengths = []
         for share, ranks in zip(shares, dealt, strict=True):
             pipelines = positions // share.pp
             lengths.append(np.array([ranks[k * copies + copy] for k in range(pipelines)]))
-        schedule = _schedule(actor, critic, lengths[0], lengths[1], candidate.schedule)
+        schedule = _schedule(actor, critic, lengths[0], lengths[1], family)
         longest = max(longest, schedule.makespan)
         share = shares[0]
         for p in schedule.passes():
@@ -144,8 +146,7 @@ def _problem(actor: StepTimes, critic: StepTimes, lengths: Sequence[Floats]) -> 
 
 
 def _schedule(actor: StepTimes, critic: StepTimes, a: Floats, k: Floats, name: str) -> Schedule:
-    family = family_of(FAMILY[name])
-    problem = _problem(actor, critic, (a, k))
+    problem, family = _problem(actor, critic, (a, k)), family_of(name)
     instance = family_instance(problem, family)
     if family.fixed:
         return evaluate(instance, fixed_orders(instance, family), family.name)

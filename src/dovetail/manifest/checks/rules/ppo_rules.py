@@ -120,19 +120,6 @@ BATCH_RULES = (
     _budget(Stage.REWARD, "a pair of sequences", "twice data.maxTokens"),
     _budget(Stage.DPO, "a pair of sequences", "twice data.maxTokens"),
     ppo_rule(
-        lambda spec: spec.plan.intra_stage_fusion != "VShaped" or spec.plan.recompute != "Always",
-        "self.plan.intraStageFusion != 'VShaped' || self.plan.recompute != 'Always'",
-        "spec.plan.intraStageFusion is VShaped, whose schedules run backward passes in two halves, but "
-        "spec.plan.recompute is Always, and each half would compute a layer's activations again; set recompute to Auto "
-        "or Never.",
-    ),
-    ppo_rule(
-        lambda spec: spec.plan.intra_stage_fusion != "VShaped" or spec.plan.zero3 != "Always",
-        "self.plan.intraStageFusion != 'VShaped' || self.plan.zero3 != 'Always'",
-        "spec.plan.intraStageFusion is VShaped, whose schedules run backward passes in two halves, but spec.plan.zero3 "
-        "is Always, which drops a layer's weights after the first; set zero3 to Auto or Never.",
-    ),
-    ppo_rule(
         lambda spec: spec.ppo.micro_batch_tokens is None or spec.plan.intra_stage_fusion in ("Auto", "Serial"),
         "!has(self.ppo.microBatchTokens) || self.plan.intraStageFusion in ['Auto', 'Serial']",
         "spec.plan.intraStageFusion is {plan.intraStageFusion}, but spec.ppo.microBatchTokens makes as many "
