@@ -3,13 +3,14 @@
 Actor of 70B in 64 stages, critic of 8B in two pipelines of 32, one sequence of 4,096 tokens a micro-batch: H100s at
 400 TFLOP/s, links of 50 GB/s with 20 microseconds. Activations of a rank are limited to 40 and 80 GB (1F1B of the
 actor alone takes about 110). FAMILIES (fused-v); LIMITS in GB (40,80); SECONDS (2,10,30,60); SEED (0);
-WORKERS (all cores)."""
+WORKERS (all cores); CLOCK=cpu: seconds of the processor, as in bench_table3."""
 
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
+
+from bench_table3 import clock_of
 
 from dovetail.pipelines import (
     ProblemError,
@@ -55,6 +56,8 @@ def problem() -> ScheduleProblem:
 def main() -> None:
     free = problem()
     workers, seed = int(os.environ.get("WORKERS", str(os.cpu_count() or 1))), int(os.environ.get("SEED", "0"))
+    clock = clock_of(workers)
+    print(f"seed {seed}, {workers} threads, load average before: {os.getloadavg()[0]:.1f}")
     serial = find(free, family_of("serial"), SearchEffort())
     print(
         f"serial 1F1B {serial.makespan:.2f} s, {serial_memory(free):.0f} GB; no bubbles {zero_bubble_limit(free):.2f} s"
@@ -66,8 +69,8 @@ def main() -> None:
         for limit in os.environ.get("LIMITS", "40,80").split(","):
             for seconds in os.environ.get("SECONDS", "2,10,30,60").split(","):
                 limited = replace(free, memory_limit=float(limit))
-                begun = time.monotonic()
-                effort = SearchEffort(float(seconds), time.monotonic, workers, seed, memory=False)
+                begun = clock()
+                effort = SearchEffort(float(seconds), clock, workers, seed, memory=False)
                 try:
                     found = find(limited, family_of(family), effort)
                 except ProblemError as error:
@@ -75,7 +78,7 @@ def main() -> None:
                     continue
                 check_steps(limited, steps(found))
                 print(
-                    f"  {family:16}{limit:>9}{seconds:>9}{time.monotonic() - begun:7.1f}{found.makespan:9.3f}"
+                    f"  {family:16}{limit:>9}{seconds:>9}{clock() - begun:7.1f}{found.makespan:9.3f}"
                     f"{found.makespan / found.bound - 1:11.2%}{serial.makespan / found.makespan:9.3f}{found.peak:6.0f}"
                     f"  {found.how}",
                     flush=True,

@@ -15,7 +15,8 @@ def document(schedule: Schedule) -> dict[str, Any]:
     `stages` of a model are all stages of a pipeline, and `ranks` names the rank of each of them, by pipeline: with two
     chunks a rank each rank is named twice. Times and sizes are those of a stage: one number where they are uniform,
     else a list by pipeline, stage and micro-batch. A model's `micro_batches` are those of one pipeline and mini-batch;
-    the numbers of actions count through all mini-batches."""
+    the numbers of actions count through all mini-batches. `coupling` says what a mini-batch's first forwards wait for,
+    beside their own model's optimizer step (`Coupling`); `optimizer_step` is given where it takes time."""
     problem, placement = schedule.instance.problem, schedule.instance.placement
     models = []
     for index, m in enumerate(problem.models):
@@ -28,6 +29,8 @@ def document(schedule: Schedule) -> dict[str, Any]:
             values = problem.along(index, field, placement.chunks)
             uniform = bool((values == values.flat[0]).all())
             entry[field] = _number(values.flat[0]) if uniform else values.tolist()
+        if m.optimizer_step:
+            entry["optimizer_step"] = _number(m.optimizer_step)
         models.append(entry)
     actions: list[list[dict[str, Any]]] = [[] for _ in range(problem.ranks)]
     for p in schedule.passes():
@@ -42,6 +45,7 @@ def document(schedule: Schedule) -> dict[str, Any]:
     return {
         **result,
         "family": schedule.family,
+        "coupling": schedule.instance.coupling.value,
         "makespan": _number(schedule.makespan),
         "bound": _number(schedule.bound),
         "peak": _number(schedule.peak),
