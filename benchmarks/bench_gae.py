@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from dovetail.models.logprobs import gather_logprobs
+from dovetail.models.layers.logprobs import gather_logprobs
 from dovetail.trainer.algorithms.advantages import gae, grpo, whiten
 from dovetail.trainer.algorithms.balance import partition
 

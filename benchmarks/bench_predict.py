@@ -40,7 +40,7 @@ from dovetail.manifest.types import RLHFJob
 from dovetail.planner.make_plan import make_plan
 from dovetail.planner.placement.on_cpus import predict_iteration, predicted_lanes
 from dovetail.planner.simulate.lanes import Lanes
-from dovetail.protocol.machine_profile import Machine
+from dovetail.protocol.files.machine_profile import Machine
 
 LAYERS = 4
 BASE = Settings(batch=32, mini_batches=2, max_new_tokens=96)

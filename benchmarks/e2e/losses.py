@@ -26,7 +26,7 @@ from dovetail.protocol.messages import Action, Load, ModelRef, Step
 from dovetail.protocol.wire import pack
 from dovetail.trainer.algorithms.advantages import compute_advantages, whiten
 from dovetail.trainer.command_runner import CommandRunner
-from dovetail.trainer.groups import Groups
+from dovetail.trainer.communication.groups import Groups
 from e2e.ours import manifest
 from e2e.settings import Folder, Settings
 

@@ -14,7 +14,7 @@ from dovetail.protocol.messages import Load, Step
 from dovetail.protocol.weights.buckets import GPU_BUCKET_BYTES, TensorSpec, bucket_specs, plan_buckets
 from dovetail.protocol.wire import Arrays, pack
 from dovetail.trainer.command_runner import CommandRunner
-from dovetail.trainer.groups import Groups
+from dovetail.trainer.communication.groups import Groups
 from gpu import device, models
 from gpu.report import Report
 from gpu.scale import Scale

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from dovetail.models.logprobs import gather_logprobs, logprobs_and_entropy
-from dovetail.models.predictions import Predictions, Vocabulary, by_chunks
+from dovetail.models.layers.logprobs import gather_logprobs, logprobs_and_entropy
+from dovetail.models.layers.predictions import Predictions, Vocabulary, by_chunks
 from gpu import device
 from gpu.report import Report
 from gpu.scale import Scale

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel, Stage
-from dovetail.models.predictions import Predicted, Predictions
+from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.messages import Action, Load, ModelRef
+from dovetail.trainer.communication.groups import Groups
 from dovetail.trainer.determinism import choose_algorithms
 from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.engine.executor import MicroBatch
-from dovetail.trainer.groups import Groups
 from dovetail.trainer.packed_batches import Sequences
 from gpu.scale import Scale
 

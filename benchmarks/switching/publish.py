@@ -15,10 +15,10 @@ import torch
 
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel, Stage
 from dovetail.protocol.messages import Load, ModelRef, Offer, Publish, Receive, Receiver
+from dovetail.trainer.communication.groups import Groups
 from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.engine.engine_model import like
 from dovetail.trainer.engine.optim import local
-from dovetail.trainer.groups import Groups
 from dovetail.trainer.weight_sender import WeightSender
 from switching.shapes import config
 

@@ -24,9 +24,9 @@ from torch.nn import functional as F
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
 from dovetail.protocol.messages import Action, Load, ModelRef
 from dovetail.supervision.ports import PortReservation
+from dovetail.trainer.communication.groups import Groups, PeerLost, RankFailed
 from dovetail.trainer.engine.engine import Engine, MicroBatch
 from dovetail.trainer.engine.optim import local
-from dovetail.trainer.groups import Groups, PeerLost, RankFailed
 from dovetail.trainer.packed_batches import Sequences
 
 DEADLINE = 1200.0

@@ -18,9 +18,9 @@ from engine_worker import SCENARIOS, VOCAB, micro_batch, run_together, spec
 from dovetail.manifest.types import ScratchModel
 from dovetail.protocol.messages import Action, Load, ModelRef, StageTimes
 from dovetail.protocol.plan import Layout
+from dovetail.trainer.communication.groups import Groups
 from dovetail.trainer.engine.engine import Engine, MicroBatch
 from dovetail.trainer.engine.optim import local
-from dovetail.trainer.groups import Groups
 
 MICRO_BATCHES, MINI_BATCHES = 4, 2
 COMMON = {"vocab_size": VOCAB, "num_hidden_layers": 4, "num_attention_heads": 4, "max_position_embeddings": 64}

@@ -16,12 +16,12 @@ from dovetail.manifest.types import ScratchModel
 from dovetail.models import PipelineStage, load_config
 from dovetail.models import model_stage as models_stage
 from dovetail.models.build import build_stage, fill, open_source
-from dovetail.models.predictions import Predictions, by_chunks
+from dovetail.models.layers.predictions import Predictions, by_chunks
 from dovetail.models.tensor_parallel import split_stage
 from dovetail.protocol.messages import Action, ModelRef
-from dovetail.trainer import groups as trainer_groups
+from dovetail.trainer.communication import groups as trainer_groups
+from dovetail.trainer.communication.groups import PeerLost, RankFailed
 from dovetail.trainer.engine.engine import Engine
-from dovetail.trainer.groups import PeerLost, RankFailed
 
 SIZES = {
     "vocab_size": base.VOCAB,

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dovetail.coordinator.data.synthetic import quality
-from dovetail.local.launcher import Launcher
+from dovetail.local.launch.launcher import Launcher
 from dovetail.local.pipeline import Pipeline
 from dovetail.manifest.checks.validation import check
 from dovetail.planner.training_schedule import PINS

@@ -15,9 +15,9 @@ import psutil
 import pytest
 import torch
 
-from dovetail.coordinator.data import tokenizer as tokenizers
-from dovetail.local import served_result
+from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.local.llm import LLM, RequestOutput, SamplingParams
+from dovetail.local.serving import served_result
 from dovetail.supervision.errors import RunError
 from helpers import vllm_cli
 from helpers.jobs import tiny_job

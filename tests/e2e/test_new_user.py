@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.coordinator.data import tokenizer as tokenizers
+from dovetail.coordinator.data.text import tokenizer as tokenizers
 from helpers.free_ports import free_port
 from helpers.vllm_servers import tiny_llama, wait_for
 

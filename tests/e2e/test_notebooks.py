@@ -12,10 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
-from dovetail.local import served_result
-from dovetail.local.launcher import spawn_kind
+from dovetail.local.launch.launcher import spawn_kind
 from dovetail.local.llm import LLM, SamplingParams
 from dovetail.local.sample_texts import read
+from dovetail.local.serving import served_result
 from dovetail.supervision.devices import cuda_devices
 from helpers import vllm_cli
 from helpers.jobs import history, summary
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory):
         NURSERY.start()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(path)
-        patch.setattr("dovetail.local.launcher.ForkSpawner", NurserySpawner)
+        patch.setattr("dovetail.local.launch.launcher.ForkSpawner", NurserySpawner)
         patch.setattr(served_result, "_started", vllm_cli.started)
         yield Folder(path)
 

@@ -60,7 +60,7 @@ def test_training_on_samples_as_they_come_gives_the_bits_of_training_after_the_l
     """A loop of one's own trains after the last sample. The job itself streams; each process dies while it does."""
     made, after, streamed = job(tmp_path), tmp_path / "after", tmp_path / "streamed"
     NURSERY.start()
-    with mock.patch("dovetail.local.launcher.ForkSpawner", NurserySpawner), Pipeline(made, after) as pipeline:
+    with mock.patch("dovetail.local.launch.launcher.ForkSpawner", NurserySpawner), Pipeline(made, after) as pipeline:
         pipeline.begin_ppo()
         while not pipeline.over:
             pipeline.train(pipeline.generate_experience())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from dovetail.coordinator.data import tokenizer as tokenizers
+from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.manifest.types import RLHFJob
 from helpers.jobs import history, run_job, stored_samples, tiny_job
 

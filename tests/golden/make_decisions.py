@@ -32,7 +32,7 @@ from dovetail.planner.placement.configs import shapes
 from dovetail.planner.placement.placed import Infeasible
 from dovetail.planner.placement.recommend import recommend
 from dovetail.planner.simulate import StageProfile, ThresholdController
-from dovetail.protocol.machine_profile import (
+from dovetail.protocol.files.machine_profile import (
     Cost,
     GenerationCosts,
     Machine,

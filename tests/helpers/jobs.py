@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 
 from dovetail.coordinator.store.samples import Sample
 from dovetail.coordinator.store.store import Store
-from dovetail.local.launcher import Launcher, spawn_kind
+from dovetail.local.launch.launcher import Launcher, spawn_kind
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.make_plan import make_plan
 from dovetail.supervision.devices import cuda_devices
@@ -238,7 +238,7 @@ def run_job(
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     with contextlib.ExitStack() as stack:
         if not own_imports:
-            stack.enter_context(mock.patch("dovetail.local.launcher.ForkSpawner", NurserySpawner))
+            stack.enter_context(mock.patch("dovetail.local.launch.launcher.ForkSpawner", NurserySpawner))
         launcher = stack.enter_context(Launcher(job, make_plan(job.spec), run_dir, resume=resume, tell=told.append))
         if isinstance(injector, _Watcher):
             stack.callback(injector.close)

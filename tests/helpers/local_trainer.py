@@ -7,7 +7,7 @@ from typing import Any
 from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.protocol.messages import Action, Command, CommandResult, Step
 from dovetail.trainer.command_runner import CommandRunner
-from dovetail.trainer.groups import Groups
+from dovetail.trainer.communication.groups import Groups
 from dovetail.trainer.rank.coordinator_client import Refused
 from helpers.free_ports import free_port
 from helpers.trainer_ranks import layouts

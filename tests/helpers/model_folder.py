@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dovetail.coordinator.data import tokenizer
+from dovetail.coordinator.data.text import tokenizer
 
 CONFIG = {
     "model_type": "qwen3",

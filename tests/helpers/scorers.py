@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dovetail.manifest.types import ScratchModel
 from dovetail.models import HuggingFaceWriter, build_stage
-from dovetail.models.logprobs import gather_logprobs
+from dovetail.models.layers.logprobs import gather_logprobs
 from dovetail.protocol.messages import ModelRef, Receive
 from dovetail.protocol.wire import Arrays, pack, unpack
 from dovetail.rollout.scoring import forward_passes as scoring

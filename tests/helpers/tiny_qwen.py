@@ -10,7 +10,8 @@ def save_tiny_qwen(folder: Path) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    from dovetail.coordinator.data import synthetic, tokenizer
+    from dovetail.coordinator.data import synthetic
+    from dovetail.coordinator.data.text import tokenizer
 
     texts = [text for i in range(50) for text in synthetic.demonstration(i, "tiny")]
     made = tokenizer.train(texts, 300)

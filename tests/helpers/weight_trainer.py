@@ -71,7 +71,7 @@ def push(servers: Sequence[Server], command: Publish, offer: Offer, new: bool) -
 
 def probe_of(model: Any, version: int) -> Probe:
     """As trainers make it; `model`: of transformers, or a whole stage."""
-    from dovetail.trainer.probe_logprobs import TOKENS, probe_tokens
+    from dovetail.trainer.weights.probe_logprobs import TOKENS, probe_tokens
 
     tokens = probe_tokens(model.config.vocab_size, TOKENS)
     with torch.no_grad():

@@ -67,7 +67,7 @@ CHAT = """
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
-from dovetail.coordinator.data.tokenizer import with_template_options
+from dovetail.coordinator.data.text.tokenizer import with_template_options
 tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
 tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if short %}.{% endif %}{% endfor %}"
 tokenizer = with_template_options(tokenizer, {"short": True})

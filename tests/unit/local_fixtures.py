@@ -4,8 +4,8 @@ import json
 import math
 from pathlib import Path
 
+from dovetail.protocol.files.trace import chrome_trace
 from dovetail.protocol.messages import Span
-from dovetail.protocol.trace import chrome_trace
 
 SUMMARY = {
     "state": "succeeded",

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.coordinator.loop.scheduling import Scheduling
 from dovetail.coordinator.page.run_folder import RunFolder
+from dovetail.coordinator.schedules.scheduling import Scheduling
 from dovetail.local.report.report_schedule import schedule_section
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.planner.make_plan import PlanError, make_plan
@@ -22,7 +22,7 @@ LLAMA = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "n
 @pytest.fixture(autouse=True)
 def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a search finds in more time is not the subject here."""
-    monkeypatch.setattr("dovetail.coordinator.loop.scheduling.SEARCH_SECONDS", 0.3)
+    monkeypatch.setattr("dovetail.coordinator.schedules.scheduling.SEARCH_SECONDS", 0.3)
 
 
 def job(trainers: int = 2, pp: int = 2, **plan: Any) -> RLHFJobSpec:

@@ -15,7 +15,7 @@ from torch.autograd import gradcheck
 
 from dovetail.coordinator.loop.kl_controller import KLController
 from dovetail.manifest.types import KL
-from dovetail.models import logprobs
+from dovetail.models.layers import logprobs
 from dovetail.trainer.algorithms import balance, ema, importance, kl
 
 

@@ -7,9 +7,9 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from dovetail.cli.main import cli
-from dovetail.local.chat import Sampling
-from dovetail.local.chat_server import ServedModel
-from dovetail.local.conversation import ColumnScreen, PlainScreen, converse, typed_lines
+from dovetail.local.serving.chat import Sampling
+from dovetail.local.serving.chat_server import ServedModel
+from dovetail.local.serving.conversation import ColumnScreen, PlainScreen, converse, typed_lines
 from dovetail.supervision.errors import RunError
 from helpers.fake_openai import FakeOpenAI
 

@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dovetail.cli.main import cli
-from dovetail.coordinator.data import tokenizer
+from dovetail.coordinator.data.text import tokenizer
 from dovetail.local.data_look import look
 
 TEMPLATE = (

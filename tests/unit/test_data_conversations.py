@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from dovetail.coordinator.data.chat_template import ChatFormat, HumanAssistant, Template
-from dovetail.coordinator.data.conversations import conversation
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import convert, detect
 from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, LaterTurn, Preference, Prompt
 from dovetail.coordinator.data.sources import load, with_system
+from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, Template
+from dovetail.coordinator.data.text.conversations import conversation
 from dovetail.manifest.types import DataSource
 
 END = "<|im_end|>"

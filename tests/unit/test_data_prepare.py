@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from dovetail.coordinator.data import tokenizer
 from dovetail.coordinator.data.collection import collect
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.hub import Hub
+from dovetail.coordinator.data.downloads.hub import Hub
 from dovetail.coordinator.data.prepare import Prepared, given_prompt, model_sources, prepare
+from dovetail.coordinator.data.text import tokenizer
 from dovetail.manifest.types import HubAccess, RLHFJobSpec, Stage
 
 CONFIG = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}

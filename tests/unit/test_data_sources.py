@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from dovetail.coordinator.data.chat_template import HumanAssistant, Template
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import convert, detect
 from dovetail.coordinator.data.records import Demonstration, Kind, Preference, Prompt, Records
 from dovetail.coordinator.data.sources import load
+from dovetail.coordinator.data.text.chat_template import HumanAssistant, Template
 from dovetail.manifest.types import DataSource
 
 HH_NAME = "hh-rlhf-harmless-base-test.jsonl.gz"

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.coordinator.data import tokenizer as tokenizers
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.records import Demonstration, LaterTurn, Preference
-from dovetail.coordinator.data.tokenize import Encoder, by_length, ppo_batch, reward_batch, sft_batch
+from dovetail.coordinator.data.text import tokenizer as tokenizers
+from dovetail.coordinator.data.text.tokenize import Encoder, by_length, ppo_batch, reward_batch, sft_batch
 
 
 class Characters:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.coordinator.data.tokenize import Encoded, dpo_batch
+from dovetail.coordinator.data.text.tokenize import Encoded, dpo_batch
 from dovetail.coordinator.store.reference_logprobs import ReferenceLogprobs
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import Stage

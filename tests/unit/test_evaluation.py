@@ -12,11 +12,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.prepare import PromptRecord
-from dovetail.coordinator.loop.best_weights import BestWeights
-from dovetail.coordinator.loop.evaluation import Evaluator
-from dovetail.coordinator.loop.evaluation_metrics import EvaluationMetrics, HeldOutAnswer, is_match
-from dovetail.coordinator.loop.run_records import RunRecords
+from dovetail.coordinator.evaluation.best_weights import BestWeights
+from dovetail.coordinator.evaluation.evaluation import Evaluator
+from dovetail.coordinator.evaluation.evaluation_metrics import EvaluationMetrics, HeldOutAnswer, is_match
 from dovetail.coordinator.rewards.calls import RewardError, evaluation_slot
+from dovetail.coordinator.store.run_records import RunRecords
 from dovetail.coordinator.store.sample_files import BEFORE_SFT, evaluation_files, read_rows
 from dovetail.coordinator.store.samples import NewSample, State
 from dovetail.coordinator.store.store import Store

@@ -13,10 +13,10 @@ from torch import nn
 
 from dovetail.manifest.types import Optimizer
 from dovetail.protocol.messages import Action
+from dovetail.trainer.communication.groups import PeerLost, peer_errors
 from dovetail.trainer.engine.executor import check_actions
 from dovetail.trainer.engine.optim import AdamW, learning_rate
 from dovetail.trainer.files.storage import storage_sentence
-from dovetail.trainer.groups import PeerLost, peer_errors
 
 
 def actions(text: str) -> list[Action]:

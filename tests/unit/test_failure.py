@@ -21,7 +21,7 @@ from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.coordinator.telemetry.eventlog import EventLog
 from dovetail.coordinator.telemetry.summary import write_json
 from dovetail.coordinator.telemetry.telemetry import MetricsHistory
-from dovetail.local.aftermath import DiskWatch, full_disk, reserve, with_cause, write_results
+from dovetail.local.launch.aftermath import DiskWatch, full_disk, reserve, with_cause, write_results
 from dovetail.local.report.report import read_history
 from dovetail.manifest.types import Stage
 from dovetail.planner.make_plan import make_plan

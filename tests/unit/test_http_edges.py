@@ -22,8 +22,8 @@ from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.coordinator.telemetry.timeline import Timeline
 from dovetail.coordinator.trainers.trainer_group import TrainerGroup
-from dovetail.protocol import serving
-from dovetail.protocol.header_deadline import HeaderDeadline
+from dovetail.protocol.http import serving
+from dovetail.protocol.http.header_deadline import HeaderDeadline
 from dovetail.protocol.messages import Offer, Register
 from dovetail.protocol.wire import pack
 from dovetail.rollout.scoring import scorer_app

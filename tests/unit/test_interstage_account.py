@@ -10,8 +10,8 @@ from dovetail.coordinator.fusion.account import account, totals, union_seconds
 from dovetail.coordinator.page.iteration_timeline import timeline
 from dovetail.local.report.report import trace_curves
 from dovetail.local.report.run_summary import fusion_rows
+from dovetail.protocol.files.trace import chrome_trace
 from dovetail.protocol.messages import Span
-from dovetail.protocol.trace import chrome_trace
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 50), st.integers(1, 20)).map(lambda x: (float(x[0]), float(x[0] + x[1]))))
 

@@ -13,10 +13,10 @@ import torch
 
 from dovetail.models.transfer import Part, store_at
 from dovetail.protocol.weights.layout import RankGrid
-from dovetail.trainer.groups import PeerLost
-from dovetail.trainer.kept_weights import KeptWeights
+from dovetail.trainer.communication.groups import PeerLost
 from dovetail.trainer.rank.sending import Exchange
 from dovetail.trainer.weight_sender import WeightParts
+from dovetail.trainer.weights.kept_weights import KeptWeights
 
 
 class OneTensor:

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from dovetail.coordinator.data import tokenizer as tokenizers
+from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.local import llm
 from dovetail.local.llm import LLM, SamplingParams
 from dovetail.supervision.errors import RunError

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from dovetail.cli.main import cli
-from dovetail.local.chat import ChatModel, Sampling
-from dovetail.local.conversation import PlainScreen, converse
+from dovetail.local.serving.chat import ChatModel, Sampling
+from dovetail.local.serving.conversation import PlainScreen, converse
 from dovetail.supervision.errors import RunError
 
 HELLO = [{"role": "user", "content": "hello"}]

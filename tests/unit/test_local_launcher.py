@@ -9,9 +9,9 @@ import pytest
 
 from dovetail.coordinator.store.manifest_changes import adopt
 from dovetail.coordinator.store.store import Store
-from dovetail.local.launcher import Launcher, spawn_kind
-from dovetail.local.rundir import RunDir, explained
-from dovetail.local.stopwatch import Stopwatch
+from dovetail.local.launch.launcher import Launcher, spawn_kind
+from dovetail.local.launch.rundir import RunDir, explained
+from dovetail.local.launch.stopwatch import Stopwatch
 from dovetail.manifest.types import Parallelism, RLHFJob
 from dovetail.protocol.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
 from dovetail.protocol.process.env import ProcessEnv

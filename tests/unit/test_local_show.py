@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from local_fixtures import SUMMARY, finished_run
 from rich.console import Console
 
-from dovetail.coordinator.data.chat_template import HumanAssistant
+from dovetail.coordinator.data.text.chat_template import HumanAssistant
 from dovetail.coordinator.telemetry.pace import Pace, position
 from dovetail.coordinator.telemetry.summary_rows import binomial_p, rows
-from dovetail.local.chat import until_stop
-from dovetail.local.progress_bars import Bars, Lines, describe_metrics, time_left
+from dovetail.local.launch.progress_bars import Bars, Lines, describe_metrics, time_left
 from dovetail.local.report import charts
 from dovetail.local.report.report import read_history, render_report, write_report
 from dovetail.local.report.run_summary import duration, read_summary, show, summary_table
+from dovetail.local.serving.chat import until_stop
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.supervision.errors import RunError
 

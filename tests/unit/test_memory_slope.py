@@ -21,8 +21,8 @@ from rich.console import Console
 from test_local_launcher import CPU, CPU_PLAN, a_job
 
 from dovetail.coordinator.store.samples import NewSample
-from dovetail.local import launcher
-from dovetail.local.progress_bars import Lines
+from dovetail.local.launch import launcher
+from dovetail.local.launch.progress_bars import Lines
 from dovetail.manifest.types import Stage
 from dovetail.rollout.scoring import forward_passes as scoring
 from dovetail.rollout.scoring.packed_samples import SamplesToScore

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.coordinator.loop.model_sources import StepFacts, ppo_step, supervised_step
-from dovetail.coordinator.loop.stored_schedule import applies
+from dovetail.coordinator.schedules.step_commands import StepFacts, ppo_step, supervised_step
+from dovetail.coordinator.schedules.stored_schedule import applies
 from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.planner.make_plan import make_plan
 from dovetail.planner.placement.configs import shapes

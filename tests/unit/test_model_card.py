@@ -5,8 +5,8 @@ import json
 import pytest
 import yaml
 
-from dovetail.coordinator.data import tokenizer as tokenizers
-from dovetail.coordinator.data.chat_template import HumanAssistant
+from dovetail.coordinator.data.text import tokenizer as tokenizers
+from dovetail.coordinator.data.text.chat_template import HumanAssistant
 from dovetail.coordinator.store.model_card import CardFacts, ListSize, shown_manifest
 from dovetail.coordinator.store.model_files import describe_models, generation_config
 from dovetail.manifest.types import Generation, RLHFJob

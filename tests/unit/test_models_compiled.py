@@ -30,7 +30,7 @@ def stages() -> Iterator[tuple[PipelineStage, PipelineStage]]:
     import torch._dynamo
     from transformers import AttentionInterface
 
-    from dovetail.models.attention import NAME, attend
+    from dovetail.models.layers.attention import NAME, attend
 
     ref = ModelRef(head="lm", scratch=ScratchModel(architecture="llama", config=LLAMA), seed=3)
     plain, compiled = (build_stage(ref).train().requires_grad_(True) for _ in range(2))

@@ -11,8 +11,8 @@ from test_models_stage import FAMILIES, ref
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dovetail.models import build_stage
-from dovetail.models.attention import ScoreSettings, attend, by_blocks, flash
-from dovetail.models.packing import Packing
+from dovetail.models.layers.attention import ScoreSettings, attend, by_blocks, flash
+from dovetail.models.layers.packing import Packing
 from dovetail.protocol.budgets import SCORE_BYTES
 
 # Prompts are sequences 0 and 3; the others go on from them, and the last stands alone.
@@ -112,7 +112,7 @@ def test_blocks_of_sequences_attend_as_each_by_itself(
     scores: dict[str, Any], prefixes: tuple[int | None, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What GPUs do in float16. Short sequences would share one block."""
-    monkeypatch.setattr("dovetail.models.packing._SHORT", 1)
+    monkeypatch.setattr("dovetail.models.layers.packing._SHORT", 1)
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(1, h, sum(LENGTHS), 8, generator=generator).requires_grad_() for h in (4, 2, 2)]
     packing = Packing(LENGTHS, prefixes, torch.device("cpu"))
@@ -140,7 +140,7 @@ def test_scores_of_some_queries_at_a_time_are_the_same(
     of = ScoreSettings(0.3, scores.get("sliding_window"), scores.get("softcap"), scores.get("s_aux"))
 
     def outcome(chunk: int) -> list[torch.Tensor]:
-        monkeypatch.setattr("dovetail.models.attention.SCORE_BYTES", chunk)
+        monkeypatch.setattr("dovetail.models.layers.attention.SCORE_BYTES", chunk)
         found = []
         for output in (
             attend(torch.nn.Module(), *inputs[:3], None, 0.3, packing, **scores)[0],

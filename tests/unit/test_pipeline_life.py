@@ -6,7 +6,7 @@ import time
 import pytest
 
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.local.launcher import Launcher
+from dovetail.local.launch.launcher import Launcher
 from dovetail.local.pipeline import Pipeline
 from dovetail.supervision.errors import RunError
 from helpers.jobs import summary, tiny_job

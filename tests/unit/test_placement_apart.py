@@ -10,8 +10,8 @@ from rich.console import Console
 from test_placement_job import A10, A100, MEDIUM, SEPARATE, SMALL, group, spec
 
 from dovetail.cli.common.plan_tables import plan_tables
-from dovetail.coordinator.loop.scheduling import Scheduling
-from dovetail.coordinator.loop.stored_schedule import applies
+from dovetail.coordinator.schedules.scheduling import Scheduling
+from dovetail.coordinator.schedules.stored_schedule import applies
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.sizes import world_size
@@ -115,7 +115,7 @@ class Records(dict[str, Any]):
 
 
 def test_the_coordinator_keeps_to_the_plans_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dovetail.coordinator.loop.scheduling.SEARCH_SECONDS", 0.3)
+    monkeypatch.setattr("dovetail.coordinator.schedules.scheduling.SEARCH_SECONDS", 0.3)
     job = spec(BOTH, UNEVEN, ppo=LONG)
     plan = make_plan(job)
     assert plan.apart
@@ -138,7 +138,7 @@ def test_schedules_of_both_models_are_left_out_where_only_turns_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Data-parallel ranks hold gathered weights and whole gradients of the models that a schedule runs."""
-    monkeypatch.setattr("dovetail.coordinator.loop.scheduling.SEARCH_SECONDS", 0.3)
+    monkeypatch.setattr("dovetail.coordinator.schedules.scheduling.SEARCH_SECONDS", 0.3)
     groups = [group("train", ["trainer"], replicas=4), group("gen", ["rollout"])]
     pins = {"zero3": "Never", "parallelism": {model: {"pp": 2, "dp": 2} for model in ("actor", "critic")}}
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from dovetail.local.calibrate.fit import FitError, MeasuredIteration, fit, nonnegative
 from dovetail.planner.costs.cpu import CpuStageTimes, IterationWork, chunk_seconds, seconds, training_seconds
-from dovetail.protocol.machine_profile import Cost, GenerationCosts, Machine, ScoringCosts, TrainingCosts
+from dovetail.protocol.files.machine_profile import Cost, GenerationCosts, Machine, ScoringCosts, TrainingCosts
 
 ALL = ("reference", "reward", "critic")
 MACHINE = Machine(

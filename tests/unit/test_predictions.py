@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dovetail.models.predictions import Predictions, Vocabulary, by_chunks, gradients_of, predict
+from dovetail.models.layers.predictions import Predictions, Vocabulary, by_chunks, gradients_of, predict
 from dovetail.trainer.compat import stage_backward_input, stage_backward_weight
 
 

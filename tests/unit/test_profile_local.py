@@ -21,9 +21,9 @@ from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.hardware import parse
 from dovetail.planner.make_plan import make_plan
-from dovetail.protocol.machine_profile import ModelTimes, PassTimes, Profile
+from dovetail.protocol.files.machine_profile import ModelTimes, PassTimes, Profile
+from dovetail.protocol.files.trace import chrome_trace
 from dovetail.protocol.messages import Span
-from dovetail.protocol.trace import chrome_trace
 from dovetail.trainer.profile import hardware_toml
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"

@@ -12,7 +12,7 @@ import yaml
 from rich.console import Console
 
 from dovetail.cli.common.plan_tables import plan_tables
-from dovetail.coordinator.loop.scheduling import Scheduling
+from dovetail.coordinator.schedules.scheduling import Scheduling
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.pipelines import FAMILIES
 from dovetail.planner.make_plan import PlanError, make_plan
@@ -139,7 +139,7 @@ def chosen(spec: RLHFJobSpec, folder: Path) -> dict[str, Any]:
 
 
 def test_schedules_that_split_backwards_are_not_offered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dovetail.coordinator.loop.scheduling.SEARCH_SECONDS", 0.2)
+    monkeypatch.setattr("dovetail.coordinator.schedules.scheduling.SEARCH_SECONDS", 0.2)
     written = chosen(on_cpus(recompute="Always"), tmp_path)
     split = {name for name, family in FAMILIES.items() if family.split}
     assert "fused" in written["families"]
@@ -151,7 +151,7 @@ def test_schedules_that_split_backwards_are_not_offered(tmp_path: Path, monkeypa
 
 def test_stages_in_a_v_run_whole_backwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the manifest pins it, or as its limit of memory asks for it."""
-    monkeypatch.setattr("dovetail.coordinator.loop.scheduling.SEARCH_SECONDS", 0.2)
+    monkeypatch.setattr("dovetail.coordinator.schedules.scheduling.SEARCH_SECONDS", 0.2)
     whole = min(min(each) for each in make_plan(on_cpus(recompute="Never")).activation_bytes.values())
     for plan in ({"recompute": "Always"}, {"activationMemory": 0.9 * whole / 2**30}):
         spec = on_cpus(intraStageFusion="VShaped", **plan)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from dovetail.models.transfer import Deadline, call, listen, store_at
-from dovetail.trainer.groups import Groups
+from dovetail.trainer.communication.groups import Groups
 from helpers.free_ports import free_port
 from helpers.trainer_ranks import layouts
 

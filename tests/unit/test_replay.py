@@ -15,7 +15,7 @@ from dovetail.local.replay import Section, choose_section, first_difference
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import Save
 from dovetail.supervision.errors import UsageError
-from dovetail.trainer.compare_weights import compare_checkpoints, compare_models, difference
+from dovetail.trainer.weights.compare_weights import compare_checkpoints, compare_models, difference
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command, sft_batch
 

@@ -13,7 +13,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from dovetail.manifest.types import ScratchModel, Stage
 from dovetail.models import PipelineStage, build_stage
-from dovetail.models.expert_routing import take_counts, take_unbalance
+from dovetail.models.layers.expert_routing import take_counts, take_unbalance
 from dovetail.models.recompute import recompute
 from dovetail.protocol.messages import Load, ModelRef
 from dovetail.protocol.wire import pack, unpack

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dovetail.trainer import groups
+from dovetail.trainer.communication import groups
 
 
 class Counted:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Scores
 from dovetail.coordinator.scoring.streams import BLOCK_TOKENS, LOOK_TOKENS, Growing, Streams
 from dovetail.coordinator.store.samples import Key
-from dovetail.models.packing import RESPONSE_BLOCK
+from dovetail.models.layers.packing import RESPONSE_BLOCK
 from dovetail.planner.chunks import STREAMED_PER_SCORER
 from dovetail.protocol.messages import Span
 from dovetail.protocol.wire import pack, unpack

@@ -10,11 +10,11 @@ import pytest
 from click.testing import CliRunner
 
 from dovetail.cli.main import cli
-from dovetail.coordinator.data import tokenizer
-from dovetail.coordinator.data.chat_template import chat_format, with_options
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.prepare import Prepared, prepare
-from dovetail.coordinator.data.tokenizer import with_template_options
+from dovetail.coordinator.data.text import tokenizer
+from dovetail.coordinator.data.text.chat_template import chat_format, with_options
+from dovetail.coordinator.data.text.tokenizer import with_template_options
 from dovetail.manifest.types import RLHFJobSpec
 
 # As Qwen3 writes it: thoughts of earlier turns are left out, the last turn has its thoughts, and the reply is opened

@@ -5,8 +5,8 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dovetail.protocol.files.trace import chrome_trace
 from dovetail.protocol.messages import Span
-from dovetail.protocol.trace import chrome_trace
 
 
 def span(name, process, start, end, lane="main", **more):

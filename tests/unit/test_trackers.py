@@ -22,7 +22,7 @@ from dovetail.coordinator.trackers.tracker_processes import TrackerProcesses, mi
 from dovetail.coordinator.trackers.tracker_settings import TrackerSettings
 from dovetail.coordinator.trackers.tracker_worker import RunFollower
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.protocol.trace import chrome_trace
+from dovetail.protocol.files.trace import chrome_trace
 
 RUN = "0123456789abcdef"
 

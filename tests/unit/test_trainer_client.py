@@ -13,11 +13,11 @@ import pytest
 
 from dovetail.protocol.messages import CommandResult, HeartbeatReply, JoinRequest, NextReply, NextRequest, Save
 from dovetail.protocol.process.exit_codes import SUPERSEDED
-from dovetail.trainer.kept_weights import KeptWeights
 from dovetail.trainer.rank import coordinator_client as client_module
 from dovetail.trainer.rank.coordinator_client import CoordinatorClient, CoordinatorUnreachable, Refused, StaleGeneration
 from dovetail.trainer.rank.heartbeat import HeartbeatThread
 from dovetail.trainer.rank.life import _Asking
+from dovetail.trainer.weights.kept_weights import KeptWeights
 from helpers.free_ports import free_port
 
 JOIN = JoinRequest(name="trainer-0", rank=0, world_size=1, incarnation="a", host="127.0.0.1", port=1, nccl_version=None)

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from dovetail.manifest.types import Stage
-from dovetail.models.predictions import by_chunks
+from dovetail.models.layers.predictions import by_chunks
 from dovetail.protocol.messages import Action, Export, Save
 from dovetail.protocol.wire import pack, unpack
 from dovetail.trainer.command_errors import is_peer_loss, sentence
+from dovetail.trainer.communication.groups import PeerLost, RankFailed
 from dovetail.trainer.engine.engine import Engine
-from dovetail.trainer.groups import PeerLost, RankFailed
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command, ppo_batch, sft_batch
 

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.coordinator.loop.model_sources import StepFacts, ppo_step
-from dovetail.coordinator.loop.scheduling import Scheduling
-from dovetail.coordinator.loop.stored_schedule import StoredSchedule, applies, encode, scheduled
 from dovetail.coordinator.page.run_folder import RunFolder
+from dovetail.coordinator.schedules.scheduling import Scheduling
+from dovetail.coordinator.schedules.step_commands import StepFacts, ppo_step
+from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, applies, encode, scheduled
 from dovetail.local.report.report_schedule import families_section, schedule_section
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
@@ -33,7 +33,7 @@ from dovetail.planner.training_schedule import (
     shared_layouts,
     training_problem,
 )
-from dovetail.protocol.machine_profile import LinkTimes, ModelTimes, PassTimes, Profile
+from dovetail.protocol.files.machine_profile import LinkTimes, ModelTimes, PassTimes, Profile
 from dovetail.protocol.messages import CommandResult, StageTimes
 from dovetail.protocol.plan import Layout, Plan, coordinates, rank_at, stages_at
 from dovetail.trainer.engine.executor import check_actions
@@ -42,7 +42,7 @@ from dovetail.trainer.engine.executor import check_actions
 @pytest.fixture(autouse=True)
 def _short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a search finds in more time is not the subject here."""
-    monkeypatch.setattr("dovetail.coordinator.loop.scheduling.SEARCH_SECONDS", 0.3)
+    monkeypatch.setattr("dovetail.coordinator.schedules.scheduling.SEARCH_SECONDS", 0.3)
 
 
 @st.composite

@@ -15,8 +15,8 @@ from rich.console import Console
 from test_recompute_plan import A100, on_cpus, on_gpus
 
 from dovetail.cli.common.plan_tables import plan_tables
-from dovetail.coordinator.loop.scheduling import Scheduling
-from dovetail.local.rundir import zero3_of_run
+from dovetail.coordinator.schedules.scheduling import Scheduling
+from dovetail.local.launch.rundir import zero3_of_run
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.pipelines import FAMILIES
 from dovetail.planner.hardware import gpu
@@ -252,7 +252,7 @@ def test_schedules_that_split_backwards_are_not_offered(tmp_path: Path, monkeypa
         def put(self, key: str, value: object) -> None:
             self[key] = value
 
-    monkeypatch.setattr("dovetail.coordinator.loop.scheduling.SEARCH_SECONDS", 0.2)
+    monkeypatch.setattr("dovetail.coordinator.schedules.scheduling.SEARCH_SECONDS", 0.2)
     spec = on_cpus(zero3="Always")
     document = spec.model_dump(mode="json", by_alias=True)
     document["groups"][0]["replicas"] = 4

@@ -25,7 +25,7 @@ from dovetail.operator.log import log, log_libraries
 from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner, image_check
-from dovetail.protocol import serving
+from dovetail.protocol.http import serving
 
 # A job that is due has waited this long for a worker, or the lease could not be looked at: start afresh.
 STUCK_SECONDS = 120.0

@@ -14,8 +14,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from dovetail.kube.connection import KubeError
 from dovetail.manifest.base import NAME_PATTERN
-from dovetail.protocol.page_questions import QUESTION
-from dovetail.protocol.row_stages import ROW_STAGES
+from dovetail.protocol.files.row_stages import ROW_STAGES
+from dovetail.protocol.http.page_questions import QUESTION
 from dovetail.statusapi.answer_room import LargeResponse, TooMany
 from dovetail.statusapi.answers import IterationList, JobDetail, JobList, PodLogList, Problem
 from dovetail.statusapi.api_metrics import ApiMetrics

@@ -16,7 +16,7 @@ import aiohttp
 
 from dovetail.kube import coordinator_http, names
 from dovetail.kube.connection import KubeError
-from dovetail.protocol.row_stages import ROW_STAGES
+from dovetail.protocol.files.row_stages import ROW_STAGES
 from dovetail.statusapi import view
 from dovetail.statusapi.answers import Iteration, Live
 from dovetail.statusapi.kube import Kube, Object, core_path, get
@@ -104,8 +104,7 @@ class CoordinatorReader:
         return await self._large(job, f"/v1/traces/{iteration}", take)
 
     async def page(self, job: Object, question: str, take: Callable[[int], None]) -> bytes:
-        """The answer to one of the run page's questions (`protocol.page_questions`), as the coordinator gave it. As
-        `trace`."""
+        """The coordinator's answer to one of the run page's questions (`protocol.http.page_questions`). See `trace`."""
         return await self._large(job, f"/v1/page/{question}", take)
 
     async def _large(self, job: Object, path: str, take: Callable[[int], None]) -> bytes:

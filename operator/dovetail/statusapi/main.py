@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dovetail.kube import coordinator_http, names
-from dovetail.protocol.header_deadline import HeaderDeadline
+from dovetail.protocol.http.header_deadline import HeaderDeadline
 from dovetail.statusapi.answer_room import AnswerRoom
 from dovetail.statusapi.api_settings import ApiSettings
 from dovetail.statusapi.app import create_app

@@ -15,8 +15,8 @@ from rich.console import Console
 from dovetail.cli.common.extras import is_installed, require
 from dovetail.cli.serve_command import model_option, vllm_extra
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
-from dovetail.local.chat import Replier
-from dovetail.local.served_result import check_served, has_own_template, model_folder, own_server
+from dovetail.local.serving.chat import Replier
+from dovetail.local.serving.served_result import check_served, has_own_template, model_folder, own_server
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.errors import UsageError
 
@@ -76,8 +76,8 @@ def chat(
       dovetail chat runs/quickstart --compare sft actor
       dovetail chat --url http://127.0.0.1:8000
     """
-    from dovetail.local.chat import Sampling
-    from dovetail.local.conversation import ColumnScreen, PlainScreen, Screen, converse, typed_lines
+    from dovetail.local.serving.chat import Sampling
+    from dovetail.local.serving.conversation import ColumnScreen, PlainScreen, Screen, converse, typed_lines
 
     if run_dir is None and not url:
         raise UsageError("name the folder of a run, for example runs/quickstart, or a server with --url")
@@ -128,8 +128,8 @@ def _prompt() -> Callable[[], str]:
 @contextlib.contextmanager
 def _served(folder: Path | None, name: str, address: str, key: str | None) -> Iterator[Replier]:
     """A model behind a server. `folder`: the model's, if it is of a run; then it has the name `name` there."""
-    from dovetail.local.chat import REPLY_ENDS
-    from dovetail.local.chat_server import ServedModel
+    from dovetail.local.serving.chat import REPLY_ENDS
+    from dovetail.local.serving.chat_server import ServedModel
 
     ends = () if folder is None or has_own_template(folder) else REPLY_ENDS
     served = ServedModel(address, None if folder is None else name, key, ends)
@@ -144,7 +144,7 @@ def _loaded(run_dir: Path, name: str, engine: str, given: list[str]) -> Iterator
     """A model that this command loads, until the chat ends. `given`: further arguments for vLLM."""
     if engine == "transformers":
         require("dovetail chat", ["trainer"])
-        from dovetail.local.chat import ChatModel
+        from dovetail.local.serving.chat import ChatModel
 
         yield ChatModel(run_dir, name)
         return

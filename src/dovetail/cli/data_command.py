@@ -76,9 +76,9 @@ def data(
       dovetail data prompts.jsonl --model Qwen/Qwen2.5-0.5B-Instruct --as prompts
     """
     require("dovetail data", ["coordinator"])
-    from dovetail.coordinator.data.chat_template import WithSystem, chat_format
     from dovetail.coordinator.data.data_error import DataError
-    from dovetail.coordinator.data.tokenize import Encoder
+    from dovetail.coordinator.data.text.chat_template import WithSystem, chat_format
+    from dovetail.coordinator.data.text.tokenize import Encoder
     from dovetail.local.data_look import look, look_at_hub
     from dovetail.local.job_tokenizer import named_tokenizer
 

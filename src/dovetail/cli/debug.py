@@ -15,7 +15,7 @@ from dovetail.cli.job_arguments import run_dir_argument
 from dovetail.supervision.errors import RunError
 
 if TYPE_CHECKING:
-    from dovetail.trainer.compare_weights import Difference
+    from dovetail.trainer.weights.compare_weights import Difference
 
 
 @click.group()
@@ -80,7 +80,7 @@ def replay(run_dir: Path, iteration: int, keep: Path | None) -> None:
 
 def compared(run_dir: Path, replayed: Path, target: str, models: list[str]) -> tuple[int, list[Difference]]:
     """The number of tensors in both folders' `target`, and those that differ."""
-    from dovetail.trainer.compare_weights import compare_checkpoints, compare_models
+    from dovetail.trainer.weights.compare_weights import compare_checkpoints, compare_models
 
     if not models:
         found = [compare_checkpoints(run_dir / target, replayed / target)]

@@ -29,10 +29,10 @@ def job_name(folder: Path) -> str:
 
 def record_fields(method: Method, data: Path) -> list[str]:
     """The fields of the first record that reward functions get. Raises UsageError if the method cannot read it."""
-    from dovetail.coordinator.data.chat_template import HumanAssistant
     from dovetail.coordinator.data.data_error import DataError
     from dovetail.coordinator.data.formats import convert, detect
     from dovetail.coordinator.data.sources import source_files
+    from dovetail.coordinator.data.text.chat_template import HumanAssistant
     from dovetail.local.data_look import rows_of
 
     kinds: dict[str, Kind] = {"sft": "demonstrations", "ppo": "preferences", "grpo": "prompts", "dpo": "preferences"}

@@ -48,7 +48,7 @@ def load_job(
 
     Raises ManifestError, UsageError and PlanError."""
     from dovetail.cli.common.plan_inputs import configurations, hardware, local_profile
-    from dovetail.local.rundir import lag_of_run, zero3_of_run
+    from dovetail.local.launch.rundir import lag_of_run, zero3_of_run
     from dovetail.manifest.checks.files import layer_counts
     from dovetail.manifest.checks.validation import warnings
     from dovetail.manifest.resolve import with_lag

@@ -14,7 +14,7 @@ from rich.table import Table
 from dovetail.cli.common.extras import Extra, require
 from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.types import ModelSource, RLHFJob, RLHFJobSpec
-from dovetail.protocol.machine_profile import Machine, ModelTimes, Profile
+from dovetail.protocol.files.machine_profile import Machine, ModelTimes, Profile
 from dovetail.protocol.messages import ModelRef
 from dovetail.supervision.errors import RunError, UsageError
 
@@ -166,8 +166,8 @@ def _measure(
 def _reference(spec: RLHFJobSpec, name: str, base: Path) -> ModelRef:
     """Where the configuration comes from: the model's own source, else the reward model's or the actor's."""
     from dovetail.coordinator.data.data_error import DataError
-    from dovetail.coordinator.data.hub import Hub
-    from dovetail.coordinator.data.model_folders import resolve
+    from dovetail.coordinator.data.downloads.hub import Hub
+    from dovetail.coordinator.data.downloads.model_folders import resolve
 
     sources = [spec.models.actor] if name == "actor" else [spec.models.critic, spec.models.reward, spec.models.actor]
     model = next(m for m in sources if m.source is not None)

@@ -10,7 +10,7 @@ from dovetail.cli.common.extras import require
 from dovetail.cli.job_arguments import run_dir_argument
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
 from dovetail.local.hub_push import push_model
-from dovetail.local.served_result import model_folder
+from dovetail.local.serving.served_result import model_folder
 
 
 @click.command()

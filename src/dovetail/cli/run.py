@@ -15,14 +15,14 @@ from dovetail.cli.common.one_line_options import given, line_of, manifest_text, 
 from dovetail.cli.job_arguments import load_job, seed_option, set_option
 from dovetail.coordinator.store.sample_files import files
 from dovetail.coordinator.trackers.tracker_processes import missing as missing_trackers
-from dovetail.local.launcher import Launcher
-from dovetail.local.progress_bars import Display, make_display
+from dovetail.local.launch.launcher import Launcher
+from dovetail.local.launch.progress_bars import Display, make_display
+from dovetail.local.launch.status_poll import StatusPoller
 from dovetail.local.report.report import write_report
 from dovetail.local.report.run_summary import read_summary, show
 from dovetail.local.sample_texts import facts_of, texts_of
-from dovetail.local.status_poll import StatusPoller
 from dovetail.manifest.types import RLHFJob
-from dovetail.protocol.machine_profile import Profile
+from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Plan
 from dovetail.supervision.errors import RunError, UsageError
 

@@ -10,7 +10,7 @@ import click
 
 from dovetail.cli.job_arguments import run_dir_argument
 from dovetail.local.sample_texts import described, read
-from dovetail.protocol.sample_choice import ORDERS, choose
+from dovetail.protocol.files.sample_choice import ORDERS, choose
 from dovetail.supervision.errors import UsageError
 
 

@@ -12,7 +12,7 @@ import click
 from dovetail.cli.common.extras import Extra, require
 from dovetail.cli.job_arguments import run_dir_argument
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
-from dovetail.local.served_result import (
+from dovetail.local.serving.served_result import (
     check_port,
     check_served,
     model_folder,

@@ -16,7 +16,7 @@ from pydantic.alias_generators import to_camel
 
 from dovetail.manifest.checks.validation import check
 from dovetail.manifest.documents import ManifestError, parse, read_yaml
-from dovetail.protocol.sample_choice import ORDERS, choose
+from dovetail.protocol.files.sample_choice import ORDERS, choose
 
 SECONDS = 60.0
 # After these states nothing happens any more by itself.

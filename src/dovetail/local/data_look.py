@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from dovetail.coordinator.data import jsonl
-from dovetail.coordinator.data.chat_template import ChatFormat, HumanAssistant, WithSystem, chat_format
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import FORMATS, convert, detect, is_dialogue
 from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, Preference, Record
 from dovetail.coordinator.data.sources import PARQUET, hub_table, source_files
-from dovetail.coordinator.data.tokenize import Encoder
+from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, WithSystem, chat_format
+from dovetail.coordinator.data.text.tokenize import Encoder
 from dovetail.manifest.types import DataSource
 
 

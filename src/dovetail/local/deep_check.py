@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dovetail.coordinator.data import tokenizer as tokenizers
-from dovetail.coordinator.data.chat_template import chat_format
 from dovetail.coordinator.data.collection import needed
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.hub import Hub, read_json
+from dovetail.coordinator.data.downloads.hub import Hub, read_json
 from dovetail.coordinator.data.prepare import Prepared, given_tokenizer, model_sources, prepare
 from dovetail.coordinator.data.records import Kind
 from dovetail.coordinator.data.sources import with_system
-from dovetail.coordinator.data.tokenize import Encoder
-from dovetail.coordinator.loop.evaluation_metrics import EvaluationMetrics
+from dovetail.coordinator.data.text import tokenizer as tokenizers
+from dovetail.coordinator.data.text.chat_template import chat_format
+from dovetail.coordinator.data.text.tokenize import Encoder
+from dovetail.coordinator.evaluation.evaluation_metrics import EvaluationMetrics
 from dovetail.coordinator.rewards.calls import Calls, RewardError
 from dovetail.coordinator.rewards.rehearsal import rehearse
 from dovetail.coordinator.rewards.workers import Workers

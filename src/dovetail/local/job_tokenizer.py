@@ -8,9 +8,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from dovetail.coordinator.data import tokenizer
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.hub import Hub
+from dovetail.coordinator.data.downloads.hub import Hub
+from dovetail.coordinator.data.text import tokenizer
 from dovetail.manifest.types import HubAccess
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

@@ -28,10 +28,10 @@ from dovetail.coordinator.loop.driver import run_job
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.rewards.live import RewardCallable
 from dovetail.coordinator.telemetry.eventlog import EventLog
-from dovetail.local.aftermath import with_cause, write_results
-from dovetail.local.launcher import Launcher
-from dovetail.local.rundir import lag_of_run, zero3_of_run
-from dovetail.local.status_poll import StatusPoller
+from dovetail.local.launch.aftermath import with_cause, write_results
+from dovetail.local.launch.launcher import Launcher
+from dovetail.local.launch.rundir import lag_of_run, zero3_of_run
+from dovetail.local.launch.status_poll import StatusPoller
 from dovetail.manifest.accelerators import no_gpus, on_cpus
 from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.checks.validation import load_manifest, parse_manifest, resolve

@@ -23,21 +23,22 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.hub import Hub
+from dovetail.coordinator.data.downloads.hub import Hub
 from dovetail.coordinator.data.prepare import model_sources, own_model
-from dovetail.coordinator.loop.model_sources import ModelSources, optimizer_steps
+from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.ppo_stage import stored_step
-from dovetail.coordinator.loop.stored_schedule import applies
+from dovetail.coordinator.schedules.step_commands import optimizer_steps
+from dovetail.coordinator.schedules.stored_schedule import applies
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.identity import KEY
 from dovetail.coordinator.store.manifest_changes import Settled
 from dovetail.coordinator.store.store import KeyValues, StoreError, open_records
 from dovetail.coordinator.trainers.trainer_group import TrainerError, TrainerGroup, TrainerLost
-from dovetail.local.launcher import spawn_kind
+from dovetail.local.launch.launcher import spawn_kind
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import RLHFJob, Stage
-from dovetail.protocol import serving
+from dovetail.protocol.http import serving
 from dovetail.protocol.messages import Command, CommandResult, Export, Load, ModelRef, Offer, Register, Save, Step
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.process_names import COORDINATOR
@@ -133,7 +134,7 @@ def read_replay(run_dir: Path, iteration: int) -> Replay:
 
 
 def _read(run_dir: Path, job: RLHFJob, plan: Plan, records: KeyValues, iteration: int) -> Replay:
-    from dovetail.coordinator.loop.scheduling import stored_layouts
+    from dovetail.coordinator.schedules.scheduling import stored_layouts
 
     spec, files = job.spec, ExperienceFiles(run_dir)
     done = int((records.get("ppo/progress") or {"step": 0})["step"])

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from dovetail.models.attention import NAME, attend
 from dovetail.models.compat import run_what_does_not_compile
+from dovetail.models.layers.attention import NAME, attend
 from dovetail.models.model_stage import PipelineStage
 
 

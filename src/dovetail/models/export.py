@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.models.model_stage import SCORE_BIAS, VALUE_HEAD_FILE, Head
-from dovetail.protocol.durable import sync
+from dovetail.protocol.files.durable import sync
 
 _TOKENIZER_FILES = (
     "tokenizer.json",

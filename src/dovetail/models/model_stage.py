@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.models.config import ModelError, is_tied, without_dropout
-from dovetail.models.expert_routing import replays
-from dovetail.models.packing import Packing, Past
-from dovetail.models.predictions import Predicted, Predictions, Vocabulary, predict
+from dovetail.models.layers.expert_routing import replays
+from dovetail.models.layers.packing import Packing, Past
+from dovetail.models.layers.predictions import Predicted, Predictions, Vocabulary, predict
 from dovetail.protocol.plan import stages_at
 
 Head = Literal["lm", "value", "lm+value"]
@@ -70,7 +70,7 @@ class PipelineStage(nn.Module):
         super().__init__()
         from transformers import AutoModelForCausalLM
 
-        from dovetail.models.attention import NAME
+        from dovetail.models.layers.attention import NAME
 
         self.config = config
         self.head: Head = head
@@ -179,13 +179,13 @@ class PipelineStage(nn.Module):
 
         `inputs`: token ids, int64, for the first stage, and the output of the stage before for others. With `lengths`
         they are (1, total) or (1, total, H): sequences of these lengths, one after the other. A sequence may continue
-        another one (`prefixes`: see `dovetail.models.packing`). Without `lengths` they are (B, T) or (B, T, H): every
-        row is a sequence with padding on the right. Outputs at padding mean nothing.
+        another one (`prefixes`: see `dovetail.models.layers.packing`). Without `lengths` they are (B, T) or (B, T, H):
+        every row is a sequence with padding on the right. Outputs at padding mean nothing.
 
         `routing`, (total, layers of the whole model, experts of a token) of whole numbers: the experts to use. -1 lets
         the model choose. `balance`: the factor of the mean of all layers' load-balancing losses in the gradients
-        (`dovetail.models.expert_routing`). `pasts`: for each sequence the KV cache that it continues and adds to, or
-        None. They need a pass without gradients.
+        (`dovetail.models.layers.expert_routing`). `pasts`: for each sequence the KV cache that it continues and adds
+        to, or None. They need a pass without gradients.
 
         Returns hidden states (B, T, H). The last stage returns logits (B, T, V) in the compute dtype (head `lm`),
         values (B, T) float32 (head `value`), or both. `wanted`, (n,) int64: positions among all B x T. With it only

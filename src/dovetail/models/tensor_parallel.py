@@ -11,8 +11,8 @@ from torch import nn
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.models.config import ModelError
+from dovetail.models.layers.vocabulary import share_rows
 from dovetail.models.model_stage import PipelineStage
-from dovetail.models.vocabulary import share_rows
 
 
 class TensorSplit(NamedTuple):

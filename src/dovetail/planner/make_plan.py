@@ -27,7 +27,7 @@ from dovetail.planner.placement.pods import pod_memory, too_small
 from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.placement.stages_a_rank import fitting, most_chunks, server_memory
 from dovetail.planner.streamed_parts import streamed, with_streaming
-from dovetail.protocol.machine_profile import Profile
+from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Batching, Plan, Rollout, Task, TaskPlacement, TrainerRank
 from dovetail.protocol.prediction import Prediction
 from dovetail.protocol.process.process_names import rollout_name, trainer_name

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from dovetail.pipelines import Floats, ProblemError
-from dovetail.protocol.machine_profile import ModelTimes, PassTimes, Profile
+from dovetail.protocol.files.machine_profile import ModelTimes, PassTimes, Profile
 from dovetail.protocol.weights import layer_range
 
 # Seconds. It replaces times that are 0, because a schedule problem needs times above 0.

@@ -33,7 +33,7 @@ from dovetail.pipelines import (
     steps,
 )
 from dovetail.planner.measured import stage_times, transfer_seconds
-from dovetail.protocol.machine_profile import Profile
+from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.messages import Action, StageTimes
 from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds, rank_at, stages_at
 

@@ -11,11 +11,12 @@ import torch
 from programs.trainer import counts
 from worker import DEADLINE, Place
 
-from dovetail.coordinator.loop.serial_schedule import serial_1f1b
-from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
+from dovetail.coordinator.schedules.serial_schedule import serial_1f1b
+from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, encode
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
-from dovetail.models import build, predictions
-from dovetail.models.predictions import Predictions, Vocabulary, predict
+from dovetail.models import build
+from dovetail.models.layers import predictions
+from dovetail.models.layers.predictions import Predictions, Vocabulary, predict
 from dovetail.planner.training_schedule import shared_layouts
 from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES, SCORER_TOKENS
 from dovetail.protocol.messages import Load, ModelRef, Step
@@ -23,9 +24,9 @@ from dovetail.protocol.plan import Layout
 from dovetail.rollout.scoring.forward_passes import ModelScorer
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
 from dovetail.trainer.algorithms.policy import load_loss
+from dovetail.trainer.communication.groups import Groups
 from dovetail.trainer.engine import engine_model
 from dovetail.trainer.engine.engine import Engine
-from dovetail.trainer.groups import Groups
 from dovetail.trainer.spans import SpanRecorder
 from dovetail.trainer.steps.ppo_step import prepare_step
 from dovetail.trainer.steps.step_context import Context

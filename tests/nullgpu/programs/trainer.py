@@ -19,18 +19,18 @@ import torch.distributed as dist
 import transformers.models.llama.modeling_llama  # noqa: F401  once for all ranks
 from worker import DEADLINE, Place, free_port
 
-from dovetail.coordinator.loop.serial_schedule import serial_1f1b
-from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
+from dovetail.coordinator.schedules.serial_schedule import serial_1f1b
+from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, encode
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel, Stage
 from dovetail.protocol.messages import Heartbeat, HeartbeatReply, Load, ModelRef, Step
 from dovetail.protocol.plan import Layout
 from dovetail.trainer.command_runner import CommandRunner
+from dovetail.trainer.communication.groups import Groups, PeerLost
 from dovetail.trainer.determinism import choose_algorithms
 from dovetail.trainer.engine import checkpoint
 from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.engine.executor import MicroBatch
-from dovetail.trainer.groups import Groups, PeerLost
 from dovetail.trainer.packed_batches import Sequences
 from dovetail.trainer.profile.transfers import measure_transfers
 from dovetail.trainer.rank.heartbeat import HeartbeatThread

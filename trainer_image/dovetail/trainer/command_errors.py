@@ -1,6 +1,7 @@
 """The errors of a command, told apart by what the rank must do next.
 
-After `PeerLost` (dovetail.trainer.groups) the process groups are useless: the rank drops them and joins again."""
+After `PeerLost` (dovetail.trainer.communication.groups) the process groups are useless. The rank drops them
+and joins again."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from dovetail.manifest.callables import FunctionError
 from dovetail.models import ModelError
 from dovetail.models.transfer import TransferError
-from dovetail.trainer.groups import PeerLost, RankFailed
+from dovetail.trainer.communication.groups import PeerLost, RankFailed
 
 # These are texts of Gloo's and NCCL's errors. They come as plain RuntimeError, for example from a backward pass.
 _TRANSPORT = re.compile(r"gloo/|\bGLOO\b|NCCL|closed by peer|reset by peer|broken pipe|Operation timed out", re.I)

@@ -35,12 +35,10 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.wire import Arrays, unpack
 from dovetail.trainer.algorithms.policy import load_loss
 from dovetail.trainer.command_errors import BadCommand, is_out_of_memory, is_peer_loss, sentence
+from dovetail.trainer.communication.groups import Groups, PeerLost, peer_errors
 from dovetail.trainer.engine.checkpoint import CheckpointDamaged
 from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.functions import load_advantages
-from dovetail.trainer.groups import Groups, PeerLost, peer_errors
-from dovetail.trainer.kept_weights import KeptWeights
-from dovetail.trainer.probe_logprobs import take_probe
 from dovetail.trainer.profile.transfers import measure_transfers
 from dovetail.trainer.rank.coordinator_client import CoordinatorClient, Refused
 from dovetail.trainer.spans import SpanRecorder
@@ -51,6 +49,8 @@ from dovetail.trainer.steps import sft_step as sft
 from dovetail.trainer.steps import streamed_step as streamed
 from dovetail.trainer.steps.step_context import Context, Metrics, Run
 from dovetail.trainer.weight_sender import WeightSender
+from dovetail.trainer.weights.kept_weights import KeptWeights
+from dovetail.trainer.weights.probe_logprobs import take_probe
 
 # If one rank fails alone, the others first finish what they can. Some may then wait for it inside a collective. They
 # are freed when the failed rank drops its groups after this many seconds.

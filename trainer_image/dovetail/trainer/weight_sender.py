@@ -62,7 +62,7 @@ class ModelRank(Protocol):
 
 
 class GroupsLike(Protocol):
-    """The attributes and methods of `dovetail.trainer.groups.Groups` that a sender needs."""
+    """The attributes and methods of `dovetail.trainer.communication.groups.Groups` that a sender needs."""
 
     rank: int
     world_size: int

@@ -11,7 +11,7 @@ from dovetail.kube import names
 from dovetail.kube.resources import CONFIG_MAP
 from dovetail.manifest.types import Stage
 from dovetail.operator.render.context import Object, RenderContext
-from dovetail.protocol.row_stages import EVALUATION, ROW_STAGES
+from dovetail.protocol.files.row_stages import EVALUATION, ROW_STAGES
 
 # At 200 to 400 bytes a row: some 30 KB of a ConfigMap, which may hold a MiB.
 MOST_ROWS = 100

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.models.packing import KVCache, Past
-from dovetail.models.predictions import Predicted, Predictions
+from dovetail.models.layers.packing import KVCache, Past
+from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.budgets import SCORER_CPU_TOKENS, SCORER_LOGIT_BYTES, SCORER_TOKENS
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import Arrays

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.models.packing import RESPONSE_BLOCK, KVCache
+from dovetail.models.layers.packing import RESPONSE_BLOCK, KVCache
 
 Tokens = NDArray[np.int64]
 

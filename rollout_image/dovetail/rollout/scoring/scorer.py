@@ -28,8 +28,8 @@ from dovetail.gpus.gpu_failure import GPUFailed
 from dovetail.gpus.kernel_check import my_capability
 from dovetail.manifest.accelerators import sleeps
 from dovetail.manifest.types import Dtype, RLHFJob
-from dovetail.protocol import serving
 from dovetail.protocol.budgets import SCORER_TOKENS
+from dovetail.protocol.http import serving
 from dovetail.protocol.last_address import LastAddress
 from dovetail.protocol.messages import Register
 from dovetail.protocol.plan import Plan

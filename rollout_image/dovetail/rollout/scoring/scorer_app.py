@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dovetail.gpus.gpu_failure import context_is_lost, names_cuda
-from dovetail.protocol import serving
+from dovetail.protocol.http import serving
 from dovetail.protocol.messages import ModelRef, Receive
 from dovetail.protocol.process.pulse import ThreadProgress
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from dovetail.models import PipelineStage, build_stage
 from dovetail.models.config import load_config
-from dovetail.models.packing import Past
-from dovetail.models.predictions import Predicted, Predictions
+from dovetail.models.layers.packing import Past
+from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.messages import ModelRef
 
 R = TypeVar("R")

@@ -30,7 +30,7 @@ from dovetail.manifest.sizes import relays_weights
 from dovetail.manifest.training_types import AUTO_LAG
 from dovetail.manifest.types import Group, RLHFJob, Role
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS
-from dovetail.protocol.header_deadline import HeaderDeadline
+from dovetail.protocol.http.header_deadline import HeaderDeadline
 from dovetail.protocol.plan import Plan, Rollout
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.sampling import COUNTER_SAMPLER, SERVED_TEMPERATURE, served_temperature

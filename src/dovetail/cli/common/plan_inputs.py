@@ -16,7 +16,7 @@ from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.hardware import GPU, HardwareError, described, parse
 from dovetail.planner.inventory import Inventory, InventoryError, read
-from dovetail.protocol.machine_profile import Profile
+from dovetail.protocol.files.machine_profile import Profile
 from dovetail.supervision.errors import RunError, UsageError
 
 KUBECTL_SECONDS = 60.0

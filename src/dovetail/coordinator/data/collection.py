@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
 from dovetail.coordinator.data.blend import Blend, Indices, hold_out, split
-from dovetail.coordinator.data.chat_template import ChatFormat
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.fingerprints import Fingerprint, compare, fingerprint
 from dovetail.coordinator.data.records import STAGE_OF, Demonstration, Judged, Kind, Labelled, Prompt, Records
 from dovetail.coordinator.data.sources import Rows, identity, load
+from dovetail.coordinator.data.text.chat_template import ChatFormat
 from dovetail.manifest.types import RLHFJobSpec, Stage
 
 R = TypeVar("R")

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.coordinator.data.chat_template import (
+from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, LaterTurn, Preference, Prompt, Record
+from dovetail.coordinator.data.text.chat_template import (
     ASSISTANT,
     ASSISTANTS,
     ChatFormat,
@@ -14,9 +16,7 @@ from dovetail.coordinator.data.chat_template import (
     TemplateRefused,
     WithSystem,
 )
-from dovetail.coordinator.data.conversations import Conversation, conversation, demonstration, type_name
-from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, LaterTurn, Preference, Prompt, Record
+from dovetail.coordinator.data.text.conversations import Conversation, conversation, demonstration, type_name
 
 PROMPT_FIELDS = ("prompt", "instruction", "question", "query")
 RESPONSE_FIELDS = ("response", "completion", "output", "answer")

@@ -14,16 +14,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dovetail.coordinator.data import tokenizer as tokenizers
-from dovetail.coordinator.data.chat_template import chat_format
 from dovetail.coordinator.data.collection import Collection, StageData, collect
 from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.downloads.hub import Hub
+from dovetail.coordinator.data.downloads.model_folders import check_scores, resolve, scratch_config
 from dovetail.coordinator.data.fingerprints import Fingerprint
-from dovetail.coordinator.data.hub import Hub
-from dovetail.coordinator.data.model_folders import check_scores, resolve, scratch_config
 from dovetail.coordinator.data.records import Judged, Labelled, Prompt
 from dovetail.coordinator.data.seeds import derived_seed
-from dovetail.coordinator.data.tokenize import (
+from dovetail.coordinator.data.text import tokenizer as tokenizers
+from dovetail.coordinator.data.text.chat_template import chat_format
+from dovetail.coordinator.data.text.tokenize import (
     Encoded,
     Encoder,
     by_length,
@@ -33,7 +33,7 @@ from dovetail.coordinator.data.tokenize import (
     sft_batch,
 )
 from dovetail.manifest.types import ModelSource, RLHFJobSpec, ScratchModel, Stage, TrainedModel
-from dovetail.protocol.durable import sync
+from dovetail.protocol.files.durable import sync
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import Arrays
 

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from dovetail.coordinator.data import jsonl, synthetic
-from dovetail.coordinator.data.chat_template import ChatFormat, HumanAssistant, WithSystem
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import convert, detect
 from dovetail.coordinator.data.records import ByIndex, Demonstration, Kind, Preference, Prompt, Record, Records
+from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, WithSystem
 from dovetail.manifest.types import DataSource
 
 JSON_LINES = (".jsonl", ".jsonl.gz")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.coordinator.data.chat_template import ASSISTANT, HUMAN
+from dovetail.coordinator.data.text.chat_template import ASSISTANT, HUMAN
 
 # Six true facts about each topic, in short common words. The topics share many words.
 FACTS: dict[str, tuple[str, ...]] = {

@@ -28,15 +28,14 @@ import aiohttp
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 
-from dovetail.coordinator.data.hub import Hub
+from dovetail.coordinator.data.downloads.hub import Hub
 from dovetail.coordinator.data.prepare import GivenPrompt, Prepared, prepare
+from dovetail.coordinator.evaluation.evaluation import Evaluator
+from dovetail.coordinator.evaluation.evaluation_metrics import EvaluationMetrics
 from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
-from dovetail.coordinator.loop.evaluation import Evaluator
-from dovetail.coordinator.loop.evaluation_metrics import EvaluationMetrics
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker
 from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.ppo_stage import PPOStage
-from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.loop.supervised import SupervisedStages
 from dovetail.coordinator.page.page_documents import PageDocuments
 from dovetail.coordinator.page.run_folder import RunFolder
@@ -51,6 +50,7 @@ from dovetail.coordinator.store.identity import check_complete, identify
 from dovetail.coordinator.store.manifest_changes import Settled, adopt
 from dovetail.coordinator.store.model_card import CardFacts
 from dovetail.coordinator.store.model_files import describe_models, list_sizes
+from dovetail.coordinator.store.run_records import RunRecords
 from dovetail.coordinator.store.sample_files import BEFORE_SFT
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.coordinator.telemetry.installed_versions import installed_versions
@@ -61,8 +61,8 @@ from dovetail.coordinator.weights.publishing import Publisher
 from dovetail.coordinator.weights.weight_sync import WeightSync
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import RLHFJobSpec, Stage
-from dovetail.protocol import serving
 from dovetail.protocol.experience import Experience
+from dovetail.protocol.http import serving
 from dovetail.protocol.messages import CommandResult, Offer, Register
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.env import HUB_CACHE

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from dovetail.coordinator.data.prepare import Prepared, PromptRecord
 from dovetail.coordinator.data.seeds import sample_seed
+from dovetail.coordinator.evaluation.evaluation_metrics import HeldOutAnswer
 from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.coordinator.fusion.fused_stage import generate_and_score
 from dovetail.coordinator.fusion.fusion import Fusion, StageFusion
@@ -24,10 +25,8 @@ from dovetail.coordinator.generation.in_flight import GenerationSettings
 from dovetail.coordinator.generation.lineup import KIND as ROLLOUT
 from dovetail.coordinator.generation.lineup import Lineup, Turn
 from dovetail.coordinator.loop.dynamic_sampling import Further, IterationPrompts, replaced_key
-from dovetail.coordinator.loop.evaluation_metrics import HeldOutAnswer
 from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.record import record
-from dovetail.coordinator.loop.run_records import RunRecords
 from dovetail.coordinator.rewards.calls import Calls, evaluation_slot
 from dovetail.coordinator.rewards.reward_stage import Joined, Rewards, WithRewards
 from dovetail.coordinator.scoring.scorer_models import ScorerModels
@@ -35,6 +34,7 @@ from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Sc
 from dovetail.coordinator.scoring.scoring_lanes import Lane, ScorerLanes
 from dovetail.coordinator.scoring.streams import BLOCK_TOKENS
 from dovetail.coordinator.store.experience_files import experience_arrays
+from dovetail.coordinator.store.run_records import RunRecords
 from dovetail.coordinator.store.sample_files import BEFORE_SFT
 from dovetail.coordinator.store.samples import Key, NewSample, Sample, ScoreRow, State
 from dovetail.coordinator.store.step_rewards import step_arrays

@@ -10,27 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dovetail.coordinator.data.prepare import GivenPrompt, Prepared
+from dovetail.coordinator.evaluation.best_weights import BestWeights
+from dovetail.coordinator.evaluation.evaluation import Evaluator
 from dovetail.coordinator.generation.lineup import Turn
 from dovetail.coordinator.health.health import UnhealthyError, Verdict
 from dovetail.coordinator.health.health_watch import HealthWatch
-from dovetail.coordinator.loop.best_weights import BestWeights
-from dovetail.coordinator.loop.evaluation import Evaluator
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker, samples_lane
 from dovetail.coordinator.loop.iteration_metrics import iteration_metrics, mean_kl, one_after_the_other, other_seconds
 from dovetail.coordinator.loop.kl_controller import KLController
-from dovetail.coordinator.loop.model_sources import (
-    ModelSources,
-    StepFacts,
-    optimizer_steps,
-    ppo_step,
-    supervised_step,
-)
+from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.open_iterations import OpenIterations
 from dovetail.coordinator.loop.plan_check import Expected, PlanCheck
-from dovetail.coordinator.loop.run_records import RunRecords
-from dovetail.coordinator.loop.stored_schedule import applies, scheduled
 from dovetail.coordinator.loop.streaming import Streamed, Streaming, in_learning_order
+from dovetail.coordinator.schedules.step_commands import StepFacts, optimizer_steps, ppo_step, supervised_step
+from dovetail.coordinator.schedules.stored_schedule import applies, scheduled
 from dovetail.coordinator.store.manifest_changes import Settled
+from dovetail.coordinator.store.run_records import RunRecords
 from dovetail.coordinator.store.sample_files import BEFORE_SFT
 from dovetail.coordinator.telemetry import clock
 from dovetail.coordinator.telemetry.summary import mean_ci95
@@ -46,7 +41,7 @@ from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.protocol.wire import Arrays, unpack
 
 if TYPE_CHECKING:
-    from dovetail.coordinator.loop.scheduling import Scheduling
+    from dovetail.coordinator.schedules.scheduling import Scheduling
     from dovetail.coordinator.store.store import KeyValues
     from dovetail.protocol.plan import Layout
 
@@ -99,7 +94,7 @@ class PPOStage:
         if (predicted := plan.prediction) is not None and predicted.lag == spec.ppo.lag:
             self._check = PlanCheck(Expected.predicted(predicted.iteration_seconds, predicted.phases))
         if applies(spec, plan):
-            from dovetail.coordinator.loop.scheduling import Scheduling
+            from dovetail.coordinator.schedules.scheduling import Scheduling
 
             self._scheduling = Scheduling(spec, plan, records.store, run_dir, records.log)
             # The search runs during the stages before PPO, because the first search compiles its kernels.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dovetail.coordinator.fusion.account import StageAccount, account, totals
 from dovetail.coordinator.fusion.fusion import StageFusion
 from dovetail.coordinator.generation.in_flight import Generated
-from dovetail.coordinator.loop.run_records import RunRecords
+from dovetail.coordinator.store.run_records import RunRecords
 from dovetail.protocol.messages import Span
 from dovetail.protocol.process.process_names import COORDINATOR, rollout_of
 

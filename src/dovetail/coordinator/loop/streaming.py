@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dovetail.coordinator.loop.run_records import RunRecords
+from dovetail.coordinator.store.run_records import RunRecords
 from dovetail.coordinator.store.samples import Sample
 from dovetail.coordinator.telemetry import clock
 from dovetail.coordinator.trainers.trainer_group import TrainerError, TrainerLost

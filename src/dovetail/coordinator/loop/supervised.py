@@ -7,11 +7,12 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from dovetail.coordinator.loop.model_sources import ModelSources, supervised_step
-from dovetail.coordinator.loop.run_records import RunRecords
+from dovetail.coordinator.loop.model_sources import ModelSources
+from dovetail.coordinator.schedules.step_commands import supervised_step
 from dovetail.coordinator.serving.served_batches import Batches
 from dovetail.coordinator.store.identity import check_model
 from dovetail.coordinator.store.manifest_changes import Settled
+from dovetail.coordinator.store.run_records import RunRecords
 from dovetail.coordinator.trainers.trainer_session import StagePlan, StepRecords, TrainerSession
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.messages import CommandResult, ModelRef, Step

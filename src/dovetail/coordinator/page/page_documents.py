@@ -15,7 +15,7 @@ from dovetail.coordinator.page.run_folder import RunFolder
 from dovetail.coordinator.page.sample_tokens import batch_row, not_learnt, token_document
 from dovetail.coordinator.store.sample_files import BEFORE_SFT, Row
 from dovetail.manifest.types import Stage
-from dovetail.protocol.page_questions import QUESTION
+from dovetail.protocol.http.page_questions import QUESTION
 
 Document = dict[str, Any]
 # Rows of history in one answer. A row has up to 3 KB, and the status API takes answers of 8 MiB.

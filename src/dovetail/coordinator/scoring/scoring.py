@@ -22,7 +22,7 @@ import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.coordinator.data.tokenize import ppo_batch
+from dovetail.coordinator.data.text.tokenize import ppo_batch
 from dovetail.coordinator.scoring.streams import Growing, Streams
 from dovetail.coordinator.store.samples import Key
 from dovetail.planner.chunks import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS, STREAMED_PER_SCORER, chunk_target

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from dovetail.coordinator.store.samples import Key
 
-# The number of response tokens in a block. It equals RESPONSE_BLOCK in `dovetail.models.packing`, which needs torch.
+# The number of response tokens in a block. It equals RESPONSE_BLOCK in
+# `dovetail.models.layers.packing`, which needs torch.
 BLOCK_TOKENS = 64
 # The maximum number of tokens that a scorer computes in one such request, unless a single sample has more. A sample
 # that is finished meanwhile waits for it.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dovetail.protocol.durable import sync
+from dovetail.protocol.files.durable import sync
 
 SCHEMA_VERSION = 1
 

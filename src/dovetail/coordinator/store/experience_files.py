@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.coordinator.data.tokenize import ppo_batch
+from dovetail.coordinator.data.text.tokenize import ppo_batch
 from dovetail.coordinator.store.experts import UNKNOWN, whole
 from dovetail.coordinator.store.samples import Key, Sample
 from dovetail.coordinator.telemetry.summary import write_whole

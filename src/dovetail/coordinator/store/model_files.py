@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dovetail.coordinator.data.chat_template import human_assistant_template
 from dovetail.coordinator.data.prepare import Prepared
+from dovetail.coordinator.data.text.chat_template import human_assistant_template
 from dovetail.coordinator.store.delivery import trained
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS, CardFacts, ListSize, model_card, source_name
 from dovetail.coordinator.telemetry.summary import write_json, write_whole

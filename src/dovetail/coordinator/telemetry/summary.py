@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dovetail.protocol.durable import sync
+from dovetail.protocol.files.durable import sync
 
 
 def mean_ci95(values: Sequence[float]) -> dict[str, float]:

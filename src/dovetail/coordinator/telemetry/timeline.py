@@ -8,9 +8,9 @@ from pathlib import Path
 
 from dovetail.coordinator.telemetry import clock
 from dovetail.coordinator.telemetry.summary import write_json
+from dovetail.protocol.files.trace import chrome_trace
 from dovetail.protocol.messages import Span
 from dovetail.protocol.process.process_names import COORDINATOR
-from dovetail.protocol.trace import chrome_trace
 
 
 class Timeline:

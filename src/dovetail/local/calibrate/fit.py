@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dovetail.planner.costs.cpu import CpuStageTimes, IterationWork, exposed_messages, training_seconds
-from dovetail.protocol.machine_profile import Cost, GenerationCosts, Machine, ScoringCosts, TrainingCosts
+from dovetail.protocol.files.machine_profile import Cost, GenerationCosts, Machine, ScoringCosts, TrainingCosts
 
 # A process that shares nothing keeps one core busy; one that waits all the time none.
 _CORES = np.linspace(0.3, 3.0, 109)

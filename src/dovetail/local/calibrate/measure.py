@@ -11,10 +11,10 @@ import numpy as np
 from dovetail.local.calibrate.fit import FitError, MeasuredIteration, fit
 from dovetail.local.calibrate.observe import observe
 from dovetail.local.calibrate.short_jobs import calibration_jobs, warmup
-from dovetail.local.launcher import Launcher
+from dovetail.local.launch.launcher import Launcher
 from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.planner.make_plan import make_plan
-from dovetail.protocol.machine_profile import Machine
+from dovetail.protocol.files.machine_profile import Machine
 from dovetail.protocol.plan import Plan
 from dovetail.supervision.errors import RunError
 

@@ -281,8 +281,8 @@ def _copies(index: int, clock: Callable[[], float]) -> tuple[float, float]:
 def _attention(index: int, device: Device) -> Finding:
     import torch
 
-    from dovetail.models.attention import flash, in_one_call
-    from dovetail.models.packing import Packing
+    from dovetail.models.layers.attention import flash, in_one_call
+    from dovetail.models.layers.packing import Packing
 
     dtype = torch.bfloat16 if device.capability >= BFLOAT16 else torch.float16
     widths = [width for width in HEAD_WIDTHS if in_one_call(dtype, width)]

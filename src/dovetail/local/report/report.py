@@ -32,7 +32,7 @@ from dovetail.local.report.run_summary import (
     read_summary,
     stage_seconds,
 )
-from dovetail.protocol.row_stages import EVALUATION
+from dovetail.protocol.files.row_stages import EVALUATION
 from dovetail.supervision.errors import RunError
 
 STYLE = """

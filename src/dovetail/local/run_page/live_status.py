@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dovetail.local.status_poll import fetch_status
+from dovetail.local.launch.status_poll import fetch_status
 
 HOST = "127.0.0.1"
 SECONDS = 1.0

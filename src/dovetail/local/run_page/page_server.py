@@ -15,7 +15,7 @@ from aiohttp import web
 from dovetail.coordinator.page.page_documents import NotKept, PageDocuments, encode
 from dovetail.local.run_page.live_status import live_status
 from dovetail.local.run_page.run_list import RunList
-from dovetail.protocol import serving
+from dovetail.protocol.http import serving
 from dovetail.supervision.errors import RunError
 from dovetail.web.page_files import HEADERS, INDEX, PageFile, page_files
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from dovetail.planner.chunks import chunk_rows
 from dovetail.planner.costs.steps import StepTimes, together
-from dovetail.protocol.machine_profile import Machine
+from dovetail.protocol.files.machine_profile import Machine
 
 NEVER = float("inf")
 _TINY = 1e-9

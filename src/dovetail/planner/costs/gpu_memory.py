@@ -228,7 +228,7 @@ class GPUMemoryModel:
 
     def _activations_together(self, trained: Iterable[tuple[Task, Share]]) -> float:
         """The most bytes of activations that a schedule of both models keeps on a rank. The search of schedules keeps
-        to the manifest's limit, or to what serial 1F1B takes (`dovetail.coordinator.loop.scheduling`)."""
+        to the manifest's limit, or to what serial 1F1B takes (`dovetail.coordinator.schedules.scheduling`)."""
         serial, everything = zip(*(self._activation_bounds(task, share) for task, share in trained), strict=True)
         limit = self.work.activation_limit
         return float(max(serial) if limit is None else min(limit, sum(everything)))

@@ -89,7 +89,7 @@ def kept_prefix_bytes(shape: ModelShape, longest: int, itemsize: int, tp: int = 
 
 def logit_bytes(shape: ModelShape, outputs: int, itemsize: int, tp: int = 1, training: bool = True) -> float:
     """The bytes on a GPU of the logits of `outputs` positions, of their log-probabilities and, in training, of their
-    gradients. Logits of more than a chunk never exist as a whole (`dovetail.models.predictions`)."""
+    gradients. Logits of more than a chunk never exist as a whole (`dovetail.models.layers.predictions`)."""
     wide = 4.0 * outputs * shape.vocabulary
     if tp == 1 and wide <= LOGPROB_CHUNK_BYTES:
         # Logits and their gradient, and float32 copies.

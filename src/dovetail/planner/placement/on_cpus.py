@@ -20,7 +20,7 @@ from dovetail.planner.placement.placed import Placed, worth
 from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.simulate.lanes import Lanes, Parts
 from dovetail.planner.workload import Lengths
-from dovetail.protocol.machine_profile import Machine, Profile
+from dovetail.protocol.files.machine_profile import Machine, Profile
 from dovetail.protocol.prediction import MEASURED_NAMES, Alternative, PredictedTask, Prediction
 
 # A prediction is the mean of so many iterations, whose lengths are drawn at random.

@@ -11,10 +11,10 @@ from dovetail.planner.costs.gpu import PHASES, GPUCosts
 from dovetail.planner.simulate.rollout import play_rollout
 from dovetail.planner.simulate.training import Bar, play_training
 from dovetail.planner.workload import Ints
+from dovetail.protocol.files.trace import chrome_trace
 from dovetail.protocol.messages import Span
 from dovetail.protocol.prediction import MEASURED_NAMES
 from dovetail.protocol.process.process_names import COORDINATOR
-from dovetail.protocol.trace import chrome_trace
 
 
 @dataclass(frozen=True)

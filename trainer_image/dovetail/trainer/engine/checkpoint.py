@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dovetail.models.export import write_text
+from dovetail.trainer.communication.groups import PeerLost, RankFailed, peer_errors
 from dovetail.trainer.engine.engine_model import EngineModel, like
 from dovetail.trainer.engine.optim import local
 from dovetail.trainer.files.storage import causes, write_together
-from dovetail.trainer.groups import PeerLost, RankFailed, peer_errors
 
 if TYPE_CHECKING:
     from dovetail.trainer.engine.engine import Engine

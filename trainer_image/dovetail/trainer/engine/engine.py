@@ -16,9 +16,10 @@ from torch import Tensor
 
 from dovetail.manifest.types import Optimizer, RLHFJobSpec, Stage
 from dovetail.models.config import balance_coefficient
-from dovetail.models.expert_routing import take_counts, take_unbalance
+from dovetail.models.layers.expert_routing import take_counts, take_unbalance
 from dovetail.protocol.messages import Action, Load, ModelRef
 from dovetail.trainer.algorithms.ema import ema_update
+from dovetail.trainer.communication.groups import Groups, PeerLost, peer_errors
 from dovetail.trainer.compat import multiply
 from dovetail.trainer.engine import checkpoint
 from dovetail.trainer.engine.action_measures import Collected
@@ -35,7 +36,6 @@ from dovetail.trainer.engine.parallel import (
 )
 from dovetail.trainer.engine.parts import parts, senders
 from dovetail.trainer.engine.reduction import Reduction
-from dovetail.trainer.groups import Groups, PeerLost, peer_errors
 from dovetail.trainer.weight_sender import Source, WeightParts
 
 __all__ = ["Engine", "EngineModel", "MicroBatch"]

@@ -21,10 +21,10 @@ from dovetail.models.recompute import recompute
 from dovetail.models.tensor_parallel import NOTHING, TensorSplit, split_stage
 from dovetail.protocol.messages import ModelRef
 from dovetail.trainer import compat
+from dovetail.trainer.communication.groups import ModelGroups, peer_errors
 from dovetail.trainer.engine import lora
 from dovetail.trainer.engine.optim import AdamW, local
 from dovetail.trainer.engine.parallel import compute_dtype, is_replicated, is_sharded, shard
-from dovetail.trainer.groups import ModelGroups, peer_errors
 
 
 @dataclass

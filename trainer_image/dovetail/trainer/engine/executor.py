@@ -23,15 +23,15 @@ from torch.nn import Parameter
 
 from dovetail.models import PipelineStage
 from dovetail.models.compiled import use_compiled
-from dovetail.models.predictions import Predictions, gradients_of
+from dovetail.models.layers.predictions import Predictions, gradients_of
 from dovetail.models.recompute import recomputes
 from dovetail.protocol.messages import Action
+from dovetail.trainer.communication.groups import ModelGroups, PeerLost, peer_errors, transport_sentence
+from dovetail.trainer.communication.host_staging import on_host
 from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
 from dovetail.trainer.engine.action_measures import ActionStopwatch, AllocatedBytes, Meter, SavedBytes
 from dovetail.trainer.engine.optim import local
 from dovetail.trainer.engine.parallel import is_sharded
-from dovetail.trainer.groups import ModelGroups, PeerLost, peer_errors, transport_sentence
-from dovetail.trainer.host_staging import on_host
 from dovetail.trainer.packed_batches import Packed, moved_together
 
 # Receives are posted this many actions ahead.

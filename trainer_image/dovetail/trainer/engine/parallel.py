@@ -10,8 +10,8 @@ import torch
 from dovetail.manifest.types import Dtype
 from dovetail.models import ModelError, PipelineStage
 from dovetail.trainer import compat
+from dovetail.trainer.communication.groups import ModelGroups
 from dovetail.trainer.engine.optim import local
-from dovetail.trainer.groups import ModelGroups
 
 # FSDP2's hooks take a sixth of a small model's step on a CPU. Sharding less than this saves too little memory for that.
 REPLICATED_BYTES = 2**30

@@ -11,10 +11,10 @@ from dovetail.models.build import local_part
 from dovetail.models.transfer import Part
 from dovetail.protocol.weights.buckets import layer_of
 from dovetail.protocol.weights.layout import RankGrid
+from dovetail.trainer.communication.groups import peer_errors
 from dovetail.trainer.engine import lora
 from dovetail.trainer.engine.engine_model import EngineModel
 from dovetail.trainer.engine.parallel import is_sharded
-from dovetail.trainer.groups import peer_errors
 
 
 def senders(held: EngineModel, most: int) -> RankGrid | None:

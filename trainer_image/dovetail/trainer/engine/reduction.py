@@ -15,11 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dovetail.trainer.communication.groups import PeerLost, others_of, peer_errors
+from dovetail.trainer.communication.nccl_streams import own_stream
 from dovetail.trainer.compat import copy_into
 from dovetail.trainer.engine.engine_model import EngineModel
 from dovetail.trainer.engine.optim import local
-from dovetail.trainer.groups import PeerLost, others_of, peer_errors
-from dovetail.trainer.nccl_streams import own_stream
 
 # Numbers of a gradient from which on it is added up in place.
 IN_PLACE = 2**20

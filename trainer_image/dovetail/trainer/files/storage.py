@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dovetail.protocol.durable import sync
-from dovetail.trainer.groups import Groups, PeerLost, RankFailed
+from dovetail.protocol.files.durable import sync
+from dovetail.trainer.communication.groups import Groups, PeerLost, RankFailed
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dovetail.protocol.machine_profile import LinkTimes
+from dovetail.protocol.files.machine_profile import LinkTimes
 
 GIB = 2**30
 REPEATS = 7

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dovetail.models.transfer import store_at
-from dovetail.protocol.machine_profile import LinkTimes
+from dovetail.protocol.files.machine_profile import LinkTimes
 
 _SMALL, _LARGE = 1, 4 * 2**20  # numbers of float32 values
 

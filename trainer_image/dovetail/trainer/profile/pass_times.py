@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from dovetail.models import Outputs, PipelineStage, load_config
-from dovetail.models.predictions import Predicted, Predictions
-from dovetail.protocol.machine_profile import ModelTimes, PassTimes
+from dovetail.models.layers.predictions import Predicted, Predictions
+from dovetail.protocol.files.machine_profile import ModelTimes, PassTimes
 from dovetail.protocol.messages import ModelRef
 from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
 from dovetail.trainer.engine.action_measures import SavedBytes

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 import torch
 
-from dovetail.trainer.groups import Edges, ModelGroups, peer_errors
-from dovetail.trainer.host_staging import receive, send
+from dovetail.trainer.communication.groups import Edges, ModelGroups, peer_errors
+from dovetail.trainer.communication.host_staging import receive, send
 
 REPEATS = 7
 

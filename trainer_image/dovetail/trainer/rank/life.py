@@ -17,12 +17,12 @@ from dovetail.protocol.messages import Command, CommandResult, JoinReply, JoinRe
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.trainer.command_errors import Superseded
 from dovetail.trainer.command_runner import CommandRunner
-from dovetail.trainer.groups import Groups, PeerLost
-from dovetail.trainer.kept_weights import KeptWeights
+from dovetail.trainer.communication.groups import Groups, PeerLost
 from dovetail.trainer.rank.coordinator_client import CoordinatorClient, CoordinatorUnreachable, StaleGeneration
 from dovetail.trainer.rank.heartbeat import HeartbeatThread
 from dovetail.trainer.rank.metrics import TrainerMetrics
 from dovetail.trainer.rank.sending import Exchange, SendingThread
+from dovetail.trainer.weights.kept_weights import KeptWeights
 
 COMMAND: TypeAdapter[Command] = TypeAdapter(Command)
 # A rank may stay in a generation for this many seconds after its end (see HeartbeatThread). The grace is short while

@@ -13,7 +13,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
-from dovetail.protocol.header_deadline import HEADER_SECONDS
+from dovetail.protocol.http.header_deadline import HEADER_SECONDS
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):

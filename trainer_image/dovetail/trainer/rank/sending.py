@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 from dovetail.models.transfer import TransferError, store_at
 from dovetail.protocol.messages import Command, CommandResult, NextRequest, Publish, Span
-from dovetail.trainer.groups import Groups, PeerLost, peer_errors
-from dovetail.trainer.kept_weights import KeptWeights
+from dovetail.trainer.communication.groups import Groups, PeerLost, peer_errors
 from dovetail.trainer.rank.coordinator_client import CoordinatorClient, CoordinatorUnreachable, Refused, StaleGeneration
 from dovetail.trainer.weight_sender import WeightSender
+from dovetail.trainer.weights.kept_weights import KeptWeights
 
 POLL_SECONDS = 0.02
 LANE = "sending"

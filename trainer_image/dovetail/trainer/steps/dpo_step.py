@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dovetail.manifest.types import DPO
-from dovetail.models.predictions import Predicted, Predictions
+from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.messages import Evaluate, Step
 from dovetail.protocol.wire import Arrays
 from dovetail.trainer.algorithms.preference_losses import kl_estimate, labelled_loss, preference_loss

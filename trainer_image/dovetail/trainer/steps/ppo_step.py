@@ -14,8 +14,8 @@ from dovetail.manifest.critic import value_coef
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.reward import ppo_config
 from dovetail.models import Outputs
-from dovetail.models.logprobs import Entropy
-from dovetail.models.predictions import Predicted, Predictions
+from dovetail.models.layers.logprobs import Entropy
+from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.messages import Action, Step
 from dovetail.protocol.sampling import served_temperature
 from dovetail.protocol.wire import Arrays

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dovetail.models.predictions import Predicted, Predictions
+from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.messages import Evaluate, Step
 from dovetail.trainer.algorithms.losses import sft_loss
 from dovetail.trainer.command_errors import BadCommand

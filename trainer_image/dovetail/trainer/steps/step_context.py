@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.models.predictions import Predictions
+from dovetail.models.layers.predictions import Predictions
 from dovetail.protocol.messages import Action, ModelRef, Step
 from dovetail.protocol.wire import Arrays
 from dovetail.trainer.algorithms.policy import PolicyLoss
 from dovetail.trainer.command_errors import BadCommand
+from dovetail.trainer.communication.groups import Groups, peer_errors
 from dovetail.trainer.engine.engine import Engine, EngineModel
 from dovetail.trainer.engine.executor import MicroBatch, check_actions
 from dovetail.trainer.functions import UserAdvantages
-from dovetail.trainer.groups import Groups, peer_errors
 from dovetail.trainer.packed_batches import (
     Packed,
     Padded,

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from dovetail.protocol.header_deadline import HEADER_SECONDS
+from dovetail.protocol.http.header_deadline import HEADER_SECONDS
 
 BODY_SECONDS = 60.0
 # Connections that have brought a request. Later ones on them have aiohttp's keep-alive time.

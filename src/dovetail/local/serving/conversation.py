@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.coordinator.data.chat_template import Message
-from dovetail.local.chat import DialogueTooLong, Replier, Sampling
+from dovetail.coordinator.data.text.chat_template import Message
+from dovetail.local.serving.chat import DialogueTooLong, Replier, Sampling
 from dovetail.supervision.errors import RunError
 
 HELP = "commands: /reset forgets the dialogue, /system TEXT sets the system prompt, /quit ends the chat\n"

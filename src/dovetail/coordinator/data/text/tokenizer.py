@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from dovetail.coordinator.data.chat_template import options_of, with_options
 from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.text.chat_template import options_of, with_options
 from dovetail.manifest.checks.rules.data_rules import is_option
 
 PAD = "<|pad|>"

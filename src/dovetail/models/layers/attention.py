@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dovetail.models.packing import RESPONSE_BLOCK, Packing
+from dovetail.models.layers.packing import RESPONSE_BLOCK, Packing
 from dovetail.protocol.budgets import SCORE_BYTES
 
 NAME = "dovetail"

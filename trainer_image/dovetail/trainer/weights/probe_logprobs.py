@@ -9,8 +9,8 @@ import torch
 
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.models import load_config
+from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.models.model_stage import Outputs
-from dovetail.models.predictions import Predicted, Predictions
 from dovetail.protocol.messages import Probe
 from dovetail.protocol.sampling import served_temperature
 from dovetail.trainer.engine.parallel import compute_dtype

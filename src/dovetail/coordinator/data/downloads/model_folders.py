@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.hub import Hub, read_json
-from dovetail.coordinator.data.hub_client import INDEX, weight_files
+from dovetail.coordinator.data.downloads.hub import Hub, read_json
+from dovetail.coordinator.data.downloads.hub_client import INDEX, weight_files
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import problem
 from dovetail.manifest.types import ModelSource, ScratchModel

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from dovetail.models.logprobs import Entropy, gather_logprobs, logprobs_and_entropy, wide_dtype
-from dovetail.models.vocabulary import project, rows_of
+from dovetail.models.layers.logprobs import Entropy, gather_logprobs, logprobs_and_entropy, wide_dtype
+from dovetail.models.layers.vocabulary import project, rows_of
 from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES
 
 # The bytes of a float32 chunk of a CPU's logits that several tokens read. A CPU's caches hold so much.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dovetail.coordinator.data.chat_template import HumanAssistant, Message
-from dovetail.local.served_result import model_folder
+from dovetail.coordinator.data.text.chat_template import HumanAssistant, Message
+from dovetail.local.serving.served_result import model_folder
 from dovetail.supervision.errors import RunError
 
 # What ends a reply in the dialogue format of Anthropic's HH data, which the built-in data uses as well.

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.coordinator.data.chat_template import ASSISTANTS, ChatFormat, Message
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.records import Demonstration, LaterTurn
+from dovetail.coordinator.data.text.chat_template import ASSISTANTS, ChatFormat, Message
 
 _HEARD = ("user", "human", "system")
 _ROLES = {"human": "user", "gpt": "assistant"}

@@ -19,8 +19,8 @@ from dovetail.coordinator.store.manifest_changes import SPEC, ChangeError, check
 from dovetail.coordinator.store.store import StoreError, open_records
 from dovetail.manifest.checks.changes import changes
 from dovetail.manifest.types import RLHFJob, Stage
-from dovetail.protocol.durable import sync
-from dovetail.protocol.machine_profile import Profile
+from dovetail.protocol.files.durable import sync
+from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.env import token_problem
 from dovetail.supervision.errors import RunError, UsageError

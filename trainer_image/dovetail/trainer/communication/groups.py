@@ -28,8 +28,8 @@ from dovetail.models.links.nccl import board_of
 from dovetail.models.transfer import store_at, store_on
 from dovetail.protocol.plan import Coordinates, Layout, chunks_of, coordinates, holds, stage_path, stages_at
 from dovetail.trainer import compat
-from dovetail.trainer.host_staging import receive, send
-from dovetail.trainer.nccl_streams import StreamPool
+from dovetail.trainer.communication.host_staging import receive, send
+from dovetail.trainer.communication.nccl_streams import StreamPool
 
 _FORMING_SECONDS = 60.0
 _FORMED = itertools.count()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dovetail.coordinator.data.chat_template import HUMAN_ASSISTANT_TEMPLATE
+from dovetail.coordinator.data.text.chat_template import HUMAN_ASSISTANT_TEMPLATE
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
 from dovetail.manifest.checks.scratch import cpu_head_error
 from dovetail.supervision.errors import RunError, UsageError

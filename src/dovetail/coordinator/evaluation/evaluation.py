@@ -20,13 +20,13 @@ from typing import Any, Protocol
 
 from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.data.seeds import derived_seed
-from dovetail.coordinator.loop.evaluation_metrics import HeldOutAnswer
-from dovetail.coordinator.loop.run_records import RunRecords
+from dovetail.coordinator.evaluation.evaluation_metrics import HeldOutAnswer
 from dovetail.coordinator.rewards.calls import evaluation_slot
+from dovetail.coordinator.store.run_records import RunRecords
 from dovetail.coordinator.store.sample_files import BEFORE_SFT
 from dovetail.coordinator.telemetry.summary import mean_ci95
 from dovetail.manifest.types import Evaluation, RLHFJobSpec
-from dovetail.protocol.row_stages import EVALUATION
+from dovetail.protocol.files.row_stages import EVALUATION
 
 BEFORE, AFTER = "before_ppo", "after_ppo"
 BEFORE_SFT_FACT = "before_sft"

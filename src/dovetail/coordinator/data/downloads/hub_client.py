@@ -1,4 +1,5 @@
-"""A process that downloads one repository of a Hugging Face hub: `python -P -m dovetail.coordinator.data.hub_client`.
+"""A process that downloads one repository of a Hugging Face hub:
+`python -P -m dovetail.coordinator.data.downloads.hub_client`.
 
 Its input is one JSON line (`Request`). Its output is one JSON line: {"commit", "folder", "files": {name: bytes}} or
 {"error": kind, "message", "endpoint"}. The process ends when its input ends. It is a separate process so that it can be

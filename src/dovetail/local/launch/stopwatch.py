@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from dovetail.local.rundir import write_text
+from dovetail.local.launch.rundir import write_text
 
 WRITE_SECONDS = 5.0
 

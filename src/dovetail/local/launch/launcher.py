@@ -13,12 +13,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
-from dovetail.local.aftermath import DiskWatch, give_back, reserve, with_cause, write_results
-from dovetail.local.open_files import allow_files, files_needed
-from dovetail.local.rundir import RunDir
-from dovetail.local.stopwatch import Stopwatch
+from dovetail.local.launch.aftermath import DiskWatch, give_back, reserve, with_cause, write_results
+from dovetail.local.launch.open_files import allow_files, files_needed
+from dovetail.local.launch.rundir import RunDir
+from dovetail.local.launch.stopwatch import Stopwatch
 from dovetail.manifest.types import RLHFJob
-from dovetail.protocol.machine_profile import Profile
+from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.protocol.process.pulse import PULSE

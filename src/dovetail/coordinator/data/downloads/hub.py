@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dovetail.coordinator.data import hub_client
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.hub_client import FINAL, INDEX, Request, small_files, weight_files
+from dovetail.coordinator.data.downloads import hub_client
+from dovetail.coordinator.data.downloads.hub_client import FINAL, INDEX, Request, small_files, weight_files
 from dovetail.coordinator.telemetry.summary import write_whole
 from dovetail.manifest.types import HubAccess as HubSpec
 

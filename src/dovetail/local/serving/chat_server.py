@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx2
 
-from dovetail.coordinator.data.chat_template import Message
-from dovetail.local.chat import DialogueTooLong, Sampling
+from dovetail.coordinator.data.text.chat_template import Message
+from dovetail.local.serving.chat import DialogueTooLong, Sampling
 from dovetail.supervision.errors import RunError
 
 CONNECT_SECONDS = 10.0

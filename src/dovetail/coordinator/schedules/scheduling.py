@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from dovetail.coordinator.loop.model_sources import optimizer_steps
-from dovetail.coordinator.loop.stored_schedule import StoredSchedule, encode
+from dovetail.coordinator.schedules.step_commands import optimizer_steps
+from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, encode
 from dovetail.coordinator.telemetry.summary import write_json
 from dovetail.manifest.types import RLHFJobSpec, Role, Stage
 from dovetail.pipelines import (
@@ -46,7 +46,7 @@ from dovetail.planner.training_schedule import (
     shared_layouts,
     training_problem,
 )
-from dovetail.protocol.machine_profile import Profile
+from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.messages import CommandResult
 from dovetail.protocol.plan import Layout, Plan
 from dovetail.protocol.process.process_names import trainer_name

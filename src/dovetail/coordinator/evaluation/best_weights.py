@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from dovetail.coordinator.loop.evaluation import Evaluator
+from dovetail.coordinator.evaluation.evaluation import Evaluator
 from dovetail.coordinator.store.store import KeyValues
 from dovetail.coordinator.trainers.trainer_session import TrainerSession
 from dovetail.manifest.types import RLHFJobSpec

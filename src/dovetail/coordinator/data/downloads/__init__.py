@@ -1,0 +1,1 @@
+"""Models and data sets of a hub, and the folders of models."""

@@ -1,0 +1,1 @@
+"""Dialogues as text, and text as tokens."""

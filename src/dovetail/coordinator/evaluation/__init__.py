@@ -1,0 +1,1 @@
+"""Evaluates the weights, and keeps the best ones."""

@@ -1,0 +1,1 @@
+"""The pipeline schedules that the trainers run."""

@@ -1,0 +1,1 @@
+"""The process groups of the trainer ranks."""

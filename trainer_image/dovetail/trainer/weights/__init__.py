@@ -1,0 +1,1 @@
+"""Weights that a rank keeps, compares and proves."""
