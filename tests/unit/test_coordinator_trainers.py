@@ -319,6 +319,31 @@ def test_a_stage_that_ended_just_before_the_coordinator_can_begin_anew(
     run(scenario())
 
 
+@pytest.mark.parametrize("stage", [Stage.DPO, Stage.REWARD, Stage.SFT])
+def test_equal_replies_are_told_when_a_stage_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: Stage
+) -> None:
+    told: list[str] = []
+
+    async def run_nothing(*_: Any) -> None:
+        told.append("learns")
+
+    monkeypatch.setattr(supervised, "run_supervised", run_nothing)
+    progress = SimpleNamespace(update=lambda **fields: told.append(fields.get("message", "")))
+    results = SimpleNamespace(fact=None, wall_seconds=None)
+    events: list[str] = []
+    records: Any = SimpleNamespace(
+        store=Records(), progress=progress, results=results, log=lambda event, **_: events.append(event)
+    )
+    batches: Any = SimpleNamespace(equal_pairs=lambda: "2 of 9 pairs have equal replies")
+    given: Any = None
+    stages = SupervisedStages(given, given, tmp_path, "run", records, given, given, given, batches, given)
+    run(stages._run(SimpleNamespace(stage=stage, steps=1)))  # type: ignore[arg-type]
+    pairs = stage is not Stage.SFT
+    assert told == ["2 of 9 pairs have equal replies" if pairs else "", "learns"]
+    assert events == ["data.equal_pairs"] * pairs + ["stage.finished"]
+
+
 def test_trainers_can_send_what_they_hold_until_they_are_lost(tmp_path: Path) -> None:
     async def scenario() -> None:
         group = make_group(1)

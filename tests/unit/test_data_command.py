@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,22 @@ def test_lengths_and_what_is_cut_at_the_limits(tmp_path: Path, model: Path) -> N
     assert "prompt and response 53 98 103 100 3 (3.0%)" in rows
     assert "Read as demonstrations, a guess from the first record; --as names another" in rows
     assert any("has a chat template, but these records are not messages" in row for row in rows)
+
+
+def test_long_records_are_told_in_our_words_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tokenizer.train(["a"], 258)
+    made.model_max_length = 10
+    made.save_pretrained(str(tmp_path / "model"))
+    told: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: told.append(record.getMessage()))
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        done = data(write(tmp_path / "d.jsonl", {"prompt": "p" * 600}), "--model", tmp_path / "model")
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert "prompt 600 600 600 512 1 (100.0%)" in squeezed(done.output)
+    assert told == []
 
 
 def test_messages_are_shown_as_the_template_writes_them(tmp_path: Path, model: Path) -> None:
@@ -113,6 +130,16 @@ def test_pairs_and_parquet(tmp_path: Path) -> None:
     found = look(tmp_path / "pairs.parquet", "FILE")
     assert (found.kind, found.format, found.records, found.errors) == ("preferences", "ChosenRejected", 1, 1)
     assert "record 2: field 'prompt' is an empty string" in str(found.first_error)
+
+
+def test_pairs_from_which_nothing_is_learnt_are_counted(tmp_path: Path, model: Path) -> None:
+    pairs = [{"prompt": "p", "chosen": " a", "rejected": " b"}, {"prompt": "p", "chosen": " a", "rejected": " a"}]
+    cut = {"prompt": "p", "chosen": " " + "a" * 40 + "b", "rejected": " " + "a" * 40 + "c"}
+    file = write(tmp_path / "p.jsonl", *pairs, cut)
+    said = "of the 3 pairs have equal replies, perhaps because both are cut at maxTokens; nothing is learnt from them."
+    assert f"1 {said}" in data(file).output
+    assert f"2 {said}" in data(file, "--model", model, "--max-tokens", 20).output
+    assert "equal" not in data(write(tmp_path / "q.jsonl", pairs[0])).output
 
 
 def test_the_lengths_and_the_model_of_a_job(tmp_path: Path, model: Path) -> None:

@@ -190,12 +190,3 @@ def test_a_message_may_be_a_list_of_texts() -> None:
         DataError, match=r"^here: message 0 of field 'messages' needs 'role' and 'content', both strings$"
     ):
         conversation([{"role": "user", "content": [*parts, {"type": "image"}]}], "messages", "here")
-
-
-def test_a_call_of_a_tool_is_named() -> None:
-    call = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
-    messages = [{"role": "user", "content": "weather?"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
-    with pytest.raises(
-        DataError, match=r"^here: message 1 of field 'messages' calls a tool, but tools are not supported;"
-    ):
-        conversation(messages, "messages", "here")

@@ -209,6 +209,21 @@ def test_a_data_set_of_one_list_is_used_whole(tmp_path: Path) -> None:
     assert len(set(got["preferences"])) == 30
 
 
+def test_pairs_from_which_nothing_is_learnt_are_told(tmp_path: Path) -> None:
+    pairs = [{"prompt": f"p{i}", "chosen": " a", "rejected": " a" if i % 4 == 0 else " b"} for i in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    data = {"preferences": [{"path": "pairs.jsonl"}], "heldOut": 0}
+    told = prepare(spec(stages=["dpo"], data=data), tmp_path / "run", tmp_path).equal_pairs()
+    assert told == (
+        "10 of the first 40 pairs have equal replies, perhaps because both are cut at maxTokens; nothing is learnt "
+        "from them"
+    )
+    assert prepare(spec(stages=["reward"]), tmp_path / "good", tmp_path).equal_pairs() == ""
+    write_labels(tmp_path, 30)
+    labels = {"stages": ["dpo"], "dpo": {"loss": "KTO"}, "data": {"preferences": [{"path": "labels.jsonl"}]}}
+    assert prepare(spec(**labels), tmp_path / "labels", tmp_path).equal_pairs() == ""
+
+
 def write_labels(folder: Path, count: int) -> None:
     rows = [{"prompt": f"p{i} ", "completion": f"c{i}", "label": i % 3 == 0} for i in range(count)]
     (folder / "labels.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -193,7 +193,7 @@ def test_bad_hh_lines(tmp_path: Path, row: Any, message: str) -> None:
     [
         ({"messages": "hi"}, "must be a list of messages, not a string"),
         ({"messages": [{"role": "user"}]}, "message 0 of field 'messages' needs 'role' and 'content'"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "has role 'tool'; use system, user or assistant"),
+        ({"messages": [{"role": "critic", "content": "x"}]}, "has role 'critic'; use system, user, assistant or tool"),
         ({"messages": [{"role": "user", "content": "x"}]}, "must be an assistant message"),
     ],
 )

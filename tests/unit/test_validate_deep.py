@@ -98,6 +98,18 @@ def test_records_that_are_cut_are_a_warning(grpo: Path) -> None:
     assert "40 are cut at 4 (prompt). To mend it: raise spec.data.maxPromptTokens" in " ".join(done.output.split())
 
 
+def test_pairs_from_which_nothing_is_learnt_are_a_warning(tmp_path: Path) -> None:
+    assert dovetail("init", "dpo", tmp_path).exit_code == 0
+    pair = {"prompt": "2 + 3 =", "chosen": " 5", "rejected": " 5"}
+    with (tmp_path / "preferences.jsonl").open("a") as file:
+        file.write(json.dumps(pair) + "\n")
+    done = dovetail("validate", tmp_path / "job.yaml", "--deep")
+    assert done.exit_code == 0, done.output
+    text = " ".join(done.output.split())
+    assert "1 of the 6 pairs have equal replies" in text
+    assert "To mend it: leave them out, or raise spec.data.maxTokens if they are cut" in text
+
+
 def test_data_on_a_clusters_volume_is_left_out(grpo: Path) -> None:
     source = "spec.data.prompts=[{pvc: claim/prompts.jsonl}]"
     done = dovetail("validate", grpo / "job.yaml", "--deep", "--set", source)

@@ -133,6 +133,7 @@ def show(console: Console, found: DataLook, guessed: bool) -> None:
         ("Format", found.format),
         ("Read as", f"{found.kind}{', a guess from the first record; --as names another' if guessed else ''}"),
         ("Template", found.template),
+        *([("Tools", f"named by {found.tools:,} record{'s' * (found.tools > 1)}")] if found.tools else []),
     ):
         facts.add_row(Text(name, "bold"), Text(value))
     console.print(facts)

@@ -30,9 +30,9 @@ def job_name(folder: Path) -> str:
 def record_fields(method: Method, data: Path) -> list[str]:
     """The fields of the first record that reward functions get. Raises UsageError if the method cannot read it."""
     from dovetail.coordinator.data.data_error import DataError
-    from dovetail.coordinator.data.formats import convert, detect
+    from dovetail.coordinator.data.formats import MESSAGE_FIELDS, PROMPT_FIELDS, convert, detect
     from dovetail.coordinator.data.sources import source_files
-    from dovetail.coordinator.data.text.chat_template import HumanAssistant
+    from dovetail.coordinator.data.text.chat_template import HumanAssistant, NoTools
     from dovetail.local.data_look import rows_of
 
     kinds: dict[str, Kind] = {"sft": "demonstrations", "ppo": "preferences", "grpo": "prompts", "dpo": "preferences"}
@@ -41,9 +41,13 @@ def record_fields(method: Method, data: Path) -> list[str]:
         if isinstance(row, DataError):
             raise row
         record = convert(row, detect(row, where), kinds[method], HumanAssistant(), where)
+        fields = getattr(record, "fields", {})
     except DataError as error:
-        raise UsageError(str(error).removeprefix("--data.path: ")) from error
-    return [name for name in getattr(record, "fields", {}) if name.isidentifier() and not iskeyword(name)]
+        if not isinstance(error.__cause__, NoTools):
+            raise UsageError(str(error).removeprefix("--data.path: ")) from error
+        # The model's own template may write calls of tools. `validate --deep` will see.
+        fields = [name for name in row if name not in MESSAGE_FIELDS + PROMPT_FIELDS]
+    return [name for name in fields if name.isidentifier() and not iskeyword(name)]
 
 
 @click.command("init")

@@ -15,9 +15,10 @@ import numpy as np
 from dovetail.coordinator.data import jsonl
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import FORMATS, convert, detect, is_dialogue
-from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, Preference, Record
+from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, Preference, Record, equal_pairs
 from dovetail.coordinator.data.sources import PARQUET, hub_table, source_files
 from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, WithSystem, chat_format
+from dovetail.coordinator.data.text.conversations import table_row, tools_of
 from dovetail.coordinator.data.text.tokenize import Encoder
 from dovetail.manifest.types import DataSource
 
@@ -38,7 +39,8 @@ class PartLengths:
 class DataLook:
     """`files`: none for a data set of a hub. `records`: the good ones. `first_error` names file and line; `errors`: how
     many lines are bad. `template`: how dialogues become text. `example`: the first good record. `lengths`: none without
-    a tokenizer."""
+    a tokenizer. `tools`: how many records name tools. `equal`: how many pairs have equal replies,
+    perhaps because both are cut."""
 
     files: Sequence[Path]
     format: str
@@ -50,6 +52,8 @@ class DataLook:
     example: Record | None
     lengths: Sequence[PartLengths] = ()
     notes: Sequence[str] = ()
+    tools: int = 0
+    equal: int = 0
 
 
 @dataclass
@@ -95,7 +99,7 @@ def look_at_hub(
     """The same for a data set of a hub. `cache`: where its files are kept; None: in the cache of `datasets`."""
     table = hub_table(source, where, cache)
     name = f"{source.hugging_face} ({source.split})"
-    rows = ((f"{name}: record {number}", row) for number, row in enumerate(table, 1))
+    rows = ((f"{name}: record {number}", table_row(row)) for number, row in enumerate(table, 1))
     found = _read(rows, kind, source.format, encoder, chat)
     if not found.records and not found.errors:
         raise DataError(f"{name}: the data set is empty")
@@ -120,6 +124,7 @@ class _Reading:
         self.first_error: str | None = None
         self._example: Record | None = None
         self._turns = False
+        self._tools = self._equal = 0
         self._counts: dict[str, _PartCounts] = {}
 
     def read(self, row: Any, where: str) -> None:
@@ -138,14 +143,22 @@ class _Reading:
             self.format = detect(row, where)
         if self.kind is None:
             self.kind = kind_of(row, self.format, self.chat, where)
-        return convert(row, self.format, self.kind, self.chat, where)
+        record = convert(row, self.format, self.kind, self.chat, where)
+        self._tools += is_dialogue(row) and bool(tools_of(row, where))
+        return record
 
     def _keep(self, record: Record) -> None:
         self.records += 1
         self._example = self._example or record
+        cut = 0
         if self._encoder is not None:
             for part, tokens, limit in _parts(record, self._encoder):
                 self._counts.setdefault(part, _PartCounts(limit, part)).lengths.append(tokens)
+                cut += part != "prompt" and tokens > limit
+        if isinstance(record, Preference):
+            # Replies that are both cut may be equal up to there.
+            same = cut == 2 and self._encoder is not None and self._encoder.equal(record)
+            self._equal += same or record.chosen == record.rejected
 
     def look(self, files: Sequence[Path]) -> DataLook:
         lengths = [counts.summary() for counts in self._counts.values()]
@@ -155,6 +168,8 @@ class _Reading:
         if self._turns:
             template = "the tokenizer's chat template" if own else "Human/Assistant"
         notes = []
+        if self._equal:
+            notes.append(equal_pairs(self._equal, f"the {self.records:,} pairs") + ".")
         if own and not self._turns and self.records:
             notes.append(
                 "The tokenizer has a chat template, but these records are not messages, so it is not used. For a chat "
@@ -165,6 +180,11 @@ class _Reading:
                 "The template is that of a tokenizer without one of its own; --model NAME takes the model's."
                 if self._encoder is None
                 else "The tokenizer has no chat template, so dialogues are written as Human/Assistant."
+            )
+        if self._tools and not written.shows_tools:
+            have = "record has" if self._tools == 1 else "records have"
+            notes.append(
+                f"{self._tools:,} {have} tools, but the template shows none of them: the model will not know them."
             )
         return DataLook(
             files,
@@ -177,6 +197,8 @@ class _Reading:
             self._example,
             lengths,
             notes,
+            self._tools,
+            self._equal,
         )
 
 
@@ -222,7 +244,7 @@ def _of_parquet(file: Path) -> Iterator[tuple[str, Any]]:
             for batch in table.iter_batches():
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"{file}: record {number}", row
+                    yield f"{file}: record {number}", table_row(row)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file}: cannot be read: {' '.join(str(error).split())[:300]}") from error
 

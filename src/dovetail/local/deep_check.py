@@ -13,7 +13,7 @@ from dovetail.coordinator.data.collection import needed
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.downloads.hub import Hub, read_json
 from dovetail.coordinator.data.prepare import Prepared, given_tokenizer, model_sources, prepare
-from dovetail.coordinator.data.records import Kind
+from dovetail.coordinator.data.records import Kind, equal_pairs
 from dovetail.coordinator.data.sources import with_system
 from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.coordinator.data.text.chat_template import chat_format
@@ -30,8 +30,9 @@ from dovetail.manifest.types import DataSource, RLHFJob, RLHFJobSpec, Stage
 from dovetail.protocol.plan import Plan
 from dovetail.supervision.processes import gpu_slots
 
-# Above this share of cut records the user has probably not meant it.
+# Above this share of cut records, or of pairs with equal replies, the user has probably not meant it.
 CUT_SHARE = 0.05
+EQUAL_SHARE = 0.01
 
 
 class _SmallFiles(Hub):
@@ -170,12 +171,19 @@ def _data_found(
     if found.first_error is not None:
         more = f"; {found.errors - 1:,} more of its records are bad" if found.errors > 1 else ""
         return Finding(name, "problem", found.first_error + more)
+    if found.tools and not chat.shows_tools:
+        says = f"{found.tools:,} of {found.records:,} records have tools, but the chat template shows none of them"
+        return Finding(name, "warning", says, "take a tokenizer whose template does, or leave the tools out")
     return _described(name, found)
 
 
 def _described(name: str, found: DataLook) -> Finding:
     lengths = [f"{row.part}: median {row.median:,}, longest {row.longest:,} tokens" for row in found.lengths]
     says = "; ".join([f"{found.records:,} records, {found.format}", *lengths])
+    if found.equal:
+        says += f"; {equal_pairs(found.equal, f'the {found.records:,} pairs')}"
+        if found.equal > EQUAL_SHARE * found.records:
+            return Finding(name, "warning", says, "leave them out, or raise spec.data.maxTokens if they are cut")
     cut = [row for row in found.lengths if row.cut > CUT_SHARE * found.records]
     if cut:
         row = cut[0]

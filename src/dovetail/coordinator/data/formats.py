@@ -13,10 +13,11 @@ from dovetail.coordinator.data.text.chat_template import (
     ASSISTANTS,
     ChatFormat,
     Message,
+    NoTools,
     TemplateRefused,
     WithSystem,
 )
-from dovetail.coordinator.data.text.conversations import Conversation, conversation, demonstration, type_name
+from dovetail.coordinator.data.text.conversations import Conversation, conversation, demonstration, tools_of, type_name
 
 PROMPT_FIELDS = ("prompt", "instruction", "question", "query")
 RESPONSE_FIELDS = ("response", "completion", "output", "answer")
@@ -66,8 +67,12 @@ def convert(row: Row, fmt: str, kind: Kind, chat: ChatFormat, where: str) -> Rec
             f"{where}: a system prompt opens conversations, but this record is no list of messages; write messages, "
             "or remove systemPrompt"
         )
+    if is_dialogue(row) and (tools := tools_of(row, where)):
+        chat = chat.with_tools(tools)
     try:
         record = chosen.read(row, kind, chat, where)
+    except NoTools as error:
+        raise DataError(f"{where}: {error}") from error
     except TemplateRefused as error:
         raise DataError(f"{where}: the tokenizer's chat template refuses the conversation: {error}") from error
     for text in _texts(record):
@@ -221,7 +226,7 @@ def _message_pair(row: Row, chat: ChatFormat, where: str) -> tuple[str, str, str
     last = [messages[-1] for messages in (chosen, rejected) if messages and messages[-1]["role"] in ASSISTANTS]
     if not before or len(last) < 2 or chosen[:-1] != rejected[:-1]:
         raise DataError(f"{where}: chosen and rejected must be one assistant message each after a common dialogue")
-    replies = [chat.reply(before, message["content"]) for message in last]
+    replies = [chat.reply(before, message) for message in last]
     return chat.prompt(before), replies[0], replies[1]
 
 

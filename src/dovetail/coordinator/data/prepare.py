@@ -19,7 +19,7 @@ from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.downloads.hub import Hub
 from dovetail.coordinator.data.downloads.model_folders import check_scores, resolve, scratch_config
 from dovetail.coordinator.data.fingerprints import Fingerprint
-from dovetail.coordinator.data.records import Judged, Labelled, Prompt
+from dovetail.coordinator.data.records import Judged, Labelled, Preference, Prompt, equal_pairs
 from dovetail.coordinator.data.seeds import derived_seed
 from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.coordinator.data.text.chat_template import chat_format
@@ -38,6 +38,7 @@ from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import Arrays
 
 CENTRING_LIMIT = 512
+EQUAL_LIMIT = 1024
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 MODELS = ("actor", "critic", "reward", "reference")
 
@@ -172,6 +173,13 @@ class Prepared:
         if good:
             return labelled_batch([rows[0] for _, rows in batch], good, pad, longest)
         return dpo_batch(_pairs([rows for _, rows in batch]), pad, longest if self.spec.dpo.loss == "KTO" else None)
+
+    def equal_pairs(self) -> str:
+        """A warning if pairs have equal replies, from which nothing is learnt; "" if none of the first 1,024 has."""
+        preferences = _have(self.data.preferences, "preferences")
+        first = preferences.batch(1, min(len(preferences), EQUAL_LIMIT))
+        equal = sum(isinstance(record, Preference) and self.encoder.equal(record) for record in first)
+        return equal_pairs(equal, f"the first {len(first):,} pairs") if equal else ""
 
     def prompts(self, iteration: int) -> list[PromptRecord]:
         """The prompts of a PPO iteration. There are globalBatchSize / samplesPerPrompt of them."""

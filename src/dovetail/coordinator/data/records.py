@@ -48,6 +48,13 @@ class Preference:
     rejected: str
 
 
+def equal_pairs(equal: int, of: str) -> str:
+    """A warning of pairs with equal replies. `of`: of how many pairs, in words."""
+    return (
+        f"{equal:,} of {of} have equal replies, perhaps because both are cut at maxTokens; nothing is learnt from them"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Labelled:
     """One response to a prompt, and whether it is good."""

@@ -14,12 +14,13 @@ from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import convert, detect
 from dovetail.coordinator.data.records import ByIndex, Demonstration, Kind, Preference, Prompt, Record, Records
 from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, WithSystem
+from dovetail.coordinator.data.text.conversations import table_row
 from dovetail.manifest.types import DataSource
 
 JSON_LINES = (".jsonl", ".jsonl.gz")
 PARQUET = (".parquet",)
 # The version of the checks of JSON lines. Increase it when the checks change, so that lines are checked again.
-CHECKED = 3
+CHECKED = 4
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ def _table(table: Any, source: DataSource, name: str, kind: Kind, chat: ChatForm
     if not len(table):
         raise DataError(f"{name}: the data set is empty")
     fmt = detect(table[0], f"{name}: record 1") if source.format == "Auto" else source.format
-    rows = Rows(table, lambda row: cast(dict[str, Any], row), lambda i: f"{name}: record {i + 1}", fmt, kind, chat)
+    rows = Rows(table, table_row, lambda i: f"{name}: record {i + 1}", fmt, kind, chat)
     first = rows[0]
     # All rows of a table have the same columns.
     return replace(rows, fields=frozenset(first.fields)) if isinstance(first, Prompt) else rows

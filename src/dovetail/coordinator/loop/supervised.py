@@ -119,6 +119,7 @@ class SupervisedStages:
         self._spec, self._plan, self._models, self._run_id = spec, plan, run_dir / "models", run_id
         self._records, self._session, self._sources, self._settled = records, session, sources, settled
         self._batches, self._steps = batches, steps
+        self._warning = ""
 
     async def sft(self) -> None:
         """Fine-tune the actor on demonstrations. The result is models/sft. Facts: sft.loss_before, sft.loss_after."""
@@ -165,9 +166,10 @@ class SupervisedStages:
         for key in batches:
             arrays = self._batches.arrays(key)
             if not known.has(arrays):
-                self._records.progress.update(message="computing the reference's log-probabilities")
+                message = self._warning or "computing the reference's log-probabilities"
+                self._records.progress.update(message=message)
                 known.add(key, arrays, await self._session.logprobs(key))
-        self._records.progress.update(message="")
+        self._records.progress.update(message=self._warning)
 
     def _stage(self, stage: Stage, source: ModelRef) -> SupervisedStage:
         return SupervisedStage(
@@ -190,7 +192,11 @@ class SupervisedStages:
             # A coordinator that was killed as the stage ended may have left its checkpoints.
             self._session.forget(stage.stage)
             return
-        records.progress.update(state="running", stage=name, step=0, total_steps=stage.steps, phase="training")
+        self._warning = self._batches.equal_pairs() if stage.stage.has_pairs else ""
+        if self._warning:
+            records.log("data.equal_pairs", level="warning", stage=name, message=self._warning)
+        told = {"message": self._warning} if self._warning else {}
+        records.progress.update(state="running", stage=name, step=0, total_steps=stage.steps, phase="training", **told)
         hooks = Hooks(self._on_step, records.results.fact, records.results.wall_seconds)
         await run_supervised(stage, self._session, records.store, hooks)
         records.log("stage.finished", stage=name)

@@ -71,6 +71,11 @@ class Batches:
             self._held_out = {stage: makers[stage]()}
         return self._held_out[stage]
 
+    def equal_pairs(self) -> str:
+        """A warning of pairs from which nothing is learnt, or ""."""
+        assert self._prepared is not None
+        return self._prepared.equal_pairs()
+
     def demonstrations(self) -> list[Arrays]:
         """The batches by which a new reward model is centred. They are kept in memory until `forget_demonstrations`."""
         if self._demonstrations is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 HUMAN = "\n\nHuman: "
@@ -14,7 +15,9 @@ ASSISTANTS = ("assistant", "gpt")
 
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
-Message = dict[str, str]
+# role and content are texts. An assistant's message may have tool_calls, and what it thought; a tool's message names
+# the call that it answers.
+Message = dict[str, Any]
 
 # The Human/Assistant format as a chat template. It begins with a beginning-of-sequence token if the tokenizer writes
 # one.
@@ -80,18 +83,30 @@ class TemplateRefused(ValueError):
     """A tokenizer's chat template refuses the messages. The message is the template's own."""
 
 
+class NoTools(ValueError):
+    """The conversation calls tools, but its format cannot write calls. The message is one sentence."""
+
+
 class ChatFormat(Protocol):
-    """Turns messages (role, content) into text. Methods raise TemplateRefused."""
+    """Turns messages (role, content) into text. Methods raise TemplateRefused and NoTools."""
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the text says which tools there are."""
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatFormat:
+        """The same format for a conversation in which the assistant has these tools: function schemas, as in OpenAI's
+        API."""
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """The text up to the point where the assistant's next turn begins."""
 
-    def reply(self, messages: Sequence[Message], content: str) -> str:
-        """The text of the assistant's next turn, without the end-of-sequence token."""
+    def reply(self, messages: Sequence[Message], answer: Message) -> str:
+        """The text of `answer`, the assistant's next turn, without the end-of-sequence token."""
 
-    def turn_length(self, messages: Sequence[Message], content: str, rest: str) -> int | None:
-        """The number of characters of the assistant's turn after `messages` in a longer conversation, with the text
-        that closes it.
+    def turn_length(self, messages: Sequence[Message], answer: Message, rest: str) -> int | None:
+        """The number of characters of `answer`, the assistant's turn after `messages`, in a longer conversation, with
+        the text that closes it.
 
         `rest`: the conversation's text after `prompt(messages)`. None: `rest` does not begin with the turn."""
 
@@ -99,14 +114,31 @@ class ChatFormat(Protocol):
 class HumanAssistant:
     """Anthropic's format of the hh-rlhf data set."""
 
+    shows_tools = False
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatFormat:
+        return self
+
     def prompt(self, messages: Sequence[Message]) -> str:
+        for message in messages:
+            _refuse_calls(message)
         return "".join(_HEADS[m["role"]] + m["content"] for m in messages) + ASSISTANT
 
-    def reply(self, messages: Sequence[Message], content: str) -> str:
-        return " " + content
+    def reply(self, messages: Sequence[Message], answer: Message) -> str:
+        _refuse_calls(answer)
+        return " " + str(answer["content"])
 
-    def turn_length(self, messages: Sequence[Message], content: str, rest: str) -> int | None:
-        return len(content) + 1 if rest.startswith(" " + content) else None
+    def turn_length(self, messages: Sequence[Message], answer: Message, rest: str) -> int | None:
+        text = self.reply(messages, answer)
+        return len(text) if rest.startswith(text) else None
+
+
+def _refuse_calls(message: Message) -> None:
+    if message["role"] == "tool" or "tool_calls" in message:
+        raise NoTools(
+            "the conversation calls a tool, but the tokenizer has no chat template that could write it; take a "
+            "tokenizer with one, or remove the record"
+        )
 
 
 class WithSystem:
@@ -114,6 +146,13 @@ class WithSystem:
 
     def __init__(self, chat: ChatFormat, system: str) -> None:
         self.chat, self._system = chat, system
+
+    @property
+    def shows_tools(self) -> bool:
+        return self.chat.shows_tools
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatFormat:
+        return WithSystem(self.chat.with_tools(tools), self._system)
 
     def _opened(self, messages: Sequence[Message]) -> list[Message]:
         if any(message["role"] == "system" for message in messages):
@@ -123,20 +162,35 @@ class WithSystem:
     def prompt(self, messages: Sequence[Message]) -> str:
         return self.chat.prompt(self._opened(messages))
 
-    def reply(self, messages: Sequence[Message], content: str) -> str:
-        return self.chat.reply(self._opened(messages), content)
+    def reply(self, messages: Sequence[Message], answer: Message) -> str:
+        return self.chat.reply(self._opened(messages), answer)
 
-    def turn_length(self, messages: Sequence[Message], content: str, rest: str) -> int | None:
-        return self.chat.turn_length(self._opened(messages), content, rest)
+    def turn_length(self, messages: Sequence[Message], answer: Message, rest: str) -> int | None:
+        return self.chat.turn_length(self._opened(messages), answer, rest)
 
 
 class Template:
-    """The chat template of a Hugging Face tokenizer."""
+    """The chat template of a Hugging Face tokenizer. `tools`: the function schemas that it gets."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._tokenizer, self._tools = tokenizer, list(tools)
+
+    @cached_property
+    def shows_tools(self) -> bool:
+        template = getattr(self._tokenizer, "chat_template", None)
+        if isinstance(template, Mapping):
+            return "tool_use" in template or "tools" in str(template.get("default"))
+        try:
+            return "tools" in options_of(str(template))[0]
+        except ValueError:
+            return "tools" in str(template)
+
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatFormat:
+        return Template(self._tokenizer, tools)
 
     def _render(self, messages: Sequence[Message], **options: Any) -> str:
+        if self._tools:
+            options["tools"] = self._tools
         try:
             return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
         except Exception as error:  # templates raise what they like, such as for a system message
@@ -145,22 +199,26 @@ class Template:
     def prompt(self, messages: Sequence[Message]) -> str:
         return self._without_bos(self._render(messages, add_generation_prompt=True))
 
-    def reply(self, messages: Sequence[Message], content: str) -> str:
-        text = self._written(messages, content)
+    def reply(self, messages: Sequence[Message], answer: Message) -> str:
+        text = self._written(messages, answer)
         end = self._tokenizer.eos_token
         stripped = text.rstrip()
         return stripped.removesuffix(end) if end and stripped.endswith(end) else text
 
-    def _written(self, messages: Sequence[Message], content: str) -> str:
+    def _written(self, messages: Sequence[Message], answer: Message) -> str:
         """The assistant's turn as the end of a conversation, with the text that closes it."""
         before = self._render(messages, add_generation_prompt=True)
-        whole = self._render([*messages, {"role": "assistant", "content": content}])
+        whole = self._render([*messages, answer])
+        if whole.startswith(before):
+            return whole[len(before) :]
+        if "tool_calls" in answer:
+            raise TemplateRefused("it writes the assistant's call of a tool differently from where an answer begins")
         # Some templates write the generation prompt differently from the turn itself. Then the plain text is the reply.
-        return whole[len(before) :] if whole.startswith(before) else content
+        return str(answer["content"])
 
-    def turn_length(self, messages: Sequence[Message], content: str, rest: str) -> int | None:
+    def turn_length(self, messages: Sequence[Message], answer: Message, rest: str) -> int | None:
         # Templates of reasoning models write other text before the last answer than before earlier ones.
-        said, last = content.strip(), self._written(messages, content)
+        said, last = str(answer["content"]).strip(), self._written(messages, answer)
         if said not in rest or said not in last:
             return None
         head, opening = rest[: rest.index(said)], last[: last.index(said)]

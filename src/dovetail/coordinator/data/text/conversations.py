@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,9 @@ from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.records import Demonstration, LaterTurn
 from dovetail.coordinator.data.text.chat_template import ASSISTANTS, ChatFormat, Message
 
-_HEARD = ("user", "human", "system")
+_HEARD = ("user", "human", "system", "tool")
+# What else of a message templates read.
+_FURTHER = {"assistant": ("tool_calls", "reasoning_content", "thinking"), "tool": ("name", "tool_call_id")}
 _ROLES = {"human": "user", "gpt": "assistant"}
 
 
@@ -36,8 +39,8 @@ class Conversation:
 
 
 def conversation(value: Any, name: str, where: str) -> Conversation:
-    """The messages of field `name`, with roles user, assistant and system. Raises DataError whose message begins with
-    `where`."""
+    """The messages of field `name`, with roles user, assistant, system and tool. Raises DataError whose message begins
+    with `where`."""
     if not isinstance(value, Sequence) or isinstance(value, str):
         raise DataError(f"{where}: field {name!r} must be a list of messages, not {type_name(value)}")
     messages: list[Message] = []
@@ -46,15 +49,82 @@ def conversation(value: Any, name: str, where: str) -> Conversation:
         role = item.get("role", item.get("from")) if isinstance(item, Mapping) else None
         content = _content(item) if isinstance(item, Mapping) else None
         place = f"{where}: message {i} of field {name!r}"
-        if isinstance(item, Mapping) and item.get("tool_calls"):
-            raise DataError(f"{place} calls a tool, but tools are not supported; remove the record")
+        if isinstance(item, Mapping) and content is None and item.get("tool_calls"):
+            content = ""  # null beside calls, as in OpenAI's API
         if not isinstance(role, str) or not isinstance(content, str):
             raise DataError(f"{place} needs 'role' and 'content', both strings")
         if role not in _HEARD and role not in ASSISTANTS:
-            raise DataError(f"{place} has role {role!r}; use system, user or assistant")
-        messages.append({"role": _ROLES.get(role, role), "content": content})
+            raise DataError(f"{place} has role {role!r}; use system, user, assistant or tool")
+        role = _ROLES.get(role, role)
+        messages.append({"role": role, "content": content, **_further(item, role, place)})
         learnt.append(role in ASSISTANTS and _marked(item, place))
     return Conversation(messages, learnt)
+
+
+def _further(item: Mapping[str, Any], role: str, place: str) -> dict[str, Any]:
+    """The parts of a message beside its content. Templates want the arguments of a call as an object, and OpenAI's API
+    writes this object as a text."""
+    further = {name: item[name] for name in _FURTHER.get(role, ()) if item.get(name)}
+    calls = further.get("tool_calls")
+    if calls is None:
+        return further
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise DataError(f"{place} must have a list of objects in 'tool_calls'")
+    return {**further, "tool_calls": [_parsed(call) for call in calls]}
+
+
+def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if isinstance(function, Mapping):
+        return {**call, "function": _parsed(function)}
+    arguments = call.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            found = json.loads(arguments)
+        except ValueError:
+            found = None
+        if isinstance(found, dict):
+            return {**call, "arguments": found}
+    return dict(call)
+
+
+def tools_of(row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
+    """The function schemas in a record's field `tools`: a list, or the same as a text in JSON, which tables often have.
+    Raises DataError whose message begins with `where`."""
+    given = row.get("tools")
+    if isinstance(given, str):
+        try:
+            given = json.loads(given) if given.strip() else None
+        except ValueError:
+            given = False
+    if given is None:
+        return []
+    if not isinstance(given, list) or not all(isinstance(tool, Mapping) for tool in given):
+        raise DataError(
+            f"{where}: field 'tools' must be a list of function schemas, such as "
+            '[{"type": "function", "function": {"name": ..., "parameters": ...}}]; rename it if it is something else'
+        )
+    return given
+
+
+def table_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a table. All tools and calls of a table have the same fields, so what one of them lacks is null there:
+    such fields are left out."""
+    return {name: _of_table(name, value) for name, value in row.items()}
+
+
+def _of_table(name: str, value: Any) -> Any:
+    if name == "tools":
+        return _without_nulls(value)
+    if isinstance(value, list) and value and isinstance(value[0], Mapping) and "tool_calls" in value[0]:
+        return [{**message, "tool_calls": _without_nulls(message.get("tool_calls"))} for message in value]
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _content(item: Mapping[str, Any]) -> Any:
@@ -97,9 +167,8 @@ def demonstration(dialogue: Conversation, name: str, chat: ChatFormat, where: st
     end = 0
     for i in turns[:-1]:
         before = chat.prompt(messages[:i])
-        said = messages[i]["content"]
         rest = text[len(before) :] if text.startswith(before) else ""
-        length = chat.turn_length(messages[:i], said, rest)
+        length = chat.turn_length(messages[:i], messages[i], rest)
         if length is None:
             raise DataError(
                 f"{where}: message {i} of field {name!r} is not in the text of the whole conversation, because the "
@@ -109,7 +178,7 @@ def demonstration(dialogue: Conversation, name: str, chat: ChatFormat, where: st
         end = len(before) + length
         responses.append(text[len(before) : end])
     given.append(text[end:])
-    responses.append(chat.reply(messages[:last], messages[last]["content"]))
+    responses.append(chat.reply(messages[:last], messages[last]))
     return Demonstration(given[0], responses[0], tuple(map(LaterTurn, given[1:], responses[1:])))
 
 

@@ -81,6 +81,11 @@ class Encoder:
         """The sequences of the chosen and the rejected response."""
         return self.continued(record.prompt, record.chosen), self.continued(record.prompt, record.rejected)
 
+    def equal(self, record: Preference) -> bool:
+        """Whether nothing can be learnt from a pair: both sequences are equal, perhaps because both are cut."""
+        chosen, rejected = self.preference(record)
+        return chosen.tokens == rejected.tokens
+
     def judged(self, record: Judged) -> tuple[Encoded, ...]:
         """The sequences of a record: the chosen and the rejected one, or the one with a label."""
         return (self.labelled(record),) if isinstance(record, Labelled) else self.preference(record)

@@ -75,7 +75,13 @@ def load(name: str | Path, field: str, revision: str | None = None, trust_remote
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    # Long records are cut by the job's own limits, so transformers need not warn of them.
+    getattr(tokenizer, "deprecation_warnings", {})[_LONG] = True
     return tokenizer
+
+
+# The key of transformers' warning of a text that is longer than the model takes.
+_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 
 
 def with_template_options(tokenizer: Any, options: Mapping[str, Any]) -> Any:
