@@ -5,6 +5,9 @@ measured is what the coordinator spends. Prints one JSON line. SAMPLES (10000), 
 decode step (0.03), INTERVAL: tokens in an event (default: by the number of samples, as the coordinator does), MEAN:
 tokens of a mean response (200), PROFILE: a file for cProfile.
 
+A second line is about the end of an iteration: END_SAMPLES (4096) scored samples of END_TOKENS (4000) tokens become a
+batch and texts, are marked, and are deleted. Each part has the longest time in which the event loop could not turn.
+
 `lag`: how late the event loop wakes a sleeper; `turn`: CPU time of one turn of the loop, which is what lag would be at
 most on a machine with nothing else to do."""
 
@@ -18,19 +21,30 @@ import os
 import resource
 import tempfile
 import time
+from collections.abc import Awaitable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import numpy as np
 from interstage.emulated import most_files, serve
+from prometheus_client import CollectorRegistry
 
+from dovetail.coordinator.data.prepare import PromptRecord
+from dovetail.coordinator.data.text.texts import Texts
+from dovetail.coordinator.data.text.tokenizer import train
 from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.coordinator.generation.generator import Generator
 from dovetail.coordinator.generation.in_flight import GenerationSettings
-from dovetail.coordinator.store.samples import NewSample, State
-from dovetail.coordinator.store.store import Store
-from dovetail.manifest.types import Generation
+from dovetail.coordinator.loop.experience_assembly import ExperienceAssembly
+from dovetail.coordinator.loop.iteration_metrics import iteration_metrics
+from dovetail.coordinator.serving.served_batches import Batches
+from dovetail.coordinator.store.experience_files import ExperienceFiles
+from dovetail.coordinator.store.run_records import RunRecords
+from dovetail.coordinator.store.samples import Assignment, Delta, NewSample, ScoreRow, State
+from dovetail.coordinator.store.store import Store, in_slices
+from dovetail.manifest.types import Generation, SampleLog, Stage
 from dovetail.planner.simulate import StageProfile
 from dovetail.protocol.messages import Register
 
@@ -38,6 +52,7 @@ MAX_TOKENS = 2048
 PROMPT_TOKENS = 128
 LAG_PERIOD = 0.01
 DEADLINE = 1200.0
+T = TypeVar("T")
 
 
 def length_of(seed: int, mean: float) -> int:
@@ -142,6 +157,71 @@ async def coordinate(
     }
 
 
+class Turns:
+    """The longest turn of the event loop in each part of the work, in milliseconds of CPU time and by the clock."""
+
+    def __init__(self) -> None:
+        self.cpu: dict[str, float] = {}
+        self.clock: dict[str, float] = {}
+        self._turns: list[float] = []
+        self._lags: list[float] = []
+        watch_turns(self._turns)
+        self._watch = asyncio.create_task(watch_lag(self._lags))
+
+    async def part(self, name: str, work: Awaitable[T]) -> T:
+        await asyncio.sleep(2 * LAG_PERIOD)
+        self._turns.clear(), self._lags.clear()
+        result = await work
+        await asyncio.sleep(2 * LAG_PERIOD)
+        self.cpu[name], self.clock[name] = (round(1000 * max(each), 1) for each in (self._turns, self._lags))
+        return result
+
+    def close(self) -> None:
+        self._watch.cancel()
+
+
+def scored(store: Store, samples: int, tokens: int, vocabulary: int) -> None:
+    """An iteration whose samples are all scored, eight of each prompt."""
+    rng = np.random.default_rng(0)
+    store.samples.begin_iteration(1, [NewSample(i // 8, i % 8, range(PROMPT_TOKENS), i + 1) for i in range(samples)])
+    logprobs = rng.normal(-1, 0.1, tokens).astype(np.float32)
+    for sample in store.samples.samples(1):
+        (attempt,) = store.samples.assign([Assignment(sample.key, "r", "1", 0, 0)])
+        drawn = rng.integers(2, vocabulary, tokens).astype(np.int32)
+        store.samples.record([Delta(sample.key, attempt, 0, drawn, logprobs, "length")])
+        store.samples.score([ScoreRow(sample.key, logprobs, logprobs, float(sample.seed % 7), 0)])
+
+
+async def end_iteration(folder: Path, samples: int, tokens: int) -> dict[str, Any]:
+    """What the loop of a job does with an iteration whose samples are all scored."""
+    tokenizer = train((f"the cat number {i} is soft and it has fur" for i in range(3000)), 8000)
+    store, files = Store(folder), ExperienceFiles(folder)
+    scored(store, samples, tokens, len(tokenizer))
+    spec: Any = SimpleNamespace(samples=SampleLog(), stages=[Stage.PPO], ppo=SimpleNamespace(iterations=1), seed=0)
+    records = RunRecords.of(folder, store, spec, CollectorRegistry(), lambda *_, **__: None)
+    assembly = ExperienceAssembly(store.samples, Texts(tokenizer), 0, None)
+    prompts = [PromptRecord(i, "prompt", list(range(PROMPT_TOKENS)), {}) for i in range(-(-samples // 8))]
+    turns, began = Turns(), time.perf_counter()
+    made = await turns.part("experience", asyncio.to_thread(assembly.experience, 1, 0, prompts))
+    store.put("ppo/1/batch", await turns.part("write", asyncio.to_thread(files.write, 1, made.arrays)))
+    await turns.part("texts", records.keep_text(spec.samples, made))
+    await turns.part("mark", in_slices(lambda rows: store.samples.advance(1, State.IN_BATCH, rows)))
+    await turns.part("serve", Batches(None, files, store).fetch("ppo/1"))
+    await turns.part("metrics", asyncio.to_thread(iteration_metrics, made.arrays, {}))
+    store.samples.advance(1, State.TRAINED)
+    await turns.part("delete", in_slices(lambda rows: store.samples.forget_before(2, rows)))
+    seconds = time.perf_counter() - began
+    turns.close()
+    records.close()
+    return {
+        "samples": samples,
+        "tokens": tokens,
+        "seconds": round(seconds, 2),
+        "turn_ms": turns.cpu,
+        "lag_ms": turns.clock,
+    }
+
+
 def main() -> None:
     samples, instances = int(os.environ.get("SAMPLES", "10000")), int(os.environ.get("INSTANCES", "256"))
     step, mean = float(os.environ.get("STEP", "0.03")), float(os.environ.get("MEAN", "200"))
@@ -176,6 +256,10 @@ def main() -> None:
         process.kill()
     load = {"instances": instances, "step_seconds": step, "ideal_seconds": round(ideal, 2), **asdict(settings)}
     print(json.dumps({"benchmark": "coordinator", **result, **load}))
+    many, long = int(os.environ.get("END_SAMPLES", "4096")), int(os.environ.get("END_TOKENS", "4000"))
+    with tempfile.TemporaryDirectory() as folder:
+        ended = asyncio.run(end_iteration(Path(folder), many, long))
+    print(json.dumps({"benchmark": "coordinator, end of an iteration", **ended}))
 
 
 if __name__ == "__main__":

@@ -209,10 +209,18 @@ def test_whoever_dies_or_freezes_at_any_lag(
 def test_a_rollout_that_comes_back_while_a_trainer_is_frozen_gets_its_weights_from_the_other(
     tmp_path: Path, code: Path, peaceful: Callable[[int], Path]
 ) -> None:
+    def served(status: dict[str, Any]) -> bool:
+        """While the trainers learn from an iteration, both rollouts serve the version of the next one."""
+        states = [status["instances"].get(f"rollouts-{number}", {}).get("state") for number in range(2)]
+        learning = in_phase("training", 2)(status) and status["weight_version"] == status["iteration"] - 1
+        return learning and states == ["healthy", "healthy"]
+
     faults = [
-        Fault("trainer-1", in_phase("training", 2), signal=signal.SIGSTOP),
+        Fault("trainer-1", served, signal=signal.SIGSTOP),
         Fault("rollouts-1", in_phase("training", 2), child=True, signal=signal.SIGKILL),
     ]
+    # What is killed first would be back before the other freezes.
+    faults[1].when = lambda status: faults[0].done
     # The rollout is back long before the trainer is given up.
     patience = {"maxRestarts": 20, "peerTimeoutSeconds": 30}
     check_disturbed(code, tmp_path / "run", peaceful(1), 1, faults, failurePolicy=patience)

@@ -40,7 +40,7 @@ class Host:
     """A coordinator's own parts behind its routes."""
 
     async def batch(self, key: str) -> bytes:
-        return Batches(self.prepared, self.files, self.store).read(key)
+        return await Batches(self.prepared, self.files, self.store).fetch(key)
 
     def __init__(self, folder: Path) -> None:
         self.history, self.timeline, self.files = MetricsHistory(folder), Timeline(folder), ExperienceFiles(folder)

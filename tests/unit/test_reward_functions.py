@@ -632,13 +632,17 @@ def finished(store: Store, *keys: tuple[int, int]) -> list[Finished]:
 
 def rewards_of(store: Store, calls: Calls, joined: Joined) -> Rewards:
     records = [PromptRecord(i, f"prompt {i}", [5], fields) for i, fields in enumerate(FIELDS)]
+
+    async def text(sample: Finished) -> str:
+        return "".join(str(t) for t in sample.response)
+
     return Rewards(
         1,
         calls,
         store.samples,
         records,
         PER_PROMPT,
-        lambda sample: "".join(str(t) for t in sample.response),
+        text,
         joined.reward,
     )
 

@@ -20,7 +20,8 @@ from rich.console import Console, Group
 
 from dovetail.cli.common.plan_tables import plan_tables
 from dovetail.cli.common.prediction_tables import prediction_tables
-from dovetail.coordinator.loop.experience_maker import ExperienceMaker
+from dovetail.coordinator.data.text.texts import Texts
+from dovetail.coordinator.loop.experience_assembly import ExperienceAssembly
 from dovetail.coordinator.loop.streaming import PromptProgress, Streaming, in_learning_order, known_first
 from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, ScoreRow
@@ -84,14 +85,10 @@ def answered(
     store.samples.score([ScoreRow(key, np.zeros(length, np.float32), None, float(key.sample))])
 
 
-def maker(store: Store) -> ExperienceMaker:
-    made = ExperienceMaker.__new__(ExperienceMaker)
-    made._samples = store.samples
-    made._prepared = SimpleNamespace(  # type: ignore[assignment]
-        pad_token_id=0, tokenizer=SimpleNamespace(decode=lambda tokens, **_: "x" * len(tokens))
-    )
-    made._calls = SimpleNamespace(functions=[SimpleNamespace(title="f", weight=0.5)])  # type: ignore[assignment]
-    return made
+def assembly(store: Store) -> ExperienceAssembly:
+    texts = Texts(SimpleNamespace(decode=lambda tokens, **_: "x" * len(tokens)))
+    calls: Any = SimpleNamespace(functions=[SimpleNamespace(title="f", weight=0.5)])
+    return ExperienceAssembly(store.samples, texts, 0, calls)
 
 
 def test_a_part_is_what_the_whole_batch_has_also_with_rewards_of_steps(tmp_path: Path) -> None:
@@ -118,7 +115,7 @@ def test_a_part_is_what_the_whole_batch_has_also_with_rewards_of_steps(tmp_path:
     async def scenario() -> None:
         spec = tiny_job(ppo={**CAN, "globalBatchSize": 4, "miniBatchSize": 4, "samplesPerPrompt": 2}).spec
         session: Any = Session()
-        async with Streaming(spec, 2, records, session, maker(store).arrays_of, step).beside(1):
+        async with Streaming(spec, 2, records, session, assembly(store).arrays_of, step).beside(1):
             for sample in range(2):
                 answered(store, Key(1, 1, sample), 2, [])
                 # Still drawn, and longer.
@@ -133,7 +130,7 @@ def test_a_part_is_what_the_whole_batch_has_also_with_rewards_of_steps(tmp_path:
                 store.samples.score([ScoreRow(key, np.zeros(5, np.float32), None, 0.0)])
 
     asyncio.run(scenario())
-    whole = unpack(pack(in_learning_order(maker(store).arrays_of(1, store.samples.experience(1)))))
+    whole = unpack(pack(in_learning_order(assembly(store).arrays_of(1, store.samples.experience(1)))))
     assert whole["step_rewards"].any()
     assert given == [digest_of(rows_of(whole, 0, 2))]
     store.close()
@@ -146,7 +143,7 @@ def test_a_part_whose_experts_nobody_reported_has_none(tmp_path: Path) -> None:
     answered(store, Key(1, 0, 0), 2, [], (0, file.getvalue()))
     answered(store, Key(1, 1, 0), 2, [])
     for prompts, there in (([0], True), ([1], False), ([0, 1], True)):
-        arrays = maker(store).arrays_of(1, store.samples.of_prompts(1, prompts))
+        arrays = assembly(store).arrays_of(1, store.samples.of_prompts(1, prompts))
         assert ("routed_experts" in arrays) == there, prompts
     store.close()
 

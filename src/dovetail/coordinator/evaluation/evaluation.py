@@ -10,6 +10,7 @@ there, which is just before PPO."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -143,7 +144,7 @@ class Evaluator:
         )
         measured = await self._metrics.measure(version, answers)
         found = EvaluationResult(version, {name: _mean(answers, values) for name, values in measured.items()})
-        self._write(found, answers, measured)
+        await asyncio.to_thread(self._write, found, answers, measured)
         store.put(_key(version), {"metrics": found.metrics, "settings": self._settings})
         if version == BEFORE_SFT:
             self._show_start(found)

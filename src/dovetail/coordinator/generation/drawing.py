@@ -35,6 +35,9 @@ GATHER_SECONDS = 0.005
 # The maximum number of requests that are started at once. Thousands would block the event loop until connections time
 # out.
 BURST = 256
+# The maximum number of samples that are stored as finished at once. All samples of a large iteration may reach their
+# limit of tokens in the same moment.
+MOST_FINISHED = 256
 TOKEN_BYTES = 4
 
 
@@ -175,7 +178,9 @@ class Drawing:
             # Responses often end together, in the same decode step of a server.
             await asyncio.sleep(GATHER_SECONDS)
             self._wake.clear()
-            done = self._flying.flush(self._clock() - flushed)
+            done = self._flying.flush(self._clock() - flushed, MOST_FINISHED)
+            if self._flying.late:
+                self._wake.set()
             flushed = self._clock()
             unfinished = self._flying.sort_out()
             if unfinished:

@@ -228,6 +228,7 @@ class InFlight:
         self._counts: Counter[str] = Counter()
         self._ended: list[Work] = []
         self.activity: dict[str, Activity] = {}
+        self.late = False
 
     def __len__(self) -> int:
         return len(self._works)
@@ -276,17 +277,23 @@ class InFlight:
         self._counts.clear()
         self._ended.clear()
 
-    def flush(self, seconds: float) -> list[Key]:
-        """Store the tokens since the last flush, `seconds` ago. Returns the samples that are now finished. Raises
-        StoreError."""
+    def flush(self, seconds: float, most: int | None = None) -> list[Key]:
+        """Store the tokens since the last flush, `seconds` ago. Returns the samples that are now finished, at most
+        `most` of them. `late` says whether others are left for the next flush. Raises StoreError."""
         deltas: list[Delta] = []
         works: list[Work] = []
-        streams = +self._counts
+        streams, finished = +self._counts, 0
+        self.late = False
         for work in self._works:
             if work.steps:
                 self.activity[work.instance].decoded(streams[work.instance], work.steps, work.spent)
                 work.steps, work.spent = 0, 0.0
             reason = work.reason if work.reason in FINISHED else None
+            if reason is not None:
+                if finished == most:
+                    self.late = True
+                    continue
+                finished += 1
             if len(work.tokens) > work.stored or reason is not None or work.experts is not None:
                 tokens, logprobs = work.tokens[work.stored :], work.logprobs[work.stored :]
                 experts = None if work.experts is None else (work.experts_from, work.experts)
@@ -313,8 +320,9 @@ class InFlight:
     def sort_out(self) -> list[Work]:
         """Call it after a flush. Samples whose request ended before they were finished become pending again and are
         returned. Raises GenerationError if a server refused a sample, or if a sample never gets a token."""
-        ended, self._ended = self._ended, []
-        unfinished = [w for w in ended if w in self._works]
+        ended = [w for w in self._ended if w in self._works]
+        self._ended = [w for w in ended if w.reason in FINISHED]  # left for the next flush
+        unfinished = [w for w in ended if w.reason not in FINISHED]
         for work in unfinished:
             self._remove(work)
             if work.refusal is not None:

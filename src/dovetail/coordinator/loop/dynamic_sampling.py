@@ -91,7 +91,7 @@ def equal_prompts(store: Store, iteration: int) -> list[int]:
     order."""
     steps = store.samples.steps(iteration)
     found: dict[int, set[str]] = {}
-    for sample in store.samples.experience(iteration):
-        of_steps = sorted((name, [r for _, r in each]) for name, each in steps.get(sample.key, {}).items())
-        found.setdefault(sample.key.prompt, set()).add(repr((sample.reward, of_steps)))
+    for key, reward in store.samples.scored_rewards(iteration).items():
+        of_steps = sorted((name, [r for _, r in each]) for name, each in steps.get(key, {}).items())
+        found.setdefault(key.prompt, set()).add(repr((reward, of_steps)))
     return sorted(prompt for prompt, rewards in found.items() if len(rewards) == 1)

@@ -358,7 +358,7 @@ class Engines:
 
     async def batch(self, key: str) -> bytes:
         """The packed arrays of a batch: see `Batches.read`."""
-        return self._batches.read(key)
+        return await self._batches.fetch(key)
 
     def _page(self, question: str) -> bytes:
         """Answer a question of the run page. Raises NotKept."""

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 
 import aiohttp
 import numpy as np
-from numpy.typing import NDArray
 
 from dovetail.coordinator.data.prepare import Prepared, PromptRecord
 from dovetail.coordinator.data.seeds import sample_seed
+from dovetail.coordinator.data.text.texts import Texts
 from dovetail.coordinator.evaluation.evaluation_metrics import HeldOutAnswer
 from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.coordinator.fusion.fused_stage import generate_and_score
@@ -25,6 +25,7 @@ from dovetail.coordinator.generation.in_flight import GenerationSettings
 from dovetail.coordinator.generation.lineup import KIND as ROLLOUT
 from dovetail.coordinator.generation.lineup import Lineup, Turn
 from dovetail.coordinator.loop.dynamic_sampling import Further, IterationPrompts, replaced_key
+from dovetail.coordinator.loop.experience_assembly import ExperienceAssembly
 from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.record import record
 from dovetail.coordinator.rewards.calls import Calls, evaluation_slot
@@ -33,12 +34,10 @@ from dovetail.coordinator.scoring.scorer_models import ScorerModels
 from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Scores
 from dovetail.coordinator.scoring.scoring_lanes import Lane, ScorerLanes
 from dovetail.coordinator.scoring.streams import BLOCK_TOKENS
-from dovetail.coordinator.store.experience_files import experience_arrays
 from dovetail.coordinator.store.run_records import RunRecords
 from dovetail.coordinator.store.sample_files import BEFORE_SFT
-from dovetail.coordinator.store.samples import Key, NewSample, Sample, ScoreRow, State
-from dovetail.coordinator.store.step_rewards import step_arrays
-from dovetail.coordinator.store.store import StoreError
+from dovetail.coordinator.store.samples import Key, NewSample, ScoreRow, State
+from dovetail.coordinator.store.store import StoreError, in_slices
 from dovetail.coordinator.weights.publishing import Target
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import RLHFJobSpec, Role
@@ -47,7 +46,6 @@ from dovetail.protocol.messages import Span
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.process_names import rollout_of
 from dovetail.protocol.sampling import asked_of_servers
-from dovetail.protocol.wire import Arrays
 
 # Inference fails after this time without a scored sample.
 INFERENCE_SECONDS = 900.0
@@ -105,6 +103,9 @@ class ExperienceMaker:
             wanted[REWARD_MODEL] = sources.reward_for_ppo
         if has_critic(spec):
             wanted["critic"] = sources.critic
+        self._texts = Texts(prepared.tokenizer)
+        self._assembly = ExperienceAssembly(self._samples, self._texts, prepared.pad_token_id, calls)
+        self.arrays_of = self._assembly.arrays_of
         self._models = ScorerModels(wanted, {r.name: r.scores for r in plan.rollouts}, fleet, session)
         self.facts: dict[int, dict[str, float]] = {}
         self._waking: asyncio.Task[None] | None = None
@@ -134,6 +135,7 @@ class ExperienceMaker:
         if self._found is not None:
             self._found.cancel()
         self._sleepers.close()
+        self._texts.close()
         await self._models.close()
         await self._generator.close()
 
@@ -151,13 +153,13 @@ class ExperienceMaker:
         rollouts = self._fleet.instances(ROLLOUT)
         await self._sleepers.rest([i.name for i in rollouts if i.ready and i.group in self._colocated])
 
-    def in_batch(self, iteration: int) -> None:
+    async def in_batch(self, iteration: int) -> None:
         """Mark the iteration's samples as those of the next step."""
-        self._samples.advance(iteration, State.IN_BATCH)
+        await in_slices(lambda rows: self._samples.advance(iteration, State.IN_BATCH, rows))
 
-    def trained(self, iteration: int) -> None:
+    async def trained(self, iteration: int) -> None:
         """Mark the iteration's samples as trained on."""
-        self._samples.advance(iteration, State.TRAINED)
+        await in_slices(lambda rows: self._samples.advance(iteration, State.TRAINED, rows))
 
     def discard(self, iteration: int) -> None:
         """Drop the iteration's samples. Others are generated when the run goes on."""
@@ -226,7 +228,7 @@ class ExperienceMaker:
                 "sampling_rounds": 1.0 + drawn.round,
                 "prompts_replaced": float(drawn.replaced),
             }
-        return self._experience(iteration, drawn.records)
+        return await self._experience(iteration, drawn.records)
 
     async def make_beside(
         self,
@@ -245,7 +247,7 @@ class ExperienceMaker:
             if unfinished:
                 await reach(turn)
             await self._make(iteration, prompts, range(len(prompts)), total, turn)
-            return self._experience(iteration, prompts)
+        return await self._experience(iteration, prompts)
 
     async def _make(
         self,
@@ -326,7 +328,7 @@ class ExperienceMaker:
             for s in scoring
         ]
         self._fusion.learn(groups, done, shares)
-        self._fusion.end([len(s.tokens) for s in self._samples.samples(iteration)])
+        self._fusion.end(self._samples.lengths(iteration))
 
     async def answer(
         self,
@@ -361,11 +363,10 @@ class ExperienceMaker:
             if held != version:
                 raise StoreError(f"answers of weight version {version} were drawn with version {held}")
         by_index = {record.index: record for record in records}
+        texts = await asyncio.to_thread(lambda: [self._texts.of(s.tokens) for s in found])
         return [
-            HeldOutAnswer(
-                by_index[s.key.prompt], s.key.sample, self._text(s.tokens), len(s.tokens), s.finish_reason, s.reward
-            )
-            for s in found
+            HeldOutAnswer(by_index[s.key.prompt], s.key.sample, text, len(s.tokens), s.finish_reason, s.reward)
+            for s, text in zip(found, texts, strict=True)
         ]
 
     async def _reward(self, version: int, records: Sequence[PromptRecord], samples_per_prompt: int) -> None:
@@ -385,7 +386,7 @@ class ExperienceMaker:
                 self._samples,
                 self._prepared.for_rewards(records),
                 samples_per_prompt,
-                lambda sample: self._text(sample.response),
+                lambda sample: self._texts.later(sample.response),
                 keep,
             ) as rewards:
                 rewards.add(finished)
@@ -473,7 +474,7 @@ class ExperienceMaker:
             self._samples,
             prompts,
             self._spec.ppo.samples_per_prompt,
-            lambda sample: self._text(sample.response),
+            lambda sample: self._texts.later(sample.response),
             joined.reward,
             lambda span: records.timeline.add([span]),
         )
@@ -503,32 +504,9 @@ class ExperienceMaker:
             self._records.metrics.reward_functions.labels(title).set(mean)
         return {f"reward/{title}": mean for title, mean in means.items()}
 
-    def _text(self, tokens: NDArray[np.int32]) -> str:
-        text = self._prepared.tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
-        return str(text)
-
-    def arrays_of(self, iteration: int, samples: Sequence[Sample]) -> Arrays:
-        """The arrays of some of an iteration's samples, which are scored."""
-        experts = self._samples.experts(iteration, sorted({s.key.prompt for s in samples}))
-        arrays = experience_arrays(samples, self._prepared.pad_token_id, experts)
-        if self._calls is not None:
-            weights = {function.title: function.weight for function in self._calls.functions}
-            arrays |= step_arrays(samples, self._samples.steps(iteration), weights, self._text)
-        return arrays
-
-    def _experience(self, iteration: int, prompts: Sequence[PromptRecord]) -> Experience:
-        samples = self._samples.experience(iteration)
-        prepared, version = self._prepared, self._spec.ppo.weight_version(iteration)
-        for held in (v for s in samples for v in (s.first_version, s.weight_version)):
-            if held is not None and held != version:
-                raise StoreError(f"samples of iteration {iteration} are of weight version {held}, not {version}")
-        arrays = self.arrays_of(iteration, samples)
+    async def _experience(self, iteration: int, prompts: Sequence[PromptRecord]) -> Experience:
+        version = self._spec.ppo.weight_version(iteration)
+        made = await asyncio.to_thread(self._assembly.experience, iteration, version, prompts)
         if self._spec.ppo.ptx_coef > 0:
-            arrays |= prepared.ptx_batch(iteration)
-        return Experience(
-            iteration=iteration,
-            prompts=[prompts[s.key.prompt].text for s in samples],
-            responses=[self._text(s.tokens) for s in samples],
-            arrays=arrays,
-            fields=[s.fields for s in samples],
-        )
+            made.arrays |= self._prepared.ptx_batch(iteration)
+        return made

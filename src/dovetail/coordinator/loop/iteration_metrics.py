@@ -13,19 +13,13 @@ from dovetail.protocol.experience import kl_per_sample
 from dovetail.protocol.wire import Arrays
 
 
-def iteration_metrics(
-    arrays: Arrays,
-    trained: Mapping[str, float],
-    phases: Mapping[str, float],
-    wall_seconds: float | None,
-    temperature: float = 1.0,
-) -> dict[str, float]:
-    """One row of history.jsonl: rewards, KL (nats), response lengths (tokens) and the trainers' own metrics. With
-    `wall_seconds` it also has the times of the phases."""
+def iteration_metrics(arrays: Arrays, trained: Mapping[str, float], temperature: float = 1.0) -> dict[str, float]:
+    """One row of history.jsonl without the times: rewards, KL (nats), response lengths (tokens) and the trainers' own
+    metrics."""
     scores = arrays["scores"].tolist()
     reward, kl = mean_ci95(scores), mean_kl(arrays, trained, temperature)
     lengths = arrays["response_lengths"].astype(np.float64)
-    metrics = {
+    return {
         **trained,
         "samples": float(len(scores)),
         "reward": reward["mean"],
@@ -40,10 +34,14 @@ def iteration_metrics(
         "response_length_max": float(lengths.max()),
         "finished_fraction": float(arrays["finished"].astype(np.float64).mean()),
     }
-    if wall_seconds is not None:
-        metrics |= {"samples_per_second": len(scores) / wall_seconds, "iteration_seconds": wall_seconds}
-        metrics |= {f"seconds_{name}": seconds for name, seconds in phases.items()}
-    return metrics
+
+
+def times(samples: int, phases: Mapping[str, float], wall_seconds: float | None) -> dict[str, float]:
+    """The times of a row of history.jsonl. {} if nobody knows how long the iteration took."""
+    if wall_seconds is None:
+        return {}
+    whole = {"samples_per_second": samples / wall_seconds, "iteration_seconds": wall_seconds}
+    return whole | {f"seconds_{name}": seconds for name, seconds in phases.items()}
 
 
 def mean_kl(arrays: Arrays, trained: Mapping[str, float], temperature: float) -> dict[str, float]:

@@ -16,7 +16,7 @@ from dovetail.coordinator.generation.lineup import Turn
 from dovetail.coordinator.health.health import UnhealthyError, Verdict
 from dovetail.coordinator.health.health_watch import HealthWatch
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker, samples_lane
-from dovetail.coordinator.loop.iteration_metrics import iteration_metrics, mean_kl, one_after_the_other, other_seconds
+from dovetail.coordinator.loop.iteration_metrics import iteration_metrics, one_after_the_other, other_seconds, times
 from dovetail.coordinator.loop.kl_controller import KLController
 from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.open_iterations import OpenIterations
@@ -27,6 +27,7 @@ from dovetail.coordinator.schedules.stored_schedule import applies, scheduled
 from dovetail.coordinator.store.manifest_changes import Settled
 from dovetail.coordinator.store.run_records import RunRecords
 from dovetail.coordinator.store.sample_files import BEFORE_SFT
+from dovetail.coordinator.store.store import in_slices
 from dovetail.coordinator.telemetry import clock
 from dovetail.coordinator.telemetry.summary import mean_ci95
 from dovetail.coordinator.trainers.trainer_session import StagePlan, TrainerSession
@@ -308,11 +309,10 @@ class PPOStage:
             if facts.train_actor and self._scheduling is not None:
                 schedule = await self._scheduling.current()
                 facts = replace(facts, schedule=None if schedule is None else schedule.as_json())
-            arrays = experience.arrays if self._streaming is None else in_learning_order(experience.arrays)
-            digest = self._records.batches.write(iteration, arrays)
+            digest = await asyncio.to_thread(self._write_batch, iteration, experience.arrays)
             self._records.store.put_all({f"ppo/{iteration}/facts": facts.as_json(), f"ppo/{iteration}/batch": digest})
-        self._records.keep_text(self._spec.samples, experience)
-        self._maker.in_batch(iteration)
+        await self._records.keep_text(self._spec.samples, experience)
+        await self._maker.in_batch(iteration)
         with self._records.timeline.phase("training", self._of(iteration)):
             self._records.progress.update(phase="training")
             await self._saved()
@@ -321,11 +321,11 @@ class PPOStage:
             self._records.timeline.add(span.model_copy(update={"iteration": iteration}) for span in result.spans)
             if self._scheduling is not None:
                 self._scheduling.learn(result)
-            self._refuse_untrue(iteration, experience.arrays, result)
-            kl = mean_kl(experience.arrays, result.metrics, self._spec.generation.temperature)["mean"]
-            self._kl.update(kl, len(experience.responses))
+            measured = await asyncio.to_thread(self._measured, experience.arrays, result)
+            self._refuse_untrue(iteration, measured)
+            self._kl.update(measured["kl"], len(experience.responses))
             self._records.store.put("ppo/progress", {"step": iteration, "kl_coef": self._kl.coef})
-            self._maker.trained(iteration)
+            await self._maker.trained(iteration)
         if self._open is None:
             with self._records.timeline.phase("weights"):
                 self._records.progress.update(phase="weights")
@@ -333,7 +333,7 @@ class PPOStage:
         if iteration % self._spec.checkpoint.every_steps == 0:
             # The trainers have nothing to do while the next iteration's samples are generated.
             self._saving = asyncio.create_task(self._checkpoint(iteration))
-        metrics = self._close(iteration, experience.arrays, result)
+        metrics = self._close(iteration, experience.arrays, measured)
         try:
             self._health.check(iteration, self._verdicts)
         except UnhealthyError:
@@ -348,10 +348,17 @@ class PPOStage:
         """The iteration to which the timeline counts a phase. None if the phases follow each other."""
         return None if self._open is None else iteration
 
-    def _refuse_untrue(self, iteration: int, arrays: Arrays, result: CommandResult) -> None:
+    def _write_batch(self, iteration: int, arrays: Arrays) -> str:
+        """Write the batch of the iteration's step. Returns its digest."""
+        return self._records.batches.write(iteration, in_learning_order(arrays) if self._streaming else arrays)
+
+    def _measured(self, arrays: Arrays, result: CommandResult) -> dict[str, float]:
+        """The iteration's metrics without its times."""
+        return iteration_metrics(arrays, result.metrics, self._spec.generation.temperature)
+
+    def _refuse_untrue(self, iteration: int, metrics: dict[str, float]) -> None:
         """Raise UnhealthyError if the result of this iteration cannot be trusted. The iteration is then forgotten, so a
         resumed run draws and trains it again."""
-        metrics = iteration_metrics(arrays, result.metrics, {}, None, self._spec.generation.temperature)
         untrue = [v for v in self._health.judge(iteration, metrics) if v.stops]
         if not untrue:
             return
@@ -366,7 +373,7 @@ class PPOStage:
         await self._session.save()
         # An older checkpoint is kept in case this one is damaged. The batches since then are kept too.
         self._records.batches.forget_through(self._session.oldest(Stage.PPO))
-        self._records.store.samples.forget_before(iteration)
+        await in_slices(lambda rows: self._records.store.samples.forget_before(iteration, rows))
         span = Span(name="checkpoint", process=COORDINATOR, lane="checkpoint", start=started, end=clock.now())
         self._records.timeline.add([span])
 
@@ -376,7 +383,7 @@ class PPOStage:
             saving, self._saving = self._saving, None
             await saving
 
-    def _close(self, iteration: int, arrays: Arrays, result: CommandResult) -> dict[str, float]:
+    def _close(self, iteration: int, arrays: Arrays, measured: Mapping[str, float]) -> dict[str, float]:
         """Record the times of a finished iteration, and begin the next one."""
         records, timeline = self._records, self._records.timeline
         wall = clock.now() - timeline.started
@@ -391,7 +398,7 @@ class PPOStage:
         elif (streamed := self._streamed.pop(iteration, None)) is not None:
             facts |= {"streamed_seconds": streamed.seconds, "synchronous_seconds": wall + streamed.seconds}
         records.results.add_iteration(len(arrays["scores"]), wall, phases, facts.get("synchronous_seconds"))
-        metrics = self._record(iteration, arrays, result, phases, wall, facts)
+        metrics = self._record(iteration, arrays, measured, phases, wall, facts)
         gauges = records.metrics
         for name, seconds in phases.items():
             gauges.phase_seconds.labels(name).inc(seconds)
@@ -422,7 +429,7 @@ class PPOStage:
         self,
         iteration: int,
         arrays: Arrays,
-        result: CommandResult,
+        measured: Mapping[str, float],
         phases: Mapping[str, float],
         wall_seconds: float | None,
         more: Mapping[str, float] | None = None,
@@ -430,8 +437,7 @@ class PPOStage:
         """Record the iteration's row of history, its facts and its gauges. Returns its metrics. `wall_seconds` is None
         if a restart interrupted the iteration."""
         records = self._records
-        temperature = self._spec.generation.temperature
-        metrics = {**iteration_metrics(arrays, result.metrics, phases, wall_seconds, temperature), **(more or {})}
+        metrics = {**measured, **times(len(arrays["scores"]), phases, wall_seconds), **(more or {})}
         records.history.add(Stage.PPO, iteration, metrics)
         for when in ["first"] * (iteration == 1) + ["last"]:
             records.results.fact(f"ppo.reward_{when}", mean_ci95(arrays["scores"].tolist()))
@@ -456,7 +462,8 @@ class PPOStage:
         if iteration == 0 or (self._records.store.get("ppo/recorded") or 0) >= iteration:
             return
         result = self._session.result_of(f"ppo/{iteration}/step")
-        self._record(iteration, unpack(self._records.batches.read(iteration)), result, {}, None)
+        arrays = unpack(self._records.batches.read(iteration))
+        self._record(iteration, arrays, self._measured(arrays, result), {}, None)
 
     def _can_replay(self, first: int, last: int) -> bool:
         store, files = self._records.store, self._records.batches

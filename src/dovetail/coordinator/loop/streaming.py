@@ -22,7 +22,7 @@ from dovetail.coordinator.trainers.trainer_group import TrainerError, TrainerLos
 from dovetail.coordinator.trainers.trainer_session import TrainerSession
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.messages import Accumulate, Step
-from dovetail.protocol.wire import Arrays
+from dovetail.protocol.wire import Arrays, pack
 
 # The interval at which it looks for a complete part.
 LOOK_SECONDS = 0.1
@@ -114,7 +114,7 @@ class Streaming:
             if ready > found.parts:
                 chosen = first[found.parts * self._prompts :][: self._prompts]
                 try:
-                    result = await self._session.accumulate(self._command(iteration, found.parts, chosen))
+                    result = await self._session.accumulate(await self._command(iteration, found.parts, chosen))
                 except TrainerLost as lost:
                     self._records.log("trainers.recover", stage=Stage.PPO.value, step=iteration, reason=str(lost))
                     found.parts, found.seconds = 0, 0.0
@@ -129,10 +129,15 @@ class Streaming:
                     async with asyncio.timeout(LOOK_SECONDS):
                         await over.wait()
 
-    def _command(self, iteration: int, part: int, prompts: Sequence[int]) -> Accumulate:
+    async def _command(self, iteration: int, part: int, prompts: Sequence[int]) -> Accumulate:
         """The command for one part. From now on the trainers may fetch its batch."""
         place = {prompt: number for number, prompt in enumerate(prompts)}
-        rows = sorted(self._samples.of_prompts(iteration, prompts), key=lambda s: (place[s.key.prompt], s.key.sample))
         key = f"ppo-part/{iteration}/{part}"
-        self._records.batches.show_part(key, self._arrays_of(iteration, rows))
+
+        def batch() -> bytes:
+            rows = self._samples.of_prompts(iteration, prompts)
+            ordered = sorted(rows, key=lambda s: (place[s.key.prompt], s.key.sample))
+            return pack(self._arrays_of(iteration, ordered))
+
+        self._records.batches.show_part(key, await asyncio.to_thread(batch))
         return Accumulate(id=f"ppo/{iteration}/accumulate/{part}", step=self._step(iteration), part=part, batch=key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -41,7 +41,7 @@ class Rewards:
         samples: SampleTable,
         records: Sequence[PromptRecord],
         samples_per_prompt: int,
-        text: Callable[[Finished], str],
+        text: Callable[[Finished], Awaitable[str]],
         on_score: Callable[[Key, float], None],
         on_span: Callable[[Span], None] = lambda _: None,
     ) -> None:
@@ -52,7 +52,7 @@ class Rewards:
         self._per_prompt = samples_per_prompt
         self._text, self._on_score, self._on_span = text, on_score, on_span
         self._known = samples.rewards(iteration)
-        self._responses: dict[Key, str] = {}
+        self._responses: dict[Key, asyncio.Future[str]] = {}
         self._groups: dict[int, list[Key]] = {}
         self._left = 0
         self._done = asyncio.Event()
@@ -66,15 +66,17 @@ class Rewards:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for task in self._tasks:
+        tasks: list[asyncio.Future[Any]] = [*self._tasks, *self._responses.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def add(self, finished: Iterable[Finished]) -> None:
         """Add samples to be rewarded."""
         for sample in finished:
             key = sample.key
-            self._responses[key] = self._text(sample)
+            if not self._whole(key):
+                self._responses[key] = asyncio.ensure_future(self._text(sample))
             group = self._groups.setdefault(key.prompt, [])
             group.append(key)
             self._left += 1
@@ -113,15 +115,15 @@ class Rewards:
     async def _call(self, number: int, keys: list[Key]) -> None:
         function = self._calls.functions[number]
         record = self._records[keys[0].prompt]
-        call = Call(
-            self._iteration,
-            keys[0].prompt,
-            [record.text] * len(keys),
-            [self._responses[key] for key in keys],
-            fields_of(self._records, [record] * len(keys)),
-            keys[0].sample if len(keys) == 1 and self._per_prompt > 1 else None,
-        )
         try:
+            call = Call(
+                self._iteration,
+                keys[0].prompt,
+                [record.text] * len(keys),
+                [await self._responses[key] for key in keys],
+                fields_of(self._records, [record] * len(keys)),
+                keys[0].sample if len(keys) == 1 and self._per_prompt > 1 else None,
+            )
             answer = await self._calls.rewards(number, call)
             steps = None if answer.steps is None else dict(zip(keys, answer.steps, strict=True))
             self._samples.add_rewards(function.title, dict(zip(keys, answer.rewards, strict=True)), steps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from dovetail.coordinator.data.prepare import Prepared
@@ -28,9 +29,16 @@ class Batches:
         self._held_out: dict[Stage, list[Arrays]] = {}
         self._demonstrations: list[Arrays] | None = None
 
+    async def fetch(self, key: str) -> bytes:
+        """`read`, but large files are read in a thread. Raises what `read` raises."""
+        stage, _, number = key.partition("/")
+        if stage != "ppo" or not number.isdecimal():
+            return self.read(key)
+        return await asyncio.to_thread(self.read, key)
+
     def read(self, key: str) -> bytes:
         """Raises LookupError for an unknown key, ValueError for a damaged batch, NotPrepared while data are being
-        prepared."""
+        prepared. It may be called in any thread for batches of PPO."""
         if (part := self._files.part(key)) is not None:
             return part
         stage, _, number = key.partition("/")

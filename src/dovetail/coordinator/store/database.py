@@ -5,8 +5,9 @@ from __future__ import annotations
 import fcntl
 import os
 import sqlite3
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from dovetail.protocol.files.durable import sync
@@ -90,13 +91,16 @@ class Database:
 
     It uses WAL with synchronous=NORMAL: a commit writes to the log without fsync. A killed process loses nothing,
     because the operating system has the pages. A power failure can lose the newest transactions, each as a whole. The
-    run then goes on from the state before them and computes the same bits again."""
+    run then goes on from the state before them and computes the same bits again.
+
+    The thread that opened it changes it. Any thread may read."""
 
     def __init__(self, path: Path) -> None:
         """Create or open the store. Raises StoreError if it is in use by another process, of another version or
         unreadable, or if the disk is full."""
         self.path = path
         self._depth = 0
+        self._owner = threading.get_ident()
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock_file = self._lock()
         try:
@@ -169,9 +173,15 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Run the block's queries. sqlite errors become StoreError."""
+        """Run the block's queries. Another thread than the one that opened the store sees what was committed, over a
+        connection of its own. sqlite errors become StoreError."""
         with self._explained():
-            yield self._connection
+            if threading.get_ident() == self._owner:
+                yield self._connection
+                return
+            with closing(sqlite3.connect(self.path, isolation_level=None, timeout=5.0)) as connection:
+                connection.execute("PRAGMA query_only=1")
+                yield connection
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

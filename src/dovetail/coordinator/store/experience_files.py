@@ -95,9 +95,9 @@ class ExperienceFiles:
             self._known[iteration] = digest
         return data
 
-    def show_part(self, key: str, arrays: Arrays) -> None:
-        """Keep a part of an iteration that is still being made, in memory."""
-        self._parts[key] = pack(arrays)
+    def show_part(self, key: str, batch: bytes) -> None:
+        """Keep a packed part of an iteration that is still being made, in memory."""
+        self._parts[key] = batch
 
     def part(self, key: str) -> bytes | None:
         """What `show_part` was given; None: nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.results import Results
-from dovetail.coordinator.store.sample_files import SampleFiles, best_and_worst, sample_rows, shortened
+from dovetail.coordinator.store.sample_files import Row, SampleFiles, best_and_worst, sample_rows, shortened
 from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.telemetry.telemetry import CoordinatorMetrics, MetricsHistory, Status
 from dovetail.coordinator.telemetry.timeline import Timeline
@@ -57,27 +58,34 @@ class RunRecords:
             SampleFiles(run_dir, megabytes * 10**6) if megabytes else None,
         )
 
-    def keep_text(self, settings: SampleLog, experience: Experience) -> None:
+    async def keep_text(self, settings: SampleLog, experience: Experience) -> None:
         """Write an iteration's samples as text. In some iterations, also log the best and the worst sample. A full disk
         does not stop the run."""
         if self.texts is None:
             return
-        iteration, table = experience.iteration, self.store.samples
-        samples = table.samples(iteration)
-        if len(samples) != len(experience.responses):
-            return  # a user's own loop may leave samples out
-        rows = sample_rows(experience, samples, table.rewards(iteration))
-        try:
-            self.texts.write(iteration, rows)
-        except OSError as error:
-            self.log("samples.lost", iteration=iteration, error=str(error))
-        every = settings.show_every_iterations
+        iteration, every = experience.iteration, settings.show_every_iterations
+        rows, lost = await asyncio.to_thread(self._write_text, self.texts, experience)
+        if lost is not None:
+            self.log("samples.lost", iteration=iteration, error=lost)
         if not every or (iteration > 1 and iteration % every):
             return
         for which, row in best_and_worst(rows):
             told = {key: row[key] for key in ("reward", "rewards", "kl", "tokens", "finish_reason") if row[key]}
             texts = {key: shortened(row[key]) for key in ("prompt", "response")}
             self.log("sample.shown", which=which, iteration=iteration, **told, **texts)
+
+    def _write_text(self, texts: SampleFiles, experience: Experience) -> tuple[list[Row], str | None]:
+        """Write the samples' file. Returns its rows, and the error if they could not be written."""
+        iteration, table = experience.iteration, self.store.samples
+        samples = table.samples(iteration)
+        if len(samples) != len(experience.responses):
+            return [], None  # a user's own loop may leave samples out
+        rows = sample_rows(experience, samples, table.rewards(iteration))
+        try:
+            texts.write(iteration, rows)
+        except OSError as error:
+            return rows, str(error)
+        return rows, None
 
     def close(self) -> None:
         """Close the files."""

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -91,22 +92,26 @@ def shortened(text: str, limit: int = SHOWN) -> str:
 
 
 class SampleFiles:
-    """Keeps the files of the newest iterations, together at most `keep_bytes`, but always the newest one."""
+    """Keeps the files of the newest iterations, together at most `keep_bytes`, but always the newest one. It may be
+    called in any thread."""
 
     def __init__(self, run_dir: Path, keep_bytes: int) -> None:
         self._dir = run_dir / FOLDER
         self._keep = keep_bytes
+        self._lock = threading.Lock()
 
     def write(self, iteration: int, rows: Iterable[Row]) -> None:
         """Write an iteration's file whole, in place of an older one, and delete what is too much. Raises OSError."""
-        self._write(f"iteration-{iteration:06d}.jsonl", rows)
-        self._tidy(iteration)
+        with self._lock:
+            self._write(f"iteration-{iteration:06d}.jsonl", rows)
+            self._tidy(iteration)
 
     def write_evaluation(self, version: int, rows: Iterable[Row]) -> None:
         """Write the answers of an evaluation: of the weights after iteration `version`. Raises OSError."""
         number = "before-sft" if version == BEFORE_SFT else f"{version:06d}"
-        self._write(f"evaluation-{number}.jsonl", rows)
-        self._tidy(None)
+        with self._lock:
+            self._write(f"evaluation-{number}.jsonl", rows)
+            self._tidy(None)
 
     def _tidy(self, newest: int | None) -> None:
         """Delete the oldest files beyond the limit; never the iteration `newest`, nor the first and last evaluation,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,6 +22,8 @@ from numpy.typing import NDArray
 
 from dovetail.coordinator.store.database import Database, StoreError
 
+# SQLite takes this limit for none.
+ALL = -1
 _TABLES = ("chunks", "samples", "rewards", "steps", "experts")
 _WHERE = "iteration=? AND prompt_index=? AND sample_index=?"
 
@@ -212,8 +215,9 @@ class SampleTable:
             db.execute(f"UPDATE samples SET state='{State.PENDING}' WHERE state IN (?,?)", busy)
         return interrupted
 
-    def advance(self, iteration: int, state: State) -> None:
-        """Move all samples of an iteration to IN_BATCH or TRAINED. Samples that are there already, or beyond, stay."""
+    def advance(self, iteration: int, state: State, most: int | None = None) -> bool:
+        """Move the samples of an iteration to IN_BATCH or TRAINED, or only `most` of them. Returns whether all are
+        there. Samples that are there already, or beyond, stay."""
         if state not in (State.IN_BATCH, State.TRAINED):
             raise IllegalTransition(f"an iteration cannot be advanced to {state}")
         before = ORDER[ORDER.index(state) - 1]
@@ -223,13 +227,23 @@ class SampleTable:
             if early or not counts:
                 found = ", ".join(f"{n} are {s}" for s, n in early.items()) or "it has no samples"
                 raise IllegalTransition(f"iteration {iteration} cannot become {state}: {found}")
-            db.execute("UPDATE samples SET state=? WHERE iteration=? AND state=?", (state, iteration, before))
+            limit = ALL if most is None else most
+            chosen = "SELECT rowid FROM samples WHERE iteration=? AND state=? LIMIT ?"
+            moved = db.execute(
+                f"UPDATE samples SET state=? WHERE rowid IN ({chosen})", (state, iteration, before, limit)
+            ).rowcount
+        return moved == counts.get(before, 0)
 
-    def forget_before(self, iteration: int) -> None:
-        """Delete all iterations of training, which count from 1, below `iteration`."""
+    def forget_before(self, iteration: int, most: int | None = None) -> bool:
+        """Delete all iterations of training, which count from 1, below `iteration`, or only `most` rows of each table.
+        Returns whether all are deleted."""
+        left, limit = False, ALL if most is None else most
         with self._db.transaction() as db:
             for table in _TABLES:
-                db.execute(f"DELETE FROM {table} WHERE iteration BETWEEN 1 AND ?", (iteration - 1,))
+                chosen = f"SELECT rowid FROM {table} WHERE iteration BETWEEN 1 AND ? LIMIT ?"
+                cursor = db.execute(f"DELETE FROM {table} WHERE rowid IN ({chosen})", (iteration - 1, limit))
+                left |= cursor.rowcount == most
+        return not left
 
     def forget(self, iteration: int) -> None:
         """Delete one iteration, so that its prompts can be answered again."""
@@ -405,6 +419,23 @@ class SampleTable:
         with self._db.reading() as db:
             return self._select(db, where, (iteration, *states))
 
+    def lengths(self, iteration: int) -> list[int]:
+        """The response tokens of an iteration's samples so far, in order of (prompt, sample)."""
+        with self._db.reading() as db:
+            rows = db.execute(
+                "SELECT kept FROM samples WHERE iteration=? ORDER BY prompt_index, sample_index", (iteration,)
+            ).fetchall()
+        return [kept for (kept,) in rows]
+
+    def scored_rewards(self, iteration: int) -> dict[Key, float | None]:
+        """The reward of each sample of an iteration. Raises StoreError unless all of them are scored."""
+        with self._db.reading() as db:
+            self._all_scored(self._counts(db, iteration), iteration)
+            rows = db.execute(
+                "SELECT prompt_index, sample_index, reward FROM samples WHERE iteration=? ORDER BY 1, 2", (iteration,)
+            ).fetchall()
+        return {Key(iteration, prompt, sample): reward for prompt, sample, reward in rows}
+
     def of_prompts(self, iteration: int, prompts: Sequence[int]) -> list[Sample]:
         """The samples of some of an iteration's prompts, in order of (prompt, sample)."""
         marks = ",".join("?" * len(prompts))
@@ -439,12 +470,17 @@ class SampleTable:
     def experience(self, iteration: int) -> list[Sample]:
         """The scored samples of an iteration. Raises StoreError unless all of them are scored."""
         samples = self.samples(iteration)
-        missing = sum(s.state not in ORDER[1:] for s in samples)
-        if missing or not samples:
-            raise StoreError(f"iteration {iteration}: {missing or 'all'} of {len(samples)} samples are not scored")
+        self._all_scored(Counter(s.state for s in samples), iteration)
         return samples
 
     # ------------------------------------------------------------ inner parts
+
+    @staticmethod
+    def _all_scored(counts: Mapping[State, int], iteration: int) -> None:
+        total = sum(counts.values())
+        missing = sum(number for state, number in counts.items() if state not in ORDER[1:])
+        if missing or not total:
+            raise StoreError(f"iteration {iteration}: {missing or 'all'} of {total} samples are not scored")
 
     @staticmethod
     def _row(db: sqlite3.Connection, key: Key, columns: str) -> tuple[Any, ...]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.store.database import Database, StoreError
 from dovetail.coordinator.store.samples import NewSample, Sample, SampleTable
 
-__all__ = ["KeyValues", "Store", "StoreError", "open_records"]
+__all__ = ["KeyValues", "Store", "StoreError", "in_slices", "open_records"]
+# How many rows a long change of the store changes between two turns of the event loop.
+AT_ONCE = 256
 
 
 class KeyValues:
@@ -73,7 +76,7 @@ class Store(KeyValues):
     and `take_interrupted` says which requests may still run on servers.
 
     `samples`: the iterations' samples. Every method is one transaction; all raise StoreError with one sentence when
-    the disk is full, read-only or damaged. Use from one thread."""
+    the disk is full, read-only or damaged. One thread changes the store. Others may read it meanwhile."""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__(Database(run_dir / "store.sqlite"))
@@ -104,3 +107,13 @@ class Store(KeyValues):
         none."""
         interrupted, self._interrupted = self._interrupted, []
         return interrupted
+
+
+async def in_slices(change: Callable[[int], bool]) -> None:
+    """Call `change(rows)` until it returns True. The event loop goes on between two calls. `rows`: how many rows it may
+    change. If the process is killed meanwhile, some slices are done. So a restarted coordinator must do all of it
+    again, with the same result."""
+    done = change(AT_ONCE)
+    while not done:
+        await asyncio.sleep(0)
+        done = change(AT_ONCE)
