@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_coordinator_trainers import Clock, Ranks, make_group, run
+from test_coordinator_trainers import Clock, Ranks, Records, make_group, run
 
 from dovetail.coordinator.store.database import Database
 from dovetail.coordinator.store.experience_files import ExperienceFiles
@@ -162,3 +162,37 @@ def test_the_store_is_flushed_by_a_commit_of_its_own(tmp_path: Path) -> None:
     assert told[-2:] == ["COMMIT", "PRAGMA synchronous=NORMAL"]
     assert store._db._connection.execute("PRAGMA synchronous").fetchone() == (1,)
     store.close()
+
+
+@pytest.mark.parametrize("checkpoint", [0, 1])
+def test_a_step_whose_result_was_lost_is_run_again(tmp_path: Path, checkpoint: int) -> None:
+    """The trainers are on other nodes and have gone on. What a step measured decides what comes next."""
+
+    async def scenario() -> None:
+        group = make_group(1)
+        ranks, records = Ranks(group), Records()
+        group.record_result = lambda result: records.put(f"result/{result.id}", result.model_dump(mode="json"))
+        life = asyncio.create_task(ranks.live())
+        steps = StagePlan(
+            stage=Stage.PPO,
+            models={"actor": ModelRef(head="lm", path="x")},
+            total_optimizer_steps=STEPS,
+            make_step=lambda k: Step(id=f"ppo/{k}/step", stage=Stage.PPO, step=k, batch=f"ppo/{k}", actions=[[]]),
+        )
+        before = TrainerSession(group, records, tmp_path, KEEP, 5, lambda *_, **__: None)
+        before.begin(steps, 0)
+        first = await before.run_step()
+        if checkpoint:
+            await before.save()
+        second = await before.run_step()
+        assert first.metrics != second.metrics
+
+        records.put("result/ppo/2/step", None)  # the store is as it was after step 1
+        after = TrainerSession(group, records, tmp_path, KEEP, 5, lambda *_, **__: None)
+        after.begin(steps, 1)
+        again = await after.run_step()
+        assert (again, ranks.applied, after.step) == (second, [1, 2], 2)
+        assert ranks.log[-3:] == (["step2", "load", "step2"] if checkpoint else ["load", "step1", "step2"])
+        life.cancel()
+
+    run(scenario())

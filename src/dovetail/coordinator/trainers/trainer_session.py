@@ -199,16 +199,18 @@ class TrainerSession:
         return self._step
 
     async def run_step(self) -> CommandResult:
-        """Run the next step once. If the ranks have run it already, its stored result is returned. Raises
-        TrainerError."""
+        """Run the next step once. If the ranks have run it already, its stored result is returned. Without one, because
+        a power failure lost it, the ranks go back to the last checkpoint: what the result says decides what comes next,
+        such as the coefficient of the KL penalty. Raises TrainerError."""
         plan, step = self._need_plan(), self._step + 1
         command = plan.make_step(step)
         async with self._lock:
             while True:
                 try:
                     position = await self._group.wait_position(self._join_timeout)
-                    if position == TrainerPosition(plan.stage, step):
-                        result = self.result_of(command.id)
+                    known = self._stored(command.id) if position == TrainerPosition(plan.stage, step) else None
+                    if known is not None:
+                        result = known
                     else:
                         await self._bring(plan, self._step)
                         result = await self._group.execute(command, STEP_TIMEOUT_SECONDS)
@@ -314,11 +316,12 @@ class TrainerSession:
         return f"{self._need_plan().stage.value}/{self._step}/{what}/{time.time_ns()}"
 
     def result_of(self, command_id: str) -> CommandResult:
-        """The stored result of a command. It has no metrics if the coordinator died before it stored them."""
+        """The stored result of a command. It has no metrics if none is stored."""
+        return self._stored(command_id) or CommandResult(id=command_id, ok=True)
+
+    def _stored(self, command_id: str) -> CommandResult | None:
         record = self._records.get(f"result/{command_id}")
-        if record is None:
-            return CommandResult(id=command_id, ok=True)
-        return CommandResult.model_validate(record)
+        return None if record is None else CommandResult.model_validate(record)
 
     async def _command(self, command: Command) -> CommandResult:
         return await self._group.execute(command, STEP_TIMEOUT_SECONDS)
