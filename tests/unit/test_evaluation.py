@@ -225,6 +225,33 @@ def test_weights_are_kept_though_the_coordinator_was_killed_after_their_evaluati
     run.close()
 
 
+def test_weights_are_kept_though_their_evaluation_ended_before_they_were_set_aside(tmp_path: Path) -> None:
+    """The trainers may wait for a checkpoint, or for the code between two calls of a loop of one's own. Or the
+    coordinator was killed in between."""
+    run = Run(tmp_path, Policy(0, 5, 3, 6), everyIterations=1, keepBest=True)
+    session = Session()
+    kept = BestWeights(run.spec, tmp_path, run.records.store, session, run.evaluation)  # type: ignore[arg-type]
+    best = tmp_path / "models/actor-best/step"
+    for version, expected in ((0, "0"), (1, "1"), (2, "1")):
+        session.step = version
+        run(version)
+        kept.choose(version)
+        asyncio.run(kept.set_aside(version))
+        assert best.read_text() == expected
+        assert not list((tmp_path / "set-aside").glob("*"))
+
+    async def export(model: str, path: Path) -> None:
+        """The evaluation ends meanwhile."""
+        await run.evaluation.run(3)
+        kept.choose(3)
+        await Session.export(session, model, path)
+
+    session.step, session.export = 3, export  # type: ignore[method-assign]
+    asyncio.run(kept.set_aside(3))
+    assert best.read_text() == "3"
+    run.close()
+
+
 def test_a_right_answer_matches_apart_from_white_space() -> None:
     assert is_match(" 42\n", 42)
     assert is_match("b", ["a", "b"])

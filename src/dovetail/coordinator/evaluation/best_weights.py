@@ -37,11 +37,15 @@ class BestWeights:
         self._store.put(KEPT, version)
 
     async def set_aside(self, version: int) -> None:
-        """Export the weights that the trainers hold, if their evaluation comes after the trainers have trained on."""
+        """Export the weights that the trainers hold, if they may become the best. Usually their evaluation comes after
+        the trainers have trained on. It may also be over by now, if the trainers had to wait."""
         folder = self._folder(version)
-        wanted = self._spec.evaluation.keep_best and self._evaluation.due(version)
-        if wanted and not folder.is_dir():
+        if not self._spec.evaluation.keep_best or folder.is_dir():
+            return
+        if self._evaluation.due(version) or self.wants(version):
             await self._session.export("actor", folder)
+            if not self._evaluation.due(version):
+                self.choose(version)
 
     def choose(self, version: int) -> None:
         """Call this after the evaluation of `version`. It keeps the best weights if they were set aside, and deletes
