@@ -188,8 +188,9 @@ bench-predict: install ## Iterations on this machine, predicted and measured
 
 BENCH_GPU_ARGS ?=
 
-bench-gpu: install ## Everything on one GPU, each figure beside an anchor; under 20 minutes
-	$(BIN)/python benchmarks/bench_gpu.py --json bench-gpu.json $(BENCH_GPU_ARGS)
+# Without a .venv, but with .wheels/, it runs with python3 as it is: see hack/bench_gpu.sh.
+bench-gpu: $(if $(wildcard .wheels),,install) ## Everything on one GPU, each figure beside an anchor; under 20 minutes
+	hack/bench_gpu.sh --json bench-gpu.json $(BENCH_GPU_ARGS)
 
 # What bench-gpu needs beside torch, transformers, triton, numpy and safetensors; see docs/gpus.md.
 CARRIED := pydantic pydantic-core annotated-types typing-inspection typing-extensions

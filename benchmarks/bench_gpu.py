@@ -1,6 +1,6 @@
 """Everything that can be measured on one GPU, each figure beside an anchor of the same run.
 
-    python benchmarks/bench_gpu.py [--quick] [--groups training scoring] [--seconds 1140] [--json FILE]
+    python benchmarks/bench_gpu.py [--quick] [--groups training scoring | --part 1] [--seconds 1140] [--json FILE]
 
 Groups run one after the other, each in a process of its own with a deadline: one that fails does not lose the others'
 figures, and what it found before it failed stays. The group `device` always runs first: it measures what the GPU itself
@@ -42,6 +42,13 @@ GROUPS = {
     "checkpoints": 120,
     "quickstart": 400,
 }
+# What runs where a command may take ten minutes only: the groups of each of so many commands, in about equal times.
+PARTS = (
+    ("training", "logprobs", "optimizer"),
+    ("scoring", "weights", "iteration", "predictions"),
+    ("pipeline", "sleeping", "checkpoints", "quickstart"),
+)
+PART_SECONDS = 560.0
 FAILED = 3
 
 
@@ -117,14 +124,19 @@ def one_group(name: str, scale: str, folder: Path, device: dict[str, float], dea
 def main(argv: list[str] | None = None) -> int:
     """1 if a group failed, else 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--groups", nargs="+", choices=GROUPS, default=list(GROUPS))
+    chosen.add_argument(
+        "--part", type=int, choices=range(1, len(PARTS) + 1), help="a third of the groups in ten minutes"
+    )
     parser.add_argument("--quick", action="store_true", help="small sizes, in a few minutes")
     parser.add_argument("--tiny", action="store_true", help=argparse.SUPPRESS)  # for the null GPU
-    parser.add_argument("--seconds", type=float, default=1140.0, help="for everything (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, help="for everything (default: 1140; of a part 560)")
     parser.add_argument("--json", type=Path, help="write the figures there; groups in the file that do not run stay")
     parser.add_argument("--logs", type=Path, help="keep what the groups print in this folder")
     options = parser.parse_args(argv)
-    end = time.monotonic() + options.seconds
+    groups = PARTS[options.part - 1] if options.part else options.groups
+    end = time.monotonic() + (options.seconds or (PART_SECONDS if options.part else 1140.0))
     scale = "tiny" if options.tiny else "quick" if options.quick else "whole"
     import transformers.models.llama.modeling_llama  # noqa: F401 - once for all groups
 
@@ -133,7 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     device: dict[str, Any] = {}
     failed = False
-    for name in ["device", *(each for each in GROUPS if each in options.groups and each != "device")]:
+    for name in ["device", *(each for each in GROUPS if each in groups and each != "device")]:
         left = end - time.monotonic()
         if left < min(20, GROUPS[name]):
             known["groups"].setdefault(name, {"state": "left out", "seconds": 0.0, "figures": [], "skipped": []})

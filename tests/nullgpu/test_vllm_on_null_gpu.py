@@ -33,12 +33,20 @@ def test_an_engine_takes_weights_samples_and_moves_a_response(engine: dict[str, 
     modules = {"V1": "vllm.v1.worker.gpu_model_runner", "V2": "vllm.v1.worker.gpu.model_runner"}
     assert engine["runner"] == modules[engine["name"]]
     assert engine["sampler"] == {"V1": "counter", "V2": "native"}[engine["name"]]
-    assert engine["received"] == 21, "tensors of a version of the weights, which the model's loader took"
+    assert engine["received"]["tensors"] == 21, "tensors of a version of the weights, which the model's loader took"
     assert engine["lengths"] == [5, 5]
     kept = engine["moved"]["kept"]
     assert kept == 3 * 16 * 2 * 2 * 4 * 64 * 2, "three blocks of two layers' keys and values in bfloat16"
     assert engine["moved"]["brought"] >= kept, "the blocks came back to the device"
     assert engine["moved"]["tokens"] >= 1
+
+
+@pytest.mark.parametrize("name", ["V1", "V2", "experts"])
+def test_new_weights_are_written_where_cuda_graphs_read_them(engines: dict[str, dict[str, Any]], name: str) -> None:
+    received = engines[name]["received"]
+    assert received["version"] == 3
+    assert received["places"] > 10
+    assert received["moved"] == []
 
 
 def test_the_runner_of_gpus_says_which_experts_each_token_got(engines: dict[str, dict[str, Any]]) -> None:

@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -19,6 +20,7 @@ from dovetail.protocol.sampling import SERVED_TEMPERATURE
 from dovetail.rollout import compat
 from dovetail.rollout.peer_sender import PeerSender
 from dovetail.rollout.received_copy import ReceivedCopy
+from dovetail.rollout.serving.fixed_places import FixedPlaces
 from dovetail.rollout.serving.tied import Tied, renew, tied_modules
 from dovetail.rollout.serving.weights_worker import SENDING_WORKER
 from dovetail.rollout.weight_receiver import WeightReceiver
@@ -71,6 +73,7 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         self._parameters = {name for name, _ in model.named_parameters()}
         # Now, as a session that breaks off leaves modules without what they share.
         self._tied: list[Tied] = tied_modules(model)
+        self._places: FixedPlaces | None = None
         compat.divide_logits(model, float(os.environ.get(SERVED_TEMPERATURE, "1.0")))
 
     def init_transfer_engine(self, init_info: DovetailInitInfo) -> None:
@@ -78,6 +81,8 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
 
     def start_weight_update(self) -> None:
         LOADED.version = None
+        if self._places is None and torch.device(self.device).type == "cuda":
+            self._places = FixedPlaces(self.model)  # no session has begun, so the model is whole
         compat.forget_partial_loads(self.model)
         compat.begin_reload(self.model)
 
@@ -98,10 +103,12 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         self._arrived = receive.offer.version
 
     def finish_weight_update(self) -> None:
-        """Raises TransferError where a tied head does not serve what arrived."""
+        """Raises TransferError where a tied head, or a CUDA graph, does not serve what arrived."""
         compat.finish_reload(self.model, self.model_config)
         compat.pack_experts(self.model)
         renew(self._tied)
+        if self._places is not None:
+            self._places.check(self.model)
         LOADED.version = self._arrived
 
     def send_on(self, request: SendOn) -> dict[str, Any] | None:

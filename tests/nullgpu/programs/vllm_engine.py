@@ -209,7 +209,7 @@ def engine(folder: Path, runner: str) -> dict[str, Any]:
         return SamplingParams(max_tokens=count, logprobs=0, ignore_eos=True, detokenize=False, **drawn)
 
     worker = llm.llm_engine.model_executor.driver_worker.worker
-    received = receive(worker)
+    received = receive(worker, MODEL)
     before = counts()
     prompts: Any = [{"prompt_token_ids": [3, 4, 5, 6]}, {"prompt_token_ids": [7, 8]}]
     lengths = [len(each.outputs[0].token_ids) for each in llm.generate(prompts, params(5), use_tqdm=False)]
@@ -240,6 +240,7 @@ def experts(folder: Path) -> dict[str, Any]:
         "runner": type(worker.model_runner).__module__,
         "shapes": [list(each.routed_experts.shape) for each in answers],
         "dtype": str(answers[0].routed_experts.dtype),
+        "received": receive(worker, EXPERTS),
     }
 
 
@@ -263,34 +264,44 @@ def made(model: Path, **more: Any) -> Any:
     )
 
 
-def receive(worker: Any) -> int:
-    """Give the worker a version of the weights, as a transfer brings them; how many tensors came."""
+def receive(worker: Any, model: dict[str, Any]) -> dict[str, Any]:
+    """Give the worker a version of the weights, as a transfer brings them: how many tensors came, which version is
+    served, how many tensors the model has, and those whose memory is another one than before."""
     import torch
 
     from dovetail.models import build_stage
+    from dovetail.models.tensor_names import in_files
     from dovetail.protocol.messages import ModelRef, Offer, Receive
+    from dovetail.rollout.weights_vllm import LOADED
 
     class Arriving:
         count = 0
 
         def receive(self, *_: Any) -> Iterator[tuple[str, torch.Tensor]]:
-            config = {k: v for k, v in MODEL.items() if k not in ("architectures", "model_type", "dtype")}
-            ref = ModelRef(head="lm", scratch={"architecture": "llama", "config": config}, seed=1)  # type: ignore[arg-type]
-            for name, parameter in build_stage(ref).named_parameters():
+            config = {k: v for k, v in model.items() if k not in ("architectures", "model_type", "dtype")}
+            scratch: Any = {"architecture": model["model_type"], "config": config}
+            stage = build_stage(ModelRef(head="lm", scratch=scratch, seed=1))
+            for name, tensor in in_files(stage.family, stage.named_parameters()):
                 self.count += 1
-                yield name, parameter.to("cuda")
+                yield name, tensor.to("cuda")
 
         def close(self) -> None:
             """Nothing is open."""
 
-    transfer = worker.weight_transfer_engine
+    def places() -> dict[str, int]:
+        loaded = worker.get_model()
+        return {name: tensor.data_ptr() for name, tensor in (*loaded.named_parameters(), *loaded.named_buffers())}
+
+    transfer, before = worker.weight_transfer_engine, places()
     transfer._receiver = arriving = Arriving()
     offer = Offer(version=3, epoch=1, backend="gloo", segments=[])
     message = Receive(offer=offer, rank_offset=1, world_size=2).model_dump(mode="json")
     worker.start_weight_update()
     worker.update_weights({"receive": message})
     worker.finish_weight_update()
-    return arriving.count
+    after = places()
+    moved = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+    return {"tensors": arriving.count, "version": LOADED.version, "places": len(after), "moved": moved}
 
 
 def move(engine: Any, params: Any, ability: Any) -> dict[str, int]:
