@@ -271,3 +271,54 @@ def test_with_a_cache_that_is_not_made_of_blocks_all_is_computed(workers: Any, c
     assert load(worker, pulling(ports), [1, 2, 3]).failed_recving == {"r"}
     worker.close()
     setup.reserved[0].close()
+
+
+# ---------------------------------------------------------------- NIXL's scheduler half, with our settings
+
+
+def nixl_scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a server on GPUs whose image has NIXL: vLLM's own code, as our arguments and environment make it."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import NixlPullConnectorScheduler
+
+    monkeypatch.setattr(config, "choose_transport", lambda on_cpu: "nixl")
+    setup = config.prepare("127.0.0.1", False, 1, "bfloat16 x 1", 100)
+    for name, value in setup.environment.items():
+        monkeypatch.setenv(name, value)
+    chosen = KVTransferConfig(**json.loads(setup.arguments[1]))
+    assert KVConnectorFactory.get_connector_class(chosen).__name__ in ("NixlConnector", "NixlPullConnector")
+    parallel = {"tensor_parallel_size": 1, "decode_context_parallel_size": 1, "data_parallel_index": 0}
+    server = SimpleNamespace(
+        parallel_config=SimpleNamespace(**parallel, pipeline_parallel_size=1),
+        cache_config=SimpleNamespace(block_size=BLOCK),
+        kv_transfer_config=chosen,
+        scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=False),
+        num_prefill_lookahead_tokens=0,
+    )
+    groups = SimpleNamespace(transfer_groups=[], kv_cache_groups=[], has_mamba_layers=False)
+    return NixlPullConnectorScheduler(server, chosen.engine_id, groups)
+
+
+def test_nixl_gives_the_blocks_of_one_more_token_to_another_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the coordinator asks of the old server (`nixl_leg`) and hands to the new one. Blocks do not travel here."""
+    old = nixl_scheduler(monkeypatch)
+    monkeypatch.setattr(old, "get_exchange_clipped_blocks", lambda blocks: blocks)
+    leg = request(
+        request_id="leg",
+        num_computed_tokens=40,
+        status="FINISHED_LENGTH_CAPPED",
+        kv_transfer_params={"do_remote_decode": True, "do_remote_prefill": False},
+    )
+    kept, params = old.request_finished(leg, ([4, 5, 6],))
+    assert kept, "the old server keeps them until they were read"
+    new = nixl_scheduler(monkeypatch)
+    assert params["remote_port"] != new.side_channel_port
+    moved = request(num_computed_tokens=0, kv_transfer_params=dict(params), prompt_token_ids=list(range(40)))
+    assert new.get_num_new_matched_tokens(moved, 16) == (24, True), "what the new server has itself is not asked for"
+    blocks = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: ([8, 9],), blocks=([],))
+    monkeypatch.setattr(new, "get_exchange_clipped_blocks", lambda blocks: blocks)
+    new.update_state_after_alloc(moved, blocks, 24)
+    assert set(new._reqs_need_recv) == {"r"}
+    assert params["remote_block_ids"] == ([4, 5, 6],)
+    assert (params["remote_host"], params["remote_engine_id"]) == ("127.0.0.1", old.engine_id)
