@@ -184,6 +184,27 @@ def test_samples_that_are_not_there(api, cluster, tmp_path):
             cluster.samples("job", **options)
 
 
+@pytest.mark.parametrize("state", ["Completed", "Failed", "Running"])
+def test_samples_of_a_job_without_a_coordinator(sampled, api, state):
+    """Its volume outlives its pods, and the error says where on it they are."""
+    status = {"conditions": [condition(state)]}
+    if state == "Completed":
+        status["artifacts"] = [{"name": "actor", "claim": "my-runs", "path": "first-1/models/actor"}]
+    api.kube.objects[f"{JOBS}/job"]["status"] = status
+    del api.kube.objects["/api/v1/namespaces/lab/secrets/job-token"]  # as after the end, nothing can be asked
+    with pytest.raises(ClientError) as error:
+        sampled.samples("job", sort="reward", limit=3)
+    said = str(error.value)
+    assert error.value.status == 502
+    if state == "Running":
+        assert "the job has not started yet" in said
+    else:
+        where = "claim my-runs, folder first-1" if state == "Completed" else "claim job-files, or the one it names"
+        assert said.startswith(f"job job is {state}, and only a running coordinator can be asked for samples; they are")
+        assert f"({where}). Copy it" in said
+        assert "`dovetail samples COPY` shows them" in said
+
+
 def test_what_fails_is_a_sentence(api, cluster):
     with pytest.raises(ManifestError, match="groups"):
         cluster.submit(

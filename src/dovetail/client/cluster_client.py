@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +21,7 @@ from dovetail.protocol.files.sample_choice import ORDERS, choose
 SECONDS = 60.0
 # After these states nothing happens any more by itself.
 ENDED = ("Completed", "Failed", "Suspended")
+NO_COORDINATOR = 502
 _MERGE = {"Content-Type": "application/merge-patch+json"}
 
 
@@ -235,8 +236,9 @@ class Cluster:
         by reward, kl or tokens; `ascending`: lowest first. `grep`: only samples whose prompt or response contains this
         regular expression. `limit`: at most so many.
 
-        The job's coordinator is asked, so the job must be running. The token must have the right to read logs of pods,
-        which hold such texts too. Raises ValueError for a filter that is wrong."""
+        The job's coordinator is asked, so the job must be running; the error for a job that has ended says where its
+        samples are. The token must have the right to read logs of pods, which hold such texts too. Raises ValueError
+        for a filter that is wrong."""
         if sort is not None and sort not in ORDERS:
             raise ValueError(f"sort is {sort!r}; samples can be sorted by {', '.join(ORDERS)}")
         if ascending and sort is None:
@@ -249,13 +251,33 @@ class Cluster:
             pattern = None if grep is None else re.compile(grep)
         except re.error as error:
             raise ValueError(f"grep is not a regular expression: {error}") from error
-        wanted = list(iterations) or [self._last_samples(name, evaluation)]
-        rows = (row for iteration in wanted for row in self._sample_rows(name, iteration, evaluation))
-        if sort is None:
-            found = list(islice((row for row in rows if choose([row], pattern=pattern)), limit))
-        else:
-            found = choose(list(rows), sort, ascending, pattern)[:limit]
+        try:
+            wanted = list(iterations) or [self._last_samples(name, evaluation)]
+            rows = (row for iteration in wanted for row in self._sample_rows(name, iteration, evaluation))
+            if sort is None:
+                found = list(islice((row for row in rows if choose([row], pattern=pattern)), limit))
+            else:
+                found = choose(list(rows), sort, ascending, pattern)[:limit]
+        except ClientError as error:
+            if error.status != NO_COORDINATOR:
+                raise
+            raise ClientError(self._where_samples_are(name) or str(error), error.status) from error
         return [SampleRow.model_validate(row) for row in found]
+
+    def _where_samples_are(self, name: str) -> str:
+        """How the samples of a job that has ended are read; "" if it has not."""
+        document = self._api.document(f"/{name}")
+        job = ClusterJob.model_validate(document)
+        if not job.ended:
+            return ""
+        models = document["status"].get("artifacts") or [{}]
+        claim, model = models[0].get("claim"), PurePosixPath(models[0].get("path") or "")
+        where = f"claim {claim}, folder {model.parent.parent}" if claim else f"claim {name}-files, or the one it names"
+        return (
+            f"job {name} is {job.state}, and only a running coordinator can be asked for samples; they are in samples/ "
+            f"of its run directory ({where}). Copy it from a pod that mounts the claim, such as "
+            "examples/cluster/results.yaml; `dovetail samples COPY` shows them"
+        )
 
     def _last_samples(self, name: str, evaluation: bool) -> int:
         kept = self._api.document(f"/{name}/run/overview")["evaluations" if evaluation else "sample_iterations"]
