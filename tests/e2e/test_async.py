@@ -155,14 +155,15 @@ def in_phase(phase: str, iteration: int) -> Any:
     return lambda s: s["stage"] == "ppo" and s["phase"] == phase and s["iteration"] >= iteration
 
 
-def disturbances(how: signal.Signals) -> list[Fault]:
-    """Of each process, while the trainers learn from one iteration and the next one's samples are made."""
+def disturbances(how: signal.Signals, apart: int = 1) -> list[Fault]:
+    """Of each process, while the trainers learn from one iteration and the next one's samples are made. Two faults are
+    so many iterations `apart`."""
     return [
-        Fault("rollouts-1", in_phase("training", 1), child=True, signal=how),
-        Fault("coordinator", in_phase("training", 2), signal=how),
-        Fault("trainer-1", in_phase("training", 3), signal=how),
-        Fault("rollouts-0-scorer", in_phase("training", 3), signal=how),
-        Fault("trainer-0", in_phase("training", 4), signal=how),
+        Fault("rollouts-1", in_phase("training", apart), child=True, signal=how),
+        Fault("coordinator", in_phase("training", 2 * apart), signal=how),
+        Fault("trainer-1", in_phase("training", 3 * apart), signal=how),
+        Fault("rollouts-0-scorer", in_phase("training", 3 * apart), signal=how),
+        Fault("trainer-0", in_phase("training", 4 * apart), signal=how),
     ]
 
 
@@ -205,27 +206,43 @@ def test_whoever_dies_or_freezes_at_any_lag(
     check_disturbed(code, tmp_path / "run", peaceful(lag), lag, faults, failurePolicy=patience)
 
 
+def served(status: dict[str, Any]) -> bool:
+    """While the trainers learn from an iteration, all rollouts and scorers serve the version of the next one."""
+    states = {name: one["state"] for name, one in status["instances"].items()}
+    learning = in_phase("training", 2)(status) and status["weight_version"] == status["iteration"] - 1
+    return learning and len(states) == 4 and set(states.values()) == {"healthy"}
+
+
 @pytest.mark.nightly
 def test_a_rollout_that_comes_back_while_a_trainer_is_frozen_gets_its_weights_from_the_other(
     tmp_path: Path, code: Path, peaceful: Callable[[int], Path]
 ) -> None:
-    def served(status: dict[str, Any]) -> bool:
-        """While the trainers learn from an iteration, both rollouts serve the version of the next one."""
-        states = [status["instances"].get(f"rollouts-{number}", {}).get("state") for number in range(2)]
-        learning = in_phase("training", 2)(status) and status["weight_version"] == status["iteration"] - 1
-        return learning and states == ["healthy", "healthy"]
-
     faults = [
         Fault("trainer-1", served, signal=signal.SIGSTOP),
-        Fault("rollouts-1", in_phase("training", 2), child=True, signal=signal.SIGKILL),
+        Fault("rollouts-1", lambda status: faults[0].done, child=True, signal=signal.SIGKILL),
     ]
-    # What is killed first would be back before the other freezes.
-    faults[1].when = lambda status: faults[0].done
     # The rollout is back long before the trainer is given up.
     patience = {"maxRestarts": 20, "peerTimeoutSeconds": 30}
     check_disturbed(code, tmp_path / "run", peaceful(1), 1, faults, failurePolicy=patience)
     relayed = events(tmp_path / "run", "weights.relayed")
     assert [(e["sender"], e["instance"]) for e in relayed] == [("rollouts-0", "rollouts-1")]
+
+
+@pytest.mark.nightly
+def test_samples_are_scored_while_a_trainer_is_frozen_and_a_scorer_waits_for_its_weights(
+    tmp_path: Path, code: Path, peaceful: Callable[[int], Path]
+) -> None:
+    """A scorer gets its weights from the trainers alone. Until then the others score."""
+    run_dir = tmp_path / "run"
+    faults = [
+        Fault("trainer-1", served, signal=signal.SIGSTOP),
+        Fault("rollouts-0-scorer", lambda status: faults[0].done, signal=signal.SIGKILL),
+    ]
+    patience = {"maxRestarts": 20, "peerTimeoutSeconds": 45}
+    check_disturbed(code, run_dir, peaceful(1), 1, faults, failurePolicy=patience)
+    (lost,) = (e["time"] for e in events(run_dir, "trainers.lost"))
+    learning = min(e["iteration"] for e in events(run_dir, "iteration.finished") if e["time"] > lost)
+    assert spans(run_dir, "inference")[learning + 1][1] < lost * 1e6
 
 
 class ComeAndGo(Injector):
@@ -291,9 +308,11 @@ class Slow(Injector):
 @pytest.mark.nightly
 @pytest.mark.parametrize("lag", [0, 1, 2])
 def test_rollouts_that_come_and_go_and_slow_ones_change_nothing(tmp_path: Path, quick: Path, lag: int) -> None:
-    """20 iterations."""
+    """20 iterations. Processes that are killed change nothing either."""
     runs: dict[str, Path] = {}
-    for name, injector, rollouts in (("still", None, 2), ("moved", ComeAndGo(), 4), ("slow", Slow(), 2)):
+    killed = Injector(disturbances(signal.SIGKILL, apart=4))
+    disturbed = (("still", None, 2), ("moved", ComeAndGo(), 4), ("slow", Slow(), 2), ("killed", killed, 2))
+    for name, injector, rollouts in disturbed:
         runs[name] = tmp_path / name
         outcome, told = run_job(job(quick, lag, rollouts, 20), runs[name], injector)
         assert outcome.succeeded, (outcome.reason, told)
@@ -301,4 +320,6 @@ def test_rollouts_that_come_and_go_and_slow_ones_change_nothing(tmp_path: Path, 
             assert injector.retired == 5
         if isinstance(injector, Slow):
             assert injector.stops > 10
+        if injector is not None:
+            assert [f.process for f in injector.faults if not f.done] == []
         check_same(runs[name], runs["still"], lag, 20)

@@ -27,6 +27,7 @@ from dovetail.coordinator.generation.migration_costs import Mechanism
 from dovetail.coordinator.generation.migrations import Leave, Migration, StopStrings
 from dovetail.coordinator.generation.requests import RequestRefused, Requests, ServerFailure, body, cancel, stream
 from dovetail.coordinator.scoring.streams import Growing
+from dovetail.coordinator.store.experts import reported_tokens
 from dovetail.coordinator.store.samples import Assignment, Key, Sample
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.manifest.types import Generation
@@ -91,6 +92,10 @@ class Drawing:
         self._iteration = iteration
         self._on_finished, self._progress, self._tail, self._turn = on_finished, progress, tail, turn
         self._pending = [Work.of(s) for s in samples]
+        if shared.replay:
+            pieces = self._store.samples.experts(iteration)
+            for work in self._pending:
+                work.reported = reported_tokens(pieces.get(work.key, ()))
         self._total = len(self._pending)
         self._flying = InFlight(self._store, self._fleet, self._log, self._clock, self._settings, shared.speeds)
         self._wake = asyncio.Event()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from dovetail.coordinator.fleet.fleet import Fleet, Instance, InstanceHealth
 from dovetail.coordinator.generation.dispatch import Speeds
 from dovetail.coordinator.generation.migrations import Departure, Leave, Migration
-from dovetail.coordinator.store.experts import first_wanted
+from dovetail.coordinator.store.experts import first_wanted, tokens_of
 from dovetail.coordinator.store.samples import Delta, Key, Sample
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.protocol.messages import Span
@@ -108,7 +108,8 @@ class Work:
     had when the current attempt began. `last_token`, `ending`: when its last token arrived, and when its request was
     asked to end, in monotonic seconds. `reason`: the server's finish reason. `failure`, `refusal`: why its stream
     broke. `fruitless`: attempts in a row without a token. `departure`: where its KV cache may still be. `interval`:
-    tokens per event. `experts`: the experts of the tokens from `experts_from` on, which are not stored yet."""
+    tokens per event. `experts`: the experts of the tokens from `experts_from` on, which are not stored yet. `reported`:
+    of how many tokens the experts are stored."""
 
     key: Key
     prompt: list[int]
@@ -135,6 +136,7 @@ class Work:
     departure: Departure | None = None
     interval: int = 1
     experts: bytes | None = None
+    reported: int = 0
 
     @staticmethod
     def of(sample: Sample) -> Work:
@@ -150,7 +152,7 @@ class Work:
     @property
     def experts_from(self) -> int:
         """The first token whose experts the current attempt must report."""
-        return first_wanted(len(self.prompt), self.before)
+        return first_wanted(len(self.prompt), self.before, self.reported)
 
     @property
     def name(self) -> str:
@@ -307,6 +309,8 @@ class InFlight:
             activity.end = wall
             activity.tokens, activity.fresh = activity.tokens + new, activity.fresh + new
             work.stored, work.experts = len(work.tokens), None
+            if delta.experts is not None:
+                work.reported = max(work.reported, delta.experts[0] + tokens_of(delta.experts[1]))
             if delta.finish_reason is not None:
                 done.append(work.key)
                 activity.samples += 1

@@ -33,11 +33,27 @@ def _array(data: bytes) -> NDArray[np.integer]:
     return found
 
 
-def first_wanted(prompt: int, kept: int) -> int:
+def first_wanted(prompt: int, kept: int, reported: int) -> int:
     """The first token for which a server must report experts. `kept` tokens of the response are from earlier servers.
-    These reported the experts of all tokens but the last, which no server has computed yet. This server computes the
-    earlier tokens again, but their log-probabilities come from the first computation."""
-    return prompt + kept - 1 if kept else 0
+    `reported`: of how many tokens these said the experts, see `reported_tokens`. The last kept token was computed by
+    nobody yet. This server computes all earlier tokens again, so it also reports those of which a dead server said
+    nothing. Then the experts of a sample do not depend on when a server dies. The log-probabilities come from the first
+    computation."""
+    return min(prompt + kept - 1, reported) if kept else 0
+
+
+def tokens_of(data: bytes) -> int:
+    """The number of tokens in a report."""
+    return len(_array(data))
+
+
+def reported_tokens(pieces: Sequence[tuple[int, bytes]]) -> int:
+    """Of how many tokens, from the first one on, servers reported the experts. `pieces`: as `whole` takes them."""
+    end = 0
+    for start, data in pieces:
+        if start <= end:
+            end = max(end, start + tokens_of(data))
+    return end
 
 
 def whole(pieces: Sequence[tuple[int, bytes]], tokens: int) -> NDArray[np.int16] | None:
