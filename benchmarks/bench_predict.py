@@ -215,7 +215,7 @@ def predicted_lags(job: RLHFJob, machine: Machine) -> Lanes:
     layout, placement = make_plan(job.spec).parallelism["actor"], job.spec.plan.placement
     assert placement != "Auto"
     spec = resolve(job.spec)
-    return predicted_lanes(spec, machine, models, predict_iteration(spec, machine, models, layout, placement))
+    return predicted_lanes(spec, machine, predict_iteration(spec, machine, models, layout, placement))
 
 
 def calibration(job: RLHFJob, work: Path, turn: int) -> list[MeasuredIteration]:

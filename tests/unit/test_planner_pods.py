@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.make_plan import make_plan
+from dovetail.planner.placement.job import Job
+from dovetail.planner.placement.placed import Placed
 from dovetail.planner.placement.pods import PROCESS_BYTES, SERVER_BYTES, memory_limit, pod_memory, quantity, too_small
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS
 
 GIB = 2**30
 SPEC = load_manifest(Path(__file__).parents[2] / "examples" / "quickstart.yaml").spec
-ALONE = {"actor": Parallelism(), "critic": Parallelism()}
+ALONE = Placed({"actor": Parallelism(), "critic": Parallelism()})
 
 
 def changed(**sections: dict[str, Any]) -> RLHFJobSpec:
@@ -42,7 +44,7 @@ def template(**resources: Any) -> dict[str, Any]:
 def test_the_quickstarts_pods_by_hand() -> None:
     """Weights, moments and gradients are 16 bytes a trained parameter on one rank; a rollout's KV cache has room for
     64 sequences of 192 tokens, which are two blocks."""
-    trainer, rollout = (each.parts for each in pod_memory(SPEC, {}, ALONE, "Serial"))
+    trainer, rollout = (each.parts for each in pod_memory(Job(SPEC), ALONE, "Serial"))
     block = 4 * 128 * 128 + 3 * 128 * 384 + 2 * 128
     body = 2 * block + 512 * 128 + 128
     for model, head in (("actor", 512 * 128), ("critic", 128)):
@@ -59,7 +61,7 @@ def test_the_quickstarts_pods_by_hand() -> None:
 
 @pytest.mark.parametrize(("lag", "versions"), [(0, 0), (1, 2), (3, 4)])
 def test_versions_that_are_kept_to_be_sent_take_memory(lag: int, versions: int) -> None:
-    trainer = pod_memory(changed(ppo={"lag": lag}), {}, ALONE, "Serial")[0].parts
+    trainer = pod_memory(Job(changed(ppo={"lag": lag})), ALONE, "Serial")[0].parts
     for model in ("actor_training", "critic_training"):
         assert trainer.get(f"{model}: kept versions", 0.0) == versions * trainer[f"{model}: weights"]
 
@@ -67,7 +69,7 @@ def test_versions_that_are_kept_to_be_sent_take_memory(lag: int, versions: int) 
 def test_a_rollout_keeps_what_it_received_unless_it_is_the_only_one() -> None:
     def copy(**pods: int) -> tuple[float, float]:
         trainers, rollouts = {"name": "t", "roles": ["trainer"]}, {"name": "r", "roles": ["rollout"]}
-        parts = pod_memory(with_groups(trainers, rollouts | {"dtype": "bfloat16"} | pods), {}, ALONE, "Serial")[
+        parts = pod_memory(Job(with_groups(trainers, rollouts | {"dtype": "bfloat16"} | pods)), ALONE, "Serial")[
             -1
         ].parts
         return parts.get("generation: received copy", 0.0), parts["generation: weights"]
@@ -79,10 +81,10 @@ def test_a_rollout_keeps_what_it_received_unless_it_is_the_only_one() -> None:
 
 
 def test_models_take_turns_with_activations_unless_a_schedule_runs_both() -> None:
-    halves = {"actor": Parallelism(pp=2), "critic": Parallelism(pp=2)}
+    halves = Placed({"actor": Parallelism(pp=2), "critic": Parallelism(pp=2)})
 
     def activations(schedule: str) -> set[str]:
-        return {name for name in pod_memory(SPEC, {}, halves, schedule)[0].parts if name.endswith("activations")}
+        return {name for name in pod_memory(Job(SPEC), halves, schedule)[0].parts if name.endswith("activations")}
 
     assert len(activations("Serial")) == 1
     assert activations("Fused") == {"actor_training: activations", "critic_training: activations"}
@@ -90,21 +92,21 @@ def test_models_take_turns_with_activations_unless_a_schedule_runs_both() -> Non
 
 def test_pods_of_both_roles_hold_everything_and_scorers_only_their_models() -> None:
     both = {"name": "pods", "roles": ["trainer", "rollout"], "replicas": 2}
-    (pods,) = pod_memory(with_groups(both), {}, ALONE, "Serial")
+    (pods,) = pod_memory(Job(with_groups(both)), ALONE, "Serial")
     assert (pods.first, pods.pods, pods.limit) == (0, 2, None)
     assert {"trainer: process", "generation: processes", "scorer: process"} <= set(pods.parts)
     apart = [{"name": "t", "roles": ["trainer"]}, {"name": "r", "roles": ["rollout"], "replicas": 4}]
-    _, first, second = pod_memory(with_groups(*apart, placement="Interleaving"), {}, ALONE, "Serial")
+    _, first, second = pod_memory(Job(with_groups(*apart, placement="Interleaving")), ALONE, "Serial")
     assert [(each.first, each.pods) for each in (first, second)] == [(0, 2), (2, 2)]
-    whole = pod_memory(with_groups(*apart), {}, ALONE, "Serial")[1]
+    whole = pod_memory(Job(with_groups(*apart)), ALONE, "Serial")[1]
     held = sum(each.parts["scorer: weights"] for each in (first, second))
     assert held == pytest.approx(whole.parts["scorer: weights"])
 
 
 def test_nothing_is_said_of_gpus_and_of_jobs_without_ppo() -> None:
     gpus = {"name": "t", "roles": ["trainer", "rollout"], "gpu": {"product": "NVIDIA-A10", "perPod": 1}}
-    assert pod_memory(with_groups(gpus), {}, ALONE, "Serial") == []
-    assert pod_memory(SPEC.model_copy(update={"stages": SPEC.stages[:1]}), {}, ALONE, "Serial") == []
+    assert pod_memory(Job(with_groups(gpus)), ALONE, "Serial") == []
+    assert pod_memory(Job(SPEC.model_copy(update={"stages": SPEC.stages[:1]})), ALONE, "Serial") == []
 
 
 @settings(max_examples=30, deadline=None)
@@ -117,7 +119,7 @@ def test_memory_grows_with_lengths_micro_batches_and_slots(tokens: int, micro: i
             generation={"maxTokens": tokens, "maxConcurrent": slots},
             ppo={"microBatchSize": micro, "globalBatchSize": 64, "miniBatchSize": 64},
         )
-        return [each.used for each in pod_memory(made, {}, ALONE, "Serial")]
+        return [each.used for each in pod_memory(Job(made), ALONE, "Serial")]
 
     trainer, rollout = used(tokens, micro, slots)
     assert used(tokens + more, micro, slots)[0] > trainer

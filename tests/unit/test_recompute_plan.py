@@ -16,8 +16,7 @@ from dovetail.coordinator.schedules.scheduling import Scheduling
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.pipelines import FAMILIES
 from dovetail.planner.make_plan import PlanError, make_plan
-from dovetail.planner.placement.configs import shapes
-from dovetail.planner.placement.manifest import groups_inventory
+from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.on_gpus import supervised
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -92,12 +91,10 @@ def test_the_65b_example_trains_on_its_own_groups_and_on_fewer(replicas: int, mo
     spec = RLHFJob.model_validate(yaml.safe_load((EXAMPLES / "rlhf-65b.yaml").read_text())).spec
     groups = [g.model_copy(update={"replicas": replicas}) if g.name == "trainers" else g for g in spec.groups]
     spec = spec.model_copy(update={"groups": groups})
-    known, inventory = shapes(spec, {}), groups_inventory(spec)
-    assert known is not None
-    assert inventory is not None
+    job = Job(spec)
     for model in ("actor", "critic", "reward"):
         # Without tensor parallelism, with which even fewer would do.
-        fitting = [f for f in supervised(spec, model, known[model], inventory.pools[0]) if f.layout.tp == 1]
+        fitting = [f for f in supervised(job, model) if f.layout.tp == 1]
         assert fitting
         assert (Stage.PPO in fitting[0].recompute) is (model in models), (model, fitting)
 

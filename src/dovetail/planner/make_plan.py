@@ -4,11 +4,11 @@ writes the plan."""
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
-from dovetail.manifest.checks.batching import BatchRule, batch_rules, longest_sample
+from dovetail.manifest.checks.batching import BatchRule, longest_sample
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.sizes import pod_count, trained_models, trainer_ranks, trainer_world, world_size
@@ -19,10 +19,10 @@ from dovetail.planner.hardware import GPU
 from dovetail.planner.lag import chosen, excluded, with_lags
 from dovetail.planner.placement import data_parallel, on_cpus, on_gpus
 from dovetail.planner.placement.activations import activation_bytes, beyond_limit, check_limit
-from dovetail.planner.placement.configs import ConfigError, pipelines_of, shapes
+from dovetail.planner.placement.job import ConfigError, Job
 from dovetail.planner.placement.layouts import divisions
 from dovetail.planner.placement.manifest import pin_errors, product_errors, product_warnings
-from dovetail.planner.placement.placed import Infeasible, Placed
+from dovetail.planner.placement.placed import Infeasible, Placed, in_ppo
 from dovetail.planner.placement.pods import pod_memory, too_small
 from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.placement.stages_a_rank import fitting, most_chunks, server_memory
@@ -67,10 +67,12 @@ def make_plan(
     if errors := product_errors(spec, measured) + pin_errors(spec):
         raise PlanError(errors[0])
 
+    job = Job(spec, configs or {}, layers or {}, measured, profile, zero3)
+
     def planned(lag: int) -> Plan:
         decided = with_lag(spec, lag)
-        job = _Job(decided, layers or {}, configs or {}, measured, profile, zero3, excluded(spec))
-        return _planned(job).model_copy(update={"lag": decided.ppo.lag})
+        found = _planned(replace(job, spec=decided), excluded(spec))
+        return found.model_copy(update={"lag": decided.ppo.lag})
 
     try:
         if spec.ppo.lag != AUTO_LAG:
@@ -84,72 +86,51 @@ def make_plan(
         raise PlanError(str(error)) from error
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What `make_plan` gets, of a job whose lag is known. `no_lag`: why the job cannot have a lag. None: it can."""
-
-    spec: RLHFJobSpec
-    layers: Mapping[str, int]
-    configs: Mapping[str, Mapping[str, Any]]
-    measured: Mapping[str, GPU] | None
-    profile: Profile | None
-    zero3: bool | None
-    no_lag: str | None
-
-    def placed(self) -> Placed:
-        """The placement, by the best cost model for which enough is known."""
-        if not trained_models(self.spec):
-            return Placed({})
-        return (
-            on_gpus.place(self.spec, self.configs, self.measured, self.zero3)
-            or on_cpus.place(self.spec, self.configs, self.profile)
-            or data_parallel.place(self.spec, self.configs, self.layers)
-        )
-
-
-def _planned(job: _Job) -> Plan:
-    spec, configs, placed = job.spec, job.configs, job.placed()
-    layouts, layouts_ppo = placed.layouts, {**placed.layouts, **placed.apart}
-    checkpointed = _checkpointed(spec, configs, layouts_ppo, placed)
+def _planned(job: Job, no_lag: str | None) -> Plan:
+    """The plan of a job. `no_lag`: why the job cannot have a lag. None: it can."""
+    spec, placed = job.spec, _placed(job)
+    checkpointed = _checkpointed(job, placed)
     if placed.chosen is not None and checkpointed - placed.recompute:
         # The predicted layout keeps more activations than spec.plan.activationMemory allows.
-        always = spec.plan.model_copy(update={"recompute": "Always"})
-        return _planned(replace(job, spec=spec.model_copy(update={"plan": always})))
-    models = {model for stage, model in checkpointed if stage is Stage.PPO}
-    schedule = "Dedicated" if placed.apart else _schedule(spec, layouts)
+        return _planned(job.pinned(recompute="Always"), no_lag)
+    placed = replace(placed, recompute=checkpointed, by_layer=_gathered(job, placed))
+    schedule = "Dedicated" if placed.apart else _schedule(spec, placed.layouts)
     if schedule == "Auto" and placed.chosen is not None:
         schedule = fitting(placed.chosen)
-    by_layer = _gathered(spec, layouts, layouts_ppo, placed)
-    gathered = {model for stage, model in by_layer if stage is Stage.PPO}
-    unsplit = models | gathered
-    chunks = most_chunks(spec, layouts, job.layers, shapes(spec, configs), placed, schedule, unsplit)
-    memory = pod_memory(spec, configs, layouts, schedule, models, gathered, chunks)
-    parts, not_streamed = streamed(spec, layouts_ppo, configs, bool(placed.apart))
-    rules = [(rule, (layouts_ppo if rule.stage is Stage.PPO else layouts)[rule.model]) for rule in batch_rules(spec)]
+    chunks = most_chunks(job, placed, schedule)
+    memory = pod_memory(job, placed, schedule, chunks)
+    parts, not_streamed = streamed(job, placed)
     return Plan(
         world_size=trainer_world(spec),
-        parallelism=dict(layouts),
-        batching=[_batching(spec, rule, layout, checkpointed, by_layer, placed) for rule, layout in rules],
+        parallelism=dict(placed.layouts),
+        batching=[_batching(job, rule, placed) for rule in job.rules],
         tasks=_tasks(spec),
         trainers=_trainers(spec),
         rollouts=_rollouts(spec, placed, chunks) if Stage.PPO in spec.stages else [],
         schedule=schedule,
         apart=dict(placed.apart),
         chunks=chunks,
-        activation_bytes=_activations(spec, configs, layouts_ppo, models),
+        activation_bytes=_activations(job, placed),
         streamed_parts=parts,
         not_streamed=not_streamed,
         warnings=[
             *product_warnings(spec, job.measured),
             *placed.warnings,
-            *_useless_pins(spec, layouts, by_layer),
+            *_useless_pins(spec, placed),
             *too_small(memory),
             *_further_rounds(spec),
         ],
-        prediction=_predicted(spec, placed, job.no_lag, parts),
+        prediction=_predicted(spec, placed, no_lag, parts),
         stages=list(placed.stages),
         memory=memory,
     )
+
+
+def _placed(job: Job) -> Placed:
+    """The placement, by the best cost model for which enough is known."""
+    if not trained_models(job.spec):
+        return Placed({})
+    return on_gpus.place(job) or on_cpus.place(job) or data_parallel.place(job)
 
 
 def _further_rounds(spec: RLHFJobSpec) -> list[str]:
@@ -172,65 +153,48 @@ def _predicted(spec: RLHFJobSpec, placed: Placed, no_lag: str | None, parts: int
     return with_streaming(found, placed.hidden(parts)) if parts and placed.hidden is not None else found
 
 
-def _checkpointed(
-    spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], layouts: Mapping[str, Parallelism], placed: Placed
-) -> frozenset[tuple[Stage, str]]:
+def _checkpointed(job: Job, placed: Placed) -> frozenset[tuple[Stage, str]]:
     """The stages and models with activation checkpointing. They are those that the manifest pins, or those that need it
     according to the search. If memory is not known, as on CPUs, they are those whose activations are more than
     spec.plan.activationMemory."""
-    if spec.plan.recompute != "Auto":
-        return frozenset((r.stage, r.model) for r in batch_rules(spec) if spec.plan.recompute == "Always")
-    found = placed.recompute
-    if Stage.PPO not in spec.stages:
-        return found
-    sizes = activation_bytes(spec, configs, layouts, {model for stage, model in found if stage is Stage.PPO})
-    return found | {(Stage.PPO, model) for model in beyond_limit(spec, sizes)}
+    if job.spec.plan.recompute != "Auto":
+        return frozenset((r.stage, r.model) for r in job.rules if job.spec.plan.recompute == "Always")
+    if Stage.PPO not in job.spec.stages:
+        return placed.recompute
+    sizes = activation_bytes(job, placed)
+    return placed.recompute | {(Stage.PPO, model) for model in beyond_limit(job.spec, sizes)}
 
 
-def _gathered(
-    spec: RLHFJobSpec, layouts: Mapping[str, Parallelism], layouts_ppo: Mapping[str, Parallelism], placed: Placed
-) -> frozenset[tuple[Stage, str]]:
+def _gathered(job: Job, placed: Placed) -> frozenset[tuple[Stage, str]]:
     """The stages and models under ZeRO-3. They are those that the manifest pins, or those for which the placement found
     it faster or found that nothing else fits. They need data-parallel ranks that share the weights."""
     found = set()
-    for rule in batch_rules(spec):
-        mine = layouts_ppo if rule.stage is Stage.PPO else layouts
-        if mine[rule.model].dp > pipelines_of(spec, rule.stage, mine, rule.model):
+    for rule in job.rules:
+        layouts = placed.layouts_in(rule.stage)
+        if layouts[rule.model].dp > job.pipelines(rule.stage, layouts, rule.model):
             found.add((rule.stage, rule.model))
-    return frozenset(found if spec.plan.zero3 == "Always" else found & placed.by_layer)
+    return frozenset(found if job.spec.plan.zero3 == "Always" else found & placed.by_layer)
 
 
-def _activations(
-    spec: RLHFJobSpec,
-    configs: Mapping[str, Mapping[str, Any]],
-    layouts: Mapping[str, Parallelism],
-    checkpointed: Collection[str],
-) -> dict[str, list[int]]:
+def _activations(job: Job, placed: Placed) -> dict[str, list[int]]:
     """The bytes of a micro-batch's activations by model and stage, if actor and critic train on pipelines."""
-    if Stage.PPO not in spec.stages:
+    if Stage.PPO not in job.spec.stages:
         return {}
-    sizes = activation_bytes(spec, configs, layouts, checkpointed)
-    check_limit(spec, sizes)
-    if sizes and spec.plan.chunks > 1:
-        sizes = activation_bytes(spec, configs, layouts, checkpointed, spec.plan.chunks)
-    return sizes if _pipelined(spec, layouts) else {}
+    sizes = activation_bytes(job, placed)
+    check_limit(job.spec, sizes)
+    if sizes and job.spec.plan.chunks > 1:
+        sizes = activation_bytes(job, placed, job.spec.plan.chunks)
+    return sizes if _pipelined(job.spec, placed.layouts_in(Stage.PPO)) else {}
 
 
-def _batching(
-    spec: RLHFJobSpec,
-    rule: BatchRule,
-    layout: Parallelism,
-    checkpointed: Collection[tuple[Stage, str]],
-    by_layer: Collection[tuple[Stage, str]],
-    placed: Placed,
-) -> Batching:
-    rows, tokens = rule.batch // layout.dp, rule.tokens
+def _batching(job: Job, rule: BatchRule, placed: Placed) -> Batching:
+    rows, tokens = rule.batch // placed.layouts_in(rule.stage)[rule.model].dp, rule.tokens
     count = rows // rule.micro
     if tokens is not None:
-        if spec.ppo.micro_batch_tokens == "Auto" and rule.stage is Stage.PPO and placed.chosen is not None:
-            candidate = placed.chosen.candidate
-            tokens = candidate.actor_training[0].micro_batch * longest_sample(spec, rule.stage)
-        count = min(rows, math.ceil(rows * longest_sample(spec, rule.stage) / tokens))
+        longest = longest_sample(job.spec, rule.stage)
+        if job.spec.ppo.micro_batch_tokens == "Auto" and rule.stage is Stage.PPO and placed.chosen is not None:
+            tokens = placed.chosen.candidate.actor_training[0].micro_batch * longest
+        count = min(rows, math.ceil(rows * longest / tokens))
     return Batching(
         stage=rule.stage,
         model=rule.model,
@@ -238,8 +202,8 @@ def _batching(
         micro_batch_size=rule.micro,
         micro_batch_tokens=tokens,
         micro_batches=count,
-        recompute=(rule.stage, rule.model) in checkpointed,
-        zero3=(rule.stage, rule.model) in by_layer,
+        recompute=(rule.stage, rule.model) in placed.recompute,
+        zero3=(rule.stage, rule.model) in placed.by_layer,
     )
 
 
@@ -338,17 +302,15 @@ def _schedule(
     return pin if pin != "Dedicated" and _pipelined(spec, parallelism) else "Serial"
 
 
-def _useless_pins(
-    spec: RLHFJobSpec, layouts: Mapping[str, Parallelism], by_layer: Collection[tuple[Stage, str]]
-) -> list[str]:
-    """A sentence for each pin that has no effect. `by_layer`: stages and models under ZeRO-3."""
-    pin = spec.plan.intra_stage_fusion
+def _useless_pins(spec: RLHFJobSpec, placed: Placed) -> list[str]:
+    """A sentence for each pin that has no effect."""
+    pin, layouts = spec.plan.intra_stage_fusion, placed.layouts
     if "critic" not in layouts:
         why = "no critic is trained" if pin in ("Fused", "TimeSharing", "VShaped", "Dedicated") else ""
     else:
         useless = pin in ("Fused", "TimeSharing", "VShaped") and not _pipelined(spec, layouts)
         why = "neither actor nor critic has pipeline stages" if useless else ""
     found = [f"spec.plan.intraStageFusion is {pin}, which has no effect: {why}"] if why else []
-    if spec.plan.zero3 == "Always" and layouts and not by_layer:
+    if spec.plan.zero3 == "Always" and layouts and not placed.by_layer:
         found.append("spec.plan.zero3 is Always, which has no effect: no trained model has data-parallel ranks")
     return found

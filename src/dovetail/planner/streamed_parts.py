@@ -10,6 +10,8 @@ from typing import Any
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.planner.placement.job import Job
+from dovetail.planner.placement.placed import Placed
 from dovetail.protocol.prediction import Prediction
 
 # With more parts, training begins earlier and less of it is left at the end. Each part costs a command, and an
@@ -17,19 +19,13 @@ from dovetail.protocol.prediction import Prediction
 MOST_PARTS = 16
 
 
-def streamed(
-    spec: RLHFJobSpec,
-    layouts: Mapping[str, Parallelism],
-    configs: Mapping[str, Mapping[str, Any]],
-    apart: bool,
-) -> tuple[int, str]:
-    """The number of parts, and the reason if it is 0. The reason is empty if the manifest does not ask for streaming.
-
-    `layouts`: the layouts of the models that PPO trains. `configs`: the models' config.json, as `make_plan` takes them.
-    `apart`: actor and critic have trainer ranks of their own."""
+def streamed(job: Job, placed: Placed) -> tuple[int, str]:
+    """The number of parts, and the reason if it is 0. The reason is empty if the manifest does not ask for
+    streaming."""
+    spec, layouts = job.spec, placed.layouts_in(Stage.PPO)
     if spec.ppo.streaming == "Never" or Stage.PPO not in spec.stages:
         return 0, ""
-    problem = obstacle(spec) or _layout_obstacle(layouts, apart) or _balancing(spec, configs)
+    problem = obstacle(spec) or _layout_obstacle(layouts, bool(placed.apart)) or _balancing(spec, job.configs)
     if problem is not None:
         return 0, problem
     ppo = spec.ppo

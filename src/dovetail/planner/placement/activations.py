@@ -3,45 +3,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
-from dovetail.manifest.checks.batching import batch_rules, micro_batch_tokens
-from dovetail.manifest.types import Dtype, Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.manifest.checks.batching import micro_batch_tokens
+from dovetail.manifest.types import Dtype, RLHFJobSpec, Stage
 from dovetail.planner.costs.memory import GIB, training_memory
-from dovetail.planner.placement.configs import shapes, training_job
-from dovetail.planner.placement.placed import Infeasible
+from dovetail.planner.placement.job import Job
+from dovetail.planner.placement.placed import Infeasible, Placed
 
 
-def activation_bytes(
-    spec: RLHFJobSpec,
-    configs: Mapping[str, Mapping[str, Any]],
-    parallelism: Mapping[str, Parallelism],
-    checkpointed: Collection[str] = (),
-    chunks: int | None = None,
-) -> dict[str, list[int]]:
+def activation_bytes(job: Job, placed: Placed, chunks: int | None = None) -> dict[str, list[int]]:
     """The bytes that autograd keeps of one micro-batch of the longest sequences, by trained model and by pipeline rank.
     The result is empty if a model's configuration is not known.
 
-    `configs`: as `make_plan` takes them. `checkpointed`: the models with activation checkpointing. `chunks`: if it is
-    given, each rank has so many stages, and the result is by stage. Raises ConfigError."""
-    known = shapes(spec, configs)
-    both = [model for model in ("actor", "critic") if model in parallelism]
-    if known is None or any(model not in known or known[model].layers < parallelism[model].pp for model in both):
+    `placed`: the layouts, and the models with activation checkpointing. `chunks`: if it is given, each rank has so many
+    stages, and the result is by stage. Raises ConfigError."""
+    layouts = placed.layouts_in(Stage.PPO)
+    rules = [rule for rule in job.rules if rule.stage is Stage.PPO]
+    if job.shapes is None or any(job.shape(rule.model).layers < layouts[rule.model].pp for rule in rules):
         return {}
-    gpu = any(Role.TRAINER in group.roles and not group.on_cpu for group in spec.groups)
-    dtype = Dtype.BFLOAT16 if gpu else Dtype.FLOAT32
+    dtype = Dtype.BFLOAT16 if job.trains_on_gpus else Dtype.FLOAT32
     found = {}
-    for rule in (rule for rule in batch_rules(spec) if rule.stage is Stage.PPO and rule.model in both):
-        model, layout = rule.model, parallelism[rule.model]
-        job = training_job(spec, rule, known[model], layout, dtype, gpu=gpu, recompute=model in checkpointed)
+    for rule in rules:
+        training = job.training(rule, layouts[rule.model], dtype, recompute=(Stage.PPO, rule.model) in placed.recompute)
         if chunks is not None:
             # A stage keeps the same, whether its rank has other stages or not.
-            layout = layout.model_copy(update={"pp": layout.pp * chunks})
-            job = replace(job, layout=layout, chunks=1)
-        memory = (training_memory(replace(job, in_flight=1), stage) for stage in range(layout.pp))
-        found[model] = [round(part.device["activations"]) for part in memory]
+            stages = training.layout.model_copy(update={"pp": training.layout.pp * chunks})
+            training = replace(training, layout=stages, chunks=1)
+        training = replace(training, in_flight=1)
+        memory = (training_memory(training, stage) for stage in range(training.layout.pp))
+        found[rule.model] = [round(part.device["activations"]) for part in memory]
     return found
 
 

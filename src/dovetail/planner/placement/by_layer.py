@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.placed import Chosen, Placed
 from dovetail.planner.placement.stages_a_rank import held, most_chunks
-from dovetail.planner.shape import ModelShape
 from dovetail.protocol.prediction import Alternative, Prediction
 
 
@@ -37,18 +35,17 @@ def taken(plain: Placed | None, why: str, found: Placed) -> Placed:
     return _with_alternative(found, plain.chosen.prediction, None) if found.by_layer else plain
 
 
-def reached(spec: RLHFJobSpec, known: Mapping[str, ModelShape], plain: Placed) -> float:
+def reached(job: Job, plain: Placed) -> float:
     """Seconds of an iteration without ZeRO-3, with several stages on each rank if that is faster and the job permits
     it."""
     assert plain.chosen is not None
-    chosen = plain.chosen
+    spec, chosen = job.spec, plain.chosen
     actor, critic = chosen.candidate.actor_training, chosen.candidate.critic_training
     open_ = spec.plan.intra_stage_fusion == "Auto" and spec.ppo.micro_batch_tokens is None and not plain.apart
     seconds = chosen.prediction.iteration_seconds
     if not (open_ and critic and actor[0].pp == critic[0].pp > 1):
         return seconds
-    again = {model for stage, model in plain.recompute if stage is Stage.PPO}
-    chunks = most_chunks(spec, plain.layouts, {}, known, plain, "Auto", again)
+    chunks = most_chunks(job, plain, "Auto")
     return seconds if chunks == 1 else min(seconds, held(chosen, chunks).seconds)
 
 

@@ -6,14 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 
-from dovetail.manifest.checks.batching import batch_rules, pinned_layouts
+from dovetail.manifest.checks.batching import pinned_layouts
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.candidate import Task
-from dovetail.planner.inventory import Pool
+from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.search.limits import every_layout
-from dovetail.planner.shape import ModelShape
 from dovetail.protocol.plan import Layout
 
 TRAINING_TASKS: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
@@ -34,33 +33,34 @@ def pinned_shares(spec: RLHFJobSpec) -> dict[Task, tuple[Parallelism, ...]]:
     }
 
 
-def trainable_layouts(spec: RLHFJobSpec, model: str, pool: Pool, shape: ModelShape) -> list[Parallelism]:
-    """The `allowed_layouts` of a model on all GPUs of a pool."""
-    return allowed_layouts(spec, model, pool.gpus, shape.layers, tensor_degrees(spec, model, pool, shape))
+def trainable_layouts(job: Job, model: str) -> list[Parallelism]:
+    """The `allowed_layouts` of a model on all GPUs of the trainers."""
+    return allowed_layouts(job, model, job.trainers.gpus, job.shape(model).layers, tensor_degrees(job, model))
 
 
-def tensor_degrees(spec: RLHFJobSpec, model: str, pool: Pool, shape: ModelShape) -> list[int]:
+def tensor_degrees(job: Job, model: str) -> list[int]:
     """The tensor-parallel degrees of a trained model. A degree stays within a node and cuts a layer into equal parts. A
     model with adapters is not split."""
-    most = 1 if getattr(spec.models, model).lora is not None else pool.per_node
-    return [t for t in range(1, most + 1) if pool.per_node % t == 0 and shape.split_problem(t) is None]
+    node, shape = job.trainers.per_node, job.shape(model)
+    most = 1 if getattr(job.spec.models, model).lora is not None else node
+    return [t for t in range(1, most + 1) if node % t == 0 and shape.split_problem(t) is None]
 
 
-def most_stages(spec: RLHFJobSpec, layers: int) -> int:
+def most_stages(job: Job, layers: int) -> int:
     """The most pipeline ranks of a model with so many layers."""
-    return max(1, layers // spec.plan.chunks)
+    return max(1, layers // job.spec.plan.chunks)
 
 
 def allowed_layouts(
-    spec: RLHFJobSpec, model: str, ranks: int, layers: int | None, degrees: Sequence[int] = (1,)
+    job: Job, model: str, ranks: int, layers: int | None, degrees: Sequence[int] = (1,)
 ) -> list[Parallelism]:
     """The layouts over `ranks` ranks that share every batch of the model in every stage evenly. If a layout is pinned,
     only that one is allowed. `layers`: the model's layers, or None if they are not known. `degrees`: the allowed tp."""
-    rules = [rule for rule in batch_rules(spec) if rule.model == model]
-    pins = pinned_layouts(spec)
+    rules = [rule for rule in job.rules if rule.model == model]
+    pins = pinned_layouts(job.spec)
     return [
         layout
-        for layout in every_layout(ranks, degrees, ranks if layers is None else most_stages(spec, layers))
+        for layout in every_layout(ranks, degrees, ranks if layers is None else most_stages(job, layers))
         if all(rule.problem(layout.dp) is None for rule in rules) and (pins is None or pins[model][1] == layout)
     ]
 

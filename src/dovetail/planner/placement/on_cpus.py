@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -14,13 +14,13 @@ from dovetail.manifest.critic import shares_body
 from dovetail.manifest.sizes import pod_count, trained_models, trainer_world
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.costs.cpu import IterationWork, best_stage, chunk_seconds, forward_seconds, phases, seconds
-from dovetail.planner.placement.configs import shapes
+from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.layouts import allowed_layouts
 from dovetail.planner.placement.placed import Placed, worth
 from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.simulate.lanes import Lanes, Parts
 from dovetail.planner.workload import Lengths
-from dovetail.protocol.files.machine_profile import Machine, Profile
+from dovetail.protocol.files.machine_profile import Machine
 from dovetail.protocol.prediction import MEASURED_NAMES, Alternative, PredictedTask, Prediction
 
 # A prediction is the mean of so many iterations, whose lengths are drawn at random.
@@ -32,30 +32,27 @@ THRESHOLDS = (None, 0.0, 0.1, 0.2, 0.3, 0.5)
 PHASE_NAMES = {measured: predicted for predicted, measured in MEASURED_NAMES.items()}
 
 
-def mismatch(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], profile: Profile) -> str | None:
-    """A trained model whose layers or hidden size differ from the profile's. None if all agree."""
-    known = shapes(spec, configs)
-    for model in trained_models(spec) if known is not None else []:
-        measured = profile.models.get("critic" if model == "reward" else model)
-        if model != "reward" and known is not None:
-            shape = known[model]
-            if measured is None or (measured.layers, measured.hidden_size) != (shape.layers, shape.hidden):
-                return model
+def mismatch(job: Job) -> str | None:
+    """A trained model whose layers or hidden size differ from those of the job's profile. None if all agree."""
+    assert job.profile is not None
+    for model in trained_models(job.spec) if job.shapes is not None else []:
+        shape, measured = job.shape(model), job.profile.models.get(model)
+        alike = measured is not None and (measured.layers, measured.hidden_size) == (shape.layers, shape.hidden)
+        if model != "reward" and not alike:  # a profile has no reward model
+            return model
     return None
 
 
-def place(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], profile: Profile | None) -> Placed | None:
+def place(job: Job) -> Placed | None:
     """The fastest placement. It is None if a group has GPUs, if the profile has no whole iterations or has other
     models, if the job has no PPO, or if no layout divides its batches. The caller says why."""
-    known = shapes(spec, configs)
-    machine = profile.machine if profile is not None else None
-    if machine is None or known is None or Stage.PPO not in spec.stages or not all(g.on_cpu for g in spec.groups):
+    spec, machine = job.spec, None if job.profile is None else job.profile.machine
+    if machine is None or Stage.PPO not in spec.stages or not all(g.on_cpu for g in spec.groups):
         return None
-    assert profile is not None
-    if mismatch(spec, configs, profile) is not None:
+    if job.shapes is None or mismatch(job) is not None:
         return None
     ranks = trainer_world(spec)
-    allowed = {m: allowed_layouts(spec, m, ranks, known[m].layers) for m in trained_models(spec)}
+    allowed = {m: allowed_layouts(job, m, ranks, job.shape(m).layers) for m in trained_models(spec)}
     models = [m for m in ("actor", "critic") if m in allowed]
     both = [layout for layout in allowed["actor"] if all(layout in allowed[m] for m in models)]
     if not both or not all(allowed.values()):
@@ -69,11 +66,10 @@ def place(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]], profile: 
     best = min(found, key=lambda f: f.seconds)
     if not worth(best.seconds, plain.seconds, best.work.steps):
         best = plain
-    layouts = {m: best.layout if m in models or best.layout in allowed[m] else allowed[m][0] for m in allowed}
     return Placed(
-        layouts,
+        {m: best.layout if m in models or best.layout in allowed[m] else allowed[m][0] for m in allowed},
         _prediction(spec, machine, best, [f for f in found if f is not best]),
-        lanes=lambda: predicted_lanes(spec, machine, models, best),
+        lanes=lambda: predicted_lanes(spec, machine, best),
     )
 
 
@@ -82,13 +78,17 @@ PlacementName = Literal["Flattening", "Interleaving", "Separation"]
 
 @dataclass(frozen=True)
 class PredictedIteration:
-    """An iteration with one placement and layout. `work`: the iteration with the first lengths that were drawn.
-    `phases`: mean seconds by the coordinator's names."""
+    """An iteration with one placement and layout. `works`: iterations whose lengths are drawn at random. `phases`: mean
+    seconds by the coordinator's names."""
 
     placement: PlacementName
     layout: Parallelism
-    work: IterationWork
+    works: Sequence[IterationWork]
     phases: Mapping[str, float]
+
+    @property
+    def work(self) -> IterationWork:
+        return self.works[0]
 
     @property
     def seconds(self) -> float:
@@ -113,27 +113,18 @@ def predict_iteration(
     spec: RLHFJobSpec, machine: Machine, models: Sequence[str], layout: Parallelism, placement: PlacementName
 ) -> PredictedIteration:
     """The mean iteration over DRAWS random draws of the lengths. The trained `models` all have `layout`."""
-    works = _works(spec, machine, models, layout, placement)
-    found = [seconds(work, machine) for work in works]
-    return PredictedIteration(
-        placement, layout, works[0], {name: sum(f[name] for f in found) / DRAWS for name in found[0]}
-    )
-
-
-def _works(
-    spec: RLHFJobSpec, machine: Machine, models: Sequence[str], layout: Parallelism, placement: PlacementName
-) -> list[IterationWork]:
-    """DRAWS iterations whose lengths are drawn at random."""
     pinned = spec.model_copy(update={"plan": spec.plan.model_copy(update={"placement": placement})})
     rng = np.random.default_rng(spec.seed)
-    return [work_of(pinned, models, layout, *_lengths(spec, machine, rng)) for _ in range(DRAWS)]
+    works = [work_of(pinned, models, layout, *_lengths(spec, machine, rng)) for _ in range(DRAWS)]
+    found = [seconds(work, machine) for work in works]
+    return PredictedIteration(placement, layout, works, {n: sum(f[n] for f in found) / DRAWS for n in found[0]})
 
 
-def predicted_lanes(spec: RLHFJobSpec, machine: Machine, models: Sequence[str], best: PredictedIteration) -> Lanes:
+def predicted_lanes(spec: RLHFJobSpec, machine: Machine, best: PredictedIteration) -> Lanes:
     """The same iterations as two lanes that share the machine's cores. With a lag the trainers recompute the old
     log-probabilities."""
     synchronous, lagged = [], []
-    for work in _works(spec, machine, models, best.layout, best.placement):
+    for work in best.works:
         stage = best_stage(work, machine)
         found = phases(stage, work, machine)
         made = {PHASE_NAMES.get(name, name): found[name] for name in ("weights", "generation", "inference")}

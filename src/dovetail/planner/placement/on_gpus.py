@@ -4,34 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any
+from functools import partial
 
 import numpy as np
 
-from dovetail.manifest.checks.batching import BatchRule, batch_rules, longest_sample
+from dovetail.manifest.checks.batching import BatchRule, longest_sample
 from dovetail.manifest.sizes import trained_models, world_size
-from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
-from dovetail.planner.candidate import TRAINING, Candidate, Placement, Share, Task
+from dovetail.manifest.types import Parallelism, Role, Stage
+from dovetail.planner.candidate import TRAINING, Placement, Share, Task
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.costs.memory import Training, problem, worst
-from dovetail.planner.costs.steps import StepTimes
-from dovetail.planner.hardware import GPU
-from dovetail.planner.inventory import Inventory, Pool
+from dovetail.planner.inventory import Inventory
 from dovetail.planner.placement.by_layer import may_gain, reached, taken
-from dovetail.planner.placement.configs import rows, sequence_tokens, shapes, training_job
+from dovetail.planner.placement.job import Job, sequences
 from dovetail.planner.placement.layouts import trainable_layouts
-from dovetail.planner.placement.manifest import (
-    RECOMPUTE,
-    groups_inventory,
-    groups_limits,
-    with_parts,
-    workload,
-)
+from dovetail.planner.placement.manifest import RECOMPUTE, groups_limits, with_parts
 from dovetail.planner.placement.placed import Chosen, Infeasible, Placed, prediction, worth
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.search import Effort, Result, Search, alternatives, search_fewest_stages
-from dovetail.planner.shape import ModelShape
 from dovetail.planner.simulate.hidden_training import hidden
 from dovetail.planner.simulate.lanes import Lanes, Parts
 from dovetail.planner.simulate.rollout import play_rollout
@@ -55,24 +45,16 @@ class Fitting:
     by_layer: frozenset[Stage] = frozenset()
 
 
-def place(
-    spec: RLHFJobSpec,
-    configs: Mapping[str, Mapping[str, Any]],
-    measured: Mapping[str, GPU] | None = None,
-    zero3: bool | None = None,
-) -> Placed | None:
+def place(job: Job) -> Placed | None:
     """The fastest placement that fits, by the cost model of GPUs. None if the job's GPUs or models are not known, or if
-    its groups have CPUs. `zero3`: whether PPO has ZeRO-3, if the manifest leaves that open. None: the planner chooses.
-    Raises Infeasible, ConfigError or UnknownProduct."""
-    known = shapes(spec, configs)
-    inventory = groups_inventory(spec, measured)
-    if known is None or inventory is None:
+    its groups have CPUs. Raises Infeasible, ConfigError or UnknownProduct."""
+    plan = job.spec.plan
+    if job.shapes is None or job.inventory is None:
         return None
-    job = _Job(spec, known, inventory)
-    if spec.plan.zero3 != "Auto":
-        return _place(job, spec.plan.zero3 == "Always")
-    if zero3 is not None:
-        return _place(job, True) if zero3 else _plain(job)
+    if plan.zero3 != "Auto":
+        return _place(job, plan.zero3 == "Always")
+    if job.zero3 is not None:
+        return _place(job, True) if job.zero3 else _plain(job)
     plain, refused = None, None
     try:
         plain = _plain(job)
@@ -81,7 +63,7 @@ def place(
     except Infeasible as error:
         refused = error
     try:
-        found = _place(job, True, None if plain is None else reached(spec, known, plain))
+        found = _place(job, True, None if plain is None else reached(job, plain))
     except Infeasible as error:
         if refused is not None:
             raise refused from error
@@ -89,21 +71,7 @@ def place(
     return plain if found is None else taken(plain, "" if refused is None else str(refused), found)
 
 
-@dataclass(frozen=True)
-class _Job:
-    """A manifest, its models and its GPUs."""
-
-    spec: RLHFJobSpec
-    known: Mapping[str, ModelShape]
-    inventory: Inventory
-
-    @cached_property
-    def costs(self) -> GPUCosts:
-        """The costs of PPO."""
-        return GPUCosts(workload(self.spec, self.known), self.inventory, self.spec.generation.max_concurrent)
-
-
-def _plain(job: _Job) -> Placed | None:
+def _plain(job: Job) -> Placed | None:
     """The fastest placement whose PPO has no ZeRO-3. Other stages have it only if nothing fits without it."""
     try:
         return _place(job, False)
@@ -116,82 +84,67 @@ def _plain(job: _Job) -> Placed | None:
             raise error from None
 
 
-def _place(job: _Job, by_layer: bool, than: float | None = None, others: bool | None = None) -> Placed | None:
+def _place(job: Job, by_layer: bool, than: float | None = None, others: bool | None = None) -> Placed | None:
     """The fastest placement with or without ZeRO-3. `by_layer`: PPO's models train under ZeRO-3. `others`: those of
     other stages do if they do not fit otherwise; None: as `by_layer`. `than`: the result is None unless its iterations
     gain enough over so many seconds."""
-    spec, known, trainers = job.spec, job.known, job.inventory.pools[0]
     others = by_layer if others is None else others
-    layouts = {
-        model: supervised(spec, model, known[model], trainers, by_layer, others) for model in trained_models(spec)
-    }
+    layouts = {model: supervised(job, model, by_layer, others) for model in trained_models(job.spec)}
     if not all(layouts.values()):
         return None
-    chosen = {model: fitting[0].layout for model, fitting in layouts.items()}
-    if Stage.PPO not in spec.stages:
-        again, gathering = (_stages_with(way, chosen, layouts) for way in ("recompute", "by_layer"))
-        stages = _stages(spec, known, trainers, chosen, again, gathering)
-        return Placed(chosen, recompute=again, by_layer=gathering, stages=stages)
+    layout_of = {model: fitting[0].layout for model, fitting in layouts.items()}
+    if Stage.PPO not in job.spec.stages:
+        return _with_stages(job, Placed(layout_of), layouts)
     found = _iteration(job, layouts, by_layer, than)
     if found is None:
         return None
-    shares = _trained(found.candidate)
-    if found.candidate.schedule != "Dedicated":
-        chosen |= {m: Parallelism(pp=share.pp, tp=share.tp, dp=share.dp) for m, (share, *_) in shares.items()}
-    else:
+    trained = {"actor": found.candidate.actor_training, "critic": found.candidate.critic_training}
+    shares = {model: mine[0] for model, mine in trained.items() if mine}
+    apart: dict[str, Layout] = {}
+    if found.candidate.schedule == "Dedicated":
+        apart = {m: Layout(pp=s.pp, tp=s.tp, dp=s.dp, first=s.first) for m, s in shares.items()}
         # The critic's layout on all ranks is not used, but it must have the actor's tp.
-        actor = chosen["actor"]
+        actor = layout_of["actor"]
         critics = [fitting.layout for fitting in layouts["critic"]]
-        chosen["critic"] = min(critics, key=lambda layout: (layout != actor, layout.tp != actor.tp))
-    if "reward" in chosen and chosen.get("critic") in [fitting.layout for fitting in layouts["reward"]]:
-        chosen["reward"] = chosen["critic"]
-    before, gathering = (
-        frozenset(each for each in _stages_with(way, chosen, layouts) if each[0] is not Stage.PPO)
-        for way in ("recompute", "by_layer")
-    )
-    return Placed(
-        chosen,
+        layout_of["critic"] = min(critics, key=lambda layout: (layout != actor, layout.tp != actor.tp))
+    else:
+        layout_of |= {m: Parallelism(pp=share.pp, tp=share.tp, dp=share.dp) for m, share in shares.items()}
+    if "reward" in layout_of and layout_of.get("critic") in [fitting.layout for fitting in layouts["reward"]]:
+        layout_of["reward"] = layout_of["critic"]
+    placed = Placed(
+        layout_of,
         found.prediction,
-        recompute=before | {(Stage.PPO, m) for m, s in shares.items() if s[0].recompute},
-        by_layer=gathering | {(Stage.PPO, m) for m, s in shares.items() if s[0].gathers},
-        apart=_apart(shares) if found.candidate.schedule == "Dedicated" else {},
+        recompute=frozenset((Stage.PPO, m) for m, share in shares.items() if share.recompute),
+        by_layer=frozenset((Stage.PPO, m) for m, share in shares.items() if share.gathers),
+        apart=apart,
         chosen=found,
-        lanes=lambda: _lanes(found, spec.seed),
-        hidden=lambda parts: _hidden(found, spec.seed, parts),
-        stages=_stages(spec, known, trainers, chosen, before, gathering),
+        lanes=lambda: _lanes(found, job.spec.seed),
+        hidden=lambda parts: _hidden(found, job.spec.seed, parts),
     )
+    return _with_stages(job, placed, layouts)
 
 
-def _stages(
-    spec: RLHFJobSpec,
-    known: Mapping[str, ModelShape],
-    pool: Pool,
-    chosen: Mapping[str, Parallelism],
-    recomputed: frozenset[tuple[Stage, str]],
-    gathered: frozenset[tuple[Stage, str]],
-) -> tuple[PredictedStage, ...]:
-    """The predicted times of DPO and of the stages before PPO, if all sequences have the longest possible length."""
-    found = []
-    for rule in batch_rules(spec):
-        if rule.stage is Stage.PPO:
-            continue
-        job = training_job(
-            spec,
+def _with_stages(job: Job, placed: Placed, layouts: Mapping[str, Sequence[Fitting]]) -> Placed:
+    """Adds DPO and the stages before PPO: how their models save memory, and their times if all sequences have the
+    longest possible length."""
+    fits = [(m, fit) for m, fitting in layouts.items() for fit in fitting if fit.layout == placed.layouts[m]]
+    recompute = placed.recompute | {(s, m) for m, fit in fits for s in fit.recompute if s is not Stage.PPO}
+    by_layer = placed.by_layer | {(s, m) for m, fit in fits for s in fit.by_layer if s is not Stage.PPO}
+    stages = []
+    for rule in (rule for rule in job.rules if rule.stage is not Stage.PPO):
+        training = job.training(
             rule,
-            known[rule.model],
-            chosen[rule.model],
-            pool.gpu.training.dtype,
-            recompute=(rule.stage, rule.model) in recomputed,
-            by_layer=(rule.stage, rule.model) in gathered,
+            placed.layouts[rule.model],
+            job.trainers.gpu.training.dtype,
+            recompute=(rule.stage, rule.model) in recompute,
+            by_layer=(rule.stage, rule.model) in by_layer,
         )
-        costs, task, share = _alone(rule, job, pool, sequence_tokens(spec, rule.stage))
-        seconds = _seconds(costs.step(task, share))
-        if rule.stage is Stage.DPO:
-            # The responses' log-probabilities under the reference are computed once, before the first step.
-            seconds += costs.inference(task, share)
-        steps = spec.supervised(rule.stage).steps
-        found.append(PredictedStage(stage=rule.stage, steps=steps, step_seconds=seconds))
-    return tuple(found)
+        # The responses' log-probabilities under the reference are computed once, before the first step of DPO.
+        seconds = _step_seconds(job, rule, training, reference=rule.stage is Stage.DPO)
+        stages.append(
+            PredictedStage(stage=rule.stage, steps=job.spec.supervised(rule.stage).steps, step_seconds=seconds)
+        )
+    return replace(placed, recompute=recompute, by_layer=by_layer, stages=tuple(stages))
 
 
 def _lanes(found: Chosen, seed: int) -> Lanes:
@@ -252,58 +205,35 @@ def _relative(values: Sequence[float], at: int) -> float:
     return values[at] / mean if mean else 1.0
 
 
-def _apart(shares: Mapping[str, Sequence[Share]]) -> dict[str, Layout]:
-    """The layouts of models that have trainer ranks of their own."""
-    return {
-        name: Layout(pp=share.pp, tp=share.tp, dp=share.dp, first=share.first) for name, (share, *_) in shares.items()
-    }
-
-
-def _trained(candidate: Candidate) -> dict[str, tuple[Share, ...]]:
-    """The shares of the models that are trained."""
-    found = {"actor": candidate.actor_training, "critic": candidate.critic_training}
-    return {model: shares for model, shares in found.items() if shares}
-
-
-def _stages_with(
-    way: str, chosen: Mapping[str, Parallelism], layouts: Mapping[str, Sequence[Fitting]]
-) -> frozenset[tuple[Stage, str]]:
-    """The stages and models with a way to save memory, a field of Fitting."""
-    fits = ((model, fit) for model, fitting in layouts.items() for fit in fitting if fit.layout == chosen[model])
-    return frozenset((stage, model) for model, fit in fits for stage in getattr(fit, way))
-
-
-def _iteration(
-    job: _Job, layouts: Mapping[str, Sequence[Fitting]], by_layer: bool, than: float | None
-) -> Chosen | None:
-    spec, known, inventory, costs, work = job.spec, job.known, job.inventory, job.costs, job.costs.work
-    limits = replace(groups_limits(spec, inventory, known), fsdp=(3,) if by_layer else (2,))
+def _iteration(job: Job, layouts: Mapping[str, Sequence[Fitting]], by_layer: bool, than: float | None) -> Chosen | None:
+    costs, steps = job.costs, job.costs.work.steps
+    limits = replace(groups_limits(job), fsdp=(3,) if by_layer else (2,))
     tasks: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
     fitting = {tasks[m]: tuple(each.layout for each in fit) for m, fit in layouts.items() if m in tasks}
     if than is not None and False in limits.apart:
         limits = replace(limits, apart=(False,))  # parts would only be slower: what needs them lacks memory
-    limits = with_parts(spec, replace(limits, layouts=fitting), inventory, known)
+    limits = with_parts(job, replace(limits, layouts=fitting))
     most = max(limits.servers[pool] for pool in limits.rollouts or ())
     result, limits = search_fewest_stages(limits, most, partial(_searched, costs))
     if result.best is None:
         # The reason is that of the simplest placement.
         why = min(result.rejected, key=lambda r: len(r.candidate.note)).problem if result.rejected else None
-        raise Infeasible(_reason(spec, why, limits, costs))
-    if than is not None and not worth(result.best.seconds, than, work.steps):
+        raise Infeasible(_reason(job, why, limits))
+    if than is not None and not worth(result.best.seconds, than, steps):
         return None
     if result.best.candidate.schedule == "Dedicated" and False in limits.apart:
         limits = replace(limits, apart=(False,))
-        result = _worth(result, _searched(costs, limits), work)
+        result = _worth(result, _searched(costs, limits), steps)
     plain = replace(
         limits,
-        layouts={task: _least_split(layouts, inventory.pools[0].gpus) for task, layouts in limits.layouts.items()},
+        layouts={task: _least_split(layouts, job.trainers.gpus) for task, layouts in limits.layouts.items()},
         apart=limits.apart[:1],
         placements=tuple(p for p in limits.placements if p is not Placement.INTERLEAVING) or limits.placements,
         serving_pp=1,
     )
-    result = _worth(result, _searched(costs, plain), work)
+    result = _worth(result, _searched(costs, plain), steps)
     assert result.best is not None
-    if than is not None and not worth(result.best.seconds, than, work.steps):
+    if than is not None and not worth(result.best.seconds, than, steps):
         return None
     return Chosen(result.best.candidate, costs, prediction(result, costs))
 
@@ -312,11 +242,11 @@ def _searched(costs: GPUCosts, limits: Limits) -> Result:
     return Search(limits, costs, Effort(EFFORT)).run()
 
 
-def _worth(found: Result, plainer: Result, work: Workload) -> Result:
+def _worth(found: Result, plainer: Result, steps: int) -> Result:
     """The result of the simpler search, unless `found` gains enough over it."""
     best, other = found.best, plainer.best
     assert best is not None
-    if other is None or worth(best.seconds, other.seconds, work.steps):
+    if other is None or worth(best.seconds, other.seconds, steps):
         return found
     return replace(plainer, rejected=alternatives(found, other))
 
@@ -329,114 +259,118 @@ def _least_split(layouts: Sequence[Parallelism], ranks: int) -> tuple[Parallelis
     return (*sorted(whole, key=lambda layout: (layout.pp * layout.tp, layout.pp))[:1], *parts)
 
 
-def _reason(spec: RLHFJobSpec, why: str | None, limits: Limits, costs: GPUCosts) -> str:
+def _reason(job: Job, why: str | None, limits: Limits) -> str:
     if why is None and limits.apart == (True,):
         return (
-            f"spec.plan.intraStageFusion is Dedicated, but the {costs.inventory.pools[0].gpus} trainer ranks cannot be "
+            f"spec.plan.intraStageFusion is Dedicated, but the {job.trainers.gpus} trainer ranks cannot be "
             "divided between actor and critic; give the trainer groups more ranks, or change spec.plan.parallelism"
         )
     if why is None:
         return "no placement of the groups was found; set spec.plan.placement to Auto"
-    for remedy, changed in _remedies(spec, costs.work, limits):
-        if _searched(costs, changed).best is not None:
+    for remedy, changed in _remedies(job, limits):
+        if _searched(job.costs, changed).best is not None:
             return f"{why}; {remedy}"
-    shared = any({Role.TRAINER, Role.ROLLOUT} <= set(g.roles) for g in spec.groups)
+    shared = any({Role.TRAINER, Role.ROLLOUT} <= set(g.roles) for g in job.spec.groups)
     more = "give generation a group of its own, or " if shared else ""
     return f"{why}; {more}use GPUs with more memory, more of them, or shorter sequences"
 
 
-def _remedies(spec: RLHFJobSpec, work: Workload, limits: Limits) -> Iterator[tuple[str, Limits]]:
+def _remedies(job: Job, limits: Limits) -> Iterator[tuple[str, Limits]]:
     """The changes that a user can make, as sentences and limits, the smallest first."""
+    plan, ppo = job.spec.plan, job.spec.ppo
     fields = ["spec.ppo.actorOptimizer.offload"]
-    fields += ["spec.ppo.criticOptimizer.offload"] if work.critic is not None else []
+    fields += ["spec.ppo.criticOptimizer.offload"] if job.work.critic is not None else []
     if True not in limits.recompute:
         yield "set spec.plan.recompute to Auto", replace(limits, recompute=(False, True))
-    if spec.plan.zero3 == "Never":
+    if plan.zero3 == "Never":
         yield "set spec.plan.zero3 to Auto", replace(limits, fsdp=(3,))
     offload = f"set {' and '.join(fields)} to true"
     offloaded = replace(limits, offload=dict.fromkeys(TRAINING, (True,)))
     yield offload, offloaded
-    if spec.ppo.micro_batch_tokens is None and spec.ppo.micro_batch_size > 1:
+    if ppo.micro_batch_tokens is None and ppo.micro_batch_size > 1:
         yield "set spec.ppo.microBatchSize to 1", replace(limits, micro_batch=1)
         yield f"{offload} and spec.ppo.microBatchSize to 1", replace(offloaded, micro_batch=1)
 
 
-def supervised(
-    spec: RLHFJobSpec, model: str, shape: ModelShape, pool: Pool, by_layer: bool = False, others: bool = False
-) -> list[Fitting]:
+def supervised(job: Job, model: str, by_layer: bool = False, others: bool = False) -> list[Fitting]:
     """The layouts of a trained model on all ranks that divide each of its batches and fit in each stage that trains it,
     the fastest first. The list is empty if no layout divides the batches; the caller says why. `by_layer`: PPO uses
     ZeRO-3. `others`: other stages may use it. Raises Infeasible if no layout fits."""
-    layouts = trainable_layouts(spec, model, pool, shape)
-    found = [_fitting(spec, model, layout, shape, pool, by_layer, others) for layout in layouts]
-    fitting = [(seconds, fit) for seconds, fit, _ in found if fit is not None]
-    if found and not fitting:
-        least, task = min((f for _, _, f in found if f is not None), key=lambda f: worst(f[0]).device_bytes)
-        raise Infeasible(str(problem(task, pool.name, least, pool.gpu.memory, spec.plan.zero3 == "Never")))
+    fitting: list[tuple[float, Fitting]] = []
+    failed: list[tuple[Training, str]] = []
+    rules = [_smallest(job, rule) for rule in job.rules if rule.model == model]
+    for layout in trainable_layouts(job, model):
+        seconds, recompute, gathering = 0.0, set[Stage](), set[Stage]()
+        for rule in rules:
+            ways = _ways(job, rule, layout, by_layer, others)
+            fits = next((way for way in ways if worst(way).device_bytes <= job.trainers.gpu.memory), None)
+            if fits is None:
+                failed.append((min(ways, key=lambda way: worst(way).device_bytes), _TASK[rule.stage, model]))
+                break
+            recompute |= {rule.stage} if fits.recompute else set()
+            gathering |= {rule.stage} if fits.fsdp == 3 else set()
+            seconds += _step_seconds(job, rule, fits)
+        else:
+            fitting.append((seconds, Fitting(layout, frozenset(recompute), frozenset(gathering))))
+    if failed and not fitting:
+        least, task = min(failed, key=lambda f: worst(f[0]).device_bytes)
+        never = job.spec.plan.zero3 == "Never"
+        raise Infeasible(str(problem(task, job.trainers.name, least, job.trainers.gpu.memory, never)))
     return [fit for _, fit in sorted(fitting, key=lambda f: f[0])]
 
 
-def _fitting(
-    spec: RLHFJobSpec, model: str, layout: Parallelism, shape: ModelShape, pool: Pool, by_layer: bool, others: bool
-) -> tuple[float, Fitting | None, tuple[Training, str] | None]:
-    """The seconds of one step in each stage together, each in the fastest way that fits, and the layout. If the layout
-    does not fit in a stage, it is that stage's training and task instead."""
-    dtype = pool.gpu.training.dtype
-    seconds, checkpointed, gathering = 0.0, set(), set()
-    for rule in (rule for rule in batch_rules(spec) if rule.model == model):
-        if rule.stage is Stage.PPO and spec.ppo.micro_batch_tokens == "Auto":
-            # The search finds how many samples fit. At least one must fit.
-            rule = rule._replace(tokens=longest_sample(spec, rule.stage))
-        # Other stages use ZeRO-3 only if they do not fit without it.
-        free = others and spec.plan.zero3 == "Auto" and rule.stage is not Stage.PPO
-        jobs = [
-            training_job(spec, rule, shape, layout, dtype, by_layer=z) for z in ((False, True) if free else (by_layer,))
-        ]
-        ways = [replace(job, recompute=way) for job in jobs for way in RECOMPUTE[spec.plan.recompute]]
-        fits = next((way for way in ways if worst(way).device_bytes <= pool.gpu.memory), None)
-        if fits is None:
-            return 0.0, None, (min(ways, key=lambda way: worst(way).device_bytes), _TASK[rule.stage, model])
-        checkpointed |= {rule.stage} if fits.recompute else set()
-        gathering |= {rule.stage} if fits.fsdp == 3 else set()
-        seconds += _step_seconds(rule, fits, pool, sequence_tokens(spec, rule.stage))
-    return seconds, Fitting(layout, frozenset(checkpointed), frozenset(gathering)), None
+def _smallest(job: Job, rule: BatchRule) -> BatchRule:
+    """The rule with the smallest micro-batch that the planner may choose. The search finds how many samples fit."""
+    free = rule.stage is Stage.PPO and job.spec.ppo.micro_batch_tokens == "Auto"
+    return rule._replace(tokens=longest_sample(job.spec, rule.stage)) if free else rule
 
 
-def _step_seconds(rule: BatchRule, job: Training, pool: Pool, tokens: int) -> float:
-    """The seconds of an optimizer step on a mini-batch of sequences of `tokens` tokens each."""
-    costs, task, share = _alone(rule, job, pool, tokens)
-    return _seconds(costs.step(task, share))
+def _ways(job: Job, rule: BatchRule, layout: Parallelism, by_layer: bool, others: bool) -> list[Training]:
+    """The ways to train a model in a stage, the fastest first."""
+    plan = job.spec.plan
+    # Other stages use ZeRO-3 only if they do not fit without it.
+    free = others and plan.zero3 == "Auto" and rule.stage is not Stage.PPO
+    zero3 = (False, True) if free else (by_layer,)
+    ways = (job.training(rule, layout, job.trainers.gpu.training.dtype, by_layer=each) for each in zero3)
+    return [replace(way, recompute=recompute) for way in ways for recompute in RECOMPUTE[plan.recompute]]
 
 
-def _seconds(step: StepTimes) -> float:
-    # Passes hide all messages but those that fill and drain the pipeline.
-    return step.work + step.bubble + 2 * (step.stages - 1) * step.hop + step.fixed
-
-
-def _alone(rule: BatchRule, job: Training, pool: Pool, tokens: int) -> tuple[GPUCosts, Task, Share]:
-    """The costs of training on a mini-batch of sequences of `tokens` tokens each, the task, and its share, which has
-    all GPUs."""
-    task: Task = "critic_training" if job.head == "value" else "actor_training"
-    batch, lengths = rule.batch * rows(rule), Lengths.fixed(1)
+def _step_seconds(job: Job, rule: BatchRule, training: Training, reference: bool = False) -> float:
+    """The seconds of an optimizer step on a mini-batch of the longest sequences. `reference`: with a forward pass over
+    them."""
+    task: Task = "critic_training" if training.head == "value" else "actor_training"
+    batch, micro = rule.batch * sequences(rule.stage), rule.micro * sequences(rule.stage)
     work = Workload(
-        actor=job.shape,
-        reference=job.shape,
+        actor=training.shape,
+        reference=training.shape,
         reward=None,
-        critic=job.shape,
+        critic=training.shape,
         batch=batch,
         mini_batch=batch,
         epochs=1,
-        prompt=lengths,
-        response=Lengths.fixed(tokens - 1),
-        actor_lora=job.lora,
-        critic_lora=job.lora,
-        value_head=job.head == "lm+value",
+        prompt=Lengths.fixed(1),
+        response=Lengths.fixed(job.sequence_tokens(rule.stage) - 1),
+        actor_lora=training.lora,
+        critic_lora=training.lora,
+        value_head=training.head == "lm+value",
         micro_batch_tokens=rule.tokens,
     )
-    layout = job.layout
-    micro = 1 if rule.tokens is not None else rule.micro * rows(rule)
-    share = Share(pool.name, 0, layout.pp, layout.tp, layout.dp, micro, job.fsdp, job.recompute, job.offload)
-    return GPUCosts(work, Inventory((pool,))), task, share
+    pool, layout = job.trainers, training.layout
+    share = Share(
+        pool.name,
+        pp=layout.pp,
+        tp=layout.tp,
+        dp=layout.dp,
+        micro_batch=micro if rule.tokens is None else 1,
+        fsdp=training.fsdp,
+        recompute=training.recompute,
+        offload=training.offload,
+    )
+    costs = GPUCosts(work, Inventory((pool,)))
+    step = costs.step(task, share)
+    # Passes hide all messages but those that fill and drain the pipeline.
+    seconds = step.work + step.bubble + 2 * (step.stages - 1) * step.hop + step.fixed
+    return seconds + (costs.inference(task, share) if reference else 0.0)
 
 
 _TASK = {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from dovetail.manifest.types import Parallelism, Stage
@@ -56,10 +56,19 @@ class Placed:
     stages: tuple[PredictedStage, ...] = ()
     warnings: tuple[str, ...] = ()
 
+    def layouts_in(self, stage: Stage) -> Mapping[str, Parallelism]:
+        """The layouts of the models in a stage."""
+        return {**self.layouts, **self.apart} if stage is Stage.PPO else self.layouts
+
     @property
     def interleaved(self) -> bool:
         """Whether reference and reward run on halves of the rollouts."""
         return self.prediction is not None and self.prediction.placement == "Interleaving"
+
+
+def in_ppo(ways: Iterable[tuple[Stage, str]]) -> set[str]:
+    """The models of PPO among stages and models, such as `Placed.recompute`."""
+    return {model for stage, model in ways if stage is Stage.PPO}
 
 
 def worth(best: float, other: float, steps: int) -> bool:

@@ -4,14 +4,13 @@ machine."""
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal
 
-from dovetail.manifest.checks.batching import batch_rules
 from dovetail.manifest.sizes import pod_count, relays_weights
-from dovetail.manifest.types import Dtype, Group, Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.manifest.types import Dtype, Group, Role, Stage
 from dovetail.planner.costs.memory import (
     GIB,
     ITEMSIZE,
@@ -21,7 +20,8 @@ from dovetail.planner.costs.memory import (
     stage_parameters,
     training_memory,
 )
-from dovetail.planner.placement.configs import pipelines_of, shapes, training_job
+from dovetail.planner.placement.job import Job
+from dovetail.planner.placement.placed import Placed
 from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.placement.stages_a_rank import SEVERAL
 from dovetail.planner.shape import Head, ModelShape
@@ -46,29 +46,18 @@ _SCALES = {"m": 1e-3, "k": 1e3} | {
 }
 
 
-def pod_memory(
-    spec: RLHFJobSpec,
-    configs: Mapping[str, Mapping[str, Any]],
-    parallelism: Mapping[str, Parallelism],
-    schedule: str,
-    checkpointed: Collection[str] = (),
-    gathered: Collection[str] = (),
-    chunks: int = 1,
-) -> list[PodMemory]:
+def pod_memory(job: Job, placed: Placed, schedule: str, chunks: int = 1) -> list[PodMemory]:
     """The peak memory of PPO's pods. A process keeps the memory that it once had, so processes do not take turns. Equal
     neighbours are one entry. The result is empty for jobs with GPUs or without PPO, and if a model's configuration is
-    not known.
-
-    `checkpointed`: the models with activation checkpointing. `gathered`: those under ZeRO-3. `chunks`: see
-    `Plan.chunks`. Raises ConfigError."""
-    known = shapes(spec, configs)
+    not known. `chunks`: see `Plan.chunks`. Raises ConfigError."""
+    spec, known = job.spec, job.shapes
     if known is None or Stage.PPO not in spec.stages or not all(g.on_cpu for g in spec.groups):
         return []
-    if any(known[m].layers < layout.pp for m, layout in parallelism.items() if m in known):
+    if any(known[m].layers < layout.pp for m, layout in placed.layouts.items() if m in known):
         return []
     # Schedules choose among the numbers of stages that a rank can hold.
     counts = {1, *(count for count in SEVERAL if count <= chunks)} if spec.plan.chunks == 1 else {spec.plan.chunks}
-    trainers = (_trainer(spec, known, parallelism, schedule, checkpointed, gathered, count) for count in counts)
+    trainers = (_trainer(job, placed, schedule, count) for count in counts)
     trainer = max(trainers, key=lambda parts: sum(parts.values()))
     rollouts = iter(scorer_models(spec, sum(pod_count(g) for g in spec.groups if Role.ROLLOUT in g.roles)))
     found = []
@@ -77,7 +66,7 @@ def pod_memory(
         for _ in range(pod_count(group)):
             parts = dict(trainer) if Role.TRAINER in group.roles else {}
             if Role.ROLLOUT in group.roles:
-                parts |= _rollout(spec, known, group, next(rollouts))
+                parts |= _rollout(job, group, next(rollouts))
             pods.append(parts)
         first = 0
         limit = memory_limit(group.pod_template)
@@ -115,39 +104,27 @@ def _named(task: str, parts: Mapping[str, float]) -> dict[str, float]:
     return {f"{task}: {name}": float(size) for name, size in parts.items() if size}
 
 
-def _trainer(
-    spec: RLHFJobSpec,
-    known: Mapping[str, ModelShape],
-    parallelism: Mapping[str, Parallelism],
-    schedule: str,
-    checkpointed: Collection[str],
-    gathered: Collection[str],
-    chunks: int,
-) -> dict[str, float]:
+def _trainer(job: Job, placed: Placed, schedule: str, chunks: int) -> dict[str, float]:
     """The memory of the trainer rank that needs most. Actor and critic take turns with their activations, unless a
     schedule runs both."""
     # Ranks of a model's own (Dedicated) share it among fewer, but hold no other: about the same, or less.
-    rules = [rule for rule in batch_rules(spec) if rule.stage is Stage.PPO and rule.model in parallelism]
+    rules, layouts = [rule for rule in job.rules if rule.stage is Stage.PPO], placed.layouts
     ranks = []
-    for stage in range(max((parallelism[rule.model].pp for rule in rules), default=0)):
+    for stage in range(max((layouts[rule.model].pp for rule in rules), default=0)):
         stays, works = {"trainer: process": PROCESS_BYTES}, []
         for rule in rules:
-            model, layout = rule.model, parallelism[rule.model]
-            job = training_job(
-                spec,
+            training = job.training(
                 rule,
-                known[model],
-                layout,
+                layouts[rule.model],
                 Dtype.FLOAT32,
-                gpu=False,
                 stage=stage,
-                recompute=model in checkpointed,
-                by_layer=model in gathered,
-                pipelines=1 if schedule == "Dedicated" else pipelines_of(spec, rule.stage, parallelism, model),
+                recompute=(rule.stage, rule.model) in placed.recompute,
+                by_layer=(rule.stage, rule.model) in placed.by_layer,
+                pipelines=1 if schedule == "Dedicated" else job.pipelines(rule.stage, layouts, rule.model),
                 chunks=chunks,
             )
-            memory = training_memory(job, min(stage, layout.pp - 1))
-            parts = _named(f"{model}_training", memory.device)
+            memory = training_memory(training, min(stage, training.layout.pp - 1))
+            parts = _named(f"{rule.model}_training", memory.device)
             kept = {name: size for name, size in parts.items() if name.split(": ")[1] in _STAYS}
             stays |= kept
             works.append({name: size for name, size in parts.items() if name not in kept})
@@ -157,13 +134,14 @@ def _trainer(
     return max(ranks, key=lambda parts: sum(parts.values()), default={})
 
 
-def _rollout(spec: RLHFJobSpec, known: Mapping[str, ModelShape], group: Group, scores: list[Any]) -> dict[str, float]:
+def _rollout(job: Job, group: Group, scores: Sequence[str]) -> dict[str, float]:
     """The memory of a vLLM server and of the scorer beside it. The server allocates its KV cache at the start, for all
     sequences that it takes."""
+    spec = job.spec
     longest = spec.data.max_prompt_tokens + spec.generation.max_tokens
     length = -(-longest // KV_BLOCK_TOKENS) * KV_BLOCK_TOKENS
     dtype = next((d for d in (group.dtype, spec.models.actor.dtype) if d is not Dtype.AUTO), Dtype.FLOAT32)
-    actor, itemsize = known["actor"], ITEMSIZE[dtype]
+    actor, itemsize = job.shape("actor"), ITEMSIZE[dtype]
     generation = {
         "weights": itemsize * stage_parameters(actor, "lm", 1, 1, 0),
         # At most: as the trainers hold them, in float32.
@@ -171,7 +149,7 @@ def _rollout(spec: RLHFJobSpec, known: Mapping[str, ModelShape], group: Group, s
         "a step": generation_step_bytes(actor, STEP_TOKENS, itemsize),
         "KV cache": spec.generation.max_concurrent * length * actor.kv_bytes(itemsize),
     }
-    models: list[tuple[ModelShape, Head]] = [(known[m], "lm" if m == "reference" else "value") for m in scores]
+    models: list[tuple[ModelShape, Head]] = [(job.shape(m), "lm" if m == "reference" else "value") for m in scores]
     # Up to SCORER_CPU_TOKENS several prompts share a pass. Beyond that the samples of one prompt have a pass alone.
     alone = spec.data.max_prompt_tokens + spec.ppo.samples_per_prompt * spec.generation.max_tokens
     tokens = max(longest, SCORER_CPU_TOKENS, min(alone, SCORER_TOKENS))

@@ -15,9 +15,9 @@ from dovetail.planner.candidate import Candidate, Placement, Share, Task
 from dovetail.planner.costs.gpu import Estimate, GPUCosts
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.placement.by_layer import gathers
-from dovetail.planner.placement.configs import shapes
+from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.layouts import pinned_shares
-from dovetail.planner.placement.manifest import pinned, workload
+from dovetail.planner.placement.manifest import pinned
 from dovetail.planner.placement.placed import Chosen, Infeasible, prediction, worth
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.search import Effort, Found, Result, Search, alternatives, search_fewest_stages
@@ -74,11 +74,11 @@ def recommend(
     Raises Infeasible, ConfigError or Unknown."""
     if Stage.PPO not in spec.stages:
         raise Unknown("spec.stages has no ppo, whose iteration is what is placed on an inventory; add it")
-    known = shapes(spec, configs)
-    if known is None:
+    job = Job(spec, configs)
+    if job.shapes is None:
         raise Unknown("the configuration of one of the models is not known; give its folder as source.path")
     limits, tried = _limits(spec), effort(inventory, expired)
-    costs = PodCosts(workload(spec, known), inventory, spec.generation.max_concurrent)
+    costs = PodCosts(job.work, inventory, spec.generation.max_concurrent)
     found = _search(limits, costs, tried)
     if spec.plan.zero3 == "Auto":
         found = _gaining(found, _search(replace(limits, fsdp=(3,)), costs, tried))

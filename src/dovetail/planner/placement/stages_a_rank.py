@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Literal
 
-from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role
 from dovetail.planner.candidate import Schedule, Share
 from dovetail.planner.costs.gpu import Estimate, GPUCosts
-from dovetail.planner.placement.placed import Chosen, Placed
-from dovetail.planner.shape import ModelShape
+from dovetail.planner.placement.job import Job
+from dovetail.planner.placement.placed import Chosen, Placed, in_ppo
 
 # The numbers of stages that are tried: a V, and two of them.
 SEVERAL = (2, 4)
@@ -31,33 +29,25 @@ def fitting(chosen: Chosen) -> Literal["Auto", "TimeSharing", "Serial"]:
     return "Serial"
 
 
-def most_chunks(
-    spec: RLHFJobSpec,
-    layouts: Mapping[str, Parallelism],
-    layers: Mapping[str, int],
-    known: Mapping[str, ModelShape] | None,
-    placed: Placed,
-    schedule: str,
-    unsplit: Collection[str],
-) -> int:
+def most_chunks(job: Job, placed: Placed, schedule: str) -> int:
     """The most stages of each model that PPO's schedules may put on a rank. With `schedule` Auto it is what the job
     permits. Otherwise it is what the manifest pins, or 1.
 
     Auto puts several stages on a rank only if that works and changes no bit. Both models must have the same pipeline,
     no tensor parallelism, layers that divide evenly, and no dropout, which is drawn by stage. On GPUs the ranks' memory
-    must be enough. `layers`: the layers by model, if `known` is None. `unsplit`: the models with activation
-    checkpointing or ZeRO-3, whose backward passes cannot be split. No schedule with more than two stages has whole
-    ones."""
+    must be enough. With activation checkpointing or ZeRO-3 backward passes cannot be split, and no schedule with more
+    than two stages has whole ones."""
+    spec, known = job.spec, job.shapes
     if schedule != "Auto":
         return spec.plan.chunks if schedule == "VShaped" else 1
-    both = [layouts[model] for model in ("actor", "critic")]
+    both = [placed.layouts[model] for model in ("actor", "critic")]
     dropout = any(each.lora is not None and each.lora.dropout for each in (spec.models.actor, spec.models.critic))
     if both[0] != both[1] or both[0].tp > 1 or dropout:
         return 1
-    counts = [known[m].layers if known is not None else layers.get(m) for m in ("actor", "critic")]
-    several = SEVERAL[:1] if unsplit else SEVERAL
+    counts = [known[m].layers if known is not None else job.layers.get(m) for m in ("actor", "critic")]
+    several = SEVERAL[:1] if in_ppo(placed.recompute | placed.by_layer) else SEVERAL
     stages = [c for c in several if all(n is not None and n % (both[0].pp * c) == 0 for n in counts)]
-    if not any(Role.TRAINER in group.roles and not group.on_cpu for group in spec.groups):
+    if not job.trains_on_gpus:
         return max(stages, default=1)
     return max((c for c in stages if placed.chosen is not None and held(placed.chosen, c).fits), default=1)
 

@@ -1,0 +1,252 @@
+"""Describes the job that is planned: its manifest, the shapes of its models, and the GPUs of its groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from dovetail.manifest.checks.batching import BatchRule, batch_rules, longest_sample
+from dovetail.manifest.critic import has_critic, shares_body
+from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.sizes import pod_count
+from dovetail.manifest.types import Dtype, Group, ModelSource, Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.planner import candidate
+from dovetail.planner.costs.gpu import GPUCosts
+from dovetail.planner.costs.memory import GIB, Training
+from dovetail.planner.hardware import GPU, gpu
+from dovetail.planner.inventory import NETWORK_GBPS, Inventory, Pool
+from dovetail.planner.shape import Head, ModelShape, ShapeError
+from dovetail.planner.workload import Lengths, Workload
+from dovetail.protocol.files.machine_profile import Profile
+
+# For each model, the models whose source it may start from, in order.
+_FROM = {
+    "actor": ("actor",),
+    "reference": ("reference", "actor"),
+    "reward": ("reward", "actor"),
+    "critic": ("critic", "reward", "actor"),
+}
+
+
+class ConfigError(ValueError):
+    """A model configuration cannot be read. The message is one sentence that names the field."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `make_plan` gets, with its names, of a job whose lag is known. What follows from it is computed once."""
+
+    spec: RLHFJobSpec
+    configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    layers: Mapping[str, int] = field(default_factory=dict)
+    measured: Mapping[str, GPU] | None = None
+    profile: Profile | None = None
+    zero3: bool | None = None
+
+    def pinned(self, **plan: Any) -> Job:
+        """The same job with other values of spec.plan."""
+        return replace(self, spec=self.spec.model_copy(update={"plan": self.spec.plan.model_copy(update=plan)}))
+
+    # ------------------------------------------------------------ models
+
+    @cached_property
+    def rules(self) -> list[BatchRule]:
+        """The batches of the trained models, by stage."""
+        return batch_rules(self.spec)
+
+    @cached_property
+    def shapes(self) -> dict[str, ModelShape] | None:
+        """The shapes of actor, reference, reward and critic, as far as the job has them. None if the configuration of
+        one is not known. Raises ConfigError."""
+        spec, found = self.spec, {}
+        for model in ("actor", "reference", "reward", "critic"):
+            if not needed(spec, model):
+                continue
+            name = owner(spec, model)
+            source = getattr(spec.models, name).source if name is not None else None
+            config = None if source is None else _scratch(spec, source) or self.configs.get(str(name))
+            if config is None:
+                return None
+            try:
+                found[model] = ModelShape.of(config)
+            except ShapeError as error:
+                raise ConfigError(f"spec.models.{name}.source: {error}") from error
+        return found
+
+    def shape(self, model: str) -> ModelShape:
+        """The shape of one model. The shapes must be known."""
+        assert self.shapes is not None
+        return self.shapes[model]
+
+    @cached_property
+    def work(self) -> Workload:
+        """The work of one PPO iteration. Lengths are not measured yet, so prompts are half as long as they may be, and
+        responses have a long tail. The shapes must be known."""
+        spec, longest = self.spec, self.spec.data.max_prompt_tokens
+        tokens = spec.ppo.micro_batch_tokens
+        limit = spec.plan.activation_memory
+        return Workload(
+            actor=self.shape("actor"),
+            reference=self.shape("reference"),
+            reward=None if spec.models.reward.calls else self.shape("reward"),
+            critic=self.shape("critic") if has_critic(spec) else None,
+            batch=spec.ppo.global_batch_size,
+            mini_batch=spec.ppo.mini_batch_size,
+            epochs=spec.ppo.epochs,
+            prompt=Lengths(max(1.0, longest / 2), 0.0, longest),
+            response=Lengths.long_tailed(spec.generation.max_tokens),
+            actor_lora=spec.models.actor.lora,
+            critic_lora=spec.models.critic.lora or spec.models.reward.lora,
+            ema=spec.ppo.ema is not None,
+            kept_versions=spec.ppo.kept_versions,
+            value_head=shares_body(spec),
+            per_prompt=spec.ppo.samples_per_prompt,
+            # If the planner may choose the tokens, a share's `micro_batch` counts longest samples.
+            micro_batch_tokens=longest_sample(spec, Stage.PPO) if tokens == "Auto" else tokens,
+            chunks=spec.plan.chunks,
+            activation_limit=None if limit is None else limit * GIB,
+        )
+
+    # ------------------------------------------------------------ GPUs
+
+    @property
+    def trains_on_gpus(self) -> bool:
+        return any(Role.TRAINER in group.roles and not group.on_cpu for group in self.spec.groups)
+
+    @cached_property
+    def inventory(self) -> Inventory | None:
+        """An inventory with a pool for each group, with the pods that the group starts with. The trainer groups are one
+        pool with the slowest of their GPUs, because their ranks work in step. It is the first pool. None if a group has
+        no GPUs. Raises UnknownProduct."""
+        groups = self.spec.groups
+        if any(group.on_cpu for group in groups):
+            return None
+        trainers = [g for g in groups if Role.TRAINER in g.roles]
+        pools = [self._pool(g) for g in groups if Role.TRAINER not in g.roles]
+        mine = [self._pool(g) for g in trainers]
+        slowest = min((p.gpu for p in mine), key=lambda g: (g.training.flops[g.training.dtype], g.memory))
+        least = replace(slowest, memory=min(p.gpu.memory for p in mine))
+        per_node = min(p.per_node for p in mine)
+        count = sum(p.gpus for p in mine)
+        joined = Pool("+".join(g.name for g in trainers), least, count // per_node, per_node, mine[0].network)
+        return Inventory((joined, *pools))
+
+    def _pool(self, group: Group) -> Pool:
+        product = gpu(str(group.gpu.product), self.measured)
+        return Pool(group.name, product, pod_count(group), group.gpu.per_pod, NETWORK_GBPS * 1e9 / 8)
+
+    @property
+    def trainers(self) -> Pool:
+        """The pool of the trainers. All groups must have GPUs."""
+        assert self.inventory is not None
+        return self.inventory.pools[0]
+
+    @cached_property
+    def costs(self) -> GPUCosts:
+        """The costs of a PPO iteration on these GPUs. All groups must have GPUs."""
+        assert self.inventory is not None
+        return GPUCosts(self.work, self.inventory, self.spec.generation.max_concurrent)
+
+    # ------------------------------------------------------------ training
+
+    def sequence_tokens(self, stage: Stage) -> int:
+        """The tokens of the longest sequence in a stage."""
+        return longest_sample(self.spec, stage) // sequences(stage)
+
+    def pipelines(self, stage: Stage, layouts: Mapping[str, Parallelism], model: str) -> int:
+        """The number of pipelines of a model that are side by side in a stage of the job. It is more than 1 only in
+        PPO, if actor and critic have different numbers of stages on the same ranks. `layouts`: those of the stage's
+        models."""
+        other = layouts.get({"actor": "critic", "critic": "actor"}.get(model, ""))
+        if stage is not Stage.PPO or other is None or self.spec.ppo.micro_batch_tokens is not None:
+            return 1
+        mine = layouts[model]
+        if getattr(mine, "first", 0) or getattr(other, "first", 0):
+            return 1  # each has ranks of its own
+        return candidate.pipelines(mine.pp, other.pp, mine.dp)
+
+    def training(
+        self,
+        rule: BatchRule,
+        layout: Parallelism,
+        dtype: Dtype,
+        *,
+        stage: int = 0,
+        recompute: bool = False,
+        by_layer: bool = False,
+        pipelines: int = 1,
+        chunks: int | None = None,
+    ) -> Training:
+        """The training of `rule`'s model in `rule`'s stage of the job, as pipeline stage `stage` runs it under 1F1B.
+
+        `dtype`: the dtype if the manifest says Auto. `by_layer`: it runs under ZeRO-3. `pipelines`: see the method of
+        that name. `chunks`: the stages of PPO's models on a rank. By default the manifest decides."""
+        spec, given, ppo = self.spec, getattr(self.spec.models, rule.model), rule.stage is Stage.PPO
+        each = sequences(rule.stage) * self.sequence_tokens(rule.stage)
+        tokens, outputs = rule.micro * each, rule.micro * spec.generation.max_tokens
+        count = max(1, rule.batch // (layout.dp * rule.micro))
+        if rule.tokens is not None:
+            tokens = outputs = min(rule.tokens, count * tokens)
+            count = math.ceil(count * each / tokens)
+        chunks = (chunks or spec.plan.chunks) if ppo and layout.pp > 1 else 1
+        return Training(
+            self.shape(rule.model),
+            self._head(rule.model),
+            layout,
+            dtype if given.dtype is Dtype.AUTO else given.dtype,
+            tokens=tokens,
+            micro_batches=count,
+            in_flight=max(1, min(layout.pp - (stage if chunks == 1 else 0), count)),
+            lora=given.lora,
+            recompute=recompute,
+            offload=self._offload(rule),
+            ema=ppo and rule.model == "actor" and spec.ppo.ema is not None,
+            gpu=self.trains_on_gpus,
+            fsdp=3 if by_layer and layout.dp > pipelines else 2,
+            kept=spec.ppo.kept_versions if ppo else 0,
+            outputs=outputs if ppo else None,
+            chunks=chunks,
+            pipelines=pipelines,
+        )
+
+    def _head(self, model: str) -> Head:
+        if model != "actor":
+            return "value"
+        return "lm+value" if shares_body(self.spec) else "lm"
+
+    def _offload(self, rule: BatchRule) -> bool:
+        if rule.stage is not Stage.PPO:
+            return self.spec.supervised(rule.stage).optimizer.offload
+        ppo = self.spec.ppo
+        return (ppo.actor_optimizer if rule.model == "actor" else ppo.critic_optimizer).offload
+
+
+def sequences(stage: Stage) -> int:
+    """The sequences of one sample. A preference has two."""
+    return 2 if stage.has_pairs else 1
+
+
+def owner(spec: RLHFJobSpec, model: str) -> str | None:
+    """The model whose source `model` starts from. None if none of them has a source."""
+    return next((name for name in _FROM[model] if getattr(spec.models, name).source is not None), None)
+
+
+def needed(spec: RLHFJobSpec, model: str) -> bool:
+    """Whether the job runs the model."""
+    ppo = Stage.PPO in spec.stages
+    if model == "reward":
+        return Stage.REWARD in spec.stages or (ppo and not spec.models.reward.calls)
+    return {"actor": True, "reference": ppo, "critic": ppo and has_critic(spec)}[model]
+
+
+def _scratch(spec: RLHFJobSpec, source: ModelSource) -> dict[str, Any] | None:
+    """The configuration of a model from scratch. None for other models."""
+    if source.scratch is None:
+        return None
+    made = source.scratch
+    trained = spec.models.tokenizer.train
+    vocabulary = {} if trained is None else {"vocab_size": trained.vocab_size}
+    return {**MODEL_FAMILIES[made.architecture].defaults, **made.config, **vocabulary, "model_type": made.architecture}
