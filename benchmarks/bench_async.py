@@ -45,9 +45,10 @@ from asynchronous.world import length_of
 from bench_interstage import device
 
 from dovetail.planner.make_plan import make_plan
-from dovetail.planner.simulate import StagePrediction, StageProfile, scan
 from dovetail.planner.simulate.hidden_training import hidden
 from dovetail.planner.simulate.lanes import Parts, play
+from dovetail.planner.simulate.profile import StageProfile
+from dovetail.planner.simulate.stage import StagePrediction, scan
 
 SAMPLES, PROMPT = 16, 20
 # Samples of a prompt, with --streaming.

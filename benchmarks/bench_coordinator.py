@@ -45,7 +45,7 @@ from dovetail.coordinator.store.run_records import RunRecords
 from dovetail.coordinator.store.samples import Assignment, Delta, NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import Store, in_slices
 from dovetail.manifest.types import Generation, SampleLog, Stage
-from dovetail.planner.simulate import StageProfile
+from dovetail.planner.simulate.profile import StageProfile
 from dovetail.protocol.messages import Register
 
 MAX_TOKENS = 2048

@@ -35,9 +35,11 @@ import numpy as np
 from bench_interstage_paper import MODELS, profile
 from interstage.stage import Measured, Rule, alike, decided, emulated, instances, learn, lengths_of, measure, memory
 
+from dovetail.coordinator.fusion.threshold import Decision, ThresholdController
 from dovetail.coordinator.scoring.streams import BLOCK_TOKENS
 from dovetail.coordinator.store.samples import NewSample
-from dovetail.planner.simulate import Decision, StagePrediction, StageProfile, ThresholdController, scan
+from dovetail.planner.simulate.profile import StageProfile
+from dovetail.planner.simulate.stage import StagePrediction, scan
 
 PROMPT, MAX_TOKENS, SAMPLES = 128, 1024, 16
 FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)

@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dovetail.planner.simulate import StageProfile, scan
+from dovetail.planner.simulate.profile import StageProfile
+from dovetail.planner.simulate.stage import scan
 from dovetail.planner.workload import Lengths
 
 # The paper's cluster, one set of constants for all rows: 256 H100-80GB-SXM (data sheet), 8 a node and an instance.

@@ -44,7 +44,7 @@ from dovetail.coordinator.generation.generator import Generator
 from dovetail.coordinator.store.samples import State
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import Generation
-from dovetail.planner.simulate import StageProfile
+from dovetail.planner.simulate.profile import StageProfile
 from dovetail.protocol.messages import Register
 
 VERSION = 1

@@ -23,7 +23,7 @@ from dovetail.manifest.resolve import resolve
 from dovetail.manifest.training_types import kept_versions
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.make_plan import make_plan
-from dovetail.planner.simulate import StageProfile
+from dovetail.planner.simulate.profile import StageProfile
 from dovetail.supervision.ports import PortReservation
 
 MANIFEST = """

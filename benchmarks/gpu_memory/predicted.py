@@ -9,7 +9,7 @@ from dovetail.manifest.types import LoRA
 from dovetail.planner.candidate import Candidate, Placement, Share, side_by_side
 from dovetail.planner.costs.gpu_memory import GPUMemoryModel
 from dovetail.planner.costs.memory import CONTEXT_BYTES
-from dovetail.planner.hardware import gpu
+from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Lengths, Workload

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dovetail.coordinator.scoring.streams import BLOCK_TOKENS
-from dovetail.planner.simulate import StageProfile
+from dovetail.planner.simulate.profile import StageProfile
 from dovetail.protocol.sampling import SEED
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
 

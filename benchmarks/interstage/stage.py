@@ -18,13 +18,15 @@ import numpy as np
 from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
 from dovetail.coordinator.fusion.fused_stage import generate_and_score
 from dovetail.coordinator.fusion.fusion import Fusion, StageFusion
+from dovetail.coordinator.fusion.threshold import Decision
 from dovetail.coordinator.generation.generator import Generator
 from dovetail.coordinator.generation.in_flight import Generated
 from dovetail.coordinator.scoring.scoring import Inference, Scorer, Scores
 from dovetail.coordinator.store.samples import NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import Generation, RLHFJobSpec
-from dovetail.planner.simulate import Decision, StagePrediction, StageProfile
+from dovetail.planner.simulate.profile import StageProfile
+from dovetail.planner.simulate.stage import StagePrediction
 from dovetail.protocol.messages import Register, Span
 from interstage.emulated import serve
 

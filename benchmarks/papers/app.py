@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 from dovetail.planner.candidate import Candidate, Placement, Share
-from dovetail.planner.hardware import gpu
+from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Lengths, Workload
 from papers.common import Figure, Measured, Section, best, llama, tensor_parallel, with_batch

@@ -12,7 +12,7 @@ from statistics import mean
 from dovetail.pipelines import FAMILIES, SearchEffort, find, fused_problem
 from dovetail.planner.candidate import Candidate, Placement, Share
 from dovetail.planner.costs.passes import COLLECTIVE_SECONDS, LINK
-from dovetail.planner.hardware import gpu
+from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Lengths, Workload

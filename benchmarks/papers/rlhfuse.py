@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import lcm
 
 from dovetail.planner.candidate import Candidate, Placement, Share
-from dovetail.planner.hardware import gpu
+from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Lengths, Workload
 from papers.common import Figure, Measured, Section, best, llama, tensor_parallel

@@ -22,6 +22,7 @@ import numpy as np
 import yaml
 from pydantic import ValidationError
 
+from dovetail.coordinator.fusion.threshold import ThresholdController
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.documents import ManifestError, parse
 from dovetail.manifest.resolve import resolve
@@ -31,7 +32,7 @@ from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.placed import Infeasible
 from dovetail.planner.placement.recommend import recommend
-from dovetail.planner.simulate import StageProfile, ThresholdController
+from dovetail.planner.simulate.profile import StageProfile
 from dovetail.protocol.files.machine_profile import (
     Cost,
     GenerationCosts,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dovetail.planner.candidate import Share
 from dovetail.planner.costs.gpu import GPUCosts
-from dovetail.planner.hardware import gpu
+from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.workload import Lengths, Workload
 from dovetail.protocol.weights import RankGrid, Tensor, route

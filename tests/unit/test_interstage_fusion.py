@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 
 from dovetail.coordinator.fleet.fleet import Instance, InstanceHealth
 from dovetail.coordinator.fusion.fusion import ASSUMED, Fusion, StageFusion
+from dovetail.coordinator.fusion.threshold import Decision
 from dovetail.coordinator.generation.in_flight import Generated, GenerationSettings, reason_to_leave
 from dovetail.coordinator.generation.migrations import Migration
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.planner.simulate import Decision, scan
+from dovetail.planner.simulate.stage import scan
 from helpers.generation_job import FAST, Job, play, until
 from helpers.jobs import MANIFEST
 

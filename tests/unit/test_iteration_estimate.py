@@ -13,7 +13,7 @@ from dovetail.manifest.types import LoRA
 from dovetail.planner.candidate import Candidate, Placement, Schedule, Share
 from dovetail.planner.costs.gpu import PHASES
 from dovetail.planner.costs.passes import decode_step, shared_prompt
-from dovetail.planner.hardware import gpu
+from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Lengths, Workload

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dovetail.planner.candidate import Candidate, Placement, Schedule, Share
 from dovetail.planner.costs.gpu import PHASES
-from dovetail.planner.hardware import gpu
+from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.simulate.iteration import Simulated

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dovetail.kube import names
+from dovetail.manifest.checks.pod_templates import quantity
 from dovetail.manifest.documents import parse
 from dovetail.manifest.merge import MergeError, merge
 from dovetail.manifest.resolve import resolve
@@ -22,7 +23,6 @@ from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.objects import jobset, supporting_objects, surplus_jobs
 from dovetail.operator.render.sent_workload import workload
 from dovetail.planner.make_plan import make_plan
-from dovetail.planner.placement.pods import quantity
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.env import ProcessEnv
 from helpers import openshift

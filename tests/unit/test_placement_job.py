@@ -11,7 +11,7 @@ from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
-from dovetail.planner.hardware import gpu
+from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool, read
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placement.job import ConfigError, Job

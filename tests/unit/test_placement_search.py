@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dovetail.manifest.types import Parallelism
 from dovetail.planner.candidate import TRAINING, Placement
 from dovetail.planner.costs.gpu import GPUCosts
-from dovetail.planner.hardware import gpu
+from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.search import Effort, Search

@@ -12,16 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.coordinator.fusion.measurements import Measurements, rising
-from dovetail.planner.simulate import (
-    ProfileError,
-    StagePrediction,
-    StageProfile,
-    ThresholdController,
-    plan_migration,
-    scan,
-)
+from dovetail.coordinator.fusion.threshold import ThresholdController
 from dovetail.planner.simulate.decode import Decode
-from dovetail.planner.simulate.stage import _parts
+from dovetail.planner.simulate.migration import plan_migration
+from dovetail.planner.simulate.profile import ProfileError, StageProfile
+from dovetail.planner.simulate.stage import StagePrediction, _parts, scan
 
 # One second a step whatever the batch, prompts for free.
 PLAIN = StageProfile(((1, 1.0), (8, 1.0)), 0.0, 0.5, max_samples=8, saturation=4, chunk_tokens=1)

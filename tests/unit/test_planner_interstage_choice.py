@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.planner.simulate import ProfileError, StageProfile, ThresholdController, scan
+from dovetail.coordinator.fusion.threshold import ThresholdController
+from dovetail.planner.simulate.profile import ProfileError, StageProfile
+from dovetail.planner.simulate.stage import scan
 from dovetail.planner.workload import Lengths
 
 

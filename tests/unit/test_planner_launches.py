@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dovetail.manifest.types import ScratchModel
 from dovetail.models import build_stage
 from dovetail.planner.costs.passes import LAUNCHES, decode_step, forward
-from dovetail.planner.hardware import gpu
+from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.shape import ModelShape
 from dovetail.protocol.messages import ModelRef
 

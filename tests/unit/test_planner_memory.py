@@ -22,7 +22,7 @@ from dovetail.planner.costs.memory import (
     trained_parameters,
     training_memory,
 )
-from dovetail.planner.hardware import gpu
+from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.shape import ModelShape, ShapeError
 from dovetail.planner.workload import Lengths, Workload

@@ -15,7 +15,7 @@ from dovetail.planner.costs.passes import (
     decode_step,
     forward,
 )
-from dovetail.planner.hardware import gpu, products
+from dovetail.planner.hardware.gpus import gpu, products
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Lengths, Workload

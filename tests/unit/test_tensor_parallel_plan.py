@@ -9,7 +9,7 @@ from dovetail.manifest.checks.unexecuted import warnings
 from dovetail.manifest.documents import parse
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.candidate import Candidate
-from dovetail.planner.hardware import gpu
+from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placement.recommend import fragment, recommend

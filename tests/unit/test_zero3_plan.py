@@ -19,7 +19,7 @@ from dovetail.coordinator.schedules.scheduling import Scheduling
 from dovetail.local.launch.rundir import zero3_of_run
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.pipelines import FAMILIES
-from dovetail.planner.hardware import gpu
+from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placement.by_layer import taken

@@ -16,7 +16,7 @@ from dovetail.cli.common.plan_tables import plan_tables
 from dovetail.cli.common.prediction_tables import pod_memory_table, prediction_tables
 from dovetail.cli.job_arguments import load_job, manifest_argument, new_file, read_job, set_option
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
-from dovetail.planner.hardware import GPU
+from dovetail.planner.hardware.gpus import GPU
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.placement.job import ConfigError, Job, needed, owner
 from dovetail.planner.placement.on_cpus import mismatch

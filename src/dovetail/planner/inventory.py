@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dovetail.planner.hardware import GPU, UnknownProduct, gpu
+from dovetail.planner.hardware.gpus import GPU, UnknownProduct, gpu
 from dovetail.planner.hashing import hashed_once
 from dovetail.planner.nodes import GPU_RESOURCE, PRODUCT_LABEL, count
 

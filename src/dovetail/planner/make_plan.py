@@ -15,7 +15,7 @@ from dovetail.manifest.sizes import pod_count, trained_models, trainer_ranks, tr
 from dovetail.manifest.training_types import AUTO_LAG
 from dovetail.manifest.types import Group, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.candidate import INFERENCE
-from dovetail.planner.hardware import GPU
+from dovetail.planner.hardware.gpus import GPU
 from dovetail.planner.lag import chosen, excluded, with_lags
 from dovetail.planner.placement import data_parallel, on_cpus, on_gpus
 from dovetail.planner.placement.activations import activation_bytes, beyond_limit, check_limit

@@ -11,7 +11,7 @@ from dovetail.kube.connection import KubeError
 from dovetail.kube.resources import NODE
 from dovetail.operator.cluster.client import Client
 from dovetail.operator.log import log
-from dovetail.planner.hardware import GPU, estimate, is_known
+from dovetail.planner.hardware.gpus import GPU, estimate, is_known
 from dovetail.planner.nodes import PRODUCT_LABEL, Pools, count
 
 # A Node is some 10 KB of JSON, most of it its images.

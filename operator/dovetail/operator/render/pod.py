@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from dovetail.kube import names
+from dovetail.manifest.checks.pod_templates import memory_limit
 from dovetail.manifest.merge import merge
 from dovetail.manifest.types import DataSource, Group, RLHFJobSpec, Role
 from dovetail.operator.render import spot
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.memory_request import memory_request
 from dovetail.operator.render.volume_claim import claim_name
-from dovetail.planner.placement.pods import memory_limit
 from dovetail.protocol.process import env
 from dovetail.protocol.process.process_names import CONTAINER, COORDINATOR, COORDINATOR_MODULE, POD_MODULE
 

@@ -12,12 +12,14 @@ from typing import Any
 
 from dovetail.coordinator.fleet.fleet import Instance
 from dovetail.coordinator.fusion.measurements import Measurements
+from dovetail.coordinator.fusion.threshold import Decision, ThresholdController
 from dovetail.coordinator.generation.in_flight import Generated
 from dovetail.coordinator.generation.migrations import Migration
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import RLHFJobSpec
-from dovetail.planner.simulate import Decision, StageProfile, ThresholdController, plan_migration
+from dovetail.planner.simulate.migration import plan_migration
+from dovetail.planner.simulate.profile import StageProfile
 from dovetail.protocol.messages import Span
 from dovetail.protocol.process.process_names import rollout_of
 

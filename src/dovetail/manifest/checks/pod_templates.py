@@ -1,12 +1,14 @@
-"""What a pod template of a manifest may not change, because the pod would not work with it. Pure.
+"""What a pod template of a manifest may not change, because the pod would not work with it, and the memory that it
+allows. Pure.
 
 Names and paths are those that the operator renders; tests/unit/test_pod_templates.py compares them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from dovetail.manifest.merge import DIRECTIVE, MergeError, merge
 
@@ -24,6 +26,13 @@ VARIABLES = tuple(
     for name in ("JOB", "NAME", "RUN_DIR", "COORDINATOR", "TOKEN", "HOST", "PORT", "GROUP", "INDEX", "CONFIG_DIR")
 )
 LABELS = "dovetail.dev/"
+_QUANTITY = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(?:([eE][+-]?[0-9]+)|(m|[kMGTPE]|[KMGTPE]i)?)")
+_SCALES = {"m": 1e-3, "k": 1e3} | {
+    unit + suffix: base**power
+    for suffix, base in (("", 1000.0), ("i", 1024.0))
+    for power, unit in enumerate("KMGTPE", start=1)
+    if unit + suffix != "K"
+}
 
 
 def own_variables(template: dict[str, Any]) -> list[str]:
@@ -131,3 +140,38 @@ def _items(value: Any) -> Iterator[dict[str, Any]]:
 
 def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+# ------------------------------------------------------------ memory
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The memory that a pod template allows. `name`: the field. `size`: bytes."""
+
+    name: Literal["resources.limits.memory", "resources.requests.memory"]
+    size: float
+
+
+def memory_limit(template: Mapping[str, Any]) -> Limit | None:
+    """The memory limit of a pod template. Without a limit it is the request, because a full node may have no more. None
+    if the template has neither, or a value that Kubernetes will refuse."""
+    for container in _items(_object(template.get("spec")).get("containers")):
+        if container.get("name") == CONTAINER:
+            resources = _object(container.get("resources"))
+            if (size := quantity(_object(resources.get("limits")).get("memory"))) is not None:
+                return Limit("resources.limits.memory", size)
+            if (size := quantity(_object(resources.get("requests")).get("memory"))) is not None:
+                return Limit("resources.requests.memory", size)
+    return None
+
+
+def quantity(value: Any) -> float | None:
+    """The value of a Kubernetes resource quantity (`2Gi`, `500M`, `1e9` or a number). None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    found = _QUANTITY.fullmatch(str(value).strip())
+    if found is None:
+        return None
+    number, exponent, suffix = found.groups()
+    return float(number + (exponent or "")) * _SCALES.get(suffix or "", 1.0)

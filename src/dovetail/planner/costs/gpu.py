@@ -28,7 +28,7 @@ from dovetail.planner.costs.passes import (
     straggling,
 )
 from dovetail.planner.costs.steps import StepTimes, together
-from dovetail.planner.hardware import GPU
+from dovetail.planner.hardware.gpus import GPU
 from dovetail.planner.hashing import known_share
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.shape import Head, ModelShape

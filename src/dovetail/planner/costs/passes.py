@@ -13,7 +13,7 @@ import numpy as np
 from dovetail.planner.candidate import Share
 from dovetail.planner.costs.generation import SATURATED, Floats, Servers, expected_longest, quantiles
 from dovetail.planner.costs.memory import ITEMSIZE
-from dovetail.planner.hardware import GPU
+from dovetail.planner.hardware.gpus import GPU
 from dovetail.planner.inventory import Pool
 from dovetail.planner.shape import Head, ModelShape
 from dovetail.planner.workload import Workload

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from dovetail.gpus.kernels import DEFAULT_ARCHITECTURES, capabilities, has_kernels, remedy, show
 from dovetail.manifest.types import RLHFJobSpec, Role
-from dovetail.planner.hardware import GPU, UnknownProduct, gpu
+from dovetail.planner.hardware.gpus import GPU, UnknownProduct, gpu
 
 # This replaces the list of architectures of an image that is not checked, because its kernels are not known.
 ANY = "any"

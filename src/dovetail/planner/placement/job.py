@@ -16,7 +16,7 @@ from dovetail.manifest.types import Dtype, Group, ModelSource, Parallelism, RLHF
 from dovetail.planner import candidate
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.costs.memory import GIB, Training
-from dovetail.planner.hardware import GPU, gpu
+from dovetail.planner.hardware.gpus import GPU, gpu
 from dovetail.planner.inventory import NETWORK_GBPS, Inventory, Pool
 from dovetail.planner.shape import Head, ModelShape, ShapeError
 from dovetail.planner.workload import Lengths, Workload

@@ -12,7 +12,7 @@ from dovetail.manifest.critic import shares_body
 from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import RLHFJobSpec, Role
 from dovetail.planner.candidate import Placement, Schedule
-from dovetail.planner.hardware import GPU, UnknownProduct, gpu
+from dovetail.planner.hardware.gpus import GPU, UnknownProduct, gpu
 from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.layouts import (
     TRAINING_TASKS,

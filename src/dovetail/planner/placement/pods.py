@@ -1,14 +1,11 @@
-"""Computes the memory of pods on CPUs, and reads the memory that a pod template allows. It needs no measured
-machine."""
+"""Computes the memory of pods on CPUs. It needs no measured machine."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Literal
 
+from dovetail.manifest.checks.pod_templates import memory_limit
 from dovetail.manifest.sizes import pod_count, relays_weights
 from dovetail.manifest.types import Dtype, Group, Role, Stage
 from dovetail.planner.costs.memory import (
@@ -27,7 +24,6 @@ from dovetail.planner.placement.stages_a_rank import SEVERAL
 from dovetail.planner.shape import Head, ModelShape
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS, SCORER_CPU_TOKENS, SCORER_LOGIT_BYTES, SCORER_TOKENS
 from dovetail.protocol.prediction import PodMemory
-from dovetail.protocol.process.process_names import CONTAINER
 
 # The memory of Python and its libraries: in a trainer rank or a scorer, and in the two processes of a vLLM server.
 PROCESS_BYTES = 0.75 * GIB
@@ -37,13 +33,6 @@ STEP_TOKENS = 2048
 # The parts of a model's memory that stay while the same process trains the other model. Gradients stay too, because an
 # optimizer step is applied when the weights are read next.
 _STAYS = ("weights", "gradients", "optimizer", "moving average", "kept versions")
-_QUANTITY = re.compile(r"([0-9]+\.?[0-9]*|\.[0-9]+)(?:([eE][+-]?[0-9]+)|(m|[kMGTPE]|[KMGTPE]i)?)")
-_SCALES = {"m": 1e-3, "k": 1e3} | {
-    unit + suffix: base**power
-    for suffix, base in (("", 1000.0), ("i", 1024.0))
-    for power, unit in enumerate("KMGTPE", start=1)
-    if unit + suffix != "K"
-}
 
 
 def pod_memory(job: Job, placed: Placed, schedule: str, chunks: int = 1) -> list[PodMemory]:
@@ -169,49 +158,3 @@ def _rollout(job: Job, group: Group, scores: Sequence[str]) -> dict[str, float]:
         **_named("scorer", scorer),
         "scorer: process": PROCESS_BYTES,
     }
-
-
-# ------------------------------------------------------------ the memory that a pod template allows
-
-
-@dataclass(frozen=True)
-class Limit:
-    """The memory that a pod template allows. `name`: the field. `size`: bytes."""
-
-    name: Literal["resources.limits.memory", "resources.requests.memory"]
-    size: float
-
-
-def memory_limit(template: Mapping[str, Any]) -> Limit | None:
-    """The memory limit of a pod template. Without a limit it is the request, because a full node may have no more. None
-    if the template has neither, or a value that Kubernetes will refuse."""
-    for container in _list(_get(_get(template, "spec"), "containers")):
-        if _get(container, "name") != CONTAINER:
-            continue
-        resources = _get(container, "resources")
-        limit = quantity(_get(_get(resources, "limits"), "memory"))
-        if limit is not None:
-            return Limit("resources.limits.memory", limit)
-        request = quantity(_get(_get(resources, "requests"), "memory"))
-        if request is not None:
-            return Limit("resources.requests.memory", request)
-    return None
-
-
-def quantity(value: Any) -> float | None:
-    """The value of a Kubernetes resource quantity (`2Gi`, `500M`, `1e9` or a number). None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    found = _QUANTITY.fullmatch(str(value).strip())
-    if found is None:
-        return None
-    number, exponent, suffix = found.groups()
-    return float(number + (exponent or "")) * _SCALES.get(suffix or "", 1.0)
-
-
-def _get(value: Any, key: str) -> Any:
-    return value.get(key) if isinstance(value, Mapping) else None
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

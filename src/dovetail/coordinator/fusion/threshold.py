@@ -1,4 +1,14 @@
-"""Chooses the migration threshold of each iteration. A threshold stays in use while it is about as good as the best."""
+"""Chooses the migration threshold of each iteration (RLHFuse section 4). A threshold stays in use while it is about as
+good as the best.
+
+    controller = ThresholdController(setting, max_tokens)       # one per job; setting as in plan.interStageFusion
+    decision = controller.decide(prompt_lengths, profiles)      # before an iteration; profiles: one per rollout
+    ...                                                         # at decision.threshold remaining samples:
+    plan = plan_migration(unfinished, profiles_by_name, kv_per_sample)
+    controller.observe(response_lengths)                        # after the iteration
+
+`decision.prediction` is the prediction of `dovetail.planner.simulate.stage.scan`. Times are seconds and lengths are
+tokens. Everything is deterministic."""
 
 from __future__ import annotations
 
