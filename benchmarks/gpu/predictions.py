@@ -6,7 +6,7 @@ import statistics
 
 import torch
 
-from dovetail.planner.measured import stage_times
+from dovetail.coordinator.schedules.stage_times import stage_times
 from dovetail.trainer.profile.pass_times import measure_model
 from gpu import models
 from gpu.report import Report

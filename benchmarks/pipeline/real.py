@@ -14,10 +14,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, encode
+from dovetail.coordinator.schedules.training_schedule import (
+    Times,
+    choose_schedule,
+    rank_actions,
+    shared_layouts,
+    training_problem,
+)
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
 from dovetail.models import PipelineStage, load_config
 from dovetail.pipelines import ScheduleProblem, SearchEffort, zero_bubble_limit
-from dovetail.planner.training_schedule import Times, choose_schedule, rank_actions, shared_layouts, training_problem
 from dovetail.protocol.messages import Action, Load, ModelRef, StageTimes
 from dovetail.trainer.communication.groups import Groups
 from dovetail.trainer.engine.engine import Engine, MicroBatch

@@ -15,9 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, encode
+from dovetail.coordinator.schedules.training_schedule import (
+    Times,
+    choose_schedule,
+    rank_actions,
+    shared_layouts,
+    training_problem,
+)
 from dovetail.manifest.types import Parallelism
 from dovetail.pipelines import ModelPipelines, ScheduleProblem, SearchEffort
-from dovetail.planner.training_schedule import Times, choose_schedule, rank_actions, shared_layouts, training_problem
 from dovetail.protocol.messages import Action, StageTimes
 from dovetail.protocol.plan import Layout, stages_at
 from dovetail.trainer.communication.groups import Groups

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dovetail.coordinator.data.synthetic import quality
+from dovetail.coordinator.schedules.training_schedule import PINS
 from dovetail.local.launch.launcher import Launcher
 from dovetail.local.pipeline import Pipeline
 from dovetail.manifest.checks.validation import check
-from dovetail.planner.training_schedule import PINS
 from dovetail.protocol.experience import Experience
 from helpers.jobs import Fault, Injector, history, read_status, run_job, summary, tied_actor, tiny_job
 

@@ -18,6 +18,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from dovetail.coordinator.schedules.training_schedule import (
+    Times,
+    choose_dedicated,
+    choose_schedule,
+    placeable,
+    rank_actions,
+    shared_layouts,
+    training_problem,
+)
 from dovetail.manifest.types import Parallelism
 from dovetail.pipelines import (
     DEDICATED,
@@ -34,15 +43,6 @@ from dovetail.pipelines import (
 from dovetail.pipelines.families import CHUNKED
 from dovetail.pipelines.instance import Shape
 from dovetail.planner.placement.layouts import divisions, same_batches
-from dovetail.planner.training_schedule import (
-    Times,
-    choose_dedicated,
-    choose_schedule,
-    placeable,
-    rank_actions,
-    shared_layouts,
-    training_problem,
-)
 from dovetail.protocol.messages import StageTimes
 from dovetail.protocol.plan import Layout
 

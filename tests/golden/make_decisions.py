@@ -29,8 +29,8 @@ from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.planner.inventory import read
 from dovetail.planner.make_plan import PlanError, make_plan
-from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.placed import Infeasible
+from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.planner.placement.recommend import recommend
 from dovetail.planner.simulate.profile import StageProfile
 from dovetail.protocol.files.machine_profile import (
@@ -221,7 +221,7 @@ def jobs(count: int, large: int, play: bool) -> Iterator[tuple[str, Record]]:
 def profile(spec: RLHFJobSpec, seed: int) -> Profile:
     """A machine with costs drawn at random, measured with the job's models."""
     rng = random.Random(seed)
-    known = Job(spec).shapes or {}
+    known = PlannedJob(spec).shapes or {}
 
     def near(value: float) -> float:
         return value * rng.uniform(0.5, 2.0)

@@ -15,12 +15,12 @@ from dovetail.coordinator.page.run_folder import RunFolder
 from dovetail.coordinator.schedules.scheduling import Scheduling
 from dovetail.coordinator.schedules.step_commands import StepFacts, ppo_step
 from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, applies, scheduled
+from dovetail.coordinator.schedules.training_schedule import Times, choose_dedicated, rank_actions, training_problem
 from dovetail.local.report.report_schedule import families_section
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.planner.placement.layouts import divisions, same_batches
-from dovetail.planner.training_schedule import Times, choose_dedicated, rank_actions, training_problem
 from dovetail.protocol.files.machine_profile import LinkTimes, ModelTimes, PassTimes, Profile
 from dovetail.protocol.messages import CommandResult, StageTimes
 from dovetail.protocol.plan import Layout, Plan, coordinates, holds, rank_at

@@ -12,7 +12,7 @@ from dovetail.coordinator.schedules.step_commands import StepFacts, ppo_step, su
 from dovetail.coordinator.schedules.stored_schedule import applies
 from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.planner.make_plan import make_plan
-from dovetail.planner.placement.job import Job
+from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.trainer.command_errors import BadCommand
 from dovetail.trainer.packed_batches import micro_batch_count, padded_tokens, split_tokens
 from helpers.local_trainer import LocalTrainer
@@ -157,8 +157,8 @@ def test_the_planner_chooses_tokens_that_fit() -> None:
 
 
 def test_a_budget_holds_more_of_short_samples_in_the_planners_work_too() -> None:
-    rows = Job(spec_of(**{"ppo.microBatchSize": 4})).work
-    tokens = Job(spec_of(**{"ppo.microBatchTokens": 4 * rows.longest})).work
+    rows = PlannedJob(spec_of(**{"ppo.microBatchSize": 4})).work
+    tokens = PlannedJob(spec_of(**{"ppo.microBatchTokens": 4 * rows.longest})).work
     assert tokens.longest_micro_batch(2, 1) == rows.longest_micro_batch(2, 4) == 4 * rows.longest
     assert tokens.micro_batches(2, 1, longest=True) == rows.micro_batches(2, 4) == 8
     assert tokens.micro_batches(2, 1) < rows.micro_batches(2, 4)

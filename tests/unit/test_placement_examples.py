@@ -13,8 +13,8 @@ import yaml
 
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.inventory import read
-from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.on_gpus import place
+from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.planner.placement.recommend import recommend
 from dovetail.planner.simulate import training
 from dovetail.planner.simulate.iteration import simulate
@@ -66,7 +66,7 @@ def test_an_examples_estimate_is_within_3_percent_of_its_simulation(job: str, in
     spec = RLHFJob.model_validate(yaml.safe_load((EXAMPLES / job).read_text())).spec
     configs = hub_configs(Path(job).stem)
     if inventory is None:
-        placed = place(Job(spec, configs))
+        placed = place(PlannedJob(spec, configs))
         chosen = placed.chosen if placed is not None else None
     else:
         there = read(yaml.safe_load((EXAMPLES / "inventories" / inventory).read_text()))

@@ -14,8 +14,8 @@ from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool, read
 from dovetail.planner.make_plan import PlanError, make_plan
-from dovetail.planner.placement.job import ConfigError, Job
 from dovetail.planner.placement.placed import Infeasible
+from dovetail.planner.placement.planned_job import ConfigError, PlannedJob
 from dovetail.planner.placement.recommend import Unknown, fragment, recommend
 from dovetail.protocol.plan import Plan
 
@@ -106,7 +106,7 @@ def test_unknown_products_and_configurations_are_named():
     read = RLHFJobSpec.model_validate(data)
     assert make_plan(read).prediction is None  # nothing is known of it
     with pytest.raises(ConfigError, match=r"spec.models.actor.source: model type 'gpt2' is not supported"):
-        Job(read, {"actor": {"model_type": "gpt2"}}).shape("actor")
+        PlannedJob(read, {"actor": {"model_type": "gpt2"}}).shape("actor")
     with pytest.raises(PlanError, match=r"spec.models.actor.source: the model's hidden_size is 'wide'"):
         make_plan(read, configs={"actor": {"model_type": "llama", "hidden_size": "wide"}})
 
@@ -251,7 +251,7 @@ def test_stages_without_iterations_have_a_duration_on_gpus():
 
     sft, dpo = plan().stages
     assert [(each.stage.value, each.steps) for each in (sft, dpo)] == [("sft", steps), ("dpo", steps)]
-    shape = Job(spec()).shape("actor")
+    shape = PlannedJob(spec()).shape("actor")
     flops = 4 * gpu(A100).training.flops["bfloat16"]
     forward = 2 * shape.parameters("lm") * batch * tokens / flops
     assert 3 * forward < sft.step_seconds < 3 * 3 * forward
@@ -283,6 +283,6 @@ def test_a_stages_duration_counts_adapters_and_moments_in_host_memory():
         (stage,) = make_plan(spec(groups, models=models, stages=["sft"], sft=sft, plan=pins)).stages
         return stage.step_seconds
 
-    moments = 8 * Job(spec(config=MEDIUM)).shape("actor").parameters("lm") / 8
+    moments = 8 * PlannedJob(spec(config=MEDIUM)).shape("actor").parameters("lm") / 8
     assert seconds(offload=True) - seconds() > 2 * moments / gpu(A100).pcie
     assert seconds(lora={"rank": 8}) < seconds() - moments / gpu(A100).memory_bandwidth

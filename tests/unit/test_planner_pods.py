@@ -13,8 +13,8 @@ from dovetail.manifest.checks.pod_templates import memory_limit, quantity
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.make_plan import make_plan
-from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.placed import Placed
+from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.planner.placement.pods import PROCESS_BYTES, SERVER_BYTES, pod_memory, too_small
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS
 
@@ -45,7 +45,7 @@ def template(**resources: Any) -> dict[str, Any]:
 def test_the_quickstarts_pods_by_hand() -> None:
     """Weights, moments and gradients are 16 bytes a trained parameter on one rank; a rollout's KV cache has room for
     64 sequences of 192 tokens, which are two blocks."""
-    trainer, rollout = (each.parts for each in pod_memory(Job(SPEC), ALONE, "Serial"))
+    trainer, rollout = (each.parts for each in pod_memory(PlannedJob(SPEC), ALONE, "Serial"))
     block = 4 * 128 * 128 + 3 * 128 * 384 + 2 * 128
     body = 2 * block + 512 * 128 + 128
     for model, head in (("actor", 512 * 128), ("critic", 128)):
@@ -62,7 +62,7 @@ def test_the_quickstarts_pods_by_hand() -> None:
 
 @pytest.mark.parametrize(("lag", "versions"), [(0, 0), (1, 2), (3, 4)])
 def test_versions_that_are_kept_to_be_sent_take_memory(lag: int, versions: int) -> None:
-    trainer = pod_memory(Job(changed(ppo={"lag": lag})), ALONE, "Serial")[0].parts
+    trainer = pod_memory(PlannedJob(changed(ppo={"lag": lag})), ALONE, "Serial")[0].parts
     for model in ("actor_training", "critic_training"):
         assert trainer.get(f"{model}: kept versions", 0.0) == versions * trainer[f"{model}: weights"]
 
@@ -70,7 +70,7 @@ def test_versions_that_are_kept_to_be_sent_take_memory(lag: int, versions: int) 
 def test_a_rollout_keeps_what_it_received_unless_it_is_the_only_one() -> None:
     def copy(**pods: int) -> tuple[float, float]:
         trainers, rollouts = {"name": "t", "roles": ["trainer"]}, {"name": "r", "roles": ["rollout"]}
-        parts = pod_memory(Job(with_groups(trainers, rollouts | {"dtype": "bfloat16"} | pods)), ALONE, "Serial")[
+        parts = pod_memory(PlannedJob(with_groups(trainers, rollouts | {"dtype": "bfloat16"} | pods)), ALONE, "Serial")[
             -1
         ].parts
         return parts.get("generation: received copy", 0.0), parts["generation: weights"]
@@ -85,7 +85,9 @@ def test_models_take_turns_with_activations_unless_a_schedule_runs_both() -> Non
     halves = Placed({"actor": Parallelism(pp=2), "critic": Parallelism(pp=2)})
 
     def activations(schedule: str) -> set[str]:
-        return {name for name in pod_memory(Job(SPEC), halves, schedule)[0].parts if name.endswith("activations")}
+        return {
+            name for name in pod_memory(PlannedJob(SPEC), halves, schedule)[0].parts if name.endswith("activations")
+        }
 
     assert len(activations("Serial")) == 1
     assert activations("Fused") == {"actor_training: activations", "critic_training: activations"}
@@ -93,21 +95,21 @@ def test_models_take_turns_with_activations_unless_a_schedule_runs_both() -> Non
 
 def test_pods_of_both_roles_hold_everything_and_scorers_only_their_models() -> None:
     both = {"name": "pods", "roles": ["trainer", "rollout"], "replicas": 2}
-    (pods,) = pod_memory(Job(with_groups(both)), ALONE, "Serial")
+    (pods,) = pod_memory(PlannedJob(with_groups(both)), ALONE, "Serial")
     assert (pods.first, pods.pods, pods.limit) == (0, 2, None)
     assert {"trainer: process", "generation: processes", "scorer: process"} <= set(pods.parts)
     apart = [{"name": "t", "roles": ["trainer"]}, {"name": "r", "roles": ["rollout"], "replicas": 4}]
-    _, first, second = pod_memory(Job(with_groups(*apart, placement="Interleaving")), ALONE, "Serial")
+    _, first, second = pod_memory(PlannedJob(with_groups(*apart, placement="Interleaving")), ALONE, "Serial")
     assert [(each.first, each.pods) for each in (first, second)] == [(0, 2), (2, 2)]
-    whole = pod_memory(Job(with_groups(*apart)), ALONE, "Serial")[1]
+    whole = pod_memory(PlannedJob(with_groups(*apart)), ALONE, "Serial")[1]
     held = sum(each.parts["scorer: weights"] for each in (first, second))
     assert held == pytest.approx(whole.parts["scorer: weights"])
 
 
 def test_nothing_is_said_of_gpus_and_of_jobs_without_ppo() -> None:
     gpus = {"name": "t", "roles": ["trainer", "rollout"], "gpu": {"product": "NVIDIA-A10", "perPod": 1}}
-    assert pod_memory(Job(with_groups(gpus)), ALONE, "Serial") == []
-    assert pod_memory(Job(SPEC.model_copy(update={"stages": SPEC.stages[:1]})), ALONE, "Serial") == []
+    assert pod_memory(PlannedJob(with_groups(gpus)), ALONE, "Serial") == []
+    assert pod_memory(PlannedJob(SPEC.model_copy(update={"stages": SPEC.stages[:1]})), ALONE, "Serial") == []
 
 
 @settings(max_examples=30, deadline=None)
@@ -120,7 +122,7 @@ def test_memory_grows_with_lengths_micro_batches_and_slots(tokens: int, micro: i
             generation={"maxTokens": tokens, "maxConcurrent": slots},
             ppo={"microBatchSize": micro, "globalBatchSize": 64, "miniBatchSize": 64},
         )
-        return [each.used for each in pod_memory(Job(made), ALONE, "Serial")]
+        return [each.used for each in pod_memory(PlannedJob(made), ALONE, "Serial")]
 
     trainer, rollout = used(tokens, micro, slots)
     assert used(tokens + more, micro, slots)[0] > trainer

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from dovetail.cli.common.plan_inputs import read_profile
 from dovetail.cli.main import cli
+from dovetail.coordinator.schedules.stage_times import stage_layers
+from dovetail.coordinator.schedules.training_schedule import Times, profiled_problem, shared_layouts, training_problem
 from dovetail.local.launch.rundir import RunDir
 from dovetail.manifest.types import Parallelism, ScratchModel
 from dovetail.models import ModelError
 from dovetail.pipelines import FAMILIES, ProblemError, family_instance
-from dovetail.planner.measured import stage_layers
-from dovetail.planner.training_schedule import Times, profiled_problem, shared_layouts, training_problem
 from dovetail.protocol.files.machine_profile import LinkTimes, ModelTimes, PassTimes, Profile
 from dovetail.protocol.messages import ModelRef, StageTimes
 from dovetail.trainer.profile import measure_link, measure_model

@@ -16,8 +16,8 @@ from dovetail.coordinator.schedules.scheduling import Scheduling
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.pipelines import FAMILIES
 from dovetail.planner.make_plan import PlanError, make_plan
-from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.on_gpus import supervised
+from dovetail.planner.placement.planned_job import PlannedJob
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 A100 = "NVIDIA-A100-SXM4-80GB"
@@ -91,7 +91,7 @@ def test_the_65b_example_trains_on_its_own_groups_and_on_fewer(replicas: int, mo
     spec = RLHFJob.model_validate(yaml.safe_load((EXAMPLES / "rlhf-65b.yaml").read_text())).spec
     groups = [g.model_copy(update={"replicas": replicas}) if g.name == "trainers" else g for g in spec.groups]
     spec = spec.model_copy(update={"groups": groups})
-    job = Job(spec)
+    job = PlannedJob(spec)
     for model in ("actor", "critic", "reward"):
         # Without tensor parallelism, with which even fewer would do.
         fitting = [f for f in supervised(job, model) if f.layout.tp == 1]

@@ -19,12 +19,7 @@ from dovetail.coordinator.page.run_folder import RunFolder
 from dovetail.coordinator.schedules.scheduling import Scheduling
 from dovetail.coordinator.schedules.step_commands import StepFacts, ppo_step
 from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, applies, encode, scheduled
-from dovetail.local.report.report_schedule import families_section, schedule_section
-from dovetail.manifest.sizes import world_size
-from dovetail.manifest.types import Parallelism, RLHFJobSpec
-from dovetail.pipelines import SearchEffort
-from dovetail.planner.make_plan import make_plan
-from dovetail.planner.training_schedule import (
+from dovetail.coordinator.schedules.training_schedule import (
     PINS,
     Times,
     choose_schedule,
@@ -33,6 +28,11 @@ from dovetail.planner.training_schedule import (
     shared_layouts,
     training_problem,
 )
+from dovetail.local.report.report_schedule import families_section, schedule_section
+from dovetail.manifest.sizes import world_size
+from dovetail.manifest.types import Parallelism, RLHFJobSpec
+from dovetail.pipelines import SearchEffort
+from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.files.machine_profile import LinkTimes, ModelTimes, PassTimes, Profile
 from dovetail.protocol.messages import CommandResult, StageTimes
 from dovetail.protocol.plan import Layout, Plan, coordinates, rank_at, stages_at

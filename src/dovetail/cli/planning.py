@@ -18,10 +18,10 @@ from dovetail.cli.job_arguments import load_job, manifest_argument, new_file, re
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.planner.hardware.gpus import GPU
 from dovetail.planner.inventory import Inventory
-from dovetail.planner.placement.job import ConfigError, Job, needed, owner
 from dovetail.planner.placement.on_cpus import mismatch
 from dovetail.planner.placement.on_gpus import place
 from dovetail.planner.placement.placed import Chosen, Infeasible
+from dovetail.planner.placement.planned_job import ConfigError, PlannedJob, needed, owner
 from dovetail.planner.placement.recommend import Unknown, cheapest, fragment, recommend
 from dovetail.protocol.plan import Plan
 from dovetail.supervision.errors import UsageError
@@ -32,7 +32,7 @@ SEARCH_SECONDS = 60.0
 def on_groups(spec: RLHFJobSpec, configs: Mapping[str, Any], measured: Mapping[str, GPU]) -> Chosen | None:
     """The placement behind a plan's prediction; None if the plan has no prediction."""
     try:
-        placed = place(Job(spec, configs, measured=measured))
+        placed = place(PlannedJob(spec, configs, measured=measured))
     except (Infeasible, ConfigError):
         return None
     return None if placed is None else placed.chosen
@@ -74,7 +74,7 @@ def unpredicted(manifest: Path, job: RLHFJob, configs: Mapping[str, Any], profil
     profile = local_profile(profile_path, run_dir)
     if profile is None or profile.machine is None:
         return f"its groups run on CPUs, and this machine has not been measured; measure it with: {command}"
-    if (other := mismatch(Job(spec, configs, profile=profile))) is not None:
+    if (other := mismatch(PlannedJob(spec, configs, profile=profile))) is not None:
         return f"this machine was measured with another {other}; measure it again with: {command}"
     return "actor and critic are pinned to different layouts; pin both of spec.plan.parallelism alike"
 

@@ -181,7 +181,7 @@ def _problem(memory: float | None, **numbers: Any) -> ScheduleProblem:
 
 def _measured(path: Path, micro_batch_size: int, memory: float | None, **numbers: Any) -> ScheduleProblem:
     from dovetail.cli.common.plan_inputs import read_profile
-    from dovetail.planner.training_schedule import profiled_problem
+    from dovetail.coordinator.schedules.training_schedule import profiled_problem
 
     read = read_profile(path)
     stages = (numbers["actor_stages"], numbers["critic_stages"])

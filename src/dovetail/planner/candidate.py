@@ -115,9 +115,9 @@ class Share:
 
 
 def pipelines(pp: int, other: int, dp: int) -> int:
-    """The number of pipelines of a model that are side by side in a schedule that two models share on the same ranks
-    (`dovetail.planner.training_schedule.shared_layouts`). The model has `pp` stages and `dp` data-parallel ranks, and
-    the other model has `other` stages. It is 1 if they cannot share a schedule."""
+    """The number of pipelines of a model that are side by side in a schedule that two models share on the same ranks.
+    The model has `pp` stages and `dp` data-parallel ranks, and the other model has `other` stages. It is 1 if they
+    cannot share a schedule."""
     found = math.lcm(pp, other) // pp
     return found if dp % found == 0 else 1
 

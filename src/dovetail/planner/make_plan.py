@@ -19,10 +19,10 @@ from dovetail.planner.hardware.gpus import GPU
 from dovetail.planner.lag import chosen, excluded, with_lags
 from dovetail.planner.placement import data_parallel, on_cpus, on_gpus
 from dovetail.planner.placement.activations import activation_bytes, beyond_limit, check_limit
-from dovetail.planner.placement.job import ConfigError, Job
 from dovetail.planner.placement.layouts import divisions
 from dovetail.planner.placement.manifest import pin_errors, product_errors, product_warnings
-from dovetail.planner.placement.placed import Infeasible, Placed, in_ppo
+from dovetail.planner.placement.placed import Infeasible, Placed
+from dovetail.planner.placement.planned_job import ConfigError, PlannedJob
 from dovetail.planner.placement.pods import pod_memory, too_small
 from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.placement.stages_a_rank import fitting, most_chunks, server_memory
@@ -67,7 +67,7 @@ def make_plan(
     if errors := product_errors(spec, measured) + pin_errors(spec):
         raise PlanError(errors[0])
 
-    job = Job(spec, configs or {}, layers or {}, measured, profile, zero3)
+    job = PlannedJob(spec, configs or {}, layers or {}, measured, profile, zero3)
 
     def planned(lag: int) -> Plan:
         decided = with_lag(spec, lag)
@@ -86,7 +86,7 @@ def make_plan(
         raise PlanError(str(error)) from error
 
 
-def _planned(job: Job, no_lag: str | None) -> Plan:
+def _planned(job: PlannedJob, no_lag: str | None) -> Plan:
     """The plan of a job. `no_lag`: why the job cannot have a lag. None: it can."""
     spec, placed = job.spec, _placed(job)
     checkpointed = _checkpointed(job, placed)
@@ -126,7 +126,7 @@ def _planned(job: Job, no_lag: str | None) -> Plan:
     )
 
 
-def _placed(job: Job) -> Placed:
+def _placed(job: PlannedJob) -> Placed:
     """The placement, by the best cost model for which enough is known."""
     if not trained_models(job.spec):
         return Placed({})
@@ -153,7 +153,7 @@ def _predicted(spec: RLHFJobSpec, placed: Placed, no_lag: str | None, parts: int
     return with_streaming(found, placed.hidden(parts)) if parts and placed.hidden is not None else found
 
 
-def _checkpointed(job: Job, placed: Placed) -> frozenset[tuple[Stage, str]]:
+def _checkpointed(job: PlannedJob, placed: Placed) -> frozenset[tuple[Stage, str]]:
     """The stages and models with activation checkpointing. They are those that the manifest pins, or those that need it
     according to the search. If memory is not known, as on CPUs, they are those whose activations are more than
     spec.plan.activationMemory."""
@@ -165,7 +165,7 @@ def _checkpointed(job: Job, placed: Placed) -> frozenset[tuple[Stage, str]]:
     return placed.recompute | {(Stage.PPO, model) for model in beyond_limit(job.spec, sizes)}
 
 
-def _gathered(job: Job, placed: Placed) -> frozenset[tuple[Stage, str]]:
+def _gathered(job: PlannedJob, placed: Placed) -> frozenset[tuple[Stage, str]]:
     """The stages and models under ZeRO-3. They are those that the manifest pins, or those for which the placement found
     it faster or found that nothing else fits. They need data-parallel ranks that share the weights."""
     found = set()
@@ -176,7 +176,7 @@ def _gathered(job: Job, placed: Placed) -> frozenset[tuple[Stage, str]]:
     return frozenset(found if job.spec.plan.zero3 == "Always" else found & placed.by_layer)
 
 
-def _activations(job: Job, placed: Placed) -> dict[str, list[int]]:
+def _activations(job: PlannedJob, placed: Placed) -> dict[str, list[int]]:
     """The bytes of a micro-batch's activations by model and stage, if actor and critic train on pipelines."""
     if Stage.PPO not in job.spec.stages:
         return {}
@@ -187,7 +187,7 @@ def _activations(job: Job, placed: Placed) -> dict[str, list[int]]:
     return sizes if _pipelined(job.spec, placed.layouts_in(Stage.PPO)) else {}
 
 
-def _batching(job: Job, rule: BatchRule, placed: Placed) -> Batching:
+def _batching(job: PlannedJob, rule: BatchRule, placed: Placed) -> Batching:
     rows, tokens = rule.batch // placed.layouts_in(rule.stage)[rule.model].dp, rule.tokens
     count = rows // rule.micro
     if tokens is not None:

@@ -10,8 +10,8 @@ from typing import Any
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
-from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.placed import Placed
+from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.protocol.prediction import Prediction
 
 # With more parts, training begins earlier and less of it is left at the end. Each part costs a command, and an
@@ -19,7 +19,7 @@ from dovetail.protocol.prediction import Prediction
 MOST_PARTS = 16
 
 
-def streamed(job: Job, placed: Placed) -> tuple[int, str]:
+def streamed(job: PlannedJob, placed: Placed) -> tuple[int, str]:
     """The number of parts, and the reason if it is 0. The reason is empty if the manifest does not ask for
     streaming."""
     spec, layouts = job.spec, placed.layouts_in(Stage.PPO)

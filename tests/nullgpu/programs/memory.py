@@ -13,11 +13,11 @@ from worker import DEADLINE, Place
 
 from dovetail.coordinator.schedules.serial_schedule import serial_1f1b
 from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, encode
+from dovetail.coordinator.schedules.training_schedule import shared_layouts
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
 from dovetail.models import build
 from dovetail.models.layers import predictions
 from dovetail.models.layers.predictions import Predictions, Vocabulary, predict
-from dovetail.planner.training_schedule import shared_layouts
 from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES, SCORER_TOKENS
 from dovetail.protocol.messages import Load, ModelRef, Step
 from dovetail.protocol.plan import Layout

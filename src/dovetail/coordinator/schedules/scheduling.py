@@ -18,6 +18,17 @@ from typing import Any, Protocol
 
 from dovetail.coordinator.schedules.step_commands import optimizer_steps
 from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, encode
+from dovetail.coordinator.schedules.training_schedule import (
+    PINS,
+    Times,
+    choose_dedicated,
+    choose_schedule,
+    mini_batches_together,
+    placeable,
+    rank_actions,
+    shared_layouts,
+    training_problem,
+)
 from dovetail.coordinator.telemetry.summary import write_json
 from dovetail.manifest.types import RLHFJobSpec, Role, Stage
 from dovetail.pipelines import (
@@ -35,17 +46,6 @@ from dovetail.pipelines import (
     serial_memory,
 )
 from dovetail.planner.placement.layouts import divisions, same_batches
-from dovetail.planner.training_schedule import (
-    PINS,
-    Times,
-    choose_dedicated,
-    choose_schedule,
-    mini_batches_together,
-    placeable,
-    rank_actions,
-    shared_layouts,
-    training_problem,
-)
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.messages import CommandResult
 from dovetail.protocol.plan import Layout, Plan

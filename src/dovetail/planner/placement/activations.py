@@ -9,11 +9,11 @@ from dataclasses import replace
 from dovetail.manifest.checks.batching import micro_batch_tokens
 from dovetail.manifest.types import Dtype, RLHFJobSpec, Stage
 from dovetail.planner.costs.memory import GIB, training_memory
-from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.placed import Infeasible, Placed
+from dovetail.planner.placement.planned_job import PlannedJob
 
 
-def activation_bytes(job: Job, placed: Placed, chunks: int | None = None) -> dict[str, list[int]]:
+def activation_bytes(job: PlannedJob, placed: Placed, chunks: int | None = None) -> dict[str, list[int]]:
     """The bytes that autograd keeps of one micro-batch of the longest sequences, by trained model and by pipeline rank.
     The result is empty if a model's configuration is not known.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.placed import Chosen, Placed
+from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.planner.placement.stages_a_rank import held, most_chunks
 from dovetail.protocol.prediction import Alternative, Prediction
 
@@ -35,7 +35,7 @@ def taken(plain: Placed | None, why: str, found: Placed) -> Placed:
     return _with_alternative(found, plain.chosen.prediction, None) if found.by_layer else plain
 
 
-def reached(job: Job, plain: Placed) -> float:
+def reached(job: PlannedJob, plain: Placed) -> float:
     """Seconds of an iteration without ZeRO-3, with several stages on each rank if that is faster and the job permits
     it."""
     assert plain.chosen is not None

@@ -6,12 +6,12 @@ from __future__ import annotations
 from dovetail.manifest.checks.batching import pinned_layouts
 from dovetail.manifest.sizes import trained_models, trainer_world, world_size
 from dovetail.manifest.types import Parallelism
-from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.layouts import allowed_layouts
 from dovetail.planner.placement.placed import Infeasible, Placed
+from dovetail.planner.placement.planned_job import PlannedJob
 
 
-def place(job: Job) -> Placed:
+def place(job: PlannedJob) -> Placed:
     """The layouts of the trained models. A model has pipeline stages only if its batches cannot be shared by all ranks.
 
     Raises Infeasible or ConfigError."""
@@ -28,7 +28,7 @@ def place(job: Job) -> Placed:
     return Placed(layouts, warnings=warnings)
 
 
-def _widest(job: Job, model: str) -> Parallelism:
+def _widest(job: PlannedJob, model: str) -> Parallelism:
     """The layout with the most data-parallel ranks."""
     world = trainer_world(job.spec)
     if allowed := allowed_layouts(job, model, world, job.layers.get(model)):
@@ -37,7 +37,7 @@ def _widest(job: Job, model: str) -> Parallelism:
     raise Infeasible(why or f"the {model} cannot be laid out on {world} trainer ranks; change the groups' replicas")
 
 
-def _checked(job: Job, model: str, field: str, layout: Parallelism) -> Parallelism:
+def _checked(job: PlannedJob, model: str, field: str, layout: Parallelism) -> Parallelism:
     """A pinned layout, which `field` names."""
     spec, world, layers = job.spec, trainer_world(job.spec), job.layers.get(model)
     if world_size(layout) != world:

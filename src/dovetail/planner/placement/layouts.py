@@ -11,7 +11,7 @@ from dovetail.manifest.critic import has_critic
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.candidate import Task
-from dovetail.planner.placement.job import Job
+from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.planner.placement.search.limits import every_layout
 from dovetail.protocol.plan import Layout
 
@@ -33,12 +33,12 @@ def pinned_shares(spec: RLHFJobSpec) -> dict[Task, tuple[Parallelism, ...]]:
     }
 
 
-def trainable_layouts(job: Job, model: str) -> list[Parallelism]:
+def trainable_layouts(job: PlannedJob, model: str) -> list[Parallelism]:
     """The `allowed_layouts` of a model on all GPUs of the trainers."""
     return allowed_layouts(job, model, job.trainers.gpus, job.shape(model).layers, tensor_degrees(job, model))
 
 
-def tensor_degrees(job: Job, model: str) -> list[int]:
+def tensor_degrees(job: PlannedJob, model: str) -> list[int]:
     """The tensor-parallel degrees of a trained model. A degree stays within a node and cuts a layer into equal parts. A
     model with adapters is not split."""
     node, shape = job.trainers.per_node, job.shape(model)
@@ -46,13 +46,13 @@ def tensor_degrees(job: Job, model: str) -> list[int]:
     return [t for t in range(1, most + 1) if node % t == 0 and shape.split_problem(t) is None]
 
 
-def most_stages(job: Job, layers: int) -> int:
+def most_stages(job: PlannedJob, layers: int) -> int:
     """The most pipeline ranks of a model with so many layers."""
     return max(1, layers // job.spec.plan.chunks)
 
 
 def allowed_layouts(
-    job: Job, model: str, ranks: int, layers: int | None, degrees: Sequence[int] = (1,)
+    job: PlannedJob, model: str, ranks: int, layers: int | None, degrees: Sequence[int] = (1,)
 ) -> list[Parallelism]:
     """The layouts over `ranks` ranks that share every batch of the model in every stage evenly. If a layout is pinned,
     only that one is allowed. `layers`: the model's layers, or None if they are not known. `degrees`: the allowed tp."""

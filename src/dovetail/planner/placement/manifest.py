@@ -13,7 +13,6 @@ from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import RLHFJobSpec, Role
 from dovetail.planner.candidate import Placement, Schedule
 from dovetail.planner.hardware.gpus import GPU, UnknownProduct, gpu
-from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.layouts import (
     TRAINING_TASKS,
     most_stages,
@@ -21,6 +20,7 @@ from dovetail.planner.placement.layouts import (
     tensor_degrees,
     trainable_layouts,
 )
+from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.planner.placement.search.limits import MIGRATIONS, Limits, every_layout
 from dovetail.planner.placement.search.structures import part_sizes
 
@@ -85,7 +85,7 @@ def pin_errors(spec: RLHFJobSpec) -> list[str]:
     return []
 
 
-def groups_limits(job: Job) -> Limits:
+def groups_limits(job: PlannedJob) -> Limits:
     """The choices that the manifest's groups and pins leave open."""
     spec, trainers = job.spec, job.trainers
     both = [g for g in spec.groups if {Role.TRAINER, Role.ROLLOUT} <= set(g.roles)]
@@ -109,7 +109,7 @@ def groups_limits(job: Job) -> Limits:
     )
 
 
-def with_parts(job: Job, limits: Limits) -> Limits:
+def with_parts(job: PlannedJob, limits: Limits) -> Limits:
     """Adds layouts on a part of the trainer ranks to `limits`, if actor and critic may have ranks of their own. These
     are all layouts that share PPO's mini-batch evenly, or the divisions of pinned layouts
     (`dovetail.planner.placement.layouts.divisions`)."""

@@ -14,9 +14,9 @@ from dovetail.manifest.critic import shares_body
 from dovetail.manifest.sizes import pod_count, trained_models, trainer_world
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner.costs.cpu import IterationWork, best_stage, chunk_seconds, forward_seconds, phases, seconds
-from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.layouts import allowed_layouts
 from dovetail.planner.placement.placed import Placed, worth
+from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.simulate.lanes import Lanes, Parts
 from dovetail.planner.workload import Lengths
@@ -32,7 +32,7 @@ THRESHOLDS = (None, 0.0, 0.1, 0.2, 0.3, 0.5)
 PHASE_NAMES = {measured: predicted for predicted, measured in MEASURED_NAMES.items()}
 
 
-def mismatch(job: Job) -> str | None:
+def mismatch(job: PlannedJob) -> str | None:
     """A trained model whose layers or hidden size differ from those of the job's profile. None if all agree."""
     assert job.profile is not None
     for model in trained_models(job.spec) if job.shapes is not None else []:
@@ -43,7 +43,7 @@ def mismatch(job: Job) -> str | None:
     return None
 
 
-def place(job: Job) -> Placed | None:
+def place(job: PlannedJob) -> Placed | None:
     """The fastest placement. It is None if a group has GPUs, if the profile has no whole iterations or has other
     models, if the job has no PPO, or if no layout divides its batches. The caller says why."""
     spec, machine = job.spec, None if job.profile is None else job.profile.machine

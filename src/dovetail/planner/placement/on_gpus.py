@@ -16,10 +16,10 @@ from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.costs.memory import Training, problem, worst
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.placement.by_layer import may_gain, reached, taken
-from dovetail.planner.placement.job import Job, sequences
 from dovetail.planner.placement.layouts import trainable_layouts
 from dovetail.planner.placement.manifest import RECOMPUTE, groups_limits, with_parts
 from dovetail.planner.placement.placed import Chosen, Infeasible, Placed, prediction, worth
+from dovetail.planner.placement.planned_job import PlannedJob, sequences
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.search import Effort, Result, Search, alternatives, search_fewest_stages
 from dovetail.planner.simulate.hidden_training import hidden
@@ -45,7 +45,7 @@ class Fitting:
     by_layer: frozenset[Stage] = frozenset()
 
 
-def place(job: Job) -> Placed | None:
+def place(job: PlannedJob) -> Placed | None:
     """The fastest placement that fits, by the cost model of GPUs. None if the job's GPUs or models are not known, or if
     its groups have CPUs. Raises Infeasible, ConfigError or UnknownProduct."""
     plan = job.spec.plan
@@ -71,7 +71,7 @@ def place(job: Job) -> Placed | None:
     return plain if found is None else taken(plain, "" if refused is None else str(refused), found)
 
 
-def _plain(job: Job) -> Placed | None:
+def _plain(job: PlannedJob) -> Placed | None:
     """The fastest placement whose PPO has no ZeRO-3. Other stages have it only if nothing fits without it."""
     try:
         return _place(job, False)
@@ -84,7 +84,7 @@ def _plain(job: Job) -> Placed | None:
             raise error from None
 
 
-def _place(job: Job, by_layer: bool, than: float | None = None, others: bool | None = None) -> Placed | None:
+def _place(job: PlannedJob, by_layer: bool, than: float | None = None, others: bool | None = None) -> Placed | None:
     """The fastest placement with or without ZeRO-3. `by_layer`: PPO's models train under ZeRO-3. `others`: those of
     other stages do if they do not fit otherwise; None: as `by_layer`. `than`: the result is None unless its iterations
     gain enough over so many seconds."""
@@ -124,7 +124,7 @@ def _place(job: Job, by_layer: bool, than: float | None = None, others: bool | N
     return _with_stages(job, placed, layouts)
 
 
-def _with_stages(job: Job, placed: Placed, layouts: Mapping[str, Sequence[Fitting]]) -> Placed:
+def _with_stages(job: PlannedJob, placed: Placed, layouts: Mapping[str, Sequence[Fitting]]) -> Placed:
     """Adds DPO and the stages before PPO: how their models save memory, and their times if all sequences have the
     longest possible length."""
     fits = [(m, fit) for m, fitting in layouts.items() for fit in fitting if fit.layout == placed.layouts[m]]
@@ -205,7 +205,9 @@ def _relative(values: Sequence[float], at: int) -> float:
     return values[at] / mean if mean else 1.0
 
 
-def _iteration(job: Job, layouts: Mapping[str, Sequence[Fitting]], by_layer: bool, than: float | None) -> Chosen | None:
+def _iteration(
+    job: PlannedJob, layouts: Mapping[str, Sequence[Fitting]], by_layer: bool, than: float | None
+) -> Chosen | None:
     costs, steps = job.costs, job.costs.work.steps
     limits = replace(groups_limits(job), fsdp=(3,) if by_layer else (2,))
     tasks: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
@@ -259,7 +261,7 @@ def _least_split(layouts: Sequence[Parallelism], ranks: int) -> tuple[Parallelis
     return (*sorted(whole, key=lambda layout: (layout.pp * layout.tp, layout.pp))[:1], *parts)
 
 
-def _reason(job: Job, why: str | None, limits: Limits) -> str:
+def _reason(job: PlannedJob, why: str | None, limits: Limits) -> str:
     if why is None and limits.apart == (True,):
         return (
             f"spec.plan.intraStageFusion is Dedicated, but the {job.trainers.gpus} trainer ranks cannot be "
@@ -275,7 +277,7 @@ def _reason(job: Job, why: str | None, limits: Limits) -> str:
     return f"{why}; {more}use GPUs with more memory, more of them, or shorter sequences"
 
 
-def _remedies(job: Job, limits: Limits) -> Iterator[tuple[str, Limits]]:
+def _remedies(job: PlannedJob, limits: Limits) -> Iterator[tuple[str, Limits]]:
     """The changes that a user can make, as sentences and limits, the smallest first."""
     plan, ppo = job.spec.plan, job.spec.ppo
     fields = ["spec.ppo.actorOptimizer.offload"]
@@ -292,7 +294,7 @@ def _remedies(job: Job, limits: Limits) -> Iterator[tuple[str, Limits]]:
         yield f"{offload} and spec.ppo.microBatchSize to 1", replace(offloaded, micro_batch=1)
 
 
-def supervised(job: Job, model: str, by_layer: bool = False, others: bool = False) -> list[Fitting]:
+def supervised(job: PlannedJob, model: str, by_layer: bool = False, others: bool = False) -> list[Fitting]:
     """The layouts of a trained model on all ranks that divide each of its batches and fit in each stage that trains it,
     the fastest first. The list is empty if no layout divides the batches; the caller says why. `by_layer`: PPO uses
     ZeRO-3. `others`: other stages may use it. Raises Infeasible if no layout fits."""
@@ -319,13 +321,13 @@ def supervised(job: Job, model: str, by_layer: bool = False, others: bool = Fals
     return [fit for _, fit in sorted(fitting, key=lambda f: f[0])]
 
 
-def _smallest(job: Job, rule: BatchRule) -> BatchRule:
+def _smallest(job: PlannedJob, rule: BatchRule) -> BatchRule:
     """The rule with the smallest micro-batch that the planner may choose. The search finds how many samples fit."""
     free = rule.stage is Stage.PPO and job.spec.ppo.micro_batch_tokens == "Auto"
     return rule._replace(tokens=longest_sample(job.spec, rule.stage)) if free else rule
 
 
-def _ways(job: Job, rule: BatchRule, layout: Parallelism, by_layer: bool, others: bool) -> list[Training]:
+def _ways(job: PlannedJob, rule: BatchRule, layout: Parallelism, by_layer: bool, others: bool) -> list[Training]:
     """The ways to train a model in a stage, the fastest first."""
     plan = job.spec.plan
     # Other stages use ZeRO-3 only if they do not fit without it.
@@ -335,7 +337,7 @@ def _ways(job: Job, rule: BatchRule, layout: Parallelism, by_layer: bool, others
     return [replace(way, recompute=recompute) for way in ways for recompute in RECOMPUTE[plan.recompute]]
 
 
-def _step_seconds(job: Job, rule: BatchRule, training: Training, reference: bool = False) -> float:
+def _step_seconds(job: PlannedJob, rule: BatchRule, training: Training, reference: bool = False) -> float:
     """The seconds of an optimizer step on a mini-batch of the longest sequences. `reference`: with a forward pass over
     them."""
     task: Task = "critic_training" if training.head == "value" else "actor_training"

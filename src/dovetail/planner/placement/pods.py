@@ -17,8 +17,8 @@ from dovetail.planner.costs.memory import (
     stage_parameters,
     training_memory,
 )
-from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.placed import Placed
+from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.placement.stages_a_rank import SEVERAL
 from dovetail.planner.shape import Head, ModelShape
@@ -35,7 +35,7 @@ STEP_TOKENS = 2048
 _STAYS = ("weights", "gradients", "optimizer", "moving average", "kept versions")
 
 
-def pod_memory(job: Job, placed: Placed, schedule: str, chunks: int = 1) -> list[PodMemory]:
+def pod_memory(job: PlannedJob, placed: Placed, schedule: str, chunks: int = 1) -> list[PodMemory]:
     """The peak memory of PPO's pods. A process keeps the memory that it once had, so processes do not take turns. Equal
     neighbours are one entry. The result is empty for jobs with GPUs or without PPO, and if a model's configuration is
     not known. `chunks`: see `Plan.chunks`. Raises ConfigError."""
@@ -93,7 +93,7 @@ def _named(task: str, parts: Mapping[str, float]) -> dict[str, float]:
     return {f"{task}: {name}": float(size) for name, size in parts.items() if size}
 
 
-def _trainer(job: Job, placed: Placed, schedule: str, chunks: int) -> dict[str, float]:
+def _trainer(job: PlannedJob, placed: Placed, schedule: str, chunks: int) -> dict[str, float]:
     """The memory of the trainer rank that needs most. Actor and critic take turns with their activations, unless a
     schedule runs both."""
     # Ranks of a model's own (Dedicated) share it among fewer, but hold no other: about the same, or less.
@@ -123,7 +123,7 @@ def _trainer(job: Job, placed: Placed, schedule: str, chunks: int) -> dict[str, 
     return max(ranks, key=lambda parts: sum(parts.values()), default={})
 
 
-def _rollout(job: Job, group: Group, scores: Sequence[str]) -> dict[str, float]:
+def _rollout(job: PlannedJob, group: Group, scores: Sequence[str]) -> dict[str, float]:
     """The memory of a vLLM server and of the scorer beside it. The server allocates its KV cache at the start, for all
     sequences that it takes."""
     spec = job.spec

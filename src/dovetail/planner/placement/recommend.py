@@ -15,10 +15,10 @@ from dovetail.planner.candidate import Candidate, Placement, Share, Task
 from dovetail.planner.costs.gpu import Estimate, GPUCosts
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.placement.by_layer import gathers
-from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.layouts import pinned_shares
 from dovetail.planner.placement.manifest import pinned
 from dovetail.planner.placement.placed import Chosen, Infeasible, prediction, worth
+from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.search import Effort, Found, Result, Search, alternatives, search_fewest_stages
 from dovetail.planner.placement.search.structures import ALONE
@@ -74,7 +74,7 @@ def recommend(
     Raises Infeasible, ConfigError or Unknown."""
     if Stage.PPO not in spec.stages:
         raise Unknown("spec.stages has no ppo, whose iteration is what is placed on an inventory; add it")
-    job = Job(spec, configs)
+    job = PlannedJob(spec, configs)
     if job.shapes is None:
         raise Unknown("the configuration of one of the models is not known; give its folder as source.path")
     limits, tried = _limits(spec), effort(inventory, expired)

@@ -8,8 +8,8 @@ from typing import Literal
 
 from dovetail.planner.candidate import Schedule, Share
 from dovetail.planner.costs.gpu import Estimate, GPUCosts
-from dovetail.planner.placement.job import Job
 from dovetail.planner.placement.placed import Chosen, Placed, in_ppo
+from dovetail.planner.placement.planned_job import PlannedJob
 
 # The numbers of stages that are tried: a V, and two of them.
 SEVERAL = (2, 4)
@@ -29,7 +29,7 @@ def fitting(chosen: Chosen) -> Literal["Auto", "TimeSharing", "Serial"]:
     return "Serial"
 
 
-def most_chunks(job: Job, placed: Placed, schedule: str) -> int:
+def most_chunks(job: PlannedJob, placed: Placed, schedule: str) -> int:
     """The most stages of each model that PPO's schedules may put on a rank. With `schedule` Auto it is what the job
     permits. Otherwise it is what the manifest pins, or 1.
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from dovetail.coordinator.schedules.stage_times import stage_times, transfer_seconds
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
 from dovetail.pipelines import (
@@ -32,7 +33,6 @@ from dovetail.pipelines import (
     find,
     steps,
 )
-from dovetail.planner.measured import stage_times, transfer_seconds
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.messages import Action, StageTimes
 from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds, rank_at, stages_at

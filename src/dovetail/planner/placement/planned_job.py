@@ -36,7 +36,7 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
-class Job:
+class PlannedJob:
     """What `make_plan` gets, with its names, of a job whose lag is known. What follows from it is computed once."""
 
     spec: RLHFJobSpec
@@ -46,7 +46,7 @@ class Job:
     profile: Profile | None = None
     zero3: bool | None = None
 
-    def pinned(self, **plan: Any) -> Job:
+    def pinned(self, **plan: Any) -> PlannedJob:
         """The same job with other values of spec.plan."""
         return replace(self, spec=self.spec.model_copy(update={"plan": self.spec.plan.model_copy(update=plan)}))
 
