@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from dovetail.planner.candidate import Share
 from dovetail.protocol.weights import RankGrid
 
 # Seconds of a task in a layout; None: it does not fit or cannot run there.
@@ -32,6 +33,11 @@ class Choice:
     @property
     def seconds(self) -> float:
         return self.training_seconds + self.generation_seconds + self.switch_seconds
+
+
+def ranks_of(share: Share) -> RankGrid:
+    """A share's layout, over its pool's GPUs as ranks."""
+    return RankGrid(pp=share.pp, tp=share.tp, dp=share.dp, first=share.first, sharded=share.fsdp == 3)
 
 
 def layouts(world: int, max_tp: int, max_pp: int, first: int = 0, sharded: bool = False) -> Iterator[RankGrid]:

@@ -21,6 +21,7 @@ from papers.common import Figure, Measured, Section, best, tensor_parallel
 from papers.common import llama as usual
 from papers.deepspeed import SYSTEM as DEEPSPEED
 from papers.deepspeed import Config
+from papers.layouts import ranks_of
 from papers.planner import planned
 from papers.system import System, SystemCosts
 
@@ -152,7 +153,8 @@ def switching(setting: str, cluster: str, found: Compared) -> tuple[float, float
     """Seconds to bring the actor from its training to its generation layout: PUZZLE by its routing table,
     DeepSpeed-Chat by gathering."""
     actor, (_, gpus) = llama(setting.split("/")[0]), SETTINGS[setting]
-    training, generation = found.puzzle.candidate.actor_training[0].layout, found.puzzle.candidate.generation[0].layout
+    mine = found.puzzle.candidate
+    training, generation = ranks_of(mine.actor_training[0]), ranks_of(mine.generation[0])
     if setting == "33B/7B":
         pp, dp, tp = NAMED[cluster]
         training, generation = RankGrid(pp=32), RankGrid(pp=pp, dp=dp, tp=tp)

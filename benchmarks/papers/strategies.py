@@ -15,7 +15,7 @@ from dovetail.planner.placement.search.search import Effort, Result, Search
 from dovetail.planner.placement.search.structures import ALONE, Sizes, Slots, every_size, sizes
 from dovetail.protocol.weights import RankGrid
 from papers.free_placements import FreeLimits, FreeRanker, FreeSearch
-from papers.layouts import similar
+from papers.layouts import ranks_of, similar
 
 Strategy = Literal["search", "prior", "grid", "similar", "exhaustive"]
 STRATEGIES: tuple[Strategy, ...] = ("search", "prior", "grid", "similar", "exhaustive")
@@ -98,8 +98,8 @@ def _descend(search: Search, ranking: Ranking) -> None:
     orders: tuple[Callable[[Option], float], ...] = (lambda option: option.seconds, lambda option: option.need)
     for order in orders:
         ordered = [sorted(ranked, key=order) for ranked in ranking.layouts]
-        trains = {option.share.layout: option for option in reversed(ordered[actor])}
-        serves = {option.share.layout: option for option in reversed(ordered[served])}
+        trains = {ranks_of(option.share): option for option in reversed(ordered[actor])}
+        serves = {ranks_of(option.share): option for option in reversed(ordered[served])}
         chosen = [ranked[0].share for ranked in ordered]
         found = _puzzle(search, ranking, chosen, (actor, served), (trains, serves))
         search.estimated(found)

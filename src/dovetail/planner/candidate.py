@@ -13,7 +13,6 @@ from itertools import pairwise
 from typing import Literal
 
 from dovetail.planner.hashing import hashed_once
-from dovetail.protocol.weights import RankGrid
 
 # The tasks of dovetail.protocol.plan.Task, without those of supervised stages. `critic` is the critic's inference.
 Task = Literal["generation", "reference", "reward", "critic", "actor_training", "critic_training"]
@@ -77,11 +76,6 @@ class Share:
     def range(self) -> range:
         """The GPUs of the pool, by index."""
         return range(self.first, self.first + self.gpus)
-
-    @property
-    def layout(self) -> RankGrid:
-        """The layout over the pool's GPUs as ranks."""
-        return RankGrid(pp=self.pp, tp=self.tp, dp=self.dp, first=self.first, sharded=self.fsdp == 3)
 
     def at(self, first: int) -> Share:
         """The same share, but from GPU `first` on."""

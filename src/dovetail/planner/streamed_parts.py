@@ -9,7 +9,7 @@ from typing import Any
 
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.manifest.types import RLHFJobSpec, Role, Stage
 from dovetail.planner.placement.placed import Placed
 from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.protocol.prediction import Prediction
@@ -25,7 +25,12 @@ def streamed(job: PlannedJob, placed: Placed) -> tuple[int, str]:
     spec, layouts = job.spec, placed.layouts_in(Stage.PPO)
     if spec.ppo.streaming == "Never" or Stage.PPO not in spec.stages:
         return 0, ""
-    problem = obstacle(spec) or _layout_obstacle(layouts, bool(placed.apart)) or _balancing(spec, job.configs)
+    problem = obstacle(spec)
+    if problem is None and placed.apart:
+        problem = "actor and critic have trainer ranks of their own"
+    if problem is None and any(layouts[model].pp > 1 for model in ("actor", "critic") if model in layouts):
+        problem = "the trainers have pipeline stages, which each part would fill and empty anew"
+    problem = problem or _balancing(spec, job.configs)
     if problem is not None:
         return 0, problem
     ppo = spec.ppo
@@ -83,15 +88,6 @@ def obstacle(spec: RLHFJobSpec) -> str | None:
         ),
     )
     return next((reason for holds, reason in reasons if holds), None)
-
-
-def _layout_obstacle(layouts: Mapping[str, Parallelism], apart: bool) -> str | None:
-    if apart:
-        return "actor and critic have trainer ranks of their own"
-    mine = [layouts[model] for model in ("actor", "critic") if model in layouts]
-    if any(layout.pp > 1 for layout in mine):
-        return "the trainers have pipeline stages, which each part would fill and empty anew"
-    return None
 
 
 def _balancing(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]]) -> str | None:

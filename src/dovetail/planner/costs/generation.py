@@ -17,7 +17,7 @@ from statistics import NormalDist
 import numpy as np
 import numpy.typing as npt
 
-from dovetail.planner.workload import Lengths
+from dovetail.planner.workload import Lengths, Workload
 
 Floats = npt.NDArray[np.float64]
 # A decode step that takes more than this times the step of one sample is not "almost constant" (RLHFuse section 4.2).
@@ -56,30 +56,21 @@ class GenerationTimes:
     servers: int
 
 
-def generate(
-    servers: Sequence[Servers],
-    batch: int,
-    prompt: Lengths,
-    response: Lengths,
-    migration: float | None = None,
-) -> GenerationTimes:
-    """The times of generating `batch` samples. The servers share the samples by their speed.
-
-    `prompt`, `response`: the lengths of prompts and responses. `migration`: the tail gathers when this fraction of the
-    samples is left. None: it does not gather."""
+def generate(servers: Sequence[Servers], work: Workload, migration: float | None = None) -> GenerationTimes:
+    """The times of generating a batch. The servers share the samples by their speed. `migration`: the tail gathers when
+    this fraction of the samples is left. None: it does not gather."""
     instances = sum(s.count for s in servers)
-    dealt = deal(servers, batch)
-    end = max(float(_curve(s, n, batch, prompt, response)[1][-1]) for s, n in zip(servers, dealt, strict=True))
-    left = 0 if migration is None else int(migration * batch)
+    dealt = deal(servers, work.batch)
+    end = max(float(_curve(s, n, work)[1][-1]) for s, n in zip(servers, dealt, strict=True))
+    left = 0 if migration is None else int(migration * work.batch)
     fastest = servers[max(range(len(servers)), key=lambda i: dealt[i])]
-    destinations = _destinations(fastest, instances, left, prompt.longest + response.longest)
+    destinations = _destinations(fastest, instances, left, work.longest)
     if not left or destinations is None:
         return GenerationTimes(end, end, instances, instances)
     # The samples that are left are the longest of the batch. They gather when the next shorter one is done.
-    done = float(quantiles(response, batch)[-left])
-    begun = max(_reached(s, n, batch, prompt, response, done) for s, n in zip(servers, dealt, strict=True))
-    tail = _tail(fastest, batch, left, destinations, prompt, response)
-    return GenerationTimes(begun + tail, begun, destinations, instances)
+    done = float(quantiles(work.response, work.batch)[-left])
+    begun = max(_reached(s, n, work, done) for s, n in zip(servers, dealt, strict=True))
+    return GenerationTimes(begun + _tail(fastest, work, left, destinations), begun, destinations, instances)
 
 
 def deal(servers: Sequence[Servers], batch: int) -> list[int]:
@@ -97,36 +88,36 @@ def _destinations(server: Servers, instances: int, left: int, longest: int) -> i
     return wanted if wanted < instances else None
 
 
-def _curve(server: Servers, samples: int, batch: int, prompt: Lengths, response: Lengths) -> tuple[Floats, Floats]:
+def _curve(server: Servers, samples: int, work: Workload) -> tuple[Floats, Floats]:
     """The lengths of the last n samples of a server, (n,), and when each is done, (n,) seconds. n is the number of
     samples that the server holds at once."""
-    slots = min(samples, server.slots(prompt.mean + response.mean))
-    lengths = _of_server(response, slots, batch)
+    slots = min(samples, server.slots(work.tokens))
+    lengths = _of_server(work.response, slots, work.batch)
     gaps = np.diff(lengths, prepend=1.0)  # the prefill makes the first token
     ends: Floats = np.cumsum(gaps * server.steps[slots:0:-1])
     waiting = samples - slots
-    bulk = waiting * response.mean / slots * float(server.steps[slots])
-    return lengths, ends + bulk + samples * prompt.mean * server.prefill
+    bulk = waiting * work.response.mean / slots * float(server.steps[slots])
+    return lengths, ends + bulk + samples * work.prompt.mean * server.prefill
 
 
-def _reached(server: Servers, samples: int, batch: int, prompt: Lengths, response: Lengths, tokens: float) -> float:
+def _reached(server: Servers, samples: int, work: Workload, tokens: float) -> float:
     """When a server has generated `tokens` tokens of each sample that is so long, in seconds since the begin."""
-    lengths, ends = _curve(server, samples, batch, prompt, response)
+    lengths, ends = _curve(server, samples, work)
     first = float(ends[0]) - (float(lengths[0]) - 1.0) * float(server.steps[len(lengths)])
     return float(np.interp(tokens, np.concatenate(([1.0], lengths)), np.concatenate(([first], ends))))
 
 
-def _tail(server: Servers, batch: int, left: int, destinations: int, prompt: Lengths, response: Lengths) -> float:
+def _tail(server: Servers, work: Workload, left: int, destinations: int) -> float:
     """The seconds from the gathering to the last token. Each destination takes its part of the tail, prefills the
     samples that came, and goes on."""
-    longest = quantiles(response, batch)[-left:].copy()
-    longest[-1] = max(float(longest[0]), expected_longest(response, batch))
+    longest = quantiles(work.response, work.batch)[-left:].copy()
+    longest[-1] = max(float(longest[0]), expected_longest(work.response, work.batch))
     done = float(longest[0])
     mine = np.sort(longest[::-1][::destinations]) - done
     gaps = np.diff(mine, prepend=0.0)
     slots = min(len(mine), len(server.steps) - 1)
     came = (1 - 1 / max(1, destinations)) if destinations > 1 else 1.0
-    moved = len(mine) * came * (prompt.mean + done) * server.arrival
+    moved = len(mine) * came * (work.prompt.mean + done) * server.arrival
     # If a destination has more samples than slots, the others wait until a slot is free.
     over = max(1.0, len(mine) / slots)
     counts = np.minimum(np.arange(len(mine), 0, -1), slots)

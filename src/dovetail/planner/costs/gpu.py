@@ -28,7 +28,6 @@ from dovetail.planner.costs.passes import (
     straggling,
 )
 from dovetail.planner.costs.steps import StepTimes, together
-from dovetail.planner.hardware.gpus import GPU
 from dovetail.planner.hashing import known_share
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.shape import Head, ModelShape
@@ -156,7 +155,7 @@ class GPUCosts:
     def generated(self, shares: Sequence[tuple[Share, int]], migration: float | None) -> GenerationTimes:
         """The times of generation on these shares. Each comes with the tokens of KV cache of its servers."""
         each = [self.servers(share, room) for share, room in shares]
-        return generate(each, self.work.batch, self.work.prompt, self.work.response, migration)
+        return generate(each, self.work, migration)
 
     def scoring(self, candidate: Candidate) -> list[tuple[Task, Share, float]]:
         """The shares of every inference task, with the seconds of their part of the batch. Shares divide the batch by
@@ -241,8 +240,10 @@ class GPUCosts:
             fixed = 0.0 if self.hides_gathering else gathered + reduced
         elif dp > 1:
             fixed = reduced + (gathered if share.fsdp else reduced)  # without sharding gradients come back whole
-        # Under ZeRO-3, too: there each is written in float32 to be reduced, and a part of it is added up.
-        fixed += (count - 1) * self.added_gradients(trained * size, pool.gpu)
+        # A gradient is added to the float32 sum: it is read, and the sum is read and written. Under ZeRO-3, too: there
+        # each is written in float32 to be reduced, and a part of it is added up.
+        added = (ITEMSIZE[pool.gpu.dtype] + 8) * (trained * size) / (MEMORY * pool.gpu.memory_bandwidth)
+        fixed += (count - 1) * added
         fixed += self.optimizer(trained * size / (dp if share.fsdp else 1), share)
         across = pool.ring(share.pipelines, dp * pp * tp)
         fixed += all_reduce(self.gradient_bytes * trained * size / dp, share.pipelines, across)
@@ -253,11 +254,6 @@ class GPUCosts:
         if work.micro_batch_tokens is not None:
             skew = max(1.0, longest / (tokens * samples))
         return StepTimes(pp, count, max(stage, gather), backwards, hop, fixed, skew, samples)
-
-    def added_gradients(self, parameters: float, gpu: GPU) -> float:
-        """The seconds to add another gradient to the float32 sum. The gradient is read, and the sum is read and
-        written."""
-        return (ITEMSIZE[gpu.dtype] + 8) * parameters / (MEMORY * gpu.memory_bandwidth)
 
     def straggling(self, dp: int) -> float:
         """The tokens of the data-parallel rank with most tokens of a mini-batch, over those of the mean rank."""
@@ -288,8 +284,26 @@ class GPUCosts:
         return total
 
     def transferred(self, shape: ModelShape, head: Head, source: Share, target: Share) -> float:
-        """The seconds to send a model's new weights from one share to another."""
-        return transfer_seconds(shape, head, source, target, self.inventory)
+        """The seconds to bring a model's new weights from its training share to a share that generates or scores. Each
+        byte leaves its sender once and enters a node of receivers once. The node passes it on."""
+        pool, origin = self.inventory[target.pool], self.inventory[source.pool]
+        same = source.pool == target.pool
+        size = shape.parameters(head) * ITEMSIZE[pool.gpu.dtype]
+        each = size / (target.pp * target.tp)
+        within = same and source.first <= target.first and target.first + target.gpus <= source.first + source.gpus
+        held = _held(source, target) if within else 0.0  # else some receivers' GPUs have none of it
+        if held == 1.0:
+            return 0.0
+        senders = source.gpus  # each sends a part of what it holds
+        near = same and _node(source, pool.per_node) == _node(target, pool.per_node) is not None
+        if near:
+            seconds = max(each * (1 - held), size * (1 - held) / senders) / pool.gpu.peer
+        else:
+            local = min(pool.per_node, target.gpus)
+            into = size * min(1.0, local / (target.pp * target.tp)) * (1 - held) / (local * pool.network)
+            out = size * (1 - held) / (senders * origin.network)
+            seconds = max(into, out, each / pool.gpu.peer)
+        return COLLECTIVE_SECONDS + seconds / LINK
 
     def swapped_in(self, candidate: Candidate) -> float:
         """The seconds to load weights of servers and scorers from host memory. Tasks on the same GPUs load one after
@@ -319,33 +333,6 @@ def _trained(shape: ModelShape, head: Head, rank: int, modules: tuple[str, ...])
     lora = LoRA(rank=rank, target_modules=list(modules))
     total, trained = trained_parameters(Training(shape, head, Parallelism(), Dtype.BFLOAT16, 1, lora=lora), 0)
     return trained / total
-
-
-# ------------------------------------------------------------ weights between tasks
-
-
-def transfer_seconds(shape: ModelShape, head: Head, source: Share, target: Share, inventory: Inventory) -> float:
-    """The seconds to bring a model's weights from its training share to a share that generates or scores. Each byte
-    leaves its sender once and enters a node of receivers once. The node passes it on."""
-    pool, origin = inventory[target.pool], inventory[source.pool]
-    same = source.pool == target.pool
-    on = same and source.overlaps(target)
-    size = shape.parameters(head) * ITEMSIZE[pool.gpu.dtype]
-    each = size / (target.pp * target.tp)
-    within = on and source.first <= target.first and target.first + target.gpus <= source.first + source.gpus
-    held = _held(source, target) if within else 0.0  # else some receivers' GPUs have none of it
-    if held == 1.0:
-        return 0.0
-    senders = source.gpus  # each sends a part of what it holds
-    near = same and _node(source, pool.per_node) == _node(target, pool.per_node) is not None
-    if near:
-        seconds = max(each * (1 - held), size * (1 - held) / senders) / pool.gpu.peer
-    else:
-        local = min(pool.per_node, target.gpus)
-        into = size * min(1.0, local / (target.pp * target.tp)) * (1 - held) / (local * pool.network)
-        out = size * (1 - held) / (senders * origin.network)
-        seconds = max(into, out, each / pool.gpu.peer)
-    return COLLECTIVE_SECONDS + seconds / LINK
 
 
 def _held(source: Share, target: Share) -> float:

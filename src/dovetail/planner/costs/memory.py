@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
@@ -143,6 +144,23 @@ class Training:
         """Whether the head is on this stage."""
         return stage == stage_path(self.layout.pp, self.chunks)[-1]
 
+    def layers(self, stage: int) -> int:
+        """The number of layers of a stage."""
+        return layers_of(self.shape.layers, self.layout.pp, stage, self.chunks)
+
+    @cached_property
+    def adapters(self) -> int:
+        """The parameters of LoRA's adapters in one layer, on one tensor-parallel rank."""
+        if self.lora is None:
+            return 0
+        rank, wanted, tp = self.lora.rank, set(self.lora.target_modules), self.layout.tp
+        return sum(
+            rank * (linear.inputs // (tp if linear.split == "in" else 1))
+            + rank * (linear.outputs // (tp if linear.split == "out" else 1))
+            for linear in self.shape.linears
+            if not wanted or linear.name in wanted
+        )
+
     @property
     def sharded(self) -> bool:
         """Whether FSDP2 wraps the stage. One CPU rank in float32 runs without it."""
@@ -170,8 +188,8 @@ def trained_parameters(job: Training, stage: int) -> tuple[int, int]:
     total = stage_parameters(job.shape, job.head, job.layout.pp, job.layout.tp, stage, job.chunks)
     if job.lora is None:
         return total, total
-    layers, each = _layers(job, stage), _layer_adapters(job)
-    return total + layers * each, layers * each + _value_head(job, stage)
+    adapters = job.layers(stage) * job.adapters
+    return total + adapters, adapters + (job.shape.hidden if job.head != "lm" and job.ends(stage) else 0)
 
 
 def two_blocks(total: int, layer: int, layers: int) -> int:
@@ -180,23 +198,6 @@ def two_blocks(total: int, layer: int, layers: int) -> int:
     one more block."""
     outer = total - layers * layer
     return sum(sorted([outer, *[layer] * min(2, layers)])[-2:])
-
-
-def _value_head(job: Training, stage: int) -> int:
-    return job.shape.hidden if job.head != "lm" and job.ends(stage) else 0
-
-
-def _layer_adapters(job: Training) -> int:
-    """The parameters of LoRA's adapters in one layer, on one tensor-parallel rank."""
-    assert job.lora is not None
-    tp = job.layout.tp
-    wanted = set(job.lora.target_modules)
-    return sum(
-        job.lora.rank * (linear.inputs // (tp if linear.split == "in" else 1))
-        + job.lora.rank * (linear.outputs // (tp if linear.split == "out" else 1))
-        for linear in job.shape.linears
-        if not wanted or linear.name in wanted
-    )
 
 
 def training_memory(job: Training, stage: int) -> Memory:
@@ -214,12 +215,12 @@ def training_memory(job: Training, stage: int) -> Memory:
     torch's allocator reserves, which is separate for each stream. Raises LayoutError if there are more stages than
     layers."""
     total, trained = trained_parameters(job, stage)
-    b, layers = ITEMSIZE[job.dtype], max(1, _layers(job, stage))
+    b, layers = ITEMSIZE[job.dtype], max(1, job.layers(stage))
     dp = job.shards if job.fsdp else 1
     own = 4 * trained / (dp if job.fsdp > 1 else 1)
     device = {"weights": 4 * total / dp, "gradients": own}
     host: dict[str, float] = {}
-    layer, adapters = job.shape.layer_parameters(job.layout.tp), 0 if job.lora is None else _layer_adapters(job)
+    layer, adapters = job.shape.layer_parameters(job.layout.tp), job.adapters
     each = layer if job.lora is None else adapters
     outer = trained - layers * each  # embedding and head are one more block
     ends = outer
@@ -263,17 +264,12 @@ def training_memory(job: Training, stage: int) -> Memory:
         # For the step, a part of the moments is loaded at a time, after the memory of the passes is freed.
         stepping = device["weights"] + own + device.get("moving average", 0.0) + 8 * min(trained / dp, OFFLOAD_NUMBERS)
         device["optimizer, stepping"] = max(0.0, stepping - sum(device.values()))
-    return Memory(_on_gpu(job, device) if job.gpu else device, host)
-
-
-def _on_gpu(job: Training, parts: Mapping[str, float]) -> dict[str, float]:
-    """Adds what a CUDA process needs besides tensors."""
-    return {
-        **parts,
-        "fragments": FRAGMENTS * sum(parts.values()),
-        "NCCL buffers": communication_bytes(job.layout, job.chunks, job.pipelines),
-        "CUDA context": CONTEXT_BYTES,
-    }
+    if job.gpu:
+        # A CUDA process needs these besides tensors.
+        device["fragments"] = FRAGMENTS * sum(device.values())
+        device["NCCL buffers"] = communication_bytes(job.layout, job.chunks, job.pipelines)
+        device["CUDA context"] = CONTEXT_BYTES
+    return Memory(device, host)
 
 
 def communication_bytes(layout: Parallelism, chunks: int = 1, pipelines: int = 1) -> float:
@@ -285,14 +281,10 @@ def communication_bytes(layout: Parallelism, chunks: int = 1, pipelines: int = 1
     return collectives * COLLECTIVE_BYTES + (layout.pp > 1) * 4 * chunks * EDGE_BYTES
 
 
-def _layers(job: Training, stage: int) -> int:
-    return layers_of(job.shape.layers, job.layout.pp, stage, job.chunks)
-
-
 def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> dict[str, float]:
     """The activations of a rank, and what its passes need besides. `b`: the bytes of a number. `layer`, `outer`: the
     trained parameters of each layer, and those of embedding and head as far as one pass has both."""
-    shape, tp, layers = job.shape, job.layout.tp, _layers(job, stage)
+    shape, tp, layers = job.shape, job.layout.tp, job.layers(stage)
     boundary = job.tokens * shape.hidden * b
     block = job.tokens * shape.saved_bytes(b, tp)
     saved = job.in_flight * layers * (boundary if job.recompute else block)

@@ -191,57 +191,35 @@ def _missing(result: Result) -> str:
 
 def fragment(chosen: Chosen) -> dict[str, Any]:
     """The fields of a manifest's spec that describe this placement: groups, pins of the plan, and batch sizes."""
-    candidate, pools = chosen.candidate, chosen.costs.inventory
-    actor = candidate.actor_training[0]
+    candidate, actor = chosen.candidate, chosen.candidate.actor_training[0]
     critic = candidate.critic_training[0] if candidate.critic_training else None
-    pool = pools[actor.pool]
+
+    def group(name: str, pool: str, roles: list[str], gpus: int, per_pod: int) -> dict[str, Any]:
+        gpu = {"product": chosen.costs.inventory[pool].gpu.product, "perPod": per_pod}
+        return {"name": name, "roles": roles, "gpu": gpu, "replicas": gpus // per_pod}
+
+    def serving(share: Share, *roles: str) -> dict[str, Any]:
+        return group(share.pool, share.pool, [*roles, "rollout"], share.gpus, share.pp * share.tp)
+
     shared = {s for s in candidate.generation if s.overlaps(actor)}
-    groups = []
     if shared:
-        server = next(iter(shared))
-        groups.append(_group(chosen, server, ["trainer", "rollout"], server.pp * server.tp))
+        groups = [serving(next(iter(shared)), "trainer")]
     else:
         count = actor.gpus if critic is None or critic.range == actor.range else actor.gpus + critic.gpus
-        per_pod = min(count, pool.per_node)
-        groups.append(
-            {
-                "name": "trainers",
-                "roles": ["trainer"],
-                "gpu": {"product": pool.gpu.product, "perPod": per_pod},
-                "replicas": count // per_pod,
-            }
-        )
-    groups += [_group(chosen, s, ["rollout"], s.pp * s.tp) for s in candidate.generation if s not in shared]
-    layouts = {"actor": _layout(actor), **({"critic": _layout(critic)} if critic else {})}
+        per_node = chosen.costs.inventory[actor.pool].per_node
+        groups = [group("trainers", actor.pool, ["trainer"], count, min(count, per_node))]
+    groups += [serving(s) for s in candidate.generation if s not in shared]
+    trained = {"actor": actor, **({"critic": critic} if critic else {})}
+    layouts = {model: {"pp": share.pp, "tp": share.tp, "dp": share.dp} for model, share in trained.items()}
+    optimizers = {f"{model}Optimizer": {"offload": True} for model, share in trained.items() if share.offload}
     # A manifest's layouts are on all trainer ranks. The planner finds layouts on parts of them again.
     own = {"intraStageFusion": "Dedicated"} if candidate.schedule == "Dedicated" else {"parallelism": layouts}
     return {
         "groups": groups,
-        "ppo": {"microBatchSize": actor.micro_batch, **_optimizers(actor, critic)},
+        "ppo": {"microBatchSize": actor.micro_batch, **optimizers},
         "plan": {
             "placement": "Interleaving" if candidate.placement is Placement.INTERLEAVING else "Auto",
             **own,
             **({"zero3": "Always"} if gathers(chosen) else {}),
         },
     }
-
-
-def _group(chosen: Chosen, share: Share, roles: list[str], per_pod: int) -> dict[str, Any]:
-    pool = chosen.costs.inventory[share.pool]
-    return {
-        "name": share.pool,
-        "roles": roles,
-        "gpu": {"product": pool.gpu.product, "perPod": per_pod},
-        "replicas": share.gpus // per_pod,
-    }
-
-
-def _layout(share: Share) -> dict[str, int]:
-    return {"pp": share.pp, "tp": share.tp, "dp": share.dp}
-
-
-def _optimizers(actor: Share, critic: Share | None) -> dict[str, Any]:
-    found: dict[str, Any] = {"actorOptimizer": {"offload": True}} if actor.offload else {}
-    if critic is not None and critic.offload:
-        found["criticOptimizer"] = {"offload": True}
-    return found

@@ -8,23 +8,17 @@ from dovetail.manifest.types import RLHFJobSpec
 from dovetail.protocol.plan import Scored
 
 
-def scored_models(spec: RLHFJobSpec) -> list[Scored]:
-    """The models whose outputs PPO asks scorers for."""
-    found: list[Scored] = ["reference"]
-    if not spec.models.reward.calls:
-        found.append("reward")
-    if has_critic(spec):
-        found.append("critic")
-    return found
-
-
 def scorer_models(spec: RLHFJobSpec, scorers: int, interleaved: bool = False) -> list[list[Scored]]:
-    """The models that each of the `scorers` scorers holds.
+    """The models that each of the `scorers` scorers holds, of those whose outputs PPO needs.
 
     With Interleaving, which is pinned or chosen (`interleaved`), and two scorers or more, the first half of them holds
     the reference. The second half holds the other models, which have no vocabulary projection. So each scorer holds
     fewer models, and their passes run side by side. Otherwise every scorer holds all models."""
-    models = scored_models(spec)
+    models: list[Scored] = ["reference"]
+    if not spec.models.reward.calls:
+        models.append("reward")
+    if has_critic(spec):
+        models.append("critic")
     halves = interleaved or spec.plan.placement == "Interleaving"
     if not halves or scorers < 2 or len(models) < 2:
         return [list(models) for _ in range(scorers)]

@@ -86,30 +86,32 @@ def scan(
     serial = _inference(base, None, early, shortest_first)
     results = []
     for threshold, with_room in zip(thresholds, wide, strict=True):
-        if threshold is None:
-            results.append(_prediction(base, serial, serial, None, None, base))
-        else:
-            fused = started[threshold].copy(), serial, base, threshold, longest, early, with_room
-            results.append(_fused(*fused, shortest_first))
+        decode, scored, plan = base, serial, None
+        if threshold is not None:
+            decode = started[threshold].copy()
+            begun = decode.now
+            plan = _gathered(decode, longest, [p.roomy() for p in profiles] if with_room else profiles)
+            if plan is not None:
+                decode.migrate(plan.moves)
+            decode.run(0)
+            scored = _inference(decode, begun, early, shortest_first)
+        ends = sorted(decode.end)
+        busy = zip(decode.busy, scored.busy, strict=True)
+        results.append(
+            StagePrediction(
+                threshold,
+                serial_seconds=serial.end,
+                fused_seconds=scored.end,
+                generation_seconds=max(base.end),
+                generation_end=ends[-1],
+                destinations=plan.destinations if plan else (),
+                moves=plan.moves if plan else {},
+                idle_seconds=tuple(max(0.0, scored.end - mine - score) for mine, score in busy),
+                tail=tuple((end, len(ends) - k - 1) for k, end in enumerate(ends)),
+                scored=tuple(scored.at),
+            )
+        )
     return results
-
-
-def _fused(
-    decode: Decode,
-    serial: _Scored,
-    base: Decode,
-    threshold: int,
-    longest: int,
-    early: bool,
-    roomy: bool,
-    shortest_first: bool,
-) -> StagePrediction:
-    begun = decode.now
-    plan = _gathered(decode, longest, [p.roomy() for p in decode.profiles] if roomy else decode.profiles)
-    if plan is not None:
-        decode.migrate(plan.moves)
-    decode.run(0)
-    return _prediction(decode, _inference(decode, begun, early, shortest_first), serial, threshold, plan, base)
 
 
 def _gathered(decode: Decode, longest: int, destinations: Sequence[StageProfile]) -> MigrationPlan[int, int] | None:
@@ -206,29 +208,6 @@ def _parts(decode: Decode, free: float | None) -> list[tuple[float, int, int]]:
                 before, seen = 0, grown
         parts.append((end, before + tokens - seen, sample))
     return sorted(parts)
-
-
-def _prediction(
-    decode: Decode,
-    scored: _Scored,
-    serial: _Scored,
-    threshold: int | None,
-    plan: MigrationPlan[int, int] | None,
-    base: Decode,
-) -> StagePrediction:
-    ends = sorted(decode.end)
-    return StagePrediction(
-        threshold,
-        serial.end,
-        scored.end,
-        max(base.end),
-        ends[-1],
-        plan.destinations if plan else (),
-        plan.moves if plan else {},
-        tuple(max(0.0, scored.end - mine - score) for mine, score in zip(decode.busy, scored.busy, strict=True)),
-        tuple((end, len(ends) - k - 1) for k, end in enumerate(ends)),
-        tuple(scored.at),
-    )
 
 
 def _check(
