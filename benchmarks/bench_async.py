@@ -45,7 +45,7 @@ from asynchronous.world import length_of
 from bench_interstage import device
 
 from dovetail.planner.make_plan import make_plan
-from dovetail.planner.simulate.hidden_training import hidden
+from dovetail.planner.simulate.drawn_iterations import hidden
 from dovetail.planner.simulate.lanes import Parts, play
 from dovetail.planner.simulate.profile import StageProfile
 from dovetail.planner.simulate.stage import StagePrediction, scan

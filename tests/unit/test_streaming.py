@@ -31,7 +31,7 @@ from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import Parallelism, Stage
 from dovetail.planner import streamed_parts
 from dovetail.planner.make_plan import make_plan
-from dovetail.planner.simulate.hidden_training import hidden
+from dovetail.planner.simulate.drawn_iterations import hidden
 from dovetail.protocol.messages import Accumulate, CommandResult, Step
 from dovetail.protocol.wire import Arrays, pack, unpack
 from dovetail.trainer.steps.streamed_step import digest_of, rows_of

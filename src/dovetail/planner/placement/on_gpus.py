@@ -6,8 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-import numpy as np
-
 from dovetail.manifest.checks.batching import BatchRule, longest_sample
 from dovetail.manifest.sizes import trained_models, world_size
 from dovetail.manifest.types import Parallelism, Role, Stage
@@ -22,17 +20,13 @@ from dovetail.planner.placement.placed import Chosen, Infeasible, Placed, predic
 from dovetail.planner.placement.planned_job import PlannedJob, sequences
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.search import Effort, Result, Search, alternatives, search_fewest_stages
-from dovetail.planner.simulate.hidden_training import hidden
-from dovetail.planner.simulate.lanes import Lanes, Parts
-from dovetail.planner.simulate.rollout import play_rollout
+from dovetail.planner.simulate.drawn_iterations import drawn_hidden, drawn_lanes
 from dovetail.planner.workload import Lengths, Workload
 from dovetail.protocol.plan import Layout
 from dovetail.protocol.prediction import PredictedStage
 
 # The search may estimate so many whole iterations. A manifest's groups leave few choices.
 EFFORT = 600
-# So many iterations have lengths that are drawn at random.
-DRAWS = 4
 
 
 @dataclass(frozen=True)
@@ -118,8 +112,8 @@ def _place(job: PlannedJob, by_layer: bool, than: float | None = None, others: b
         by_layer=frozenset((Stage.PPO, m) for m, share in shares.items() if share.gathers),
         apart=apart,
         chosen=found,
-        lanes=lambda: _lanes(found, job.spec.seed),
-        hidden=lambda parts: _hidden(found, job.spec.seed, parts),
+        lanes=lambda: drawn_lanes(found.candidate, found.costs, job.spec.seed),
+        hidden=lambda parts: drawn_hidden(found.candidate, found.costs, job.spec.seed, parts),
     )
     return _with_stages(job, placed, layouts)
 
@@ -145,64 +139,6 @@ def _with_stages(job: PlannedJob, placed: Placed, layouts: Mapping[str, Sequence
             PredictedStage(stage=rule.stage, steps=job.spec.supervised(rule.stage).steps, step_seconds=seconds)
         )
     return replace(placed, recompute=recompute, by_layer=by_layer, stages=tuple(stages))
-
-
-def _lanes(found: Chosen, seed: int) -> Lanes:
-    """Iterations whose lengths are drawn at random. Generation and scoring are simulated event by event, and scaled so
-    that their means are those of the prediction. The time of training is in proportion to its tokens. With a lag the
-    trainers recompute the old log-probabilities."""
-    candidate, costs = replace(found.candidate, folded=True), found.costs
-    work, rng = costs.work, np.random.default_rng(seed)
-    mean, inference = costs.estimate(candidate).phases, costs.estimate(found.candidate).phases["inference"]
-    _, rooms = costs.memory.of(candidate)
-    draws = [(work.prompt.draw(work.batch, rng), work.response.draw(work.batch, rng)) for _ in range(DRAWS)]
-    tokens = [float(prompts.sum() + lengths.sum()) for prompts, lengths in draws]
-    played = [play_rollout(candidate, costs, rooms, prompts, lengths) for prompts, lengths in draws]
-    generated, scored = [each.generated for each in played], [each.scored - each.generated for each in played]
-    own = max(costs.inference("actor_training", share) for share in candidate.actor_training)
-    hidden = 0.0
-    if candidate.migration is not None:
-        hidden = costs.estimate(replace(candidate, migration=None)).phases["inference"] - mean["inference"]
-    synchronous, lagged = [], []
-    for at, each in enumerate(played):
-        made = {
-            "transfer": mean["transfer"],
-            "swap": mean["swap"],
-            "generation": mean["generation"] * _relative(generated, at),
-            "inference": mean["inference"] * _relative(scored, at),
-        }
-        training = mean["training"] * _relative(tokens, at)
-        rest = (made["generation"] + made["inference"]) * (1 - each.busy(candidate.generation))
-        alone = {**made, "inference": inference * _relative(scored, at)}
-        synchronous.append(Parts(alone, {"training": training}, rest + alone["inference"] - made["inference"]))
-        tail = made["generation"] * (1 - each.half / each.generated) if each.generated else 0.0
-        # Scoring on free servers in the tail takes their time too.
-        kept = min(1.0, each.kept + max(0.0, hidden) / tail) if tail else 0.0
-        lagged.append(Parts(made, {"training": training + own}, rest, tail=tail, kept=kept))
-    return Lanes(synchronous, lagged)
-
-
-def _hidden(found: Chosen, seed: int, parts: int) -> float:
-    """The mean seconds of training that are hidden if samples are learnt in `parts` parts, over DRAWS iterations whose
-    lengths are drawn at random."""
-    candidate, costs = replace(found.candidate, folded=True), found.costs
-    work, rng = costs.work, np.random.default_rng(seed)
-    training = costs.estimate(candidate).phases["training"]
-    _, rooms = costs.memory.of(candidate)
-    each, seconds = work.per_prompt, 0.0
-    for _ in range(DRAWS):
-        prompts = np.repeat(work.prompt.draw(work.batch // each, rng), each)
-        lengths = work.response.draw(work.batch, rng)
-        rolled = play_rollout(candidate, costs, rooms, prompts, lengths)
-        totals = (prompts + lengths).tolist()
-        seconds += hidden(rolled.ready, lengths.tolist(), totals, each, parts, training, rolled.scored)
-    return seconds / DRAWS
-
-
-def _relative(values: Sequence[float], at: int) -> float:
-    """A value as a multiple of the mean of all."""
-    mean = sum(values) / len(values)
-    return values[at] / mean if mean else 1.0
 
 
 def _iteration(

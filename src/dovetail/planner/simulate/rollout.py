@@ -123,23 +123,21 @@ def _score(
     """Simulates scoring. Each copy of a model whose GPUs are free takes the next micro-batch of its task, in the order
     in which the samples were finished. Returns when each sample was scored, and what the GPUs do."""
     work, order = costs.work, sorted(range(len(ends)), key=ends.__getitem__)
-    tasks = [(task, candidate.shares(task)) for task in INFERENCE]
-    waiting: dict[str, deque[int]] = {task: deque(order) for task, shares in tasks if shares}
     copies = [
-        _Copy(task, share, _places(candidate, share, d), work.model(task) or (work.actor, "lm"))
-        for task, shares in tasks
-        for share in shares
+        _Copy(task, share, _places(candidate, share, d), work.needed(task))
+        for task in INFERENCE
+        for share in candidate.shares(task)
         for d in range(share.dp)
     ]
+    if not candidate.folded:
+        copies += [
+            _Copy("actor", share, [(share.pool, gpu) for gpu in _gpus(share, d)], (work.actor, "lm"))
+            for share in candidate.actor_training
+            for d in range(share.dp)
+        ]
+    waiting = {task: deque(order) for task in {copy.task for copy in copies}}
     ready = [0.0] * len(ends)
     bars: list[Bar] = []
-    if not candidate.folded:
-        for share in candidate.actor_training:
-            waiting["actor"] = deque(order)
-            copies += [
-                _Copy("actor", share, [(share.pool, gpu) for gpu in _gpus(share, d)], (work.actor, "lm"))
-                for d in range(share.dp)
-            ]
     generated = max(ends)
 
     def start(copy: _Copy) -> float:
