@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from helpers.cluster import KubeCluster, wait_for
+from helpers.cluster import REPOSITORY, KubeCluster, wait_for
 from helpers.operator_process import OperatorProcess, established, install, kubeconfig, operator, preserving
 from helpers.rlhfjobs import condition, quickstart
 
@@ -406,6 +407,41 @@ def test_tenants_who_attack_each_other_lose_nothing(server: KubeCluster) -> None
         assert everything(server, space) == before[space]
     for space in TENANTS.values():
         server.kubectl("delete", "namespace", space, "--wait=false")
+
+
+def test_a_manifest_cannot_make_a_pod_pass_for_another_jobs(server: KubeCluster) -> None:
+    """By labels of a podTemplate: the other job's Service would lead to the pod, which would get that job's token."""
+    create(server, quickstart(JOB, SPACE))
+    service = wait_for("the Service", lambda: server.get("service", f"{JOB}-coordinator", "-n", SPACE))
+    template = {"podTemplate": {"metadata": {"labels": service["spec"]["selector"] | {"team": "theirs"}}}}
+    attack = quickstart("attack", SPACE, coordinator=template)
+    attack["spec"]["groups"] = [group | template for group in attack["spec"]["groups"]]
+    create(server, attack)
+    jobset = wait_for("the JobSet", lambda: server.get("jobset", "attack", "-n", SPACE))
+    for job in jobset["spec"]["replicatedJobs"]:
+        labels = job["template"]["spec"]["template"]["metadata"]["labels"]
+        assert labels["team"] == "theirs"
+        assert not service["spec"]["selector"].items() <= labels.items(), job["name"]
+
+
+def test_a_quota_limits_a_tenants_jobs(server: KubeCluster) -> None:
+    """As helm/dovetail/README.md has it."""
+    text = (REPOSITORY / "helm/dovetail/README.md").read_text().split("## Limits of tenants")[1].split("## ")[0]
+    code = [line[4:] for line in text.splitlines() if line.startswith("    ")]
+    quota = yaml.safe_load("\n".join(code))
+    key = "count/rlhfjobs.dovetail.dev"
+    assert int(quota["spec"]["hard"][key]) > 1
+    quota["spec"]["hard"] = {key: "1"}
+    quota["metadata"]["namespace"] = SPACE
+    server.apply(quota, namespace=SPACE)
+    name = quota["metadata"]["name"]
+    try:
+        wait_for("the quota", lambda: (server.get("resourcequota", name, "-n", SPACE) or {}).get("status"))
+        create(server, quickstart(JOB, SPACE, suspend=True))
+        refused = server.try_kubectl("create", "-f", "-", stdin=json.dumps(quickstart("more", SPACE, suspend=True)))
+        assert f"exceeded quota: {name}" in refused.stderr, refused
+    finally:
+        server.kubectl("delete", "resourcequota", name, "-n", SPACE)
 
 
 def test_who_may_only_create_rlhfjobs_gains_nothing_in_the_same_namespace(server: KubeCluster) -> None:

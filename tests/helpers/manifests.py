@@ -217,6 +217,8 @@ RULES = [
     ),
     ({"output": {}}, "spec.output names nothing; give exactly one of path, pvc, s3."),
     ({"output": {"path": "/x", "pvc": "c/x"}}, "spec.output has path and pvc; give exactly one of path, pvc, s3."),
+    ({"output": {"pvc": "c/../../d"}}, "spec.output.pvc must be claim/path"),
+    ({"data.prompts": [{"pvc": "../mine"}]}, "spec.data.prompts[0].pvc must be claim/path"),
     ({"output": {"pvc": "c"}}, "spec.output.pvc must be claim/path, the claim's name and a folder in it; it is 'c'."),
     ({"data.prompts.0.path": "x"}, "spec.data.prompts[0] has path and synthetic"),
     ({"data.prompts": [{"path": "x", "subset": "y"}]}, "spec.data.prompts[0].subset belongs to huggingFace"),

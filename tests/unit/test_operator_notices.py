@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -50,6 +50,22 @@ def test_each_taint_is_a_notice_and_is_told_once(notices, key):
     found, told = notices
     see(found, node("a", "nvidia.com/gpu"), node("b", "nvidia.com/gpu", key), node("b", key))
     assert (dict(found.ending), told) == ({"b": NOW}, [{"b"}])
+
+
+@pytest.mark.parametrize("seconds", [-30, 30])
+def test_a_notice_is_dated_by_the_api_servers_clock_as_pods_are(notices, seconds):
+    """The operator's clock is 30 s slow or fast. By it, a pod of before the notice seemed to be made after it."""
+    found, _ = notices
+    at = (NOW + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
+    managed = [
+        {"time": "2026-11-23T09:00:00Z", "subresource": "status", "fieldsV1": {"f:status": {"f:conditions": {}}}},
+        {"time": "2026-11-23T09:00:00Z", "fieldsV1": {"f:spec": {"f:podCIDR": {}}}},
+        {"time": at, "fieldsV1": {"f:spec": {"f:taints": {}}}},
+    ]
+    told = node("a", ITN)
+    told["metadata"]["managedFields"] = managed
+    see(found, told)
+    assert dict(found.ending) == {"a": NOW + timedelta(seconds=seconds)}
 
 
 @pytest.mark.parametrize("key", ["node.kubernetes.io/unschedulable", "cloud.google.com/gke-spot", "nvidia.com/gpu"])

@@ -6,6 +6,7 @@ import datetime
 import json
 import re
 import time
+import tracemalloc
 
 import pytest
 
@@ -435,3 +436,43 @@ def test_transition_times_change_with_the_status_alone():
     three.set("Running", True, "AllPodsReady")
     assert three.result()[0].last_transition_time == later
     assert [(e.type, e.reason) for e in three.events()] == [("Normal", "AllPodsReady")]
+
+
+def test_many_manifests_within_the_limit_take_little_memory():
+    """A value takes up to 25 times as much memory as in JSON, and a tenant may make as many jobs as the quota says."""
+    document = manifest(suspend=True)
+    env = [{"name": f"v{n}", "value": "abcd"} for n in range(3000)]
+    document["spec"]["groups"][0]["podTemplate"] = {"spec": {"containers": [{"name": "trainer", "env": env}]}}
+    store, before, jobs = ObjectCache(), 0, 8
+    tracemalloc.start()
+    try:
+        for n in range(jobs):
+            document["metadata"] |= {"name": f"j{n}", "uid": f"u{n}", "resourceVersion": "1"}
+            key = store.put(json.loads(json.dumps(document)))
+            before = before or tracemalloc.get_traced_memory()[0]
+        taken = (tracemalloc.get_traced_memory()[0] - before) / (jobs - 1)
+    finally:
+        tracemalloc.stop()
+    assert taken < 64 << 10, f"{taken / 1024:.0f} KiB a job"
+    assert store.job(key)["spec"] == document["spec"]
+
+
+def test_of_a_job_that_is_over_the_manifest_is_not_kept_until_it_is_tried_again():
+    document = manifest(ttlSecondsAfterFinished=60, retry=1)
+    document["spec"]["groups"][0]["podTemplate"] = {"spec": {"nodeSelector": {"a": "x" * 100_000}}}
+    document["metadata"] |= {"resourceVersion": "1", "labels": {"kueue.x-k8s.io/queue-name": "q"}}
+    document["status"] = {"retry": 1, "conditions": [{"type": "Failed", "status": "True", "observedGeneration": 1}]}
+    store = ObjectCache()
+    kept = store.job(key := store.put(copy.deepcopy(document)))
+    assert len(json.dumps(kept)) < 1500
+    assert kept["spec"]["ttlSecondsAfterFinished"] == 60
+    assert [group["name"] for group in kept["spec"]["groups"]] == [g["name"] for g in document["spec"]["groups"]]
+    assert kept["metadata"]["labels"] == document["metadata"]["labels"]
+    document["spec"]["retry"] = 2
+    document["metadata"]["resourceVersion"] = "2"
+    store.put(copy.deepcopy(document))
+    assert store.job(key)["spec"] == document["spec"]
+    elsewhere = {"managedBy": "kueue.x-k8s.io/multikueue", "retry": 1}
+    document["metadata"]["resourceVersion"] = "3"
+    store.put(document | {"spec": document["spec"] | elsewhere})
+    assert store.job(key)["spec"]["groups"] == document["spec"]["groups"], "it is compared with its workload"

@@ -2,16 +2,20 @@
 
 import asyncio
 import contextlib
+import gc
 import re
 import time
+import weakref
 
 from dovetail.operator.job_controller import Controller
 from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner, read_job
 from dovetail.operator.reconcile.children import Children
+from dovetail.operator.reconcile.drift import Drift, look_at
 from dovetail.operator.reconcile.reconcile import PlanRefused
 from dovetail.operator.remembered import Remembered
+from dovetail.operator.render.context import RenderContext
 from dovetail.planner.make_plan import PlanError, make_plan
 from helpers.fake_cluster import manifest
 
@@ -146,7 +150,7 @@ def test_jobs_that_are_gone_are_not_planned():
     planner = run(test())
     assert planner.asked == [0, 103], "the plan that was being made, and the last manifest"
     assert planner._asked == planner._waits == {}
-    assert set(planner._read) == {("default", "job-0"), ("default", "changed")}
+    assert set(planner._read._kept) == {"default/job-0", "default/changed"}
 
 
 def test_a_spec_that_another_namespace_asked_for_takes_this_ones_turn():
@@ -248,8 +252,7 @@ def test_a_plan_that_no_config_map_holds_is_refused():
 
 def test_what_is_remembered_is_bounded(monkeypatch):
     monkeypatch.setattr("dovetail.operator.remembered.MOST", 3)
-    monkeypatch.setattr("dovetail.operator.remembered.MOST_TEXT", 100)
-    kept = Remembered()
+    kept = Remembered(100)
 
     def there():
         return [key for key in "abcdef" if kept.get(key) is not None]
@@ -335,3 +338,29 @@ def test_jobs_whose_plans_never_come_do_not_stop_the_operator():
     waits = {c["type"]: c for c in statuses["slow-8"]["conditions"]}["Planned"]
     assert (waits["status"], waits["reason"]) == ("False", "Planning")
     assert "jobs before it" in waits["message"]
+
+
+def test_of_many_manifests_that_were_read_the_newest_are_kept(monkeypatch):
+    """Nothing else keeps them either."""
+    monkeypatch.setattr("dovetail.operator.plan_worker.READ_BYTES", 200_000)
+
+    async def test():
+        planner = Planner(SECONDS, make_plan)
+        drift = Drift()
+        read = []
+        try:
+            for n in range(8):
+                document = a_job(1, name=f"job-{n}")
+                document["spec"]["suspend"] = True
+                document["spec"]["groups"][0]["podTemplate"] = {"spec": {"nodeSelector": {"a": "x" * 30_000}}}
+                job, plan = await planner.planned(document, Children())
+                context = RenderContext(job, f"uid-{n}", plan, OperatorSettings())
+                drift.found(look_at(context, Children(), False, False), (), False)
+                read.append(weakref.ref(job))
+                del job, context
+            gc.collect()
+            return [ref() is not None for ref in read]
+        finally:
+            await planner.close()
+
+    assert run(test()) == [False] * 6 + [True] * 2

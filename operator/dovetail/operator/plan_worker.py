@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
 import time
 from collections import OrderedDict
@@ -19,7 +20,7 @@ from dovetail.manifest.checks.rules import check
 from dovetail.manifest.documents import ManifestError, parse
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
-from dovetail.operator.cluster.object_cache import TOO_LARGE, Key
+from dovetail.operator.cluster.object_cache import TOO_LARGE, Key, values_of
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.reconcile import reasons
 from dovetail.operator.reconcile.children import Children, Object
@@ -31,6 +32,8 @@ from dovetail.planner.hardware.gpus import GPU, estimate, is_known
 from dovetail.planner.hardware.images import ANY, image_errors
 from dovetail.protocol.plan import Plan
 
+# Of the manifests that were read, as `_memory` estimates it. Others are read again with each of their events.
+READ_BYTES = 64 << 20
 # No ConfigMap holds a larger plan.
 PLAN_BYTES = 1 << 20
 IDLE_SECONDS = 60.0
@@ -145,6 +148,12 @@ def _size(answer: Plan | PlanRefused) -> int:
     return len(answer.message) if isinstance(answer, PlanRefused) else len(answer.model_dump_json())
 
 
+def _memory(document: Object) -> int:
+    """About how many bytes a manifest takes that was read. Its job.json is kept as well."""
+    text = json.dumps(document.get("spec") or {}, separators=(",", ":"))
+    return 4096 + 2 * len(text) + 200 * values_of(text)
+
+
 def image_check(settings: OperatorSettings) -> Callable[[RLHFJobSpec], list[str]]:
     """`image_errors` for the images of the operator's settings."""
     trainer, rollout = map(_architectures, (settings.trainer_capabilities, settings.rollout_capabilities))
@@ -192,7 +201,7 @@ class Planner:
         self._process: Any = None
         self._pipe: Connection | None = None
         self._known: Remembered[Plan | PlanRefused] = Remembered()  # by the spec's hash
-        self._read: dict[Key, _Read] = {}
+        self._read: Remembered[_Read] = Remembered(READ_BYTES)  # by namespace/name
         self._stored: Remembered[tuple[str, Plan]] = Remembered()  # by their text in ConfigMaps
         self._variants: Remembered[Plan | PlanRefused] = Remembered()  # by the spec's digest
         self._waiting: dict[str, set[Key]] = {}  # for variants
@@ -255,7 +264,7 @@ class Planner:
 
     def forget(self, key: Key) -> None:
         """Keep nothing of a job that is gone."""
-        self._read.pop(key, None)
+        self._read.drop("/".join(key))
         self._give_up(key)
 
     def _give_up(self, key: Key) -> None:
@@ -347,7 +356,7 @@ class Planner:
     def _job(self, document: Object, started: bool) -> _Read | PlanRefused:
         """`read_job`, once for a manifest: it is looked at again with every event of the job."""
         metadata = document["metadata"]
-        key = str(metadata.get("namespace") or ""), str(metadata["name"])
+        key = f"{metadata.get('namespace') or ''}/{metadata['name']}"
         version = (str(started), *(str(metadata.get(each)) for each in ("uid", "generation", "labels", "annotations")))
         known = self._read.get(key)
         if known is not None and known.version == version:
@@ -356,7 +365,7 @@ class Planner:
         if isinstance(job, PlanRefused):
             return job
         read = _Read(version, job, spec_hash(job))
-        self._read[key] = read
+        self._read.put(key, read, _memory(document))
         return read
 
     async def close(self) -> None:

@@ -12,17 +12,18 @@ MOST_TEXT = 8 << 20
 
 
 class Remembered(Generic[V]):
-    """The newest answers by key: at most MOST, and at most MOST_TEXT characters together, but always the last one."""
+    """The newest answers by key: at most MOST, and at most `most_size` together, but always the last one. The unit of
+    sizes is the user's; the default is characters."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_size: int = MOST_TEXT) -> None:
+        self._most_size = most_size
         self._kept: dict[str, tuple[int, V]] = {}
         self._size = 0
 
     def put(self, key: str, value: V, size: int) -> None:
-        """`size`: characters."""
-        self._drop(key)
-        while self._kept and (len(self._kept) >= MOST or self._size + size > MOST_TEXT):
-            self._drop(next(iter(self._kept)))
+        self.drop(key)
+        while self._kept and (len(self._kept) >= MOST or self._size + size > self._most_size):
+            self.drop(next(iter(self._kept)))
         self._kept[key] = size, value
         self._size += size
 
@@ -34,6 +35,7 @@ class Remembered(Generic[V]):
         self._kept.clear()
         self._size = 0
 
-    def _drop(self, key: str) -> None:
+    def drop(self, key: str) -> None:
+        """Forget one answer."""
         size, _ = self._kept.pop(key, (0, None))
         self._size -= size

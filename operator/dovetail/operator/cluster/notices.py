@@ -11,12 +11,13 @@ from dovetail.kube.resources import NODE, Resource
 from dovetail.operator.cluster.child_watch import follow
 from dovetail.operator.cluster.client import Client, Object
 from dovetail.operator.log import log
+from dovetail.operator.reconcile.children import parse_time
 from dovetail.operator.reconcile.rootcause import LostNode, lost_node
 
 
 class Notices:
     """`taints`: the keys that are a notice. `changed` is called when a node gets its notice, is lost, or is back.
-    `now`: the time of day."""
+    `now`: the time of day, for a node without a record of its taints."""
 
     def __init__(
         self,
@@ -30,7 +31,7 @@ class Notices:
         self._changed = changed
         self._now = now
         self._ending: dict[str, datetime] = {}
-        # By node, the time at which its notice was seen.
+        # By node, the time of its notice.
         self.ending = MappingProxyType(self._ending)
         self._lost: dict[str, LostNode] = {}
         # By node, what is wrong with it.
@@ -63,7 +64,7 @@ class Notices:
             if self._ending.pop(name, None) is not None:
                 log("node.gone" if deleted else "node.stays", node=name)
         elif name not in self._ending:
-            self._ending[name] = self._now()
+            self._ending[name] = _tainted(thing) or self._now()
             log("node.notice", level="warning", node=name, taints=found)
             await self._changed()
         lost = None if deleted else lost_node(thing)
@@ -76,6 +77,17 @@ class Notices:
                 log("node.lost", level="warning", node=name, problem=lost.told)
             if (lost is None) != (before is None):
                 await self._changed()
+
+
+def _tainted(node: Object) -> datetime | None:
+    """When the node's taints were last written, by the API server's clock, as the creation of pods is. The clocks of
+    nodes and of the operator's own node may differ from it by more than a notice is long."""
+    times = [
+        parse_time(entry.get("time"))
+        for entry in node["metadata"].get("managedFields") or ()
+        if "f:taints" in ((entry.get("fieldsV1") or {}).get("f:spec") or {})
+    ]
+    return max((time for time in times if time is not None), default=None)
 
 
 async def _ignore(there: bool) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from dovetail.kube import names
@@ -29,26 +30,38 @@ MOST_LABELS = 500  # of an RLHFJob
 EDITS = (0, 256, 8)  # labels, bytes and values that an edit may add to a job that is too large, and was taken before
 TOO_LARGE = "tooLarge"
 _TEXT = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
-# What is still looked at of a job that is too large.
+# What is still looked at of a job that is too large, or over.
 _SPEC = ("managedBy", "suspend", "retry", "ttlSecondsAfterFinished", "storage")
+_SMALL = 1 << 10  # characters; less is not worth compressing
 # Keys of ConfigMaps.
 _DATA = ("job.json", "plan.json", names.ITERATIONS_KEY)
 _CONTAINER_STATUS = ("name", "image", "state")
 
 
 class _Kept(NamedTuple):
-    """A child as JSON text. It takes a quarter of the memory of dicts, and is parsed when the job is reconciled."""
+    """An object as JSON text, compressed if it is long. Dicts take 4 to 25 times as much memory as their text. It is
+    parsed when the job is reconciled."""
 
     version: int
     uid: str
-    text: str
+    text: str | bytes
+
+    @staticmethod
+    def of(thing: Object, version: int) -> _Kept:
+        text = json.dumps(thing, separators=(",", ":"))
+        kept = text if len(text) < _SMALL else zlib.compress(text.encode(), 1)
+        return _Kept(version, str(thing["metadata"].get("uid", "")), kept)
+
+    def parsed(self) -> Object:
+        text = self.text if isinstance(self.text, str) else zlib.decompress(self.text)
+        return dict(json.loads(text))
 
 
 class ObjectCache:
     """Filled by watch events and by the replies to our own writes. An older version never replaces a newer one."""
 
     def __init__(self) -> None:
-        self._jobs: dict[Key, Object] = {}
+        self._jobs: dict[Key, _Kept] = {}
         self._children: dict[Key, dict[Ref, _Kept]] = {}
 
     def put(self, thing: Object) -> Key | None:
@@ -59,14 +72,13 @@ class ObjectCache:
         version = _version(thing)
         if thing["kind"] == KIND:
             job = self._jobs.get(key)
-            if job is None or _version(job) <= version:
-                self._jobs[key] = _trim_job(thing, job)
+            if job is None or job.version <= version:
+                self._jobs[key] = _Kept.of(_trim_job(thing, lambda: self.job(key)), version)
             return key
         slot, place = self._children.setdefault(key, {}), _place(thing)
         there = slot.get(place)
         if there is None or there.version <= version:
-            text = json.dumps(trim(thing), separators=(",", ":"))
-            slot[place] = _Kept(version, str(thing["metadata"].get("uid", "")), text)
+            slot[place] = _Kept.of(trim(thing), version)
         return key
 
     def knows(self, thing: Object) -> bool:
@@ -76,7 +88,7 @@ class ObjectCache:
             return False
         if thing["kind"] == KIND:
             job = self._jobs.get(key)
-            return job is not None and _version(job) >= _version(thing) > 0
+            return job is not None and job.version >= _version(thing) > 0
         there = self._children.get(key, {}).get(_place(thing))
         return there is not None and there.version >= _version(thing) > 0
 
@@ -88,7 +100,7 @@ class ObjectCache:
         uid = str(thing["metadata"].get("uid", ""))
         if thing["kind"] == KIND:
             job = self._jobs.get(key)
-            if job is not None and str(job["metadata"].get("uid", "")) == uid:
+            if job is not None and job.uid == uid:
                 del self._jobs[key]
             return key
         slot, place = self._children.get(key, {}), _place(thing)
@@ -99,20 +111,21 @@ class ObjectCache:
         return key
 
     def job(self, key: Key) -> Object | None:
-        return self._jobs.get(key)
+        kept = self._jobs.get(key)
+        return None if kept is None else kept.parsed()
 
     def jobs(self) -> list[Key]:
         return sorted(self._jobs)
 
     def children(self, key: Key) -> Children:
         """All objects that have the job's name as a label, whoever made them."""
-        return Children({place: json.loads(kept.text) for place, kept in self._children.get(key, {}).items()})
+        return Children({place: kept.parsed() for place, kept in self._children.get(key, {}).items()})
 
     def uids(self, kind: str, namespace: str | None) -> dict[tuple[Key, str], str]:
         """The uids of all objects of a kind by job and name, to compare them with a list."""
         if kind == KIND:
             jobs = ((key, job) for key, job in self._jobs.items() if namespace in (None, key[0]))
-            return {(key, key[1]): str(job["metadata"].get("uid", "")) for key, job in jobs}
+            return {(key, key[1]): job.uid for key, job in jobs}
         return {
             (key, name): kept.uid
             for key, slot in self._children.items()
@@ -155,16 +168,32 @@ def trim(thing: Object) -> Object:
     return {"kind": kind, "metadata": kept, "spec": spec, "status": status}
 
 
-def _trim_job(job: Object, before: Object | None = None) -> Object:
-    """Of a job that is too large, only what is still looked at is kept. A job whose plan was made stays as it is, and
-    its user may edit it, as long as it does not grow. `before`: the job as it is stored."""
+def _trim_job(job: Object, before: Callable[[], Object | None] = lambda: None) -> Object:
+    """Of a job that is too large or over, only what is still looked at is kept. A job whose plan was made stays as it
+    is, and its user may edit it, as long as it does not grow. `before`: the job as it is stored."""
     annotations = _only(job["metadata"].get("annotations") or {}, (names.WORKLOAD_LABEL,))
     kept = {**job, "metadata": _only(job["metadata"], (*_METADATA, "labels")) | {"annotations": annotations}}
-    if (problem := _too_large(job)) is not None and not (_was_planned(job) or _kept_its_size(job, before)):
+    spec = job.get("spec") or {}
+    if (problem := _too_large(job)) is None:
+        if _rests(job):
+            # Its groups name Jobs that it may still have.
+            groups = [_only(group, ("name",)) for group in spec.get("groups") or ()]
+            kept |= {"spec": _only(spec, _SPEC) | {"groups": groups}}
+        return kept
+    if not (_was_planned(job) or _kept_its_size(job, before())):
         labels = _only(job["metadata"].get("labels") or {}, (names.ORIGIN_LABEL, names.QUEUE_LABEL))
         kept["metadata"]["labels"] = labels
-        kept |= {"spec": _only(job.get("spec") or {}, _SPEC), TOO_LARGE: problem}
+        kept |= {"spec": _only(spec, _SPEC), TOO_LARGE: problem}
     return kept
+
+
+def _rests(job: Object) -> bool:
+    """Whether the job is over, and its user has not tried it again. Who edits it sends the whole manifest."""
+    status, spec = job.get("status") or {}, job.get("spec") or {}
+    if (spec.get("managedBy") or names.MANAGER) != names.MANAGER:
+        return False
+    over = {c["type"] for c in status.get("conditions") or () if c["status"] == "True"} & {"Completed", "Failed"}
+    return bool(over) and int(spec.get("retry") or 0) <= int(status.get("retry") or 0)
 
 
 def _was_planned(job: Object) -> bool:
@@ -185,7 +214,7 @@ def _kept_its_size(job: Object, before: Object | None) -> bool:
 def _size(job: Object) -> tuple[int, int, int]:
     """Labels, bytes and values."""
     text = json.dumps(job.get("spec") or {}, separators=(",", ":"))
-    return len(job["metadata"].get("labels") or {}), len(text), _values(text)
+    return len(job["metadata"].get("labels") or {}), len(text), values_of(text)
 
 
 def _too_large(job: Object) -> str | None:
@@ -193,8 +222,8 @@ def _too_large(job: Object) -> str | None:
     if (labels := len(job["metadata"].get("labels") or {})) > MOST_LABELS:
         return f"metadata.labels has {labels} labels; at most {MOST_LABELS} are taken. Remove some."
     text = json.dumps(job.get("spec") or {}, separators=(",", ":"))
-    if (values := _values(text)) > SPEC_VALUES:
-        values = _values(_TEXT.sub("", text))  # commas of scripts are no values
+    if (values := values_of(text)) > SPEC_VALUES:
+        values = values_of(_TEXT.sub("", text))  # commas of scripts are no values
     if len(text) <= SPEC_BYTES and values <= SPEC_VALUES:
         return None
     return (
@@ -203,7 +232,7 @@ def _too_large(job: Object) -> str | None:
     )
 
 
-def _values(text: str) -> int:
+def values_of(text: str) -> int:
     """About how many values there are in JSON: each but the first follows one of these marks."""
     return sum(text.count(mark) for mark in ",[{")
 

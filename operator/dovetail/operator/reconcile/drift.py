@@ -4,6 +4,7 @@ compare them again."""
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +14,12 @@ from dovetail.kube.resources import (
     CONFIG_MAP,
     DISRUPTION_BUDGET,
 )
+from dovetail.manifest.types import RLHFJob
+from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.reconcile.children import Children
 from dovetail.operator.render.context import RenderContext, digest
 from dovetail.operator.render.objects import SUPPORTING
+from dovetail.protocol.plan import Plan
 
 KINDS = frozenset(SUPPORTING)
 REMEMBERED = 10_000
@@ -23,10 +27,15 @@ REMEMBERED = 10_000
 
 @dataclass(frozen=True)
 class Look:
-    """What one comparison was made of. Job, plan and settings are compared by identity. `versions`: the versions of
-    the existing objects by kind."""
+    """What one comparison was made of. Job, plan and settings are compared by identity. Neither job nor plan is kept
+    alive by this: they may take megabytes. `versions`: the versions of the existing objects by kind."""
 
-    context: RenderContext
+    uid: str
+    job: weakref.ref[RLHFJob]
+    plan: weakref.ref[Plan]
+    settings: OperatorSettings
+    room: Mapping[str, int]
+    sizes: Mapping[str, int]
     started: bool
     running: bool
     versions: Mapping[str, int]
@@ -34,7 +43,7 @@ class Look:
     def same(self, other: Look) -> bool:
         return (
             self.renders_as(other)
-            and self.context.sizes == other.context.sizes
+            and self.sizes == other.sizes
             and self.started == other.started
             and self.running == other.running
             and self.versions == other.versions
@@ -42,12 +51,14 @@ class Look:
 
     def renders_as(self, other: Look) -> bool:
         """Whether both render the same objects, apart from those that depend on the number of pods."""
-        mine, theirs = self.context, other.context
+        job, plan = self.job(), self.plan()
         return (
-            mine.job is theirs.job
-            and mine.plan is theirs.plan
-            and mine.settings is theirs.settings
-            and mine.room == theirs.room
+            job is not None
+            and job is other.job()
+            and plan is not None
+            and plan is other.plan()
+            and self.settings is other.settings
+            and self.room == other.room
         )
 
 
@@ -73,29 +84,29 @@ class Drift:
         return known is not None and known[0] == version and known[1] == digest(wanted)
 
     def forget(self, uid: str) -> None:
-        """Keep nothing of a job that is gone: not its manifest and plan."""
+        """Keep nothing of a job that is gone."""
         self._seen.pop(uid, None)
 
     def fine(self, look: Look) -> set[str] | None:
         """The kinds whose object is unchanged since it was found correct. None: nothing has changed since nothing was
         left to do."""
-        before, kinds, all_fine = self._seen.get(look.context.uid, (None, frozenset[str](), False))
+        before, kinds, all_fine = self._seen.get(look.uid, (None, frozenset[str](), False))
         if before is None or not before.renders_as(look):
             return set()
         if all_fine and before.same(look):
             return None
         if before.started and not look.started:
             kinds -= {CONFIG_MAP.kind}  # a running job's is left alone
-        if before.context.sizes != look.context.sizes:
+        if before.sizes != look.sizes:
             kinds -= {DISRUPTION_BUDGET.kind}
         return {kind for kind in kinds if kind in look.versions and before.versions.get(kind) == look.versions[kind]}
 
     def found(self, look: Look, fine: Iterable[str], all_fine: bool) -> None:
         """Remember a comparison. `fine`: the kinds whose objects exist and are correct."""
-        self._seen.pop(look.context.uid, None)
+        self._seen.pop(look.uid, None)
         while len(self._seen) >= REMEMBERED:
             self._seen.pop(next(iter(self._seen)))
-        self._seen[look.context.uid] = look, frozenset(fine), all_fine
+        self._seen[look.uid] = look, frozenset(fine), all_fine
 
 
 def look_at(context: RenderContext, children: Children, started: bool, running: bool) -> Look:
@@ -109,4 +120,14 @@ def look_at(context: RenderContext, children: Children, started: bool, running: 
             more = metadata.get("labels"), metadata.get("ownerReferences")
             text = json.dumps((name, metadata.get("uid"), version or uuid4().hex, *more), sort_keys=True)
             versions[kind] = hash((versions.get(kind), text))
-    return Look(context, started, running, versions)
+    return Look(
+        uid=context.uid,
+        job=weakref.ref(context.job),
+        plan=weakref.ref(context.plan),
+        settings=context.settings,
+        room=context.room,
+        sizes=context.sizes,
+        started=started,
+        running=running,
+        versions=versions,
+    )

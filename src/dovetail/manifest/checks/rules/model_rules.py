@@ -85,7 +85,7 @@ _KINDS_OF_MODEL = ("huggingFace", "path", "pvc", "scratch")
 
 
 def _claim_and_path(source: ModelSource | DataSource | Tokenizer | RewardCode | Output) -> bool:
-    return source.pvc is None or "/" in source.pvc.strip("/")
+    return source.pvc is None or ("/" in source.pvc.strip("/") and ".." not in source.pvc.split("/"))
 
 
 def claim_rule(*at: str, what: str = "a folder") -> Rule:
@@ -93,7 +93,7 @@ def claim_rule(*at: str, what: str = "a folder") -> Rule:
     return Rule(
         at,
         _claim_and_path,
-        "!has(self.pvc) || self.pvc.matches('[^/]/+[^/]')",
+        "!has(self.pvc) || self.pvc.matches('[^/]/+[^/]') && !self.pvc.matches('(^|/)[.][.](/|$)')",
         f"{{path}}.pvc must be claim/path, the claim's name and {what} in it; it is '{{pvc}}'.",
     )
 
