@@ -6,7 +6,7 @@ Reference and reward model of a float32 Llama on this machine's CPU, three ways 
 
 - padded: every sample is a row, padded to a width that it shares with the others of its pass, and logits are computed
   everywhere (how the scorer worked before prompts were shared);
-- apart: today's scorer, asked for one sample of each prompt at a time, so that no two of a prompt meet;
+- apart: today's scorer, which is asked for one sample of each prompt at a time, so that no two of a prompt meet;
 - shared: today's scorer, asked for all at once.
 
 The last two must give the same bits, the first nearly the same numbers. Prints a table, then one line of JSON for each
@@ -88,7 +88,7 @@ def padded(scorer: ModelScorer, batch: SamplesToScore, work: Counter[str]) -> Ar
     return {"ref_logprobs": logprobs, "scores": scores}
 
 
-def apart(scorer: ModelScorer, batch: SamplesToScore, samples: int) -> Arrays:
+def one_by_one(scorer: ModelScorer, batch: SamplesToScore, samples: int) -> Arrays:
     logprobs = np.zeros((len(batch.tokens), int(batch.responses.max())), np.float32)
     scores = np.zeros(len(batch.tokens), np.float32)
     for first in range(samples):
@@ -115,7 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     whole = batch(options.prompts, options.samples, options.prompt_tokens, tuple(options.responses))
     ways: dict[str, Callable[[], Arrays]] = {
         "padded": lambda: padded(scorer, whole, work),
-        "apart": lambda: apart(scorer, whole, options.samples),
+        "apart": lambda: one_by_one(scorer, whole, options.samples),
         "shared": lambda: scorer.score(WANT, whole),
     }
     tokens, results = {}, {}

@@ -12,8 +12,8 @@ from local_fixtures import SUMMARY, finished_run
 from rich.console import Console
 
 from dovetail.coordinator.data.text.chat_template import HumanAssistant
-from dovetail.coordinator.telemetry.pace import Pace, position
 from dovetail.coordinator.telemetry.summary_rows import binomial_p, rows
+from dovetail.coordinator.telemetry.time_left import TimeLeft, position
 from dovetail.local.launch.progress_bars import Bars, Lines, describe_metrics, time_left
 from dovetail.local.report import charts
 from dovetail.local.report.report import read_history, render_report, write_report
@@ -335,16 +335,16 @@ def test_the_time_left_in_words():
 
 
 def test_the_time_that_is_left_is_that_of_the_last_steps():
-    pace = Pace()
-    assert pace.left(0.0) is None
+    estimate = TimeLeft()
+    assert estimate.left(0.0) is None
     for done, now in enumerate((0.0, 30.0, 40.0, 50.0)):  # the first step compiles
-        pace.see(Stage.PPO, done, 10, now)
-    assert pace.left(50.0) == pytest.approx(70.0)
-    assert pace.left(54.0) == pytest.approx(66.0)
-    pace.see(Stage.PPO, 3, 3, 55.0)
-    assert pace.left(56.0) == 0.0, "the job ends early"
-    pace.see(Stage.REWARD, 0, 5, 60.0)
-    assert pace.left(61.0) is None
+        estimate.see(Stage.PPO, done, 10, now)
+    assert estimate.left(50.0) == pytest.approx(70.0)
+    assert estimate.left(54.0) == pytest.approx(66.0)
+    estimate.see(Stage.PPO, 3, 3, 55.0)
+    assert estimate.left(56.0) == 0.0, "the job ends early"
+    estimate.see(Stage.REWARD, 0, 5, 60.0)
+    assert estimate.left(61.0) is None
 
 
 @pytest.mark.parametrize(

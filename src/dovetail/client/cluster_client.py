@@ -26,7 +26,8 @@ _MERGE = {"Content-Type": "application/merge-patch+json"}
 
 
 class ClientError(Exception):
-    """A request failed. `status`: of the answer; None if there was none. The text is one sentence."""
+    """A request failed. `status`: the HTTP status of the answer. None: there was no answer. The message is one
+    sentence."""
 
     def __init__(self, sentence: str, status: int | None = None) -> None:
         super().__init__(sentence)
@@ -38,8 +39,9 @@ class _Answer(BaseModel):
 
 
 class ClusterJob(_Answer):
-    """What the status API says of a job. `state`: Completed, Failed, Suspended, Running, Scheduled, Planned or Pending.
-    `iteration` of `iterations`: finished PPO iterations, or steps of the stage. `kl`: nats per sample."""
+    """The status API's answer about a job. `state`: Completed, Failed, Suspended, Running, Scheduled, Planned or
+    Pending. `iteration` of `iterations`: the finished PPO iterations, or the finished steps of the stage. `kl` is in
+    nats per sample."""
 
     namespace: str
     name: str
@@ -54,7 +56,7 @@ class ClusterJob(_Answer):
 
     @property
     def ended(self) -> bool:
-        """Whether nothing happens any more by itself."""
+        """Whether the job has stopped: it does nothing more until a user changes it."""
         return self.state in ENDED
 
 
@@ -67,13 +69,12 @@ class MetricsRow(_Answer):
 
 
 class SampleRow(_Answer):
-    """A prompt with one response to it: of a PPO iteration, or of the evaluation after it.
-
-    `tokens`: of the response. `finish_reason`: "stop", or "length" if the response was cut at the limit. `reward`: what
-    was trained on; `rewards`: what each reward function returned. `measures`: an evaluation's metrics. `kl`: nats,
-    summed over the response. `weight_version`: the iteration after which the weights were new that drew the last
-    token; `first_version`: the first one. `rollout`: the server that ended the response. `fields`: of the prompt's
-    record."""
+    """A prompt with one response to it. The response is of a PPO iteration, or of the evaluation after it. `tokens`:
+    the tokens of the response. `finish_reason`: "stop", or "length" if the response was cut at the limit. `reward`: the
+    reward that was trained on. `rewards`: the value of each reward function. `measures`: an evaluation's metrics. `kl`:
+    in nats, summed over the response. `weight_version`: the version of the weights that drew the last token, which is
+    the number of an iteration. `first_version`: the version that drew the first token. `rollout`: the server that ended
+    the response. `fields`: the other fields of the prompt's record."""
 
     iteration: int
     prompt_index: int
@@ -93,11 +94,12 @@ class SampleRow(_Answer):
 
 
 class Cluster:
-    """The RLHFJobs of one namespace. All methods raise ClientError.
+    """A client for the RLHFJobs of one namespace. All methods raise ClientError.
 
-    `api`: address of the status API; `api_token`: a token that may read RLHFJobs there. `kubernetes`: address of the
-    Kubernetes API, for example that of `kubectl proxy`, which needs no token. It is needed to submit, cancel, resume
-    and delete. `verify`: a file with the certificates of authorities, or whether certificates are checked."""
+    `api`: the address of the status API. `api_token`: a token that may read RLHFJobs there. `kubernetes`: the address
+    of the Kubernetes API, for example that of `kubectl proxy`, which needs no token. The methods submit, cancel, resume
+    and delete need this address. `verify`: a file with the certificates of authorities, or whether certificates are
+    checked."""
 
     def __init__(
         self,
@@ -135,8 +137,8 @@ class Cluster:
     # ------------------------------------------------------------ what changes jobs
 
     def submit(self, manifest: Path | str | Mapping[str, Any]) -> str:
-        """Make a job of a manifest: a file, or its content; returns the job's name. The manifest is checked here first.
-        Raises ManifestError too."""
+        """Create a job from a manifest, which is a file or its content. Returns the job's name. The manifest is checked
+        here first. Raises ManifestError too."""
         document = dict(manifest) if isinstance(manifest, Mapping) else read_yaml(manifest)
         job = parse(document)
         if errors := check(job.spec):
@@ -145,11 +147,11 @@ class Cluster:
         return job.metadata.name
 
     def cancel(self, name: str) -> None:
-        """Stop a job and free its GPUs. Its files stay, and `resume` goes on from its last checkpoint."""
+        """Stop a job and free its GPUs. Its files stay. `resume` continues it from its last checkpoint."""
         self._kube.ask("PATCH", f"/{name}", json={"spec": {"suspend": True}}, headers=_MERGE)
 
     def resume(self, name: str) -> None:
-        """Let a job that was cancelled go on."""
+        """Continue a job that was cancelled."""
         self._kube.ask("PATCH", f"/{name}", json={"spec": {"suspend": False}}, headers=_MERGE)
 
     def delete(self, name: str) -> None:
@@ -170,7 +172,7 @@ class Cluster:
                 return found
 
     def job(self, name: str) -> ClusterJob:
-        """How far a job is."""
+        """One job, with its progress."""
         return ClusterJob.model_validate(self._api.document(f"/{name}"))
 
     def wait(
@@ -181,9 +183,9 @@ class Cluster:
         every: float = 5.0,
         on_change: Callable[[ClusterJob], object] | None = None,
     ) -> ClusterJob:
-        """Wait until a job has ended, and return what it is then: Completed, Failed or Suspended. `on_change` is called
-        with each new state of it. A new job may be unknown to the API for a moment. An API that does not answer for a
-        while is asked again. Raises TimeoutError after `seconds`."""
+        """Wait until a job has ended, and return it. Its state is then Completed, Failed or Suspended. `on_change` is
+        called with each new state. It is no error if the API does not know a new job for a moment, or does not answer
+        for a while. Raises TimeoutError after `seconds`."""
         end, last = None if seconds is None else self._clock() + seconds, None
         while True:
             try:
@@ -205,7 +207,7 @@ class Cluster:
             self._sleep(every)
 
     def metrics(self, name: str, stage: str | None = None) -> list[MetricsRow]:
-        """The rows of a job's history: of all stages, or of sft, reward, ppo or evaluation."""
+        """The rows of a job's history. `stage`: sft, reward, ppo or evaluation. None: all stages."""
         return list(self._rows(name, stage))
 
     def _rows(self, name: str, stage: str | None) -> Iterator[MetricsRow]:
@@ -231,14 +233,14 @@ class Cluster:
     ) -> list[SampleRow]:
         """Prompts with the model's responses and rewards, with the filters of `dovetail samples`.
 
-        `iterations`: by default the last one that is kept. `evaluation`: the answers of evaluations instead; the
-        iteration is the one after which the weights were evaluated, 0 before PPO, -1 before SFT. `sort`: highest first
-        by reward, kl or tokens; `ascending`: lowest first. `grep`: only samples whose prompt or response contains this
-        regular expression. `limit`: at most so many.
+        `iterations`: by default the last iteration that is kept. `evaluation`: return the answers of evaluations
+        instead. Their iteration is the one after which the weights were evaluated: 0 before PPO, -1 before SFT. `sort`:
+        order by reward, kl or tokens, highest first. `ascending`: lowest first. `grep`: only samples whose prompt or
+        response matches this regular expression. `limit`: the maximum number of samples.
 
-        The job's coordinator is asked, so the job must be running; the error for a job that has ended says where its
-        samples are. The token must have the right to read logs of pods, which hold such texts too. Raises ValueError
-        for a filter that is wrong."""
+        The job's coordinator answers, so the job must be running. For a job that has ended, the error says where its
+        samples are. The token must have the right to read logs of pods, because logs hold such texts too. Raises
+        ValueError for a filter that is wrong."""
         if sort is not None and sort not in ORDERS:
             raise ValueError(f"sort is {sort!r}; samples can be sorted by {', '.join(ORDERS)}")
         if ascending and sort is None:
@@ -298,17 +300,17 @@ class Cluster:
             after, more = page["next"], page["more"]
 
     def logs(self, name: str, pod: str | None = None, lines: int = 1000) -> dict[str, str]:
-        """The last lines of each pod's log, by name of the pod; of one pod only if `pod` names it."""
+        """The last lines of each pod's log, by the name of the pod. `pod`: only this pod."""
         pods = [pod] if pod else [item["pod"] for item in self._api.document(f"/{name}/logs")["items"]]
         return {each: self._api.ask("GET", f"/{name}/logs/{each}", params={"lines": lines}).text for each in pods}
 
     def trace(self, name: str, iteration: int) -> bytes:
-        """The timeline of an iteration, which opens in Perfetto."""
+        """The timeline of an iteration. Perfetto opens it."""
         return self._api.ask("GET", f"/{name}/iterations/{iteration}/trace").content
 
 
 class _Service:
-    """One of the two APIs. `option`: the argument of `Cluster` that names its address."""
+    """One of the two APIs. `option`: the argument of `Cluster` with its address."""
 
     def __init__(
         self, what: str, option: str, url: str | None, base: str, token: str | None, verify: bool | str

@@ -1,2 +1,1 @@
-"""What a process must know of its GPUs before it uses them: what they compute with, and whether torch has kernels for
-them."""
+"""What a process must know about its GPUs before it uses them: their dtypes, and whether torch has kernels for them."""

@@ -1,4 +1,4 @@
-"""Which dtype a server or scorer computes in. Pure."""
+"""Chooses the dtype in which a server or scorer computes. Pure."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from dovetail.manifest.types import Dtype
 
 
 def serving_dtype(group: Dtype, actor: Dtype, capability: Capability | None) -> Dtype:
-    """The group's dtype, else the actor's, else bfloat16 on a GPU and float32 on a CPU (`capability` None).
-
-    Before compute capability 8.0 GPUs have no bfloat16: there float16 takes its place. Raises ValueError where the
-    group itself asks for bfloat16."""
+    """The group's dtype, or else the actor's. If neither is set, it is bfloat16 on a GPU and float32 on a CPU
+    (`capability` is None on a CPU). GPUs below compute capability 8.0 have no bfloat16, so they use float16. Raises
+    ValueError if the group itself asks for bfloat16 there."""
     old = capability is not None and capability < BFLOAT16
     if group is not Dtype.AUTO:
         if old and group is Dtype.BFLOAT16:

@@ -1,7 +1,6 @@
-"""Tells a GPU that failed from other errors.
-
-After a fault of the memory, of a kernel or of the link, CUDA answers every later call of the process with the same
-error. Only a new process can use the GPU again, or find that it is gone."""
+"""Tells a GPU that failed from other errors. After a fault of the memory, of a kernel or of the link, CUDA answers
+every later call of the process with the same error. Only a new process can use the GPU again, or find that it is
+gone."""
 
 from __future__ import annotations
 
@@ -10,18 +9,19 @@ from typing import Any
 
 
 class GPUFailed(RuntimeError):
-    """This process can no longer use its GPU. It must end, and be started again."""
+    """This process can no longer use its GPU. It must end and be restarted."""
 
 
 def names_cuda(error: BaseException) -> bool:
-    """Whether the error is one of CUDA, its libraries or a compiled kernel. Memory that ran out does not count."""
+    """Whether the error comes from CUDA, its libraries or a compiled kernel. A lack of memory does not count."""
     words = ("CUDA error", "CUDA driver error", "Triton Error [CUDA]", "CUBLAS_STATUS", "CUDNN_STATUS")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words) and not _memory(error)
 
 
 def context_is_lost(devices: Sequence[Any] = ()) -> bool:
-    """Whether CUDA refuses all further work of this process on one of `devices` (default: the thread's device). Waits
-    until these have done what they were told. A device that the process has not used would get a context."""
+    """Whether CUDA refuses all further work of this process on one of `devices` (default: the thread's device). It
+    waits until the devices have finished their work. A device that the process has not used would get a CUDA
+    context."""
     import torch
 
     if not torch.cuda.is_initialized():

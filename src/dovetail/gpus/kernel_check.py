@@ -16,14 +16,13 @@ from dovetail.gpus.nvidia_driver import Driver, NoDriver, ask_driver
 
 
 class GPUGone(OSError):
-    """CUDA_VISIBLE_DEVICES names a GPU that the driver does not have any more. The message is one sentence."""
+    """CUDA_VISIBLE_DEVICES names a GPU that the driver no longer has. The message is one sentence."""
 
 
 def my_capability() -> Capability | None:
-    """The least compute capability of the GPUs that this process sees; None without GPUs. torch makes no context.
-
-    Raises ValueError where the installed torch cannot use one of them: no restart mends that. Raises GPUGone where the
-    process was given a GPU and there is none: on CPUs it would compute other bits."""
+    """The lowest compute capability of the GPUs that this process sees. None without GPUs. torch makes no CUDA context
+    for this. Raises ValueError if the installed torch cannot use one of the GPUs; a restart does not help. Raises
+    GPUGone if the process was given a GPU and there is none, because a CPU would compute other bits."""
     try:
         driver = ask_driver()
     except NoDriver:
@@ -52,7 +51,8 @@ def _refuse_cpus(given: str) -> None:
 
 
 def architectures() -> list[str]:
-    """What the installed torch has kernels for, such as sm_80; nothing for a torch without CUDA."""
+    """The GPU architectures for which the installed torch has kernels, such as sm_80. Empty for a torch without
+    CUDA."""
     import torch
 
     # On a machine without GPUs, where images are built, torch gives no list; its build settings name them, too.
@@ -62,9 +62,8 @@ def architectures() -> list[str]:
 
 
 def torch_problem(driver: Driver, torch: str, cuda: str | None, built_for: Sequence[str]) -> str | None:
-    """Why a torch that was built for `cuda` cannot use one of the GPUs. One sentence, or None.
-
-    A torch without CUDA has no problem: it works on CPUs."""
+    """One sentence on why a torch that was built for `cuda` cannot use one of the GPUs. None if it can. A torch without
+    CUDA has no problem, because it works on CPUs."""
     if cuda is None:
         return None
     wanted = int(cuda.split(".")[0])
@@ -84,7 +83,7 @@ def torch_problem(driver: Driver, torch: str, cuda: str | None, built_for: Seque
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the capabilities that are given as arguments."""
+    """Check the compute capabilities in the arguments."""
     import torch
 
     built = architectures()

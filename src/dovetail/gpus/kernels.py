@@ -1,4 +1,4 @@
-"""For which GPUs a build of torch has kernels. Pure."""
+"""Says which GPUs a build of torch has kernels for. Pure."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ def show(capability: Capability) -> str:
 
 
 def serves(architecture: str, capability: Capability) -> bool:
-    """Whether kernels that were built for `architecture` run on a GPU of that compute capability.
-
-    `sm_80` runs on 8.0, 8.6 and 8.9. `sm_90a` runs on 9.0 alone, `sm_100f` on its whole family. `compute_80` is
-    compiled when it is loaded, for any later GPU."""
+    """Whether kernels that were built for `architecture` run on a GPU of that compute capability. `sm_80` runs on 8.0,
+    8.6 and 8.9. `sm_90a` runs on 9.0 only, and `sm_100f` on its whole family. `compute_80` is compiled at load time,
+    for any later GPU."""
     found = _NAME.match(architecture)
     if found is None:
         return False
@@ -57,7 +56,7 @@ def capabilities(architectures: Collection[str]) -> str:
 
 
 def remedy(capability: Capability) -> str:
-    """What to do about a GPU that torch has no kernels for."""
+    """What a user can do if torch has no kernels for a GPU."""
     version = show(capability)
     if capability < (7, 0):
         return "use GPUs of compute capability 7.0 or later"

@@ -1,5 +1,5 @@
-"""What NVIDIA's driver says of this machine's GPUs. Asked without torch: it makes no context, and takes no memory of a
-GPU."""
+"""Asks NVIDIA's driver about this machine's GPUs. It does so without torch, so it makes no CUDA context and takes no
+GPU memory."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ _NO_DEVICE = 100
 
 
 class NoDriver(Exception):
-    """There is no driver; the message is one sentence without a stop."""
+    """There is no driver. The message is one sentence without a full stop."""
 
 
 class BrokenDriver(ValueError):
-    """There is a driver that does not work; the message is one sentence without a stop."""
+    """There is a driver, but it does not work. The message is one sentence without a full stop."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU that this process may use. `memory`: bytes."""
+    """A GPU that this process may use. `memory` is in bytes."""
 
     index: int
     name: str
@@ -35,14 +35,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Driver:
-    """`cuda`: the newest CUDA that the driver serves, as (13, 0)."""
+    """The driver and its GPUs. `cuda`: the newest CUDA version that the driver supports, as (13, 0)."""
 
     cuda: tuple[int, int]
     devices: tuple[Device, ...]
 
 
 def ask_driver(library: str = LIBRARY) -> Driver:
-    """Of all GPUs that CUDA_VISIBLE_DEVICES leaves. Raises NoDriver and BrokenDriver."""
+    """The driver, with all GPUs that CUDA_VISIBLE_DEVICES allows. Raises NoDriver and BrokenDriver."""
     try:
         cuda = ctypes.CDLL(library)
     except OSError as error:
@@ -59,7 +59,7 @@ def ask_driver(library: str = LIBRARY) -> Driver:
 
 
 def driver_devices() -> tuple[Device, ...]:
-    """The same GPUs; none where there is no driver, or one that does not start."""
+    """The same GPUs. Empty if there is no driver, or if it does not start."""
     try:
         return ask_driver().devices
     except (NoDriver, BrokenDriver):

@@ -246,14 +246,14 @@ class PipelineStage(nn.Module):
             if hasattr(body, name):
                 hidden = getattr(body, name)(hidden)
         if self.head == "lm":
-            return self._words(hidden, predictions)
+            return self._predicted(hidden, predictions)
         # A matrix-vector product replaces `score(hidden).squeeze(-1)`, as FSDP2 allows no view as a module's output.
         values: Tensor = (hidden @ getattr(self, VALUE_HEAD).weight[0]).float()
         if self.score_bias:
             values = values + self.score_bias
-        return values if self.head == "value" else Outputs(self._words(hidden, predictions), values)
+        return values if self.head == "value" else Outputs(self._predicted(hidden, predictions), values)
 
-    def _words(self, hidden: Tensor, predictions: Predictions | None) -> Tensor | Predicted:
+    def _predicted(self, hidden: Tensor, predictions: Predictions | None) -> Tensor | Predicted:
         head = self.lm_head if hasattr(self, "lm_head") else getattr(self.body, self.family.embedding)
         bound = getattr(self.config, self.family.softcap, None) if self.family.softcap else None
         vocabulary = Vocabulary(head.weight, bound)

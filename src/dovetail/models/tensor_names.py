@@ -15,9 +15,9 @@ def stacked(family: ModelFamily, name: str) -> tuple[str, tuple[str, ...]] | Non
     beginning of the experts' names, and the names of the matrices whose rows make up one expert. None for other
     parameters."""
     owner, _, kind = name.rpartition(".")
-    if family.experts is None or not owner.endswith(".experts") or kind not in family.experts.apart:
+    if family.experts is None or not owner.endswith(".experts") or kind not in family.experts.matrices:
         return None
-    return owner, family.experts.apart[kind]
+    return owner, family.experts.matrices[kind]
 
 
 def saved_name(family: ModelFamily, name: str) -> str:

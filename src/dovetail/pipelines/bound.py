@@ -92,7 +92,7 @@ def _areas(instance: SearchInstance, m: int, first: int, last: int) -> Floats:
     return area
 
 
-def least_pace(instance: SearchInstance, m: int) -> float:
+def least_interval(instance: SearchInstance, m: int) -> float:
     """How long after one another micro-batches of a model enter on average, at least, where only memory limits them."""
     count = int(instance.total[instance.chunks(m).start])
     return float(_areas(instance, m, 0, count).max()) / count

@@ -75,22 +75,22 @@ PERIOD = 6
 """Time units between two micro-batches: a rank runs three kinds of passes in two chunks, one unit each."""
 
 
-def _repeated(instance: SearchInstance, rank: int, m: int, pace: tuple[int, int]) -> list[int]:
+def _repeated(instance: SearchInstance, rank: int, m: int, distances: tuple[int, int]) -> list[int]:
     p, place = instance.place(rank, m)
     chunks, count = list(instance.chunks(m)), instance.problem.models[m].micro_batches
-    block = _building_block(p, pace)[place]
+    block = _building_block(p, distances)[place]
     timed = [(start + PERIOD * q, KINDS * chunks[c] + kind) for (c, kind), start in block.items() for q in range(count)]
     return [code for _, code in sorted(timed)]
 
 
 @lru_cache(maxsize=64)
-def _building_block(p: int, pace: tuple[int, int]) -> list[dict[tuple[int, int], int]]:
+def _building_block(p: int, distances: tuple[int, int]) -> list[dict[tuple[int, int], int]]:
     """Starts of the six passes of one micro-batch on each rank, by (chunk, kind), in units of time.
 
-    `pace`: units from one rank to the next, in the first and in the second chunk's forward; the input gradients use the
-    same two, in the second chunk first. The three turns are delayed as little as is needed so that the passes of
-    micro-batches `PERIOD` units apart never meet."""
-    slow, fast = pace
+    `distances`: the time from one rank to the next, in the forward of the first chunk and in that of the second. The
+    input gradients use the same two, in the second chunk first. The three turns are delayed as little as is needed so
+    that passes of micro-batches with `PERIOD` units of time between them never meet."""
+    slow, fast = distances
     for delays in sorted(itertools.product(range(PERIOD), repeat=3), key=sum):
         block = []
         for x in range(p):

@@ -1,1 +1,1 @@
-"""What a pod of a job starts."""
+"""Starts the processes of one pod."""

@@ -1,13 +1,15 @@
-"""The processes of one pod: `python -m dovetail.pod.main`, what the operator starts in every pod of a group.
+"""Runs the processes of one pod: `python -m dovetail.pod.main`. The operator starts this program in every pod of a
+group.
 
-A pod of a trainer group runs one rank for each GPU. A pod of a rollout group runs a vLLM server and its scorer; they
-share the GPUs of one container, because Kubernetes gives a GPU to a single container. A server or scorer that dies
-after it has worked for a while is started again, beside the other one. When any other process dies, all are ended and
-the container exits with its code. Then the pod's Job replaces the pod, and the job's status quotes the last line. A
-process that hangs (`liveness`) is killed.
+A pod of a trainer group runs one rank for each GPU. A pod of a rollout group runs a vLLM server and its scorer. They
+share the GPUs of one container, because Kubernetes gives a GPU to a single container.
 
-`--drain` is the pod's preStop hook. It tells the coordinator to give this pod's instances no more work, and returns
-when their samples have moved."""
+A server or scorer that dies after it has worked for a while is restarted beside the other one. If any other process
+dies, all processes are ended and the container exits with its code. Then the pod's Job replaces the pod, and the job's
+status quotes the last line. A process that hangs (`liveness`) is killed.
+
+`--drain` is the pod's preStop hook. It tells the coordinator to give this pod's instances no more work. It returns when
+their samples have moved."""
 
 from __future__ import annotations
 
@@ -69,7 +71,7 @@ class PodProcess:
 def pod_processes(
     job: RLHFJob, plan: Plan, group: Group, index: int, base: ProcessEnv, devices: Sequence[str], threads: int
 ) -> list[PodProcess]:
-    """The processes of pod `index` of `group`. Raises ValueError for a pod without ranks in the plan."""
+    """The processes of pod `index` of `group`. Raises ValueError if the plan has no ranks for the pod."""
     found = []
     if Role.TRAINER in group.roles:
         width = max(1, group.gpu.per_pod)
@@ -118,8 +120,8 @@ def _with(variables: dict[str, str], devices: Sequence[str], threads: int) -> di
 
 class Pod:
     """Runs the processes side by side until all have finished, one has failed, or `stop` is called. `limits`: when a
-    process counts as hanging. `restarts`: how many processes that do not finish are started again within an hour, if
-    they have lived for `steady` seconds."""
+    process counts as hanging. `restarts`: the maximum number of restarts within an hour. A process is restarted only if
+    it has lived for `steady` seconds and does not finish by itself."""
 
     def __init__(
         self,
@@ -144,7 +146,7 @@ class Pod:
         self.message = ""
 
     def stop(self) -> None:
-        """End everything; `run` then returns."""
+        """End all processes. `run` then returns."""
         self._stop.set()
 
     async def run(self) -> int:
@@ -188,7 +190,7 @@ class Pod:
             await asyncio.sleep(self._liveness.period / 2)
 
     def _judge(self, process: PodProcess, code: int) -> int:
-        """0 for an expected end, else the exit code; then `message` has the reason."""
+        """0 for an expected end, else the exit code. `message` then has the reason."""
         if code == 0 and process.finishes:
             return 0
         last = message_of(self._last.get(process.name, ""))
@@ -201,15 +203,15 @@ class Pod:
         while True:
             began = time.monotonic()
             code = await self._one(process)
-            if self._stop.is_set() or not self._again(process, code, time.monotonic() - began):
+            if self._stop.is_set() or not self._may_restart(process, code, time.monotonic() - began):
                 return code
             how = self._killed_as.pop(process.name, None) or how_it_ended(code)
             last = message_of(self._last.get(process.name, ""))
             text = f"{process.name} ended ({how}), and is started again" + (f": {last}" if last else "")
             print(json.dumps({"event": "process.restarted", "process": process.name, "message": text}), flush=True)
 
-    def _again(self, process: PodProcess, code: int, seconds: float) -> bool:
-        """Whether a process that has ended after so many seconds is started again in this pod."""
+    def _may_restart(self, process: PodProcess, code: int, seconds: float) -> bool:
+        """Whether a process that has ended after so many seconds is restarted in this pod."""
         now = time.monotonic()
         while self._restarted and self._restarted[0] <= now - WINDOW_SECONDS:
             self._restarted.popleft()
@@ -293,7 +295,7 @@ class PodSettings:
 
 
 def read_pod(environ: Mapping[str, str]) -> PodSettings:
-    """The processes of this pod, and when they count as hanging. Raises OSError, and ValueError also for files that are
+    """Read the processes of this pod and the limits for hanging. Raises OSError. Raises ValueError too if the files are
     no job or plan."""
     base = ProcessEnv.read({env.NAME: "pod", **environ})
     job = RLHFJob.model_validate_json(base.job_file.read_text(encoding="utf-8"))
@@ -312,9 +314,11 @@ def read_pod(environ: Mapping[str, str]) -> PodSettings:
 
 
 def drain(processes: Sequence[PodProcess], base: ProcessEnv) -> None:
-    """Tell the coordinator to drain this pod's instances, and wait until no sample needs them, with its KV cache moved
-    where that is cheaper. A coordinator that is away finds out by itself. It may read a request late, so each names
-    this pod's address: the pod that comes next has the same names."""
+    """Tell the coordinator to drain this pod's instances. Wait until no sample needs them. A KV cache is moved where
+    that is cheaper than computing it again.
+
+    A coordinator that does not answer will find out by itself. It may read a request late. So each request has this
+    pod's address, because the pod that comes next has the same names."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     instances = [process.name for process in processes if not process.finishes]
     for wait in (0, DRAIN_SECONDS):

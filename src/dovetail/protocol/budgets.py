@@ -1,4 +1,4 @@
-"""Sizes that one process keeps to and the planner counts on."""
+"""Sizes that a process keeps to and that the planner counts on."""
 
 # Tokens of one forward pass of a scorer, on GPUs; one prompt's samples may be in a pass of that many on CPUs, too.
 SCORER_TOKENS = 8192

@@ -1,4 +1,5 @@
-"""One iteration's samples as a user's code sees them: in a loop of your own, and in advantage functions."""
+"""The samples of one iteration as a user's code sees them: in a training loop of your own, and in advantage
+functions."""
 
 from __future__ import annotations
 
@@ -19,13 +20,11 @@ WHITEN_EPS = 1e-8
 
 @dataclass
 class Experience:
-    """N samples of one iteration, in order of (prompt, sample), with at most R response tokens each.
-
-    `arrays` are those of a PPO batch (docs/architecture.md, "Batches"). `config` is the job's `spec.ppo`. `kl_coef` is
-    the present coefficient of the KL penalty. `prompts`, `responses` and `fields` (the prompt records' other fields)
-    have one entry a sample; in trainer ranks, which have tokens only, they are empty.
-
-    You may change `scores`, and `set_advantages` replaces the job's own estimator."""
+    """N samples of one iteration, ordered by (prompt, sample), with at most R response tokens each. `arrays`: the
+    arrays of a PPO batch (docs/architecture.md, "Batches"). `config`: the job's `spec.ppo`. `kl_coef`: the present
+    coefficient of the KL penalty. `prompts`, `responses` and `fields` (the other fields of the prompt records) have one
+    entry per sample. In trainer ranks they are empty, because the ranks have only tokens. You may change `scores`.
+    `set_advantages` replaces the job's own estimator."""
 
     iteration: int
     prompts: list[str]
@@ -37,7 +36,7 @@ class Experience:
 
     @property
     def scores(self) -> FloatArray:
-        """Reward of each sample as the reward model or the functions gave it, (N,) float32."""
+        """The reward of each sample from the reward model or the reward functions, (N,) float32."""
         return self.arrays["scores"].astype(np.float32)
 
     @scores.setter
@@ -49,18 +48,18 @@ class Experience:
 
     @property
     def mask(self) -> NDArray[np.bool_]:
-        """Which entries of a table are response tokens, (N,R) bool."""
+        """Which entries of a table are response tokens, (N, R) bool."""
         width = self.arrays["rollout_logprobs"].shape[1]
         return np.arange(width)[None, :] < self.response_lengths[:, None]
 
     @property
     def response_lengths(self) -> NDArray[np.int32]:
-        """Tokens of each response, (N,) int32."""
+        """The number of tokens of each response, (N,) int32."""
         return self.arrays["response_lengths"].astype(np.int32)
 
     @property
     def groups(self) -> NDArray[np.int32]:
-        """A number for each sample, equal for samples of the same prompt, (N,) int32."""
+        """A number for each sample, (N,) int32. Samples of the same prompt have the same number."""
         return self.arrays["groups"].astype(np.int32)
 
     @property
@@ -76,17 +75,17 @@ class Experience:
 
     @property
     def step_rewards(self) -> FloatArray | None:
-        """What reward functions gave at the ends of steps, (N,R) float32; `arrays["step_ends"]` says which tokens end
-        one. None if they gave none."""
+        """The rewards that reward functions gave at the ends of steps, (N, R) float32. None if they gave none.
+        `arrays["step_ends"]` marks the tokens that end a step."""
         if "step_rewards" not in self.arrays:
             return None
         return np.where(self.mask, self.arrays["step_rewards"].astype(np.float32), np.float32(0))
 
     @property
     def logprobs(self) -> FloatArray:
-        """Log-probabilities under the policy with which the iteration's training begins, (N,R) float32. Where the
-        trainers recompute them (`oldLogProbs`, and always with `ppo.lag`) they are the trainers'. In a loop of your own
-        they are the rollouts'."""
+        """Log-probabilities under the policy with which the iteration's training begins, (N, R) float32. They are the
+        trainers' if the trainers recompute them (`oldLogProbs`, and always with `ppo.lag`). In a loop of your own they
+        are the rollouts'."""
         name = "old_logprobs" if "old_logprobs" in self.arrays else "rollout_logprobs"
         return self.arrays[name].astype(np.float32)
 
@@ -108,9 +107,9 @@ class Experience:
 
     @property
     def rewards(self) -> FloatArray:
-        """Reward of each token, (N,R) float32, as the built-in estimators use it. It is the KL penalty, if that is part
-        of the reward, plus the score at the last token, after `rewardClip`, `missingEosPenalty` and `overlong`, plus
-        `step_rewards`. Then `whitenRewards` applies."""
+        """The reward of each token, (N, R) float32, as the built-in estimators use it. It is the sum of three parts.
+        The first is the KL penalty, if that is part of the reward. The second is the score, at the last token, after
+        `rewardClip`, `missingEosPenalty` and `overlong`. The third is `step_rewards`. Then `whitenRewards` applies."""
         config, mask, final = self.config, self.mask, self.scores
         if isinstance(config.reward_clip, float):
             final = np.clip(final, -config.reward_clip, config.reward_clip)
@@ -127,13 +126,13 @@ class Experience:
         return _whitened(rewards, mask) if config.whiten_rewards else rewards
 
     def per_token(self, x: ArrayLike) -> FloatArray:
-        """Repeat one number a sample, (N,), at each of its response tokens. The result is (N,R) float32, 0
+        """Repeat one number per sample, (N,), at each of its response tokens. Returns (N, R) float32 that is 0
         elsewhere."""
         return np.where(self.mask, np.asarray(x, np.float32)[:, None], np.float32(0))
 
     def set_advantages(self, advantages: ArrayLike, returns: ArrayLike | None = None) -> None:
-        """Replace the job's estimator. Both (N,R) float32; entries after a response's end are ignored. `returns` are
-        what the critic learns; without them these are advantages + values. Raises ValueError for another shape."""
+        """Replace the job's estimator. Both arrays are (N, R) float32. Entries after a response's end are ignored. The
+        critic learns `returns`. Without them, returns are advantages + values. Raises ValueError for another shape."""
         shape = self.arrays["rollout_logprobs"].shape
         for name, value in (("advantages", advantages), ("returns", returns)):
             if value is None:
@@ -151,10 +150,10 @@ AdvantageFunction = Callable[[Experience], Any]
 def advantages_of(
     function: AdvantageFunction, experience: Experience, who: str
 ) -> tuple[FloatArray, FloatArray | None]:
-    """Check what the function returns. Gives (advantages, returns), both (N,R) float32 and 0 after a response's end.
-
-    Returns default to advantages + values. They are None without values. Raises ValueError for
-    another shape and for a value that is not finite; its sentence begins with `who`. The function's own errors pass."""
+    """Call the function and check its result. Returns (advantages, returns), both (N, R) float32 and 0 after a
+    response's end. Returns default to advantages + values. They are None if there are no values. Raises ValueError for
+    another shape and for a value that is not finite. The sentence begins with `who`. Errors of the function itself are
+    not caught."""
     result = function(experience)
     pair = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
     mask = experience.mask
@@ -191,7 +190,7 @@ def kl_per_sample(arrays: Arrays) -> FloatArray:
 
 
 def _whitened(x: FloatArray, mask: NDArray[np.bool_]) -> FloatArray:
-    """Scale to variance 1 over the tokens of `mask`. The mean stays."""
+    """Scale to variance 1 over the tokens of `mask`. The mean stays the same."""
     inside = x[mask].astype(np.float64)
     mean = inside.mean() if inside.size else 0.0
     variance = ((inside - mean) ** 2).sum() / max(1, inside.size - 1)

@@ -1,4 +1,4 @@
-"""The KV cache of a migrating sample: what a rollout announces, and what requests ask of it."""
+"""The messages about the KV cache of a migrating sample: the abilities of a rollout, and the parameters of requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class KVAbility(Message):
 
 
 class KVHold(Message):
-    """kv_transfer_params `dovetail_hold`: keep this request's blocks for a while if it is aborted."""
+    """kv_transfer_params `dovetail_hold`: keep the KV blocks of this request for a while if it is aborted."""
 
     key: str
     weights: int = Field(description="The weight version that the request runs on.")
@@ -34,7 +34,7 @@ class KVHold(Message):
 
 
 class KVPull(Message):
-    """kv_transfer_params `dovetail_pull`: fetch the blocks of this prompt, or compute them if that fails."""
+    """kv_transfer_params `dovetail_pull`: fetch the KV blocks of this prompt. If that fails, compute them."""
 
     key: str
     host: str

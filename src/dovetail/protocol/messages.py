@@ -155,8 +155,9 @@ class Step(Message):
 
 
 class Accumulate(Message):
-    """Add the gradient of one part of the samples of the next PPO step, whose other samples are not all there. The
-    part is learnt as `Step` with `parts` learns it. If the ranks hold its gradient, nothing happens."""
+    """Add the gradient of one part of the samples of the next PPO step. The step's other samples are not complete yet.
+    The part is learnt in the same way as a `Step` with `parts` learns it. If the ranks already hold its gradient,
+    nothing happens."""
 
     kind: Literal["accumulate"] = "accumulate"
     id: str
@@ -183,7 +184,7 @@ class Evaluate(Message):
 
 
 class Save(Message):
-    """Write a checkpoint folder atomically: under a temporary name first, which is then renamed."""
+    """Write a checkpoint folder atomically: it is written under a temporary name and then renamed."""
 
     kind: Literal["save"] = "save"
     id: str
@@ -237,7 +238,7 @@ Command = Annotated[Load | Step | Accumulate | Evaluate | Save | Export | Publis
 
 
 class StageTimes(Message):
-    """What one rank measured of one of a model's stages in a step."""
+    """The times that one rank measured for one stage of a model in a step."""
 
     rank: int
     model: str
@@ -256,7 +257,8 @@ class StageTimes(Message):
 
 
 class Probe(Message):
-    """Log-probabilities under the weights of a version. A server must give the same before it serves them."""
+    """Log-probabilities under the weights of a version. A server must compute the same ones before it may serve these
+    weights."""
 
     version: int
     tokens: list[int]
@@ -358,9 +360,8 @@ class Bucket(Message):
 
 class Segment(Message):
     """What one sender sends: its buckets in order, each followed by its checksum. `host` and `port` are its rendezvous.
-
-    The segments of one (model, index) have the same number of buckets. Their n-th buckets together make up the same
-    tensors, and the one of part 0 names all of them."""
+    The segments of one (model, index) have the same number of buckets. Together their n-th buckets make up the same
+    tensors. The n-th bucket of part 0 names all of them."""
 
     index: int = Field(description="Pipeline stage.")
     part: int = Field(default=0, description="Number of the sender among those of the stage.")
@@ -391,8 +392,8 @@ class Receive(Message):
 
 
 class SendOn(Message):
-    """POST /dovetail/send_weights on a rollout server: send the version that it holds to another server. The answer is
-    an `Offer`. From then on a thread of the server waits for the receiver."""
+    """POST /dovetail/send_weights on a rollout server: send its present version to another server. The answer is an
+    `Offer`. After that a thread of the server waits for the receiver."""
 
     version: int
     epoch: int

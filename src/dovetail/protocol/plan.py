@@ -1,6 +1,5 @@
-"""The plan: what the planner decides and every process of a job reads, as plan.json.
-
-The rank convention lives here and nowhere else: see `coordinates`."""
+"""The plan. The planner writes it, and every process of a job reads it as plan.json. The convention for ranks is
+defined only here: see `coordinates`."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ Scored = Literal["reference", "reward", "critic"]
 
 
 class Coordinates(NamedTuple):
-    """A rank's position in one model's layout; each number counts from 0."""
+    """A rank's position in one model's layout. Each number counts from 0."""
 
     pp: int
     dp: int
@@ -39,10 +38,11 @@ class Coordinates(NamedTuple):
 class Layout(Parallelism):
     """A layout with the place of its stages among the ranks of a schedule that two models share.
 
-    The ranks are N = pp * pipelines positions of D = dp / pipelines * tp ranks each, the same N and D for both models.
-    Pipeline k has positions [k * pp, (k + 1) * pp), its first stage at the last of them where `reverse` is true.
-    Where each model has ranks of its own, `first` is the first of them. With several `chunks` each rank holds
-    as many of chunks * pp shorter stages, which go there and back again (`stage_path`): two make a V."""
+    There are N = pp * pipelines positions of D = dp / pipelines * tp ranks each. N and D are the same for both models.
+    Pipeline k has the positions [k * pp, (k + 1) * pp). If `reverse` is true, its first stage is at the last of them.
+    If each model has ranks of its own, `first` is the first rank of this model. With several `chunks` each rank holds
+    that many of the chunks * pp shorter stages. The stages go along the pipeline and back (`stage_path`), so two chunks
+    make a V."""
 
     pipelines: int = Field(default=1, ge=1, description="Pipelines side by side (the fusion factor K).")
     reverse: bool = Field(default=False, description="Stages run from the last position to the first.")
@@ -57,11 +57,10 @@ class Layout(Parallelism):
 
 
 def coordinates(rank: int, layout: Parallelism) -> Coordinates:
-    """Place of trainer rank `rank` in `layout`: rank = (pp * layout.dp + dp) * layout.tp + tp.
-
-    Ranks of one tensor-parallel group are neighbours (they talk most), pipeline stages are furthest apart. In a
-    `Layout` of several pipelines, rank = (position * D + d) * tp + t and dp = pipeline * D + d. Raises ValueError for
-    a rank outside the layout."""
+    """The place of trainer rank `rank` in `layout`: rank = (pp * layout.dp + dp) * layout.tp + tp. The ranks of a
+    tensor-parallel group are neighbours, because they communicate most. Pipeline stages are furthest from each other.
+    In a `Layout` of several pipelines, rank = (position * D + d) * tp + t and dp = pipeline * D + d. Raises ValueError
+    for a rank outside the layout."""
     pipelines, reverse, first = _placed(layout)
     if not holds(rank, layout):
         raise ValueError(f"rank {rank} is outside a layout of {world_size(layout)} ranks from rank {first} on")
@@ -72,7 +71,7 @@ def coordinates(rank: int, layout: Parallelism) -> Coordinates:
 
 
 def rank_at(place: Coordinates, layout: Parallelism) -> int:
-    """Inverse of `coordinates`."""
+    """The inverse of `coordinates`."""
     pipelines, reverse, first = _placed(layout)
     copies = layout.dp // pipelines
     pipeline, d = divmod(place.dp, copies)
@@ -81,21 +80,21 @@ def rank_at(place: Coordinates, layout: Parallelism) -> int:
 
 
 def chunks_of(layout: Parallelism) -> int:
-    """Stages of the model on each of its ranks."""
+    """The number of stages of the model on each of its ranks."""
     return layout.chunks if isinstance(layout, Layout) else 1
 
 
 # It is cached, because the search of a placement asks for it ten thousand times.
 @lru_cache(maxsize=4096)
 def stage_path(pp: int, chunks: int = 1) -> tuple[int, ...]:
-    """The place in a pipeline (`Coordinates.pp`) of every stage: 0 to pp - 1, back again with the second chunk, and so
-    on."""
+    """The place in a pipeline (`Coordinates.pp`) of every stage. The first chunk goes from 0 to pp - 1, the second one
+    goes back, and so on."""
     there = range(pp)
     return tuple(place for chunk in range(chunks) for place in (there[::-1] if chunk % 2 else there))
 
 
 def stages_at(place: int, pp: int, chunks: int = 1) -> list[int]:
-    """The stages at a place of a pipeline, one of each chunk."""
+    """The stages at a place of a pipeline: one of each chunk."""
     return [stage for stage, each in enumerate(stage_path(pp, chunks)) if each == place]
 
 
@@ -109,7 +108,7 @@ def _placed(layout: Parallelism) -> tuple[int, bool, int]:
 
 
 class TaskPlacement(Model):
-    """Where a task runs."""
+    """The GPUs of a task."""
 
     task: Task
     groups: list[str] = Field(description="Names of the pod groups; trainers of several groups form one world.")
@@ -147,7 +146,7 @@ class Rollout(Model):
 
 
 class Batching(Model):
-    """How one model's batch is cut in one stage. Sequences; in reward training, pairs."""
+    """How one model's batch is divided in one stage. Sizes count sequences, or pairs in reward training."""
 
     stage: Stage
     model: str
@@ -167,7 +166,7 @@ class Batching(Model):
 
     @model_serializer(mode="wrap")
     def _without_unset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Plans of jobs that do not use them stay readable for releases that do not know the fields."""
+        """Leave out fields that are not set, so that earlier releases, which do not know them, can read the plan."""
         written: dict[str, Any] = write(self)
         unset = [] if self.micro_batch_tokens is not None else ["micro_batch_tokens", "microBatchTokens"]
         unset += [] if self.zero3 else ["zero3"]
@@ -233,7 +232,8 @@ class Plan(Model):
 
     @model_serializer(mode="wrap")
     def _without_later_fields(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Plans of jobs that do not use them stay readable for releases that do not know the fields."""
+        """Leave out fields that the job does not use, so that earlier releases, which do not know them, can read the
+        plan."""
         written: dict[str, Any] = write(self)
         unset = {
             each
@@ -248,9 +248,9 @@ class Plan(Model):
         return self.apart.get(model, self.parallelism[model]) if stage is Stage.PPO else self.parallelism[model]
 
     def recomputed(self, stage: Stage) -> list[str]:
-        """Models with activation checkpointing in the stage."""
+        """The models with activation checkpointing in the stage."""
         return [row.model for row in self.batching if row.stage is stage and row.recompute]
 
     def gathered_by_layer(self, stage: Stage) -> list[str]:
-        """Models under ZeRO-3 in the stage."""
+        """The models that train under ZeRO-3 in the stage."""
         return [row.model for row in self.batching if row.stage is stage and row.zero3]

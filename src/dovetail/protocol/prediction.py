@@ -1,4 +1,4 @@
-"""What the planner expects of a plan: times, memory, and the plans that it decided against."""
+"""The planner's predictions for a plan: times, memory, and the plans that it did not choose."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PredictedStage(Model):
 
 
 class PredictedMemory(Model):
-    """GPUs of a group with the same tasks."""
+    """The memory of a group's GPUs that have the same tasks."""
 
     group: str
     first: int = Field(ge=0)
@@ -53,7 +53,7 @@ class PredictedMemory(Model):
 
 
 class PodMemory(Model):
-    """Pods of a group on CPUs that run the same processes."""
+    """The memory of a CPU group's pods that run the same processes."""
 
     group: str
     first: int = Field(ge=0)
@@ -64,7 +64,7 @@ class PodMemory(Model):
 
     @property
     def used(self) -> float:
-        """Bytes."""
+        """The memory that is used, in bytes."""
         return sum(self.parts.values())
 
 
@@ -73,7 +73,7 @@ MEASURED_NAMES = {"transfer": "weights"}
 
 
 class Alternative(Model):
-    """The best of a kind of placement that was not chosen."""
+    """The best placement of a kind that was not chosen."""
 
     placement: str
     note: str = ""
@@ -140,8 +140,8 @@ class Prediction(Model):
     examined: int = Field(default=0, ge=0, description="Iterations that were estimated.")
 
     def lasting(self, seconds: float, **changes: Any) -> Prediction:
-        """The same work in iterations of so many seconds (above 0), with further fields changed. Samples per second and
-        per dollar follow from the seconds."""
+        """The prediction for the same work if an iteration takes so many seconds (above 0). Samples per second and per
+        dollar follow from the seconds. The other arguments change further fields."""
         faster = self.iteration_seconds / seconds
         price = None if self.samples_per_dollar is None else faster * self.samples_per_dollar
         speed = {"samples_per_second": faster * self.samples_per_second, "samples_per_dollar": price}

@@ -1,13 +1,13 @@
-"""A sample's request parameters for vLLM's `/inference/v1/generate`: the coordinator writes them, rollouts read them.
+"""The request parameters of a sample for vLLM's `/inference/v1/generate`. The coordinator writes them, and rollouts
+read them.
 
-Two samplers draw the same sample for the same (seed, position) on every server, so that a response begun on one
-server can be continued on another from prompt + tokens so far:
+Two samplers draw the same sample for the same (seed, position) on every server. So another server can continue a
+response from the prompt and the tokens so far:
 
-- `counter`: `dovetail.rollout.serving.sampler.CounterSampler`, a logits processor of vLLM's V1 runner (CPUs);
-- `native`: the seeded sampler of vLLM's V2 runner (GPUs), which goes by the absolute position itself.
+    - `counter`: `dovetail.rollout.serving.sampler.CounterSampler`, a logits processor of vLLM's V1 runner (CPUs);
+    - `native`: the seeded sampler of vLLM's V2 runner (GPUs), which uses the absolute position itself.
 
-A server says which one it has.
-"""
+A server reports which one it has."""
 
 from __future__ import annotations
 
@@ -33,17 +33,18 @@ SERVED_TEMPERATURE = "DOVETAIL_SERVED_TEMPERATURE"
 
 
 def served_temperature(spec: RLHFJobSpec) -> float:
-    """The temperature that servers divide the model's logits by, before all else.
+    """The temperature by which servers divide the model's logits, before all other steps. Servers report
+    log-probabilities of these logits.
 
-    Servers report log-probabilities of the logits that the model gives. With a lag these must be of the policy that
-    sampled, at its temperature: they are in the weights of importance sampling. So a server with a lag serves the model
-    at that temperature, and samples from it at 1. Without a lag it serves the model as it is."""
+    With a lag the log-probabilities must be those of the policy that sampled, at its temperature, because
+    importance-sampling weights use them. So a server with a lag serves the model at that temperature, and samples from
+    it at 1. Without a lag it serves the model at temperature 1."""
     return spec.generation.temperature if spec.ppo.lag > 0 else 1.0
 
 
 def asked_of_servers(spec: RLHFJobSpec, temperature: float | None = None) -> Generation:
-    """`spec.generation` as requests to servers say it: the temperature is relative to the one that they serve.
-    `temperature`: another one than the job's."""
+    """`spec.generation` as requests to servers have it. Its temperature is relative to the one that the servers apply.
+    `temperature`: use this temperature and not the job's."""
     wanted = spec.generation.temperature if temperature is None else temperature
     return spec.generation.model_copy(update={"temperature": wanted / served_temperature(spec)})
 
@@ -51,12 +52,12 @@ def asked_of_servers(spec: RLHFJobSpec, temperature: float | None = None) -> Gen
 def sampling_params(
     generation: Generation, seed: int, max_tokens: int, sampler: Sampler, *, generated: int = 0
 ) -> dict[str, Any]:
-    """`sampling_params` of one request as JSON.
+    """The `sampling_params` of one request as JSON. `max_tokens`: the number of tokens that this request may still
+    generate. `generated`: the number of tokens that the sample already has from an earlier server. They count towards
+    `generation.min_tokens`.
 
-    `max_tokens`: tokens this request may still generate. `generated`: tokens that the sample already has from an
-    earlier server (they count towards `generation.min_tokens`). Log-probabilities are vLLM's raw ones: of the
-    model's distribution as it is served, before top-k and top-p. The temperature 0 takes the most likely token each
-    time. Raises ValueError if `max_tokens` < 1."""
+    Log-probabilities are vLLM's raw ones. They are those of the served model's distribution, before top-k and top-p.
+    The temperature 0 always takes the most likely token. Raises ValueError if `max_tokens` < 1."""
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}: a request must be allowed at least one token")
     params: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Arrays on the wire: named numpy arrays as one safetensors document (no pickle)."""
+"""Encodes named numpy arrays as one safetensors document, without pickle."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def pack(arrays: Mapping[str, NDArray[np.generic]]) -> bytes:
 
 
 def unpack(data: bytes) -> Arrays:
-    """Inverse of `pack`; raises `safetensors.SafetensorError` on a malformed document."""
+    """The inverse of `pack`. Raises `safetensors.SafetensorError` for a malformed document."""
     return dict(_load(data))

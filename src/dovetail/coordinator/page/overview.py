@@ -11,8 +11,8 @@ from typing import Any
 from dovetail.coordinator.health.health import Rules
 from dovetail.coordinator.page.manifest_facts import manifest_facts
 from dovetail.coordinator.page.page_health import health
-from dovetail.coordinator.telemetry.pace import Pace
 from dovetail.coordinator.telemetry.summary_rows import get, rows
+from dovetail.coordinator.telemetry.time_left import TimeLeft
 from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.protocol.prediction import MEASURED_NAMES
 
@@ -168,14 +168,14 @@ def _total(seen: SeenRun, stage: str | None) -> int | None:
 
 
 def _left(seen: SeenRun, found: Mapping[str, Any]) -> float | None:
-    """Seconds until the present stage ends, at the pace of its last steps."""
+    """Seconds until the present stage ends, if its steps go on taking as long as the last ones."""
     if found["total"] is None or found["stage"] is None:
         return None
-    pace = Pace()
+    estimate = TimeLeft()
     for step, row in sorted(last_of_each_step(seen.rows, found["stage"]).items()):
         if isinstance(row.get("time"), int | float):
-            pace.see(Stage(found["stage"]), step, found["total"], row["time"])
-    return pace.left(seen.now)
+            estimate.see(Stage(found["stage"]), step, found["total"], row["time"])
+    return estimate.left(seen.now)
 
 
 def _of(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:

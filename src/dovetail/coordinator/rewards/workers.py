@@ -199,7 +199,7 @@ class Workers:
     async def call(self, function: int, call: Call) -> RewardAnswer:
         """Call a function. If the call fails, its worker is ended. Raises CallFailed."""
         async with self._free:
-            worker = self._idle.pop() if self._idle else await self._again()
+            worker = self._idle.pop() if self._idle else await self._replacement()
             request = {
                 "function": function,
                 "prompts": call.prompts,
@@ -259,7 +259,7 @@ class Workers:
             raise
         return worker
 
-    async def _again(self) -> _Worker:
+    async def _replacement(self) -> _Worker:
         try:
             return await self._start()
         except CallFailed as error:

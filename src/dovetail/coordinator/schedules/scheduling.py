@@ -139,7 +139,7 @@ class Scheduling:
         return SPLIT_GATHERS if self._plan.gathered_by_layer(Stage.PPO) else ""
 
     @property
-    def _apart(self) -> bool:
+    def _models_have_own_ranks(self) -> bool:
         """Whether each model has ranks of its own."""
         return self._kept is not None and bool(self._kept.own)
 
@@ -209,8 +209,8 @@ class Scheduling:
     def _runs(self, family: str) -> bool:
         """Whether a family runs on the job's placement."""
         assert self._kept is not None
-        if self._apart or family == DEDICATED.name:
-            return self._apart and family == DEDICATED.name
+        if self._models_have_own_ranks or family == DEDICATED.name:
+            return self._models_have_own_ranks and family == DEDICATED.name
         return placeable(family_of(family), self._kept.reverse, self._kept.chunks)
 
     def _limited(self) -> bool:
@@ -338,7 +338,7 @@ class Scheduling:
         the layouts. Unless the manifest pins this schedule, it is considered only if it changes neither the
         micro-batches nor, on GPUs, what the ranks hold."""
         shared = self._plan.parallelism
-        if self._apart:
+        if self._models_have_own_ranks:
             found = [self.layouts]
         elif self._plan.apart:
             found = [self._plan.apart]
@@ -379,7 +379,7 @@ class Scheduling:
         """`found` for the direction in which the stages are placed. Only a serial schedule can run in both
         directions."""
         assert self._kept is not None
-        if self._apart or found.instance.placement.reverse == self._kept.reverse:
+        if self._models_have_own_ranks or found.instance.placement.reverse == self._kept.reverse:
             return found
         return choose_schedule(problem, [found.family], effort, self._kept.reverse).best
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from dovetail.coordinator.telemetry.pace import Pace, position
+from dovetail.coordinator.telemetry.time_left import TimeLeft, position
 from dovetail.manifest.types import Stage
 
 
@@ -162,7 +162,7 @@ class Status:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stages, self._iterations, self._predicted, self._clock = list(stages), iterations, predicted, clock
-        self._pace = Pace()
+        self._time_left = TimeLeft()
         self._fields: dict[str, Any] = {
             "state": "starting",
             "stage": None,
@@ -190,7 +190,7 @@ class Status:
         self._fields.update(fields)
         place = position(self._fields)
         if place is not None:
-            self._pace.see(*place, self._clock())
+            self._time_left.see(*place, self._clock())
 
     def document(self, instances: dict[str, Any]) -> dict[str, Any]:
         return {**self._fields, **self._left(), "instances": instances}
@@ -200,7 +200,7 @@ class Status:
         place = position(self._fields)
         if place is None or self._fields["state"] != "running":
             return {"stage_seconds_left": None, "seconds_left": None}
-        left = self._pace.left(self._clock())
+        left = self._time_left.left(self._clock())
         later = self._stages[self._stages.index(place[0]) + 1 :] if place[0] in self._stages else []
         whole = left
         if later:

@@ -173,20 +173,21 @@ def copies_found(index: int, to_device: float, to_host: float) -> Finding:
     return Finding(f"GPU {index} copies", "ok", says, figures=figures)
 
 
-def peers_found(count: int, apart: Sequence[tuple[int, int]]) -> Finding:
-    """`apart`: pairs of the `count` GPUs that cannot read each other's memory."""
+def peers_found(count: int, without_access: Sequence[tuple[int, int]]) -> Finding:
+    """`without_access`: pairs of the `count` GPUs that cannot read each other's memory."""
     if count < 2:
         return Finding("peer access", "skipped", "there is one GPU")
-    if apart:
-        one, other = apart[0]
-        more = f" and {len(apart) - 1} pair{'s' if len(apart) > 2 else ''} more" if len(apart) > 1 else ""
+    if without_access:
+        one, other = without_access[0]
+        others = len(without_access) - 1
+        more = f" and {others} pair{'s' if others > 1 else ''} more" if others else ""
         return Finding(
             "peer access",
             "warning",
             f"GPUs {one} and {other}{more} reach each other through host memory only",
             "place trainer groups on GPUs that NVLink or one PCIe switch joins (nvidia-smi topo -m); in a virtual "
             "machine switch ACS off",
-            {"apart": [list(pair) for pair in apart]},
+            {"apart": [list(pair) for pair in without_access]},
         )
     return Finding("peer access", "ok", f"all {count} GPUs read each other's memory", figures={"apart": []})
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from dovetail.coordinator.telemetry.pace import position
+from dovetail.coordinator.telemetry.time_left import position
 from dovetail.manifest.types import RLHFJobSpec, Stage
 
 _SHOWN = {

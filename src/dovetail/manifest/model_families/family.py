@@ -44,7 +44,7 @@ GATED_MLP = (
 
 
 # What three matrices of each expert are called in files, by the parameter that holds them for all experts.
-EXPERTS_APART = {"gate_up_proj": ("gate_proj.weight", "up_proj.weight"), "down_proj": ("down_proj.weight",)}
+EXPERT_MATRICES = {"gate_up_proj": ("gate_proj.weight", "up_proj.weight"), "down_proj": ("down_proj.weight",)}
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ class Experts:
     """A mixture of experts in place of each layer's MLP. Names in config.json: `count`, the first that is there;
     `chosen`, how many a token gets; `inner`, the inner width of one. `router`: transformers' name of the module that
     chooses; `over_chosen`: its weights are a softmax over a token's own experts, not over all. `bias`: experts and
-    router have biases. `apart`: how files hold the parameters that transformers keeps for all experts (none: alike)."""
+    router have biases. `matrices`: files
+    hold one expert's matrices where transformers has one parameter for all experts. These are their names, by the
+    parameter's name. Empty: files hold the same parameters."""
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
     chosen: str = "num_experts_per_tok"
@@ -60,7 +62,7 @@ class Experts:
     router: str = "gate"
     over_chosen: bool = False
     bias: bool = False
-    apart: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: EXPERTS_APART)
+    matrices: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: EXPERT_MATRICES)
 
 
 @dataclass(frozen=True)

@@ -25,5 +25,5 @@ GPT_OSS = ModelFamily(
     windows=2,
     sinks=True,
     kept=7,
-    experts=Experts(inner="intermediate_size", router="router", over_chosen=True, bias=True, apart={}),
+    experts=Experts(inner="intermediate_size", router="router", over_chosen=True, bias=True, matrices={}),
 )

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dovetail.pipelines.bound import least_pace, lower_bound
+from dovetail.pipelines.bound import least_interval, lower_bound
 from dovetail.pipelines.compat import kernel
 from dovetail.pipelines.instance import SearchInstance
 from dovetail.pipelines.simulate import KINDS, F, Floats, Ints, W
@@ -246,12 +246,12 @@ class DispatchSearch:
         i = self.instance
         place = (i.position / i.stages[:, None]).T
         release = np.zeros(i.activation.shape[::2])
-        for m, (share, pace, time, later) in enumerate(rule.stream):
+        for m, (share, distance, time, later) in enumerate(rule.stream):
             count = int(i.total[m * self._each])
             number = np.arange(count)
             first = round(share * count)
             release[m * self._each, :count] = np.where(
-                number < first, pace * number, np.maximum(time, pace * first) + later * (number - first)
+                number < first, distance * number, np.maximum(time, distance * first) + later * (number - first)
             )
         orders = np.zeros((i.ranks, i.length), np.int64)
         end = dispatch(
@@ -269,16 +269,16 @@ class DispatchSearch:
         stages, count = i.problem.models[big].stages, int(i.total[big * v])
         # What memory allows at best: so long after one another micro-batches of the larger model enter.
         limited = self._limit < UNLIMITED
-        apart = least_pace(i, big) if limited else 0.0
+        interval = least_interval(i, big) if limited else 0.0
         busy = self._work[big] / count / i.ranks
-        tight = apart > busy
-        paces = [apart * x for x in (1.0, 0.98, 1.03, 1.08)] if tight else [0.0, 0.0, 0.0, apart]
+        tight = interval > busy
+        distances = [interval * x for x in (1.0, 0.98, 1.03, 1.08)] if tight else [0.0, 0.0, 0.0, interval]
         rooms = [4.0] * 4 if tight else [1.25, 1.0, 0.75, 2.0]
         weights = 0.5 if tight else 20.0  # a weight gradient that waits keeps memory
-        for (late, share), look, (pace, room), ahead in itertools.product(
+        for (late, share), look, (distance, room), ahead in itertools.product(
             ((0.92, 0.5), (1.0, 1.0), (0.87, 0.7), (0.95, 0.35)),
             (1.0, 0.4),
-            zip(paces, rooms, strict=True),
+            zip(distances, rooms, strict=True),
             (-10.0, 10.0),
         ):
             base, stream = np.zeros((chunks, KINDS)), np.zeros((2, 4))
@@ -289,7 +289,7 @@ class DispatchSearch:
             if tight:
                 spare[small * v] = 0.1 * self._limit
             stream[:, 0] = 1.0
-            stream[big, 1] = pace
+            stream[big, 1] = distance
             stream[small] = share, 0.0, late * self._bound, 0.0
             rooms_of = i.total.astype(float)
             rooms_of[big * v] = max(1.0, round(room * stages))
@@ -322,18 +322,20 @@ class DispatchSearch:
             new = replace(new, spare=spare)
         if rng.random() < 0.5:
             m, stream = int(rng.integers(2)), new.stream.copy()
-            share, pace, time, later = stream[m]
+            share, distance, time, later = stream[m]
             what = rng.random()
             if what < 0.3:
                 share = np.clip(share + 0.15 * much * rng.normal(), 0.0, 1.0)
             elif what < 0.5:
-                pace = abs(pace * (1 + 0.1 * much * rng.normal()) + (rng.random() < 0.3) * rng.normal() * self._unit[m])
+                distance = abs(
+                    distance * (1 + 0.1 * much * rng.normal()) + (rng.random() < 0.3) * rng.normal() * self._unit[m]
+                )
             elif what < 0.8:
                 time = abs(time + 0.03 * much * rng.normal() * self._bound)
             else:
                 later = abs(
                     later * (1 + 0.2 * much * rng.normal()) + (rng.random() < 0.5) * rng.normal() * self._unit[m]
                 )
-            stream[m] = share, pace, time, later
+            stream[m] = share, distance, time, later
             new = replace(new, stream=stream)
         return new

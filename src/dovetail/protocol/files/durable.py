@@ -1,4 +1,4 @@
-"""What must survive a power failure."""
+"""Writes to the disk what must survive a power failure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or what was made, renamed or deleted in a folder, to the disk."""
+    """Flush a file to the disk. Of a folder, flush the entries that were made, renamed or deleted."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

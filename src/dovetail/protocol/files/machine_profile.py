@@ -1,4 +1,4 @@
-"""What `dovetail profile` measures on a machine and the schedule chooser reads: profile.json."""
+"""The file profile.json. `dovetail profile` measures a machine and writes it, and the schedule chooser reads it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Seconds = Annotated[float, Field(ge=0.0)]
 
 
 class PassTimes(Model):
-    """One micro-batch through one part of a model. What cannot be told from 0 is 0."""
+    """The times of one micro-batch through one part of a model. A time that cannot be told from 0 is 0."""
 
     micro_batch: PositiveInt = Field(description="Sequences.")
     forward: Seconds
@@ -23,7 +23,7 @@ class PassTimes(Model):
 
 
 class ModelTimes(Model):
-    """A model's parts, each by micro-batch size. `head` holds the final norm, the head and the loss."""
+    """The times of a model's parts, each by micro-batch size. `head` holds the final norm, the head and the loss."""
 
     head: Literal["lm", "value", "lm+value"]
     layers: PositiveInt
@@ -35,21 +35,21 @@ class ModelTimes(Model):
 
 
 class LinkTimes(Model):
-    """Point-to-point messages between two processes."""
+    """The times of point-to-point messages between two processes."""
 
     latency: Seconds = Field(description="Seconds of an empty message.")
     bytes_per_second: float = Field(gt=0)
 
 
 class Cost(Model):
-    """Seconds once, and for each of what it counts."""
+    """A fixed cost in seconds, and the seconds for each unit."""
 
     fixed: Seconds
     each: Seconds
 
 
 class GenerationCosts(Model):
-    """Costs of a vLLM server that has the machine to itself."""
+    """The costs of a vLLM server that has the machine to itself."""
 
     begin: Seconds = Field(description="Of the phase.")
     sample: Seconds = Field(description="A request: its prefill, and what the server and the coordinator do for it.")
@@ -59,7 +59,7 @@ class GenerationCosts(Model):
 
 
 class ScoringCosts(Model):
-    """Costs of a scorer that has the machine to itself."""
+    """The costs of a scorer that has the machine to itself."""
 
     begin: Seconds = Field(description="Of the phase, once nothing is left to generate.")
     chunk: Seconds = Field(description="Samples scored together, whatever the models.")
@@ -68,7 +68,7 @@ class ScoringCosts(Model):
 
 
 class TrainingCosts(Model):
-    """Costs of a trainer rank that has the machine to itself."""
+    """The costs of a trainer rank that has the machine to itself."""
 
     begin: Seconds = Field(description="Of the phase.")
     step: Seconds = Field(description="An optimizer step of all models, beside the passes.")
@@ -82,7 +82,7 @@ class TrainingCosts(Model):
 
 
 class Machine(Model):
-    """What PPO iterations of a job's models cost on one machine, whose cores all processes share."""
+    """The costs of PPO iterations with a job's models on one machine. All processes share its cores."""
 
     cores: PositiveInt
     generation: GenerationCosts
@@ -100,7 +100,7 @@ class Machine(Model):
 
 
 class Profile(Model):
-    """Measured times of the models of a job on one kind of device."""
+    """The measured times of a job's models on one kind of device."""
 
     version: Literal[1] = 1
     device: str

@@ -1,4 +1,5 @@
-"""Names in the rows of history.jsonl: each has the stage of its step, and evaluations have rows of their own."""
+"""The names of stages in the rows of history.jsonl. Each row has the stage of its step. Evaluations have rows of their
+own."""
 
 from __future__ import annotations
 

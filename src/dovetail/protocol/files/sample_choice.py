@@ -1,4 +1,4 @@
-"""Which samples are wanted, and in which order: the filters of `dovetail samples` and of `Cluster.samples`. Pure."""
+"""Filters and sorts samples for `dovetail samples` and `Cluster.samples`. Pure."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def choose(
     ascending: bool = False,
     pattern: re.Pattern[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """The rows whose prompt or response contains `pattern`, highest first by `order` of ORDERS, or as they are. A row
-    without the figure counts as the lowest."""
+    """The rows whose prompt or response matches `pattern`. They are sorted by `order`, one of ORDERS, highest first.
+    Without `order` they keep their order. A row without the figure counts as the lowest."""
     kept = [row for row in rows if pattern is None or any(pattern.search(str(row[key])) for key in _TEXTS)]
     return kept if order is None else sorted(kept, key=lambda row: _figure(row, order), reverse=not ascending)
 

@@ -1,4 +1,4 @@
-"""Spans as a Chrome trace: JSON that Perfetto (https://ui.perfetto.dev) and chrome://tracing open. Pure."""
+"""Writes spans as a Chrome trace. Perfetto (https://ui.perfetto.dev) and chrome://tracing open this JSON. Pure."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ def _rank(process: str) -> tuple[int, str]:
 
 
 def _tracks(spans: list[Span]) -> list[tuple[Span, str]]:
-    """Spans of one lane with the name of the track each goes on.
-
-    A track may hold nested spans, not partly overlapping ones: those go on a second track `lane #2`, and so on."""
+    """Each span of one lane with the name of its track. The spans of a track may be nested but must not overlap partly.
+    Spans that would overlap go to a second track `lane #2`, and so on."""
     stacks: list[list[float]] = []
     placed = []
     for span in sorted(spans, key=lambda s: (s.start, -s.end)):
@@ -46,9 +45,10 @@ Curve = Sequence[tuple[float, float]]
 def chrome_trace(
     spans: Iterable[Span], metadata: dict[str, Any] | None = None, counters: Mapping[str, Curve] | None = None
 ) -> dict[str, Any]:
-    """The trace document of some spans: a process per `Span.process`, a thread per lane, times in microseconds from
-    the earliest start (which `otherData.start_seconds` gives, seconds since the epoch). Spans that end before they
-    start (clocks stepped) count as empty. `counters`: curves of the coordinator's, (seconds since the epoch, value)."""
+    """The trace document of some spans, with a process for each `Span.process` and a thread for each lane. Times are in
+    microseconds since the earliest start. `otherData.start_seconds` has this start in seconds since the epoch. A span
+    that ends before it starts counts as empty, because a clock was set back. `counters`: the coordinator's curves as
+    (seconds since the epoch, value)."""
     lanes: dict[tuple[str, str], list[Span]] = {}
     for span in spans:
         if span.end < span.start:

@@ -1,4 +1,4 @@
-"""How long an HTTP server waits for a request's header, and that deadline for uvicorn, which has none."""
+"""Limits how long an HTTP server waits for a request's header. It also gives this limit to uvicorn, which has none."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ HEADER_SECONDS = 15.0
 
 
 class HeaderDeadline(asyncio.Protocol):
-    """Mix-in before one of uvicorn's HTTP protocols: `class Http(HeaderDeadline, H11Protocol)`, then
-    `uvicorn.Config(http=Http)`.
-
-    A connection is closed if it is open for `header_seconds` and brings no whole header of a request. The same holds
-    if it goes on to send the rest of a request that has been answered. A connection that waits for its next request
-    has uvicorn's own limit (`timeout_keep_alive`)."""
+    """A mix-in before one of uvicorn's HTTP protocols: `class Http(HeaderDeadline, H11Protocol)`, then
+    `uvicorn.Config(http=Http)`. It closes a connection that is open for `header_seconds` and brings no complete header
+    of a request. It also closes one that still sends the rest of a request that has been answered. A connection that
+    waits for its next request has uvicorn's own limit (`timeout_keep_alive`)."""
 
     header_seconds = HEADER_SECONDS
     # These are uvicorn's.

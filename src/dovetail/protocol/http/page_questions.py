@@ -1,4 +1,5 @@
-"""What the run page may ask about a run: paths below a coordinator's /v1/page/, and below a run in `dovetail ui`."""
+"""The questions that the run page may ask about a run. They are paths below a coordinator's /v1/page/, and below a run
+in `dovetail ui`."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def authorized(header: str | None, token: str) -> bool:
 
 
 async def take(request: web.Request) -> None:
-    """Read the request's body. Raises HTTPRequestTimeout when it does not come within BODY_SECONDS."""
+    """Read the request's body. Raises HTTPRequestTimeout if it does not come within BODY_SECONDS."""
     try:
         async with asyncio.timeout(BODY_SECONDS):
             await request.read()
@@ -39,7 +39,7 @@ async def _note(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 class Runner(web.AppRunner):
-    """aiohttp's, but a connection that brings no whole header of a request within `header_seconds` is closed."""
+    """aiohttp's runner. It closes a connection that brings no complete header of a request within `header_seconds`."""
 
     def __init__(self, app: web.Application, *, header_seconds: float = HEADER_SECONDS, **options: object) -> None:
         app[_ASKED] = set()

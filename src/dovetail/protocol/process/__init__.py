@@ -1,1 +1,1 @@
-"""What every process of a job needs: its environment, its name, its signs of life, its exit codes."""
+"""What every process of a job needs: its environment, its name, its heartbeat file and its exit codes."""

@@ -1,4 +1,4 @@
-"""A debugger for one process of a job: DOVETAIL_DEBUG names the process, and it waits until a debugger attaches."""
+"""Waits for a debugger. DOVETAIL_DEBUG names the process that waits until a debugger attaches."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ HOST, PORT = "127.0.0.1", 5678
 
 
 def asked_port(name: str, value: str) -> int | None:
-    """The port of process `name` in DOVETAIL_DEBUG, for example "trainer-0" or "trainer-0:5679,coordinator"; None if it
-    is not named. Raises ValueError."""
+    """The port of process `name` in DOVETAIL_DEBUG, for example "trainer-0" or "trainer-0:5679,coordinator". None if it
+    does not name the process. Raises ValueError."""
     for part in value.split(","):
         process, _, port = part.strip().partition(":")
         if process == name:

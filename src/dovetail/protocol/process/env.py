@@ -1,4 +1,4 @@
-"""Environment variables that every process of a job gets, from the local launcher and from pods alike."""
+"""The environment variables of every process of a job. The local launcher and pods set the same ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MAX_GPUS_PER_POD = 64
 
 
 def token_problem(token: str) -> str | None:
-    """What is wrong with a job's token, which goes into HTTP headers; None: nothing."""
+    """Why a job's token cannot be used in HTTP headers. None if it can."""
     if not token:
         return "is empty"
     if not (token.isascii() and token.isprintable() and " " not in token):
@@ -46,11 +46,10 @@ def token_problem(token: str) -> str | None:
 
 @dataclass(frozen=True)
 class ProcessEnv:
-    """Who this process is and where its job lives.
-
-    `run_dir` is the job's volume: job.json (the manifest with defaults), plan.json, models/, checkpoints/, logs/.
-    `host` and `port` are what this process serves HTTP on; trainer ranks serve only metrics (`metrics_port`).
-    `config_dir` holds job.json and plan.json where the run directory does not."""
+    """The identity of this process and the place of its job. `run_dir`: the job's volume, with job.json (the manifest
+    with defaults), plan.json, models/, checkpoints/ and logs/. `host` and `port`: the address at which this process
+    serves HTTP. Trainer ranks serve only metrics (`metrics_port`). `config_dir`: the folder of job.json and plan.json
+    if they are not in the run directory."""
 
     job: str
     name: str
@@ -67,17 +66,17 @@ class ProcessEnv:
 
     @property
     def job_file(self) -> Path:
-        """The manifest with defaults."""
+        """The path of the manifest with defaults."""
         return (self.config_dir or self.run_dir) / "job.json"
 
     @property
     def plan_file(self) -> Path:
-        """The plan."""
+        """The path of the plan."""
         return (self.config_dir or self.run_dir) / "plan.json"
 
     @staticmethod
     def read(environ: Mapping[str, str] = os.environ) -> ProcessEnv:
-        """Raises ValueError naming the variable that is missing or wrong."""
+        """Read the variables. Raises ValueError that names the variable that is missing or wrong."""
 
         def need(key: str) -> str:
             if key not in environ:

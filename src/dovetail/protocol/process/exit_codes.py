@@ -1,6 +1,5 @@
-"""Exit codes of a job's processes, which the local launcher and Kubernetes' Jobs act on.
-
-0: done. Any code that is not here is a crash, 1 among them, which Python itself uses: the process is started again."""
+"""Exit codes of a job's processes. The local launcher and Kubernetes' Jobs act on them. 0 means done. A code that is
+not listed here is a crash, and the process is restarted. One of these is 1, which Python itself uses."""
 
 # A wrong configuration: a restart does not help, and the job fails.
 BAD_CONFIGURATION = 2

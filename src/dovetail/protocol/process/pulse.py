@@ -1,7 +1,6 @@
-"""How a process shows its starter that its work goes on: it touches a file of its own, a *pulse*.
-
-The thread that does the work touches the file, or another thread that has checked on it. Whoever started the process
-watches the file. `dovetail.supervision.liveness` and docs/architecture.md say when a process counts as silent."""
+"""Shows the starter of a process that the process still works. The process touches a file of its own, its *pulse*. The
+thread that does the work touches the file, or another thread that has checked on it. The starter watches the file.
+`dovetail.supervision.liveness` and docs/architecture.md say when a process counts as silent."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ AT_WORK = 0.01
 
 
 class Pulse:
-    """The file at `path`. Without a path nobody watches, and nothing happens. May be used from any thread."""
+    """The file at `path`. Without a path nobody watches, and nothing happens. It may be used from any thread."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -30,7 +29,7 @@ class Pulse:
         return Pulse(Path(environ[PULSE]) if environ.get(PULSE) else None)
 
     def beat(self) -> None:
-        """Touch the file. It is no error if the file is gone: its watcher is gone, too."""
+        """Touch the file. It is no error if the file is gone, because then its watcher is gone too."""
         if self._path is not None:
             try:
                 os.utime(self._path)
@@ -38,7 +37,7 @@ class Pulse:
                 self._path = None
 
     async def forever(self, alive: Callable[[], bool] = lambda: True) -> None:
-        """Beat from the event loop, every second at which `alive`; to be run as a task."""
+        """Run this as a task. It beats from the event loop, every second at which `alive` is true."""
         while True:
             if alive():
                 self.beat()
@@ -46,10 +45,9 @@ class Pulse:
 
 
 class ThreadProgress:
-    """Whether a thread does anything: a blocked one uses no CPU time at all.
-
-    `ident`: of that thread. It may wait for helpers, so threads that use more than AT_WORK of a core together count as
-    well, but for the one that asks. The clocks give seconds."""
+    """Tells whether a thread does anything. A blocked thread uses no CPU time at all. `ident`: the thread. It may wait
+    for helper threads. So threads that together use more than AT_WORK of a core count as well, except for the one that
+    asks. The clocks give seconds."""
 
     def __init__(
         self,
@@ -72,7 +70,8 @@ class ThreadProgress:
         return ThreadProgress(ident)
 
     def moved(self) -> bool:
-        """Whether it has done something since this was last true, as it is at first. To be called from one thread."""
+        """Whether the thread has done something since this last returned True. The first call returns True. Call it
+        from one thread."""
         at, worker, others = now = self._now()
         before = self._before
         if before is None or worker > before[1] or others - before[2] > AT_WORK * (at - before[0]):

@@ -1,4 +1,4 @@
-"""Bucket plans for weight transfers: which tensor lies where in which packed buffer. Pure; no torch."""
+"""Plans the buckets of weight transfers: the place of each tensor in the packed buffers. Pure, without torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ _ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, torch dtype without its prefix, and shape of one tensor; `box`: the part of it that is meant, None: all."""
+    """The name of a tensor, its torch dtype without the prefix, and its shape. `box`: the part of the tensor that is
+    meant. None: all of it."""
 
     name: str
     dtype: str
@@ -48,14 +49,14 @@ class TensorSpec:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element. Raises ValueError for a dtype that cannot be sent."""
+        """The bytes of one element. Raises ValueError for a dtype that cannot be sent."""
         if self.dtype not in _ITEM_BYTES:
             raise ValueError(f"tensor {self.name} has dtype {self.dtype}, which weight transfer does not carry")
         return _ITEM_BYTES[self.dtype]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the part that is meant. Raises ValueError for a dtype that cannot be sent."""
+        """The bytes of the part that is meant. Raises ValueError for a dtype that cannot be sent."""
         return volume(tuple((0, n) for n in self.extent)) * self.itemsize
 
 
@@ -82,11 +83,10 @@ def _parent(name: str) -> str:
 
 
 def plan_buckets(tensors: Iterable[TensorSpec], bucket_bytes: int) -> list[Bucket]:
-    """Pack tensors, in the order given, into buckets of at most `bucket_bytes`.
-
-    A layer stays in one bucket if it fits in one, else each of its modules does if it fits; a tensor is never
-    split, so one larger than `bucket_bytes` gets a larger bucket of its own. Raises ValueError on a repeated name,
-    an unknown dtype or a `bucket_bytes` below the alignment."""
+    """Pack tensors, in the given order, into buckets of at most `bucket_bytes`. A layer stays in one bucket if it fits.
+    Otherwise each of its modules does if it fits. A tensor is never split, so a tensor larger than `bucket_bytes` gets
+    a larger bucket of its own. Raises ValueError for a repeated name, an unknown dtype or a `bucket_bytes` below the
+    alignment."""
     if bucket_bytes < ALIGNMENT:
         raise ValueError(f"bucket_bytes is {bucket_bytes}; it must be at least {ALIGNMENT}")
     specs = list(tensors)
@@ -155,12 +155,12 @@ def bucket_specs(bucket: Bucket) -> list[TensorSpec]:
 def share_buckets(
     buckets: Sequence[Bucket], layout: RankGrid, tp_dims: Mapping[str, int] | None = None
 ) -> dict[int, list[Bucket]]:
-    """What each rank of a stage sends of its buckets, by rank: those that send anything, and rank 0.
+    """The buckets that each rank of a stage sends, by rank. It has the ranks that send anything, and rank 0.
 
-    `layout`: how the stage's ranks hold each tensor (one stage), and `tp_dims`, for those tensors that tensor-parallel
-    ranks share, which dimension. Every element is sent once, to all receivers, by a
-    rank that holds it; senders are balanced (`dovetail.protocol.weights.route`). Rank 0's buckets name every tensor, be
-    its part empty."""
+    `layout`: how the ranks of the stage (one stage) hold each tensor. `tp_dims`: the dimension of those tensors that
+    tensor-parallel ranks share. Every element is sent once, to all receivers, by a rank that holds it. The senders'
+    shares are balanced (`dovetail.protocol.weights.route`). Rank 0's buckets name every tensor, even if its own part is
+    empty."""
     dims = tp_dims or {}
     specs = [spec for bucket in buckets for spec in bucket_specs(bucket)]
     tensors = [Tensor(spec.name, spec.shape, tp_dim=dims.get(spec.name), itemsize=spec.itemsize) for spec in specs]

@@ -1,4 +1,4 @@
-"""What each rank of a (pp, tp, dp) layout holds of each tensor."""
+"""Says what each rank of a (pp, tp, dp) layout holds of each tensor."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Box = tuple[tuple[int, int], ...]
 
 
 class LayoutError(ValueError):
-    """A layout that cannot hold a model; the message names the numbers."""
+    """A layout cannot hold a model. The message names the numbers."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A parameter. `layer`: which transformer layer it goes with (the embedding 0, head and last norm the last one).
-
-    `tp_dim`: the dimension that tensor parallel ranks share, None: each holds all of it. `itemsize`: bytes."""
+    """A parameter. `layer`: its transformer layer. The embedding belongs to layer 0, the head and the last norm to the
+    last layer. `tp_dim`: the dimension that tensor-parallel ranks share. None: each holds all of it. `itemsize` is in
+    bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,11 +29,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class RankGrid:
-    """pp x dp x tp ranks from `first` on, tp changing fastest, then dp, as in PUZZLE's Algorithm 1.
-
-    `sharded`: dp ranks share each tensor's first dimension (FSDP) rather than each holding a copy; with `copies`, so
-    many sets of dp / copies neighbours do. Uneven parts are as torch's chunks: of ceil(n / k), the last ones shorter or
-    empty."""
+    """pp x dp x tp ranks from `first` on. tp changes fastest, then dp, as in PUZZLE's Algorithm 1. `sharded`: the dp
+    ranks share each tensor's first dimension (FSDP). Without it each holds a copy. With `copies`, there are this many
+    sets of dp / copies neighbours, and the ranks of each set share the dimension. Uneven parts are like torch's chunks:
+    each has ceil(n / k) entries, and the last ones are shorter or empty."""
 
     pp: int = 1
     tp: int = 1
@@ -64,9 +63,8 @@ class RankGrid:
         return self.first + (pp * self.dp + dp) * self.tp + tp
 
     def boxes(self, tensor: Tensor, layers: int) -> dict[Box, list[int]]:
-        """The distinct parts of `tensor` and the ranks that hold each, of a model with `layers` layers; disjoint.
-
-        Raises LayoutError if there are more stages than layers."""
+        """The distinct parts of `tensor`, and the ranks that hold each part, for a model with `layers` layers. The
+        parts do not overlap. Raises LayoutError if there are more stages than layers."""
         if not 0 <= tensor.layer < layers:
             raise LayoutError(f"{tensor.name} is of layer {tensor.layer}, but the model has {layers}")
         whole = tuple((0, n) for n in tensor.shape)
@@ -85,7 +83,8 @@ class RankGrid:
 
 
 def layer_range(layers: int, rank: int, size: int) -> range:
-    """Layers of pipeline stage `rank` of `size`, as the trainer splits them: the early stages take what is over."""
+    """The layers of pipeline stage `rank` of `size`, as the trainer splits them. The early stages get one more layer if
+    the division is uneven."""
     if size > layers:
         raise LayoutError(f"pp {size} needs at least {size} layers, the model has {layers}; lower pp")
     base, extra = divmod(layers, size)
@@ -101,7 +100,7 @@ def _part(box: Box, dim: int, index: int, count: int) -> Box:
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """The part that two boxes share; None if they share nothing."""
+    """The part that two boxes share. None if they share nothing."""
     both = tuple((max(p[0], q[0]), min(p[1], q[1])) for p, q in zip(a, b, strict=True))
     return both if all(start < stop for start, stop in both) else None
 

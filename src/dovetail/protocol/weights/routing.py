@@ -1,4 +1,5 @@
-"""The routing table of a layout switch. Every byte is sent once, by the holder with the least to send."""
+"""The routing table of a layout switch. Each byte is sent once. Of its holders, the one that has the least to send
+sends it."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ MIN_PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Transfer:
-    """`box` of `tensor` from rank `source` to all of `destinations` (one: a send, more: a broadcast)."""
+    """`box` of `tensor` goes from rank `source` to all of `destinations`. One destination is a send, several are a
+    broadcast."""
 
     tensor: str
     box: Box
@@ -26,14 +28,15 @@ class Transfer:
 
 @dataclass(frozen=True)
 class RoutingTable:
-    """`transfers`, in the tensors' order. `kept`: (tensor, box, rank) that a rank needs and holds already."""
+    """`transfers` are in the order of the tensors. `kept`: (tensor, box, rank) for each part that a rank needs and
+    already holds."""
 
     transfers: tuple[Transfer, ...]
     kept: tuple[tuple[str, Box, int], ...]
 
     @cached_property
     def sent(self) -> Counter[int]:
-        """Bytes by sending rank. A broadcast counts once."""
+        """The bytes that each rank sends. A broadcast counts once."""
         sent: Counter[int] = Counter()
         for t in self.transfers:
             sent[t.source] += t.bytes
@@ -41,7 +44,7 @@ class RoutingTable:
 
     @cached_property
     def received(self) -> Counter[int]:
-        """Bytes by receiving rank."""
+        """The bytes that each rank receives."""
         received: Counter[int] = Counter()
         for t in self.transfers:
             for rank in t.destinations:
@@ -50,16 +53,15 @@ class RoutingTable:
 
     @property
     def bytes(self) -> int:
-        """Bytes sent, a broadcast counting once: with `route` the least possible."""
+        """All bytes that are sent. A broadcast counts once. A table of `route` has the fewest possible."""
         return sum(t.bytes for t in self.transfers)
 
     def seconds(
         self, ranks_per_node: int, node_bandwidth: float, network_bandwidth: float, latency: float = 0.0
     ) -> float:
-        """Of the switch, if links are the limit: the busiest rank's sends, receipts and messages.
-
-        Bytes per second of one rank in one direction, within a node and between nodes. A broadcast leaves its source
-        once (a chain or tree of receivers passes it on)."""
+        """The seconds of the switch if the links are the limit: the sends, receipts and messages of the busiest rank.
+        The arguments are bytes per second of one rank in one direction, within a node and between nodes. A broadcast
+        leaves its source once, because a chain or tree of receivers passes it on."""
         out: Counter[int] = Counter()
         into: Counter[int] = Counter()
         for t in self.transfers:
@@ -71,8 +73,8 @@ class RoutingTable:
         return float(max([*out.values(), *into.values(), 0.0]))
 
     def segments(self, count: int) -> list[tuple[Transfer, ...]]:
-        """In `count` segments of about equal bytes, tensors whole and in order, so that one can be sent while the
-        optimizer steps the next (PUZZLE's asynchronous weight transformation)."""
+        """The table in `count` segments of about equal bytes. Tensors stay whole and in order. So one segment can be
+        sent while the optimizer steps the next (PUZZLE's asynchronous weight transformation)."""
         by_tensor: dict[str, list[Transfer]] = {}
         for t in self.transfers:
             by_tensor.setdefault(t.tensor, []).append(t)
@@ -91,11 +93,10 @@ def route(
     destination: RankGrid,
     ranks_per_node: int | None = None,
 ) -> RoutingTable:
-    """The table of a switch. Ranks that both layouts share keep what they hold and need.
-
-    Each element leaves its holders once, to all that lack it. The sender is the holder with the least to send so far,
-    of those on the receivers' node if `ranks_per_node` is given and there are any; large parts are split between
-    holders. Deterministic. Raises LayoutError."""
+    """The routing table of a switch. A rank in both layouts keeps what it holds and needs. Each element leaves its
+    holders once, to all ranks that lack it. Of its holders, the one that has the least to send so far sends it. With
+    `ranks_per_node`, holders on the receivers' node come first. Large parts are divided among their holders.
+    Deterministic. Raises LayoutError."""
     kept: list[tuple[str, Box, int]] = []
     cells: list[tuple[int, Tensor, Box, list[int], tuple[int, ...]]] = []
     for order, tensor in enumerate(tensors):

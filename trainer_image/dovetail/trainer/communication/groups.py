@@ -529,7 +529,7 @@ class Groups:
                 raise RankFailed(other if self.world_size == 1 else f"{other} (trainer rank {rank})")
 
     @property
-    def apart(self) -> bool:
+    def models_on_own_ranks(self) -> bool:
         """Whether some model is on a part of the ranks only; the same on every rank."""
         layouts = [*(model.layout for model in self.model.values()), *self.elsewhere.values()]
         return any(world_size(layout) < self.world_size for layout in layouts)

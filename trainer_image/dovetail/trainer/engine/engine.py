@@ -263,7 +263,7 @@ class Engine:
                     self._begun.pop(model).finish()
             except FloatingPointError as problem:
                 error = str(problem)
-        if self.groups.apart:
+        if self.groups.models_on_own_ranks:
             applied, error = self.groups.broadcast_json([applied, error], source=self.groups.first_rank(model))
         if error is not None:
             raise FloatingPointError(error)
@@ -324,7 +324,7 @@ class Engine:
 
     def _meet(self) -> None:
         """Wait for the ranks of other models, which may take much longer."""
-        if self.groups.apart:
+        if self.groups.models_on_own_ranks:
             self.groups.meet()
 
     def _executor(self, pipes: dict[str, Pipe]) -> Executor:

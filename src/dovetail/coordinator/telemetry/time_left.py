@@ -30,7 +30,7 @@ def position(status: Mapping[str, Any]) -> tuple[Stage, int, int] | None:
     return stage, done, total
 
 
-class Pace:
+class TimeLeft:
     """Estimates from finished steps how long the rest of the stage will take."""
 
     def __init__(self) -> None:
