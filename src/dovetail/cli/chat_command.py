@@ -119,7 +119,7 @@ def chat(
 
 
 def _prompt() -> Callable[[], str]:
-    """Asks for a line that can be edited; the arrow keys bring earlier ones back."""
+    """Ask for a line that can be edited. The arrow keys bring earlier lines back."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - input() uses it from now on
     return lambda: input("you> ")
@@ -127,7 +127,7 @@ def _prompt() -> Callable[[], str]:
 
 @contextlib.contextmanager
 def _served(folder: Path | None, name: str, address: str, key: str | None) -> Iterator[Replier]:
-    """A model behind a server. `folder`: the model's, if it is of a run; then it has the name `name` there."""
+    """A model behind a server. `folder`: the model's folder if it is a run's. The model's name there is then `name`."""
     from dovetail.local.serving.chat import REPLY_ENDS
     from dovetail.local.serving.chat_server import ServedModel
 
@@ -141,7 +141,7 @@ def _served(folder: Path | None, name: str, address: str, key: str | None) -> It
 
 @contextlib.contextmanager
 def _loaded(run_dir: Path, name: str, engine: str, given: list[str]) -> Iterator[Replier]:
-    """A model that this command loads, until the chat ends. `given`: further arguments for vLLM."""
+    """A model that this command loads until the chat ends. `given`: further arguments for vLLM."""
     if engine == "transformers":
         require("dovetail chat", ["trainer"])
         from dovetail.local.serving.chat import ChatModel

@@ -1,4 +1,4 @@
-"""`dovetail data`: what is in a data file, before a job reads it."""
+"""`dovetail data`: shows what is in a data file, before a job reads it."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def data(
 
 
 def _of_job(manifest: Path) -> tuple[Data, str | None]:
-    """A job's `data`, and the folder or the name on a hub of its tokenizer. Raises ManifestError."""
+    """A job's `data`, and its tokenizer's folder or name on a hub. Raises ManifestError."""
     spec = load_manifest(manifest).spec
     source = spec.models.actor.source
     own = None if source is None else source.path or source.hugging_face

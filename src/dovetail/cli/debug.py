@@ -20,10 +20,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def debug() -> None:
-    """Tools for developers of Dovetail.
-
-    CONTRIBUTING.md shows their use.
-    """
+    """Tools for developers of Dovetail. CONTRIBUTING.md shows how to use them."""
 
 
 @debug.command()

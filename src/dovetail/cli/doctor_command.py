@@ -1,4 +1,4 @@
-"""`dovetail doctor`: whether this machine, or this pod, can run jobs."""
+"""`dovetail doctor`: checks whether this machine, or this pod, can run jobs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def doctor(ctx: click.Context, gpu: bool, cluster: bool, as_json: bool) -> None:
 
 
 def _checks(gpu: bool, cluster: bool) -> Iterator[Iterable[Finding]]:
-    """What was asked for; without a choice, the machine and its GPUs."""
+    """The checks that the user chose. Without a choice they are those of the machine and of its GPUs."""
     if gpu:
         from dovetail.local.doctor.gpu_checks import check_gpus
 
@@ -70,7 +70,7 @@ def _checks(gpu: bool, cluster: bool) -> Iterator[Iterable[Finding]]:
 
 
 def missing_extras() -> list[tuple[str, str]]:
-    """The extras that runs on this machine lack, each with the command that installs them all."""
+    """The extras that this machine lacks for runs, each with the command that installs all of them."""
     rollout: Extra = "rollout-gpu" if cuda_devices() else "rollout-cpu"
     needed: list[Extra] = ["coordinator", "trainer", rollout]
     found = []
@@ -81,7 +81,7 @@ def missing_extras() -> list[tuple[str, str]]:
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
-    """One row for each subject. All findings about one GPU are one row, with the worst of their states."""
+    """One row for each subject. All findings about one GPU are one row with the worst state."""
     rows: dict[str, list[Finding]] = {}
     for finding in findings:
         of_gpu = re.match(r"GPU \d+", finding.check)

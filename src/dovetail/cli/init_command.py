@@ -1,4 +1,4 @@
-"""`dovetail init`: the first files of a job of one's own."""
+"""`dovetail init`: writes the first files of a user's own job."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ NAME_LENGTH = 40
 
 
 def job_name(folder: Path) -> str:
-    """A job's name made of the folder's: what Kubernetes takes as a name."""
+    """A job's name made from the folder's name, in the form that Kubernetes accepts."""
     found = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")[:NAME_LENGTH].strip("-")
     return found if found[:1].isalpha() else f"job-{found}".strip("-")
 
 
 def record_fields(method: Method, data: Path) -> list[str]:
-    """The fields of the first record that reward functions get. Raises UsageError if the method cannot read it."""
+    """The fields of the first record that reward functions get. Raises UsageError if the method cannot read the
+    record."""
     from dovetail.coordinator.data.data_error import DataError
     from dovetail.coordinator.data.formats import MESSAGE_FIELDS, PROMPT_FIELDS, convert, detect
     from dovetail.coordinator.data.sources import source_files

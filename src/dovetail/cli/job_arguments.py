@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and the job behind a manifest."""
+"""The arguments that several commands share, and the job behind a manifest."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def load_job(
 
 @contextmanager
 def located(manifest: Path | str, overrides: Sequence[str] = ()) -> Iterator[None]:
-    """Sentences about fields get the manifest's file and line. Fields of --set keep their names alone."""
+    """Adds the manifest's file and line to sentences about fields. Sentences about fields of --set stay as they are."""
     try:
         yield
     except ValueError as error:

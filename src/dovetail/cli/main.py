@@ -1,6 +1,6 @@
-"""The `dovetail` command. Exit codes: 0 done, 1 a run failed, 2 bad manifest or usage, 130 interrupted.
+"""The `dovetail` command. Exit codes are 0 (done), 1 (a run failed), 2 (bad manifest or usage) and 130 (interrupted).
 
-Each command has a file of its own here. A new one needs its file and a line in `COMMANDS`."""
+Each command has a file of its own in this folder. A new command needs its file and a line in `COMMANDS`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from dovetail.supervision.errors import RunError, UsageError
 
 
 class _Failed(click.ClickException):
-    """Sentences for stderr, one a line."""
+    """The command failed. The message has one sentence per line for stderr."""
 
     exit_code = 1
 
@@ -47,7 +47,8 @@ class _Refused(_Failed):
 
 
 class _Group(click.Group):
-    """Turns the project's errors into sentences and exit codes, and lists commands in the order of their use."""
+    """Turns the project's errors into sentences and exit codes. Lists commands in the order in which people use
+    them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)

@@ -1,4 +1,4 @@
-"""`dovetail validate` and `dovetail explain`: a manifest, checked or described."""
+"""`dovetail validate` checks a manifest, and `dovetail explain` describes its fields."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def validate(manifest: Path, overrides: tuple[str, ...], deep: bool) -> None:
 
 
 def _deeply(manifest: Path, overrides: tuple[str, ...], job: RLHFJob, plan: Plan) -> None:
-    """Shows all findings. Raises ManifestError with the problems."""
+    """Show all findings. Raises ManifestError with the problems."""
     require("dovetail validate --deep", ["coordinator"])
     from dovetail.local.deep_check import check_deeply
 

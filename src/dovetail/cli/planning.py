@@ -108,7 +108,7 @@ def show_inventory(console: Console, chosen: Chosen, groups: Plan | str) -> None
 
 
 def write(path: Path, text: str) -> None:
-    """Raises UsageError."""
+    """Write the plan as JSON. Raises UsageError."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`dovetail profile`: measure a job's models and this machine, for the schedule chooser and the planner."""
+"""`dovetail profile`: measures a job's models on this machine, for the schedule chooser and the planner."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def _measure(
 
 
 def _reference(spec: RLHFJobSpec, name: str, base: Path) -> ModelRef:
-    """Where the configuration comes from: the model's own source, else the reward model's or the actor's."""
+    """The source of the configuration: the model's own source, or else the reward model's or the actor's."""
     from dovetail.coordinator.data.data_error import DataError
     from dovetail.coordinator.data.downloads.hub import Hub
     from dovetail.coordinator.data.downloads.model_folders import resolve
@@ -192,7 +192,7 @@ def _reference(spec: RLHFJobSpec, name: str, base: Path) -> ModelRef:
 
 
 def profile_table(made: Profile) -> Table:
-    """Milliseconds of each part."""
+    """The milliseconds of each part."""
     table = Table(
         title=f"{made.device}, sequences of {made.tokens} tokens; milliseconds", title_justify="left", show_edge=False
     )

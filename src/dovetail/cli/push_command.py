@@ -1,4 +1,4 @@
-"""`dovetail push`: a run's model on a Hugging Face hub."""
+"""`dovetail push`: sends a run's model to a Hugging Face hub."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dovetail report`: what a finished run has to show."""
+"""`dovetail report`: shows the results of a finished run."""
 
 from __future__ import annotations
 

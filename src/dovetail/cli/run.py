@@ -52,7 +52,7 @@ class Follower:
 
 
 def shown_sample(line: str) -> list[str] | None:
-    """A sample that the coordinator shows, as lines for people. None for other events of events.jsonl."""
+    """A sample that the coordinator shows, as lines for people. None for other events in events.jsonl."""
     if '"sample.shown"' not in line:
         return None
     try:
@@ -87,10 +87,9 @@ def run_job(
     hint: str,
     profile: Profile | None = None,
 ) -> int:
-    """Run a job to its end and show its results; returns the exit code. `hint`: the command line that resumes the run.
-    `profile`: times for the first schedule of training.
-
-    Raises RunError (exit code 1) if the run fails, and UsageError (2) if it cannot start."""
+    """Run a job to its end and show its results. Returns the exit code. `hint`: the command line that resumes the run.
+    `profile`: the times for the first training schedule. Raises RunError (exit code 1) if the run fails, and UsageError
+    (exit code 2) if it cannot start."""
     display: Display = make_display(job.spec, console)
     launcher = Launcher(job, plan, run_dir, resume=resume, overwrite=overwrite, profile=profile, tell=display.tell)
     with launcher:
@@ -135,7 +134,7 @@ def run_job(
 
 
 def next_steps(run_dir: Path) -> list[str]:
-    """The commands that use the run's model; none if it made no language model."""
+    """The commands that use the run's model. Empty if the run made no language model."""
     model = next((name for name in USED if (run_dir / "models" / name / "config.json").is_file()), None)
     if model is None:
         return []

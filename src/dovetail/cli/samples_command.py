@@ -1,4 +1,4 @@
-"""`dovetail samples`: what the model answered in training."""
+"""`dovetail samples`: shows the model's answers in training."""
 
 from __future__ import annotations
 

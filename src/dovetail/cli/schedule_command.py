@@ -1,4 +1,4 @@
-"""`dovetail schedule`: what two models' training takes under every family of pipeline schedules."""
+"""`dovetail schedule`: compares the families of pipeline schedules for training two models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dovetail serve`: an OpenAI-compatible server of a run's model, by vLLM's own command."""
+"""`dovetail serve`: starts an OpenAI-compatible server of a run's model, with vLLM's own command."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ model_option = click.option(
 
 
 def vllm_extra() -> Extra:
-    """The extra that brings the vLLM for this machine."""
+    """The extra that installs the vLLM for this machine."""
     return "rollout-gpu" if cuda_devices() else "rollout-cpu"
 
 

@@ -79,7 +79,7 @@ def _order(track: str) -> tuple[str, int]:
 
 
 def _shown(found: Prediction, gpus: int) -> set[tuple[str, int]] | None:
-    """One GPU of each range with the same tasks, and the first GPU of each pipeline stage. None: all GPUs."""
+    """One GPU of each range with the same tasks, and the first GPU of each pipeline stage. None means all GPUs."""
     if gpus <= EVERY_GPU:
         return None
     kept = {(m.group, m.first) for m in found.memory}

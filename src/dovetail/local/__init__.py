@@ -1,1 +1,1 @@
-"""One machine: a launcher for a job's processes, the Python API, the report and the chat."""
+"""Runs jobs on one machine: the launcher of a job's processes, the Python API, the report and the chat."""

@@ -1,7 +1,5 @@
-"""What is in a data file, or in a data set of a hub: its format, how its records become text, their lengths in tokens,
-and which lines are bad.
-
-Every record is read, in the way in which a job reads it."""
+"""Shows what is in a data file or in a data set of a hub: its format, its records as text, their lengths in tokens, and
+its bad lines. It reads every record in the way in which a job reads it."""
 
 from __future__ import annotations
 
@@ -25,7 +23,8 @@ from dovetail.manifest.types import DataSource
 
 @dataclass(frozen=True)
 class PartLengths:
-    """Tokens of one part of the records. `limit`: where longer ones are cut; `cut`: how many are."""
+    """The token counts of one part of the records. `limit`: the length at which longer ones are cut. `cut`: how many
+    are cut."""
 
     part: str
     median: int
@@ -37,10 +36,10 @@ class PartLengths:
 
 @dataclass(frozen=True)
 class DataLook:
-    """`files`: none for a data set of a hub. `records`: the good ones. `first_error` names file and line; `errors`: how
-    many lines are bad. `template`: how dialogues become text. `example`: the first good record. `lengths`: none without
-    a tokenizer. `tools`: how many records name tools. `equal`: how many pairs have equal replies,
-    perhaps because both are cut."""
+    """What was found. `files`: empty for a data set of a hub. `records`: the number of good records. `first_error`:
+    names file and line. `errors`: the number of bad lines. `template`: how dialogues become text. `example`: the first
+    good record. `lengths`: empty without a tokenizer. `tools`: the number of records that name tools. `equal`: the
+    number of pairs with equal replies, perhaps because both are cut."""
 
     files: Sequence[Path]
     format: str
@@ -76,11 +75,10 @@ def look(
     encoder: Encoder | None = None,
     chat: ChatFormat | None = None,
 ) -> DataLook:
-    """Read every record of a file or folder. `where`: what names it, for errors about the whole. `kind`: what the
-    records are read as; None: what the first good one looks like. `encoder`: counts tokens. `chat`: writes dialogues;
-    None: the encoder's tokenizer.
-
-    Raises DataError for a file that is missing, empty or of no known kind."""
+    """Read every record of a file or folder. `where`: the name for errors about the whole. `kind`: the kind of the
+    records. None: the kind that the first good record looks like. `encoder`: counts tokens. `chat`: writes dialogues.
+    None: the encoder's tokenizer writes them. Raises DataError for a file that is missing, empty or of no known
+    kind."""
     files = source_files(path, where)
     found = _read(rows_of(files), kind, fmt, encoder, chat)
     if not found.records and not found.errors:
@@ -96,7 +94,8 @@ def look_at_hub(
     chat: ChatFormat | None = None,
     cache: Path | None = None,
 ) -> DataLook:
-    """The same for a data set of a hub. `cache`: where its files are kept; None: in the cache of `datasets`."""
+    """Does the same as `look` for a data set of a hub. `cache`: the folder for its files. None: the cache of
+    `datasets`."""
     table = hub_table(source, where, cache)
     name = f"{source.hugging_face} ({source.split})"
     rows = ((f"{name}: record {number}", table_row(row)) for number, row in enumerate(table, 1))
@@ -116,7 +115,7 @@ def _read(
 
 
 class _Reading:
-    """Reads rows one by one and keeps what is told of them."""
+    """Reads rows one by one and keeps the facts about them."""
 
     def __init__(self, kind: Kind | None, fmt: str, chat: ChatFormat, encoder: Encoder | None) -> None:
         self.kind, self.format, self.chat, self._encoder = kind, fmt, chat, encoder
@@ -128,7 +127,7 @@ class _Reading:
         self._counts: dict[str, _PartCounts] = {}
 
     def read(self, row: Any, where: str) -> None:
-        """`row`: as it was read, or why it cannot be."""
+        """Read one row. `row`: the row, or the error that it caused."""
         try:
             if isinstance(row, DataError):
                 raise row
@@ -203,9 +202,8 @@ class _Reading:
 
 
 def kind_of(row: Any, fmt: str, chat: ChatFormat, where: str) -> Kind:
-    """What a record looks like: preferences, demonstrations, or else prompts.
-
-    Raises DataError if it is none of them."""
+    """The kind that a record looks like: preferences, demonstrations, or else prompts. Raises DataError if it is none
+    of them."""
     if FORMATS[fmt].judged:
         return "preferences"
     try:
@@ -217,7 +215,7 @@ def kind_of(row: Any, fmt: str, chat: ChatFormat, where: str) -> Kind:
 
 
 def rows_of(files: Sequence[Path]) -> Iterator[tuple[str, Any]]:
-    """Where each row is, and the row or a DataError. After an error of a whole file, the next file follows."""
+    """The place of each row, and the row or a DataError. After an error of a whole file, the next file follows."""
     for file in files:
         try:
             yield from _of_parquet(file) if file.name.endswith(PARQUET) else _of_lines(file)
@@ -250,7 +248,7 @@ def _of_parquet(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(record: Record, encoder: Encoder) -> Iterator[tuple[str, int, int]]:
-    """(name, tokens, limit) of the parts of a record that have a limit, before anything is cut."""
+    """(name, tokens, limit) of the parts of a record that have a limit. Nothing is cut yet."""
     given = len(encoder.bos) + len(encoder.encode(record.prompt))
     yield "prompt", given, encoder.max_prompt_tokens
     if isinstance(record, Demonstration):

@@ -1,6 +1,5 @@
-"""What `dovetail validate --deep` finds out: every line of the data, the tokenizer, the user's functions, the GPUs.
-
-No weights are loaded, and nothing of a hub's model is downloaded but its small files."""
+"""The checks of `dovetail validate --deep`: every line of the data, the tokenizer, the user's functions and the GPUs.
+It loads no weights. Of a hub's model it downloads only the small files."""
 
 from __future__ import annotations
 
@@ -43,9 +42,8 @@ class _SmallFiles(Hub):
 
 
 def check_deeply(job: RLHFJob, plan: Plan, folder: Path, scratch: Path) -> Iterator[Finding]:
-    """All findings, as they come. The sentence of a problem with a field begins with the field.
-
-    `job`: with absolute paths. `folder`: where functions are looked for. `scratch`: an empty folder to write to."""
+    """Yields all findings as they come. A sentence about a field begins with the field. `job`: has absolute paths.
+    `folder`: the place of the functions. `scratch`: an empty folder to write to."""
     spec = job.spec
     yield gpus_found(job, plan, driver_devices())
     if remote := _on_claims(spec):
@@ -84,7 +82,7 @@ def check_deeply(job: RLHFJob, plan: Plan, folder: Path, scratch: Path) -> Itera
 
 
 def gpus_found(job: RLHFJob, plan: Plan, devices: Sequence[Device]) -> Finding:
-    """Whether this machine has the GPUs of the plan. `devices`: this machine's."""
+    """Whether this machine has the GPUs of the plan. `devices`: this machine's GPUs."""
     slots = gpu_slots(job, plan)
     wanted = max((slot for each in slots.values() for slot in each), default=-1) + 1
     have = len(devices)
@@ -135,7 +133,7 @@ def _tokenizer_found(tokenizer: Any) -> Finding:
 
 
 def _context(spec: RLHFJobSpec, folder: Path) -> Finding | None:
-    """A problem if sequences may be longer than the model takes."""
+    """A problem if sequences may be longer than the model allows."""
     config = read_json(folder / "config.json")
     limit = config.get("max_position_embeddings") if isinstance(config, dict) else None
     if not isinstance(limit, int):
@@ -158,7 +156,8 @@ def _context(spec: RLHFJobSpec, folder: Path) -> Finding | None:
 def _data_found(
     kind: Kind, field: str, source: DataSource, folder: Path, cache: Path, encoder: Encoder | None, tokenizer: Any
 ) -> Finding:
-    """`cache`: where `prepare` looks for a hub's data sets, so that each is downloaded once."""
+    """Check the data sets. `cache`: the folder in which `prepare` looks for a hub's data sets, so that each is
+    downloaded once."""
     name = field.removeprefix("spec.")
     chat = with_system(chat_format(tokenizer), source)
     try:
@@ -194,7 +193,7 @@ def _described(name: str, found: DataLook) -> Finding:
 
 
 def _whole(prepared: Prepared, given: Any) -> Iterator[Finding]:
-    """The blended lists. Raises DataError."""
+    """The blended lists of records. Raises DataError."""
     if given is None:
         tokenizer = tokenizers.load(prepared.tokenizer_dir, "spec.models.tokenizer")
         yield Finding("tokenizer", "ok", f"{len(tokenizer):,} tokens, trained on the job's records")
@@ -205,7 +204,7 @@ def _whole(prepared: Prepared, given: Any) -> Iterator[Finding]:
 
 
 def _functions(spec: RLHFJobSpec, prepared: Prepared, folder: Path) -> Iterator[Finding]:
-    """Calls the user's functions on two prompts, in processes of their own, as a run does."""
+    """Call the user's functions on two prompts, in processes of their own, as a run does."""
 
     async def rewards() -> list[str]:
         calls = Calls(Workers(spec.models.reward, folder), 0, lambda *_, **__: None)

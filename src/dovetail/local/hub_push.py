@@ -1,4 +1,4 @@
-"""Sends a run's model to a Hugging Face hub, with its own client."""
+"""Sends a run's model to a Hugging Face hub with the hub's own client."""
 
 from __future__ import annotations
 
@@ -21,11 +21,10 @@ def push_model(
     endpoint: str | None = None,
     token: str | None = None,
 ) -> str:
-    """Upload the folder to `repository` (owner/name), which is made if there is none; returns the commit's address.
-    `revision`: a branch, which is made too. Files of the repository that the folder lacks stay. `endpoint`, `token`: of
-    the hub; without them huggingface_hub reads them from its environment.
-
-    Raises UsageError for a name that is none, and RunError with one sentence."""
+    """Upload the folder to `repository` (owner/name). The repository is created if it does not exist. Returns the
+    commit's address. `revision`: a branch, which is created too. Files that are only in the repository stay.
+    `endpoint`, `token`: those of the hub. Without them huggingface_hub reads them from its environment. Raises
+    UsageError for a name that is not valid, and RunError with one sentence."""
     if not _REPOSITORY.fullmatch(repository):
         raise UsageError(f"{repository!r} is no repository of a hub; write owner/name")
     from huggingface_hub import HfApi

@@ -1,4 +1,4 @@
-"""A model's tokenizer, before there is a run."""
+"""Loads a model's tokenizer before there is a run."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def named_tokenizer(name: str, field: str, options: Mapping[str, Any] = MappingProxyType({})) -> Any:
-    """The tokenizer of a model's folder, or of a hub's repository, without its weights. `field`: what names it.
-    `options`: those of its chat template, data.chatTemplateKwargs.
-
-    Raises DataError."""
+    """The tokenizer of a model's folder or of a hub's repository, without the weights. `field`: the manifest's field
+    that names it. `options`: the options of its chat template, data.chatTemplateKwargs. Raises DataError."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if not _HUB_NAME.fullmatch(name):

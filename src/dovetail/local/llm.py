@@ -61,12 +61,11 @@ _NO_LIMIT = 2**31
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How responses are drawn. Raises ValueError for what no server takes.
-
-    `n`: responses to each prompt. `temperature`: 0 takes the likeliest token each time. `top_p`: the least probability
-    mass to keep, 1: off. `top_k`: the number of likeliest tokens to keep, 0: off. `min_tokens`, `max_tokens`: of a
-    response. `stop`: strings that end a response. `seed`: calls with equal prompts, settings and seed return equal
-    responses; None: other ones at each call."""
+    """Settings for drawing responses. Raises ValueError for values that no server accepts. `n`: responses to each
+    prompt. `temperature`: 0 always takes the most likely token. `top_p`: the least probability mass to keep; 1 switches
+    it off. `top_k`: the number of most likely tokens to keep; 0 switches it off. `min_tokens`, `max_tokens`: limits of
+    a response. `stop`: strings that end a response. `seed`: calls with equal prompts, settings and seed return equal
+    responses. None: each call returns different ones."""
 
     n: int = 1
     temperature: float = 1.0
@@ -85,7 +84,7 @@ class SamplingParams:
         self.generation()
 
     def generation(self) -> Generation:
-        """The same as a manifest says it. Raises ValueError."""
+        """The same settings as a manifest's `generation`. Raises ValueError."""
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}; it must be 0 or more")
         try:
@@ -106,11 +105,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One response.
-
-    `index`: its number among the responses to the prompt. `text`: without special tokens and without the stop string.
-    `token_ids`: as they were drawn, with the end token. `logprobs`: of each token, natural logarithm, at temperature 1
-    and before top-k and top-p. `finish_reason`: "stop", or "length" if the response was cut at `max_tokens`."""
+    """One response. `index`: its number among the responses to the prompt. `text`: the text without special tokens and
+    without the stop string. `token_ids`: the tokens that were drawn, with the end token. `logprobs`: the natural
+    logarithm of each token's probability, at temperature 1 and before top-k and top-p. `finish_reason`: "stop", or
+    "length" if the response was cut at `max_tokens`."""
 
     index: int
     text: str
@@ -126,8 +124,8 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A prompt with its responses. `prompt`: as text, with the chat template if there was a dialogue; None if the
-    prompt was given as token ids. `prompt_token_ids`: as the model read it."""
+    """A prompt with its responses. `prompt`: the prompt as text. If there was a dialogue, it has the chat template.
+    None if the prompt was given as token ids. `prompt_token_ids`: the tokens that the model read."""
 
     prompt: str | None
     prompt_token_ids: list[int]
@@ -217,16 +215,16 @@ class LLM:
 
     @property
     def tokenizer(self) -> Any:
-        """The model's tokenizer, of transformers."""
+        """The model's tokenizer, from transformers."""
         return self._encoder.tokenizer
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens of prompt and response together."""
+        """The maximum number of tokens of prompt and response together."""
         return self._max_model_len
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` uses without settings: the run's own (spec.generation), or those of the folder's
+        """The settings that `generate` uses by default: the run's own (spec.generation), or those in the folder's
         generation_config.json. `dataclasses.replace` changes some of them."""
         if self._run_dir is not None:
             with contextlib.suppress(OSError, ValueError):
@@ -241,9 +239,8 @@ class LLM:
         *,
         on_progress: Callable[[int, int], object] | None = None,
     ) -> list[RequestOutput]:
-        """Respond to prompts, in their order. A prompt is a text, which is continued as it stands, or a list of token
-        ids. `on_progress(done, total)` counts finished responses; it is called from another thread.
-
+        """Respond to prompts, and return the results in their order. A prompt is a text, which is continued unchanged,
+        or a list of token ids. `on_progress(done, total)` counts finished responses. It is called from another thread.
         Raises ValueError for a prompt that is too long, and RunError if no server works any more."""
         given: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
         params = sampling_params or self.get_default_sampling_params()
@@ -258,9 +255,9 @@ class LLM:
         *,
         on_progress: Callable[[int, int], object] | None = None,
     ) -> list[RequestOutput]:
-        """The assistant's next turn in a dialogue, or in each of several. A message has "role" and "content". Dialogues
-        become text by the tokenizer's chat template; without one as in the training (`Human:`, `Assistant:`), and then
-        these words end a reply unless `stop` says more. Raises what `generate` raises."""
+        """The assistant's next turn in one dialogue or in several. A message has "role" and "content". The tokenizer's
+        chat template turns dialogues into text. Without a template the text has the form that training uses (`Human:`,
+        `Assistant:`). Then these strings end a reply, and `stop` adds others. Raises the errors of `generate`."""
         params = sampling_params or self.get_default_sampling_params()
         if not params.stop and not has_own_template(self.folder):
             params = dataclasses.replace(params, stop=REPLY_ENDS)
@@ -352,7 +349,7 @@ class LLM:
     async def _draw(
         self, draws: Sequence[_Draw], generation: Generation, on_progress: Callable[[int, int], object] | None
     ) -> None:
-        """Fill all draws. One that a server did not finish is begun anew; its tokens are the same."""
+        """Fill all draws. If a server did not finish a draw, it starts anew. Its tokens are the same."""
         waiting, done = deque(draws), 0
 
         async def lane(server: _Server) -> None:
@@ -452,7 +449,7 @@ class LLM:
         self._servers = [one.result() for one in starting]
 
     def _logs(self) -> Path:
-        """The folder of the servers' logs. A temporary one is deleted at the end, but kept if no server starts."""
+        """The folder of the servers' logs. A temporary folder is deleted at the end. It is kept if no server starts."""
         if self._log_dir is not None:
             return self._log_dir
         if self._run_dir is not None:
@@ -462,7 +459,7 @@ class LLM:
         return folder
 
     def _start_loop(self) -> None:
-        """An event loop in a thread, because a notebook has one of its own in this thread."""
+        """Start an event loop in a thread, because in a notebook this thread already has one."""
         self._loop = loop = asyncio.new_event_loop()
         thread = threading.Thread(target=loop.run_forever, name="dovetail-llm", daemon=True)
         thread.start()
@@ -497,7 +494,7 @@ def _quiet(_: str) -> None:
 
 
 def _resolved(path: Path, model: str) -> tuple[Path, Path | None]:
-    """The model's folder, and that of its run if `path` is one. Raises RunError."""
+    """The model's folder, and its run's folder if `path` is a run. Raises RunError."""
     config = _json(path / "config.json")
     run_dir = None if config else path
     folder = path if run_dir is None else model_folder(path, model)
@@ -527,7 +524,7 @@ def _as_params(generation: Generation) -> SamplingParams:
 
 
 def _of_config(config: Mapping[str, Any]) -> SamplingParams:
-    """The settings of a generation_config.json. What it lacks has the default of `SamplingParams`."""
+    """The settings in a generation_config.json. A missing one has the default of `SamplingParams`."""
     names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_new_tokens": "max_tokens"}
     return SamplingParams(**{ours: config[theirs] for theirs, ours in names.items() if config.get(theirs) is not None})
 

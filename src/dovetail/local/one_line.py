@@ -1,4 +1,4 @@
-"""The manifest that `dovetail run --method ...` means: method, model, data and rewards. Pure."""
+"""Makes the manifest for `dovetail run --method ...` from method, model, data and rewards. Pure."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class GPUs:
 
 @dataclass(frozen=True)
 class OneLine:
-    """What the command line says. Data and models are files, folders or names of a hub, as the user wrote them.
+    """The options of the command line. Data and models are files, folders or names on a hub, as the user wrote them.
     `rewards`: module:function or file.py:function."""
 
     method: str
@@ -73,15 +73,14 @@ class OneLine:
 
 
 def product_label(name: str) -> str:
-    """The node label's value for a GPU's name: NVIDIA's feature discovery writes dashes for spaces."""
+    """The node label's value for a GPU's name. NVIDIA's feature discovery writes dashes for spaces."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")[:63]
 
 
 def document(line: OneLine, local: frozenset[str], gpus: GPUs | None, context: int | None = None) -> dict[str, Any]:
-    """The manifest as plain data, for `yaml.safe_dump`. `local`: those names of `line` that are files or folders here.
-    `gpus`: None runs on CPUs. `context`: the longest sequence of the model in tokens, if it is known.
-
-    Raises UsageError that names the option."""
+    """The manifest as plain data for `yaml.safe_dump`. `local`: the names in `line` that are files or folders here.
+    `gpus`: None means CPUs. `context`: the longest sequence of the model in tokens, if it is known. Raises UsageError
+    that names the option."""
     stages = _stages(line)
     prompt = min(PROMPT_TOKENS, context // 2) if context else PROMPT_TOKENS
     response = min(RESPONSE_TOKENS, context - prompt) if context else RESPONSE_TOKENS
@@ -108,7 +107,7 @@ def document(line: OneLine, local: frozenset[str], gpus: GPUs | None, context: i
 
 
 def job_name(line: OneLine) -> str:
-    """The method and the model's own name, as Kubernetes takes a name: grpo-qwen2-5-0-5b."""
+    """The method and the last part of the model's name, in the form that Kubernetes accepts: grpo-qwen2-5-0-5b."""
     model = PurePath(line.model).name
     return re.sub(r"[^a-z0-9]+", "-", f"{line.method} {model}".lower()).strip("-")[:NAME_LENGTH].strip("-")
 

@@ -120,17 +120,17 @@ class Pipeline:
         self._call(self.engines.run_dpo())
 
     def begin_ppo(self) -> None:
-        """Load actor and critic and give the rollouts their first weights."""
+        """Load actor and critic, and send the rollouts their first weights."""
         self._call(self.engines.begin_ppo())
 
     @property
     def iteration(self) -> int:
-        """Last finished PPO iteration."""
+        """The last finished PPO iteration."""
         return self.engines.iteration
 
     @property
     def over(self) -> bool:
-        """Whether PPO is done: all iterations are, or spec.evaluation.stopAfterNoGain ends it."""
+        """Whether PPO is done: all iterations are finished, or spec.evaluation.stopAfterNoGain ends it."""
 
         async def ask() -> bool:
             return self.engines.over
@@ -138,7 +138,7 @@ class Pipeline:
         return self._call(ask())
 
     def prompts(self) -> list[str]:
-        """The texts of the job's own prompts of the next iteration."""
+        """The texts of the job's own prompts for the next iteration."""
         return [record.text for record in self.engines.prepared.prompts(self.iteration + 1)]
 
     def prompt_records(self) -> list[dict[str, Any]]:
@@ -169,7 +169,7 @@ class Pipeline:
         return self._call(self.engines.evaluate())
 
     def run(self) -> dict[str, Any]:
-        """Run all stages of the manifest, as `dovetail run` does, and finish; returns the content of summary.json."""
+        """Run all stages of the manifest, as `dovetail run` does, and finish. Returns the content of summary.json."""
         if self._advantage_function is not None:
             raise ValueError("run() does not call advantage_function; name it in spec.ppo.advantageFunction")
         document = self._call(run_job(self.engines))
@@ -177,7 +177,7 @@ class Pipeline:
         return document
 
     def finish(self) -> dict[str, Any]:
-        """Export the trained models to run_dir/models and write summary.json; returns its content."""
+        """Export the trained models to run_dir/models and write summary.json. Returns the content of summary.json."""
         document = self._call(self.engines.finish())
         self._finished = True
         return document
@@ -216,7 +216,7 @@ class Pipeline:
             self._leave(error)
 
     def close(self) -> None:
-        """End every process. Idempotent."""
+        """End every process. A second call does nothing."""
         self._closing.set()
         self._watching.close()
         if self._engines is not None:
@@ -231,7 +231,7 @@ class Pipeline:
         self._launcher.close()
 
     def _leave(self, error: BaseException) -> None:
-        """Write the results of a run that failed, also if the user's own loop failed."""
+        """Write the results of a failed run, also if the user's own loop failed."""
         reason = str(error) if isinstance(error, RunError) else sentence(error, self.run_dir)
         outcome = Outcome(False, reason, interrupted=isinstance(error, KeyboardInterrupt))
         write_results(self.run_dir, with_cause(outcome, (self.run_dir,)))
@@ -281,7 +281,7 @@ class Pipeline:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on the event loop. Ends early if the launcher gives up."""
+        """Run on the event loop. It ends early if the launcher gives up."""
         future = asyncio.run_coroutine_threadsafe(self.engines.guard(work), self._loop)
         while True:
             try:
@@ -295,7 +295,7 @@ class Pipeline:
 
 
 def without_clip(job: RLHFJob) -> RLHFJob:
-    """Without clipping: the trainers do not know of a function that is given here, and its scale is its author's
-    (`dovetail.manifest.reward`)."""
+    """The job without reward clipping. The trainers do not know of a function that is given here, and its author
+    decides its scale (`dovetail.manifest.reward`)."""
     ppo = job.spec.ppo.model_copy(update={"reward_clip": None})
     return job.model_copy(update={"spec": job.spec.model_copy(update={"ppo": ppo})})

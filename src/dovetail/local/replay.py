@@ -1,8 +1,8 @@
-"""One stored PPO iteration, run again by the trainer ranks alone.
+"""Runs one stored PPO iteration again, with the trainer ranks alone.
 
 A PPO step is a function of the weights before it and of its stored batch. Ranks that load the checkpoint before an
-iteration, and run the stored commands, end in the bits of the run. If they do not, something in between depends on
-more than its inputs, or this code is not the code of the run."""
+iteration and run the stored commands get the bits of the run. If they do not, then some step depends on more than its
+inputs, or this code is not the code of the run."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ MEASURED = ("seconds", "activation_peak_bytes", "streamed_fraction")
 
 @dataclass(frozen=True)
 class Section:
-    """The iterations `first` to `last` are run again, from the checkpoint after iteration `first - 1` (0: from the
-    stage's beginning). `target`: what the weights after `last` are compared with; None: the run kept nothing."""
+    """The iterations `first` to `last` are run again, from the checkpoint after iteration `first - 1`. 0 means the
+    beginning of the stage. `target`: what the weights after `last` are compared with. None: the run kept nothing."""
 
     first: int
     last: int
@@ -68,10 +68,10 @@ class Section:
 def choose_section(
     iteration: int, done: int, checkpoints: Collection[int], batches: Collection[int], exported: bool
 ) -> Section:
-    """What to run again for an iteration: from the last checkpoint before it, to the next weights that the run kept.
-
-    `done`: finished iterations. `checkpoints`: iterations after which one is kept. `batches`: iterations whose batch is
-    kept. `exported`: the run has exported its last weights. Raises UsageError where that is not possible."""
+    """The section for an iteration: from the last checkpoint before it to the next weights that the run kept. `done`:
+    the number of finished iterations. `checkpoints`: the iterations after which a checkpoint is kept. `batches`: the
+    iterations whose batch is kept. `exported`: the run has exported its last weights. Raises UsageError if the
+    iteration cannot be replayed."""
     if not 1 <= iteration <= done:
         raise UsageError(f"iteration {iteration} cannot be replayed: the run has finished iterations 1 to {done}")
     kept = [step for step in checkpoints if step <= done]
@@ -94,8 +94,8 @@ def choose_section(
 
 @dataclass(frozen=True)
 class Replay:
-    """All that is needed of a run. `batches`: iteration -> batch. `metrics`: iteration -> what the run's ranks
-    reported. `models`: those that are compared with the run's exported ones."""
+    """What a replay needs from a run. `batches`: the batch of each iteration. `metrics`: the metrics that the run's
+    ranks reported for each iteration. `models`: the models that are compared with the run's exported ones."""
 
     run_dir: Path
     job: RLHFJob
@@ -109,10 +109,8 @@ class Replay:
 
 
 def read_replay(run_dir: Path, iteration: int) -> Replay:
-    """Read what the run stored. Nothing in the run directory is changed.
-
-    Raises UsageError where the iteration cannot be replayed, RunError where files are missing or the run is going
-    on."""
+    """Read what the run stored. The run directory is not changed. Raises UsageError if the iteration cannot be
+    replayed, and RunError if files are missing or the run is not finished."""
     run_dir = run_dir.resolve()
     if not (run_dir / "store.sqlite").is_file():
         raise UsageError(f"{run_dir} is no run directory: it has no store.sqlite")
@@ -189,7 +187,7 @@ def _folder(model: str) -> str:
 
 
 def _sources(run_dir: Path, job: RLHFJob) -> dict[str, ModelRef]:
-    """What the ranks loaded before the first iteration."""
+    """The models that the ranks loaded before the first iteration."""
     spec = job.spec
     hub = Hub(spec.hub, run_dir)
     own = model_sources(spec, Path(), hub)
@@ -204,7 +202,8 @@ def _sources(run_dir: Path, job: RLHFJob) -> dict[str, ModelRef]:
 
 
 def first_difference(stored: dict[str, float], replayed: dict[str, float]) -> str | None:
-    """The first metric of an iteration that is not the run's, as "name: x in the run, y now"; None if all are."""
+    """The first metric of an iteration that differs from the run's, as "name: x in the run, y now". None if all are
+    equal."""
     for name in sorted(stored.keys() & replayed.keys()):
         if not name.endswith(MEASURED) and stored[name] != replayed[name]:
             return f"{name}: {stored[name]!r} in the run, {replayed[name]!r} now"
@@ -216,7 +215,7 @@ def first_difference(stored: dict[str, float], replayed: dict[str, float]) -> st
 
 @dataclass
 class _Host:
-    """The coordinator's HTTP interface, as far as trainer ranks use it."""
+    """The part of the coordinator's HTTP interface that trainer ranks use."""
 
     trainers: TrainerGroup
     batches: dict[int, bytes]
@@ -242,16 +241,15 @@ class _Host:
 
 @dataclass
 class Replayed:
-    """What the replay left: a checkpoint or exported models below `folder`, and each iteration's metrics."""
+    """The result of a replay: a checkpoint or exported models below `folder`, and the metrics of each iteration."""
 
     folder: Path
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
 
 
 def run_replay(replay: Replay, folder: Path, tell: Callable[[str], None]) -> Replayed:
-    """Start the run's trainer ranks on this machine and let them do it again, everything new below `folder`.
-
-    Raises RunError with one sentence when a rank fails; its log is in `folder`/logs."""
+    """Start the run's trainer ranks on this machine, and let them run the iterations again. Everything new is below
+    `folder`. Raises RunError with one sentence if a rank fails. Its log is in `folder`/logs."""
     return asyncio.run(_run(replay, folder, tell))
 
 
@@ -340,7 +338,7 @@ def _specs(replay: Replay, folder: Path, ports: dict[str, int], token: str) -> l
 
 @contextlib.contextmanager
 def _ranks(specs: list[ProcessSpec]) -> Iterator[dict[str, subprocess.Popen[bytes]]]:
-    """Start them; on leaving end them."""
+    """Start the ranks, and end them when the context ends."""
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for spec in specs:

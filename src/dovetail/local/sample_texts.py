@@ -1,4 +1,4 @@
-"""The samples of a run as text, and how they are shown. Pure, but for `read`."""
+"""Shows the samples of a run as text. Pure, except for `read`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from dovetail.supervision.errors import RunError, UsageError
 
 
 def read(run_dir: Path, iterations: Sequence[int] = (), *, evaluation: bool = False) -> list[Row]:
-    """The samples of some iterations, or of the last one that is kept. `evaluation`: the answers of evaluations.
-
-    Raises UsageError if the run kept no samples of an iteration, and RunError if a file cannot be read."""
+    """The samples of some iterations, or of the last one that is kept. `evaluation`: the answers of evaluations. Raises
+    UsageError if the run kept no samples of an iteration, and RunError if a file cannot be read."""
     if not run_dir.is_dir():
         raise UsageError(f"{run_dir} does not exist; name the folder of a run, for example runs/quickstart")
     found = evaluation_files(run_dir) if evaluation else files(run_dir)
@@ -55,7 +54,7 @@ def read(run_dir: Path, iterations: Sequence[int] = (), *, evaluation: bool = Fa
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """'iterations 1 to 4, 7' of sorted numbers."""
+    """Sorted numbers as 'iterations 1 to 4, 7'."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -69,7 +68,7 @@ _TEXTS = ("prompt", "response")
 
 
 def printable(text: str) -> str:
-    """The text without what would move a terminal's cursor or change its colours: a model may write anything."""
+    """The text without characters that move a terminal's cursor or change its colours. A model may write anything."""
     return "".join(c if c.isprintable() or _harmless(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
@@ -110,7 +109,7 @@ def _evaluation(version: int) -> str:
 
 
 def described(row: Mapping[str, Any]) -> list[str]:
-    """A row of a file as lines."""
+    """One row of a file as lines."""
     where = f"iteration {row['iteration']}" if "iteration" in row else _evaluation(row["version"])
     place = f"{where}, prompt {row['prompt_index']}, sample {row['sample_index']}"
     return [f"{place}: {facts_of(row)}", *texts_of(row)]

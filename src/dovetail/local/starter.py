@@ -1,4 +1,5 @@
-"""What `dovetail init` writes: a commented manifest, five records of each data set, and a reward function. Pure."""
+"""The files that `dovetail init` writes: a commented manifest, five records of each data set, and a reward function.
+Pure."""
 
 from __future__ import annotations
 
@@ -47,12 +48,12 @@ ANSWER_FIELDS = ("answer", "solution", "ground_truth", "target", "reference", "l
 
 
 def answer_field(fields: Sequence[str]) -> str | None:
-    """The field with the right answer, if one of the records' fields is called so."""
+    """The field with the right answer, if a field of the records has such a name."""
     return next((name for name in ANSWER_FIELDS if name in fields), None)
 
 
 def rewards(fields: Sequence[str]) -> str:
-    """rewards.py for prompts whose records have these other fields."""
+    """The content of rewards.py for prompts whose records have these other fields."""
     right = answer_field(fields)
     have = f" (here:\n{', '.join(fields)})" if fields else ""
     head = _HEAD.format(have=have)
@@ -81,9 +82,9 @@ def starter(
     context: int | None = None,
     fields: Sequence[str] = ("answer",),
 ) -> dict[str, str]:
-    """The files by name. `model`: a folder or a hub's repository; without it, a tiny model from random weights. `data`:
-    the user's own records in place of five examples. `context`: the longest sequence of the model, tokens, if it is
-    known. `fields`: those of the records, except the prompt."""
+    """The files by name. `model`: a folder or a hub's repository. Without it the model is tiny and has random weights.
+    `data`: the user's own records, in place of five examples. `context`: the longest sequence of the model in tokens,
+    if it is known. `fields`: the fields of the records without the prompt."""
     scratch = model is None
     source, limits = _source(model, model_is_folder), _lengths(scratch, context)
     manifest = _manifest(method, name, source, scratch, data, limits, fields)
@@ -102,7 +103,7 @@ def starter(
 
 
 def _lengths(scratch: bool, context: int | None) -> tuple[int, int]:
-    """The most tokens of a prompt and of a response."""
+    """The maximum tokens of a prompt and of a response."""
     prompt, response = (64, 32) if scratch else (512, 512)
     if context is None or prompt + response <= context:
         return prompt, response

@@ -1,1 +1,1 @@
-"""What several commands share: overrides of fields, extras that are missing, tables."""
+"""What several commands share: changes of fields, missing extras, and tables."""

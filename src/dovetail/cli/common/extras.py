@@ -1,6 +1,6 @@
-"""Optional parts of the installation, and one sentence for what is missing.
+"""The optional parts of the installation, with one sentence that names a missing one.
 
-`pip install dovetail-rlhf` brings what checks and plans a job. Everything else is an extra of pyproject.toml."""
+`pip install dovetail-rlhf` installs what checks and plans a job. Everything else is an extra in pyproject.toml."""
 
 from __future__ import annotations
 

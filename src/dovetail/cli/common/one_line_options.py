@@ -1,4 +1,4 @@
-"""`dovetail run` without a manifest: its options, and the manifest that they mean."""
+"""The options of `dovetail run` without a manifest, and the manifest that they stand for."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WIDTH = 120
 
 
 def one_line_options(command: F) -> F:
-    """--method, --model, the data and --reward; they arrive as parameters of these names."""
+    """Adds the options --method, --model, the data and --reward. They become parameters with these names."""
     files = (
         ("--prompts", "Prompts to answer: a file, a folder, or a data set of a hub."),
         ("--demonstrations", "Demonstrations for SFT; with another method SFT runs first."),
@@ -49,7 +49,7 @@ def one_line_options(command: F) -> F:
 
 
 def given(line: dict[str, Any]) -> list[str]:
-    """The options of `line` as they are on a command line, in words that are not yet quoted."""
+    """The options of `line` as on a command line. The strings are not quoted yet."""
     words = []
     for name, value in line.items():
         values = value if isinstance(value, tuple) else (value,) if value is not None else ()
@@ -70,7 +70,7 @@ def manifest_text(line: OneLine, overrides: Sequence[str], seed: int | None, cpu
 
 
 def machine_gpus() -> GPUs | None:
-    """The GPUs of the first one's product. None if there is no GPU, or no driver for it."""
+    """The GPUs of the same product as the first one. None if there is no GPU, or no driver."""
     devices = driver_devices()
     if not devices:
         return None
@@ -78,7 +78,7 @@ def machine_gpus() -> GPUs | None:
 
 
 def folder_context(model: str) -> int | None:
-    """The longest sequence of a model in a folder, tokens."""
+    """The longest sequence of the model in a folder, in tokens."""
     try:
         config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
         found = config.get("max_position_embeddings")
@@ -97,7 +97,7 @@ def line_of(
     manifest: Path | None,
     print_only: bool,
 ) -> OneLine | None:
-    """What the options say; None if a manifest is given. Raises UsageError where they contradict each other."""
+    """The content of the options. None if a manifest is given. Raises UsageError if options contradict each other."""
     others = {
         "--model": model,
         "--demonstrations": demonstrations,

@@ -10,7 +10,8 @@ from dovetail.supervision.errors import UsageError
 
 
 def apply_overrides(document: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Set fields in place: 'spec.ppo.iterations=3', 'spec.groups[0].replicas=2'; values are YAML. Raises UsageError."""
+    """Set fields in place, for example 'spec.ppo.iterations=3' and 'spec.groups[0].replicas=2'. Values are YAML. Raises
+    UsageError."""
     for override in overrides:
         path, equals, text = override.partition("=")
         steps = _steps(path.strip())

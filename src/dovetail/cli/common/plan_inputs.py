@@ -1,5 +1,5 @@
-"""Reads what the planner needs besides a manifest: the models' configurations, figures of GPUs, an inventory, and the
-profile of this machine."""
+"""Reads what the planner needs besides a manifest: the models' configurations, the figures of GPUs, an inventory, and
+the profile of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan as tables."""
+"""Shows a plan as tables."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def plan_tables(plan: Plan) -> Group:
 
 
 def _stages(plan: Plan) -> Table:
-    """How long stages without iterations take, with the longest sequences."""
+    """The times of stages without iterations, with the longest sequences."""
     table = Table(title="Predicted stages, if all sequences have data.maxTokens", title_justify="left", show_edge=False)
     table.add_column("stage")
     table.add_column("seconds a step", justify="right")
@@ -95,7 +95,7 @@ def _stages(plan: Plan) -> Table:
 
 
 def _streaming(plan: Plan) -> list[str]:
-    """What comes of spec.ppo.streaming."""
+    """The effect of spec.ppo.streaming."""
     if plan.streamed_parts:
         return [
             "Streaming (spec.ppo.streaming is Auto): the trainers learn from an iteration's samples in "
@@ -122,7 +122,7 @@ def _on_gpus(model: str, count: int) -> str:
 
 
 def _runs(processes: Iterable[T], kind: Callable[[T], Any]) -> Iterator[Sequence[T]]:
-    """Neighbours of one kind. Many of them are one group; few of them are a group each."""
+    """Groups of neighbours of one kind. Many neighbours are one group. Few neighbours are a group each."""
     for _, equal in groupby(processes, key=kind):
         found = list(equal)
         yield from [found] if len(found) > TOGETHER else [[each] for each in found]

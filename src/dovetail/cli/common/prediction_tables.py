@@ -1,4 +1,4 @@
-"""A prediction of the planner as tables."""
+"""Shows a prediction of the planner as tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORDS = {
 
 
 def prediction_tables(found: Prediction, title: str = "Predicted PPO iteration") -> Group:
-    """Where each task runs, its memory by part, its times, and the alternatives that were not chosen."""
+    """The GPUs of each task, its memory by part and its times, and the alternatives that were not chosen."""
     parts: list[Table | str] = [_tasks(found, title), "", *_facts(found)]
     if found.memory:
         parts += ["", _memory(found)]
@@ -69,7 +69,7 @@ def task_name(task: PredictedTask) -> str:
 
 
 def micro_batch(task: PredictedTask) -> str:
-    """Samples of a forward pass. Empty for generation, whose server has no such number."""
+    """The samples of a forward pass. Empty for generation, because its server has no such number."""
     return "" if task.task == "generation" else str(task.micro_batch)
 
 
@@ -128,7 +128,7 @@ def _parts(sizes: Mapping[str, float]) -> str:
 
 
 def pod_memory_table(pods: Sequence[PodMemory]) -> Table:
-    """Memory of pods on CPUs. The column "of" is the limit in the manifest."""
+    """The memory of pods on CPUs. The column "of" has the limit in the manifest."""
     table = _table("Memory of a pod in PPO, GiB", ("group", "pods"), ("used", "of"), "by part")
     for each in pods:
         limit = "" if each.limit is None else f"{each.limit / GIB:.1f}"
@@ -144,7 +144,8 @@ def _lags(found: Prediction) -> Table:
 
 
 def lag_row(row: PredictedLag) -> tuple[str, str, str, str, str]:
-    """The lag, seconds of an iteration, idle shares of trainers and rollouts, and why the job cannot have it."""
+    """The lag, the seconds of an iteration, the idle shares of trainers and rollouts, and why the job cannot have this
+    lag."""
 
     def told(value: float | None, form: str) -> str:
         return "" if value is None else format(value, form)
@@ -171,7 +172,7 @@ def alternative_row(found: Prediction, other: Alternative) -> tuple[str, str, st
 
 
 def _gap(found: Prediction, other: Alternative) -> str:
-    """How much slower it is. A faster one gains less than the error of the time model."""
+    """How much slower the alternative is. A faster alternative gains less than the error of the time model."""
     if other.seconds is None:
         return ""
     # All alternatives are without a lag.

@@ -1,4 +1,4 @@
-"""Whole iterations of a job's models in a few shapes, run on this machine to learn what they cost."""
+"""Runs whole iterations of a job's models in a few shapes on this machine, to learn their costs."""
 
 from dovetail.local.calibrate.measure import measure_machine
 from dovetail.local.calibrate.observe import observe, run_lengths

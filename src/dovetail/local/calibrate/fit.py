@@ -1,4 +1,5 @@
-"""From whole iterations that were measured to a machine's costs: least squares with coefficients of at least 0."""
+"""Fits a machine's costs to whole iterations that were measured. The method is least squares with coefficients of at
+least 0."""
 
 from __future__ import annotations
 
@@ -15,15 +16,16 @@ _CORES = np.linspace(0.3, 3.0, 109)
 
 
 class FitError(ValueError):
-    """What was measured does not tell some cost; one sentence."""
+    """The measurements do not determine some cost. The message is one sentence."""
 
 
 @dataclass(frozen=True)
 class MeasuredIteration:
-    """An iteration that was measured, without fusion. `phases`: seconds by name. `finished`: seconds since generation
-    began and responses left, each time some ended. `chunks`: models, tokens and seconds of what was scored together.
-    `passes`: seconds of a rank's forwards and backwards by model, the mean over ranks. `waited`: by how many seconds
-    those of the slowest rank were longer, summed over the optimizer steps, after each of which ranks meet."""
+    """An iteration that was measured without fusion. `phases`: seconds by name. `finished`: the seconds since
+    generation began and the number of responses left, each time responses ended. `chunks`: the models, tokens and
+    seconds of what was scored together. `passes`: the seconds of a rank's forward and backward passes by model, as the
+    mean over ranks. `waited`: how many seconds longer the slowest rank's passes took, summed over the optimizer steps.
+    The ranks meet after each of these."""
 
     work: IterationWork
     phases: Mapping[str, float]
@@ -34,8 +36,9 @@ class MeasuredIteration:
 
 
 def fit(seen: Sequence[MeasuredIteration], cores: int, end_rate: float | None = None) -> Machine:
-    """`seen`: iterations with one rollout and one rank, of at least two shapes, which tell what a process takes alone;
-    with several of both, which tell what sharing costs; with pipeline stages and unlike scorers. Raises FitError."""
+    """The costs of a machine. `seen`: iterations of three kinds. Some have one rollout and one rank, in at least two
+    shapes. They show what a process takes alone. Some have several rollouts and ranks. They show what sharing the
+    machine costs. Some have pipeline stages and scorers with different models. Raises FitError."""
     alone = [o for o in seen if o.work.rollouts == 1 and o.work.ranks == 1]
     shared = [o for o in seen if o.work.rollouts > 1 and o.work.dp > 1]
     if not alone or not shared:
@@ -72,8 +75,8 @@ def fit(seen: Sequence[MeasuredIteration], cores: int, end_rate: float | None = 
 def nonnegative(
     features: Sequence[Sequence[float]], target: Sequence[float], scale: Sequence[float] | None = None
 ) -> list[float]:
-    """Coefficients >= 0 with the least squares of errors relative to `scale` (default: the target itself): those that
-    would be below 0 are left out in turn."""
+    """The coefficients of at least 0 with the least squares of errors relative to `scale` (default: the target itself).
+    Coefficients that would be below 0 are left out one after the other."""
     weight = 1.0 / np.maximum(np.asarray(target if scale is None else scale, float), 1e-4)
     x, y = np.asarray(features, float) * weight[:, None], np.asarray(target, float) * weight
     kept, found = list(range(x.shape[1])), np.zeros(x.shape[1])
@@ -88,7 +91,8 @@ def nonnegative(
 
 
 def _generation(alone: Sequence[MeasuredIteration]) -> GenerationCosts:
-    """The response of length l ends after begin + samples x sample + l x step + (tokens made until then) x token."""
+    """Fit the end of a response of length l to begin + samples x sample + l x step + (tokens made until then) x
+    token."""
     features, target = [], []
     for each in alone:
         lengths = np.sort(np.asarray(each.work.responses))
@@ -106,7 +110,8 @@ def _generation(alone: Sequence[MeasuredIteration]) -> GenerationCosts:
 
 
 def _scoring(seen: Sequence[MeasuredIteration], cores: int) -> ScoringCosts:
-    """Chunks of scorers with all models, alone; a token's seconds are shared out as scorers with some models took."""
+    """Fit chunks of scorers with all models that run alone. A token's seconds are divided in the proportion in which
+    scorers with some of the models took them."""
     everything = max((c[0] for o in seen for c in o.chunks), key=len)
     alone = [c for o in seen if o.work.rollouts == 1 for c in o.chunks]
     several = [c for o in seen if o.work.rollouts > 1 for c in o.chunks]
@@ -139,7 +144,7 @@ def _passes(alone: Sequence[MeasuredIteration]) -> dict[str, Cost]:
 
 
 def _busy(shared: Sequence[MeasuredIteration], alone: Sequence[MeasuredIteration], cores: int) -> float:
-    """Cores that a trainer rank wants: passes on all ranks at once over passes alone."""
+    """The cores that a trainer rank uses: the time of passes on all ranks at once over that of passes alone."""
     costs = _passes(alone)
     ratios = []
     for o in shared:
@@ -150,7 +155,7 @@ def _busy(shared: Sequence[MeasuredIteration], alone: Sequence[MeasuredIteration
 
 
 def _trained(seen: Sequence[MeasuredIteration], machine: Machine) -> Machine:
-    """What a training phase takes beside its passes."""
+    """The time of a training phase besides its passes."""
     features, target = [], []
     for o in seen:
         work = o.work
@@ -167,7 +172,7 @@ def _search(
     phase: str,
     predict: Callable[[MeasuredIteration, Machine], float],
 ) -> Machine:
-    """The phase's `cores` with the least squares of relative errors."""
+    """The number of `cores` of the phase that gives the least squares of relative errors."""
 
     def with_cores(cores: float) -> Machine:
         costs = getattr(machine, phase).model_copy(update={"cores": float(cores)})
@@ -181,7 +186,7 @@ def _search(
 
 
 def _scored(machine: Machine, seen: Sequence[MeasuredIteration]) -> Machine:
-    """What an inference phase takes beside its chunks."""
+    """The time of an inference phase besides its chunks."""
     rest = []
     for o in seen:
         stage = CpuStageTimes(o.work, machine, None)

@@ -22,7 +22,8 @@ DEADLINE_SECONDS = 1800.0
 
 
 def measure_machine(job: RLHFJob, layers: int, folder: Path, tell: Callable[[str], None]) -> Machine:
-    """`job`: its sizes are those of the largest iterations that run. `folder`: for run directories. Raises RunError."""
+    """Run the short jobs and fit the machine's costs to them. `job`: the largest iterations have its sizes. `folder`:
+    the place of the run directories. Raises RunError."""
     seen: list[MeasuredIteration] = []
     jobs = calibration_jobs(job, layers)
     for number, each in enumerate(jobs):
@@ -36,7 +37,7 @@ def measure_machine(job: RLHFJob, layers: int, folder: Path, tell: Callable[[str
 
 
 def run_one(job: RLHFJob, run_dir: Path) -> Plan:
-    """Replaces an earlier run in the folder. Raises RunError if the job fails."""
+    """Run a job. It replaces an earlier run in the folder. Raises RunError if the job fails."""
     told: list[str] = []
     plan = make_plan(job.spec)
     job = job.model_copy(
@@ -50,12 +51,12 @@ def run_one(job: RLHFJob, run_dir: Path) -> Plan:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def end_rate(seen: list[MeasuredIteration]) -> float:
-    """Of all tokens, how many were a response's last and not the last allowed."""
+    """The fraction of tokens that were the last of a response that ended before the limit."""
     ended = tokens = 0
     for each in seen:
         lengths = np.asarray(each.work.responses)

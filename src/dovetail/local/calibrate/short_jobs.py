@@ -1,4 +1,4 @@
-"""Short jobs with a job's models and data."""
+"""Makes short jobs with a job's models and data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEVER = 1_000_000
 
 @dataclass(frozen=True)
 class JobShape:
-    """Sizes of an iteration. `pp`: pipeline stages; the other trainer ranks are data-parallel."""
+    """The sizes of an iteration. `pp`: pipeline stages. The other trainer ranks are data-parallel."""
 
     batch: int
     mini_batch: int
@@ -43,8 +43,8 @@ class JobShape:
 
 
 def variant(job: RLHFJob, shape: JobShape, iterations: int = ITERATIONS) -> RLHFJob:
-    """The job with another shape, from its untrained models: no SFT, and one step of the reward model if it trains
-    one. `iterations`: that are measured."""
+    """The job in another shape. It starts from its untrained models: it has no SFT, and one step of the reward model if
+    it trains one. `iterations`: the number of iterations that are measured."""
     document = job.model_dump(mode="json", by_alias=True)
     spec = document["spec"]
     spec["stages"] = [s for s in spec["stages"] if s != Stage.SFT.value]
@@ -83,14 +83,14 @@ def variant(job: RLHFJob, shape: JobShape, iterations: int = ITERATIONS) -> RLHF
 
 
 def warmup(spec: RLHFJobSpec) -> int:
-    """Iterations of a `variant` that do not count."""
+    """The number of first iterations of a `variant` that do not count."""
     layouts = spec.plan.parallelism
     return SEARCHES if layouts != "Auto" and layouts.actor.pp > 1 else WARMUP
 
 
 def calibration_jobs(job: RLHFJob, layers: int, iterations: int = ITERATIONS) -> list[RLHFJob]:
-    """Two shapes alone, one rollout and one rank; one shared, two of both; and one with pipeline stages (of models with
-    `layers` layers) and unlike scorers."""
+    """The short jobs. Two have one rollout and one rank, in two shapes. One has two of both, which share the machine.
+    One has pipeline stages (for models with `layers` layers) and scorers with different models."""
     ppo, longest = job.spec.ppo, job.spec.generation.max_tokens
     group = ppo.samples_per_prompt
     batch = ppo.global_batch_size

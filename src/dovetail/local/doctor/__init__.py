@@ -1,1 +1,1 @@
-"""`dovetail doctor`: whether a machine can run jobs, and how to mend what is wrong."""
+"""Checks for `dovetail doctor`: whether a machine can run jobs, and how to repair it if not."""

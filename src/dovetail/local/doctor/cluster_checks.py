@@ -1,4 +1,4 @@
-"""The checks of `dovetail doctor --cluster`: whether the cluster of the present kubectl context can run jobs."""
+"""The checks of `dovetail doctor --cluster`: whether the cluster of the current kubectl context can run jobs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Ask = Callable[[Sequence[str]], Any]
 
 
 def kubectl(arguments: Sequence[str]) -> Any:
-    """What `kubectl get ... -o json` answers. Raises KubectlFailed."""
+    """The answer of `kubectl get ... -o json`. Raises KubectlFailed."""
     command = ["kubectl", *arguments, "-o", "json", f"--request-timeout={SECONDS:.0f}s"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=2 * SECONDS, check=False)
@@ -39,7 +39,7 @@ def kubectl(arguments: Sequence[str]) -> Any:
 
 
 def check_cluster(ask: Ask = kubectl) -> Iterator[Finding]:
-    """All findings, as they come; one alone if the cluster does not answer."""
+    """Yields all findings as they come. If the cluster does not answer, there is one finding only."""
     try:
         version = ask(["version"])
         server = version.get("serverVersion")

@@ -1,4 +1,4 @@
-"""What a check has found."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ State = Literal["ok", "warning", "problem", "skipped"]
 
 @dataclass(frozen=True)
 class Finding:
-    """`says` and `mend` are sentences without a stop. `figures`: numbers and names for programs, as JSON knows them.
-
-    A problem keeps jobs from running on this machine. A warning makes them slower, or concerns only some jobs."""
+    """The result of a check. `says` and `mend` are sentences without a full stop. `figures`: numbers and names for
+    programs, as JSON types. A problem keeps jobs from running on this machine. A warning makes them slower, or concerns
+    only some jobs."""
 
     check: str
     state: State
@@ -23,6 +23,6 @@ class Finding:
 
 
 def report(findings: Iterable[Finding]) -> dict[str, Any]:
-    """The JSON form: `ok` is false if there is a problem."""
+    """The findings as JSON. `ok` is false if there is a problem."""
     listed = list(findings)
     return {"ok": all(f.state != "problem" for f in listed), "findings": [asdict(f) for f in listed]}

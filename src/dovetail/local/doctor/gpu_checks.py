@@ -1,6 +1,5 @@
-"""The checks of `dovetail doctor --gpu`: from the driver up to vLLM, each only where what it needs was found.
-
-Judgement is apart from asking, so that it can be tested without a GPU."""
+"""The checks of `dovetail doctor --gpu`, from the driver up to vLLM. A check runs only if what it needs was found.
+Functions that judge are separate from functions that ask, so that they can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ HEAD_WIDTHS = (64, 128)
 
 
 def check_gpus(clock: Callable[[], float] = time.perf_counter) -> Iterator[Finding]:
-    """All findings, as they come."""
+    """Yields all findings as they come."""
     try:
         driver = ask_driver()
     except NoDriver as error:
@@ -80,7 +79,7 @@ def driver_found(driver: Driver) -> Finding:
 
 
 def device_found(device: Device) -> Finding:
-    """What a GPU is, and what Auto means on it."""
+    """Describes a GPU, and what Auto means on it."""
     serves = serving_dtype(Dtype.AUTO, Dtype.AUTO, device.capability).value
     trains = "bfloat16" if device.capability >= BFLOAT16 else "float32"
     figures = {
@@ -102,7 +101,7 @@ def device_found(device: Device) -> Finding:
 
 
 def vllm_found(found: tuple[str, str] | None) -> Finding:
-    """`found`: distribution and version."""
+    """Judges the installed vLLM. `found`: its distribution and version."""
     if found is None:
         return Finding(
             "vLLM",
@@ -127,7 +126,7 @@ def vllm_found(found: tuple[str, str] | None) -> Finding:
 
 
 def shared_memory(size: int) -> Finding:
-    """`size`: bytes of /dev/shm."""
+    """Judges the shared memory. `size`: the bytes of /dev/shm."""
     figures = {"gib": round(size / GIB, 2)}
     if size < SHARED_MEMORY:
         return Finding(
@@ -141,7 +140,7 @@ def shared_memory(size: int) -> Finding:
 
 
 def torch_found(driver: Driver, version: str, cuda: str | None, built_for: Sequence[str]) -> Finding:
-    """Whether this torch has kernels for all GPUs."""
+    """Judges whether this torch has kernels for all GPUs."""
     figures = {"version": version, "cuda": cuda, "architectures": list(built_for)}
     if cuda is None:
         return Finding(
@@ -164,7 +163,7 @@ def memory_found(index: int, free: int, total: int) -> Finding:
 
 
 def copies_found(index: int, to_device: float, to_host: float) -> Finding:
-    """Bytes per second of page-locked copies."""
+    """Judges the bytes per second of page-locked copies."""
     figures = {"to_device_gbps": round(to_device / 1e9, 2), "to_host_gbps": round(to_host / 1e9, 2)}
     says = f"page-locked copies reach {to_device / 1e9:.1f} GB/s to the GPU and {to_host / 1e9:.1f} GB/s back"
     if min(to_device, to_host) < SLOW_COPY:
@@ -174,7 +173,8 @@ def copies_found(index: int, to_device: float, to_host: float) -> Finding:
 
 
 def peers_found(count: int, without_access: Sequence[tuple[int, int]]) -> Finding:
-    """`without_access`: pairs of the `count` GPUs that cannot read each other's memory."""
+    """Judges the access of GPUs to each other. `without_access`: the pairs of the `count` GPUs that cannot read each
+    other's memory."""
     if count < 2:
         return Finding("peer access", "skipped", "there is one GPU")
     if without_access:
@@ -193,7 +193,8 @@ def peers_found(count: int, without_access: Sequence[tuple[int, int]]) -> Findin
 
 
 def attention_found(index: int, widths: Sequence[int], error: str | None) -> Finding:
-    """`widths`: of heads whose sequences are computed in one call. `error`: what that call said."""
+    """Judges attention in one call. `widths`: the head widths whose sequences are computed in one call. `error`: the
+    error of that call."""
     name, figures = f"GPU {index} attention", {"one_call": list(widths)}
     if error is not None:
         mend = "install the torch of Dovetail's lists (requirements/), or report this line"
@@ -251,7 +252,7 @@ def _nccl() -> Finding:
 
 
 def _compute(index: int) -> None:
-    """Raises RuntimeError."""
+    """Compute something on the GPU. Raises RuntimeError."""
     import torch
 
     dtype = torch.bfloat16 if torch.cuda.get_device_capability(index) >= BFLOAT16 else torch.float16
@@ -261,7 +262,7 @@ def _compute(index: int) -> None:
 
 
 def _copies(index: int, clock: Callable[[], float]) -> tuple[float, float]:
-    """Bytes per second to the device and back."""
+    """The bytes per second to the device and back."""
     import torch
 
     host = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)

@@ -1,6 +1,5 @@
-"""The checks of `dovetail doctor` on every machine: Python, packages, processors, memory, disk, ports.
-
-Judgement is apart from asking, so that it can be tested on any machine."""
+"""The checks of `dovetail doctor` on every machine: Python, packages, processors, memory, disk and ports. Functions
+that judge are separate from functions that ask, so that they can be tested on any machine."""
 
 from __future__ import annotations
 
@@ -34,8 +33,8 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def check_machine(missing: Callable[[], list[tuple[str, str]]], runs: Path) -> Iterator[Finding]:
-    """All findings, as they come. `missing`: parts of the installation that are not there, each with the command that
-    installs it. `runs`: where runs are written."""
+    """Yields all findings as they come. `missing`: the missing parts of the installation, each with the command that
+    installs it. `runs`: the folder of runs."""
     yield python_found(sys.version_info[:2], sys.platform)
     yield packages_found(missing())
     if (found := installed()) is not None and (problem := version_problem(found[1])):
@@ -50,7 +49,7 @@ def check_machine(missing: Callable[[], list[tuple[str, str]]], runs: Path) -> I
 
 
 def check_gpus_if_any() -> Iterator[Finding]:
-    """`check_gpus` where there is a GPU or a driver; else one line that jobs run on CPUs."""
+    """Does `check_gpus` if there is a GPU or a driver. If not, it says in one line that jobs run on CPUs."""
     try:
         ask_driver()
     except NoDriver as error:
@@ -75,7 +74,7 @@ def python_found(version: tuple[int, int], platform: str) -> Finding:
 
 
 def packages_found(missing: list[tuple[str, str]]) -> Finding:
-    """`missing`: extras that are not installed, each with the command that installs it."""
+    """Judges the installation. `missing`: the extras that are not installed, each with the command that installs it."""
     if missing:
         names = " and ".join(name for name, _ in missing)
         return Finding("packages", "problem", f"jobs need {names}", f"install it: {missing[0][1]}")
@@ -90,7 +89,7 @@ def cpus_found(count: int) -> Finding:
 
 
 def memory_size(size: int) -> Finding:
-    """`size`: bytes that this process may use."""
+    """Judges the memory. `size`: the bytes that this process may use."""
     says, figures = f"{size / GIB:.1f} GiB of memory", {"gib": round(size / GIB, 1)}
     if size < LEAST_MEMORY:
         mend = f"use a machine or container with {LEAST_MEMORY // GIB} GiB, which a first run needs"
@@ -99,7 +98,7 @@ def memory_size(size: int) -> Finding:
 
 
 def disks(runs: Path) -> Iterator[Finding]:
-    """Where runs are written, and where the models of a hub are kept, if that is another disk."""
+    """The folder of runs, and the folder of hub models if it is on another disk."""
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
     seen: set[int] = set()
@@ -114,7 +113,7 @@ def disks(runs: Path) -> Iterator[Finding]:
 
 
 def disk_found(name: str, path: Path, free: int, writable: bool, mend: str) -> Finding:
-    """`free`: bytes."""
+    """Judges a disk. `free`: its free bytes."""
     says, figures = f"{free / GIB:.1f} GiB are free at {path}", {"free_gib": round(free / GIB, 1)}
     if not writable:
         return Finding(
@@ -125,7 +124,7 @@ def disk_found(name: str, path: Path, free: int, writable: bool, mend: str) -> F
 
 
 def files_found(soft: int, hard: int) -> Finding:
-    """The limits of open files; a run raises the soft one itself."""
+    """Judges the limits of open files. A run raises the soft limit itself."""
     if hard != resource.RLIM_INFINITY and hard < OPEN_FILES:
         says = f"a process may have {hard} files open, which is too few for many samples at once"
         return Finding("open files", "warning", says, f"raise the limit: ulimit -Hn {OPEN_FILES} as root")
@@ -146,7 +145,7 @@ def ports_found() -> Finding:
 
 
 def _memory() -> int:
-    """Bytes: the machine's, or the limit of the container."""
+    """The bytes of the machine's memory, or the limit of the container."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(size, int(_LIMIT.read_text()))

@@ -1,4 +1,4 @@
-"""The files that a failed or interrupted run leaves: summary.json and report.html with the reason, whichever process
+"""Writes the files of a failed or interrupted run: summary.json and report.html with the reason, whichever process
 found it."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def reserve(run_dir: Path) -> None:
 
 
 def give_back(run_dir: Path) -> None:
-    """Free the reserved space: it is needed now, or no longer."""
+    """Free the reserved space, because it is needed now or no longer needed."""
     with contextlib.suppress(OSError):
         (run_dir / RESERVE).unlink()
 
@@ -68,8 +68,8 @@ class DiskWatch:
 
 
 def with_cause(outcome: Outcome, folders: Iterable[Path]) -> Outcome:
-    """The reason of a failure. On a full disk it says so, because the process that failed may have had no space to
-    write it."""
+    """The reason of a failure. If a disk is full it says so, because the process that failed may have had no space to
+    write that."""
     if outcome.succeeded or outcome.interrupted or (folder := full_disk(folders)) is None:
         return outcome
     said = f" (last: {outcome.reason})" if outcome.reason and "is full" not in outcome.reason else ""
@@ -78,8 +78,8 @@ def with_cause(outcome: Outcome, folders: Iterable[Path]) -> Outcome:
 
 
 def write_results(run_dir: Path, outcome: Outcome) -> None:
-    """Write both files, as far as the disk has space. What the coordinator wrote about its failure stays. Call it after
-    the last process has ended."""
+    """Write both files if the disk has space. What the coordinator wrote about its failure stays. Call it after the
+    last process has ended."""
     give_back(run_dir)
     with contextlib.suppress(OSError):
         if outcome.interrupted:

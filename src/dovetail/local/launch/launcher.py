@@ -1,4 +1,4 @@
-"""Runs a job on this machine: makes the run directory, reserves ports, starts processes and ends them."""
+"""Runs a job on this machine. It makes the run directory, reserves ports, and starts and ends the processes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ SpawnKind = Literal["exec", "fork"]
 
 
 def spawn_kind(environ: Mapping[str, str], devices: Collection[str]) -> SpawnKind:
-    """DOVETAIL_SPAWN, else fork on a machine without GPUs and exec on one with. Raises RunError on other values."""
+    """The value of DOVETAIL_SPAWN. Without it: fork on a machine without GPUs, exec on a machine with GPUs. Raises
+    RunError for other values."""
     chosen = environ.get(SPAWN) or ("exec" if devices else "fork")
     if chosen not in ("exec", "fork"):
         raise RunError(f"{SPAWN} is {chosen!r}; set it to exec or fork")
@@ -194,7 +195,7 @@ class Launcher:
             self._supervisor.stop(self._grace, impatient=lambda: self._interrupts > before)
 
     def close(self) -> None:
-        """Stop, and free the directory and the ports."""
+        """Stop the processes. Free the directory and the ports."""
         try:
             self.stop()
         finally:

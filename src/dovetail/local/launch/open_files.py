@@ -1,4 +1,5 @@
-"""The limit of open files. A job's processes need more than some machines allow, and would fail one after the other."""
+"""Raises the limit of open files. A job's processes need more than some machines allow, and would fail one after the
+other."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ BASE_FILES = 256
 
 
 def files_needed(spec: RLHFJobSpec, plan: Plan) -> int:
-    """The open files of the process that needs most, the coordinator: it has a connection for each sample that is
-    generated."""
+    """The number of open files that the coordinator needs, which needs the most. It has a connection for each sample
+    that is generated."""
     streams = len(plan.rollouts) * spec.generation.max_concurrent
     return BASE_FILES + 16 * len(plan.trainers) + min(streams, spec.ppo.global_batch_size)
 

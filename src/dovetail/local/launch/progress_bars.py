@@ -24,7 +24,7 @@ _SHOWN = {
 
 
 def describe_metrics(stage: Stage, metrics: Mapping[str, Any]) -> str:
-    """A stage's main metrics that exist, as in 'reward 1.204 ± 0.031, KL 0.210, samples/s 14.2'."""
+    """The main metrics of a stage that exist, for example 'reward 1.204 ± 0.031, KL 0.210, samples/s 14.2'."""
     parts = []
     for key, label, form in _SHOWN[stage]:
         value = metrics.get(key)
@@ -38,7 +38,7 @@ def describe_metrics(stage: Stage, metrics: Mapping[str, Any]) -> str:
 
 
 def labels(spec: RLHFJobSpec) -> dict[Stage, str]:
-    """What people call the stages: DPO by its loss, PPO by the name of its method."""
+    """The usual names of the stages: DPO by its loss, PPO by its method."""
     return {
         Stage.SFT: "SFT",
         Stage.REWARD: "Reward model",
@@ -48,7 +48,8 @@ def labels(spec: RLHFJobSpec) -> dict[Stage, str]:
 
 
 def time_left(status: Mapping[str, Any]) -> str:
-    """'about 3 min left', or 'about 40 s left in this stage' if nothing is known of later ones; '' if nothing is."""
+    """'about 3 min left'. If nothing is known of later stages, 'about 40 s left in this stage'. '' if nothing is
+    known."""
     whole, stage = status.get("seconds_left"), status.get("stage_seconds_left")
     if isinstance(whole, int | float):
         return f"about {roughly(whole)} left"
@@ -64,14 +65,14 @@ def roughly(seconds: float) -> str:
 
 
 class HealthNews:
-    """Tells each verdict on iterations when it begins and when it ends."""
+    """Tells each verdict on iterations at its beginning and at its end."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
         self._iteration = 0
 
     def lines(self, status: Mapping[str, Any]) -> list[str]:
-        """Lines on what is new in a status document."""
+        """Lines about what is new in a status document."""
         health = status.get("health") or {}
         if not health or health.get("iteration", 0) <= self._iteration:
             return []
@@ -198,7 +199,7 @@ class Bars:
             self._show_samples(status)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Every stage is complete. One that ended early was as long as it was."""
+        """Show every stage as complete. The length of a stage that ended early is the number of its steps."""
         progress = summary.get("progress") or {}
         for stage, bar in self._bars.items():
             if progress.get("stage") == stage.value and progress.get("done"):
@@ -206,7 +207,8 @@ class Bars:
             self._complete(bar)
 
     def _enter(self, stage: Stage) -> None:
-        """Enter a stage. Stages run in order, so those before are complete, also if a resumed run never showed them."""
+        """Enter a stage. Stages run in order, so all stages before it are complete. A resumed run may never have shown
+        them."""
         for earlier, bar in self._bars.items():
             if earlier is stage:
                 break
@@ -235,7 +237,7 @@ class Bars:
 
 
 class Lines:
-    """Prints one line when something changes, for steps at most every few seconds."""
+    """Prints a line when something changes. For steps it prints at most one line every few seconds."""
 
     def __init__(
         self,
@@ -287,7 +289,7 @@ class Lines:
         self._show(stage, done, total, parts)
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Say the last step if no status came after it."""
+        """Print the last step if no status came after it."""
         progress = summary.get("progress") or {}
         with contextlib.suppress(ValueError):
             stage, done = Stage(progress.get("stage") or ""), int(progress.get("done") or 0)

@@ -1,5 +1,5 @@
-"""A run's directory: made for a new run or opened to resume one, locked against a second launcher, with the job's
-token."""
+"""The directory of a run. It is created for a new run, or opened to resume one. It is locked against a second launcher,
+and it holds the job's token."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def explained(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str, mode: int = 0o644) -> None:
-    """Whole or not at all."""
+    """Write a file atomically."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.unlink(missing_ok=True)
     with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "w", encoding="utf-8") as file:
@@ -165,7 +165,7 @@ class RunDir:
         return [name for name in SIGNS if (self.path / name).exists()]
 
     def _check(self, resume: bool, overwrite: bool) -> None:
-        """Raises UsageError unless the run may begin, go on, or be replaced, as is asked."""
+        """Raises UsageError unless the run may begin, continue or be replaced, as the user asked."""
         signs = self._signs()
         results = [f"{name}/" for name in RESULTS if _holds_files(self.path / name)]
         if results and not has_store(self.path) and not (overwrite and signs):
@@ -206,8 +206,8 @@ def _holds_files(folder: Path) -> bool:
 
 
 def lag_of_run(run_dir: Path) -> int | None:
-    """The lag (`ppo.lag`) of the run in a folder, by its job.json or, where that is lost, by its store. None: there is
-    no run, or neither can be read, of which others complain."""
+    """The lag (`ppo.lag`) of the run in a folder. It is read from job.json, or from the store if that is lost. None if
+    there is no run or neither can be read. Other code reports these errors."""
     with contextlib.suppress(RunError, StoreError, KeyError, TypeError, ValueError):
         path = run_dir / "job.json"
         if path.exists():
@@ -225,8 +225,8 @@ def lag_of_run(run_dir: Path) -> int | None:
 
 
 def zero3_of_run(run_dir: Path) -> bool | None:
-    """Whether PPO's models train under ZeRO-3 in the run in a folder, by its plan.json. None: there is no run with PPO,
-    or its plan cannot be read."""
+    """Whether PPO's models train under ZeRO-3 in the run in a folder, by its plan.json. None if there is no run with
+    PPO or its plan cannot be read."""
     with contextlib.suppress(RunError, KeyError, TypeError):
         rows = _read_json(run_dir / "plan.json")["batching"]
         found = [bool(row.get("zero3")) for row in rows if row["stage"] == Stage.PPO.value]

@@ -1,4 +1,4 @@
-"""The time that a run has run, over all its resumes. It is kept in the run directory."""
+"""Measures how long a run has run, over all its resumes. It keeps the time in the run directory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ WRITE_SECONDS = 5.0
 
 
 class Stopwatch:
-    """Runs from now on. Call `look` again and again. If the launcher is killed, at most `WRITE_SECONDS` are lost."""
+    """Measures from its creation on. Call `look` again and again. If the launcher is killed, at most `WRITE_SECONDS`
+    are lost."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._clock = path, clock
@@ -25,7 +26,7 @@ class Stopwatch:
         return self._before + self._clock() - self._begun
 
     def look(self) -> None:
-        """Write the time now and then. A full disk does not end the run."""
+        """Write the time every few seconds. A full disk does not end the run."""
         if self._clock() - self._written >= WRITE_SECONDS:
             self.write()
 

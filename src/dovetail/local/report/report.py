@@ -125,15 +125,15 @@ def read_history(run_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
 
 
 def series(steps: Mapping[int, Mapping[str, Any]], label: str, metric: str, band: str | None) -> Series:
-    """One metric over the steps, without the steps that lack it."""
+    """One metric over the steps. Steps without the metric are left out."""
     kept = [(k, m) for k, m in steps.items() if isinstance(m.get(metric), int | float)]
     widths = [float(m.get(band) or 0.0) for _, m in kept] if band else None
     return Series(label, [float(k) for k, _ in kept], [float(m[metric]) for _, m in kept], widths)
 
 
 def last_trace(run_dir: Path) -> tuple[str, dict[str, Any]] | None:
-    """The name and content of the trace to show. It is that of the last iteration but one if there are several, because
-    the last one also holds the final checkpoint."""
+    """The name and content of the trace to show. If there are several, it is that of the last iteration but one,
+    because the last one also holds the final checkpoint."""
     files = sorted(p for p in (run_dir / "traces").glob("iteration-*.json") if re.fullmatch(r"iteration-\d+", p.stem))
     for path in [*files[-2:-1], *files[-1:], *reversed(files[:-2])]:
         try:

@@ -1,4 +1,4 @@
-"""The report's section on what was run: manifest, versions and learning rates."""
+"""The report's section about what was run: manifest, versions and learning rates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_section(job: RLHFJob | None, summary: Mapping[str, Any]) -> str:
 
 
 def _yaml(job: RLHFJob) -> str:
-    """The manifest without what has its default."""
+    """The manifest without the fields that have their defaults."""
     document = job.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude={"status"})
     head = {"apiVersion": job.api_version, "kind": job.kind}
     return yaml.safe_dump(head | document, sort_keys=False, width=100)

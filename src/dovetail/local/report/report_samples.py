@@ -1,4 +1,4 @@
-"""The report's section on what the model says."""
+"""The report's section about the model's responses."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ PROMPTS = 4
 
 @dataclass(frozen=True)
 class SampleTexts:
-    """`iterations`: the samples of the first and the last iteration that are kept. `evaluations`: by moment of the run,
-    the answers to prompts that are kept for evaluation, in the order of the prompts."""
+    """`iterations`: the samples of the first and the last iteration that are kept. `evaluations`: for each moment of
+    the run, the answers to the prompts that are kept for evaluation, in the order of the prompts."""
 
     iterations: dict[int, list[Row]] = field(default_factory=dict)
     evaluations: dict[str, list[Row]] = field(default_factory=dict)
 
 
 def read_samples(run_dir: Path, method: str = "PPO") -> SampleTexts:
-    """What the run kept. `method`: what people call the stage ppo. A file that is missing or damaged is empty."""
+    """What the run kept. `method`: the usual name of the stage ppo. A file that is missing or damaged counts as
+    empty."""
 
     def rows(path: Path) -> list[Row]:
         with contextlib.suppress(OSError, ValueError):
@@ -56,7 +57,7 @@ def _ends(found: Iterable[int]) -> list[int]:
 
 
 def _moment(version: int, method: str, sft: bool) -> str:
-    """`sft`: whether the model before SFT answered too."""
+    """The name of a moment. `sft`: whether the model before SFT answered too."""
     if version == BEFORE_SFT:
         return "before SFT"
     if version == 0:

@@ -1,4 +1,4 @@
-"""The table at the end of a run, from summary.json."""
+"""Prints the table at the end of a run, from summary.json."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def fusion_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def overlap_sentence(summary: Mapping[str, Any]) -> str:
-    """What a run with a lag, or with streaming, gained; "" for another one."""
+    """What a run gained from a lag or from streaming. "" for a run with neither."""
     count, seconds, other = (
         get(summary, f"overlap.{name}") for name in ("iterations", "seconds", "synchronous_seconds")
     )
@@ -150,7 +150,7 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
 
 
 def show(console: Console, summary: Mapping[str, Any]) -> None:
-    """Print how the run ended if it did not succeed, then the table, then what was unhealthy."""
+    """Print the reason if the run did not succeed, then the table, then the verdicts on its health."""
     for line in how_it_ended(summary):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(summary_table(summary))

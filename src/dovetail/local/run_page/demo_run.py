@@ -1,6 +1,5 @@
-"""The recorded runs of `dovetail ui --demo`, and one of them played as if it went on now.
-
-hack/record_demo.py makes the recording of runs of examples/quickstart.yaml."""
+"""The recorded runs of `dovetail ui --demo`. One of them is played as if it were running now. hack/record_demo.py
+records runs of examples/quickstart.yaml."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ Pause = Callable[[float], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run of the recording. `files`: texts by path. `batches`: safetensors by iteration. `folder`: where it is
-    unpacked."""
+    """The runs of the recording. `files`: texts by path. `batches`: safetensors by iteration. `folder`: the folder to
+    unpack it in."""
 
     folder: Path
     files: Mapping[str, str]
@@ -48,7 +47,7 @@ class Recorded:
 
 
 def recorded(scratch: Path) -> list[Recorded]:
-    """The runs of the recording; the first is the one that is played. Nothing is written yet."""
+    """The runs of the recording. The first one is the one that is played. Nothing is written yet."""
     packed = (resources.files("dovetail.local.run_page") / RECORDING).read_bytes()
     document = json.loads(lzma.decompress(packed))
     return [
@@ -62,7 +61,7 @@ def recorded(scratch: Path) -> list[Recorded]:
 
 
 def unpack(scratch: Path) -> Recorded:
-    """Write all runs but the first below `scratch`, and give the first."""
+    """Write all runs except the first below `scratch`, and return the first."""
     first, *others = recorded(scratch)
     for run in others:
         run.write_all()
@@ -70,7 +69,7 @@ def unpack(scratch: Path) -> Recorded:
 
 
 async def play(run: Recorded, pause: Pause = asyncio.sleep, clock: Callable[[], float] = time.time) -> None:
-    """Write the run's files in the order in which the run wrote them. Times in them become those of now."""
+    """Write the run's files in the order in which the run wrote them. Their times become the present times."""
     for path in run.files:
         if path.startswith(("job.json", "plan.json", "tokenizer/")):
             run.write(path)
@@ -97,7 +96,7 @@ def _append(path: Path, entry: dict[str, Any], moved: float) -> None:
 
 
 def _write_iteration(run: Recorded, stage: str, step: int) -> None:
-    """What a run keeps of an iteration or an evaluation."""
+    """Write what a run keeps of an iteration or an evaluation."""
     kind = "iteration" if stage == "ppo" else "evaluation"
     wanted = [f"samples/{kind}-{step:06d}.jsonl", *([f"traces/iteration-{step:04d}.json"] if stage == "ppo" else [])]
     for path in [*wanted, "schedule.json"]:

@@ -1,4 +1,4 @@
-"""What the coordinator of a run on this machine says of the step under way."""
+"""Asks the coordinator of a run on this machine about the step in progress."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SHOWN = (
 
 
 def coordinator_port(events: Sequence[Mapping[str, Any]]) -> int | None:
-    """Where the run's last coordinator listens, by the run's events. None if it is not on this machine's loopback: the
-    run's token is sent nowhere else."""
+    """The port of the run's last coordinator, by the run's events. None if it is not on this machine's loopback,
+    because the run's token must not be sent elsewhere."""
     ready = [event for event in events if event.get("event") == "coordinator.ready"]
     if not ready or ready[-1].get("host") != HOST or not isinstance(ready[-1].get("port"), int):
         return None
@@ -27,7 +27,7 @@ def coordinator_port(events: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def live_status(run_dir: Path, events: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Fields SHOWN of the coordinator's status; None if it does not answer."""
+    """The fields SHOWN of the coordinator's status. None if it does not answer."""
     port = coordinator_port(events)
     try:
         token = (run_dir / "token").read_text(encoding="utf-8").strip()

@@ -28,10 +28,9 @@ RunHandler = Callable[[web.Request, PageDocuments], Awaitable[web.StreamResponse
 
 
 def make_page_app(runs: RunList, about: dict[str, Any], *, any_host: bool = False) -> web.Application:
-    """The routes. `about`: what the page shows of this server.
-
-    Unless `any_host`, a request must be addressed to this machine by a loopback name. Else a page of another site could
-    read the runs through a name that leads here."""
+    """The routes. `about`: what the page shows about this server. Unless `any_host` is true, a request must use a
+    loopback name of this machine. Otherwise a page of another site could read the runs through a name that resolves to
+    this machine."""
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -112,7 +111,7 @@ def make_page_app(runs: RunList, about: dict[str, Any], *, any_host: bool = Fals
 
 
 async def _stream(request: web.Request, stamp: Callable[[], Any]) -> web.StreamResponse:
-    """Server-sent events: `changed`, with what changed it, at the beginning and whenever files change."""
+    """Server-sent events: `changed` with the cause, at the beginning and whenever files change."""
     reply = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream", "Cache-Control": "no-store"})
     said, spoke = "", 0.0
     with contextlib.suppress(ConnectionError):  # the browser has gone
@@ -143,7 +142,7 @@ def _problem(status: int, detail: str) -> web.Response:
 
 @asynccontextmanager
 async def page_server(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
-    """Serve while the context is open; gives the port. Raises RunError if the address cannot be had."""
+    """Serve while the context is open. Yields the port. Raises RunError if the address is not available."""
     runner = serving.Runner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:

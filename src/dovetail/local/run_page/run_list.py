@@ -1,4 +1,4 @@
-"""The runs in a folder, and whether they are at work."""
+"""Lists the runs in a folder, and says whether they are running."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def begins(run_dir: Path) -> bool:
 
 
 class RunList:
-    """The runs below `folder`, or the one that it is. Runs that appear later are found, too."""
+    """The runs below `folder`, or the one run that `folder` is. Runs that appear later are found too."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder.resolve()
         self._known: dict[str, PageDocuments] = {}
 
     def runs(self) -> dict[str, PageDocuments]:
-        """By the name of their folder."""
+        """The runs by the name of their folder."""
         found = {}
         for path in self._folders():
             if path.name not in self._known:
@@ -55,7 +55,7 @@ class RunList:
         return found
 
     def get(self, name: str) -> PageDocuments | None:
-        """The run of this name, if there is one. The name is compared, and never made part of a path."""
+        """The run with this name, if there is one. The name is only compared. It never becomes part of a path."""
         return self.runs().get(name)
 
     def alive(self, run: PageDocuments) -> bool | None:

@@ -1,5 +1,5 @@
 """A model that replies in this process, with transformers. It must be small enough for this machine. transformers is
-imported only when a chat starts."""
+only imported when a chat starts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ REPLY_ENDS = ("\n\nHuman:", "\n\nAssistant:")
 
 @dataclass(frozen=True)
 class Sampling:
-    """With temperature 0 the likeliest token is taken each time."""
+    """Settings for replies. Temperature 0 always takes the most likely token."""
 
     max_tokens: int = 128
     temperature: float = 0.7
 
 
 class DialogueTooLong(RunError):
-    """The model does not take so many tokens."""
+    """The dialogue has more tokens than the model allows."""
 
 
 class Replier(Protocol):
@@ -38,7 +38,7 @@ class Replier(Protocol):
 
 
 def until_stop(pieces: Iterable[str], stops: tuple[str, ...] = REPLY_ENDS) -> Iterator[str]:
-    """The pieces of a text up to the first stop string. A stop string may be spread over pieces; it is left out."""
+    """The pieces of a text up to the first stop string, which is left out. A stop string may span several pieces."""
     held = ""
     longest = max(len(stop) for stop in stops)
     for piece in pieces:

@@ -20,9 +20,9 @@ _TOO_LONG = ("context length", "maximum context", "max_model_len", "too long", "
 
 
 class ServedModel:
-    """`url`: of the server, with or without /v1. `model`: its name there; None: the first one that the server lists.
-    `key`: sent as bearer token. `stop`: strings that end a reply. Raises RunError if the server does not answer, or has
-    no such model."""
+    """`url`: the server's address, with or without /v1. `model`: its name there. None: the first model that the server
+    lists. `key`: sent as a bearer token. `stop`: strings that end a reply. Raises RunError if the server does not
+    answer, or has no such model."""
 
     def __init__(self, url: str, model: str | None = None, key: str | None = None, stop: Sequence[str] = ()) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -45,7 +45,7 @@ class ServedModel:
         self._http.close()
 
     def reply(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[str]:
-        """See `Replier`. Raises DialogueTooLong too."""
+        """See `Replier`. It also raises DialogueTooLong."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": list(messages),
@@ -88,7 +88,7 @@ class ServedModel:
 
 
 def _message(response: httpx2.Response) -> str:
-    """The server's own words."""
+    """The server's own error message."""
     try:
         document = response.json()
         error = document.get("error", document)

@@ -1,4 +1,4 @@
-"""A dialogue with one model, or with several at once: the commands, the history, and what Ctrl-C ends."""
+"""A dialogue with one model or with several: its commands, its history, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Screen(Protocol):
     """Shows replies while they grow."""
 
     def show(self, replies: Mapping[str, Iterator[str]]) -> dict[str, str]:
-        """Show each model's reply; returns their texts. If Ctrl-C ends them, the texts so far."""
+        """Show each model's reply, and return the texts. If Ctrl-C ends the replies, return the texts so far."""
 
 
 class Dialogue:
@@ -41,7 +41,7 @@ class Dialogue:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def ask(self, said: str) -> Iterator[str]:
-        """The pieces of the reply, without spaces before the first. A dialogue that is too long loses its first
+        """The pieces of the reply, without spaces at its beginning. A dialogue that is too long loses its first
         turns."""
         self.turns.append({"role": "user", "content": said})
         while True:
@@ -66,7 +66,7 @@ class Dialogue:
         self.turns.append({"role": "assistant", "content": text.strip()})
 
     def forget_question(self) -> None:
-        """After a reply that failed: the question may be asked again."""
+        """Forget the question after a reply that failed, so that it can be asked again."""
         if self.turns and self.turns[-1]["role"] == "user":
             self.turns.pop()
 
@@ -83,8 +83,8 @@ def converse(
     system: str | None = None,
     tell: Callable[[RunError], None] | None = None,
 ) -> None:
-    """Answer each line until the lines end or one is /quit. `tell`: shows why a reply failed, and the chat goes on;
-    without it the error is raised."""
+    """Answer each line until the lines end or one is /quit. With `tell`, an error of a reply is shown and the chat
+    continues. Without it the error is raised."""
     dialogues = {name: Dialogue(model, sampling, system, write) for name, model in models.items()}
     for line in lines:
         said = line.strip()
@@ -118,7 +118,7 @@ def converse(
 
 
 class PlainScreen:
-    """One reply after the other, as text. The name of the model stands before its reply if there are several."""
+    """Shows one reply after the other as text. If there are several models, the model's name comes before its reply."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
@@ -141,7 +141,7 @@ class PlainScreen:
 
 
 class ColumnScreen:
-    """The replies of several models side by side, all growing at once."""
+    """Shows the replies of several models side by side while they grow."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -200,7 +200,7 @@ def _close(replies: Mapping[str, Any]) -> None:
 
 
 def typed_lines(read: Callable[[], str], write: Callable[[str], None]) -> Iterator[str]:
-    """What a person types, until Ctrl-D. Ctrl-C drops the line that is being typed."""
+    """The lines that a person types, until Ctrl-D. Ctrl-C drops the line that is being typed."""
     while True:
         try:
             yield read()

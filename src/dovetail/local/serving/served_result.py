@@ -1,4 +1,5 @@
-"""A run's model behind vLLM's own server, `vllm serve`: an OpenAI-compatible API. Nothing of vLLM is imported here."""
+"""Serves a run's model with vLLM's own server, `vllm serve`, which has an OpenAI-compatible API. This file imports
+nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def has_template(folder: Path) -> bool:
 
 
 def has_own_template(folder: Path) -> bool:
-    """Whether it has a chat template that came with its tokenizer, so that replies end with the end token alone."""
+    """Whether the tokenizer came with a chat template of its own. Then only the end token ends a reply."""
     try:
         written = (folder / "chat_template.jinja").read_text(encoding="utf-8").endswith(HUMAN_ASSISTANT_TEMPLATE)
     except OSError:
@@ -72,8 +73,8 @@ def has_own_template(folder: Path) -> bool:
 def serve_arguments(
     folder: Path, name: str, host: str, port: int, on_cpu: bool, given: Sequence[str] = ()
 ) -> list[str]:
-    """The arguments of `vllm serve` after the model. `name`: how requests name the model. `given`: the user's own
-    arguments, which come last and win."""
+    """The arguments of `vllm serve` after the model. `name`: the model's name in requests. `given`: the user's own
+    arguments. They come last and win."""
     arguments = ["--served-model-name", name, "--host", host, "--port", str(port)]
     # The longest context for which there is memory, no longer than the model's positions.
     arguments += ["--max-model-len", "auto", "--disable-uvicorn-access-log"]
@@ -86,15 +87,16 @@ def serve_arguments(
 
 
 def serve_environment(on_cpu: bool, given: Mapping[str, str]) -> dict[str, str]:
-    """The environment of `vllm serve`. Dovetail's plug-ins, which are for rollouts, are left out."""
+    """The environment of `vllm serve`, without Dovetail's plug-ins, which are for rollouts."""
     defaults = {"VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"} | (_CPU_ENVIRONMENT if on_cpu else {})
     return {**defaults, **given}
 
 
 def serve_command(folder: Path, arguments: Sequence[str], whole: bool | None = None) -> list[str]:
-    """`vllm serve` of this Python, whatever is first on PATH. `whole`: whether the distribution is called vllm.
+    """The command `vllm serve` of this Python, whichever one is first on PATH. `whole`: whether the distribution is
+    called vllm.
 
-    vLLM's command line asks for the version of the distribution `vllm`, so it does not work in the builds for CPUs,
+    vLLM's command line asks for the version of the distribution `vllm`. So it does not work in the builds for CPUs,
     which have another name. There its API server is started as a module, which takes the same arguments."""
     if whole is None:
         whole = any(importlib.metadata.distributions(name="vllm"))
@@ -103,8 +105,8 @@ def serve_command(folder: Path, arguments: Sequence[str], whole: bool | None = N
 
 
 def check_served(folder: Path, on_cpu: bool) -> None:
-    """Raises RunError for a model that vLLM does not compute on this machine, or whose weights it does not find. It
-    would say so much later."""
+    """Raises RunError for a model that vLLM does not compute on this machine, or whose weights are missing. vLLM would
+    report this much later."""
     if glob.escape(str(folder)) != str(folder):
         raise RunError(f"vLLM finds no weights in a folder whose path has *, ? or [; rename it: {folder}")
     if on_cpu and (problem := cpu_head_error(_config(folder))):
@@ -112,7 +114,7 @@ def check_served(folder: Path, on_cpu: bool) -> None:
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    """config.json. Raises RunError."""
+    """The content of config.json. Raises RunError."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         return dict(config)
@@ -121,7 +123,7 @@ def _config(folder: Path) -> dict[str, Any]:
 
 
 def check_port(host: str, port: int) -> None:
-    """Raises UsageError if nothing can listen there. vLLM would say so after its imports."""
+    """Raises UsageError if no server can listen on the port. vLLM would report this only after its imports."""
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family) as trial:
@@ -144,9 +146,9 @@ def own_server(
     variables: Mapping[str, str] | None = None,
     given_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[str, str]]:
-    """A server on this machine for as long as the context lasts; yields its address and its key. It also ends when this
-    process ends, even if it is killed. `log`: where its output goes. `variables`: of its environment, beside this
-    process's. `given_up`: whether to wait no longer for its start. Raises RunError if it does not start."""
+    """A server on this machine that runs while the context is open. Yields its address and its key. It also ends when
+    this process ends, even if it is killed. `log`: the file of its output. `variables`: its environment variables
+    besides this process's. `given_up`: whether to stop waiting for its start. Raises RunError if it does not start."""
     key = secrets.token_hex(16)
     environment = serve_environment(on_cpu, {**os.environ, **(variables or {})}) | {"VLLM_API_KEY": key}
     ports = PortReservation(HOST)
@@ -190,8 +192,8 @@ def _wait(url: str, process: subprocess.Popen[Any], log: Path, given_up: Callabl
 
 
 def last_error(log: Path) -> str:
-    """The last line of a log that names an error, without vLLM's prefix, else its last line. A line that only says that
-    the cause is above counts less."""
+    """The last line of a log that names an error, without vLLM's prefix. If there is none, the last line. A line that
+    only says that the cause is above counts less."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [_PREFIX.sub("", line) for line in lines if "Error: " in line or "error: " in line]
     causes = [line for line in errors if not POINTER.search(line)]
@@ -200,8 +202,8 @@ def last_error(log: Path) -> str:
 
 @contextlib.contextmanager
 def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """The server ends with the block, and with this process. The kernel's signal at a parent's death would come too
-    early: at the end of the thread that started the server."""
+    """End the server with the block, and with this process. The kernel's signal at a parent's death would come too
+    early, at the end of the thread that started the server."""
     guard = None
     try:
         command = [sys.executable, "-I", "-S", "-c", _GUARD, str(process.pid)]
