@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import platform
+import signal
 import sys
 import tempfile
 import time
@@ -55,6 +56,7 @@ FAILED = 3
 def child(name: str, scale: str, path: Path, log: Path, device: dict[str, float]) -> None:
     """Run a group in this process; the exit code says how it ended."""
     os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(out, 1)
     os.dup2(out, 2)
@@ -103,20 +105,22 @@ def one_group(name: str, scale: str, folder: Path, device: dict[str, float], dea
     process = get_context("fork").Process(target=child, args=(name, scale, path, folder / f"{name}.log", device))
     start = time.monotonic()
     process.start()
-    process.join(deadline)
     found: dict[str, Any] = {"state": "done"}
-    if process.is_alive():
-        found = {"state": "late", "reason": f"not done within {deadline:.0f} s"}
-    elif process.exitcode:
-        told = path.with_suffix(".reason")
-        reason = told.read_text() if told.exists() else f"the process ended with {process.exitcode}"
-        found = {"state": "failed", "reason": reason}
-    assert process.pid is not None
     try:
-        os.killpg(process.pid, 9)  # and what it started
-    except (ProcessLookupError, PermissionError):
-        process.kill()
-    process.join()
+        process.join(deadline)
+        if process.is_alive():
+            found = {"state": "late", "reason": f"not done within {deadline:.0f} s"}
+        elif process.exitcode:
+            told = path.with_suffix(".reason")
+            reason = told.read_text() if told.exists() else f"the process ended with {process.exitcode}"
+            found = {"state": "failed", "reason": reason}
+    finally:  # also where this process is told to end: nobody else would end the group
+        assert process.pid is not None
+        try:
+            os.killpg(process.pid, 9)  # and what it started
+        except (ProcessLookupError, PermissionError):
+            process.kill()
+        process.join()
     figures, skipped = read_lines(path)
     return found | {"seconds": time.monotonic() - start, "figures": figures, "skipped": skipped}
 
@@ -135,6 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write the figures there; groups in the file that do not run stay")
     parser.add_argument("--logs", type=Path, help="keep what the groups print in this folder")
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     groups = PARTS[options.part - 1] if options.part else options.groups
     end = time.monotonic() + (options.seconds or (PART_SECONDS if options.part else 1140.0))
     scale = "tiny" if options.tiny else "quick" if options.quick else "whole"

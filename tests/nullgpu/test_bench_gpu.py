@@ -15,7 +15,6 @@ def test_every_group_runs_to_its_end(null_gpu: Run) -> None:
     logs = "\n".join(path.read_text()[-5000:] for path in sorted((ended.folder / "logs").glob("*.log")))
     (found,) = ended.good()
     groups = found["groups"]
-    assert sorted(each for part in found["parts"] for each in part) == sorted(set(groups) - {"device"})
     assert found["code"] == 0, ended.log + logs
     assert {name: group["state"] for name, group in groups.items()} == dict.fromkeys(groups, "done")
     skipped = {line["name"] for group in groups.values() for line in group["skipped"]}
