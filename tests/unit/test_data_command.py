@@ -132,6 +132,14 @@ def test_pairs_and_parquet(tmp_path: Path) -> None:
     assert "record 2: field 'prompt' is an empty string" in str(found.first_error)
 
 
+def test_nothing_is_said_of_the_records_of_a_file_without_a_good_one(tmp_path: Path) -> None:
+    done = data(write(tmp_path / "list.jsonl", [{"prompt": "a"}, {"prompt": "b"}]))
+    assert done.exit_code == 2
+    assert "Records 0, and 1 bad" in squeezed(done.output)
+    assert not any(name in done.output for name in ("Format", "Read as", "Template", "Auto"))
+    assert "not list; if the file holds one list of all records, this makes lines of it: jq -c '.[]'" in done.output
+
+
 def test_pairs_from_which_nothing_is_learnt_are_counted(tmp_path: Path, model: Path) -> None:
     pairs = [{"prompt": "p", "chosen": " a", "rejected": " b"}, {"prompt": "p", "chosen": " a", "rejected": " a"}]
     cut = {"prompt": "p", "chosen": " " + "a" * 40 + "b", "rejected": " " + "a" * 40 + "c"}
@@ -152,7 +160,12 @@ def test_the_lengths_and_the_model_of_a_job(tmp_path: Path, model: Path) -> None
 
 @pytest.mark.parametrize(
     ("name", "sentence"),
-    [("nothing.jsonl", "does not exist"), ("text.csv", "must end in one of .jsonl"), ("empty.jsonl", "is empty")],
+    [
+        ("nothing.jsonl", "does not exist"),
+        ("text.csv", "must end in one of .jsonl"),
+        ("empty.jsonl", "is empty"),
+        ("list.json", "jq -c"),
+    ],
 )
 def test_files_that_hold_no_records_are_refused(tmp_path: Path, name: str, sentence: str) -> None:
     if name != "nothing.jsonl":

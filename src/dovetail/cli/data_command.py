@@ -127,12 +127,12 @@ def show(console: Console, found: DataLook, guessed: bool) -> None:
     """The table of facts, the first record and the lengths."""
     facts = Table.grid(padding=(0, 2))
     many = f" in {len(found.files)} files" if len(found.files) > 1 else ""
+    read_as = f"{found.kind}{', a guess from the first record; --as names another' if guessed else ''}"
     bad = f", and {found.errors:,} bad" if found.errors else ""
     for name, value in (
         ("Records", f"{found.records:,}{many}{bad}"),
-        ("Format", found.format),
-        ("Read as", f"{found.kind}{', a guess from the first record; --as names another' if guessed else ''}"),
-        ("Template", found.template),
+        # Nothing is known of a file without a good record.
+        *([("Format", found.format), ("Read as", read_as), ("Template", found.template)] if found.records else []),
         *([("Tools", f"named by {found.tools:,} record{'s' * (found.tools > 1)}")] if found.tools else []),
     ):
         facts.add_row(Text(name, "bold"), Text(value))

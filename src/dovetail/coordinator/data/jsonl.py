@@ -11,6 +11,9 @@ from typing import Any, BinaryIO, cast
 
 from dovetail.coordinator.data.data_error import DataError
 
+# What to do with a file that holds one list of all records, as other trainers take it.
+ONE_LIST = "if the file holds one list of all records, this makes lines of it: jq -c '.[]' LIST.json > LINES.jsonl"
+
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
     """The (line number from 1, text) of every line that is not blank. Files that end in .gz are decompressed. Raises
@@ -41,5 +44,8 @@ def parse(text: str, where: str) -> dict[str, Any]:
     except RecursionError:
         raise DataError(f"{where}: JSON nested too deeply") from None
     if not isinstance(value, dict):
-        raise DataError(f'{where}: each line must be an object such as {{"prompt": ...}}, not {type(value).__name__}')
+        mend = f"; {ONE_LIST}" if isinstance(value, list) else ""
+        raise DataError(
+            f'{where}: each line must be an object such as {{"prompt": ...}}, not {type(value).__name__}{mend}'
+        )
     return value
