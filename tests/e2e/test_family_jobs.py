@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from dovetail.manifest.checks.validation import check
 from dovetail.models import build_stage
 from dovetail.protocol.messages import ModelRef
-from helpers.jobs import history, run_job, tiny_job
+from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -123,3 +123,41 @@ def test_a_job_learns_and_samples_alike(family: str, tmp_path: Path) -> None:
     with torch.no_grad():
         learnt = build_stage(ModelRef(head="lm", path=str(folder)))(tokens)
         torch.testing.assert_close(model(tokens).logits, learnt, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.nightly
+def test_experts_and_weights_are_the_same_whenever_a_rollout_dies(tmp_path: Path) -> None:
+    """With a lag the trainers are ahead of the rollouts: by themselves they would choose other experts."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "variety.py").write_text(VARIETY)
+    job = tiny_job(
+        stages=["ppo"],
+        models={
+            "actor": {"source": {"scratch": {"architecture": "qwen3_moe", "config": KINDS["qwen3_moe"][1]}}},
+            "reward": {"function": "variety:score", "importPath": str(tmp_path / "code")},
+        },
+        ppo={
+            "lag": 1,
+            "iterations": 5,
+            "advantage": "grpo",
+            "samplesPerPrompt": 4,
+            "routingReplay": True,
+            "actorOptimizer": {"learningRate": 3.0e-3},
+        },
+        generation={"maxTokens": 64},
+        checkpoint={"everySteps": 100},
+    )
+
+    def drawing(status: dict[str, Any]) -> bool:
+        done, total = status["samples_done"] or 0, status["samples_total"] or 0
+        return status["stage"] == "ppo" and status["iteration"] >= 2 and 0 < done < total / 2
+
+    faults = [Fault("rollouts-1", drawing, child=True)]
+    for name, injector in (("still", None), ("killed", Injector(faults))):
+        outcome, told = run_job(job, tmp_path / name, injector)
+        assert outcome.succeeded, (outcome.reason, told)
+        assert {row["routing_unknown"] for row in history(tmp_path / name, "ppo").values()} == {0}
+    moved = [e for e in events(tmp_path / "killed", "sample.moved") if e["reason"] == "failure"]
+    assert moved
+    assert faults[0].done
+    assert same_weights(tmp_path / "still", tmp_path / "killed") == []

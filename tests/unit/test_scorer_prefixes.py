@@ -22,7 +22,7 @@ B = RESPONSE_BLOCK
 VOCABULARY = 64
 # Prompt and response tokens: of a sample that ends just before, at and after a block, and of others.
 SIZES = ((7, 3 * B + 9), (20, 2 * B), (1, B + 1), (33, 2 * B - 1), (20, 5))
-DENSE = [name for name in FAMILIES if MODEL_FAMILIES[name].experts is None]
+WITH_EXPERTS = [name for name in FAMILIES if MODEL_FAMILIES[name].experts is not None]
 
 
 def refs(family: str) -> dict[str, ModelRef]:
@@ -77,7 +77,7 @@ def assert_same_bits(found: Arrays, expected: Arrays, row: int | None = None) ->
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_parts_give_the_bits_of_the_whole(family: str, stages: int) -> None:
     made = scorer(family, devices=["cpu"] * stages)
     samples = drawn()
@@ -154,11 +154,17 @@ def test_memory_is_bounded_and_freed_when_a_sample_is_scored() -> None:
     assert made._prefixes.tokens == 0
 
 
-def test_models_with_experts_keep_nothing() -> None:
-    made = scoring.ModelScorer(room=100)
-    assert made.room == 100
-    made.load({"reference": ref("qwen3_moe", "lm"), "reward": ref("llama", "value")})
-    assert made.room == 0
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_company_changes_no_bit_of_the_scores_of_models_with_experts(family: str) -> None:
+    """How many tokens an expert gets depends on the company."""
+    made, samples = scorer(family), drawn(sizes=SIZES * 3)
+    together = made.score(scoring.MODELS, to_score(samples))
+    for size in (1, 2, 4):
+        for first in range(0, len(samples), size):
+            apart = made.score(scoring.MODELS, to_score(samples[first : first + size]))
+            for name, found in apart.items():
+                mine = together[name][first : first + size]
+                assert found.tolist() == (mine if mine.ndim == 1 else mine[:, : found.shape[1]]).tolist(), name
 
 
 def test_parts_over_http() -> None:

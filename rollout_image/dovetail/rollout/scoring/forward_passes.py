@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.models.layers.packing import KVCache, Past
+from dovetail.models.layers.packing import ROWS, KVCache, Past
 from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.budgets import SCORER_CPU_TOKENS, SCORER_LOGIT_BYTES, SCORER_TOKENS
 from dovetail.protocol.messages import ModelRef
@@ -27,12 +27,6 @@ MODELS: tuple[Model, ...] = get_args(Model)
 HEADS: dict[Model, str] = {"reference": "lm", "reward": "value", "critic": "value"}
 # What each one's answer is called.
 RESULTS: dict[Model, str] = {"reference": "ref_logprobs", "reward": "scores", "critic": "values"}
-
-# On CPUs a forward pass is filled up to a multiple of this many tokens, and so are the outputs that are read: a float32
-# matrix product then gives each row the same bits however many there are and wherever it is. Attention runs sequence by
-# sequence. So a sample's scores are the same to the last bit whatever it is scored with, and neither inter-stage fusion
-# nor the number of scorers changes a run.
-ROWS = 16
 
 
 class NotReady(Exception):
@@ -122,6 +116,11 @@ class ModelScorer:
 
     def _build(self, name: Model, ref: ModelRef) -> SplitModel:
         built = build_split(ref, self._split.get(name, 1), self.devices, self.dtype, on_host=self.host is not None)
+        if self.device.type == "cpu" and MODEL_FAMILIES[built.config.model_type].experts is not None:
+            from dovetail.models.layers.whole_experts import use_whole_experts
+
+            for stage in built.stages:
+                use_whole_experts(stage)
         if self.host is not None:
             self.host.hold(name, built.stages)
         return built
@@ -202,10 +201,8 @@ class ModelScorer:
 
     @property
     def room(self) -> int:
-        """How many tokens of unfinished samples it keeps. 0 if a model has experts: there the bits depend on the parts
-        in which a sample comes, because these decide how many tokens an expert gets."""
-        families = (MODEL_FAMILIES[model.config.model_type] for model in list(self._models.values()))
-        return 0 if any(family.experts is not None for family in families) else self._prefixes.room
+        """How many tokens of unfinished samples it keeps."""
+        return self._prefixes.room
 
     def _asked(
         self, want: Iterable[str], samples: SamplesToScore, temperature: float

@@ -11,6 +11,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+# On CPUs a scorer's forward pass is filled up to a multiple of this many tokens, and so are the outputs that are read,
+# and the tokens of each expert: a float32 matrix product then gives each row the same bits however many there are and
+# wherever it is. Attention runs sequence by sequence. So a sample's scores are the same to the last bit whatever it is
+# scored with, and neither inter-stage fusion nor the number of scorers changes a run.
+ROWS = 16
 # A sequence in a block counts as at least this long. For shorter ones a separate block costs more than padding.
 _SHORT = 64
 # On CPUs attention computes the tokens after a prefix or a cache in blocks of so many tokens, counted from the end of
