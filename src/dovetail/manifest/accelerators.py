@@ -1,5 +1,5 @@
-"""What a manifest says of GPUs: where it asks for them, the same job without them, and servers that leave them to
-others. Pure."""
+"""The GPUs of a manifest: where it asks for them, the same job without them, and servers that leave them to other
+processes. Pure."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ SLEEP = "--enable-sleep-mode"
 
 
 def asked(spec: RLHFJobSpec) -> Iterator[tuple[int, Group]]:
-    """Index and group where GPUs are asked for: by a product, or by a perPod that is written down (its default asks
-    for nothing).
-
-    Takes a spec as it was written, because `resolve` leaves products alone."""
+    """The index and the group wherever the manifest asks for GPUs. A group asks with a product, or with a perPod that
+    the manifest contains. (The default of perPod asks for nothing.) `spec` must be as it was written, because `resolve`
+    does not change products."""
     for index, group in enumerate(spec.groups):
         named = group.gpu.product is not None or "per_pod" in group.gpu.model_fields_set
         if named and group.gpu.per_pod > 0:
@@ -22,7 +21,7 @@ def asked(spec: RLHFJobSpec) -> Iterator[tuple[int, Group]]:
 
 
 def no_gpus(spec: RLHFJobSpec, present: int) -> str | None:
-    """Why this machine, with `present` GPUs, would run such a group on its CPUs; None if it would not."""
+    """Why this machine, with `present` GPUs, would run such a group on its CPUs. None if it would not."""
     for index, group in asked(spec):
         gpu, field = group.gpu, f"spec.groups[{index}].gpu"
         if gpu.product is None:
@@ -39,12 +38,12 @@ def no_gpus(spec: RLHFJobSpec, present: int) -> str | None:
 
 
 def on_cpus(spec: RLHFJobSpec) -> RLHFJobSpec:
-    """`spec` with all groups on CPUs: the same number of pods, with one trainer rank in each."""
+    """`spec` with all groups on CPUs. The number of pods stays the same, and each has one trainer rank."""
     groups = [group.model_copy(update={"gpu": GroupGPU(product=None, per_pod=0)}) for group in spec.groups]
     return spec.model_copy(update={"groups": groups})
 
 
 def sleeps(group: Group) -> bool:
-    """Whether the group's vLLM servers sleep while the scorers or trainers beside them work. Those beside trainers
-    always do, others if `vllmArgs` says so. Only servers on GPUs can."""
+    """Whether the group's vLLM servers sleep while the scorers or trainers beside them work. Servers beside trainers
+    always do. Others do if `vllmArgs` says so. Only servers on GPUs can sleep."""
     return not group.on_cpu and (Role.TRAINER in group.roles or SLEEP in group.vllm_args)

@@ -1,4 +1,4 @@
-"""Base of every API object, and the field types they share."""
+"""The base class of every API object, and the field types that they share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ PositiveFloat = Annotated[float, Field(gt=0.0)]
 
 
 class Model(BaseModel):
-    """Base of every API object: camelCase aliases, unknown fields refused, immutable."""
+    """The base class of every API object. Aliases are in camelCase, unknown fields are refused, and objects are
+    immutable."""
 
     model_config = ConfigDict(
         alias_generator=to_camel, populate_by_name=True, extra="forbid", frozen=True, allow_inf_nan=False
@@ -43,7 +44,7 @@ class Model(BaseModel):
 
 
 class ObjectMeta(BaseModel):
-    """The parts of Kubernetes metadata that Dovetail reads; others are kept as they are."""
+    """The parts of Kubernetes metadata that Dovetail reads. Other parts are kept unchanged."""
 
     model_config = ConfigDict(extra="allow")
 

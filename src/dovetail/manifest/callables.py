@@ -1,4 +1,4 @@
-"""Functions that a manifest names as `module:callable`."""
+"""Loads the functions that a manifest names as `module:callable`."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from typing import Any, Self
 
 
 class FunctionError(ValueError):
-    """A function that the manifest names failed. The message is one sentence: field, function, what it did."""
+    """A function that the manifest names failed. The message is one sentence with the field, the function and what it
+    did."""
 
     @classmethod
     def raised(cls, field: str, name: str, error: Exception) -> Self:
-        """Of a function that raised: with the error's first line, and where in the user's code it happened."""
+        """The error of a function that raised an exception. It has the exception's first line and the place in the
+        user's code."""
         text = str(error).strip().splitlines()
         what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
         frames = traceback.extract_tb(error.__traceback__)[1:]

@@ -12,7 +12,7 @@ def shares_body(spec: RLHFJobSpec) -> bool:
 
 
 def has_critic(spec: RLHFJobSpec) -> bool:
-    """Whether there is a critic model: group baselines (GRPO, RLOO) need none, nor does a shared body."""
+    """Whether there is a critic model. Group baselines (GRPO, RLOO) and a shared body need none."""
     return spec.ppo.advantage == "gae" and not spec.models.critic.share_actor_body
 
 

@@ -1,4 +1,4 @@
-"""Turns YAML into an RLHFJob, or into sentences that name the field and the fix."""
+"""Turns YAML into an RLHFJob, or into sentences that name the field and how to correct it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_VALUES = 20_000
 
 
 class ManifestError(ValueError):
-    """A manifest that cannot be run. `errors`: one sentence for each problem; the message has one a line."""
+    """A manifest that cannot be run. `errors`: one sentence for each problem. The message has one per line."""
 
     def __init__(self, errors: list[str]) -> None:
         super().__init__("\n".join(errors))
@@ -32,8 +32,8 @@ class ManifestError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2 scalars (`Off` is text, `1e-5` a number), repeated keys refused, and the number of values bounded: a
-    few aliases of aliases stand for billions."""
+    """Reads YAML 1.2 scalars: `Off` is text, and `1e-5` is a number. It refuses repeated keys, and limits the number of
+    values, because a few aliases of aliases stand for billions."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
@@ -116,7 +116,7 @@ def read_yaml(source: str | Path) -> Any:
 
 
 class FieldLines:
-    """The lines of a manifest file where its fields are. `ignored`: fields that do not come from the file, as
+    """The lines of fields in a manifest file. `ignored`: fields that do not come from the file, such as
     `spec.ppo.iterations`."""
 
     def __init__(self, path: Path, ignored: Sequence[str] = ()) -> None:
@@ -129,8 +129,8 @@ class FieldLines:
         self._root = nodes[0] if nodes else None
 
     def located(self, sentence: str) -> str:
-        """The sentence with file and line before it, as `job.yaml:12: spec.ppo.clip must be ...`, if it begins with a
-        field. Of a field that is missing, the line of what should have it."""
+        """The sentence with file and line before it if it begins with a field, as in `job.yaml:12: spec.ppo.clip must
+        be ...`. For a missing field it is the line of the object that should have it."""
         field = _FIELD.match(sentence)
         steps = _steps(field[0]) if field else ()
         if self._root is None or not steps or any(steps[: len(own)] == own for own in self._ignored):
@@ -139,7 +139,7 @@ class FieldLines:
         return sentence if line is None else f"{self._path}:{line}: {sentence}"
 
     def _line(self, steps: tuple[str | int, ...]) -> int | None:
-        """Counts from 1. None where not even the first step is there."""
+        """The line, counted from 1. None if not even the first step of the path exists."""
         node, line = self._root, None
         for step in steps:
             if isinstance(node, yaml.MappingNode):
@@ -191,8 +191,8 @@ _OF_THIS_MACHINE = ("models", "data", "evaluation", "ppo", "output")
 
 
 def with_home(data: Any) -> Any:
-    """Plain data of a manifest, with the home folder in place of the `~` that a local path begins with. It is for jobs
-    that run on this machine: pods have other folders."""
+    """A manifest's plain data, with the home folder in place of the `~` at the beginning of local paths. It is for jobs
+    on this machine, because pods have other folders."""
     spec = data.get("spec") if isinstance(data, dict) else None
     if not isinstance(spec, dict):
         return data
@@ -211,7 +211,7 @@ def _at_home(value: Any) -> Any:
 
 
 def parse(data: Any) -> RLHFJob:
-    """An RLHFJob of plain YAML or JSON data, its fields checked one by one. Raises ManifestError."""
+    """An RLHFJob from plain YAML or JSON data. Its fields are checked one by one. Raises ManifestError."""
     if not isinstance(data, dict):
         raise ManifestError([f"The manifest must be a mapping that starts with `apiVersion: {API_VERSION}`."])
     for key, wanted in (("apiVersion", API_VERSION), ("kind", KIND)):
@@ -226,7 +226,8 @@ def parse(data: Any) -> RLHFJob:
 
 
 def _sentences(error: ValidationError, data: Any) -> list[str]:
-    """One sentence a field, in the manifest's order; where a union failed in every branch, one for all of them."""
+    """One sentence per field, in the manifest's order. If a union failed in every branch, there is one sentence for all
+    branches."""
     found: dict[tuple[str | int, ...], str] = {}
     for problem in error.errors(include_url=False):
         path = _real_path(problem["loc"], data, problem["type"])
@@ -238,7 +239,7 @@ def _sentences(error: ValidationError, data: Any) -> list[str]:
 
 
 def _real_path(loc: tuple[str | int, ...], data: Any, kind: str) -> tuple[str | int, ...]:
-    """`loc` without pydantic's names of union branches, which are in no manifest."""
+    """`loc` without pydantic's names of union branches, which no manifest contains."""
     path: list[str | int] = []
     for position, step in enumerate(loc):
         inside = (isinstance(data, dict) and step in data) or (

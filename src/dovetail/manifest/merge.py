@@ -1,4 +1,5 @@
-"""Strategic merge patch of pod templates: the subset of Kubernetes' rules that pod templates use. Pure."""
+"""Applies strategic merge patches to pod templates. It has the subset of Kubernetes' rules that pod templates use.
+Pure."""
 
 from __future__ import annotations
 
@@ -22,12 +23,12 @@ DIRECTIVE = "$patch"
 
 
 class MergeError(ValueError):
-    """The patch cannot be applied; one sentence."""
+    """The patch cannot be applied. The message is one sentence."""
 
 
 def merge(base: dict[str, Any], patch: dict[str, Any]) -> dict[str, Any]:
-    """`base` with `patch` merged in; neither is changed. null removes a field, `$patch: delete` a list's item,
-    `$patch: replace` makes the patch's object the whole. Raises MergeError."""
+    """`base` with `patch` merged in. Neither of them is changed. null removes a field. `$patch: delete` removes an item
+    of a list. `$patch: replace` replaces the whole object by the patch's object. Raises MergeError."""
     return _objects(base, patch, "podTemplate")
 
 
@@ -54,7 +55,7 @@ def _value(base: Any, patch: Any, name: str, path: str) -> Any:
 
 
 def _lists(base: list[Any], patch: list[Any], key: str, path: str) -> list[Any]:
-    """Items with the same key are merged where they stand, others added at the end in the patch's order."""
+    """Items with the same key are merged in place. Other items are added at the end, in the patch's order."""
     result: dict[Any, Any] = {item[key]: item for item in base}
     for number, item in enumerate(patch):
         place = f"{path}[{number}]"

@@ -70,9 +70,8 @@ def _old_log_probs(spec: RLHFJobSpec) -> Literal["Rollout", "Recompute"]:
 
 
 def absolute_paths(job: RLHFJob, base_dir: Path) -> RLHFJob:
-    """`job` with every local path that its spec names made absolute, starting at `base_dir` (the manifest's folder).
-
-    A tokenizer path that is no folder there stays as it is: it is a hub name."""
+    """`job` with absolute paths in place of all local paths that its spec names. They start at `base_dir`, the
+    manifest's folder. A tokenizer path that is not a folder there stays unchanged, because it is a name on a hub."""
     data = job.model_dump(by_alias=True, mode="json")
     spec = data["spec"]
     sources = [model.get("source") for model in spec["models"].values()]

@@ -1,4 +1,4 @@
-"""How many pods and ranks a manifest asks for, and which models its stages train."""
+"""Computes how many pods and ranks a manifest asks for, and which models its stages train."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from dovetail.manifest.types import Group, Parallelism, RLHFJobSpec, Role, Stage
 
 
 def world_size(layout: Parallelism) -> int:
-    """Ranks that the layout occupies."""
+    """The number of ranks of the layout."""
     return layout.pp * layout.dp * layout.tp
 
 
 def pod_count(group: Group) -> int:
-    """Pods that a group starts with: replicas, else minReplicas, else 1."""
+    """The number of pods that a group starts with: replicas, else minReplicas, else 1."""
     return group.replicas or group.min_replicas or 1
 
 
 def relays_weights(spec: RLHFJobSpec, group: Group) -> bool:
-    """Whether the servers of a group of rollouts send their weights to others, and take them from others. They do if
-    the job may have several, unless they take turns with trainers: these need the memory that weights would go to."""
+    """Whether the servers of a rollout group send their weights to each other. They do if the job may have several
+    servers. They do not if they take turns with trainers, which need the memory for the weights."""
     rollouts = [each for each in spec.groups if Role.ROLLOUT in each.roles]
     most = sum(max(pod_count(each), each.max_replicas or 0) for each in rollouts)
     return most > 1 and Role.TRAINER not in group.roles
 
 
 def trainer_ranks(group: Group) -> int:
-    """Trainer ranks of a group: one a GPU, one a pod on CPUs; 0 without the trainer role."""
+    """The number of trainer ranks of a group: one per GPU, or one per pod on CPUs. 0 without the trainer role."""
     return pod_count(group) * max(1, group.gpu.per_pod) if Role.TRAINER in group.roles else 0
 
 
 def trainer_world(spec: RLHFJobSpec) -> int:
-    """Trainer ranks of the whole job."""
+    """The number of trainer ranks of the whole job."""
     return sum(trainer_ranks(group) for group in spec.groups)
 
 
 def trained_models(spec: RLHFJobSpec) -> list[str]:
-    """Models that the job's stages train, in the order actor, critic, reward."""
+    """The models that the job's stages train, in the order actor, critic, reward."""
     found = []
     if any(stage.model == "actor" for stage in spec.stages):
         found.append("actor")

@@ -1,4 +1,4 @@
-"""Descriptions of field types, such as "a number above 0", for messages, `dovetail explain` and the reference page."""
+"""Describes field types, as in "a number above 0", for messages, `dovetail explain` and the reference page."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model_in(kind: Any) -> type[BaseModel] | None:
 
 
 def options(kind: Any) -> list[str]:
-    """Values of an enumeration or literal, also inside a list or a union; [] for other types."""
+    """The values of an enumeration or literal, also inside a list or a union. [] for other types."""
     if isinstance(kind, type) and issubclass(kind, StrEnum):
         return [member.value for member in kind]
     if get_origin(kind) is Literal:
@@ -46,7 +46,7 @@ def options(kind: Any) -> list[str]:
 
 
 def short_type(field: FieldInfo) -> str:
-    """kubectl-explain's way: string, integer, number, boolean, Object, []string, map[string]string."""
+    """The type as kubectl explain writes it: string, integer, number, boolean, Object, []string, map[string]string."""
     return _short(field.annotation)
 
 
@@ -68,7 +68,7 @@ def _short(kind: Any) -> str:
 
 
 def expected(field: FieldInfo) -> str:
-    """What a field takes, to complete the sentence `x must be ...`."""
+    """What a field accepts. It completes the sentence `x must be ...`."""
     return describe(field.annotation, list(field.metadata))
 
 

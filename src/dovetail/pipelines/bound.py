@@ -62,7 +62,7 @@ def lower_bound(instance: SearchInstance) -> float:
 
 
 def _arrivals(instance: SearchInstance, m: int, q: int) -> Floats:
-    """Earliest start of each forward of a model's micro-batch q, (chunks, N); infinite where a rank holds no stage."""
+    """The earliest start of each forward of a model's micro-batch q, (chunks, N). Infinite if a rank holds no stage."""
     starts = np.full((len(instance.total), instance.ranks), np.inf)
     for c, rank in instance.nodes(m):
         p, back = instance.before[c, rank]
@@ -72,7 +72,7 @@ def _arrivals(instance: SearchInstance, m: int, q: int) -> Floats:
 
 
 def _returns(instance: SearchInstance, m: int, first: int, last: int) -> Floats:
-    """Least time from the start of a forward to the end of the same stage's B, (chunks, N, micro-batches)."""
+    """The least time from the start of a forward to the end of the same stage's B, (chunks, N, micro-batches)."""
     d, result = instance.duration, np.zeros((len(instance.total), instance.ranks, last - first))
     for c, rank in instance.nodes(m)[::-1]:
         result[c, rank] = d[c, F, rank, first:last] + d[c, B, rank, first:last]
@@ -93,7 +93,7 @@ def _areas(instance: SearchInstance, m: int, first: int, last: int) -> Floats:
 
 
 def least_interval(instance: SearchInstance, m: int) -> float:
-    """How long after one another micro-batches of a model enter on average, at least, where only memory limits them."""
+    """The least mean time between two micro-batches of a model that enter, if only memory limits them."""
     count = int(instance.total[instance.chunks(m).start])
     return float(_areas(instance, m, 0, count).max()) / count
 

@@ -16,7 +16,7 @@ class ScheduleError(ValueError):
 
 
 class RankPass(NamedTuple):
-    """One pass in a rank's list. `kind`: F, B, I or W."""
+    """One pass in a rank's list. `kind` is F, B, I or W."""
 
     model: str
     pipeline: int
@@ -29,7 +29,7 @@ Key = tuple[str, int, int, int, str]
 
 
 def steps(schedule: Schedule) -> list[list[RankPass]]:
-    """A schedule as lists of steps, one list a rank."""
+    """A schedule as lists of steps, one list for each rank."""
     lists: list[list[RankPass]] = [[] for _ in range(schedule.instance.ranks)]
     for p in schedule.passes():
         lists[p.rank].append(RankPass(p.model, p.pipeline, p.stage, p.micro_batch, p.kind))

@@ -1,5 +1,4 @@
-"""numba, which compiles the kernels where it is installed, and the one private part of it that they need.
-
+"""Gathers numba, which compiles the kernels if it is installed, and the one private part of it that they need.
 tests/unit/test_pipelines_simulate.py fails if numba asks for something else."""
 
 from __future__ import annotations

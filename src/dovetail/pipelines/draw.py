@@ -1,4 +1,4 @@
-"""Timelines as SVG and as text."""
+"""Draws timelines as SVG and as text."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from dovetail.pipelines.simulate import Floats
 
 
 class ProblemError(ValueError):
-    """A schedule that cannot exist. The message names the numbers and the fix."""
+    """The schedule cannot exist. The message names the numbers and how to correct them."""
 
 
 @dataclass(frozen=True, eq=False)

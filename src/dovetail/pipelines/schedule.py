@@ -79,11 +79,11 @@ class Schedule:
 
 
 class DeadlockError(ValueError):
-    """Orders that never finish."""
+    """The orders of passes never finish."""
 
 
 def evaluate(instance: SearchInstance, orders: Ints, family: str = "", how: str = "rule") -> Schedule:
-    """The schedule of these orders. Raises DeadlockError where they cannot run to their end."""
+    """The schedule of these orders. Raises DeadlockError if they cannot run to their end."""
     finish = np.zeros_like(instance.duration)
     makespan = run_orders(orders, *timing_arguments(instance), finish)
     if makespan < 0:
@@ -93,7 +93,7 @@ def evaluate(instance: SearchInstance, orders: Ints, family: str = "", how: str 
 
 
 def timing_arguments(i: SearchInstance) -> tuple[object, ...]:
-    """What the kernels take of an instance."""
+    """The arguments of the kernels for an instance."""
     return (i.duration, i.before, i.after, i.total, i.group, i.wait, steps_argument(i), i.latency, i.split)
 
 

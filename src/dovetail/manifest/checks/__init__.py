@@ -1,1 +1,1 @@
-"""What a manifest must satisfy, and the sentences for manifests that do not."""
+"""The checks of a manifest, and the sentences for manifests that fail them."""

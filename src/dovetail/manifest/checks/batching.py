@@ -1,4 +1,5 @@
-"""Which batch sizes must divide which others, for every stage and model. Validation and planner share this table."""
+"""Says which batch sizes must divide which others, for every stage and model. Validation and the planner share this
+table."""
 
 from __future__ import annotations
 
@@ -10,8 +11,8 @@ from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 
 
 class BatchRule(NamedTuple):
-    """One model's batch in one stage; sizes in sequences (reward training and DPO: pairs), fields as paths
-    below the root. `tokens`: the most of a micro-batch, where micro-batches are cut by tokens; `micro` is then 1."""
+    """The batch of one model in one stage. Sizes count sequences, or pairs in reward training and DPO. Fields are paths
+    below the root. `tokens`: the maximum of a micro-batch if micro-batches are divided by tokens. `micro` is then 1."""
 
     stage: Stage
     model: str
@@ -22,7 +23,7 @@ class BatchRule(NamedTuple):
     tokens: int | None = None
 
     def problem(self, dp: int) -> str | None:
-        """Why `dp` data-parallel ranks cannot share the batch evenly, without a full stop; None if they can."""
+        """Why `dp` data-parallel ranks cannot divide the batch evenly, without a full stop. None if they can."""
         if self.batch % (dp * self.micro) == 0:
             return None
         ranks = f"{dp} data-parallel ranks of the {self.model}" if dp > 1 else f"the {self.model}"
@@ -59,16 +60,16 @@ def _rule(spec: RLHFJobSpec, stage: Stage, model: str, config: PPO | Supervised,
 
 
 def longest_sample(spec: RLHFJobSpec, stage: Stage) -> int:
-    """The most tokens of what stays together in a micro-batch: a sequence, in reward training and DPO a pair of
-    them."""
+    """The maximum tokens of what stays together in a micro-batch: a sequence, or a pair of them in reward training and
+    DPO."""
     if stage is Stage.PPO:
         return spec.data.max_prompt_tokens + spec.generation.max_tokens
     return spec.data.max_tokens * (2 if stage.has_pairs else 1)
 
 
 def micro_batch_tokens(spec: RLHFJobSpec, stage: Stage) -> int | None:
-    """The most tokens of a stage's micro-batch, or None if rows are counted. Auto: what `microBatchSize` of the longest
-    samples have. The planner may choose another number for PPO (`Batching.micro_batch_tokens`)."""
+    """The maximum tokens of a stage's micro-batch. None if rows are counted. Auto means the tokens of `microBatchSize`
+    samples of the maximum length. The planner may choose another number for PPO (`Batching.micro_batch_tokens`)."""
     config = getattr(spec, stage.value)
     if config.micro_batch_tokens == "Auto":
         return int(config.micro_batch_size) * longest_sample(spec, stage)
@@ -77,9 +78,8 @@ def micro_batch_tokens(spec: RLHFJobSpec, stage: Stage) -> int | None:
 
 
 def pinned_layouts(spec: RLHFJobSpec) -> dict[str, tuple[str, Parallelism]] | None:
-    """Layout and field path of each model where spec.plan.parallelism pins it, else None.
-
-    The reward model is laid out like the critic, which starts from it."""
+    """The layout and the field path of each model that spec.plan.parallelism pins. None for the other models. The
+    reward model has the critic's layout, because the critic starts from it."""
     pins = spec.plan.parallelism
     if pins == "Auto":
         return None

@@ -13,11 +13,10 @@ _HOLE = re.compile(r"\{([^{}]*\bself\b[^{}]*)\}")
 
 
 class CelRule(NamedTuple):
-    """One rule of the CRD.
-
-    `path`: the object that `self` stands for, dotted below the root ("" is the root). `[]` enters a list's items.
-    `rule`: the expression. `message`: the sentence for the user; `{...self...}` in it is an expression, whose value is
-    written there. `field`: the path below `path` that the API server reports; None: `path` itself."""
+    """One rule of the CRD. `path`: the object that `self` stands for, with dots, below the root ("" is the root). `[]`
+    enters the items of a list. `rule`: the expression. `message`: the sentence for the user. `{...self...}` in it is an
+    expression, and the message shows its value. `field`: the path below `path` that the API server reports. None:
+    `path` itself."""
 
     path: str
     rule: str

@@ -1,4 +1,4 @@
-"""Which fields of a manifest may change when its run is resumed. Pure."""
+"""Says which fields of a manifest may change when its run is resumed. Pure."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ class Change:
         return name.startswith("data.") and self._same_data(name)
 
     def _same_data(self, name: str) -> bool:
-        """A data set in another folder, or by another name of its commit; that it is the same is told by its
-        fingerprint."""
+        """Whether the data set may be the same: it is in another folder, or has another name for its commit. Its
+        fingerprint shows whether it is the same."""
         if name.endswith(".revision"):
             return True
         return (

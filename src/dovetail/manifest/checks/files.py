@@ -1,5 +1,4 @@
-"""Checks the files that a manifest names: whether they exist and can be used. Only this part of validation reads the
-disk."""
+"""Checks that the files that a manifest names exist and can be used. Only this part of validation reads the disk."""
 
 from __future__ import annotations
 
@@ -98,7 +97,7 @@ _CORRECT = "correct the path (relative paths start at the manifest's folder)"
 
 
 def _variable(path: Path) -> str:
-    """What to do about an environment variable in a path; "" if there is none."""
+    """What to do about an environment variable in a path. "" if there is none."""
     return "write the path itself, because no environment variables are replaced in a manifest" * ("$" in str(path))
 
 
@@ -140,7 +139,8 @@ def _family_name(spec: RLHFJobSpec, name: str, base: Path) -> Any:
 
 
 def _heads(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
-    """Attention heads that vLLM does not compute on CPUs. (A model from scratch has a rule about it.)"""
+    """Problems with attention heads that vLLM does not compute on CPUs. (A model from scratch has a rule about
+    them.)"""
     source = spec.models.actor.source
     on_cpu = any(Role.ROLLOUT in group.roles and group.on_cpu for group in spec.groups)
     if Stage.PPO not in spec.stages or not on_cpu or source is None or source.path is None:
@@ -152,7 +152,7 @@ def _heads(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
 
 
 def _experts(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
-    """Settings of models with experts, for models without."""
+    """Problems with settings for models with experts, in jobs whose model has none."""
     for name in _OWNERS:
         family = MODEL_FAMILIES.get(_family_name(spec, name, base))
         if getattr(spec.models, name).router_aux_loss_coef and family is not None and family.experts is None:
@@ -167,7 +167,7 @@ def _experts(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
 
 
 def _shared_layers(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
-    """Pinned tensor parallel degrees of models whose layers ranks cannot share."""
+    """Problems with pinned tensor-parallel degrees of models whose layers ranks cannot share."""
     pinned = pinned_layouts(spec) or {}
     for name in ("actor", "critic"):
         kind = _family_name(spec, name, base)
@@ -229,7 +229,7 @@ def _tokenizer(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
 
 
 def _json(path: Path) -> Any:
-    """The file's value, or a string that says why there is none."""
+    """The file's value, or a string with the reason if there is none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,10 +1,10 @@
-"""Which parts of a job's spec may change, as CEL transition rules.
+"""Says which parts of a job's spec may change, as CEL transition rules.
 
-At any time a user may suspend and resume a job, scale its rollout groups, change its deadlines, its failure policy, its
-checkpoint policy and which samples are kept as text, decide to keep its claim, and have a failed job try again.
-Images, pod templates and the access to a hub may change while it is suspended. Everything else decides what is trained.
-It is fixed when the job has a plan (condition Planned=True). Before that it may be corrected, above all while
-Planned=False says what does not fit."""
+At any time a user may suspend and resume a job, scale its rollout groups, and let a failed job try again. The user may
+also change its deadlines, its failure policy, its checkpoint policy and which samples are kept as text, and may decide
+to keep its claim. Images, pod templates and the access to a hub may change while the job is suspended. Everything else
+decides what is trained. It is fixed when the job has a plan (condition Planned=True). Before that it may be corrected,
+above all while Planned=False says what does not fit."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rules about metadata.name, each in Python and in CEL: what passes is a name for all objects of the job. Pure.
+"""The rules about metadata.name, each in Python and in CEL. A name that passes works for all objects of the job. Pure.
 
-Kubernetes makes the names of a job's pods of the job's name, the group's name and the pod's number, as in
-`demo-train-0-3-x7k2p`. They may have 63 characters, and JobSet wants them to begin with a letter."""
+Kubernetes makes the names of a job's pods from the job's name, the group's name and the pod's number, as in
+`demo-train-0-3-x7k2p`. They may have 63 characters. JobSet requires that they begin with a letter."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""What a pod template of a manifest may not change, because the pod would not work with it, and the memory that it
-allows. Pure.
-
-Names and paths are those that the operator renders; tests/unit/test_pod_templates.py compares them."""
+"""Says what a pod template in a manifest may not change, because the pod would not work with it. Pure. The names and
+paths are those that the operator renders. tests/unit/test_pod_templates.py compares them."""
 
 from __future__ import annotations
 
@@ -36,25 +34,25 @@ _SCALES = {"m": 1e-3, "k": 1e3} | {
 
 
 def own_variables(template: dict[str, Any]) -> list[str]:
-    """Variables of ours that a template sets in the pod's container."""
+    """Dovetail's own variables that a template sets in the pod's container."""
     return [str(each.get("name")) for each in _of_container(template, "env") if each.get("name") in VARIABLES]
 
 
 def own_mounts(template: dict[str, Any]) -> list[str]:
-    """Paths at which a template mounts something over folders of ours."""
+    """The paths at which a template mounts something over Dovetail's own folders."""
     paths = [str(each.get("mountPath")) for each in _of_container(template, "volumeMounts")]
     below = tuple(f"{own}/" for own in MOUNTS)
     return [path for path in paths if path in (*MOUNTS, *PARENTS) or path.startswith(below)]
 
 
 def own_volumes(template: dict[str, Any]) -> list[str]:
-    """Volumes of ours that a template changes."""
+    """Dovetail's own volumes that a template changes."""
     found = [str(each.get("name")) for each in _items(_object(template.get("spec")).get("volumes"))]
     return [name for name in found if name in VOLUMES or re.fullmatch(f"{CLAIM_VOLUME}[0-9]+", name)]
 
 
 def restart_policy(template: dict[str, Any]) -> Any:
-    """None: the template does not say."""
+    """The template's restart policy. None if it has none."""
     return _object(template.get("spec")).get("restartPolicy")
 
 
@@ -74,7 +72,7 @@ def merge_problem(template: dict[str, Any]) -> str:
 
 
 def template_problem(template: dict[str, Any]) -> str:
-    """What else than the names above would break the pod, without a full stop; empty if nothing would."""
+    """Other settings that would break the pod, without a full stop. Empty if there are none."""
     return next(_problems(template), "")
 
 
@@ -125,7 +123,7 @@ def _container_problems(container: dict[str, Any], where: str) -> Iterator[str]:
 
 
 def _whole(parent: dict[str, Any], name: str, where: str) -> Iterator[str]:
-    """Whether a list that has parts of ours is removed or replaced."""
+    """Whether the template removes or replaces a list that has Dovetail's own parts."""
     value = parent.get(name, [])
     if not isinstance(value, list):
         yield f"{where}.{name} would remove Dovetail's own; give a list of what to add or change"

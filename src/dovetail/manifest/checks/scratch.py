@@ -1,4 +1,4 @@
-"""Checks of a scratch model's configuration that need no model library."""
+"""Checks a scratch model's configuration without a model library."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ SIZES = (
 
 
 def architecture_layers(model: ScratchModel) -> int | None:
-    """The number of layers; None if the configuration's value is no number."""
+    """The number of layers. None if the configuration's value is not a number."""
     defaults = MODEL_FAMILIES[model.architecture].defaults
     layers = model.config.get("num_hidden_layers", defaults["num_hidden_layers"])
     return layers if is_count(layers) else None
 
 
 def head_size(config: Mapping[str, Any]) -> int | None:
-    """The dimensions of one attention head of a Hugging Face configuration; None if the configuration does not say."""
+    """The dimensions of one attention head in a Hugging Face configuration. None if the configuration does not say."""
     family = MODEL_FAMILIES.get(str(config.get("model_type")))
     if size := config.get("head_dim") or (family.head_dim if family is not None else None):
         return int(size)

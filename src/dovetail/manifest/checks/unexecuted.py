@@ -1,4 +1,5 @@
-"""Fields that are accepted but have no effect yet. This one table makes sure that each brings a warning."""
+"""Lists the fields that are accepted but have no effect yet. This one table makes sure that each of them causes a
+warning."""
 
 from __future__ import annotations
 
@@ -146,8 +147,9 @@ UNEXECUTED: tuple[Unexecuted, ...] = (
 
 
 def warnings(spec: RLHFJobSpec, *, cluster: bool = False) -> list[str]:
-    """One sentence for each field that is set without effect: not executed yet (`cluster`: not by the operator
-    either), or useless beside other fields. The job still runs, unless the sentence says otherwise."""
+    """One sentence for each field that is set but has no effect. Either no process executes it yet (with `cluster`, the
+    operator does not either), or other fields make it useless. The job still runs, unless the sentence says
+    otherwise."""
     found = [
         f"{path} is not executed {'on a single machine' if entry.on_cluster else 'yet'}: {entry.why}."
         for entry in UNEXECUTED

@@ -1,5 +1,5 @@
-"""The CustomResourceDefinition, made from the pydantic types and the rules: a structural schema, defaults, CEL rules,
-columns."""
+"""Makes the CustomResourceDefinition from the pydantic types and the rules: a structural schema, defaults, CEL rules
+and columns."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def _inline(node: Any, definitions: Schema) -> Any:
 
 
 def _convert(node: Schema, model: type[BaseModel] | None) -> Schema:
-    """From JSON Schema 2020-12 to a structural schema."""
+    """Convert JSON Schema 2020-12 to a structural schema."""
     node = dict(node)
     branches = node.pop("anyOf", None)
     if branches is not None:
@@ -157,7 +157,7 @@ def _typed(node: Schema, model: type[BaseModel] | None) -> Schema:
 
 
 def _properties(properties: Schema, model: type[BaseModel] | None) -> Schema:
-    """Convert each, and give it the default that pydantic's schema leaves out because a factory makes it."""
+    """Convert each property. Give it the default that pydantic's schema leaves out because a factory makes it."""
     fields = {f.alias or n: f for n, f in model.model_fields.items()} if model else {}
     result = {}
     for name, value in properties.items():
@@ -169,7 +169,7 @@ def _properties(properties: Schema, model: type[BaseModel] | None) -> Schema:
 
 
 def _plain(value: Any) -> Any:
-    """Objects default to {}: their own fields' defaults do the rest."""
+    """The default of an object is {}. The defaults of its own fields do the rest."""
     if isinstance(value, BaseModel):
         return {}
     if isinstance(value, list):
@@ -178,10 +178,9 @@ def _plain(value: Any) -> Any:
 
 
 def _union(branches: list[Schema]) -> Schema:
-    """A structural schema has no unions of types but int-or-string: take any value, and bound it by kind. CEL rules can
-    read fields of int-or-string, and no other unions.
-
-    Keywords bind only values of their own kind, so `minLength: 1, maxLength: 0` excludes every string."""
+    """Convert a union. A structural schema has no unions of types except int-or-string. So the schema takes any value,
+    and limits it by its kind. CEL rules can read int-or-string fields, and no other unions. Keywords only limit values
+    of their own kind, so `minLength: 1, maxLength: 0` excludes every string."""
     alternatives = []
     whole = all(
         branch.get("type") == "integer" for branch in branches if "enum" not in branch and "const" not in branch

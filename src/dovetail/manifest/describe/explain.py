@@ -1,4 +1,4 @@
-"""`dovetail explain`: what a field means, in the form of kubectl explain."""
+"""`dovetail explain`: describes a field in the form of kubectl explain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WIDTH = 100
 
 
 class ExplainError(ValueError):
-    """There is no such field; the message names similar ones."""
+    """There is no such field. The message names similar ones."""
 
 
 def alias(name: str, field: FieldInfo) -> str:
@@ -28,7 +28,8 @@ def alias(name: str, field: FieldInfo) -> str:
 
 
 def explain(path: str = KIND) -> str:
-    """The page of a field such as `RLHFJob.spec.ppo`; the leading kind may be left out. Raises ExplainError."""
+    """The page of a field such as `RLHFJob.spec.ppo`. The kind at its beginning may be left out. Raises
+    ExplainError."""
     steps = [step for step in re.sub(r"\[\d*\]", "", path.strip()).split(".") if step]
     if steps and steps[0].lower() in (KIND.lower(), "rlhfjobs", "rlhf"):
         steps = steps[1:]
@@ -46,7 +47,7 @@ def explain(path: str = KIND) -> str:
 
 
 def default_of(field: FieldInfo) -> str | None:
-    """The default as YAML-like text; None for required fields, objects and empty lists."""
+    """The default as text similar to YAML. None for required fields, objects and empty lists."""
     if field.is_required():
         return None
     value: Any = field.get_default(call_default_factory=True, validated_data={})
@@ -56,7 +57,7 @@ def default_of(field: FieldInfo) -> str | None:
 
 
 def summary(field: FieldInfo) -> str:
-    """The field's description, else the first line of its object's docstring."""
+    """The field's description, or else the first line of its object's docstring."""
     if field.description:
         return field.description
     inner = model_in(field.annotation)

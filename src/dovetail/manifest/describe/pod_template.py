@@ -1,5 +1,5 @@
-"""The part of a podTemplate's schema that the API server must know: lists whose items have names, and what the rules
-look at. All else is open."""
+"""The part of a podTemplate's schema that the API server must know: lists whose items have names, and fields that the
+rules read. All other fields are open."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def _open(description: str, **properties: Schema) -> Schema:
 
 
 def _list(description: str, most: int, key: str, **properties: Schema) -> Schema:
-    """A list whose items are told apart by `key`. An item may be a directive instead."""
+    """A list whose items are identified by `key`. An item may also be a directive."""
     items = _open(f"An item, with its {key}.", **properties)
     items["anyOf"] = [{"required": [key]}, {"required": [DIRECTIVE]}]
     return {"type": "array", "maxItems": most, "description": description, "items": items}
 
 
 def pod_template() -> Schema:
-    """`metadata` and `spec` of a strategic merge patch of a pod template, but for the description."""
+    """The `metadata` and `spec` of a strategic merge patch of a pod template, without the description."""
     env = _list("Environment variables.", 256, "name", name=_text("The variable's name."))
     mounts = _list(
         "Where volumes are mounted.",

@@ -1,4 +1,4 @@
-"""The reference page, docs/reference.md, made of the types and their descriptions."""
+"""Makes the reference page, docs/reference.md, from the types and their descriptions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dovetail.manifest.types import API_VERSION, KIND, RLHFJob
 
 
 def reference() -> str:
-    """Markdown: one section an object, in the order in which a manifest names them; then the rules, and what is not
-    executed."""
+    """The page as Markdown. It has one section per object, in the order in which a manifest names them. Then come the
+    rules and the fields that are not executed."""
     models = _models()
     lines = [
         f"# {KIND} reference",
@@ -37,7 +37,7 @@ def reference() -> str:
 
 
 def _rules() -> list[str]:
-    """The table of rules, by what is said of a manifest that breaks one."""
+    """The table of rules, with the message for a manifest that breaks each."""
     lines = ["## Rules between fields", ""]
     lines += ["These rules bind several fields, so no single field's type says them. A manifest that breaks one is"]
     lines += ["answered with the sentence; `…` stands for a value of the manifest. Who answers:", ""]
@@ -53,7 +53,7 @@ def _rules() -> list[str]:
 
 
 def _models() -> dict[str, type[BaseModel]]:
-    """Every object by the first path that reaches it, breadth first within the spec, then the status."""
+    """Every object with the first path that reaches it. The spec comes first, breadth first, then the status."""
     found: dict[str, type[BaseModel]] = {KIND: RLHFJob}
     queue = [(KIND, RLHFJob)]
     while queue:
@@ -88,5 +88,5 @@ def _type(field: FieldInfo) -> str:
 
 
 def _cell(text: str) -> str:
-    """`<name>` would be a tag, and not be shown."""
+    """The text of a cell. `<name>` would be a tag and would not be shown."""
     return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")

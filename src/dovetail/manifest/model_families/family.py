@@ -1,4 +1,5 @@
-"""What Dovetail has to know of a family of causal language models: names, defaults, and the parts of a layer."""
+"""What Dovetail must know about a family of causal language models: its names, its defaults and the parts of a
+layer."""
 
 from __future__ import annotations
 

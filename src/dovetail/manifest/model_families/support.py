@@ -1,4 +1,4 @@
-"""Which configurations of models Dovetail trains, and why not the others."""
+"""Says which configurations of models Dovetail can train, and why it cannot train others."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _foreign(config: Mapping[str, Any]) -> str:
 
 
 def _rope_types(config: Mapping[str, Any]) -> Iterator[str]:
-    """Of all kinds of layers."""
+    """The rotary types of all kinds of layers."""
     for name in ("rope_parameters", "rope_scaling"):
         found = config.get(name)
         if isinstance(found, Mapping):

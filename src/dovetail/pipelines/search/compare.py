@@ -1,4 +1,4 @@
-"""Searches over several families or memory limits, and answers that are kept."""
+"""Searches several families or memory limits, and keeps the answers."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def pareto(
 
 
 def front(schedules: list[Schedule]) -> list[Schedule]:
-    """Those that no other one beats in both, fastest first."""
+    """The schedules that no other schedule beats in both time and memory, fastest first."""
     kept: list[Schedule] = []
     for schedule in sorted(schedules, key=lambda s: (round(s.makespan, 9), s.peak)):
         if not kept or schedule.peak < kept[-1].peak * (1 - 1e-9):

@@ -1,10 +1,10 @@
-"""The rules between fields of a spec: what no single field's type can say. Pure.
+"""The rules between fields of a spec, which the type of a single field cannot express. Pure.
 
-`RULES` is the one table. Each row (`Rule`) has the place of the rule, a Python predicate, the same predicate in CEL,
-and the sentence for the user. `check` runs the Python predicates. The CRD and the reference page are made of the same
-rows, so the API server refuses what `dovetail validate` refuses, in the same words. CEL cannot see free-form objects (a
-scratch model's config) and unions (plan.parallelism). Rows about these have no CEL: the operator checks them, and the
-condition Planned says what it found."""
+`RULES` is the only table. Each row (`Rule`) has the place of the rule, a Python predicate, the same predicate in CEL,
+and the sentence for the user. `check` runs the Python predicates. The CRD and the reference page are made from the same
+rows. So the API server refuses what `dovetail validate` refuses, with the same sentences. CEL cannot see free-form
+objects (a scratch model's config) and unions (plan.parallelism). Rows about these have no CEL. The operator checks
+them, and the condition Planned has the result."""
 
 from __future__ import annotations
 

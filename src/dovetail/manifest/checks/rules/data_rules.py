@@ -33,7 +33,7 @@ def _subset_of_hub(source: DataSource) -> bool:
 
 
 def _trains(stage: Stage) -> tuple[Callable[[RLHFJobSpec], bool], str]:
-    """Whether the job trains the stage's model, in Python and in CEL."""
+    """The predicate that the job trains the stage's model, in Python and in CEL."""
     if stage is Stage.REWARD:
         return (
             lambda spec: Stage.REWARD in spec.stages and not spec.models.reward.calls,

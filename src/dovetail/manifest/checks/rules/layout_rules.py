@@ -1,4 +1,4 @@
-"""Rules about layouts that the manifest pins, and about what the actor's configuration allows."""
+"""Rules about layouts that the manifest pins, and about the actor's configuration."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
 
 
 def _laid_out(spec: RLHFJobSpec, name: str) -> tuple[str, Parallelism] | None:
-    """The first trained model that spec.plan.parallelism.<name> lays out, and its layout."""
+    """The first trained model for which spec.plan.parallelism has this entry, and its layout."""
     pinned = pinned_layouts(spec)
     if pinned is None or trainer_world(spec) == 0:
         return None
@@ -115,7 +115,7 @@ def _whole_adapters(model: str) -> Rule:
 
 
 def _actor_and_critic(spec: RLHFJobSpec) -> tuple[Parallelism, Parallelism]:
-    """Their pinned layouts; two equal ones where nothing is pinned or no critic is trained."""
+    """The pinned layouts of actor and critic. If nothing is pinned or no critic is trained, the two are equal."""
     pinned = pinned_layouts(spec)
     if pinned is None or "critic" not in trained_models(spec):
         return Parallelism(), Parallelism()
@@ -174,7 +174,7 @@ LAYOUT_RULES = (
 
 
 def _actor_config(spec: RLHFJobSpec) -> Mapping[str, Any]:
-    """The configuration of an actor from scratch; {} for others."""
+    """The configuration of an actor from scratch. {} for other actors."""
     source = spec.models.actor.source
     if source is None or source.scratch is None:
         return {}
@@ -190,7 +190,7 @@ def _heads_fit(spec: RLHFJobSpec) -> bool:
 
 
 def _positions(spec: RLHFJobSpec) -> int | None:
-    """Longest sequence that the actor takes, tokens; None where the configuration does not say."""
+    """The longest sequence that the actor allows, in tokens. None if the configuration does not say."""
     positions = _actor_config(spec).get("max_position_embeddings")
     return positions if is_count(positions) else None
 

@@ -89,7 +89,7 @@ def _claim_and_path(source: ModelSource | DataSource | Tokenizer | RewardCode | 
 
 
 def claim_rule(*at: str, what: str = "a folder") -> Rule:
-    """`pvc` of these objects is claim/path."""
+    """The rule that `pvc` of these objects has the form claim/path."""
     return Rule(
         at,
         _claim_and_path,
@@ -115,7 +115,7 @@ def _trainable(name: str) -> Rule:
 
 
 def _divided(whole: str, part: str) -> Callable[[ScratchModel], bool]:
-    """Whether the configuration's number `part` divides `whole`; what is no number has a rule of its own."""
+    """Whether the configuration's number `part` divides `whole`. Another rule is about values that are no numbers."""
 
     def holds(model: ScratchModel) -> bool:
         config = model.config

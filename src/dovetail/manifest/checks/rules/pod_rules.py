@@ -39,7 +39,8 @@ def _none(found: Callable[[dict[str, object]], list[str]]) -> Callable[[Pods], b
 
 
 def _of_container(field: str, key: str, wrong: str) -> str:
-    """No item of a list of our container is `wrong`. (To name the first that is would cost the API server too much.)"""
+    """The rule that no item of a list in Dovetail's container is `wrong`. (To name the first such item would cost the
+    API server too much.)"""
     return (
         f"{_NOTHING} || !has({_SPEC}.containers) || !{_SPEC}.containers.exists(c, {_OWN} && has(c.{field}) "
         f"&& c.{field}.exists(i, has(i.{key}) && {wrong}))"
@@ -101,6 +102,6 @@ POD_RULES = (
 
 
 def template_errors(template: dict[str, Any], path: str) -> list[str]:
-    """What is wrong with a pod template that is in no manifest. `path`: of the object whose podTemplate it is."""
+    """The errors of a pod template that is not in a manifest. `path`: the object that has the podTemplate."""
     pods = Coordinator(pod_template=template)
     return [sentence for rule in POD_RULES if (sentence := rule.told(pods, path)) is not None]

@@ -21,8 +21,9 @@ from dovetail.manifest.types import Dtype, RLHFJobSpec, Role, Stage
 
 
 def _cut(stage: Stage, model: str, batch: str, micro: str, size: Callable[[RLHFJobSpec], tuple[int, int]]) -> Rule:
-    """`size`: batch and micro-batch. One data-parallel rank must be able to take the whole batch: Auto may always
-    choose one; whether the ranks then suffice is the planner's to say."""
+    """The rule that the micro-batch divides the batch. `size`: batch and micro-batch. One data-parallel rank must be
+    able to take the whole batch, because Auto may always choose one. The planner decides whether the ranks are then
+    enough."""
 
     def holds(spec: RLHFJobSpec) -> bool:
         whole, part = size(spec)
@@ -39,8 +40,8 @@ def _cut(stage: Stage, model: str, batch: str, micro: str, size: Callable[[RLHFJ
 
 
 def _cut_on_ranks(stage: Stage, model: str, batch: str, micro: str, by_tokens: bool = False) -> Rule:
-    """The same on the data-parallel ranks that spec.plan.parallelism pins. `by_tokens`: of micro-batches that are cut
-    by tokens, which need as many rows on each rank."""
+    """The same rule on the data-parallel ranks that spec.plan.parallelism pins. `by_tokens`: micro-batches are divided
+    by tokens, and need the same number of rows on each rank."""
 
     def pinned(spec: RLHFJobSpec) -> tuple[BatchRule, int] | None:
         rule = next((rule for rule in batch_rules(spec) if (rule.stage, rule.model) == (stage, model)), None)
@@ -78,7 +79,7 @@ def _multiple_of(part: str, size: Callable[[RLHFJobSpec], int]) -> Rule:
 
 
 def _budget(stage: Stage, what: str, fields: str) -> Rule:
-    """A micro-batch of tokens must have room for the longest sample."""
+    """The rule that a micro-batch of tokens has room for the longest sample."""
 
     def holds(spec: RLHFJobSpec) -> bool:
         tokens = micro_batch_tokens(spec, stage)

@@ -1,4 +1,4 @@
-"""One row of the table of rules, and shorter ways to write one."""
+"""One row of the table of rules, and helper functions to write one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _HOLE = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
 @dataclass(frozen=True)
 class Value:
-    """A value in a sentence that is computed: `of(object)` in Python, the joined values of `cel` on the API server."""
+    """A value in a sentence. Python computes it with `of(object)`, and the API server with the joined values of
+    `cel`."""
 
     of: Callable[[Any], object]
     cel: tuple[str, ...] = ()
@@ -25,14 +26,12 @@ class Value:
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table.
-
-    `at`: the places of the object that the predicate gets, such as `spec` or `spec.groups[]` (`[]`: each item). Where
-    there is no such object, the rule holds. `holds`: the predicate in Python. `cel`: the same in CEL, where `self` is
-    the object; None where CEL cannot say it. `sentence`: what the user is told where it does not hold; `{path}` is
-    the object's path, `{minReplicas}` a field below it, other names are in `values`. The sentence of a rule in a list
-    starts with `{path}`. `by_type`: the API server refuses the manifest by the type of the list (a set, or a map by
-    name), in words of its own."""
+    """One row of the table. `at`: the places of the object that the predicate gets, such as `spec` or `spec.groups[]`
+    (`[]` stands for each item). If there is no such object, the rule holds. `holds`: the predicate in Python. `cel`:
+    the same predicate in CEL, where `self` is the object. None if CEL cannot express it. `sentence`: the message if the
+    predicate is false. In it `{path}` is the object's path, `{minReplicas}` is a field below it, and other names are in
+    `values`. The sentence of a rule about list items starts with `{path}`. `by_type`: the API server refuses the
+    manifest by the type of the list (a set, or a map by name), with a message of its own."""
 
     at: tuple[str, ...]
     holds: Callable[[Any], bool]
@@ -49,11 +48,11 @@ class Rule:
                     yield path, sentence
 
     def told(self, found: Any, path: str) -> str | None:
-        """The sentence for one object, `found` at `path`; None if it keeps the rule."""
+        """The sentence for one object, `found` at `path`. None if it satisfies the rule."""
         return None if self.holds(found) else self._fill(partial(self._value, found, path))
 
     def cel_rules(self) -> Iterator[CelRule]:
-        """The rule in the CRD, once for each place; nothing without CEL."""
+        """The rule in the CRD, once for each place. Empty without CEL."""
         for place in self.at if self.cel is not None else ():
             sentence = self.sentence
             if "[]" in place:  # the API server puts the path of the item before it
@@ -62,7 +61,7 @@ class Rule:
             yield CelRule(place, self.cel or "", message)
 
     def shown(self) -> str:
-        """The sentence for a page: values that depend on the manifest are `…`."""
+        """The sentence for a page. Values that depend on the manifest are `…`."""
         path = _joined(self.at)
         return self._fill(lambda name: path if name == "path" else "…")
 
@@ -84,13 +83,13 @@ class Rule:
 
 
 class Objects:
-    """The objects of a spec by their place. Each place is looked up once for all rules."""
+    """The objects of a spec by their place. Each place is looked up only once for all rules."""
 
     def __init__(self, spec: RLHFJobSpec) -> None:
         self._found: dict[str, list[tuple[str, Any]]] = {"spec": [("spec", spec)]}
 
     def at(self, place: str) -> list[tuple[str, Any]]:
-        """Path and value of each object at a place; objects that are not given are left out."""
+        """The path and value of each object at a place. Objects that are not given are left out."""
         if place not in self._found:
             parent, _, step = place.rpartition(".")
             name = step.removesuffix("[]")
@@ -102,7 +101,7 @@ class Objects:
 
 
 def get(value: Any, alias: str) -> Any:
-    """A field by its name in manifests."""
+    """A field of an object, by its name in manifests."""
     return getattr(value, _names(value.__class__)[alias])
 
 
@@ -112,7 +111,7 @@ def _names(model: Any) -> dict[str, str]:
 
 
 def _joined(places: tuple[str, ...]) -> str:
-    """`a.{x,y}.b` of `a.x.b` and `a.y.b`, and likewise for places of each other length."""
+    """`a.{x,y}.b` for `a.x.b` and `a.y.b`. Places of each other length are joined in the same way."""
     found = []
     for length in sorted({place.count(".") for place in places}):
         steps = zip(*(place.split(".") for place in places if place.count(".") == length), strict=True)
@@ -131,7 +130,7 @@ def spec_rule(
 def ppo_rule(
     holds: Callable[[RLHFJobSpec], bool], cel: str | None, sentence: str, values: Mapping[str, Value] | None = None
 ) -> Rule:
-    """A rule that holds without the ppo stage."""
+    """A rule that holds if there is no ppo stage."""
     return spec_rule(
         lambda spec: Stage.PPO not in spec.stages or holds(spec),
         None if cel is None else f"!('ppo' in self.stages) || {cel}",
