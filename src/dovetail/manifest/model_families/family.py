@@ -14,9 +14,9 @@ Width = Literal["hidden", "queries", "keys", "inner", "attention", "gates"]
 
 @dataclass(frozen=True)
 class LinearPart:
-    """A linear layer of a decoder layer, by transformers' name. `split`: which side tensor-parallel ranks share, "out"
-    (columns) or "in" (rows); None: they cannot share it. `bias`: whose field of the configuration says whether it has
-    one (`ModelFamily.bias_fields`), "always" or "never"."""
+    """A linear layer of a decoder layer, by transformers' name. `split`: the side that tensor-parallel ranks share:
+    "out" (columns) or "in" (rows). None: they cannot share it. `bias`: the field of the configuration that says whether
+    it has a bias (`ModelFamily.bias_fields`), or "always" or "never"."""
 
     name: str
     inputs: Width
@@ -44,18 +44,19 @@ GATED_MLP = (
 )
 
 
-# What three matrices of each expert are called in files, by the parameter that holds them for all experts.
+# The names in files of each expert's three matrices, by the name of the parameter that holds them for all experts.
 EXPERT_MATRICES = {"gate_up_proj": ("gate_proj.weight", "up_proj.weight"), "down_proj": ("down_proj.weight",)}
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of each layer's MLP. Names in config.json: `count`, the first that is there;
-    `chosen`, how many a token gets; `inner`, the inner width of one. `router`: transformers' name of the module that
-    chooses; `over_chosen`: its weights are a softmax over a token's own experts, not over all. `bias`: experts and
-    router have biases. `matrices`: files
-    hold one expert's matrices where transformers has one parameter for all experts. These are their names, by the
-    parameter's name. Empty: files hold the same parameters."""
+    """A mixture of experts in place of each layer's MLP.
+
+    The names of fields in config.json: `count` is the number of experts, by the first of these names that exists.
+    `chosen` is the number of experts of a token. `inner` is the inner width of one expert. `router`: transformers' name
+    of the module that chooses the experts. `over_chosen`: the weights are a softmax over the chosen experts of a token,
+    and not over all. `bias`: experts and router have biases. `matrices`: the names in files of one expert's matrices,
+    by the name of transformers' parameter for all experts. Empty: files have the same parameters as transformers."""
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
     chosen: str = "num_experts_per_tok"
@@ -70,29 +71,31 @@ class Experts:
 class ModelFamily:
     """One family. The defaults of the fields below are those of Llama.
 
-    `name`: `model_type` of config.json. `classes`: what transformers' classes begin with; `classifier_classes`: that
-    with a value head, where it differs. `defaults`: what transformers fills in where a configuration leaves a size out.
-    `linears`: of a decoder layer, in order.
+    `name`: `model_type` in config.json. `classes`: how the names of transformers' classes begin. `classifier_classes`:
+    the same for the class with a value head, if it differs. `defaults`: the values that transformers uses if a
+    configuration leaves a size out. `linears`: the linear layers of a decoder layer, in order.
 
-    Names in config.json: `inner_field`, the MLP's inner width; `embedding_field`, the width of the token embedding,
-    where it may differ from the hidden one; `bias_fields`, attention's and the MLP's, and `bias_default` where they are
-    absent; `softcap`, the bound of logits. Where the configuration does not say: `tied`, whether head and embedding are
-    one weight; `head_dim`, of a head (None: hidden / heads). `grouped`: key heads may be fewer than query heads.
+    The names of fields in config.json: `inner_field` is the MLP's inner width. `embedding_field` is the width of the
+    token embedding, if it may differ from the hidden width. `bias_fields` say whether attention and MLP have biases,
+    and `bias_default` holds if they are absent. `softcap` is the bound of logits. If the configuration does not say:
+    `tied`, whether head and embedding share one weight; `head_dim`, the width of a head (None: hidden / heads).
+    `grouped`: there may be fewer key heads than query heads.
 
-    Parts of the model: `body`, the module that holds embedding and layers; `entry`, what it has beside the embedding
-    before the first layer; `exits`, what it has after the last, in the order of use; `embedding`, the token embedding.
-    `layer_norm`: norms have a bias. `norms`: of a layer, beside those of heads. `norm_offset`: a norm's weight is added
-    to 1. `head_norms`: norms of each query and key head, by name. `learnt_positions`: a table of them in place of
-    rotary ones. `saved_head`: the name of the vocabulary projection in files. `sinks`: each head has a learnt score
-    that takes a part of its attention. `bounded_scores`: attention's scores are bounded by tanh. `experts`: in place of
-    the MLP.
+    The parts of the model: `body` is the module that holds embedding and layers. `entry` are its parts besides the
+    embedding before the first layer. `exits` are its parts after the last layer, in the order of use. `embedding` is
+    the token embedding. `layer_norm`: norms have a bias. `norms`: the norms of a layer, except those of heads.
+    `norm_offset`: 1 is added to a norm's weight. `head_norms`: the norms of each query and key head, by name.
+    `learnt_positions`: the model has a table of positions in place of rotary ones. `saved_head`: the name of the
+    vocabulary projection in files. `sinks`: each head has a learnt score that takes a part of its attention.
+    `bounded_scores`: tanh bounds attention's scores. `experts`: they replace the MLP.
 
-    `windows`: which layers attend to `sliding_window` tokens only, where config.json has no `layer_types`: all of them;
-    all but every n-th (n: `sliding_window_pattern`, or this number); "never": models with windows are refused.
+    `windows`: the layers that attend only to `sliding_window` tokens, if config.json has no `layer_types`. They are all
+    layers, or all except every n-th one (n is `sliding_window_pattern`, or this number). "never": models with windows
+    are refused.
 
-    What autograd keeps, for the planner: `kept`, tensors of the MLP's inner width (a gate, its activation, up and their
-    product); `partial_rotary`: rotary positions may turn a part of each head, which costs a copy of the queries;
-    `side_by_side`: attention and MLP have the same input."""
+    What autograd keeps, for the planner: `kept` is the number of tensors with the MLP's inner width (a gate, its
+    activation, up and their product). `partial_rotary`: rotary positions may turn a part of each head, which costs a
+    copy of the queries. `side_by_side`: attention and MLP have the same input."""
 
     name: str
     classes: str
@@ -137,11 +140,11 @@ class ModelFamily:
 
     @property
     def splits(self) -> bool:
-        """Whether tensor-parallel ranks can share its layers: not fused ones, nor experts."""
+        """Whether tensor-parallel ranks can share its layers. They cannot share fused layers or experts."""
         return self.experts is None and all(part.split is not None for part in self.linears)
 
     def windowed(self, config: Mapping[str, Any]) -> int:
-        """How many layers of a `config.json` attend to `sliding_window` tokens only."""
+        """The number of layers of a `config.json` that attend only to `sliding_window` tokens."""
         layers = int(config.get("num_hidden_layers", self.defaults["num_hidden_layers"]))
         kinds = config.get("layer_types")
         if self.windows == "never" or not config.get("sliding_window", self.defaults.get("sliding_window")):
@@ -153,5 +156,5 @@ class ModelFamily:
         return layers if self.windows == "all" else 0
 
     def names(self, split: Literal["out", "in"]) -> tuple[str, ...]:
-        """Linear layers of which tensor-parallel ranks share that side."""
+        """The names of the linear layers of which tensor-parallel ranks share that side."""
         return tuple(part.name for part in self.linears if part.split == split)
