@@ -7,7 +7,6 @@ import hashlib
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -192,8 +191,3 @@ def cluster_archive() -> Path:
 def kueue_archive() -> Path:
     key = digest(_sources(), str(binaries.build("kueue")))
     return _cached("kueue", key, [_one_program("kueue", "/manager")])
-
-
-def prune() -> None:
-    """Forgets archives; programs are kept."""
-    shutil.rmtree(cache_root() / "images", ignore_errors=True)

@@ -53,14 +53,6 @@ class WeightParts:
     layout: RankGrid
 
 
-class ModelRank(Protocol):
-    """A rank's place in the layout of one model."""
-
-    dp_rank: int
-    pp_rank: int
-    tp_rank: int
-
-
 class GroupsLike(Protocol):
     """The attributes and methods of `dovetail.trainer.communication.groups.Groups` that a sender needs."""
 

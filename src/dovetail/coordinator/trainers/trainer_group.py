@@ -57,12 +57,6 @@ class TrainerPosition:
 
 
 @dataclass
-class _Pending:
-    request: JoinRequest
-    polled_at: float
-
-
-@dataclass
 class _Running:
     command: Command
     sent: bool
@@ -84,7 +78,7 @@ class TrainerGroup:
     record_generation: Callable[[int], None]
     record_result: Callable[[CommandResult], None]
     log: Callable[..., None]
-    _pending: dict[int, _Pending] = field(default_factory=dict)
+    _pending: dict[int, JoinRequest] = field(default_factory=dict)
     _replies: dict[str, JoinReply] = field(default_factory=dict)
     _seen: dict[int, float] = field(default_factory=dict)
     _running: dict[Lane, _Running] = field(default_factory=dict)
@@ -105,15 +99,15 @@ class TrainerGroup:
                 f"rank {request.rank} was started for {request.world_size} ranks, the plan has {self.world_size}"
             )
         for rank, other in self._pending.items():
-            if rank != request.rank and other.request.nccl_version != request.nccl_version:
+            if rank != request.rank and other.nccl_version != request.nccl_version:
                 raise ValueError(
-                    f"{request.name} has NCCL {request.nccl_version}, and {other.request.name} has "
-                    f"{other.request.nccl_version}; give all trainer ranks the same image, and GPUs to all or to none"
+                    f"{request.name} has NCCL {request.nccl_version}, and {other.name} has "
+                    f"{other.nccl_version}; give all trainer ranks the same image, and GPUs to all or to none"
                 )
         if request.rank in range(self.world_size) and request.incarnation not in self._replies:
             if self.formed:
                 self.end_generation(f"{request.name} joined again")
-            self._pending[request.rank] = _Pending(request, self.clock())
+            self._pending[request.rank] = request
             self._form_if_complete()
         deadline = self.clock() + POLL_SECONDS
         while request.incarnation not in self._replies:
@@ -302,7 +296,7 @@ class TrainerGroup:
         if len(self._pending) < self.world_size:
             self._notify()
             return
-        first = self._pending[0].request
+        first = self._pending[0]
         reply = JoinReply(
             generation=self.generation,
             world_size=self.world_size,
@@ -311,7 +305,7 @@ class TrainerGroup:
         )
         now = self.clock()
         for rank, pending in self._pending.items():
-            self._replies[pending.request.incarnation] = reply
+            self._replies[pending.incarnation] = reply
             self._seen[rank] = now
         self._pending.clear()
         self.formed = True

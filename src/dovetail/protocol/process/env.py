@@ -32,7 +32,6 @@ COORDINATOR_PORT = 8000
 SERVER_PORT = 8001
 SCORER_PORT = 8002
 TRAINER_METRICS_PORT = 9000
-MAX_GPUS_PER_POD = 64
 
 
 def token_problem(token: str) -> str | None:
