@@ -11,10 +11,12 @@ from prometheus_client import CollectorRegistry
 
 from dovetail.coordinator.telemetry.telemetry import CoordinatorMetrics
 from dovetail.kube import names
+from dovetail.kube.resources import CHILDREN
 from dovetail.operator.cluster.leader import LEASE
 from dovetail.operator.cluster.tokens import KEY_SECRET
 from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
+from dovetail.operator.render.objects import SUPPORTING
 from dovetail.statusapi.api_metrics import ApiMetrics
 from dovetail.statusapi.api_settings import ApiSettings
 from helpers.chart_tools import CHART, binaries, kubernetes_schemas, run, template, tool
@@ -101,6 +103,26 @@ def test_names_that_chart_and_program_share(rendered, everything):
     sources = [r["sourceLabels"][0] for r in jobs["spec"]["podMetricsEndpoints"][0]["relabelings"]]
     labels = (names.JOB_LABEL, names.GROUP_LABEL, names.ROLE_LABEL)
     assert sources == ["__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", label) for label in labels]
+
+
+def test_the_operator_has_rights_on_every_kind_that_jobs_own(rendered):
+    """tests/cluster/test_rbac.py asks an API server for all rights. A new kind without any fails here already."""
+    allowed = {
+        (group, plural, verb)
+        for role in of_kind(rendered, "ClusterRole")
+        if role["metadata"]["name"].endswith("operator")
+        for rule in role["rules"]
+        for group in rule["apiGroups"]
+        for plural in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    missing = [
+        f"{resource.kind}: {verb}"
+        for resource in CHILDREN
+        for verb in ("list", "watch", *(("create", "patch") if resource.kind in SUPPORTING else ()))
+        if (resource.group, resource.plural, verb) not in allowed
+    ]
+    assert missing == [], "give them in helm/dovetail/templates/operator-rbac.yaml"
 
 
 def test_pods_meet_the_restricted_standard(rendered):
