@@ -1,5 +1,5 @@
-"""Gathers the parts of torch that the models use and torch does not promise to keep. tests/unit/test_compat.py fails if
-one of them has moved.
+"""Gathers the parts of torch and transformers that the models use and these do not promise to keep.
+tests/unit/test_compat.py fails if one of them has moved.
 
 `PRIVATE` lists each part with the last version that had it, and the reason for using it. The packages that build on
 this one have lists of their own (`dovetail.trainer.compat`, `dovetail.rollout.compat`)."""
@@ -37,6 +37,11 @@ PRIVATE = (
         "torch._dynamo.config:suppress_errors",
         "torch 2.13",
         "a layer that torch.compile cannot compile shall run as it is; torch.compiler has no such option",
+    ),
+    Private(
+        "transformers.integrations.moe:grouped_mm_experts_forward",
+        "transformers 5.19",
+        "on CPUs a scorer fills each expert's tokens up to a multiple before (layers/whole_experts.py)",
     ),
 )
 

@@ -20,7 +20,7 @@ NAME = "dovetail_whole_experts"
 def use_whole_experts(model: nn.Module) -> None:
     """Let all experts of a model compute that way. Other models stay as they are."""
     for module in model.modules():
-        if hasattr(module, "_is_expert_parallel"):  # transformers' mark of a class that can compute in several ways
+        if hasattr(module, "has_gate"):  # transformers sets it in each class that can compute in several ways
             module.config._experts_implementation = NAME
 
 
