@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from dovetail.coordinator.data.data_error import DataError, causes
+from dovetail.coordinator.data.sources import load
 from dovetail.coordinator.health.failure import sentence
 from dovetail.coordinator.main import TERMINATION_BYTES, final_figures
 from dovetail.coordinator.store.results import Results, write_final_summary
@@ -23,7 +25,7 @@ from dovetail.coordinator.telemetry.summary import write_json
 from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.local.launch.aftermath import DiskWatch, full_disk, reserve, with_cause, write_results
 from dovetail.local.report.report import read_history
-from dovetail.manifest.types import Stage
+from dovetail.manifest.types import DataSource, Stage
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.process.exit_codes import JOB_FAILED
@@ -71,6 +73,21 @@ def some_work(run_dir: Path) -> Store:
     results.add_iteration(16, 4.0, {"generation": 3.0})
     store.put_all({"sft/step": 16, "ppo/progress": {"step": 2, "kl_coef": 0.1}, "job/seconds": 31.5})
     return store
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["bad.jsonl", "empty.jsonl"])
+def test_the_cause_of_a_bad_file_is_named_at_once(tmp_path: Path, name: str) -> None:
+    """The error and what `datasets` made of it name each other."""
+    (tmp_path / name).write_text('{"prompt": "a"}\n[]\n' if name == "bad.jsonl" else "\n")
+    options: Any = {"field": "spec.data.prompts[0]", "base_dir": tmp_path, "cache_dir": tmp_path / "cache", "seed": 0}
+    with pytest.raises(DataError) as error:
+        load(DataSource(path=name), "prompts", **options)
+    assert sentence(error.value, tmp_path).startswith(f"{tmp_path / name}")
+    first, second = ValueError("first"), OSError(errno.EIO, "second")
+    first.__cause__, second.__context__ = second, first
+    assert list(causes(first)) == [first, second]
+    assert sentence(first, tmp_path) == "first"
 
 
 def test_a_killed_coordinators_summary_is_made_of_its_store(tmp_path: Path) -> None:

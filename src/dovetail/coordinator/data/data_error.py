@@ -2,7 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 
 class DataError(ValueError):
     """An error in the user's data. The message is one sentence that names the field or file, what it contains, and what
     to do."""
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, what caused it, what caused that, and so on, each once. Errors may name each other: an error that is
+    raised again while its own consequence is handled has that one as its context."""
+    told: list[BaseException] = []
+    seen: BaseException | None = error
+    while seen is not None and not any(seen is each for each in told):
+        yield seen
+        told.append(seen)
+        seen = seen.__cause__ or seen.__context__

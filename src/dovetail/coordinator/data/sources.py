@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from dovetail.coordinator.data import jsonl, synthetic
-from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.data_error import DataError, causes
 from dovetail.coordinator.data.formats import convert, detect
 from dovetail.coordinator.data.records import ByIndex, Demonstration, Kind, Preference, Prompt, Record, Records
 from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, WithSystem
@@ -226,13 +226,11 @@ def _raising(action: Callable[[], Any], what: str) -> Any:
     try:
         return action()
     except Exception as error:  # `datasets` raises many kinds of errors, all about the user's source
-        cause: BaseException | None = error
-        while cause is not None:
+        for cause in causes(error):
             if isinstance(cause, DataError):
                 raise cause from None
             if isinstance(cause, OSError) and cause.errno == 28:
                 raise
-            cause = cause.__cause__ or cause.__context__
         message = " ".join(str(error).split())[:300]
         raise DataError(f"{what}: cannot be loaded: {message or type(error).__name__}") from error
 

@@ -6,7 +6,7 @@ import errno
 import traceback
 from pathlib import Path
 
-from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.data_error import DataError, causes
 from dovetail.coordinator.generation.in_flight import GenerationError
 from dovetail.coordinator.health.health import UnhealthyError
 from dovetail.coordinator.rewards.calls import RewardError
@@ -46,11 +46,9 @@ def is_final(error: Exception) -> bool:
 
 def disk_full(error: BaseException) -> OSError | None:
     """The error itself, or one of its causes, that says that a disk is full; else None."""
-    seen: BaseException | None = error
-    while seen is not None:
+    for seen in causes(error):
         if isinstance(seen, OSError) and seen.errno in FULL:
             return seen
         if isinstance(seen, BaseExceptionGroup):
             return next((found for part in seen.exceptions if (found := disk_full(part))), None)
-        seen = seen.__cause__ or seen.__context__
     return None

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dovetail.coordinator.data.data_error import causes
+
 # The small files are configurations, tokenizers and templates, and Python code if the manifest allows it.
 SMALL = (".json", ".model", ".txt", ".jinja")
 CODE = ".py"
@@ -92,7 +94,7 @@ def kind_of(error: BaseException) -> str:
     """The kind of an error of huggingface_hub, for the user. huggingface_hub hides some errors in others."""
     from huggingface_hub import errors
 
-    for each in _chain(error):
+    for each in causes(error):
         if isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT):
             return "full"
         if isinstance(each, errors.GatedRepoError):
@@ -109,13 +111,6 @@ def kind_of(error: BaseException) -> str:
         if isinstance(each, errors.HFValidationError):
             return "invalid"
     return "transient"
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        seen = seen.__cause__ or seen.__context__
 
 
 def make_room(request: Request) -> None:
