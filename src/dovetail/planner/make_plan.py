@@ -222,24 +222,20 @@ def _rollouts(spec: RLHFJobSpec, placed: Placed, chunks: int) -> list[Rollout]:
     places = [(group.name, index) for group in _groups(spec, Role.ROLLOUT) for index in range(pod_count(group))]
     if not places:
         raise PlanError("spec.groups has no group with the rollout role; PPO needs one to generate")
-    found = [
-        Rollout(name=rollout_name(group, index), group=group, scores=scores)
-        for (group, index), scores in zip(places, scorer_models(spec, len(places), placed.interleaved), strict=True)
-    ]
-    prediction = placed.prediction
-    if prediction is None:
-        return found
+    held = scorer_models(spec, len(places), placed.interleaved)
+    tasks = [] if placed.prediction is None else placed.prediction.tasks
+    stages = {(group, task.task): task.pp for task in tasks for group in task.group.split("+")}
     memory = _server_memory(placed, chunks)
-    stages = {(group, task.task): task.pp for task in prediction.tasks for group in task.group.split("+")}
     return [
-        r.model_copy(
-            update={
-                "pp": stages.get((r.group, "generation"), 1),
-                "split": {model: count for model in r.scores if (count := stages.get((r.group, model), 1)) > 1},
-                "memory": memory.get(r.group),
-            }
+        Rollout(
+            name=rollout_name(group, index),
+            group=group,
+            scores=scores,
+            pp=stages.get((group, "generation"), 1),
+            split={model: count for model in scores if (count := stages.get((group, model), 1)) > 1},
+            memory=memory.get(group),
         )
-        for r in found
+        for (group, index), scores in zip(places, held, strict=True)
     ]
 
 
