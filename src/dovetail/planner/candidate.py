@@ -166,9 +166,14 @@ class Candidate:
         return found
 
     @property
+    def trained(self) -> tuple[Share, ...]:
+        """The shares that train."""
+        return (*self.actor_training, *self.critic_training)
+
+    @property
     def unsplit(self) -> bool:
         """Whether schedules must run whole backward passes: a model has activation checkpointing or ZeRO-3."""
-        return any(share.recompute or share.gathers for share in (*self.actor_training, *self.critic_training))
+        return any(share.recompute or share.gathers for share in self.trained)
 
     @property
     def placed(self) -> Iterator[tuple[Task, Share]]:

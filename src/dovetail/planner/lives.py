@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from dovetail.planner.candidate import Candidate
+from dovetail.planner.costs.gpu_memory import GPUMemory
 from dovetail.planner.inventory import Inventory, Pool
 
 # The time until a new node works: it starts its container and its server, and loads the weights.
@@ -126,10 +127,10 @@ def _nodes(use: Use, inventory: Inventory) -> int:
     return max(1, use.gpus // inventory[use.pool].per_node)
 
 
-def uses(candidate: Any, memory: Iterable[Any]) -> list[Use]:
+def uses(candidate: Candidate, memory: Iterable[GPUMemory]) -> list[Use]:
     """Counts the GPUs that a candidate uses, by pool, and by whether they train. `memory`: the memory of every GPU that
     has a task (`Estimate.memory`)."""
-    training = [(s.pool, s.range) for s in (*candidate.actor_training, *candidate.critic_training)]
+    training = [(s.pool, s.range) for s in candidate.trained]
     counts: dict[tuple[str, bool], int] = {}
     for used in memory:
         for number in used.range:

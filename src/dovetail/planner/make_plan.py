@@ -245,7 +245,7 @@ def _server_memory(placed: Placed, chunks: int) -> dict[str, float]:
     if placed.chosen is None:
         return {}
     candidate = placed.chosen.candidate
-    training = {share.pool for share in (*candidate.actor_training, *candidate.critic_training)}
+    training = {share.pool for share in candidate.trained}
     scored = [share for task in INFERENCE for share in candidate.shares(task)]
     found: dict[str, float] = {}
     for share, part in server_memory(placed.chosen, chunks).items():

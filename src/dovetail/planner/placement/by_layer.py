@@ -12,7 +12,7 @@ from dovetail.protocol.prediction import Alternative, Prediction
 
 def gathers(chosen: Chosen) -> bool:
     """Whether a model trains under ZeRO-3."""
-    return any(share.gathers for share in (*chosen.candidate.actor_training, *chosen.candidate.critic_training))
+    return any(share.gathers for share in chosen.candidate.trained)
 
 
 def may_gain(plain: Chosen) -> bool:
@@ -20,9 +20,8 @@ def may_gain(plain: Chosen) -> bool:
     So there must be something that a model with less memory needs not: stages, tensor parallel ranks, ranks of its own,
     activation checkpointing, small micro-batches, or a server beside it with little room."""
     candidate, work = plain.candidate, plain.costs.work
-    trained = (*candidate.actor_training, *candidate.critic_training)
-    beside = any(share.overlaps(server) for share in trained for server in candidate.generation)
-    needs = any(share.pp * share.tp > 1 or share.recompute for share in trained)
+    beside = any(share.overlaps(server) for share in candidate.trained for server in candidate.generation)
+    needs = any(share.pp * share.tp > 1 or share.recompute for share in candidate.trained)
     apart = candidate.schedule == "Dedicated"
     return needs or beside or apart or work.micro_batch_tokens is not None
 

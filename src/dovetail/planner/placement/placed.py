@@ -9,7 +9,7 @@ from dovetail.manifest.types import Parallelism, Stage
 from dovetail.planner import lives
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task
 from dovetail.planner.costs.gpu import GPUCosts
-from dovetail.planner.placement.search.search import Found, Result
+from dovetail.planner.placement.search.search import Result
 from dovetail.planner.simulate.lanes import Lanes
 from dovetail.protocol.plan import Layout
 from dovetail.protocol.prediction import Alternative, PredictedMemory, PredictedStage, PredictedTask, Prediction
@@ -101,7 +101,17 @@ def prediction(result: Result, costs: GPUCosts) -> Prediction:
         lost_share=priced.lost,
         hardware="measured" if costs.inventory.measured else "data sheets",
         tasks=[_task(task, share, costs) for task, share in candidate.placed],
-        memory=_memory(found),
+        memory=[
+            PredictedMemory(
+                group=m.pool,
+                first=m.range.start,
+                gpus=len(m.range),
+                parts=dict(m.device),
+                host=dict(m.host),
+                capacity=m.capacity,
+            )
+            for m in estimate.memory
+        ],
         alternatives=[
             Alternative(
                 placement=r.candidate.placement.value, note=r.candidate.note, seconds=r.seconds, problem=r.problem
@@ -139,17 +149,3 @@ def _details(task: Task, share: Share) -> list[str]:
         where = {"generation": "asleep while others work"}.get(task, "weights wait in host memory")
         found.append("optimizer in host memory" if task in TRAINING else where)
     return found
-
-
-def _memory(found: Found) -> list[PredictedMemory]:
-    return [
-        PredictedMemory(
-            group=m.pool,
-            first=m.range.start,
-            gpus=len(m.range),
-            parts=dict(m.device),
-            host=dict(m.host),
-            capacity=m.capacity,
-        )
-        for m in found.estimate.memory
-    ]

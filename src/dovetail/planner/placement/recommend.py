@@ -44,7 +44,7 @@ class PodCosts(GPUCosts):
     def of(self, candidate: Candidate) -> GPUCosts:
         """The costs of this candidate's pods."""
         for server in candidate.generation:
-            if any(server.overlaps(share) for share in (*candidate.actor_training, *candidate.critic_training)):
+            if any(server.overlaps(share) for share in candidate.trained):
                 return self._in_pods(server.pool, server.pp * server.tp)
         return self
 

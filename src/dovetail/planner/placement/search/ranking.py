@@ -59,11 +59,10 @@ class Ranker:
     def rank(self, structure: Candidate, width: int = WIDTH) -> Ranking | Misfit:
         """The layouts of each task, or the reason why a task does not fit."""
         places, layouts = tuple(structure.placed), []
-        trained = (*structure.actor_training, *structure.critic_training)
         fastest: dict[Task, float] = {}
         floors: dict[Task, float] = {}
         for task, slot in places:
-            ranked = self._kept(task, slot, any(slot.overlaps(other) for other in trained), width)
+            ranked = self._kept(task, slot, any(slot.overlaps(other) for other in structure.trained), width)
             if isinstance(ranked, Misfit):
                 return ranked
             layouts.append(ranked)
