@@ -417,9 +417,9 @@ def test_auto_has_one_stage_a_rank_where_a_v_cannot_run_or_would_change_bits() -
     assert make_plan(four_ranks(layers=16)).chunks == 4
     assert make_plan(four_ranks(layers=6)).chunks == 1
     assert make_plan(four_ranks(layers=9)).chunks == 1
-    assert make_plan(four_ranks(recompute="Always")).chunks == 1
+    assert make_plan(four_ranks(recompute="Always")).chunks == 2, "more have no schedule with whole backward passes"
     assert make_plan(four_ranks(zero3="Always")).chunks == 2, "without data-parallel ranks it has no effect"
-    assert make_plan(four_ranks(zero3="Always", parallelism={"actor": {"pp": 2, "dp": 2}})).chunks == 1
+    assert make_plan(four_ranks(zero3="Always", parallelism={"actor": {"pp": 2, "dp": 2}})).chunks == 2
     assert make_plan(four_ranks(intraStageFusion="Fused")).chunks == 1
     assert make_plan(four_ranks(intraStageFusion="VShaped")).chunks == 2
     assert make_plan(four_ranks(lora={"rank": 4})).chunks == 2
