@@ -73,6 +73,7 @@ class SleepingStage(nn.Module):
         self.is_first, self.is_last = 0 in self.stages, self._last in self.stages
         self.seconds = forward
         self.weight = nn.Parameter(torch.ones(chunks, WIDTH))
+        self.chunk_layers: list[list[int]] = [[] for _ in self.stages]
         self.body = nn.Module()
         self.body.layers = nn.ModuleDict()
 

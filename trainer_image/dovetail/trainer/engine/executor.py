@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -87,6 +87,7 @@ class Pipe:
     by_layer: bool = False
     stats: list[dict[str, Tensor]] = field(default_factory=list)
     results: list[Tensor] = field(default_factory=list)
+    _weights: dict[int, list[Parameter]] = field(default_factory=dict)
     _ended: int = 0  # finished backward passes of the current mini-batch, of all chunks
 
     @property
@@ -107,10 +108,21 @@ class Pipe:
     def __post_init__(self) -> None:
         self.mini_batch = self.mini_batch or max(1, len(self.batches))
 
-    def weights(self) -> Iterator[Parameter]:
-        """The trained parameters. Under FSDP2 they are whole from the first forward to the last backward pass of a
-        mini-batch (not under ZeRO-3)."""
-        return (p for p in self.stage.parameters() if p.requires_grad)
+    def weights(self, chunk: int = 0) -> list[Parameter]:
+        """The trained parameters that a pass of this chunk can reach: those of the chunk's layers, and all outside of
+        layers. torch looks at each of them in both halves of a split backward. Under FSDP2 they are whole from the
+        first forward to the last backward pass of a mini-batch (not under ZeRO-3), and other objects than before it."""
+        found = self._weights.get(chunk)
+        if found is None:
+            named = ((name, p) for name, p in self.stage.named_parameters() if p.requires_grad)
+            if self.chunks > 1:
+                mine = {str(layer) for layer in self.stage.chunk_layers[chunk]}
+                found = [p for name, p in named if (layer := _layer(name)) is None or layer in mine]
+            else:
+                found = [p for _, p in named]
+            if not is_sharded(self.stage):
+                self._weights[chunk] = found
+        return found
 
     def gathered_bytes(self, chunk: int = 0) -> int:
         """Bytes of the weights that FSDP2 gathers and keeps in a mini-batch's first forward pass of a chunk, without
@@ -135,6 +147,11 @@ class Pipe:
         """An empty tensor with the shape of a message between stages: (1, tokens, H)."""
         shape = self.batches[micro_batch].packed.tokens.shape
         return torch.empty(*shape, self.stage.hidden_size, dtype=self.dtype, device=self.device)
+
+
+def _layer(parameter: str) -> str | None:
+    """The number of the layer that a parameter of this name belongs to, or None."""
+    return parameter.split(".", 3)[2] if parameter.startswith("body.layers.") else None
 
 
 def check_actions(
@@ -249,7 +266,8 @@ class Executor:
         self.saved_bytes: dict[Piece, int] = {}
         self.peak_bytes = 0
         self._held_bytes = 0
-        self._received: dict[tuple[str, Piece], tuple[Tensor, Any, int]] = {}
+        self._received: dict[tuple[str, Piece], tuple[Tensor, Any, int]] = {}  # posted, and not arrived yet
+        self._posted = 0  # actions whose receives are posted
         self._handed: dict[tuple[str, Piece], Tensor] = {}  # handed from one stage of this rank to the next
         self._saved: dict[Piece, tuple[Tensor, Tensor]] = {}
         self._split: dict[Piece, list[dict[str, Any]]] = {}
@@ -272,8 +290,9 @@ class Executor:
             raise ValueError(f"the schedule splits backwards of {gathered[0]}, which is under ZeRO-3")
         for model, pipe in self.pipes.items():
             use_compiled(pipe.stage, model not in self._splits)
+        self._posted = 0
         for index, action in enumerate(actions):
-            self._post_ahead(actions[index : index + 1 + WINDOW])
+            self._post_ahead(actions, index + 1 + WINDOW)
             pipe = self.pipes[action.model]
             first = action.kind == "F" and not action.chunk and action.micro_batch % pipe.mini_batch == 0
             if first and action.micro_batch and pipe.step is not None:
@@ -387,7 +406,9 @@ class Executor:
             else:
                 given = None if gradient is None else [gradient]
                 with peer_errors(f"a backward pass of {action.model}"), gradients_of("inputs"):
-                    _, self._split[key] = stage_backward_input([output], given, [inputs], pipe.weights())
+                    _, self._split[key] = stage_backward_input(
+                        [output], given, [inputs], iter(pipe.weights(action.chunk))
+                    )
         if not begins:
             upstream = inputs.grad if inputs.grad is not None else torch.zeros_like(inputs)
             edge = pipe.groups.edges[action.chunk]
@@ -411,7 +432,7 @@ class Executor:
                     torch.autograd.backward(output, gradient)
             else:
                 with gradients_of("weights"):
-                    stage_backward_weight(pipe.weights(), self._split.pop(key))
+                    stage_backward_weight(iter(pipe.weights(action.chunk)), self._split.pop(key))
                 if pipe.after_weight_gradient is not None:
                     pipe.after_weight_gradient(pipe.last_backward())
         self._release(key)
@@ -433,18 +454,18 @@ class Executor:
             return None if edge.previous is None else (edge.previous, edge.forward_in)
         return None if action.kind == "W" or edge.next is None else (edge.next, edge.backward_in)
 
-    def _post_ahead(self, actions: Sequence[Action]) -> None:
-        """Post the receives of these actions in their order, up to the limit of GPU_RECEIVES on a GPU."""
-        for action in actions:
-            if self.nccl and sum(work is not None for _, work, _ in self._received.values()) >= GPU_RECEIVES:
-                return
-            self._post(action)
+    def _post_ahead(self, actions: Sequence[Action], end: int) -> None:
+        """Post the receives of the actions before `end` in their order, up to the limit of GPU_RECEIVES on a GPU."""
+        end = min(end, len(actions))
+        while self._posted < end and not (self.nccl and len(self._received) >= GPU_RECEIVES):
+            self._post(actions[self._posted])
+            self._posted += 1
 
     def _post(self, action: Action) -> None:
-        """Post the receive that `action` needs, unless it is posted already."""
+        """Post the receive that `action` needs, if it needs one."""
         pipe, key = self.pipes[action.model], (action.kind, _piece(action))
         source = self._source(action, pipe)
-        if source is None or key in self._received:
+        if source is None:
             return
         peer, group = source
         buffer = pipe.buffer(action.micro_batch)
@@ -458,10 +479,8 @@ class Executor:
         key = (action.kind, _piece(action))
         if self._source(action, pipe) is None:
             return self._handed.pop(("F" if action.kind == "F" else "B", key[1]), None)
-        buffer, work, peer = self._received[key]
+        buffer, work, peer = self._received.pop(key)
         self._wait(work, peer, "receiving from")
-        # The key stays, so that a later look-ahead does not post the receive again. The caller owns the tensor.
-        self._received[key] = (torch.empty(0), None, peer)
         if action.kind != "F":
             # This is the gradient of a tensor that was sent forward. So that send is over, even if it is not reported.
             sent = self._sends.pop(("F", key[1]), None)
