@@ -92,11 +92,12 @@ def restore(engine: Engine, path: Path, run: str = "") -> int:
     except (OSError, ValueError, KeyError) as problem:
         error = str(problem)
     _agree(engine, error, damaged)
+    reader = CheckedReader(path, state.get("files", {}))
     try:
         with peer_errors("reading a checkpoint"):
             dcp.load(
                 _tensors(engine, saving=False),
-                storage_reader=CheckedReader(path, state.get("files", {})),
+                storage_reader=reader,
                 process_group=engine.groups.control,
                 no_dist=engine.groups.world_size == 1,
             )
@@ -105,7 +106,9 @@ def restore(engine: Engine, path: Path, run: str = "") -> int:
     except (Exception, CheckpointException) as problem:  # CheckpointException is no subclass of Exception
         damage = [c for c in causes(problem) if isinstance(c, Damaged)]
         damaged = bool(damage)
-        error = f"{path}: the checkpoint cannot be loaded into the job's models: {_first_line(problem)}"
+        error = (
+            f"{path}: the checkpoint cannot be loaded into the job's models: {_first_line(reader.problem or problem)}"
+        )
         error = str(damage[0]) if damage else error
     _agree(engine, error, damaged)
     for name, model in engine.models.items():

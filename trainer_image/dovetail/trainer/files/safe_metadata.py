@@ -46,10 +46,20 @@ class _Unpickler(pickle.Unpickler):
 
 
 class SafeReader(FileSystemReader):
-    """DCP's reader with a safe way to read `.metadata`. Raises `UnsafeCheckpoint`, and OSError for a missing file."""
+    """DCP's reader with a safe way to read `.metadata`. Raises `UnsafeCheckpoint`, and OSError for a missing file.
+
+    `problem` is the first `UnsafeCheckpoint`: DCP of torch 2.11 drops it and only says that there is no metadata."""
+
+    problem: UnsafeCheckpoint | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        path = Path(str(self._get_metadata_path(kwargs.get("rank"))))
+        try:
+            return self._read(Path(str(self._get_metadata_path(kwargs.get("rank")))))
+        except UnsafeCheckpoint as error:
+            self.problem = self.problem or error
+            raise
+
+    def _read(self, path: Path) -> Metadata:
         with path.open("rb") as file:
             try:
                 metadata = _Unpickler(file).load()
