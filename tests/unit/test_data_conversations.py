@@ -103,6 +103,23 @@ def test_a_system_prompt_opens_conversations_without_one(tmp_path: Path) -> None
         load(source, "prompts", field="f", base_dir=tmp_path, cache_dir=tmp_path, seed=0)
 
 
+def test_a_records_own_system_prompt_opens_it() -> None:
+    """As in ShareGPT's records, which other trainers read."""
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]
+    row = {"conversations": turns, "system": "Be brief."}
+    wanted = read({"messages": [say("system", "Be brief."), *LONG[:2]]})
+    assert read(row) == wanted
+    source = with_system(CHATML, DataSource(path="x", systemPrompt="Be kind."))
+    assert read(row, chat=source) == wanted
+    for nothing in (None, "", 3):
+        assert read({**row, "system": nothing}) == read({"messages": LONG[:2]})
+    prompt = read(row, "prompts")
+    assert prompt == Prompt(wanted.prompt, {"system": "Be brief."})
+    own = {"messages": [say("system", "Be rude."), *LONG[:2]], "system": "Be brief."}
+    assert "Be rude." in read(own).prompt
+    assert "brief" not in read(own).prompt
+
+
 def test_a_prompt_of_messages_and_what_follows() -> None:
     row = {"prompt": LONG[:1], "completion": LONG[1:], "gold": 4}
     assert read(row) == read({"messages": LONG})

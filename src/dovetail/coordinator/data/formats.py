@@ -67,8 +67,11 @@ def convert(row: Row, fmt: str, kind: Kind, chat: ChatFormat, where: str) -> Rec
             f"{where}: a system prompt opens conversations, but this record is no list of messages; write messages, "
             "or remove systemPrompt"
         )
-    if is_dialogue(row) and (tools := tools_of(row, where)):
-        chat = chat.with_tools(tools)
+    if is_dialogue(row):
+        if tools := tools_of(row, where):
+            chat = chat.with_tools(tools)
+        if isinstance(system := row.get("system"), str) and system.strip():
+            chat = WithSystem(chat.chat if isinstance(chat, WithSystem) else chat, system)
     try:
         record = chosen.read(row, kind, chat, where)
     except NoTools as error:

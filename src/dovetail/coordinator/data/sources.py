@@ -20,7 +20,7 @@ from dovetail.manifest.types import DataSource
 JSON_LINES = (".jsonl", ".jsonl.gz")
 PARQUET = (".parquet",)
 # The version of the checks of JSON lines. Increase it when the checks change, so that lines are checked again.
-CHECKED = 4
+CHECKED = 5
 
 
 @dataclass(frozen=True)
