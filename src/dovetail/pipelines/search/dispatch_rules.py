@@ -275,6 +275,8 @@ class DispatchSearch:
         distances = [interval * x for x in (1.0, 0.98, 1.03, 1.08)] if tight else [0.0, 0.0, 0.0, interval]
         rooms = [4.0] * 4 if tight else [1.25, 1.0, 0.75, 2.0]
         weights = 0.5 if tight else 20.0  # a weight gradient that waits keeps memory
+        if tight:
+            yield from self._ramps(small, interval)
         for (late, share), look, (distance, room), ahead in itertools.product(
             ((0.92, 0.5), (1.0, 1.0), (0.87, 0.7), (0.95, 0.35)),
             (1.0, 0.4),
@@ -295,6 +297,33 @@ class DispatchSearch:
             rooms_of[big * v] = max(1.0, round(room * stages))
             looks = np.where(np.arange(KINDS) < W, look, 0.0) * np.ones_like(base)
             yield DispatchRule(base, np.zeros_like(base), np.zeros_like(base), looks, rooms_of, spare, stream)
+
+    def _ramps(self, small: int, interval: float) -> Iterator[DispatchRule]:
+        """Rules for scarce memory. In the steady state the larger model fills it, and each micro-batch of the smaller
+        model takes the place of one of its. So the smaller model runs while the memory fills and empties: a part of its
+        micro-batches enters from the beginning on, no faster than a rank can run them, and the others near the end. Its
+        passes only fill gaps. `interval`: the time between micro-batches of the larger model that memory allows."""
+        i, v, chunks = self.instance, self._each, len(self._owner)
+        busy = self._work[small] / int(i.total[small * v]) / i.ranks
+        for (late, share), look, factor, spare, later in itertools.product(
+            ((0.88, 0.41), (0.83, 0.39), (0.9, 0.43), (0.8, 0.36)),
+            (0.95, 0.8),
+            (1.02, 1.005),
+            (0.05, 0.075),
+            (1.6, 0.0),
+        ):
+            base, stream = np.zeros((chunks, KINDS)), np.zeros((2, 4))
+            for c in range(chunks):
+                k, more = c % v, 10.0 if self._owner[c] == small else 0.0
+                base[c] = more - k, more - (2 * v - 1 - k), more + 20.0
+            stream[1 - small] = 1.0, factor * interval, 0.0, 0.0
+            stream[small] = share, 1.03 * busy, late * self._bound, later * busy
+            spares = np.zeros(chunks)
+            spares[small * v] = spare * self._limit
+            looks = np.where(np.arange(KINDS) < W, look, 0.0) * np.ones_like(base)
+            yield DispatchRule(
+                base, np.zeros_like(base), np.zeros_like(base), looks, i.total.astype(float), spares, stream
+            )
 
     def _changed(self, rule: DispatchRule) -> DispatchRule:
         rng, v = self._random, self._each
