@@ -6,9 +6,11 @@ from __future__ import annotations
 import asyncio
 import json
 import string
+import urllib.request
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from status_api_fixtures import Api
 
 from dovetail.coordinator.fleet.fleet import Fleet
-from dovetail.coordinator.serving.coordinator_routes import make_app
+from dovetail.coordinator.serving.coordinator_routes import PIECE_BYTES, make_app
 from dovetail.coordinator.serving.served_batches import Batches
 from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.telemetry.telemetry import MetricsHistory
@@ -25,7 +27,7 @@ from dovetail.coordinator.trainers.trainer_group import TrainerGroup
 from dovetail.protocol.http import serving
 from dovetail.protocol.http.header_deadline import HeaderDeadline
 from dovetail.protocol.messages import Offer, Register
-from dovetail.protocol.wire import pack
+from dovetail.protocol.wire import CONTENT_TYPE, pack
 from dovetail.rollout.scoring import scorer_app
 from dovetail.rollout.scoring.forward_passes import ModelScorer
 from dovetail.rollout.scoring.scorer_app import ScorerService
@@ -310,3 +312,19 @@ def test_malformed_numbers_of_the_scorer(ports: dict[str, int], temperature: str
     reply = ask(ports["scorer"], ("POST", path, pack(samples())), TOKEN)
     assert status(reply) == 400
     assert b"temperature" in reply
+
+
+def test_a_batch_of_several_pieces_arrives_whole(tmp_path: Path) -> None:
+    host, arrays = Host(tmp_path), {"tokens": np.arange(700_001, dtype=np.int32)}
+    host.files.write(9, arrays)
+    server = ServerThread(make_app(host, TOKEN, CollectorRegistry()))  # type: ignore[arg-type]
+    try:
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{server.port}/v1/batches/ppo/9", headers={"Authorization": f"Bearer {TOKEN}"}
+        )
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            assert reply.headers["Content-Type"] == CONTENT_TYPE
+            assert int(reply.headers["Content-Length"]) > 2 * PIECE_BYTES
+            assert reply.read() == pack(arrays)
+    finally:
+        server.close()

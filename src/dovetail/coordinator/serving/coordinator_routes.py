@@ -24,6 +24,7 @@ M = TypeVar("M", bound=BaseModel)
 _OFFSET = re.compile(r"[0-9]{1,15}")
 _SECONDS = re.compile(r"[0-9]{1,3}")
 LEFT_SECONDS = 0.05
+PIECE_BYTES = 2**20
 
 
 class Host(Protocol):
@@ -90,7 +91,7 @@ def make_app(host: Host, token: str, registry: CollectorRegistry, page: Page | N
     async def heartbeat(request: web.Request) -> web.Response:
         return _reply(host.trainers.heartbeat(await _read(request, Heartbeat)))
 
-    async def batch(request: web.Request) -> web.Response:
+    async def batch(request: web.Request) -> web.StreamResponse:
         key = request.match_info["key"]
         try:
             body = await host.batch(key)
@@ -100,7 +101,13 @@ def make_app(host: Host, token: str, registry: CollectorRegistry, page: Page | N
             raise web.HTTPConflict(text=str(error)) from error
         except NotPrepared as error:
             raise web.HTTPServiceUnavailable(text=str(error)) from error
-        return web.Response(body=body, content_type=CONTENT_TYPE)
+        # In pieces: the event loop could not turn while it hands hundreds of megabytes to a connection.
+        response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE, "Content-Length": str(len(body))})
+        await response.prepare(request)
+        for start in range(0, len(body), PIECE_BYTES):
+            await response.write(memoryview(body)[start : start + PIECE_BYTES])
+        await response.write_eof()
+        return response
 
     async def offer(request: web.Request) -> web.Response:
         host.offer(await _read(request, Offer))
