@@ -216,12 +216,27 @@ def test_a_reader_sees_the_job_and_its_progress(server, api, job, coordinator, t
     assert api.get(path(LAB, name, "logs"), headers=reader).json() == {"items": []}
 
 
+# What proxies send beside the token, and what the Kubernetes API takes from those that it trusts.
+FORGED = {
+    "X-Forwarded-User": "admin",
+    "X-Forwarded-Groups": "system:masters",
+    "X-Auth-Request-User": "admin",
+    "X-Remote-User": "admin",
+    "X-Remote-Group": "system:masters",
+    "Remote-User": "admin",
+    "Impersonate-User": "admin",
+    "Impersonate-Group": "system:masters",
+}
+
+
 def test_rights_are_those_of_rbac(server, api, job, token):
     name = job["metadata"]["name"]
     nobody = token("")
     for where in (path(LAB), path(LAB, name), path(LAB, name, "events"), path(LAB, name, "plan")):
         assert api.get(where).status_code == 401
         assert api.get(where, headers={"Authorization": "Bearer not.a.token"}).status_code == 401
+        assert api.get(where, headers=FORGED).status_code == 401, "headers that only name a user are not trusted"
+        assert api.get(where, headers=nobody | FORGED).status_code == 403, "nor beside a token"
         refused = api.get(where, headers=nobody)
         assert refused.status_code == 403
         assert f"system:serviceaccount:{LAB}:some-body" in refused.json()["detail"]

@@ -413,15 +413,14 @@ def test_a_manifest_cannot_make_a_pod_pass_for_another_jobs(server: KubeCluster)
     """By labels of a podTemplate: the other job's Service would lead to the pod, which would get that job's token."""
     create(server, quickstart(JOB, SPACE))
     service = wait_for("the Service", lambda: server.get("service", f"{JOB}-coordinator", "-n", SPACE))
-    template = {"podTemplate": {"metadata": {"labels": service["spec"]["selector"] | {"team": "theirs"}}}}
-    attack = quickstart("attack", SPACE, coordinator=template)
-    attack["spec"]["groups"] = [group | template for group in attack["spec"]["groups"]]
-    create(server, attack)
-    jobset = wait_for("the JobSet", lambda: server.get("jobset", "attack", "-n", SPACE))
-    for job in jobset["spec"]["replicatedJobs"]:
-        labels = job["template"]["spec"]["template"]["metadata"]["labels"]
-        assert labels["team"] == "theirs"
-        assert not service["spec"]["selector"].items() <= labels.items(), job["name"]
+    for number, label in enumerate(service["spec"]["selector"].items()):
+        template = {"podTemplate": {"metadata": {"labels": dict([label])}}}
+        create(server, quickstart(f"attack-{number}", SPACE, coordinator=template))
+    for number, key in enumerate(service["spec"]["selector"]):
+        name = f"attack-{number}"
+        planned = wait_for("the refusal", lambda name=name: condition(server, "Planned", name, SPACE))
+        assert (planned["reason"], f"labels has {key}," in planned["message"]) == ("InvalidSpec", True), planned
+        assert server.get("jobset", name, "-n", SPACE) is None
 
 
 def test_a_quota_limits_a_tenants_jobs(server: KubeCluster) -> None:

@@ -252,19 +252,6 @@ def test_the_disruption_budget_lets_one_guaranteed_pod_go():
     assert budget["spec"]["minAvailable"] == guaranteed - 1
 
 
-def test_a_pod_template_cannot_make_a_pod_pass_for_another_jobs():
-    """The Service of that job would lead to the pod, and its pods would send it their token."""
-    stolen = {names.JOB_LABEL: "llama", names.UID_LABEL: "theirs", names.ROLE_LABEL: "coordinator"}
-    stolen |= {names.GROUP_LABEL: "none", "app.kubernetes.io/managed-by": None, "team": "ours"}
-    for labels in (stolen, dict.fromkeys(stolen)):
-        template = {"podTemplate": {"metadata": {"labels": labels}}}
-        changes = {"groups": [group | template for group in CPUS], "coordinator": template}
-        context = a_context(OperatorSettings(pod_template={"metadata": {"labels": labels}}), **changes)
-        for (name, _, found), (_, _, usual) in zip(pods(context), pods(a_context(groups=CPUS)), strict=True):
-            assert {key: value for key, value in found.items() if key != "team"} == usual, name
-            assert found.get("team") == labels["team"]
-
-
 def test_surplus_rollouts_count_on_from_the_guaranteed_ones():
     groups = [
         {"name": "train", "roles": ["trainer"], "replicas": 2},

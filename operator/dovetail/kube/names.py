@@ -115,10 +115,6 @@ def _sent_as(job: RLHFJob) -> str | None:
     return name if re.fullmatch(re.escape(job.metadata.name) + "-[0-9a-f]{8}", name) else None
 
 
-# Prefixes of the labels that say whose a child is. No podTemplate changes them.
-IDENTITY = ("dovetail.dev/", "app.kubernetes.io/managed-by")
-
-
 def labels(job: str, uid: str, component: str) -> dict[str, str]:
     """Labels of a child. The uid distinguishes it from the children of an earlier job with the same name."""
     return {

@@ -244,15 +244,7 @@ def _template(
     }
     if context.settings.pull_secrets:
         template["spec"]["imagePullSecrets"] = [{"name": name} for name in context.settings.pull_secrets]
-    merged = merge(merge(template, context.settings.pod_template), patch)
-    # Selectors of Services and NetworkPolicies go by these labels. With another job's, a pod would get what is sent to
-    # that job's coordinator: its token.
-    own, metadata = template["metadata"]["labels"], merged["metadata"]
-    given = (metadata.get("labels") or {}).items()
-    labels = {key: value for key, value in given if key in own or not key.startswith(names.IDENTITY)}
-    labels |= {key: value for key, value in own.items() if key.startswith(names.IDENTITY)}
-    merged["metadata"] = {**metadata, "labels": labels}
-    return merged
+    return merge(merge(template, context.settings.pod_template), patch)
 
 
 def _key(secret: str, name: str) -> Object:
