@@ -158,6 +158,17 @@ def test_two_releases_and_an_upgrade_with_a_job_that_runs(server, tmp_path):
             wait_for("the old definition", lambda: "retry" not in asked(server))
             assert process.stop() == 0
         assert server.get("jobset", "demo", "-n", "upgrade-jobs")["metadata"]["uid"] == pods
+        # What starts after the rollback has the rights and the definition of before. Then the upgrade is tried again.
+        with operator(config, tmp_path, "back", ["upgrade-jobs"], DOVETAIL_NAMESPACE=SPACE) as process:
+            wait_for("leadership", process.leads)
+            server.kubectl("delete", *policy)
+            wait_for("a small object made anew", lambda: server.get(*policy))
+            helm(server, "upgrade", "first", str(CHART), *mine)
+            wait_for("the new field", lambda: server.try_kubectl(*retry).returncode == 0 and "retry" in asked(server))
+            assert not process.events("reconcile.failed")
+            assert process.stop() == 0
+        assert condition(server, "Planned", "demo", "upgrade-jobs")["status"] == "True"
+        assert server.get("jobset", "demo", "-n", "upgrade-jobs")["metadata"]["uid"] == pods
     finally:
         server.delete("rlhfjobs", "--all", "-n", "upgrade-jobs")
         helm(server, "uninstall", "first")
