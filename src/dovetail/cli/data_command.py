@@ -128,11 +128,12 @@ def show(console: Console, found: DataLook, guessed: bool) -> None:
     facts = Table.grid(padding=(0, 2))
     many = f" in {len(found.files)} files" if len(found.files) > 1 else ""
     read_as = f"{found.kind}{', a guess from the first record; --as names another' if guessed else ''}"
+    known = found.records or found.format != "Auto"
     bad = f", and {found.errors:,} bad" if found.errors else ""
     for name, value in (
         ("Records", f"{found.records:,}{many}{bad}"),
-        # Nothing is known of a file without a good record.
-        *([("Format", found.format), ("Read as", read_as), ("Template", found.template)] if found.records else []),
+        # Nothing is known of a file none of whose lines is a record.
+        *([("Format", found.format), ("Read as", read_as), ("Template", found.template)] if known else []),
         *([("Tools", f"named by {found.tools:,} record{'s' * (found.tools > 1)}")] if found.tools else []),
     ):
         facts.add_row(Text(name, "bold"), Text(value))
