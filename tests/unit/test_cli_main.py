@@ -18,6 +18,7 @@ from packaging.requirements import Requirement
 
 from dovetail.cli.common.extras import DISTRIBUTION, MARKS, require
 from dovetail.cli.common.overrides import apply_overrides
+from dovetail.cli.entry import start
 from dovetail.cli.main import cli
 from dovetail.cli.run import Follower, event_line, next_steps
 from dovetail.supervision.errors import RunError, UsageError
@@ -58,6 +59,19 @@ def manifest(tmp_path):
 
 def call(*args, **more):
     return CliRunner().invoke(cli, list(map(str, args)), **more)
+
+
+def test_ctrl_c_while_the_command_is_imported_ends_it_without_a_traceback(monkeypatch):
+    class Importing:
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "dovetail.cli.main", Importing())
+    with pytest.raises(SystemExit) as ended:
+        start()
+    assert ended.value.code == 130
+    script = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]["dovetail"]
+    assert script == "dovetail.cli.entry:start"
 
 
 def test_help_lists_every_command():
