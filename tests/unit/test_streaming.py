@@ -31,6 +31,8 @@ from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import Parallelism, Stage
 from dovetail.planner import streamed_parts
 from dovetail.planner.make_plan import make_plan
+from dovetail.planner.placement.placed import Placed
+from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.planner.simulate.drawn_iterations import hidden
 from dovetail.protocol.messages import Accumulate, CommandResult, Step
 from dovetail.protocol.wire import Arrays, pack, unpack
@@ -185,7 +187,7 @@ def test_actor_and_critic_both_cut_a_part_into_whole_micro_batches() -> None:
     spec = resolve(tiny_job(ppo={**CAN, **settings, "globalBatchSize": 24, "miniBatchSize": 24}).spec)
     layouts = {"actor": Parallelism(tp=2, dp=3), "critic": Parallelism(tp=3, dp=2)}
     # Six samples are enough for the actor's ranks, but the critic's take four at a time.
-    assert streamed_parts.streamed(spec, layouts, {}, False) == (2, "")
+    assert streamed_parts.streamed(PlannedJob(spec), Placed(layouts)) == (2, "")
 
 
 def test_a_plan_predicts_what_is_hidden_behind_the_samples() -> None:
