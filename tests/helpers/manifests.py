@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from enum import Enum
 
+from dovetail.manifest.base import LOSSES
+
 GOOD = {
     "apiVersion": "dovetail.dev/v1alpha1",
     "kind": "RLHFJob",
@@ -85,7 +87,7 @@ FIELDS = [
     ({"ppo.gamma": 1.5}, "spec.ppo.gamma must be a number of at least 0 and at most 1; it is 1.5."),
     ({"ppo.whitenAdvantages": "yes"}, 'spec.ppo.whitenAdvantages must be true or false; it is "yes".'),
     ({"ppo.advantageFunction": "os.system"}, "spec.ppo.advantageFunction must be a Python function as module:callable"),
-    ({"ppo.loss": "pgo"}, "spec.ppo.loss must be ppo, gspo, cispo or a Python function as module:callable"),
+    ({"ppo.loss": "pgo"}, f"spec.ppo.loss must be {', '.join(LOSSES)} or a Python function as module:callable"),
     (
         {"evaluation": {"metrics": ["bleu"]}},
         "spec.evaluation.metrics[0] must be reward, exactMatch or a Python function as module:callable",
