@@ -39,6 +39,12 @@ def test_settings_that_no_server_takes(settings, said):
         SamplingParams(**settings)
 
 
+@pytest.mark.parametrize("prompt", [{"prompt": "Hello"}, ["Hello"], [None], 2.5])
+def test_a_prompt_that_is_neither_a_text_nor_tokens(tmp_path, prompt):
+    with pytest.raises(ValueError, match="prompt 1 must be a text or a list of token ids; `chat` takes messages"):
+        LLM(save_model(tmp_path)).generate([[1, 2], prompt])
+
+
 def test_what_is_no_language_model(tmp_path):
     with pytest.raises(RunError, match="does not exist; name the folder of a run"):
         LLM(tmp_path / "nothing")

@@ -311,7 +311,12 @@ class LLM:
         elif isinstance(prompt, int):
             raise ValueError("prompts is a list of numbers; give a list of prompts, each a text or a list of token ids")
         else:
-            tokens = [int(token) for token in prompt]
+            try:
+                tokens = [int(token) for token in prompt]
+            except (TypeError, ValueError):
+                raise ValueError(
+                    f"prompt {number} must be a text or a list of token ids; `chat` takes messages"
+                ) from None
         if not tokens:
             raise ValueError(f"prompt {number} is empty")
         if self._max_model_len and len(tokens) >= self._max_model_len:
