@@ -273,6 +273,18 @@ def test_an_iteration_keeps_to_its_budget(null_gpu: Run, name: str) -> None:
             assert used["communicators"] == 0
 
 
+def test_versions_are_copied_to_the_host_beside_the_last_optimizer_step(null_gpu: Run) -> None:
+    """The step is applied layer by layer, and a layer is copied while the next one is still to be updated."""
+    (found,) = null_gpu("versions", "trainer.versions").good()
+    assert found["versions"] == [1, 2]
+    copies = found["order"].count("copy")
+    assert found["pinned"] == [True] * 2 * copies
+    assert found["used"]["d2h_beside"] == copies > 20, "all of them, on a stream of their own"
+    assert found["used"]["pinned_bytes"] == 0, "the copies of a version that is kept no more are used again"
+    first, last = found["order"].index("copy"), len(found["order"]) - found["order"][::-1].index("step")
+    assert "step" in found["order"][first:last], found["order"]
+
+
 def test_a_trace_shows_when_the_gpu_worked(null_gpu: Run) -> None:
     """The host is ahead of the GPU. The second stage cannot begin before the message of the first one has come."""
     first, second = null_gpu("spans", "trainer.spans", world=2).good()

@@ -45,7 +45,7 @@ def test_a_step_does_not_change_what_is_kept_and_the_newest_are_kept() -> None:
     engine, kept = OneTensor(), KeptWeights()
     kept.begin(2)
     for _ in range(4):
-        kept.add(engine, 1, None)  # type: ignore[arg-type]
+        kept.add(kept.copy(engine, 1), None)  # type: ignore[arg-type]
         engine.learn()
     assert kept.versions == [2, 3]
     assert (values(kept, 2), values(kept, 3)) == ([2.0] * 4, [3.0] * 4)
@@ -56,12 +56,12 @@ def test_a_step_does_not_change_what_is_kept_and_the_newest_are_kept() -> None:
 def test_a_version_that_is_being_sent_stays_as_it_is() -> None:
     engine, kept = OneTensor(), KeptWeights()
     kept.begin(1)
-    kept.add(engine, 1, None)  # type: ignore[arg-type]
+    kept.add(kept.copy(engine, 1), None)  # type: ignore[arg-type]
     with kept.using(0) as sent:
         assert sent is not None
         for _ in range(3):
             engine.learn()
-            kept.add(engine, 1, None)  # type: ignore[arg-type]
+            kept.add(kept.copy(engine, 1), None)  # type: ignore[arg-type]
         (part,) = sent.models["actor"].iterate()
         assert part.tensor.tolist() == [0.0] * 4  # type: ignore[attr-defined]
     assert kept.versions == [3]
@@ -70,7 +70,7 @@ def test_a_version_that_is_being_sent_stays_as_it_is() -> None:
 def test_a_rank_that_sends_nothing_keeps_nothing() -> None:
     engine, kept = OneTensor(dp_rank=1), KeptWeights()
     kept.begin(1)
-    kept.add(engine, 1, None)  # type: ignore[arg-type]
+    kept.add(kept.copy(engine, 1), None)  # type: ignore[arg-type]
     assert values(kept, 0) == []
 
 

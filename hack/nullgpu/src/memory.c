@@ -271,7 +271,8 @@ static int copy(void *to, const void *from, size_t n) {
 
 int cudaStreamSynchronize(void *);
 int cudaMemcpyAsync(void *to, const void *from, size_t n, int kind, void *stream) {
-    (void)kind, (void)stream;
+    (void)kind;
+    if (stream && device_of(from) >= 0 && device_of(to) < 0) count(&c_d2h_beside, 1);
     return copy(to, from, n);
 }
 int cudaMemcpy(void *to, const void *from, size_t n, int kind) {

@@ -46,7 +46,7 @@ typedef struct {
     const char *name;
     atomic_long value;
 } counter;
-extern counter c_launches, c_mallocs, c_frees, c_pinned, c_pinned_bytes, c_h2d, c_h2d_bytes, c_d2h, c_d2h_bytes, c_d2d, c_d2d_bytes,
+extern counter c_launches, c_mallocs, c_frees, c_pinned, c_pinned_bytes, c_h2d, c_h2d_bytes, c_d2h, c_d2h_bytes, c_d2h_beside, c_d2d, c_d2d_bytes,
     c_synchronisations, c_communicators, c_collectives, c_sends, c_receives, c_mixed, c_receiving;
 void count(counter *c, long by);
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import peft  # noqa: F401  once for all ranks, as are the layers below
 import torch
@@ -31,9 +32,11 @@ from dovetail.trainer.determinism import choose_algorithms
 from dovetail.trainer.engine import checkpoint
 from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.engine.executor import MicroBatch
+from dovetail.trainer.engine.optim import OptimizerStep
 from dovetail.trainer.packed_batches import Sequences
 from dovetail.trainer.profile.transfers import measure_transfers
 from dovetail.trainer.rank.heartbeat import HeartbeatThread
+from dovetail.trainer.weights.kept_weights import KeptWeights
 from helpers.trainer_ranks import job, load_command, ppo_batch
 
 LLAMA = {
@@ -77,7 +80,8 @@ def counted(name: str) -> int:
 def counts() -> dict[str, int]:
     """What this process has asked of the GPU until now."""
     of_communication = ("communicators", "collectives", "sends", "receives", "mixed")
-    names = ("launches", "h2d", "h2d_bytes", "d2h", "synchronisations", "mallocs", "pinned_bytes", *of_communication)
+    of_copies = ("h2d", "h2d_bytes", "d2h", "d2h_beside", "pinned_bytes")
+    names = ("launches", "synchronisations", "mallocs", *of_copies, *of_communication)
     return {name: counted(name) for name in names}
 
 
@@ -317,6 +321,47 @@ def iterations(place: Place, pp: int = 1, dp: int = 1) -> list[dict[str, int]]:
         found.append({name: value - before[name] for name, value in counts().items()})
     groups.close()
     return found
+
+
+def versions(place: Place) -> dict[str, Any]:
+    """Two PPO steps of a rank that keeps two versions of the weights. What keeping the last one asks of the GPU, in
+    order: which copies to the host begin, and which layers the optimizer step is applied to."""
+    layouts = {name: Parallelism() for name in ("actor", "critic")}
+    groups = Groups.form("127.0.0.1", place.port, 0, 1, layouts, DEADLINE)
+    spec = job(trainer={"compile": "Never"}).spec
+    client: Any = SimpleNamespace(batch=lambda _: ppo_batch(1))
+    runner = CommandRunner(spec, groups, client, "trainer", {}, lambda event, **fields: print(event, fields))
+    assert runner.execute(load_command(Stage.PPO).model_copy(update={"keep_versions": 2})).ok
+    per_step = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
+    actions = serial_1f1b(layouts, dict.fromkeys(layouts, per_step), list(layouts))
+    order: list[str] = []
+    apply, begin = OptimizerStep.apply, KeptWeights._begin_copy
+
+    def applied(step: OptimizerStep, names: Any) -> None:
+        if step._left:
+            order.append("step")
+        apply(step, names)
+
+    def begun(kept: KeptWeights, *tensors: torch.Tensor) -> None:
+        order.append("copy")
+        begin(kept, *tensors)
+
+    found = []
+    for number in (1, 2):
+        step = Step(id=f"step/{number}", stage=Stage.PPO, step=number, batch="b", actions=actions, mini_batches=1)
+        order.clear()
+        before = counts()
+        with patch.object(OptimizerStep, "apply", applied), patch.object(KeptWeights, "_begin_copy", begun):
+            result = runner.execute(step)
+        assert result.ok, result.error
+        found.append({name: value - before[name] for name, value in counts().items()})
+    pinned = []
+    for version in runner.kept.versions:
+        with runner.kept.using(version) as kept:
+            pinned += [] if kept is None else [copy.is_pinned() for copy in kept.copies.values()]
+    ended = {"versions": runner.kept.versions, "used": found[-1], "order": order, "pinned": pinned}
+    groups.close()
+    return ended
 
 
 def gpu_fails(place: Place, during: str) -> dict[str, Any]:

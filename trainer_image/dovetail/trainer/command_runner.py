@@ -313,13 +313,14 @@ class CommandRunner:
         if not self.kept.keeps:
             return
         with self.timeline.phase("keep"):
+            copies = self.kept.copy(self.engine, self._sender.max_senders)
             self.engine.settle()
             probe, problem = None, None
             try:
                 probe = take_probe(self._context, self.engine.step)
             except FloatingPointError as error:
                 problem = sentence(error)
-            self.kept.add(self.engine, self._sender.max_senders, probe, problem)
+            self.kept.add(copies, probe, problem)
 
     def _timed(self, name: str, action: Callable[[], None]) -> Metrics:
         with self.timeline.phase(name):

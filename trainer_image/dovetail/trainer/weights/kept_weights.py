@@ -41,6 +41,7 @@ class KeptWeights:
         self._kept: dict[int, Kept] = {}
         self._most = 0
         self._free: Copies = {}
+        self._stream: torch.cuda.Stream | None = None  # for copies from the GPU
 
     def begin(self, most: int) -> None:
         """Drop all versions, and keep the newest `most` from now on."""
@@ -60,21 +61,32 @@ class KeptWeights:
         with self._lock:
             return sorted(self._kept)
 
-    def add(self, engine: Engine, senders: int, probe: Probe | None, problem: str | None = None) -> None:
-        """Copy the engine's current weights. This is a collective call. At most `senders` ranks of a stage may send.
+    def copy(self, engine: Engine, senders: int) -> Kept:
+        """Begin to copy the engine's current weights, and give the result to `add`. This is a collective call. At most
+        `senders` ranks of a stage may send.
 
-        The copies are complete when it returns, so later steps cannot change what is sent."""
+        A deferred optimizer step is applied to each layer just before the layer is copied. On a GPU the copies have a
+        stream of their own, so they overlap with the rest of the step (PUZZLE's shadow model)."""
         with self._lock:
             for version in sorted(self._kept)[: max(0, len(self._kept) + 1 - self._most)]:
                 gone = self._kept.pop(version)
                 if not gone.users:
                     self._free = gone.copies
             free, self._free = self._free, {}
-        kept = Kept(engine.step, {}, probe, problem)
+        if self._stream is None and engine.groups.device.type == "cuda":
+            self._stream = torch.cuda.Stream(engine.groups.device)
+        kept = Kept(engine.step, {}, None, None)
         for name in sorted(engine.models):
             kept.models[name] = self._copied(engine, name, senders, free, kept.copies)
-        if engine.groups.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+        return kept
+
+    def add(self, kept: Kept, probe: Probe | None, problem: str | None = None) -> None:
+        """Keep this version. `problem`: why it cannot be sent. Call it before the next optimizer step.
+
+        The copies are complete when it returns, so later steps cannot change what is sent."""
+        kept.probe, kept.problem = probe, problem
+        if self._stream is not None:
+            self._stream.synchronize()
         with self._lock:
             self._kept[kept.version] = kept
 
@@ -92,8 +104,7 @@ class KeptWeights:
                 with self._lock:
                     kept.users -= 1
 
-    @staticmethod
-    def _copied(engine: Engine, model: str, senders: int, free: Copies, copies: Copies) -> WeightParts:
+    def _copied(self, engine: Engine, model: str, senders: int, free: Copies, copies: Copies) -> WeightParts:
         source = engine.sendable(model, senders)
         groups = engine.models[model].groups
         if isinstance(source, WeightParts):
@@ -110,7 +121,17 @@ class KeptWeights:
             copy = free.pop((model, part.name), None)
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            copy.copy_(tensor, non_blocking=True)
+            self._begin_copy(tensor, copy)
             copies[model, part.name] = copy
             held.append(part._replace(tensor=copy))
         return WeightParts(lambda: iter(held), layout)
+
+    def _begin_copy(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
+        if self._stream is None or not tensor.is_cuda:
+            copy.copy_(tensor)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._stream):
+            copy.copy_(tensor, non_blocking=True)
+        # The caller may free it, a merged adapter for example, before it is copied.
+        tensor.record_stream(self._stream)
