@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,7 +83,8 @@ def kubeconfig(cluster: KubeCluster, folder: Path, account: str = "dovetail-oper
 
 
 class OperatorProcess:
-    """`log` is what it wrote."""
+    """`log` is what it wrote. A leader that lost its lease ends: a busy API server may not answer for half
+    a minute. Like its Deployment, this starts it again."""
 
     def __init__(self, config: Path, folder: Path, identity: str, namespaces: list[str], **variables: str) -> None:
         self.port = free_port()
@@ -99,13 +101,34 @@ class OperatorProcess:
             "DOVETAIL_ROLLOUT_CAPABILITIES": "any",
             **variables,
         }
+        self._environ, self._folder = environ, folder
+        self._lock, self._ended = threading.Lock(), False
+        self.process = self._start()
+        threading.Thread(target=self._start_again, daemon=True).start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "dovetail.operator.main"], env=environ, stdout=log, stderr=log, cwd=folder
+            return subprocess.Popen(
+                [sys.executable, "-m", "dovetail.operator.main"],
+                env=self._environ,
+                stdout=log,
+                stderr=log,
+                cwd=self._folder,
             )
 
+    def _start_again(self) -> None:
+        while True:
+            self.process.wait()
+            with self._lock:
+                if self._ended or not self._lost_its_lease():
+                    return
+                self.process = self._start()
+
+    def _lost_its_lease(self) -> bool:
+        return self.process.returncode == 1 and "the lease could not be renewed" in self.log.read_text()
+
     def leads(self) -> bool:
-        assert self.process.poll() is None, self.log.read_text()
+        assert self.process.poll() is None or self._lost_its_lease(), self.log.read_text()
         return '"leader.started"' in self.log.read_text()
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -114,10 +137,14 @@ class OperatorProcess:
 
     def stop(self) -> int:
         """SIGTERM; the exit code."""
+        with self._lock:
+            self._ended = True
         self.process.terminate()
         return self.process.wait(60)
 
     def kill(self) -> None:
+        with self._lock:
+            self._ended = True
         self.process.kill()
         self.process.wait(60)
 
@@ -131,5 +158,4 @@ def operator(
     try:
         yield process
     finally:
-        if process.process.poll() is None:
-            process.kill()
+        process.kill()
