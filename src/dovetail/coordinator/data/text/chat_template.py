@@ -101,8 +101,8 @@ class ChatFormat(Protocol):
     def prompt(self, messages: Sequence[Message]) -> str:
         """The text up to the point where the assistant's next turn begins."""
 
-    def reply(self, messages: Sequence[Message], answer: Message) -> str:
-        """The text of `answer`, the assistant's next turn, without the end-of-sequence token."""
+    def reply(self, messages: Sequence[Message], answer: Message | str) -> str:
+        """The text of `answer`, the assistant's next turn, without the end-of-sequence token. A text is its content."""
 
     def turn_length(self, messages: Sequence[Message], answer: Message, rest: str) -> int | None:
         """The number of characters of `answer`, the assistant's turn after `messages`, in a longer conversation, with
@@ -124,13 +124,18 @@ class HumanAssistant:
             _refuse_calls(message)
         return "".join(_HEADS[m["role"]] + m["content"] for m in messages) + ASSISTANT
 
-    def reply(self, messages: Sequence[Message], answer: Message) -> str:
-        _refuse_calls(answer)
-        return " " + str(answer["content"])
+    def reply(self, messages: Sequence[Message], answer: Message | str) -> str:
+        turn = _turn(answer)
+        _refuse_calls(turn)
+        return " " + str(turn["content"])
 
     def turn_length(self, messages: Sequence[Message], answer: Message, rest: str) -> int | None:
         text = self.reply(messages, answer)
         return len(text) if rest.startswith(text) else None
+
+
+def _turn(answer: Message | str) -> Message:
+    return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
 
 
 def _refuse_calls(message: Message) -> None:
@@ -162,7 +167,7 @@ class WithSystem:
     def prompt(self, messages: Sequence[Message]) -> str:
         return self.chat.prompt(self._opened(messages))
 
-    def reply(self, messages: Sequence[Message], answer: Message) -> str:
+    def reply(self, messages: Sequence[Message], answer: Message | str) -> str:
         return self.chat.reply(self._opened(messages), answer)
 
     def turn_length(self, messages: Sequence[Message], answer: Message, rest: str) -> int | None:
@@ -199,8 +204,8 @@ class Template:
     def prompt(self, messages: Sequence[Message]) -> str:
         return self._without_bos(self._render(messages, add_generation_prompt=True))
 
-    def reply(self, messages: Sequence[Message], answer: Message) -> str:
-        text = self._written(messages, answer)
+    def reply(self, messages: Sequence[Message], answer: Message | str) -> str:
+        text = self._written(messages, _turn(answer))
         end = self._tokenizer.eos_token
         stripped = text.rstrip()
         return stripped.removesuffix(end) if end and stripped.endswith(end) else text
