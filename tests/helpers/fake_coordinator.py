@@ -24,11 +24,13 @@ TOKEN = "a-test-token"
 class FakeCoordinator:
     """Runs in a thread of its own; every method may be called from the test's thread.
 
-    `batches` maps keys to safetensors documents, `results` collects what ranks hand in, `events` what happened."""
+    `batches` maps keys to safetensors documents, `results` collects what ranks hand in, `events` what happened,
+    `asked` the keys of the batches that ranks have got."""
 
     def __init__(self, world_size: int, peer_timeout: float = 60.0) -> None:
         self.batches: dict[str, bytes] = {}
         self.results: list[CommandResult] = []
+        self.asked: list[str] = []
         self.offers: list[Offer] = []
         self.events: list[tuple[str, dict[str, Any]]] = []
         self._world_size, self._peer_timeout = world_size, peer_timeout
@@ -126,7 +128,9 @@ class FakeCoordinator:
         self.offers.append(message)
 
     async def batch(self, key: str) -> bytes:
-        return self.batches[key]
+        found = self.batches[key]
+        self.asked.append(key)
+        return found
 
     def status(self) -> dict[str, Any]:
         return {}
