@@ -123,6 +123,21 @@ def test_value_loss_equals_the_formula(seed: int, clip: float | None) -> None:
     assert stats["value_tokens"].item() == mask.sum().item()
 
 
+def test_values_within_the_limit_are_not_counted_as_clipped() -> None:
+    """old + (v - old) is seldom v in floating point. Then values beyond the limit, whose error grows or shrinks."""
+    random = torch.Generator().manual_seed(0)
+    v, change, returns = (torch.randn(8, 64, generator=random) for _ in range(3))
+    old = v - 0.15 * change.clamp(-1, 1)
+    _, stats = losses.value_loss(v, old, returns, torch.ones(8, 64), normaliser=1, clip=0.2)
+    assert stats["value_clipped"].item() == 0
+    old = v - torch.tensor([0.3, -0.3, 0.1]).repeat(8, 64)[:, :64]
+    towards = v + torch.where(v > old, 1.0, -1.0)  # clipping keeps them farther from their returns
+    _, stats = losses.value_loss(v, old, towards, torch.ones(8, 64), normaliser=1, clip=0.2)
+    assert stats["value_clipped"].item() == ((v - old).abs() > 0.2).sum()
+    _, stats = losses.value_loss(v, old, 2 * old - towards, torch.ones(8, 64), normaliser=1, clip=0.2)
+    assert stats["value_clipped"].item() == 0
+
+
 def test_value_gradient_is_error_over_count() -> None:
     v = torch.tensor([[1.0, 2.0]], requires_grad=True)
     loss, _ = losses.value_loss(v, v.detach(), torch.tensor([[0.5, 4.0]]), torch.ones(1, 2), normaliser=2, clip=0.2)

@@ -245,8 +245,6 @@ def test_a_step_without_the_whole_logits_changes_nothing_but_rounding(monkeypatc
             found.append([step for step in steps if step.pop("seconds") and step.pop("activation_peak_bytes")])
     assert len(found[0]) == 2
     for mine, expected in zip(found[1], found[0], strict=True):
-        # Two of 172 values lie so near the edge where they are clipped that the processor's rounding decides.
-        assert mine.pop("value_clipfrac") == pytest.approx(expected.pop("value_clipfrac"), abs=2.5 / 172)
         assert mine == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 

@@ -50,7 +50,8 @@ def value_loss(
     if clip is not None:
         old = inside(old_values.detach(), keep)
         clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
-        was_clipped = keep & (clipped > plain)
+        # Within the limit the two errors also differ, by rounding: old + (V - old) is seldom V.
+        was_clipped = keep & ((values - old).abs() > clip) & (clipped > plain)
         losses = torch.maximum(plain, clipped)
     total = 0.5 * _sum(losses, keep)
     stats = {
