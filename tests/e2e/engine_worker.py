@@ -47,8 +47,9 @@ LLAMA = {
 }
 
 
-def spec(**changes: Any) -> RLHFJobSpec:
-    optimizer = {"learning_rate": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.1}
+def spec(eps: float = 1e-8, **changes: Any) -> RLHFJobSpec:
+    """`eps`: Adam's."""
+    optimizer = {"learning_rate": 1e-2, "max_grad_norm": 0.5, "weight_decay": 0.1, "eps": eps}
     ppo = {"actor_optimizer": optimizer, "critic_optimizer": optimizer, "ema": 0.9}
     fields: dict[str, Any] = {"groups": [{"name": "t", "roles": ["trainer", "rollout"]}], "ppo": ppo}
     fields["plan"] = {"sharding": "Always"}  # small as these models are
