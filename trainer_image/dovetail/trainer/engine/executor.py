@@ -26,6 +26,7 @@ from dovetail.models.compiled import use_compiled
 from dovetail.models.layers.predictions import Predictions, gradients_of
 from dovetail.models.recompute import recomputes
 from dovetail.protocol.messages import Action
+from dovetail.protocol.weights.buckets import layer_of
 from dovetail.trainer.communication.groups import ModelGroups, PeerLost, peer_errors, transport_sentence
 from dovetail.trainer.communication.host_staging import on_host
 from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
@@ -115,11 +116,13 @@ class Pipe:
         found = self._weights.get(chunk)
         if found is None:
             named = ((name, p) for name, p in self.stage.named_parameters() if p.requires_grad)
-            if self.chunks > 1:
-                mine = {str(layer) for layer in self.stage.chunk_layers[chunk]}
-                found = [p for name, p in named if (layer := _layer(name)) is None or layer in mine]
-            else:
-                found = [p for _, p in named]
+            others = {
+                f"body.layers.{layer}"
+                for other, layers in enumerate(self.stage.chunk_layers)
+                for layer in layers
+                if other != chunk
+            }
+            found = [p for name, p in named if not others or layer_of(name) not in others]
             if not is_sharded(self.stage):
                 self._weights[chunk] = found
         return found
@@ -147,11 +150,6 @@ class Pipe:
         """An empty tensor with the shape of a message between stages: (1, tokens, H)."""
         shape = self.batches[micro_batch].packed.tokens.shape
         return torch.empty(*shape, self.stage.hidden_size, dtype=self.dtype, device=self.device)
-
-
-def _layer(parameter: str) -> str | None:
-    """The number of the layer that a parameter of this name belongs to, or None."""
-    return parameter.split(".", 3)[2] if parameter.startswith("body.layers.") else None
 
 
 def check_actions(
