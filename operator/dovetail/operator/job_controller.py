@@ -42,7 +42,7 @@ from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner
 from dovetail.operator.reconcile import progress, reasons
-from dovetail.operator.reconcile.children import Children, Object, is_true, parse_time, sizes
+from dovetail.operator.reconcile.children import Children, Object, is_true, managed_elsewhere, parse_time, sizes
 from dovetail.operator.reconcile.conditions import JobEvent, state, why_deleted
 from dovetail.operator.reconcile.drift import Drift
 from dovetail.operator.reconcile.history import JobHistory, history_config_map, last_row
@@ -53,7 +53,6 @@ from dovetail.operator.reconcile.reconcile import (
     Reconciled,
     Seen,
     is_over,
-    managed_elsewhere,
     old_status,
     reconcile,
 )

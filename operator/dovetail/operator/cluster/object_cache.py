@@ -12,7 +12,7 @@ from dovetail.kube import names
 from dovetail.kube.owners import controller
 from dovetail.kube.resources import CONFIG_MAP, JOB, JOBSET, POD, POD_GROUP
 from dovetail.manifest.types import KIND
-from dovetail.operator.reconcile.children import Children, Object, Ref, label
+from dovetail.operator.reconcile.children import Children, Object, Ref, is_true, label, managed_elsewhere
 
 Key = tuple[str, str]  # namespace and name of an RLHFJob
 # All that is looked at of the objects that a job has most of; JobSet repeats its labels as annotations, too.
@@ -190,10 +190,9 @@ def _trim_job(job: Object, before: Callable[[], Object | None] = lambda: None) -
 def _rests(job: Object) -> bool:
     """Whether the job is over, and its user has not tried it again. Who edits it sends the whole manifest."""
     status, spec = job.get("status") or {}, job.get("spec") or {}
-    if (spec.get("managedBy") or names.MANAGER) != names.MANAGER:
+    if managed_elsewhere(job) or not (is_true(job, "Completed") or is_true(job, "Failed")):
         return False
-    over = {c["type"] for c in status.get("conditions") or () if c["status"] == "True"} & {"Completed", "Failed"}
-    return bool(over) and int(spec.get("retry") or 0) <= int(status.get("retry") or 0)
+    return int(spec.get("retry") or 0) <= int(status.get("retry") or 0)
 
 
 def _was_planned(job: Object) -> bool:

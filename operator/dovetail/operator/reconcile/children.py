@@ -26,12 +26,17 @@ def parse_time(text: str | None) -> datetime | None:
 
 def condition(thing: Object, kind: str) -> Object | None:
     """The condition of that type; None if there is none."""
-    found = thing.get("status", {}).get("conditions") or []
+    found = (thing.get("status") or {}).get("conditions") or []
     return next((c for c in found if c.get("type") == kind), None)
 
 
 def is_true(thing: Object, kind: str) -> bool:
     return (condition(thing, kind) or {}).get("status") == "True"
+
+
+def managed_elsewhere(document: Object) -> bool:
+    """Whether another controller runs the job, such as MultiKueue in another cluster. Its status is not ours."""
+    return ((document.get("spec") or {}).get("managedBy") or names.MANAGER) != names.MANAGER
 
 
 def changed_at(thing: Object, kind: str) -> str:

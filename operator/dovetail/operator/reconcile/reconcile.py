@@ -103,11 +103,6 @@ def old_status(document: Object) -> RLHFJobStatus:
     return RLHFJobStatus.model_validate(document.get("status") or {})
 
 
-def managed_elsewhere(document: Object) -> bool:
-    """Whether another controller runs the job, such as MultiKueue in another cluster. Its status is not ours."""
-    return ((document.get("spec") or {}).get("managedBy") or names.MANAGER) != names.MANAGER
-
-
 def is_over(status: RLHFJobStatus) -> bool:
     """Completed or failed: nothing is created for the job, unless its user tries it again."""
     return any(c.type in ("Completed", "Failed") and c.status == "True" for c in status.conditions)

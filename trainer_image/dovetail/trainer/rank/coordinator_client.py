@@ -61,7 +61,7 @@ class CoordinatorClient:
         parts = urlsplit(address if "//" in address else f"http://{address}")
         if parts.scheme != "http" or not parts.hostname or parts.port is None:
             raise ValueError(f"DOVETAIL_COORDINATOR must look like http://host:port, not {address!r}")
-        self._host, self._port, self._base = parts.hostname, parts.port, parts.path.rstrip("/")
+        self._port, self._base = parts.port, parts.path.rstrip("/")
         self._token, self.patience = token, patience
         self._clock, self._sleep = clock, sleep
         self._address = LastAddress(parts.hostname)
@@ -131,7 +131,7 @@ class CoordinatorClient:
             except _Transient as error:
                 if self._clock() + pause > deadline:
                     raise CoordinatorUnreachable(
-                        f"the coordinator at {self._host}:{self._port} did not answer {path} "
+                        f"the coordinator at {self._address.host}:{self._port} did not answer {path} "
                         f"for {patience:.0f} s: {error}"
                     ) from error
             self._sleep(pause * random.uniform(0.7, 1.0))
