@@ -7,6 +7,7 @@ import re
 import time
 import weakref
 
+from dovetail.operator import plan_worker
 from dovetail.operator.job_controller import Controller
 from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
@@ -79,6 +80,26 @@ def test_a_variant_that_was_given_up_leaves_no_answer():
             await planner.close()
 
     assert run(test()).message == "no plan for seed 3"
+
+
+def test_a_planner_is_closed_while_its_idle_process_ends(monkeypatch):
+    """A leader that lost its lease closed it at that moment, and ended with an error that said nothing."""
+    monkeypatch.setattr(plan_worker, "IDLE_SECONDS", 0.0)
+
+    async def test():
+        planner = Planner(SECONDS, names_the_seed)
+        await planner.planned(a_job(1), Children())
+        process = planner._process
+        while planner._ending is None:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0)
+        await asyncio.sleep(0)  # it waits for the process now
+        await planner.close()
+        return process, planner._ending
+
+    process, ending = run(test())
+    assert ending.done()
+    assert ending.cancelled() or ending.exception() is None
+    assert not process.is_alive()
 
 
 def test_namespaces_take_turns():

@@ -377,16 +377,18 @@ class Planner:
         for asked in self._asked.values():
             asked.answer.cancel()
         await self._end()
+        if self._ending is not None:
+            await self._ending
 
     async def _end(self) -> None:
         if self._idle is not None:
             self._idle.cancel()
-        if self._process is not None:
-            self._process.kill()
-            await asyncio.to_thread(self._process.join)
-            assert self._pipe is not None
-            self._pipe.close()
-            self._process = self._pipe = None
+        process, pipe = self._process, self._pipe
+        self._process = self._pipe = None  # another call may come before the process has ended
+        if process is not None and pipe is not None:
+            process.kill()
+            await asyncio.to_thread(process.join)
+            pipe.close()
 
     def _rest(self) -> None:
         """End the worker process if nothing is asked of it for a while."""
@@ -424,7 +426,7 @@ class Planner:
             return PlanRefused(reasons.PLANNER_TIMEOUT, f"the planner found no plan within {self._seconds:g} s")
         except (EOFError, OSError) as error:
             await self._end()
-            return PlanRefused(reasons.PLANNER_FAILED, f"the planner's process died: {error or 'no answer'}")
+            return PlanRefused(reasons.PLANNER_FAILED, f"the planner's process died: {str(error) or 'no answer'}")
         except asyncio.CancelledError:
             # Its answer would be taken for that of the next spec. The thread that still reads sees the end, and closes.
             self._process.kill()

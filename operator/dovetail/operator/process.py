@@ -78,7 +78,9 @@ async def run(settings: OperatorSettings) -> int:
     try:
         await asyncio.wait({leading, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if leading.done():
-            log("leader.lost", level="error", error=str(leading.exception() or "the lease could not be renewed"))
+            error = leading.exception()
+            said = f"{type(error).__name__}: {error}" if error is not None else "the lease could not be renewed"
+            log("leader.lost", level="error", error=said)
             return 1
         log("operator.stopped")
         return 0

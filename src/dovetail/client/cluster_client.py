@@ -336,7 +336,7 @@ class _Service:
             answer = self._http.request(method, self._base + path, **options)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
             raise ClientError(
-                f"{self._what} at {self._url} does not answer: {error or type(error).__name__}"
+                f"{self._what} at {self._url} does not answer: {str(error) or type(error).__name__}"
             ) from error
         if answer.is_success:
             return answer

@@ -333,7 +333,7 @@ class Inference:
         try:
             held = await _show(self._session, scorer, samples, self._want, self._chunk_seconds)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            self._last_failure = f"{scorer.name}: {error or type(error).__name__}"
+            self._last_failure = f"{scorer.name}: {str(error) or type(error).__name__}"
             self._on_failure(scorer, self._last_failure)
             # The scorer may have lost what it computed before.
             self._streams.end([sample.key for sample in samples])
@@ -378,7 +378,7 @@ class Inference:
         try:
             answer = await _score_chunk(self._session, scorer, chunk, self._want, self._chunk_seconds)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            self._last_failure = f"{scorer.name}: {error or type(error).__name__}"
+            self._last_failure = f"{scorer.name}: {str(error) or type(error).__name__}"
             self._on_failure(scorer, self._last_failure)
             return False
         self._on_success(scorer)

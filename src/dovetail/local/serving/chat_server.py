@@ -63,14 +63,14 @@ class ServedModel:
                 yield from _pieces(response.iter_lines())
         except httpx2.HTTPError as error:
             raise RunError(
-                f"the server at {self.url} did not finish its reply: {error or type(error).__name__}"
+                f"the server at {self.url} did not finish its reply: {str(error) or type(error).__name__}"
             ) from error
 
     def _names(self) -> list[str]:
         try:
             response = self._http.get("/v1/models")
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise RunError(f"no server answers at {self.url}: {error or type(error).__name__}") from error
+            raise RunError(f"no server answers at {self.url}: {str(error) or type(error).__name__}") from error
         if response.status_code != 200:
             self._refuse(response)
         try:
