@@ -319,6 +319,7 @@ def test_a_model_in_a_shared_cache_and_code_on_a_claim_while_the_chart_is_upgrad
             port = 8000 if "-coordinator-" in pod else 9000 if "-trainers-" in pod else 8001
             assert re.search("^(dovetail|vllm)[_:]", metrics(own, namespace, pod, port), re.MULTILINE), pod
         only_where_values_say(own, place["hub"].url, namespace, sorted(before)[0])
+        live_in_the_api(own, namespace)
         own.kubectl("exec", "upload", *mine, "--", "rm", "/data/rewards/hold")
 
         def ends() -> list[str]:
@@ -345,6 +346,23 @@ def test_a_model_in_a_shared_cache_and_code_on_a_claim_while_the_chart_is_upgrad
         claim = own.get("pvc", "first-files", *mine)["metadata"]
         assert claim["annotations"]["dovetail.dev/folder"] == "first"
         assert "deletionTimestamp" not in claim
+
+
+def live_in_the_api(own: KubeCluster, namespace: str) -> None:
+    """A user of the namespace reads the job's progress from the chart's status API, which asks the coordinator."""
+    own.kubectl("create", "serviceaccount", "reader", "-n", namespace)
+    bound = ("--clusterrole=view", f"--serviceaccount={namespace}:reader")
+    own.kubectl("create", "rolebinding", "reader", "-n", namespace, *bound)
+    token = own.kubectl("create", "token", "reader", "-n", namespace).strip()
+    url = f"http://dovetail-api.dovetail-system/api/v1/namespaces/{namespace}/rlhfjobs/first"
+    ask = ("exec", "upload", "-n", namespace, "--", "wget", "-qO-", "--header", f"Authorization: Bearer {token}", url)
+
+    def told() -> dict[str, Any]:
+        done = own.try_kubectl(*ask)
+        return json.loads(done.stdout) if done.returncode == 0 else {}
+
+    wait_for("the status API", told, 120)
+    wait_for("live progress", lambda: told().get("live", {}).get("reachable"), 120)
 
 
 def only_where_values_say(own: KubeCluster, hub: str, namespace: str, pod: str) -> None:

@@ -143,8 +143,9 @@ class FakeKube:
 
     @staticmethod
     def _selected(request: web.Request, item: Object) -> bool:
-        label, _, value = request.query.get("labelSelector", "").partition("=")
-        return not label or item["metadata"].get("labels", {}).get(label) == value
+        wanted = filter(None, request.query.get("labelSelector", "").split(","))
+        labels = item["metadata"].get("labels", {})
+        return all(labels.get(label) == value for label, _, value in (each.partition("=") for each in wanted))
 
     def _review(self, path: str, body: Object) -> Object:
         spec = body["spec"]

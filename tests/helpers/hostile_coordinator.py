@@ -144,7 +144,11 @@ async def ask(way: str) -> dict[str, Any]:
         await asyncio.wait(ends, timeout=240, return_when=asyncio.FIRST_COMPLETED)
         alive, reported = not task.done(), operator._followed[key].answer
         await operator.close()
-        api = CoordinatorReader(Kube(), session, lambda *_: f"http://127.0.0.1:{port}", 0.0, lambda: 0.0, seconds)  # type: ignore[arg-type]
+
+        async def url(_: object) -> str:
+            return f"http://127.0.0.1:{port}"
+
+        api = CoordinatorReader(Kube(), session, url, 0.0, lambda: 0.0, seconds)  # type: ignore[arg-type]
         progress = await asyncio.wait_for(api.progress(job), 240)
     return {
         "alive": alive,

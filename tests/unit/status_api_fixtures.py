@@ -19,7 +19,10 @@ from dovetail.coordinator.page.run_folder import RunFolder
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.coordinator.telemetry.timeline import Timeline
+from dovetail.kube import names
 from dovetail.manifest.types import Stage
+from dovetail.protocol.process.process_names import COORDINATOR
+from dovetail.statusapi import coordinator_pods
 from dovetail.statusapi.api_settings import ApiSettings
 from dovetail.statusapi.app import create_app
 from dovetail.statusapi.main import Http, serve
@@ -27,6 +30,7 @@ from helpers.fake_kube import FakeKube, ServerThread
 
 TOKEN = "the-jobs-own"
 JOBS = "/apis/dovetail.dev/v1alpha1/namespaces/lab/rlhfjobs"
+PODS = "/api/v1/namespaces/lab/pods"
 ALL = {("ada", v, r) for v, r in (("list", "rlhfjobs"), ("get", "rlhfjobs"), ("list", "events"), ("list", "pods"))}
 
 
@@ -74,8 +78,14 @@ def child(name: str, uid: str = "uid-1", **fields: Any) -> dict[str, Any]:
     return {"metadata": {"name": name, "namespace": "lab", "ownerReferences": [owner]}, **fields}
 
 
+def coordinator_pod(name: str = "job-coordinator-0-0-abcde", uid: str = "uid-1", **status: Any) -> dict[str, Any]:
+    labels = names.labels("job", uid, COORDINATOR) | {names.ROLE_LABEL: COORDINATOR}
+    metadata = {"name": name, "namespace": "lab", "labels": labels, "creationTimestamp": "2026-11-21T09:00:01Z"}
+    return {"metadata": metadata, "spec": {}, "status": {"phase": "Running", "podIP": "127.0.0.1"} | status}
+
+
 class Api:
-    """The API as it runs in a pod, but for its addresses."""
+    """The API as it runs in a pod. The coordinator's pod has this machine's address, and a port that is free."""
 
     def __init__(self, folder: Path, monkeypatch: Any, **settings: Any) -> None:
         self.kube = FakeKube()
@@ -85,11 +95,11 @@ class Api:
         app = make_app(self.run, TOKEN, CollectorRegistry(), lambda q: documents.answer(q, time.time(), True))  # type: ignore[arg-type]
         self.coordinator = ServerThread(app)
         defaults = {
-            "coordinator_url": self.coordinator.url,
             "poll_seconds": 0.05,
             "auth_cache_seconds": 0.0,
             "watch_seconds": 0.0,
         }
+        monkeypatch.setattr(coordinator_pods, "COORDINATOR_PORT", int(self.coordinator.url.rsplit(":", 1)[1]))
         config = ApiSettings(**(defaults | settings))
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -108,6 +118,7 @@ class Api:
         self.kube.users["ada-token"] = "ada"
         self.kube.rights |= ALL
         self.kube.objects[f"{JOBS}/job"] = job(conditions=[condition("Running")], stage="ppo", iteration=2)
+        self.kube.objects[f"{PODS}/job-coordinator-0-0-abcde"] = coordinator_pod()
         encoded = base64.b64encode(TOKEN.encode()).decode()
         self.kube.objects["/api/v1/namespaces/lab/secrets/job-token"] = child("job-token", data={"token": encoded})
 

@@ -77,8 +77,9 @@ def test_metrics_and_logs(api, cluster):
         "metadata": child("job-trainer")["metadata"] | {"labels": {"dovetail.dev/job": "job"}}
     }
     api.kube.objects[f"{pods}/job-trainer/log"] = "one\ntwo\n"
+    api.kube.objects[f"{pods}/job-coordinator-0-0-abcde/log"] = "three\n"
     api.kube.rights |= {("ada", "get", "pods/log")}
-    assert cluster.logs("job") == {"job-trainer": "one\ntwo\n"}
+    assert cluster.logs("job") == {"job-coordinator-0-0-abcde": "three\n", "job-trainer": "one\ntwo\n"}
 
 
 def sample(iteration, prompt, number=0, **fields):

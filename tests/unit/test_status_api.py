@@ -2,13 +2,14 @@
 
 import asyncio
 import base64
+import json
 import re
 import socket
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import pytest
-from status_api_fixtures import ALL, JOBS, Api, child, condition, job, wait
+from status_api_fixtures import ALL, JOBS, PODS, Api, child, condition, coordinator_pod, job, wait
 
 from dovetail.kube.connection import KubeError
 from dovetail.kube.names import ITERATIONS_KEY
@@ -18,8 +19,10 @@ from dovetail.statusapi import app as status_app
 from dovetail.statusapi import coordinator_reader as coordinators
 from dovetail.statusapi.answer_room import AnswerRoom, TooMany
 from dovetail.statusapi.api_settings import ApiSettings
+from dovetail.statusapi.coordinator_pods import CoordinatorPods
 
 BASE = "/api/v1/namespaces/lab/rlhfjobs"
+SECRET = "/api/v1/namespaces/lab/secrets/job-token"
 
 
 @pytest.fixture
@@ -180,7 +183,7 @@ def test_running_jobs_are_watched_before_anybody_asks(tmp_path, monkeypatch):
     api = Api(tmp_path, monkeypatch, watch_seconds=0.05)
     try:
         api.run.add(1, reward=0.1)
-        secret = "/api/v1/namespaces/lab/secrets/job-token"
+        secret = SECRET
         asked = api.kube.asked.get(secret, 0)
         wait(lambda: api.kube.asked.get(secret, 0) >= asked + 2, "two looks")
         api.coordinator.close()
@@ -197,7 +200,7 @@ def test_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(coordinators, "REMEMBERED_ROWS", 10)
 
     async def fill(rows):
-        found = coordinators.CoordinatorReader(NoKube(), None, lambda *_: "", 0.0, lambda: 0.0)
+        found = coordinators.CoordinatorReader(NoKube(), None, None, 0.0, lambda: 0.0)
         for number in range(5):
             (await found.progress(job(uid=f"u{number}"))).rows += [None] * rows
         return list(found._jobs)
@@ -221,6 +224,40 @@ def test_a_new_job_of_the_same_name_starts_without_the_old_ones_rows(api):
     assert live["message"] == "the Secret job-token is not this job's", "a token goes to its own job alone"
 
 
+def test_the_coordinator_is_asked_at_its_pods_address(api):
+    """Not by the name of the job's Service, which the job's tenant may point anywhere."""
+    live = lambda: api.get(f"{BASE}/job").json()["live"]  # noqa: E731
+    first = f"{PODS}/job-coordinator-0-0-abcde"
+
+    def asked(wanted):
+        wait(lambda: live()["message"] == wanted, f"the message {wanted!r}")
+
+    assert live()["reachable"] is True
+    # What another job's coordinator, or a pod that has ended, had once may be somebody else's by now.
+    api.kube.objects[first] = coordinator_pod(uid="uid-2")
+    asked("the coordinator's pod does not run")
+    api.kube.objects[first] = coordinator_pod(phase="Failed")
+    asked("the coordinator's pod does not run")
+    api.kube.objects[f"{PODS}/job-coordinator-0-0-fghij"] = coordinator_pod("job-coordinator-0-0-fghij")
+    asked("")
+    assert live()["reachable"] is True
+    listed = api.kube.asked[PODS]
+    secret = api.kube.asked[SECRET]
+    wait(lambda: live()["reachable"] and api.kube.asked[SECRET] > secret + 1, "newer answers")
+    assert api.kube.asked[PODS] == listed, "one pod is read each time, not a list of them"
+
+
+@pytest.mark.parametrize(
+    ("address", "url"), [("10.2.0.7", "http://10.2.0.7:8000"), ("fd00::7", "http://[fd00::7]:8000")]
+)
+def test_a_pods_address_is_of_either_family(address, url):
+    class Kube:
+        async def request(self, *_):
+            return json.dumps({"items": [coordinator_pod(podIP=address)]}).encode()
+
+    assert asyncio.run(CoordinatorPods(Kube()).url(job())) == url
+
+
 @pytest.mark.parametrize(
     ("secret", "message"),
     [
@@ -236,7 +273,7 @@ def test_a_new_job_of_the_same_name_starts_without_the_old_ones_rows(api):
     ],
 )
 def test_why_there_is_no_live_progress(api, secret, message):
-    api.kube.objects["/api/v1/namespaces/lab/secrets/job-token"] = secret
+    api.kube.objects[SECRET] = secret
     found = api.get(f"{BASE}/job")
     assert found.status_code == 200
     assert found.json()["live"]["message"] == message
@@ -276,7 +313,8 @@ def test_logs_are_listed_and_read_with_rights_to_each(api):
             "status": {"phase": "Running"},
         }
         api.kube.objects[f"{pods}/{name}/log"] = f"<b>{name}</b>\n"
-    (line,) = api.get(f"{BASE}/job/logs").json()["items"]
+    of_coordinator, line = api.get(f"{BASE}/job/logs").json()["items"]
+    assert of_coordinator["pod"] == "job-coordinator-0-0-abcde"
     assert (line["pod"], line["group"], line["phase"], line["node"]) == (
         "job-rollouts-0-0-x",
         "rollouts",

@@ -76,7 +76,7 @@ def coordinator_service(job: str) -> str:
 
 
 def coordinator_url(job: str, namespace: str) -> str:
-    """Where the job's pods, the operator and the status API reach its coordinator."""
+    """Where the job's pods reach its coordinator."""
     return f"http://{coordinator_service(job)}.{namespace}.svc:{COORDINATOR_PORT}"
 
 

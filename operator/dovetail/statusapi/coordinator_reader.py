@@ -8,7 +8,7 @@ import binascii
 import json
 import sys
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -55,13 +55,14 @@ class JobProgress:
 
 
 class CoordinatorReader:
-    """`seconds`: how old an answer may be; requests in between share it. `answer_seconds`: its time limit."""
+    """`url`: of a job's coordinator; raises NoAnswer or KubeError. `seconds`: how old an answer may be; requests in
+    between share it. `answer_seconds`: its time limit."""
 
     def __init__(
         self,
         kube: Kube,
         session: aiohttp.ClientSession,
-        url: Callable[[str, str], str],
+        url: Callable[[Object], Awaitable[str]],
         seconds: float,
         clock: Callable[[], float],
         answer_seconds: float = 10.0,
@@ -108,28 +109,27 @@ class CoordinatorReader:
         return await self._large(job, f"/v1/page/{question}", take)
 
     async def _large(self, job: Object, path: str, take: Callable[[int], None]) -> bytes:
-        token, url = await self._token(job), self._address(job) + path
+        token, url = await self._token(job), await self._url(job) + path
         limits: dict[str, Any] = {"seconds": self._answer_seconds, "most": coordinator_http.TRACE_BYTES}
         return await coordinator_http.fetch(self._session, url, token, take=take, **limits)
 
     async def _ask(self, job: Object, found: JobProgress) -> None:
-        token = await self._token(job)
-        content = await self._fetch(job, token, "/v1/status", STATUS_BYTES)
+        token, url = await self._token(job), await self._url(job)
+        content = await self._fetch(f"{url}/v1/status", token, STATUS_BYTES)
         status = coordinator_http.document(content, STATUS_VALUES)
         found.size += len(content) - found.status_size
         found.status_size = len(content)
         found.live = Live(reachable=True, status=status)
         try:
             async with asyncio.timeout(self._answer_seconds):
-                await self._rows(job, token, found)
+                await self._rows(url, token, found)
         except TimeoutError as error:
             raise Unreachable(f"the coordinator's history did not come within {self._answer_seconds:g} s") from error
 
-    async def _rows(self, job: Object, token: str, found: JobProgress) -> None:
+    async def _rows(self, url: str, token: str, found: JobProgress) -> None:
         for _ in range(PAGES):
-            content = await self._fetch(
-                job, token, f"/v1/history?offset={found.offset}", coordinator_http.DOCUMENT_BYTES
-            )
+            path = f"/v1/history?offset={found.offset}"
+            content = await self._fetch(url + path, token, coordinator_http.DOCUMENT_BYTES)
             page = coordinator_http.document(content)
             items, offset = page.get("rows"), page.get("offset")
             if not isinstance(items, list) or not isinstance(offset, int) or offset <= found.offset:
@@ -165,12 +165,8 @@ class CoordinatorReader:
         except (KeyError, TypeError, binascii.Error, UnicodeDecodeError) as error:
             raise Unreachable(f"the Secret {name} holds no token") from error
 
-    async def _fetch(self, job: Object, token: str, path: str, most: int) -> bytes:
-        url = self._address(job) + path
+    async def _fetch(self, url: str, token: str, most: int) -> bytes:
         return await coordinator_http.fetch(self._session, url, token, seconds=self._answer_seconds, most=most)
-
-    def _address(self, job: Object) -> str:
-        return self._url(job["metadata"]["name"], job["metadata"]["namespace"])
 
 
 def _row(item: Any) -> Iteration | None:

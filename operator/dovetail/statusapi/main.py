@@ -11,15 +11,16 @@ from contextlib import asynccontextmanager
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from dovetail.kube import coordinator_http, names
+from dovetail.kube import coordinator_http
 from dovetail.protocol.http.header_deadline import HeaderDeadline
 from dovetail.statusapi.answer_room import AnswerRoom
 from dovetail.statusapi.api_settings import ApiSettings
 from dovetail.statusapi.app import create_app
 from dovetail.statusapi.auth import Auth
+from dovetail.statusapi.coordinator_pods import CoordinatorPods
 from dovetail.statusapi.coordinator_reader import CoordinatorReader
 from dovetail.statusapi.jobs import Service
-from dovetail.statusapi.kube import KubeClient
+from dovetail.statusapi.kube import KubeClient, Object
 from dovetail.statusapi.watching import watch
 
 
@@ -31,12 +32,12 @@ class Http(HeaderDeadline, H11Protocol):
 async def serve(settings: ApiSettings) -> AsyncIterator[Service]:
     """The service for the cluster that the environment names."""
 
-    def url(job: str, namespace: str) -> str:
-        if settings.coordinator_url:
-            return settings.coordinator_url.format(job=job, namespace=namespace)
-        return names.coordinator_url(job, namespace)
+    async def at_a_fixed_address(job: Object) -> str:
+        metadata = job["metadata"]
+        return settings.coordinator_url.format(job=metadata["name"], namespace=metadata["namespace"])
 
     async with KubeClient(settings.request_seconds) as kube, coordinator_http.session() as session:
+        url = at_a_fixed_address if settings.coordinator_url else CoordinatorPods(kube).url
         coordinators = CoordinatorReader(
             kube, session, url, settings.poll_seconds, time.monotonic, answer_seconds=settings.request_seconds
         )
