@@ -85,10 +85,10 @@ def test_install_upgrade_uninstall(server):
     release = ("charted", str(CHART), "--take-ownership", "--force-conflicts")
     helm(server, "upgrade", "--install", *release)
     try:
-        deployments = server.get("deployments", "-n", SPACE, *MINE)["items"]
+        deployments = server.items("deployments", "-n", SPACE, *MINE)
         assert {d["metadata"]["name"] for d in deployments} == {"charted-dovetail-operator", "charted-dovetail-api"}
         helm(server, "upgrade", *release, "--set", "operator.replicas=3", "--set", "api.enabled=false")
-        (operator,) = server.get("deployments", "-n", SPACE, *MINE)["items"]
+        (operator,) = server.items("deployments", "-n", SPACE, *MINE)
         assert operator["spec"]["replicas"] == 3
         assert server.get("clusterrole", "charted-dovetail-api") is None, "with the API go its rights"
     finally:

@@ -73,7 +73,7 @@ def test_coscheduling_places_a_gang_as_a_whole_or_not_at_all(gang_server: KubeCl
     ):
         wait_for("leadership", process.leads)
         submit(server, SPACE, "whole")
-        (group,) = wait_for("the gang", lambda: server.get("podgroups.scheduling.x-k8s.io", "-n", SPACE)["items"])
+        (group,) = wait_for("the gang", lambda: server.items("podgroups.scheduling.x-k8s.io", "-n", SPACE))
         assert group["spec"]["minMember"] == 4
         wait_for("four pods", lambda: len(pods(server, SPACE, "whole")) == 4)
         wait_for(

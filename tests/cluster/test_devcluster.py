@@ -65,13 +65,13 @@ def log_of(cluster: KubeCluster, namespace: str, name: str) -> str:
 def ready_nodes(cluster: KubeCluster) -> set[str]:
     return {
         node["metadata"]["name"]
-        for node in cluster.get("nodes")["items"]
+        for node in cluster.items("nodes")
         if any(c["type"] == "Ready" and c["status"] == "True" for c in node["status"]["conditions"])
     }
 
 
 def test_three_nodes_are_ready_with_their_gpus(cluster: KubeCluster) -> None:
-    nodes = {node["metadata"]["name"]: node for node in cluster.get("nodes")["items"]}
+    nodes = {node["metadata"]["name"]: node for node in cluster.items("nodes")}
     assert {name: node["metadata"]["labels"]["nvidia.com/gpu.product"] for name, node in nodes.items()} == PRODUCTS
     assert ready_nodes(cluster) == set(PRODUCTS)
     for node in nodes.values():

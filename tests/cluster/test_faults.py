@@ -245,9 +245,7 @@ def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
     job.pace(0)
     wait_for("the end", lambda: is_true(job.document(), "Completed"), RECOVERY_SECONDS, POLL_SECONDS)
     restarts = [
-        c["restartCount"]
-        for p in cluster.get("pods", "-n", namespace)["items"]
-        for c in p["status"]["containerStatuses"]
+        c["restartCount"] for p in cluster.items("pods", "-n", namespace) for c in p["status"]["containerStatuses"]
     ]
     assert not any(restarts)
     with sqlite3.connect(f"file:{job.run_dir()}/store.sqlite?mode=ro", uri=True) as store:

@@ -37,7 +37,7 @@ def test_a_gang_is_placed_as_a_whole_or_not_at_all(server: KubeCluster) -> None:
     """There is a GPU for one of two trainers: not even what needs no GPU is placed. The job says why."""
     server.apply(node("one", 1))
     submit(server, SPACE, "whole")
-    found = wait_for("the gang", lambda: server.get("podgroups.scheduling.k8s.io", "-n", SPACE)["items"])
+    found = wait_for("the gang", lambda: server.items("podgroups.scheduling.k8s.io", "-n", SPACE))
     (group,) = found
     assert group["spec"]["schedulingPolicy"] == {"gang": {"minCount": 4}}
     wait_for("four pods", lambda: len(pods(server, SPACE, "whole")) == 4)
@@ -70,7 +70,7 @@ def test_gpus_come_through_a_claim(server: KubeCluster) -> None:
     server.apply(thing("ResourceClaimTemplate", "resource.k8s.io/v1", "one-gpu", spec=template), namespace=SPACE)
     wait_for("all at once", lambda: placed(server, SPACE, "claimed") == 4, 300)
     wait_for("they run", lambda: condition(server, "Running", "claimed", SPACE).get("status") == "True")
-    claims = server.get("resourceclaims", "-n", SPACE)["items"]
+    claims = server.items("resourceclaims", "-n", SPACE)
     given = {each["status"]["allocation"]["devices"]["results"][0]["device"] for each in claims}
     assert given == {"gpu-0", "gpu-1"}
     server.kubectl("delete", "rlhfjob", "claimed", "-n", SPACE, "--wait=true")

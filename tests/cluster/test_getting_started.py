@@ -162,7 +162,7 @@ def test_the_page_as_it_is_written(own: KubeCluster, place: dict[str, Any]) -> N
         said.append(done.stdout)
     hub = place["hub"]
     # The operator came from the registry, by digest.
-    (operator,) = own.get("deployments", "-n", "dovetail-system", "-l", "app.kubernetes.io/component=operator")["items"]
+    (operator,) = own.items("deployments", "-n", "dovetail-system", "-l", "app.kubernetes.io/component=operator")
     image = operator["spec"]["template"]["spec"]["containers"][0]["image"]
     assert image.startswith(f"{place['environment']['REGISTRY']}/dovetail/operator@sha256:")
     # The model was downloaded once, with the token, and is what the status says.
@@ -239,7 +239,7 @@ def release(own: KubeCluster, *words: str) -> None:
 
 def operator_pods(own: KubeCluster) -> list[str]:
     words = ("pods", "-n", "dovetail-system", "-l", "app.kubernetes.io/component=operator")
-    return [pod["metadata"]["name"] for pod in own.get(*words)["items"]]
+    return [pod["metadata"]["name"] for pod in own.items(*words)]
 
 
 def metrics(own: KubeCluster, namespace: str, pod: str, port: int) -> str:
@@ -292,8 +292,8 @@ def test_a_model_in_a_shared_cache_and_code_on_a_claim_while_the_chart_is_upgrad
         own.apply(document, namespace=namespace)
 
         def pods() -> dict[str, str]:
-            found = own.get("pods", "-l", "dovetail.dev/job=first", *mine) or {"items": []}
-            return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in found["items"]}
+            found = own.items("pods", "-l", "dovetail.dev/job=first", *mine)
+            return {pod["metadata"]["name"]: pod["metadata"]["uid"] for pod in found}
 
         def conditions() -> dict[str, Any]:
             status = own.get("rlhfjob", "first", *mine).get("status", {})
@@ -335,7 +335,7 @@ def test_a_model_in_a_shared_cache_and_code_on_a_claim_while_the_chart_is_upgrad
         there = own.kubectl("exec", "upload", *mine, "--", "ls", "/data/trained/actor").split()
         assert {"config.json", "model.safetensors", "tokenizer.json"} <= set(there)
         the_operators_word(own, f"{namespace}/first")
-        (pod,) = own.get("pods", "-l", "team=blue", *mine)["items"]
+        (pod,) = own.items("pods", "-l", "team=blue", *mine)
         variables = {each["name"]: each.get("value") for each in pod["spec"]["containers"][0]["env"]}
         assert variables["GREETING"] == "hello"
         assert "HF_TOKEN" not in variables

@@ -69,7 +69,7 @@ def test_a_gang_of_another_scheduler(server: KubeCluster, tmp_path: Path) -> Non
         )
         server.apply(preserving("PodGroup", "podgroups", "scheduling.volcano.sh", "v1beta1"))
         jobset = wait_for("the JobSet", lambda: found(server, "jobset", "gang"))
-        (group,) = server.get("podgroups.scheduling.volcano.sh", "-n", SPACE)["items"]
+        (group,) = server.items("podgroups.scheduling.volcano.sh", "-n", SPACE)
         parts = jobset["spec"]["replicatedJobs"]
         assert group["spec"]["minMember"] == sum(part["template"]["spec"]["completions"] for part in parts)
         metadata = parts[0]["template"]["spec"]["template"]["metadata"]

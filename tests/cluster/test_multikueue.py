@@ -156,7 +156,7 @@ def test_a_job_is_sent_to_another_cluster_and_its_status_comes_back(
     manager, worker = clusters
     name, uid = submit(manager, "elsewhere")
     wait_admitted(clusters, name)
-    assert len(worker.get(WORKLOADS, "-n", SPACE)["items"]) == 1, "Kueue made no other one"
+    assert len(worker.items(WORKLOADS, "-n", SPACE)) == 1, "Kueue made no other one"
     wait_for("its start", lambda: not worker.get("jobset", "elsewhere", "-n", SPACE)["spec"].get("suspend"))
     there = worker.get("rlhfjob", "elsewhere", "-n", SPACE)
     assert there["metadata"]["uid"] != uid
@@ -177,7 +177,7 @@ def test_a_job_is_sent_to_another_cluster_and_its_status_comes_back(
     assert done.returncode == 0, done.stderr
 
     def refused() -> str:
-        found = manager.get(WORKLOADS, "-n", SPACE)["items"]
+        found = manager.items(WORKLOADS, "-n", SPACE)
         conditions = [c for each in found for c in each.get("status", {}).get("conditions", [])]
         return " ".join(c["message"] for c in conditions if c["type"] == "QuotaReserved" and c["status"] == "False")
 
@@ -281,7 +281,7 @@ def test_trainers_that_must_be_close_get_one_rack(clusters: tuple[KubeCluster, K
         return str(wait_for("the JobSet", lambda: cluster.get("jobset", name, "-n", SPACE))["metadata"]["uid"])
 
     def assigned(uid: str) -> dict[str, Any]:
-        found = cluster.get(WORKLOADS, "-n", SPACE, "-l", f"kueue.x-k8s.io/job-uid={uid}")["items"]
+        found = cluster.items(WORKLOADS, "-n", SPACE, "-l", f"kueue.x-k8s.io/job-uid={uid}")
         admission = found[0].get("status", {}).get("admission", {}) if found else {}
         return {each["name"]: each for each in admission.get("podSetAssignments", [])}
 

@@ -80,10 +80,10 @@ def test_a_job_runs_to_completion_on_three_kinds_of_nodes(
     )
     # Not Running: one rollout is enough for a job so short, and the other may be ready only when all is done.
     wait_for("nodes", lambda: unless_failed(cluster, namespace, "Scheduled").get("status") == "True", JOB_SECONDS)
-    pods = cluster.get("pods", "-n", namespace)["items"]
+    pods = cluster.items("pods", "-n", namespace)
     where = {p["metadata"]["labels"].get("dovetail.dev/group", "coordinator"): p["spec"]["nodeName"] for p in pods}
     products = {
-        n["metadata"]["name"]: n["metadata"]["labels"]["nvidia.com/gpu.product"] for n in cluster.get("nodes")["items"]
+        n["metadata"]["name"]: n["metadata"]["labels"]["nvidia.com/gpu.product"] for n in cluster.items("nodes")
     }
     for group in GROUPS:
         assert products[where[group["name"]]] == group["gpu"]["product"]
@@ -95,11 +95,7 @@ def test_a_job_runs_to_completion_on_three_kinds_of_nodes(
     wait_for(
         "no pod left running",
         lambda: (
-            not [
-                p
-                for p in cluster.get("pods", "-n", namespace)["items"]
-                if p["status"]["phase"] in ("Pending", "Running")
-            ]
+            not [p for p in cluster.items("pods", "-n", namespace) if p["status"]["phase"] in ("Pending", "Running")]
         ),
     )
     row = cluster.kubectl("get", "rlhfjobs", "-n", namespace)

@@ -84,7 +84,7 @@ def condition(server: KubeCluster, kind: str, name: str = "demo", namespace: str
 
 
 def owned(server: KubeCluster, kind: str, uid: str, namespace: str = NAMESPACES[0]) -> list[str]:
-    things = (server.get(kind, "-n", namespace) or {"items": []})["items"]
+    things = server.items(kind, "-n", namespace)
     return [
         t["metadata"]["name"] for t in things if any(o["uid"] == uid for o in t["metadata"].get("ownerReferences", []))
     ]
@@ -209,7 +209,7 @@ def a_running_pod(server: KubeCluster, uid: str, group: str = "train") -> Iterat
     where = ("-n", NAMESPACES[0])
     make_job(server, uid, group)
     words = ("pods", *where, "-l", f"batch.kubernetes.io/job-name=demo-{group}-0")
-    found = wait_for("the pod", lambda: server.get(*words)["items"])[0]["metadata"]["name"]
+    found = wait_for("the pod", lambda: server.items(*words))[0]["metadata"]["name"]
     patch = json.dumps({"status": {"phase": "Running"}})
     server.kubectl("patch", "pod", found, *where, "--subresource=status", "--type=merge", "-p", patch)
     yield
@@ -218,8 +218,7 @@ def a_running_pod(server: KubeCluster, uid: str, group: str = "train") -> Iterat
 
 
 def surplus_pods(server: KubeCluster) -> list[dict[str, Any]]:
-    found = server.get("pods", "-n", NAMESPACES[0], "-l", f"{names.SURPLUS_LABEL}=true")
-    return list((found or {"items": []})["items"])
+    return server.items("pods", "-n", NAMESPACES[0], "-l", f"{names.SURPLUS_LABEL}=true")
 
 
 @pytest.fixture
@@ -427,8 +426,7 @@ def test_two_jobs_of_one_name_in_two_namespaces(server: KubeCluster, leader: Ope
 def events(server: KubeCluster, reason: str, uid: str) -> list[dict[str, Any]]:
     """Those about the job with this uid."""
     fields = f"--field-selector=reason={reason},involvedObject.uid={uid}"
-    found = server.get("events", "-n", NAMESPACES[0], fields)
-    return list((found or {"items": []})["items"])
+    return server.items("events", "-n", NAMESPACES[0], fields)
 
 
 def finish(server: KubeCluster, name: str = "demo", kind: str = "Completed") -> None:
@@ -609,7 +607,7 @@ def unplaced(server: KubeCluster, name: str, **pod_spec: Any) -> str:
     where = ("-n", NAMESPACES[0])
     make_job(server, server.get("rlhfjob", name, *where)["metadata"]["uid"], "coordinator", name, **pod_spec)
     words = ("pods", *where, "-l", f"batch.kubernetes.io/job-name={name}-coordinator-0")
-    pod = str(wait_for("the pod", lambda: server.get(*words)["items"])[0]["metadata"]["name"])
+    pod = str(wait_for("the pod", lambda: server.items(*words))[0]["metadata"]["name"])
     told = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes"}
     patch = json.dumps({"status": {"conditions": [told | {"lastTransitionTime": "2026-01-01T00:00:00Z"}]}})
     server.kubectl("patch", "pod", pod, *where, "--subresource=status", "--type=merge", "-p", patch)

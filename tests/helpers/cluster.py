@@ -83,6 +83,10 @@ class KubeCluster:
         output = self.kubectl("get", *words, "--output=json", "--ignore-not-found")
         return json.loads(output) if output.strip() else None
 
+    def items(self, *words: str) -> list[Any]:
+        """The objects of a kind, or those that a selector chooses. kubectl prints nothing where there is none."""
+        return list((self.get(*words) or {"items": []})["items"])
+
     def delete(self, *words: str) -> None:
         """`kubectl delete`; returns when the objects are gone."""
         self.kubectl("delete", *words, "--wait=true", f"--timeout={DELETE_SECONDS}s", timeout=DELETE_SECONDS + 60)

@@ -43,10 +43,9 @@ class ClusterJob:
 
     def pods(self) -> dict[str, dict[str, Any]]:
         """The live pod of each group, and the coordinator's."""
-        found = self.cluster.get("pods", "-n", self.namespace, "-l", "dovetail.dev/job=tiny") or {"items": []}
         return {
             p["metadata"]["labels"].get("dovetail.dev/group", "coordinator"): p
-            for p in found["items"]
+            for p in self.cluster.items("pods", "-n", self.namespace, "-l", "dovetail.dev/job=tiny")
             if p["status"].get("phase") in ("Pending", "Running") and "deletionTimestamp" not in p["metadata"]
         }
 

@@ -58,7 +58,7 @@ def submit(server: KubeCluster, space: str, name: str, policy: dict[str, Any] | 
 
 
 def pods(server: KubeCluster, space: str, job: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = server.get("pods", "-n", space, "-l", f"dovetail.dev/job={job}")["items"]
+    found: list[dict[str, Any]] = server.items("pods", "-n", space, "-l", f"dovetail.dev/job={job}")
     return found
 
 
