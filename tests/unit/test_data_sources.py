@@ -83,6 +83,35 @@ def test_chosen_and_rejected_without_a_prompt_share_their_beginning(tmp_path: Pa
     assert read(path, "preferences")[0] == Preference("Once upon", " a time", " another")
 
 
+@pytest.mark.parametrize("name", ["instruction", "question", "query"])
+def test_the_prompt_of_a_pair_may_have_the_names_of_other_prompts(tmp_path: Path, name: str) -> None:
+    """Pairs such as those of Intel/orca_dpo_pairs lost their question without a word: the prompt was empty."""
+    path = write(tmp_path, {"system": "Be brief.", name: "2+2?", "chosen": "4", "rejected": "5"})
+    assert read(path, "preferences")[0] == Preference("2+2?", " 4", " 5")
+    assert read(path, "prompts")[0] == Prompt("2+2?", {"system": "Be brief."})
+    replies = {side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+    for asked in ("Hi", [{"role": "user", "content": "Hi"}]):
+        path = write(tmp_path, {name: asked, **replies}, name=f"{type(asked).__name__}.jsonl")
+        assert read(path, "preferences")[0] == Preference("\n\nHuman: Hi\n\nAssistant:", " chosen", " rejected")
+
+
+def test_the_input_of_a_pairs_instruction_is_part_of_the_prompt(tmp_path: Path) -> None:
+    path = write(tmp_path, {"instruction": "Add", "input": "2 and 2", "chosen": "4", "rejected": "5"})
+    assert read(path, "preferences")[0] == Preference("Add\n2 and 2", " 4", " 5")
+
+
+def test_pairs_beside_a_whole_dialogue_are_preferences_where_a_stage_needs_them(tmp_path: Path) -> None:
+    """Rows as those of UltraFeedback: the dialogue of `messages` is the chosen one."""
+    user = {"role": "user", "content": "Hi"}
+    chosen, rejected = ([user, {"role": "assistant", "content": text}] for text in ("yes", "no"))
+    row = {"prompt": "Hi", "chosen": chosen, "rejected": rejected, "messages": chosen, "score_chosen": 8.0}
+    path = write(tmp_path, row)
+    assert read(path, "preferences")[0] == Preference("\n\nHuman: Hi\n\nAssistant:", " yes", " no")
+    assert read(path, "demonstrations")[0] == Demonstration("\n\nHuman: Hi\n\nAssistant:", " yes")
+    with pytest.raises(DataError, match="format Messages holds no preferences, .* set the source's format to Chosen"):
+        read(path, "preferences", format="Messages")
+
+
 def test_messages_without_a_template_are_human_and_assistant(tmp_path: Path) -> None:
     dialogue = [
         {"role": "system", "content": "Be kind."},

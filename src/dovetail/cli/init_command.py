@@ -41,7 +41,7 @@ def record_fields(method: Method, data: Path) -> list[str]:
         where, row = next(rows_of(source_files(data, "--data")), (str(data), {}))
         if isinstance(row, DataError):
             raise row
-        record = convert(row, detect(row, where), kinds[method], HumanAssistant(), where)
+        record = convert(row, detect(row, where, kinds[method]), kinds[method], HumanAssistant(), where)
         fields = getattr(record, "fields", {})
     except DataError as error:
         if not isinstance(error.__cause__, NoTools):

@@ -139,7 +139,7 @@ class _Reading:
     def _converted(self, row: Any, where: str) -> Record:
         self._turns = self._turns or is_dialogue(row)
         if self.format == "Auto":
-            self.format = detect(row, where)
+            self.format = detect(row, where, self.kind)
         if self.kind is None:
             self.kind = kind_of(row, self.format, self.chat, where)
         record = convert(row, self.format, self.kind, self.chat, where)

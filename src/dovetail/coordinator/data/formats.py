@@ -40,11 +40,15 @@ class RowFormat:
     judged: bool = False
 
 
-def detect(row: Row, where: str) -> str:
-    """The name of a row's format, from its fields. Raises DataError if no format fits."""
-    for each in FORMATS.values():
-        if each.fits(row):
-            return each.name
+def detect(row: Row, where: str, kind: Kind | None = None) -> str:
+    """The name of a row's format, from its fields. `kind`: what a stage reads the row as, if it is known. For
+    preferences, formats that judge replies come first, because a row may have a whole dialogue beside its pair. Raises
+    DataError if no format fits."""
+    fitting = [each for each in FORMATS.values() if each.fits(row)]
+    if kind == "preferences":
+        fitting.sort(key=lambda each: not each.judged)
+    if fitting:
+        return fitting[0].name
     raise DataError(
         f"{where}: cannot tell the format of a record with {_has(row)}; name the fields prompt and response, "
         "chosen and rejected, messages, or text, or set the source's format"
@@ -58,6 +62,12 @@ def convert(row: Row, fmt: str, kind: Kind, chat: ChatFormat, where: str) -> Rec
     if kind == "preferences" and not chosen.judged:
         if row.get("label") is not None and _first(row, RESPONSE_FIELDS) is not None:
             _label(row, where)
+        better = detect(row, where, kind)
+        if FORMATS[better].judged:
+            raise DataError(
+                f"{where}: format {fmt} holds no preferences, but this record has those of format {better}; set the "
+                f"source's format to {better}"
+            )
         raise DataError(
             f"{where}: spec.data.preferences needs records with chosen and rejected replies, or with prompt, response "
             f"and label, but this one has {_has(row)}"
@@ -115,15 +125,21 @@ def _prompt_response(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Reco
     name = _need(row, PROMPT_FIELDS, where)
     if isinstance(row[name], list):
         return _prompt_messages(row, name, kind, chat, where)
+    prompt = _prompt_text(row, name, where)
+    if kind == "prompts":
+        return Prompt(prompt, _others(row, name))
+    response = _string(row, _need(row, RESPONSE_FIELDS, where), where)
+    return Demonstration(prompt, _continued(prompt, response))
+
+
+def _prompt_text(row: Row, name: str, where: str) -> str:
+    """The prompt that is the text of field `name`."""
     prompt = _filled(_string(row, name, where), name, where)
     context = row.get("input")
     if name == "instruction" and isinstance(context, str) and context:
         # Alpaca's records: what the instruction is about.
         prompt = f"{prompt}\n{context}"
-    if kind == "prompts":
-        return Prompt(prompt, _others(row, name))
-    response = _string(row, _need(row, RESPONSE_FIELDS, where), where)
-    return Demonstration(prompt, _continued(prompt, response))
+    return prompt
 
 
 def _prompt_messages(row: Row, name: str, kind: Kind, chat: ChatFormat, where: str) -> Record:
@@ -194,12 +210,13 @@ def _chosen_rejected(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Reco
     for name in ("chosen", "rejected"):
         if name not in row:
             raise DataError(f"{where}: field {name!r} is missing; the record has {_has(row)}")
-    fields = _others(row, "prompt", "chosen", "rejected")
+    asked = _first(row, PROMPT_FIELDS)
+    fields = _others(row, asked or "prompt", "chosen", "rejected")
     if isinstance(row["chosen"], list):
         return _from_pair(kind, *_message_pair(row, chat, where), fields)
     chosen, rejected = _string(row, "chosen", where), _string(row, "rejected", where)
-    if row.get("prompt") is not None:
-        prompt = _filled(_string(row, "prompt", where), "prompt", where)
+    if asked is not None:
+        prompt = _prompt_text(row, asked, where)
         # Some data sets repeat the prompt at the start of both replies.
         if chosen.startswith(prompt) and rejected.startswith(prompt):
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
@@ -217,12 +234,12 @@ def _message_pair(row: Row, chat: ChatFormat, where: str) -> tuple[str, str, str
     prompt, which some data sets repeat at the start of both."""
     chosen = conversation(row["chosen"], "chosen", where).messages
     rejected = conversation(row["rejected"], "rejected", where).messages
-    given = row.get("prompt")
+    asked = _first(row, PROMPT_FIELDS)
     before: list[Message] = []
-    if isinstance(given, list):
-        before = conversation(given, "prompt", where).messages
-    elif isinstance(given, str) and len(chosen) == 1:
-        before = [{"role": "user", "content": given}]
+    if asked is not None and isinstance(row[asked], list):
+        before = conversation(row[asked], asked, where).messages
+    elif asked is not None and isinstance(row[asked], str) and len(chosen) == 1:
+        before = [{"role": "user", "content": _prompt_text(row, asked, where)}]
     if chosen[: len(before)] == before == rejected[: len(before)]:
         before = []
     before = before + chosen[:-1]

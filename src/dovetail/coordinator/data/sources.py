@@ -20,7 +20,7 @@ from dovetail.manifest.types import DataSource
 JSON_LINES = (".jsonl", ".jsonl.gz")
 PARQUET = (".parquet",)
 # The version of the checks of JSON lines. Increase it when the checks change, so that lines are checked again.
-CHECKED = 5
+CHECKED = 6
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def _path(source: DataSource, path: Path, kind: Kind, field: str, cache_dir: Pat
     if fmt == "Auto":
         number, text = next(_numbered(files[:1]))[1:]
         first = f"{files[0]}:{number}"
-        fmt = detect(jsonl.parse(text, first), first)  # type: ignore[assignment]
+        fmt = detect(jsonl.parse(text, first), first, kind)  # type: ignore[assignment]
 
     def checked() -> Iterator[dict[str, Any]]:
         seen: set[str] = set()
@@ -214,7 +214,7 @@ def _hub(source: DataSource, kind: Kind, field: str, cache_dir: Path, chat: Chat
 def _table(table: Any, source: DataSource, name: str, kind: Kind, chat: ChatFormat) -> Records[Record]:
     if not len(table):
         raise DataError(f"{name}: the data set is empty")
-    fmt = detect(table[0], f"{name}: record 1") if source.format == "Auto" else source.format
+    fmt = detect(table[0], f"{name}: record 1", kind) if source.format == "Auto" else source.format
     rows = Rows(table, table_row, lambda i: f"{name}: record {i + 1}", fmt, kind, chat)
     first = rows[0]
     # All rows of a table have the same columns.
