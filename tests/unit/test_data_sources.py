@@ -5,13 +5,18 @@ from __future__ import annotations
 import gzip
 import json
 import os
+from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import convert, detect
+from dovetail.coordinator.data.prepare import given_prompt
 from dovetail.coordinator.data.records import Demonstration, Kind, Preference, Prompt, Records
 from dovetail.coordinator.data.sources import load
 from dovetail.coordinator.data.text.chat_template import HumanAssistant, Template
@@ -167,6 +172,38 @@ def test_parquet(tmp_path: Path) -> None:
     datasets.Dataset.from_list([{"prompt": "p", "response": "r"}] * 3).to_parquet(str(tmp_path / "d.parquet"))
     records = read(tmp_path / "d.parquet", "demonstrations")
     assert (len(records), records[2]) == (3, Demonstration("p", " r"))
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (datetime(2026, 1, 2, tzinfo=UTC), "a timestamp"),
+        (date(2026, 1, 2), "a date"),
+        (b"x", "bytes"),
+        (Decimal("1.5"), "a decimal number"),
+        ([{"at": timedelta(1)}], "a duration"),
+    ],
+)
+def test_a_field_that_json_lacks_is_named(tmp_path: Path, value: Any, what: str) -> None:
+    """It ended runs in the middle, when a reward function should get it."""
+    rows = pyarrow.Table.from_pylist([{"prompt": "p", "response": "r", "when": value}] * 2)
+    parquet.write_table(rows, tmp_path / "d.parquet")
+    assert read(tmp_path / "d.parquet", "demonstrations")[0] == Demonstration("p", " r"), "nobody reads the field"
+    with pytest.raises(DataError, match=f"d.parquet: record 1: field 'when' is {what}; make it text"):
+        read(tmp_path / "d.parquet", "prompts")
+    with pytest.raises(ValueError, match=f"prompt 'p': field 'when' is {what}; make it text"):
+        given_prompt({"prompt": "p", "when": value})
+
+
+def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
+    """They ended runs when the first answers were written."""
+    path = write(tmp_path, '{"prompt": "p", "level": NaN, "parts": [{"x": -Infinity}, 1.5]}')
+    fields = {"level": None, "parts": [{"x": None}, 1.5]}
+    assert read(path, "prompts")[0] == Prompt("p", fields)
+    assert given_prompt({"prompt": "p", "level": float("nan")}) == ("p", {"level": None})
+    rows = pyarrow.Table.from_pylist([{"prompt": "p", "level": 0.5}, {"prompt": "q", "level": float("inf")}])
+    parquet.write_table(rows, tmp_path / "d.parquet")
+    assert read(tmp_path / "d.parquet", "prompts")[1] == Prompt("q", {"level": None})
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path) -> None:

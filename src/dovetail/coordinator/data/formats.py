@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.plain_fields import plain_fields
 from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, LaterTurn, Preference, Prompt, Record
 from dovetail.coordinator.data.text.chat_template import (
     ASSISTANT,
@@ -88,6 +89,8 @@ def convert(row: Row, fmt: str, kind: Kind, chat: ChatFormat, where: str) -> Rec
         raise DataError(f"{where}: {error}") from error
     except TemplateRefused as error:
         raise DataError(f"{where}: the tokenizer's chat template refuses the conversation: {error}") from error
+    if isinstance(record, Prompt):
+        record = Prompt(record.prompt, plain_fields(record.fields, where))
     for text in _texts(record):
         _check_characters(text, where)
     return record

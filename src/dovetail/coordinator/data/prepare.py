@@ -19,6 +19,7 @@ from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.downloads.hub import Hub
 from dovetail.coordinator.data.downloads.model_folders import check_scores, resolve, scratch_config
 from dovetail.coordinator.data.fingerprints import Fingerprint
+from dovetail.coordinator.data.plain_fields import plain_fields
 from dovetail.coordinator.data.records import Judged, Labelled, Preference, Prompt, equal_pairs
 from dovetail.coordinator.data.seeds import derived_seed
 from dovetail.coordinator.data.text import tokenizer as tokenizers
@@ -59,13 +60,15 @@ GivenPrompt = str | Mapping[str, Any]
 
 
 def given_prompt(given: GivenPrompt) -> tuple[str, dict[str, Any]]:
-    """The text and the other fields of a given prompt. Raises ValueError for a record without a text."""
+    """The text and the other fields of a given prompt. Raises ValueError for a record without a text, or with a field
+    that JSON cannot hold."""
     if isinstance(given, str):
         return given, {}
     text = given.get("prompt") if isinstance(given, Mapping) else None
     if not isinstance(text, str):
         raise ValueError(f'a prompt is a string, or a record with the text in "prompt"; this one is {given!r}')
-    return text, {name: value for name, value in given.items() if name != "prompt"}
+    others = {name: value for name, value in given.items() if name != "prompt"}
+    return text, plain_fields(others, f"prompt {text[:40]!r}")
 
 
 class Prepared:
