@@ -206,5 +206,10 @@ def test_a_data_set_of_a_hub_is_read_whole(tmp_path: Path, monkeypatch: pytest.M
     assert done.exit_code == 2
     assert "Records 3, and 1 bad" in squeezed(done.stdout)
     assert "Error: openai/gsm8k (test): record 4: field 'question' is an empty string" in done.stderr
+    (tmp_path / "mine").mkdir()
+    for name in ("data/promts.jsonl", "mine/prompts"):
+        missing = data(name)
+        assert (missing.exit_code, missing.stderr) == (2, f"Error: {name} does not exist\n")
+    assert len(asked) == 1, "no hub is asked for a mistyped path"
     wrong = data("nothing.jsonl", "--subset", "main")
     assert "--subset and --split are for a data set of a hub (owner/name), but nothing.jsonl is not one" in wrong.stderr

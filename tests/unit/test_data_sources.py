@@ -113,7 +113,7 @@ def test_pairs_beside_a_whole_dialogue_are_preferences_where_a_stage_needs_them(
     path = write(tmp_path, row)
     assert read(path, "preferences")[0] == Preference("\n\nHuman: Hi\n\nAssistant:", " yes", " no")
     assert read(path, "demonstrations")[0] == Demonstration("\n\nHuman: Hi\n\nAssistant:", " yes")
-    with pytest.raises(DataError, match="format Messages holds no preferences, .* set the source's format to Chosen"):
+    with pytest.raises(DataError, match=r"Messages holds no preferences, .* set the source's format to Chosen"):
         read(path, "preferences", format="Messages")
 
 

@@ -112,10 +112,16 @@ def test_data_that_a_method_cannot_read_is_refused_at_once(
     assert not (tmp_path / "job").exists()
 
 
-def test_a_model_that_is_neither_a_folder_nor_a_hubs_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_is_neither_a_folder_nor_a_hubs_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = init("sft", tmp_path / "job", "--model", "gpt2")
     assert done.exit_code == 2
     assert "is no folder, and no model of a hub" in done.stderr
+    (tmp_path / "models").mkdir()
+    monkeypatch.chdir(tmp_path)
+    mistyped = init("sft", tmp_path / "job", "--model", "models/mine")
+    assert "--model models/mine does not exist, but the folder models does" in mistyped.stderr
     assert not (tmp_path / "job").exists()
 
 

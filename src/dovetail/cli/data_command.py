@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from dovetail.cli.common.extras import require
-from dovetail.local.one_line import HUB_NAME
 from dovetail.local.sample_texts import printable
+from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.types import Data, DataFormat, DataSource
 from dovetail.supervision.errors import UsageError
@@ -93,7 +93,7 @@ def data(
             chat = chat_format(None if encoder is None else encoder.tokenizer)
             if system is not None:
                 chat = WithSystem(chat, system)
-            if not path.exists() and HUB_NAME.fullmatch(str(path)):
+            if not path.exists() and hub_problem(str(path), "file, and no data set", Path()) is None:
                 fields = {"huggingFace": str(path), "subset": subset, "split": split, "format": fmt}
                 source = DataSource.model_validate(fields)
                 found = look_at_hub(source, "FILE", kind, encoder, chat)  # type: ignore[arg-type]

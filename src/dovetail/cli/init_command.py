@@ -13,6 +13,7 @@ import click
 
 from dovetail.cli.common.one_line_options import folder_context
 from dovetail.local.starter import Method, starter
+from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.supervision.errors import RunError, UsageError
 
 if TYPE_CHECKING:
@@ -74,8 +75,10 @@ def init(method: Method, folder: Path, model: str | None, data: Path | None) -> 
       cd sums && dovetail run job.yaml
     """
     is_folder = model is not None and Path(model).expanduser().is_dir()
-    if model is not None and not is_folder and not re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        raise UsageError(f"--model {model} is no folder, and no model of a hub (owner/name)")
+    if model is not None and not is_folder:
+        problem = hub_problem(model, "folder, and no model", Path())
+        if problem is not None:
+            raise UsageError(f"--model {model} {problem}")
     where = str(Path(model).expanduser().resolve()) if model is not None and is_folder else model
     given = None if data is None else os.path.relpath(data.resolve(), folder.resolve())
     context = folder_context(where) if where is not None else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -11,9 +10,8 @@ from typing import Any
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.downloads.hub import Hub
 from dovetail.coordinator.data.text import tokenizer
+from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.types import HubAccess
-
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def named_tokenizer(name: str, field: str, options: Mapping[str, Any] = MappingProxyType({})) -> Any:
@@ -21,7 +19,7 @@ def named_tokenizer(name: str, field: str, options: Mapping[str, Any] = MappingP
     that names it. `options`: the options of its chat template, data.chatTemplateKwargs. Raises DataError."""
     folder = Path(name).expanduser()
     if not folder.is_dir():
-        if not _HUB_NAME.fullmatch(name):
-            raise DataError(f"{field} {name} is no folder, and no model of a hub (owner/name)")
+        if (problem := hub_problem(name, "folder, and no model", Path())) is not None:
+            raise DataError(f"{field} {name} {problem}")
         folder = Hub(HubAccess()).describe("tokenizer", field, name, None)
     return tokenizer.with_template_options(tokenizer.load(folder, field), options)

@@ -12,7 +12,6 @@ from typing import Any
 from dovetail.manifest.types import API_VERSION, KIND
 from dovetail.supervision.errors import UsageError
 
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 NAME_LENGTH = 40
 # `spec.ppo` of each method, as the table of docs/algorithms.md has it. DAPO's penalty depends on the lengths.
 METHODS: Mapping[str, Mapping[str, Any]] = {
@@ -78,19 +77,19 @@ def product_label(name: str) -> str:
 
 
 def document(line: OneLine, local: frozenset[str], gpus: GPUs | None, context: int | None = None) -> dict[str, Any]:
-    """The manifest as plain data for `yaml.safe_dump`. `local`: the names in `line` that are files or folders here.
-    `gpus`: None means CPUs. `context`: the longest sequence of the model in tokens, if it is known. Raises UsageError
-    that names the option."""
+    """The manifest as plain data for `yaml.safe_dump`. `local`: the names in `line` that are files or folders here;
+    others are names of a hub. `gpus`: None means CPUs. `context`: the longest sequence of the model in tokens, if it is
+    known. Raises UsageError that names the option."""
     stages = _stages(line)
     prompt = min(PROMPT_TOKENS, context // 2) if context else PROMPT_TOKENS
     response = min(RESPONSE_TOKENS, context - prompt) if context else RESPONSE_TOKENS
-    models: dict[str, Any] = {"actor": {"source": _source("--model", line.model, local, "folder, and no model")}}
+    models: dict[str, Any] = {"actor": {"source": _source(line.model, local)}}
     if line.rewards:
         models["reward"] = _reward(line.rewards)
     data: dict[str, Any] = {}
     for name in ("demonstrations", "preferences", "prompts"):
         if given := getattr(line, name):
-            data[name] = [_source(f"--{name}", each, local, "file, and no data set") for each in given]
+            data[name] = [_source(each, local) for each in given]
     data |= {"maxPromptTokens": prompt, "maxTokens": prompt + response}
     spec: dict[str, Any] = {"stages": stages, "models": models, "data": data}
     ranks = gpus.count if gpus is not None else 1
@@ -136,12 +135,8 @@ def _stages(line: OneLine) -> list[str]:
     return ["sft"] * bool(line.demonstrations) + ["reward"] * bool(line.preferences) + ["ppo"]
 
 
-def _source(option: str, name: str, local: frozenset[str], what: str) -> dict[str, str]:
-    if name in local:
-        return {"path": name}
-    if HUB_NAME.fullmatch(name):
-        return {"huggingFace": name}
-    raise UsageError(f"{option} {name} is no {what} of a hub (owner/name)")
+def _source(name: str, local: frozenset[str]) -> dict[str, str]:
+    return {"path": name} if name in local else {"huggingFace": name}
 
 
 def _reward(rewards: Sequence[str]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import yaml
 from dovetail.cli.common.overrides import apply_overrides
 from dovetail.gpus.nvidia_driver import driver_devices
 from dovetail.local.one_line import METHODS, GPUs, OneLine, document, product_label
+from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.supervision.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -62,9 +63,14 @@ def manifest_text(line: OneLine, overrides: Sequence[str], seed: int | None, cpu
     """The manifest as YAML. Relative paths start at the working directory. `cpu`: on CPUs, even where there are GPUs.
 
     Raises UsageError."""
-    names = {line.model, *line.demonstrations, *line.preferences, *line.prompts}
-    local = frozenset(name for name in names if Path(name).exists())
+    given = [("--model", line.model, "folder, and no model")]
+    for option in ("demonstrations", "preferences", "prompts"):
+        given += [(f"--{option}", name, "file, and no data set") for name in getattr(line, option)]
+    local = frozenset(name for _, name, _ in given if Path(name).exists())
     made = document(line, local, None if cpu else machine_gpus(), folder_context(line.model))
+    for option, name, what in given:
+        if name not in local and (problem := hub_problem(name, what, Path())) is not None:
+            raise UsageError(f"{option} {name} {problem}")
     apply_overrides(made, [*overrides, *([f"spec.seed={seed}"] if seed is not None else [])])
     return yaml.safe_dump(made, sort_keys=False, default_flow_style=None, width=WIDTH, allow_unicode=True)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +32,7 @@ from dovetail.coordinator.data.text.tokenize import (
     reward_batch,
     sft_batch,
 )
+from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.types import ModelSource, RLHFJobSpec, ScratchModel, Stage, TrainedModel
 from dovetail.protocol.files.durable import sync
 from dovetail.protocol.messages import ModelRef
@@ -40,7 +40,6 @@ from dovetail.protocol.wire import Arrays
 
 CENTRING_LIMIT = 512
 EQUAL_LIMIT = 1024
-HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 MODELS = ("actor", "critic", "reward", "reference")
 
 
@@ -351,7 +350,7 @@ def _found_tokenizer(spec: RLHFJobSpec, sources: dict[str, Path | ScratchModel],
     trust = _trusts(spec, "actor")
     if named is not None:
         folder, field = base_dir / named, "spec.models.tokenizer.path"
-        if not folder.exists() and HUB_NAME.fullmatch(named):
+        if not folder.exists() and hub_problem(named, "folder, and no model", base_dir, owner=False) is None:
             folder = hub.describe("tokenizer", field, named, None, trust)
         return tokenizers.load(folder, field, trust_remote_code=trust)
     actor = sources["actor"]

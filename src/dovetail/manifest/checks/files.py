@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.manifest.checks.batching import pinned_layouts
+from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.checks.scratch import SIZES, cpu_head_error, is_count
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import problem, replay_error
@@ -224,7 +225,7 @@ def _tokenizer(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
             yield f"{field}: {path} is no tokenizer folder: tokenizer.json is missing."
     elif path.exists():
         yield f"{field}: {path} is a file; give the folder that it is in."
-    elif given.startswith((".", "/", "~")) or given.count("/") > 1:
+    elif hub_problem(given, "folder, and no model", base, owner=False) is not None or given.startswith((".", "~")):
         yield f"{field}: {path} does not exist; give a folder, or a hub name such as owner/name."
 
 

@@ -1,0 +1,24 @@
+"""Tells names of a hub's repositories from paths of files that are missing here."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path, PurePath
+
+_NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
+_FILES = (".jsonl", ".jsonl.gz", ".parquet", ".json", ".csv")
+
+
+def hub_problem(name: str, what: str, base: Path, owner: bool = True) -> str | None:
+    """Why `name`, which does not exist here, cannot be a repository of a hub, as the end of a sentence that begins with
+    the name. None if it can. A data file, or something in a folder that is here, is taken for a mistyped path.
+
+    `what`: such as "file, and no data set". `base`: where relative paths start. `owner`: names need an owner."""
+    if name.endswith(_FILES):
+        return "does not exist"
+    if not _NAME.fullmatch(name) or (owner and "/" not in name):
+        return f"is no {what} of a hub (owner/name)"
+    folder = PurePath(name).parent
+    if "/" in name and (base / folder).is_dir():
+        return f"does not exist, but the folder {folder} does, so no hub is asked; correct the path"
+    return None
