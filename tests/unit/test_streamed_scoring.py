@@ -54,8 +54,10 @@ def test_a_sample_has_one_home_and_scorers_keep_within_their_room(steps: list[li
             assert streams.seen(each.key) == PROMPT + each.blocks
         mine = [key for key, home in homes.items() if home == scorer]
         assert sum(streams.seen(key) for key in mine) <= room
-    lost = streams.stay({("s0", "1")})
-    assert all(homes[key] == ("s1", "1") for key in lost if key in homes)
+    before = {key for key in homes if streams.home(key) is not None}
+    streams.stay({("s0", "1")})
+    lost = {key for key in before if streams.home(key) is None}
+    assert lost == {key for key in before if homes[key] == ("s1", "1")}
     assert not any(streams.home(growing(i, 0).key) == ("s1", "1") for i in range(6))
 
 

@@ -235,6 +235,8 @@ class Inference:
         new = list(samples)
         for sample in new:
             if self._streams.home(sample.key) is None:
+                # A scorer may be computing its first part. It is not waited for.
+                self._streams.end([sample.key])
                 self._waiting.add([sample])
             else:
                 self._at_home[sample.key] = sample
@@ -265,6 +267,8 @@ class Inference:
         self.poke()
         self._progress = self._clock()
         while not self._done.is_set():
+            # A sample that was added after an error has cleared `_done`.
+            self.check()
             if self._clock() - self._progress > deadline_seconds:
                 raise TimeoutError(
                     f"inference scored nothing for {deadline_seconds:.0f} s, {self._left} samples are left; "
@@ -298,9 +302,11 @@ class Inference:
     def _hand_to(self, allowed: Sequence[Scorer]) -> None:
         """Give each idle scorer of `allowed` a chunk of finished samples, or parts of unfinished ones."""
         busy = [chunk.scorer for chunk in self._busy.values()]
-        for key in self._streams.stay({scorer.process for scorer in [*allowed, *busy]}):
-            if key in self._at_home:
-                self._waiting.add([self._at_home.pop(key)])
+        self._streams.stay({scorer.process for scorer in [*allowed, *busy]})
+        # A home is lost when its scorer goes, fails, or says that it keeps nothing of the sample. Any scorer may then
+        # score it.
+        lost = [key for key in self._at_home if self._streams.home(key) is None]
+        self._waiting.add(self._at_home.pop(key) for key in lost)
         free = [scorer for scorer in allowed if scorer.name not in self._busy]
         for number, scorer in enumerate(free):
             samples = [s for s in self._at_home.values() if self._streams.home(s.key) == scorer.process]

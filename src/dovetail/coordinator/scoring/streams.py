@@ -61,7 +61,11 @@ class Streams:
         return found.prompt + found.held if found is not None and found.held else 0
 
     def held(self, scorer: tuple[str, str], key: Key, prompt: int, tokens: int) -> None:
-        """Record that a scorer has computed `tokens` response tokens of a sample with `prompt` prompt tokens."""
+        """Record that a scorer has computed `tokens` response tokens of a sample with `prompt` prompt tokens. It records
+        nothing if the sample was ended since `take` gave it to this scorer."""
+        found = self._homes.get(key)
+        if found is None or found.scorer != scorer:
+            return
         if tokens:
             self._homes[key] = _Home(scorer, prompt, tokens)
         else:
@@ -72,11 +76,9 @@ class Streams:
         for key in keys:
             self._homes.pop(key, None)
 
-    def stay(self, scorers: Collection[tuple[str, str]]) -> list[Key]:
-        """Forget all scorers but these. Returns the samples that lost their home."""
-        lost = [key for key, home in self._homes.items() if home.scorer not in scorers]
-        self.end(lost)
-        return lost
+    def stay(self, scorers: Collection[tuple[str, str]]) -> None:
+        """Forget all scorers but these."""
+        self.end([key for key, home in self._homes.items() if home.scorer not in scorers])
 
     def take(
         self, scorer: tuple[str, str], room: int, growing: Sequence[Growing], idle: int, least: int = 1
