@@ -61,8 +61,8 @@ class Streams:
         return found.prompt + found.held if found is not None and found.held else 0
 
     def held(self, scorer: tuple[str, str], key: Key, prompt: int, tokens: int) -> None:
-        """Record that a scorer has computed `tokens` response tokens of a sample with `prompt` prompt tokens. It records
-        nothing if the sample was ended since `take` gave it to this scorer."""
+        """Record that a scorer has computed `tokens` response tokens of a sample with `prompt` prompt tokens. It
+        records nothing if the sample was ended since `take` gave it to this scorer."""
         found = self._homes.get(key)
         if found is None or found.scorer != scorer:
             return
