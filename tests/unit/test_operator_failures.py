@@ -404,6 +404,46 @@ def test_the_start_timeout_counts_from_when_the_job_wants_pods():
     assert "startTimeoutSeconds, 60 s" in cluster.condition("Failed")["message"]
 
 
+def test_the_start_timeout_counts_anew_when_a_job_is_tried_again():
+    """The time in which it ran and lay there as failed does not count."""
+    cluster = running(failurePolicy={"startTimeoutSeconds": 60, "maxRestarts": 0})
+    cluster.pass_time(3600)
+    cluster.end(cluster.pod("trainer"), 1, "died")
+    cluster.settle()
+    assert cluster.condition("Failed")["reason"] == "TrainerFailed"
+    cluster.pass_time(3600)
+    cluster.edit(retry=1)
+    for _ in range(3):
+        cluster.reconcile()
+        cluster.step()
+    for pod in cluster.pods():
+        cluster.unschedulable(pod)
+    cluster.pass_time(50)
+    assert 0 < cluster.reconcile().requeue <= 10
+    assert not cluster.over()
+    cluster.pass_time(11)
+    cluster.reconcile()
+    assert "startTimeoutSeconds, 60 s" in cluster.condition("Failed")["message"]
+
+
+def test_the_time_without_a_jobset_is_no_waiting_for_nodes():
+    """A name was taken, or the JobSet controller was not there."""
+    cluster = a_cluster(failurePolicy={"startTimeoutSeconds": 60})
+    cluster.reconcile()
+    cluster.remove("JobSet", "demo")
+    cluster.pass_time(3600)
+    cluster.reconcile()
+    cluster.step()
+    for pod in cluster.pods():
+        cluster.unschedulable(pod)
+    cluster.pass_time(50)
+    cluster.reconcile()
+    assert not cluster.over()
+    cluster.pass_time(11)
+    cluster.reconcile()
+    assert cluster.condition("Failed")["status"] == "True"
+
+
 def test_the_jobset_of_a_job_that_multikueue_sent_outlives_its_end_for_a_while():
     """With the JobSet its Workload would go, and with this Kueue could not copy the status any more."""
     document = manifest(failurePolicy={"startTimeoutSeconds": 60}, ttlSecondsAfterFinished=0)

@@ -340,7 +340,7 @@ class _Reconciler:
             return PlanRefused(reasons.JOBSET_FAILED, f"the JobSet failed: {told.get('message')}")
         if self._context.job.spec.suspend or jobset["spec"].get("suspend") or deleting(jobset):
             return None
-        return (self._too_many_restarts(cause) if cause else None) or self._too_long() or self._never_started()
+        return (self._too_many_restarts(cause) if cause else None) or self._too_long() or self._never_started(jobset)
 
     def _of_failed_jobs(self) -> rootcause.Cause | None:
         """The cause in the pods of the Job that failed first."""
@@ -371,7 +371,7 @@ class _Reconciler:
         self._requeue.append(left)
         return None
 
-    def _never_started(self) -> PlanRefused | None:
+    def _never_started(self, jobset: Object) -> PlanRefused | None:
         limit = self._context.job.spec.failure_policy.start_timeout_seconds
         causes = [c for p in live(self._pods) if (c := rootcause.cause(p, self._seen.mounts)) is not None and c.waiting]
         causes += [cause] if (cause := self._refused()) is not None else []
@@ -381,7 +381,10 @@ class _Reconciler:
         since = parse_time(cause.since) or self._now
         wanted = next((c for c in self._old.conditions if c.type == "Suspended" and c.status == "False"), None)
         if self._status.start_time is None and wanted is not None:
-            since = min(since, wanted.last_transition_time)  # its pods may have been replaced since
+            # Its pods may have been replaced since. A job that is tried again, or that waited for a name, could have
+            # none before its JobSet was made.
+            made = parse_time(jobset["metadata"].get("creationTimestamp"))
+            since = min(since, max(wanted.last_transition_time, made or wanted.last_transition_time))
         left = limit - (self._now - since).total_seconds()
         if left <= 0:
             text = f"{cause.sentence} (waited for failurePolicy.startTimeoutSeconds, {limit} s)"
