@@ -50,7 +50,7 @@ TAKEN = {
     "NetworkPolicy": thing("NetworkPolicy", "networking.k8s.io/v1", JOB, spec={"podSelector": {}, "ingress": []}),
     "JobSet": thing("JobSet", "jobset.x-k8s.io/v1alpha2", JOB, spec={"replicatedJobs": []}),
 }
-LATER = ("RoleBinding", "Secret", "JobSet")
+LATER = ("Secret", "Role", "RoleBinding", "JobSet")
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import weakref
 from datetime import timedelta
 
 import pytest
+from golden import make_objects
 from prometheus_client import generate_latest
 
 from dovetail.kube import names
@@ -18,6 +19,7 @@ from dovetail.kube.connection import KubeError
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.operator.cluster.client import Page
 from dovetail.operator.cluster.multikueue import END_SECONDS, LOOK_SECONDS, Dispatch
+from dovetail.operator.cluster.tokens import KEY_SECRET
 from dovetail.operator.job_controller import GATHER_SECONDS, Controller
 from dovetail.operator.job_metrics import JobMetrics
 from dovetail.operator.log import log_libraries
@@ -372,6 +374,73 @@ def test_the_secret_is_there_before_the_pods_and_the_status_comes_last():
     assert client.calls == [], "its own replies are remembered, before any watch event"
 
 
+def a_token(*owners):
+    return {
+        "metadata": {"name": "demo-token", "ownerReferences": list(owners)},
+        "data": {names.TOKEN_KEY: base64.b64encode(b"known").decode()},
+    }
+
+
+OWNER = {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "name": "demo", "controller": True}
+OWNER |= {"uid": make_objects.UID}
+
+
+def a_condition(kind, status, reason):
+    at = "2026-11-21T12:00:00Z"
+    return {"type": kind, "status": status, "reason": reason, "message": "", "lastTransitionTime": at}
+
+
+def conflict(client):
+    found = condition(client, "Scheduled")
+    return found["message"] if found["reason"] == "NameConflict" else ""
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"stage": "ppo", "iteration": 3},  # suspended, and resumed
+        {"conditions": [a_condition("Failed", "False", "TriedAgain")]},
+    ],
+)
+def test_a_job_that_has_run_goes_on_with_the_token_of_an_operator_with_another_key(status):
+    """The key's Secret was lost, or the chart is installed in another namespace."""
+    controller, client = a_controller()
+    client.job["status"] = status
+    controller.store.put(copy.deepcopy(client.job))
+    client.others["Secret"] = a_token(OWNER)
+    client.find = own_key(client)
+    asyncio.run(controller.process(KEY))
+    assert ("create", "JobSet") in client.calls
+    assert controller._tokens.known(make_objects.UID) == "known"
+
+
+@pytest.mark.parametrize("owners", [[OWNER], []])
+def test_another_token_is_refused_before_a_job_has_run(owners):
+    """Whatever its user writes: the status alone is the operator's. And nobody gets a right to read the Secret."""
+    controller, client = a_controller(retry=3)
+    client.others["Secret"] = a_token(*owners)
+    client.find = own_key(client)
+    asyncio.run(controller.process(KEY))
+    assert "Secret demo-token" in conflict(client)
+    assert not {"Role", "RoleBinding", "JobSet"} & {kind for _, kind in client.calls}
+    assert ("create", "Service") in client.calls
+    client.job["spec"]["suspend"] = True
+    client.job["metadata"]["generation"] = 2
+    controller.store.put(copy.deepcopy(client.job))
+    asyncio.run(controller.process(KEY))
+    assert not {"Role", "RoleBinding"} & {kind for _, kind in client.calls}, "nor of a suspended job"
+
+
+def own_key(client):
+    """The operator's namespace has its key; only the job's namespace has the other Secret."""
+    find, key = client.find, {"data": {"key": base64.b64encode(bytes(32)).decode()}}
+
+    async def found(kind, namespace, name):
+        return key if name == KEY_SECRET else await find(kind, namespace, name)
+
+    return found
+
+
 @pytest.mark.parametrize("status", [403, 422, 500])
 def test_a_refused_object_is_told_and_tried_again(status):
     controller, client = a_controller()
@@ -598,9 +667,9 @@ def test_the_log_tells_a_jobs_life(capsys):
         "object.created PersistentVolumeClaim/demo-files the job needs it",
         "object.created ConfigMap/demo-plan the job needs it",
         "object.created ServiceAccount/demo-pods the job needs it",
-        "object.created Role/demo-pods the job needs it",
         "object.created Service/demo-coordinator the job needs it",
         "object.created NetworkPolicy/demo the job needs it",
+        "object.created Role/demo-pods the job needs it",
         "object.created RoleBinding/demo-pods the job needs it",
         "object.created JobSet/demo the job needs it",
         "job.state Planned",

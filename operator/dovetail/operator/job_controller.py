@@ -20,6 +20,7 @@ from dovetail.kube.resources import (
     POD,
     POD_GROUPS,
     RLHFJOB,
+    ROLE,
     ROLE_BINDING,
     VOLUME_CLAIM,
     Resource,
@@ -52,6 +53,7 @@ from dovetail.operator.reconcile.reconcile import (
     PlanRefused,
     Reconciled,
     Seen,
+    has_run,
     is_over,
     old_status,
     reconcile,
@@ -70,8 +72,9 @@ GATHER_SECONDS = 1.0
 BUSY = {JOBSET.kind, JOB.kind, POD.kind}
 FIRST_SYNC_SECONDS = 1.0
 PROCESS_SECONDS = 300.0
-# A binding is refused before its role is there, and pods come last.
-LATER = {ROLE_BINDING.kind: 1, JOBSET.kind: 2, JOB.kind: 2}
+# A role lets the status API read the token, which must be ours. A binding is refused before its role is there, and pods
+# come last.
+LATER = {ROLE.kind: 1, ROLE_BINDING.kind: 2, JOBSET.kind: 3, JOB.kind: 3}
 MANAGED = f"app.kubernetes.io/managed-by={names.FIELD_MANAGER}"
 
 
@@ -311,15 +314,17 @@ class Controller:
         self, document: Object, result: Reconciled, planned: tuple[RLHFJob, Plan] | PlanRefused, children: Children
     ) -> None:
         """Create and change what `result` asks for. The Service comes before the token, because pods send the token to
-        the owner of a Service with that name. Raises NameTaken and KubeError."""
+        the owner of a Service with that name. What gives anybody a right to the token's Secret comes after it. Raises
+        NameTaken and KubeError."""
         if isinstance(planned, PlanRefused):
             return
         context = RenderContext(planned[0], str(document["metadata"]["uid"]), planned[1], self._settings)
         if any(thing["kind"] == JOBSET.kind for thing in result.apply) and (problem := self._names_shared(document)):
             raise NameTaken(problem, leaving=False)
-        for turn in (0, 1, 2):
-            if turn == 2 and result.token:
-                started = children.get(JOBSET.kind, context.name) is not None
+        grants = any(thing["kind"] in (ROLE.kind, ROLE_BINDING.kind) for thing in result.apply)
+        for turn in (0, 1, 2, 3):
+            if turn == 1 and (result.token or grants):
+                started = children.get(JOBSET.kind, context.name) is not None or has_run(old_status(document))
                 await self._tokens.ensure(context, started=started)
             things = [thing for thing in result.apply if LATER.get(thing["kind"], 0) == turn]
             for event in await self._apply(things, context, children):

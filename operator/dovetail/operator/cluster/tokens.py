@@ -49,8 +49,9 @@ class Tokens:
             self._there.discard(uid)
 
     async def ensure(self, context: RenderContext, *, started: bool) -> None:
-        """Make sure that the job's Secret exists. `started`: the job has a JobSet, so its pods may hold the token in
-        the Secret, and another is not accepted. Raises NameTaken and KubeError."""
+        """Make sure that the job's Secret exists. `started`: the job has a JobSet, or had one before it was suspended
+        or failed. So an operator has made the token in the Secret, maybe with a key that is lost since, and the pods
+        may hold it. Raises NameTaken and KubeError."""
         if context.uid in self._there:
             return
         token = hmac.digest(await self._the_key(), context.uid.encode(), hashlib.sha256).hex()

@@ -108,6 +108,12 @@ def is_over(status: RLHFJobStatus) -> bool:
     return any(c.type in ("Completed", "Failed") and c.status == "True" for c in status.conditions)
 
 
+def has_run(status: RLHFJobStatus) -> bool:
+    """Whether the job's pods have run before: its coordinator has answered, or it has failed since. Users cannot write
+    the status."""
+    return status.stage is not None or any(c.type == "Failed" for c in status.conditions)
+
+
 def tries_again(document: Object, status: RLHFJobStatus) -> bool:
     """Whether the job has failed, and its user has raised spec.retry since."""
     wanted = int((document.get("spec") or {}).get("retry") or 0)
