@@ -155,7 +155,7 @@ CAUSES = {
             }
         ),
         "Running",
-        "MountFailed",
+        "SecretOrConfigMapMissing",
         'secret "hub-keys" not found',
     ),
     "a pod that no API server takes": (
@@ -176,7 +176,7 @@ CAUSES = {
             podTemplate={"spec": {"volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "hub"}}]}}
         ),
         "Scheduled",
-        "Unschedulable",
+        "VolumeClaimMissing",
         'persistentvolumeclaim "hub" not found',
     ),
 }

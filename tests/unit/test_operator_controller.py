@@ -459,6 +459,46 @@ def test_a_refused_object_is_told_and_tried_again(status):
     assert condition(client, "Scheduled")["reason"] == "CreatingPods"
 
 
+def test_a_cluster_without_jobset_is_told_from_a_manifest_that_is_wrong():
+    """Its administrator gets an alert."""
+    controller, client = a_controller()
+    client.refuse["JobSet"] = KubeError(404, "page not found")
+    with pytest.raises(KubeError):
+        asyncio.run(controller.process(KEY))
+    found = condition(client, "Scheduled")
+    assert found["reason"] == "KindMissing"
+    assert found["message"].endswith("install the JobSet controller")
+    client.refuse.clear()
+    asyncio.run(controller.process(KEY))
+    assert condition(client, "Scheduled")["reason"] == "CreatingPods"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "reason"),
+    [(None, "NodesUnknown"), (1, "NoNodeFits"), (2, "Unschedulable")],
+    ids=["not seen", "too few", "in use"],
+)
+def test_metrics_tell_whether_any_nodes_have_what_a_waiting_job_asks_for(nodes, reason):
+    gpu = {"product": "NVIDIA-A10", "perPod": 1}
+    train = {"name": "train", "roles": ["trainer"], "replicas": 1, "gpu": gpu}
+    gen = {"name": "gen", "roles": ["rollout"], "replicas": 1, "gpu": gpu}
+    controller, client = a_controller(groups=[train, gen])
+    if nodes is not None:
+        client.nodes = nodes
+        asyncio.run(controller.nodes.look())
+    asyncio.run(controller.process(KEY))
+    pod = {"name": "p", "namespace": "default", "uid": "p", "resourceVersion": "9", "labels": {names.JOB_LABEL: "demo"}}
+    pod["ownerReferences"] = [a_job(controller)]
+    told = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available"}
+    controller.store.put({"kind": "Pod", "metadata": pod, "spec": {}, "status": {"conditions": [told]}})
+    asyncio.run(controller.process(KEY))
+    assert f'dovetail_job_state{{namespace="default",reason="{reason}"' in shown_by(controller)
+
+
+def shown_by(controller):
+    return generate_latest(controller._metrics.jobs).decode()
+
+
 def test_an_api_server_that_is_away_is_no_news():
     controller, client = a_controller()
     client.refuse["JobSet"] = KubeError(0, "no answer")

@@ -13,6 +13,8 @@ from helpers.fake_cluster import FakeCluster
 
 KEY = ("default", "demo")
 TOLD = 'MountVolume.SetUp failed for volume "keys" : secret "hub-keys" not found'
+NO_KEY = 'MountVolume.SetUp failed for volume "keys" : references non-existent secret key: token'
+NO_SERVER = 'MountVolume.SetUp failed for volume "files" : mount failed: exit status 32: Connection timed out'
 
 
 @pytest.fixture
@@ -29,15 +31,34 @@ def stuck(cluster):
     return pod
 
 
-def test_a_volume_that_cannot_be_mounted_is_explained(cluster):
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        (TOLD, "SecretOrConfigMapMissing"),
+        (TOLD.replace("secret", "configmap"), "SecretOrConfigMapMissing"),
+        (NO_KEY, "SecretOrConfigMapMissing"),
+        (NO_SERVER, "MountFailed"),
+    ],
+)
+def test_a_volume_that_cannot_be_mounted_is_explained(cluster, told, reason):
+    """A Secret that is missing is a mistake of the manifest, and a server that does not answer is not."""
     pod = stuck(cluster)
     assert cluster.reconcile().requeue == 10, "kubelets tell of it in Events, which are not watched"
     assert cluster.condition("Running")["reason"] == "PodsStarting"
-    cluster.mounts[pod["metadata"]["uid"]] = TOLD
+    cluster.mounts[pod["metadata"]["uid"]] = told
     cluster.reconcile()
     condition = cluster.condition("Running")
-    assert condition["reason"] == "MountFailed"
-    assert condition["message"].endswith(f"waits for a volume: {TOLD}")
+    assert condition["reason"] == reason
+    assert condition["message"].endswith(f"waits for a volume: {told}")
+
+
+def test_a_claim_that_is_missing_has_a_reason_of_its_own(cluster):
+    """It is a mistake of the manifest, unlike nodes that are full."""
+    cluster.unschedulable(cluster.pod("trainer"), '0/3 nodes are available: persistentvolumeclaim "hub" not found.')
+    cluster.reconcile()
+    for kind in ("Scheduled", "Running"):
+        assert cluster.condition(kind)["reason"] == "VolumeClaimMissing"
+    assert 'persistentvolumeclaim "hub" not found' in cluster.condition("Scheduled")["message"]
 
 
 class Client:

@@ -36,7 +36,7 @@ from dovetail.operator.cluster.mounts import Mounts
 from dovetail.operator.cluster.multikueue import Dispatch
 from dovetail.operator.cluster.notices import Notices
 from dovetail.operator.cluster.object_cache import Key, ObjectCache, key_of
-from dovetail.operator.cluster.own_objects import NameTaken
+from dovetail.operator.cluster.own_objects import KindMissing, NameTaken
 from dovetail.operator.cluster.tokens import Tokens
 from dovetail.operator.log import Level, log
 from dovetail.operator.operator_metrics import OperatorMetrics
@@ -236,11 +236,7 @@ class Controller:
                 return None  # what its status says stays until the planner answers
             outlook = self._outlook(key, uid, planned, children)
             if not isinstance(planned, PlanRefused):
-                least = RenderContext(planned[0], uid, planned[1], self._settings).guaranteed
-                there = outlook.room or {}
-                self._metrics.jobs.fits(
-                    key, all(there[g.name] >= least(g) for g in planned[0].spec.groups if g.name in there)
-                )
+                self._metrics.jobs.fits(key, _fits(RenderContext(planned[0], uid, planned[1], self._settings), outlook))
             reported = self._coordinators.report(key, children, token)
             mounts = await self._mounts.problems(key, children)
         result = reconcile(
@@ -273,7 +269,8 @@ class Controller:
         except KubeError as error:
             if error.status not in (0, 409):
                 await self._delete(document, result)
-                await self._hold_up(document, result, children, reasons.APPLY_FAILED, str(error))
+                why = reasons.KIND_MISSING if isinstance(error, KindMissing) else reasons.APPLY_FAILED
+                await self._hold_up(document, result, children, why, str(error))
             raise
         await self._delete(document, result)
         later = await self._report(document, result.status, result.events)
@@ -526,6 +523,13 @@ class Controller:
         for (key, name), uid in gone.items():
             await self.observe(_shell(resource.kind, key, name, uid), deleted=True)
         return version
+
+
+def _fits(context: RenderContext, outlook: Outlook) -> bool | None:
+    """Whether the nodes have room for what the job starts with. None if the operator does not see the nodes."""
+    if (there := outlook.room) is None:
+        return None if needs(context) else True
+    return all(there[g.name] >= context.guaranteed(g) for g in context.job.spec.groups if g.name in there)
 
 
 def _was_answered(document: Object) -> bool:

@@ -14,6 +14,8 @@ from dovetail.operator.reconcile import reasons
 
 # In metrics alone: a job that waits for GPUs which no node has, be they mistyped or not added yet.
 NO_NODE_FITS = "NoNodeFits"
+# In metrics alone: a job that waits for GPUs, and the operator may not see whether any node has them.
+NODES_UNKNOWN = "NodesUnknown"
 Key = tuple[str, str]  # namespace and name of an RLHFJob
 # The reason of the first of these that is true is the job's; else that of the first of WAITS that is false.
 _HOLDS = ("Completed", "Failed", "Suspended")
@@ -47,18 +49,21 @@ class JobMetrics(Collector):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._jobs: dict[Key, _Job] = {}
-        self._unfit: set[Key] = set()
+        self._unfit: dict[Key, str] = {}  # what UNSCHEDULABLE means for a job
 
-    def fits(self, key: Key, fits: bool) -> None:
-        """Whether the nodes have room for the job while nothing else runs, as far as that is known."""
-        (self._unfit.discard if fits else self._unfit.add)(key)
+    def fits(self, key: Key, fits: bool | None) -> None:
+        """Whether the nodes have room for the job while nothing else runs; None if that is not known."""
+        if fits:
+            self._unfit.pop(key, None)
+        else:
+            self._unfit[key] = NODES_UNKNOWN if fits is None else NO_NODE_FITS
 
     def look(self, key: Key, status: RLHFJobStatus) -> None:
         """Take a job's status."""
         now, before = self._clock(), self._jobs.get(key)
         reason, waits = _reason(status)
-        if reason == reasons.UNSCHEDULABLE and key in self._unfit:
-            reason = NO_NODE_FITS
+        if reason == reasons.UNSCHEDULABLE:
+            reason = self._unfit.get(key, reason)
         found = _Job(status.state or "Pending", reason, status.stage or "", status.iteration)
         if before is not None:
             found.seconds = before.waited(now)
@@ -68,7 +73,7 @@ class JobMetrics(Collector):
 
     def forget(self, key: Key) -> bool:
         """Whether the job was known."""
-        self._unfit.discard(key)
+        self._unfit.pop(key, None)
         return self._jobs.pop(key, None) is not None
 
     def clear(self) -> None:

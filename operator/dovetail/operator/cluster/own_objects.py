@@ -20,6 +20,13 @@ _FOLDER = re.compile(r"[A-Za-z0-9][-A-Za-z0-9._]{0,127}")  # as in spec.storage.
 NO_JOBSET = f"the cluster has no {JOBSET.kind} ({JOBSET.api_version}); install the JobSet controller"
 
 
+class KindMissing(KubeError):
+    """The cluster does not have a kind that the job needs."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(404, message)
+
+
 class NameTaken(Exception):
     """The job needs names that other objects have. `leaving`: all of them are of an earlier job of the same name, and
     will be deleted. `things`: kind and name of those that are somebody else's."""
@@ -47,10 +54,10 @@ async def create(client: Client, thing: Object, context: RenderContext) -> Objec
         return await client.create(thing)
     except KubeError as error:
         if error.status == 404 and thing["kind"] == JOBSET.kind:
-            raise KubeError(404, NO_JOBSET) from error
+            raise KindMissing(NO_JOBSET) from error
         if error.status == 404 and thing["kind"] == POD_GROUP:
             lacking = f"the cluster has no {POD_GROUP} ({thing['apiVersion']})"
-            raise KubeError(404, f"{lacking}; install that scheduler, or change jobs.gangScheduler") from error
+            raise KindMissing(f"{lacking}; install that scheduler, or change jobs.gangScheduler") from error
         if error.status != 409:
             raise
         found = await client.find(thing["kind"], context.namespace, thing["metadata"]["name"])

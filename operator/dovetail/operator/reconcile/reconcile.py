@@ -50,6 +50,8 @@ RESTART_WINDOW = timedelta(hours=1)
 # How long the JobSet of a job that MultiKueue sent here stays after the operator has ended the job. While it is there,
 # Kueue copies the job's status to the cluster that sent it. The operator there ends the rest.
 SENT_SECONDS = 60.0
+# Why pods have no nodes, or are not there.
+HOLDS_PODS = {reasons.UNSCHEDULABLE, reasons.CLAIM_MISSING, reasons.PODS_REFUSED, reasons.NAME_CONFLICT}
 # A rollout that worked this long was not broken from the start.
 STEADY = timedelta(minutes=1)
 
@@ -295,7 +297,7 @@ class _Reconciler:
             told += f"; pods that are made now get {others}: set spec.suspend to true, and then to false"
         if scheduled >= expected:
             self._conditions.set("Scheduled", True, reasons.ALL_SCHEDULED, f"{expected} pods have nodes")
-        elif cause and cause.reason in (reasons.UNSCHEDULABLE, reasons.PODS_REFUSED, reasons.NAME_CONFLICT):
+        elif cause and cause.reason in HOLDS_PODS:
             self._conditions.set("Scheduled", False, cause.reason, told)
         else:
             self._conditions.set("Scheduled", False, reasons.CREATING, f"{scheduled} of {expected} pods have nodes")

@@ -30,6 +30,9 @@ _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNever
 _CONFIG = ("CreateContainerConfigError",)
 LONGEST_MESSAGE = 1500
 _TAKEN = re.compile(r'jobs\.batch "([^"]+)" already exists')
+# What the manifest names and the namespace lacks, as kubelets and the scheduler say it.
+_NO_CONFIG = re.compile(r'\b(?:secret|configmap) "[^"]*" not found|references non-existent (?:secret|config) key')
+_NO_CLAIM = re.compile(r'\bpersistentvolumeclaim "[^"]*" not found')
 NO_MOUNTS: Mapping[str, str] = {}
 _CREATING = ("ContainerCreating", "PodInitializing")
 # Some causes are told in Events only: they are looked for when something has been stuck for so long.
@@ -97,7 +100,8 @@ def cause(pod: Object, mounts: Mapping[str, str], lost: Mapping[str, LostNode] =
         text = f"{_who(pod)} cannot be scheduled: {scheduled.get('message') or scheduled.get('reason')}"
         if said := mounts.get(_uid(pod)):
             text += f"; {said}"  # by an autoscaler, or of a claim that was made for the pod
-        return Cause(reasons.UNSCHEDULABLE, text[:LONGEST_MESSAGE], created, True)
+        reason = reasons.CLAIM_MISSING if _NO_CLAIM.search(text) else reasons.UNSCHEDULABLE
+        return Cause(reason, text[:LONGEST_MESSAGE], created, True)
     for container in status.get("containerStatuses") or []:
         waiting = container.get("state", {}).get("waiting") or {}
         said = waiting.get("message") or waiting.get("reason", "")
@@ -107,7 +111,8 @@ def cause(pod: Object, mounts: Mapping[str, str], lost: Mapping[str, LostNode] =
         if waiting.get("reason") in _CONFIG:
             return Cause(reasons.CONFIG_MISSING, f"{_who(pod)} cannot start: {said}"[:LONGEST_MESSAGE], created, True)
     if told := mounts.get(str(pod["metadata"].get("uid"))):
-        return Cause(reasons.MOUNT_FAILED, f"{_who(pod)} waits for a volume: {told}"[:LONGEST_MESSAGE], created, True)
+        reason = reasons.CONFIG_MISSING if _NO_CONFIG.search(told) else reasons.MOUNT_FAILED
+        return Cause(reason, f"{_who(pod)} waits for a volume: {told}"[:LONGEST_MESSAGE], created, True)
     return None
 
 
