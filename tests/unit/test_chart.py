@@ -246,9 +246,23 @@ def test_dashboards_are_sound():
             assert panel["datasource"]["uid"] == "${datasource}"
 
 
+SCRAPED = ("--set-json", 'networkPolicy.metricsFrom=[{"namespaceSelector":{}}]')
+
+
+@pytest.mark.parametrize(
+    ("words", "absent"), [((), False), (SCRAPED, True), (("--set", "networkPolicy.enabled=false"), True)]
+)
+def test_metrics_that_nobody_may_read_raise_no_alarm(words, absent):
+    (rule,) = of_kind(yaml.safe_load_all(template("--set", "monitoring.rules=Always", *words)), "PrometheusRule")
+    alerts = {each["alert"]: each["expr"] for group in rule["spec"]["groups"] for each in group["rules"]}
+    expression = alerts["DovetailOperatorNotLeading"]
+    assert 'namespace="dovetail-system"' in expression, "of this release"
+    assert ("vector(0)" in expression) is absent
+
+
 def test_alerts(tmp_path):
     promtool = tool("promtool")
-    (rule,) = of_kind(yaml.safe_load_all(template("--set", "monitoring.rules=Always")), "PrometheusRule")
+    (rule,) = of_kind(yaml.safe_load_all(template("--set", "monitoring.rules=Always", *SCRAPED)), "PrometheusRule")
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": rule["spec"]["groups"]}))
     shutil.copy(Path(__file__).with_name("chart_rules.yaml"), tmp_path)
     checked = run(promtool, "check", "rules", "rules.yaml", cwd=tmp_path)
