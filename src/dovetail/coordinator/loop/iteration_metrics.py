@@ -13,11 +13,13 @@ from dovetail.protocol.experience import kl_per_sample
 from dovetail.protocol.wire import Arrays
 
 
-def iteration_metrics(arrays: Arrays, trained: Mapping[str, float], temperature: float = 1.0) -> dict[str, float]:
+def iteration_metrics(
+    arrays: Arrays, trained: Mapping[str, float], temperature: float = 1.0, lag: int = 0
+) -> dict[str, float]:
     """One row of history.jsonl without the times: rewards, KL (nats), response lengths (tokens) and the trainers' own
     metrics."""
     scores = arrays["scores"].tolist()
-    reward, kl = mean_ci95(scores), mean_kl(arrays, trained, temperature)
+    reward, kl = mean_ci95(scores), mean_kl(arrays, trained, temperature, lag)
     lengths = arrays["response_lengths"].astype(np.float64)
     return {
         **trained,
@@ -44,10 +46,11 @@ def times(samples: int, phases: Mapping[str, float], wall_seconds: float | None)
     return whole | {f"seconds_{name}": seconds for name, seconds in phases.items()}
 
 
-def mean_kl(arrays: Arrays, trained: Mapping[str, float], temperature: float) -> dict[str, float]:
-    """The mean KL to the reference per sample, in nats, and the half-width of its 95% interval. The rollouts report
-    log-probabilities at temperature 1. At another temperature the trainers' KL is used."""
-    if temperature != 1.0 and "kl" in trained:
+def mean_kl(arrays: Arrays, trained: Mapping[str, float], temperature: float, lag: int = 0) -> dict[str, float]:
+    """The mean KL to the reference per sample, in nats, and the half-width of its 95% interval. The trainers' KL is
+    used at a temperature other than 1, because rollouts then report log-probabilities at temperature 1, and with a lag,
+    because theirs are of older weights. It is that of the weights with which the iteration's training begins."""
+    if (temperature != 1.0 or lag > 0) and "kl" in trained:
         return {"mean": trained["kl"], "ci95": trained.get("kl_ci95", 0.0)}
     return mean_ci95(kl_per_sample(arrays).tolist())
 
