@@ -12,6 +12,7 @@ import pytest
 from dovetail.coordinator.data.text.tokenize import Encoded, dpo_batch
 from dovetail.coordinator.store.reference_logprobs import ReferenceLogprobs
 from dovetail.coordinator.store.store import Store
+from dovetail.local.report.report import chart_metrics
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import Evaluate
 from dovetail.protocol.wire import pack, unpack
@@ -63,6 +64,7 @@ def test_an_actor_learns_to_prefer_the_chosen_responses(tmp_path: Path, dpo: dic
             metrics = trainer.metrics(command)
             if step == 1:
                 assert metrics["loss"] == pytest.approx(at_start, abs=1e-3)
+                assert chart_metrics("dpo") <= metrics.keys(), "the report draws them"
         after = trainer.metrics(evaluate.model_copy(update={"id": "after"}))
     assert after["loss"] < before["loss"]
     assert after["accuracy"] == 1.0

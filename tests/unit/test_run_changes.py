@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from dovetail.coordinator.store.identity import check_complete, check_model, ide
 from dovetail.coordinator.store.manifest_changes import ChangeError, Settled, adopt, position
 from dovetail.coordinator.store.store import Store, StoreError, open_records
 from dovetail.local.report.report import render_report
-from dovetail.manifest.checks.changes import Change, changes
+from dovetail.manifest.checks.changes import CHANGEABLE, Change, changes
 from dovetail.manifest.training_types import Optimizer
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.messages import Step
@@ -65,6 +66,26 @@ def test_each_field_says_whether_it_may_change_and_why_not() -> None:
             **{stage: {"steps": 32}}
         )
     assert "(may change: managedBy, suspend, retry, " in refused(seed=4)
+
+
+def test_the_documents_name_every_field_that_may_change() -> None:
+    text = (Path(__file__).parents[2] / "docs/resume.md").read_text()
+    table = text.split("## What may change")[1].split("Every other field")[0]
+    named = [name for row in table.splitlines() for name in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+    data = ["data.*[].path", "data.*[].pvc", "data.*[].revision"]
+    assert sorted(named) == sorted([*CHANGEABLE, *data])
+
+
+@pytest.mark.parametrize("stage", ["sft", "reward", "dpo"])
+def test_the_learning_rate_of_every_stage_may_change(stage: str, tmp_path: Path) -> None:
+    """That of DPO could not."""
+    rates = [spec(**{stage: {"optimizer": {"learningRate": rate}}}) for rate in (1e-3, 2e-3)]
+    store = Store(tmp_path)
+    adopt(rates[0], store, Events())
+    events = Events()
+    adopt(rates[1], store, events)
+    assert [(e["field"], e["new"]) for e in events] == [(f"spec.{stage}.optimizer.learningRate", 2e-3)]
+    store.close()
 
 
 def test_a_data_set_may_be_in_another_folder_but_not_another_file() -> None:

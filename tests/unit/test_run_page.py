@@ -23,6 +23,7 @@ from dovetail.coordinator.page.run_folder import RunFolder
 from dovetail.coordinator.page.sample_tokens import batch_row
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.store.database import Database
+from dovetail.local.report.report import CHARTS, chart_metrics, read_history, render_report
 from dovetail.local.run_page.demo_run import play, unpack
 from dovetail.local.run_page.live_status import coordinator_port
 from dovetail.local.run_page.run_list import RunList, at_work
@@ -225,6 +226,28 @@ def test_silence_is_a_verdict():
     found = silent(times, now=200.0)
     assert found is not None
     assert "no step has ended for 150 s, 15 times the median of 10 s" in found.message
+
+
+def test_the_reports_charts_show_metrics_that_a_run_writes(tmp_path):
+    """The chart of clipped tokens was never drawn: trainers call its metrics by other names."""
+    recorded = unpack(tmp_path)
+    recorded.write("history.jsonl")
+    history = read_history(recorded.folder)
+    for stage in ("sft", "reward", "ppo"):
+        written = {name for row in history[stage].values() for name in row}
+        assert chart_metrics(stage) - written == set()
+    page = render_report("demo", {}, history, None)
+    for title, *_ in CHARTS["ppo"]:
+        assert title in page
+
+
+def test_advice_names_times_that_a_run_writes(tmp_path):
+    recorded = unpack(tmp_path)
+    recorded.write("history.jsonl")
+    row = {**read_history(recorded.folder)["ppo"][1]}
+    assert advice([row] * 5) == []
+    row["seconds_weights"] = row["iteration_seconds"] / 2
+    assert "Sending weights takes 50% of an iteration" in " ".join(advice([row] * 5))
 
 
 def test_advice_is_for_healthy_runs_only(tmp_path):

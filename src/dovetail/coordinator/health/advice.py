@@ -61,7 +61,7 @@ def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _time(mean: Mapping[str, float], seconds: float, lag: int) -> list[str]:
     """On the phase that takes most of an iteration."""
     share = {name: mean.get(f"seconds_{name}", 0.0) / seconds for name in ("generation", "training", "waiting")}
-    moving = (mean.get("seconds_weights", 0.0) + mean.get("seconds_checkpoint", 0.0)) / seconds
+    moving = mean.get("seconds_weights", 0.0) / seconds
     found = []
     if lag and share["waiting"] > WAITING_SHARE:
         found.append(f"The trainers wait for samples in {share['waiting']:.0%} of the time: add rollouts.")
@@ -77,7 +77,7 @@ def _time(mean: Mapping[str, float], seconds: float, lag: int) -> list[str]:
         )
     if moving > MOVING_SHARE:
         found.append(
-            f"Weights and checkpoints take {moving:.0%} of an iteration: save less often with checkpoint.everySteps, "
-            "or give the nodes a faster network."
+            f"Sending weights takes {moving:.0%} of an iteration: give the nodes a faster network, or train more "
+            "samples in an iteration with ppo.globalBatchSize."
         )
     return found

@@ -60,7 +60,7 @@ td.text{text-align:left;white-space:pre-wrap;overflow-wrap:anywhere;vertical-ali
 
 # Title, x axis, then (label, metric, metric with the interval's half-width or None) for each line.
 _Chart = tuple[str, str, tuple[tuple[str, str, str | None], ...]]
-_CHARTS: dict[str, tuple[_Chart, ...]] = {
+CHARTS: dict[str, tuple[_Chart, ...]] = {
     "sft": (("SFT: loss", "step", (("loss", "loss", None),)),),
     "reward": (
         ("Reward model: loss", "step", (("loss", "loss", None),)),
@@ -89,7 +89,7 @@ _CHARTS: dict[str, tuple[_Chart, ...]] = {
         (
             "Clipped share of tokens",
             "iteration",
-            (("policy", "clip_fraction", None), ("value", "value_clip_fraction", None)),
+            (("policy", "clipfrac", None), ("value", "value_clipfrac", None)),
         ),
         (
             "Generation and inference: seconds",
@@ -105,6 +105,11 @@ _CHARTS: dict[str, tuple[_Chart, ...]] = {
     ),
 }
 _STAGES = {"sft": "Supervised fine-tuning", "reward": "Reward model", "dpo": "Direct preference optimisation"}
+
+
+def chart_metrics(stage: str) -> set[str]:
+    """The names of the metrics that a stage's charts show."""
+    return {name for _, _, lines in CHARTS[stage] for _, *names in lines for name in names if name is not None}
 
 
 def read_history(run_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
@@ -221,7 +226,7 @@ def render_report(
         steps = history.get(stage, {})
         figures = [
             charts.line_chart(title, axis, [series(steps, *line) for line in lines])
-            for title, axis, lines in _CHARTS[stage]
+            for title, axis, lines in CHARTS[stage]
         ]
         sections.append(_section(heading, figures))
     evaluations = history.get(EVALUATION, {})

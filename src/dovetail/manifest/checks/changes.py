@@ -38,6 +38,7 @@ CHANGEABLE = (
     "models.reward.timeoutSeconds",
     "sft.optimizer.learningRate",
     "reward.optimizer.learningRate",
+    "dpo.optimizer.learningRate",
     "ppo.importPath",
     "ppo.iterations",
     "ppo.actorOptimizer.learningRate",
