@@ -96,6 +96,20 @@ def test_each_turn_is_shown_as_learnt_or_given(tmp_path: Path, model: Path) -> N
     assert any(line.startswith("the whole conversation ") for line in squeezed(done.output))
 
 
+def test_fields_that_nothing_reads_are_named(tmp_path: Path) -> None:
+    empty = {"instruction": "Add", "input": "", "context": "", "output": "4"}
+    full = {"instruction": "Add", "input": "2 and 2", "context": "sums", "output": "4"}
+    file = write(tmp_path / "d.jsonl", empty, full)
+    assert "Not used context" in squeezed(data(file, "--as", "demonstrations").stdout)
+    assert "Not used" not in data(file, "--as", "prompts").stdout, "reward functions get the others"
+    pair = {"system": "Be brief.", "question": "2+2?", "chosen": "4", "rejected": "5"}
+    assert "Not used system" in squeezed(data(write(tmp_path / "p.jsonl", pair)).stdout)
+    math = {"problem": "2+2?", "level": 1, "solution": "4"}
+    found = squeezed(data(write(tmp_path / "m.jsonl", math)).stdout)
+    assert "Read as demonstrations, a guess from the first record; --as names another" in found
+    assert "Not used level" in found
+
+
 def test_labels(tmp_path: Path) -> None:
     done = data(write(tmp_path / "l.jsonl", {"prompt": "p", "response": "r", "label": False}))
     assert "Format Labelled" in squeezed(done.output)
@@ -110,7 +124,7 @@ def test_the_first_bad_line_has_its_number_and_a_sentence(tmp_path: Path) -> Non
     done = data(file)
     assert done.exit_code == 2
     assert "Records 1, and 3 bad" in squeezed(done.stdout)
-    assert f"Error: {file}:3: field 'response' (or completion, output, answer) is missing" in done.stderr
+    assert f"Error: {file}:3: field 'response' (or completion, output, answer, solution) is missing" in done.stderr
     assert "3 records are bad" in done.stderr
 
 

@@ -218,8 +218,8 @@ BAD_LINES: list[tuple[Any, Kind, str]] = [
     ("[1]", "prompts", "each line must be an object"),
     ({"prompt": 3}, "prompts", "field 'prompt' must be a string, not a number"),
     ({"prompt": ""}, "prompts", "field 'prompt' is an empty string"),
-    ({"other": "x", "text": None}, "prompts", "field 'prompt' (or instruction, question, query) is missing"),
-    ({"prompt": "x"}, "demonstrations", "(or completion, output, answer) is missing; the record has only 'prompt'"),
+    ({"other": "x", "text": None}, "prompts", "field 'prompt' (or instruction, question, query, problem) is missing"),
+    ({"prompt": "x"}, "demonstrations", "(or completion, output, answer, solution) is missing; the record has only"),
     ({"prompt": "x", "response": "y"}, "preferences", "needs records with chosen and rejected replies"),
 ]  # fmt: skip
 

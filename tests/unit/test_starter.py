@@ -16,6 +16,8 @@ from dovetail.cli.main import cli
 from dovetail.coordinator.data.formats import detect
 from helpers.model_folder import save_model_folder
 
+LABELLED = '{"prompt": "2 + 2?", "response": "4", "label": true}'
+
 
 def init(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["init", *map(str, arguments)])
@@ -93,12 +95,30 @@ def test_the_rewards_fit_the_users_own_records_and_the_lengths_the_model(tmp_pat
     assert names == ["rewards:correct", "rewards:words"]
 
 
+def test_labelled_answers_make_a_job_of_kto(tmp_path: Path) -> None:
+    """The job was refused when it ran: DPO learns from pairs, and SFT from no bad answer."""
+    bad = LABELLED.replace("4", "5").replace("true", "false")
+    (tmp_path / "kto.jsonl").write_text(f"{LABELLED}\n{bad}\n" * 30)
+    done = init("dpo", tmp_path / "job", "--data", tmp_path / "kto.jsonl")
+    assert done.exit_code == 0, done.output
+    spec = yaml.safe_load((tmp_path / "job/job.yaml").read_text())["spec"]
+    assert (spec["stages"], spec["dpo"]["loss"], next(iter(spec["data"]))) == (["dpo"], "KTO", "preferences")
+    checked = CliRunner().invoke(cli, ["validate", str(tmp_path / "job/job.yaml"), "--deep"])
+    assert checked.exit_code == 0, checked.output
+
+
 @pytest.mark.parametrize(
     ("method", "row", "sentence"),
     [
-        ("sft", '{"prompt": "a"}', "mine.jsonl:1: field 'response' (or completion, output, answer) is missing"),
+        (
+            "sft",
+            '{"prompt": "a"}',
+            "mine.jsonl:1: field 'response' (or completion, output, answer, solution) is missing",
+        ),
         ("ppo", '{"prompt": "a"}', "mine.jsonl:1: spec.data.preferences needs records with chosen and rejected"),
         ("grpo", '{"x": 1}', "mine.jsonl:1: cannot tell the format of a record with only 'x'"),
+        ("ppo", LABELLED, "mine.jsonl:1: the record has one response and a label, which only KTO learns from"),
+        ("grpo", LABELLED, "mine.jsonl:1: the record has one response and a label, which only KTO learns from"),
         ("grpo", "{", "mine.jsonl:1: not valid JSON"),
     ],
 )

@@ -135,6 +135,7 @@ def show(console: Console, found: DataLook, guessed: bool) -> None:
         # Nothing is known of a file none of whose lines is a record.
         *([("Format", found.format), ("Read as", read_as), ("Template", found.template)] if known else []),
         *([("Tools", f"named by {found.tools:,} record{'s' * (found.tools > 1)}")] if found.tools else []),
+        *([("Not used", ", ".join(found.unused))] if found.unused else []),
     ):
         facts.add_row(Text(name, "bold"), Text(value))
     console.print(facts)

@@ -28,9 +28,9 @@ def job_name(folder: Path) -> str:
     return found if found[:1].isalpha() else f"job-{found}".strip("-")
 
 
-def record_fields(method: Method, data: Path) -> list[str]:
-    """The fields of the first record that reward functions get. Raises UsageError if the method cannot read the
-    record."""
+def first_record(method: Method, data: Path) -> tuple[list[str], bool]:
+    """The fields of the first record that reward functions get, and whether the record is a response with a label.
+    Raises UsageError if the method cannot read the record."""
     from dovetail.coordinator.data.data_error import DataError
     from dovetail.coordinator.data.formats import MESSAGE_FIELDS, PROMPT_FIELDS, convert, detect
     from dovetail.coordinator.data.sources import source_files
@@ -42,14 +42,21 @@ def record_fields(method: Method, data: Path) -> list[str]:
         where, row = next(rows_of(source_files(data, "--data")), (str(data), {}))
         if isinstance(row, DataError):
             raise row
-        record = convert(row, detect(row, where, kinds[method]), kinds[method], HumanAssistant(), where)
+        fmt = detect(row, where, kinds[method])
+        labelled = fmt == "Labelled"
+        if labelled and method in ("ppo", "grpo"):
+            raise DataError(
+                f"{where}: the record has one response and a label, which only KTO learns from; take dovetail init "
+                "dpo, or remove the label"
+            )
+        record = convert(row, fmt, kinds[method], HumanAssistant(), where)
         fields = getattr(record, "fields", {})
     except DataError as error:
         if not isinstance(error.__cause__, NoTools):
             raise UsageError(str(error).removeprefix("--data.path: ")) from error
         # The model's own template may write calls of tools. `validate --deep` will see.
         fields = [name for name in row if name not in MESSAGE_FIELDS + PROMPT_FIELDS]
-    return [name for name in fields if name.isidentifier() and not iskeyword(name)]
+    return [name for name in fields if name.isidentifier() and not iskeyword(name)], labelled
 
 
 @click.command("init")
@@ -82,8 +89,8 @@ def init(method: Method, folder: Path, model: str | None, data: Path | None) -> 
     where = str(Path(model).expanduser().resolve()) if model is not None and is_folder else model
     given = None if data is None else os.path.relpath(data.resolve(), folder.resolve())
     context = folder_context(where) if where is not None else None
-    fields = ("answer",) if data is None else record_fields(method, data)
-    files = starter(method, job_name(folder), where, is_folder, given, context, fields)
+    fields, labelled = (["answer"], False) if data is None else first_record(method, data)
+    files = starter(method, job_name(folder), where, is_folder, given, context, fields, labelled)
     there = [name for name in files if (folder / name).exists()]
     if there:
         raise UsageError(f"{folder / there[0]} exists; name another folder, or delete the file")

@@ -12,13 +12,16 @@ import numpy as np
 
 from dovetail.coordinator.data import jsonl
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.formats import FORMATS, convert, detect, is_dialogue
+from dovetail.coordinator.data.formats import EMPTY, FORMATS, convert, detect, is_dialogue, unused_fields
 from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, Preference, Record, equal_pairs
 from dovetail.coordinator.data.sources import PARQUET, hub_table, source_files
 from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, WithSystem, chat_format
 from dovetail.coordinator.data.text.conversations import table_row, tools_of
 from dovetail.coordinator.data.text.tokenize import Encoder
 from dovetail.manifest.types import DataSource
+
+# Records in which fields are looked for that nothing reads.
+SEARCHED = 32
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class DataLook:
     """What was found. `files`: empty for a data set of a hub. `records`: the number of good records. `first_error`:
     names file and line. `errors`: the number of bad lines. `template`: how dialogues become text. `example`: the first
     good record. `lengths`: empty without a tokenizer. `tools`: the number of records that name tools. `equal`: the
-    number of pairs with equal replies, perhaps because both are cut."""
+    number of pairs with equal replies, perhaps because both are cut. `unused`: the fields that none of the
+    first records needs."""
 
     files: Sequence[Path]
     format: str
@@ -53,6 +57,7 @@ class DataLook:
     notes: Sequence[str] = ()
     tools: int = 0
     equal: int = 0
+    unused: Sequence[str] = ()
 
 
 @dataclass
@@ -124,6 +129,8 @@ class _Reading:
         self._example: Record | None = None
         self._turns = False
         self._tools = self._equal = 0
+        # Each name of a field in the first records, and whether it was needed.
+        self._needed: dict[str, bool] = {}
         self._counts: dict[str, _PartCounts] = {}
 
     def read(self, row: Any, where: str) -> None:
@@ -144,6 +151,11 @@ class _Reading:
             self.kind = kind_of(row, self.format, self.chat, where)
         record = convert(row, self.format, self.kind, self.chat, where)
         self._tools += is_dialogue(row) and bool(tools_of(row, where))
+        if self.records < SEARCHED:
+            unused = unused_fields(row, self.format, self.kind, self.chat, where)
+            for name, value in row.items():
+                if value not in EMPTY:
+                    self._needed[name] = self._needed.get(name, False) or name not in unused
         return record
 
     def _keep(self, record: Record) -> None:
@@ -198,6 +210,7 @@ class _Reading:
             notes,
             self._tools,
             self._equal,
+            [name for name, needed in self._needed.items() if not needed],
         )
 
 

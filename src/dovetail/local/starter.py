@@ -16,6 +16,7 @@ _WHAT = {
     "grpo": "GRPO: the model answers each prompt several times, and a Python function scores the answers.",
     "dpo": "SFT on demonstrations, and DPO: the model learns from preferences, without a reward model.",
 }
+_KTO = "KTO: the model learns from single answers that are labelled good or bad, without a reward model."
 _SUMS = [(2, 3), (4, 4), (7, 2), (5, 6), (9, 1)]
 _ASKED = ["Name a colour.", "Name a fruit.", "Name a river.", "Name a metal.", "Name a planet."]
 _ANSWERS = ["Red is a colour.", "An apple is a fruit.", "The Nile is a river.", "Iron is a metal.", "Mars is a planet."]
@@ -81,13 +82,15 @@ def starter(
     data: str | None = None,
     context: int | None = None,
     fields: Sequence[str] = ("answer",),
+    labelled: bool = False,
 ) -> dict[str, str]:
     """The files by name. `model`: a folder or a hub's repository. Without it the model is tiny and has random weights.
     `data`: the user's own records, in place of five examples. `context`: the longest sequence of the model in tokens,
-    if it is known. `fields`: the fields of the records without the prompt."""
+    if it is known. `fields`: the fields of the records without the prompt. `labelled`: the user's records for DPO are
+    responses with labels, which KTO learns from."""
     scratch = model is None
     source, limits = _source(model, model_is_folder), _lengths(scratch, context)
-    manifest = _manifest(method, name, source, scratch, data, limits, fields)
+    manifest = _manifest(method, name, source, scratch, data, limits, fields, labelled)
     files = {"job.yaml": manifest}
     if data is not None:
         return files | ({"rewards.py": rewards(fields)} if method == "grpo" else {})
@@ -124,10 +127,12 @@ def _source(model: str | None, folder: bool) -> str:
     )
 
 
-def _data(method: Method, data: str | None) -> str:
+def _data(method: Method, data: str | None, labelled: bool) -> str:
     def source(name: str) -> str:
         return f"[{{path: {json.dumps(data or name)}}}]"
 
+    if labelled and method == "dpo":
+        return f"preferences: {source('')}  # prompt, response and label"
     lines = []
     if method != "grpo":
         lines.append(f"demonstrations: {source('demonstrations.jsonl')}  # prompt and response")
@@ -181,6 +186,7 @@ def _manifest(
     data: str | None,
     limits: tuple[int, int],
     fields: Sequence[str],
+    labelled: bool,
 ) -> str:
     prompt, response = limits
 
@@ -193,9 +199,14 @@ def _manifest(
     if scratch:
         models.append("    tokenizer: {train: {vocabSize: 300}}")
     stages = {"sft": ["sft"], "ppo": ["sft", "reward", "ppo"], "grpo": ["ppo"], "dpo": ["sft", "dpo"]}[method]
+    kto = labelled and method == "dpo"
+    if kto:
+        stages = ["dpo"]
     steps = 20 if scratch else 200
     rates = dict.fromkeys(stages, "1.0e-3" if scratch else "1.0e-5") | {"dpo": "5.0e-4" if scratch else "1.0e-6"}
     parts = [_SUPERVISED.format(stage=each, steps=steps, rate=rates[each]) for each in stages if each != "ppo"]
+    if kto:
+        parts[0] += "\n  loss: KTO"
     if "ppo" in stages:
         parts.append(_ppo(method, scratch))
         parts.append(f"generation:\n  maxTokens: {response}\n  temperature: 1.0")
@@ -216,14 +227,20 @@ def _manifest(
     width = max(len(command) for command, _ in commands)
     lengths = f"maxPromptTokens: {prompt}\nmaxTokens: {128 if scratch else prompt + response}"
     return (
-        f"# {_WHAT[method]}\n"
+        f"# {_KTO if kto else _WHAT[method]}\n"
         + "".join(f"#   {command:<{width}}  {what}\n" for command, what in commands)
         + "apiVersion: dovetail.dev/v1alpha1\n"
         "kind: RLHFJob\n"
         f"metadata: {{name: {name}}}\n"
         "spec:\n"
         f"  stages: [{', '.join(stages)}]\n"
-        "  models:\n" + "\n".join(models) + "\n  data:\n" + at(4, _data(method, data)) + "\n" + at(4, lengths) + "\n"
+        "  models:\n"
+        + "\n".join(models)
+        + "\n  data:\n"
+        + at(4, _data(method, data, labelled))
+        + "\n"
+        + at(4, lengths)
+        + "\n"
         "    # This share of the records is never trained on. Losses of the report are measured on it.\n"
         f"    heldOut: {0.2 if data is None else 0.05}\n" + "\n".join(at(2, part) for part in parts) + "\n"
     )

@@ -20,9 +20,10 @@ from dovetail.coordinator.data.text.chat_template import (
 )
 from dovetail.coordinator.data.text.conversations import Conversation, conversation, demonstration, tools_of, type_name
 
-PROMPT_FIELDS = ("prompt", "instruction", "question", "query")
-RESPONSE_FIELDS = ("response", "completion", "output", "answer")
+PROMPT_FIELDS = ("prompt", "instruction", "question", "query", "problem")
+RESPONSE_FIELDS = ("response", "completion", "output", "answer", "solution")
 MESSAGE_FIELDS = ("messages", "conversations")
+EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 _PARTS = (Demonstration, LaterTurn, Preference, Labelled, Prompt)
 
@@ -117,6 +118,20 @@ def _check_characters(text: str, where: str) -> None:
         raise DataError(
             f"{where}: the record holds '{half}', half of a character; write the whole character, or remove it"
         ) from None
+
+
+def unused_fields(row: Row, fmt: str, kind: Kind, chat: ChatFormat, where: str) -> set[str]:
+    """The fields that hold something and of which nothing is in the record that `convert` makes of the row. Raises
+    DataError as `convert` does."""
+    record = convert(row, fmt, kind, chat, where)
+
+    def same_without(name: str) -> bool:
+        try:
+            return convert({other: row[other] for other in row if other != name}, fmt, kind, chat, where) == record
+        except DataError:
+            return False
+
+    return {name for name, value in row.items() if value not in EMPTY and same_without(name)}
 
 
 def is_dialogue(row: Row) -> bool:
