@@ -285,3 +285,27 @@ def test_a_claim_that_was_made_for_a_pod_is_named(cluster):
     cluster.reconcile()
     told = cluster.condition("Scheduled")["message"]
     assert told.endswith(f'PersistentVolumeClaim {name}: storageclass "fast" not found')
+
+
+def test_a_claim_of_the_user_that_cannot_bind_is_named(cluster):
+    """It has no label of the job, as the job does not own it."""
+    cluster.unschedulable(cluster.pod("trainer"), "pod has unbound immediate PersistentVolumeClaims")
+    now, client = [100.0], Kueue()
+    told = {
+        name: {"involvedObject": {"kind": "PersistentVolumeClaim", "name": name, "uid": name}, "message": message}
+        for name, message in (("data", 'storageclass "fast" not found'), ("another-jobs", "no"))
+    }
+
+    async def answer(resource, namespace, selector="", fields=""):
+        return list(told.values()) if fields == "reason=ProvisioningFailed" else []
+
+    client.list = answer
+    mounts = Mounts(client, lambda: now[0])
+    for _ in range(2):
+        cluster.mounts = asyncio.run(mounts.problems(KEY, Children(cluster.objects), ["data", "weights"]))
+        now[0] += 10
+    cluster.reconcile()
+    said = cluster.condition("Scheduled")["message"]
+    assert said.endswith('PersistentVolumeClaims; PersistentVolumeClaim data: storageclass "fast" not found')
+    cluster.start(cluster.pod("trainer"))
+    assert asyncio.run(mounts.problems(KEY, Children(cluster.objects), ["data"])) == {}

@@ -20,6 +20,7 @@ from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.reconcile.replan import needs
 from dovetail.operator.render.config_map import in_pods, spec_hash
 from dovetail.operator.render.context import RenderContext
+from dovetail.operator.render.jobset import claim_names
 from dovetail.operator.render.objects import jobset, supporting_objects, surplus_jobs
 from dovetail.operator.render.sent_workload import workload
 from dovetail.planner.make_plan import make_plan
@@ -420,6 +421,14 @@ def test_each_pod_mounts_what_its_processes_read_and_the_coordinator_alone_has_t
     assert spec["models"]["tokenizer"]["path"] == "/var/dovetail-claims/weights/tokenizer"
     assert spec["models"]["reward"]["importPath"] == "/etc/dovetail-code"
     assert RLHFJob.model_validate(in_pods(context.job)).spec.hub.cache_claim == "shared"
+
+
+def test_the_claims_that_pods_name_are_known():
+    assert claim_names(with_own_things()) == {f"{with_own_things().name}-files", "mine", "weights", "shared"}
+    volumes = [{"name": "x", "persistentVolumeClaim": {"claimName": "scratch"}}]
+    trainer = {"name": "a", "roles": ["trainer", "rollout"], "podTemplate": {"spec": {"volumes": volumes}}}
+    context = a_context(groups=[trainer], checkpoint={"volume": "runs"}, output={"pvc": "results/a"})
+    assert claim_names(context) == {"runs", "results", "scratch"}
 
 
 def test_jobs_that_say_nothing_of_coordinator_and_hub_keep_their_pods():

@@ -60,8 +60,10 @@ from dovetail.operator.reconcile.reconcile import (
 )
 from dovetail.operator.reconcile.refusals import held_up, started_anew
 from dovetail.operator.reconcile.replan import Outlook, honoured, needs, resized, room
+from dovetail.operator.reconcile.rootcause import waiting_pods
 from dovetail.operator.render import spot
 from dovetail.operator.render.context import RenderContext
+from dovetail.operator.render.jobset import claim_names
 from dovetail.operator.status_rate import StatusRate
 from dovetail.operator.workqueue import WorkQueue
 from dovetail.protocol.plan import Plan
@@ -229,16 +231,18 @@ class Controller:
         children = self.store.children(key).of_job(uid)
         token = self._tokens.known(uid)
         planned: tuple[Any, Any] | PlanRefused = PlanRefused(reasons.NOT_PLANNED, "the job is over")
-        reported, mounts, outlook = None, dict[str, str](), Outlook()
+        reported, mounts, outlook, claims = None, dict[str, str](), Outlook(), set[str]()
         if not is_over(old_status(document)):
             planned = await self._planner.planned(document, children)
             if isinstance(planned, PlanRefused) and planned.reason == reasons.PLANNING and _was_answered(document):
                 return None  # what its status says stays until the planner answers
             outlook = self._outlook(key, uid, planned, children)
             if not isinstance(planned, PlanRefused):
-                self._metrics.jobs.fits(key, _fits(RenderContext(planned[0], uid, planned[1], self._settings), outlook))
+                context = RenderContext(planned[0], uid, planned[1], self._settings)
+                self._metrics.jobs.fits(key, _fits(context, outlook))
+                claims = claim_names(context) if waiting_pods(children) else set()
             reported = self._coordinators.report(key, children, token)
-            mounts = await self._mounts.problems(key, children)
+            mounts = await self._mounts.problems(key, children, claims)
         result = reconcile(
             Seen(
                 *(document, planned, children, reported, self._settings, mounts, self._drift, outlook),

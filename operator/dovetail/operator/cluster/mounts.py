@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -77,10 +77,11 @@ class Mounts:
         self._told: dict[tuple[str, str], _Told] = {}
         self._turns: defaultdict[str, _Turn] = defaultdict(_Turn)
 
-    async def problems(self, key: Key, children: Children) -> dict[str, str]:
-        """What other controllers and kubelets say of this job's objects that are stuck, by the object's uid."""
+    async def problems(self, key: Key, children: Children, claims: Iterable[str] = ()) -> dict[str, str]:
+        """What other controllers and kubelets say of this job's objects that are stuck, by the object's uid. `claims`:
+        names of those that its pods name. What is said of these is by kind and name, as they may be others'."""
         now, before = self._clock(), self._stuck.pop(key, {})
-        asked = stuck(children) | ({queued: ()} if (queued := waiting(children)) else {})
+        asked = stuck(children, claims) | ({queued: ()} if (queued := waiting(children)) else {})
         if not asked:
             return {}
         self._stuck[key] = {uid: before.get(uid, now) for uid in asked}

@@ -34,6 +34,7 @@ _TAKEN = re.compile(r'jobs\.batch "([^"]+)" already exists')
 _NO_CONFIG = re.compile(r'\b(?:secret|configmap) "[^"]*" not found|references non-existent (?:secret|config) key')
 _NO_CLAIM = re.compile(r'\bpersistentvolumeclaim "[^"]*" not found')
 NO_MOUNTS: Mapping[str, str] = {}
+_UNBOUND = ("FailedBinding", "ProvisioningFailed")
 _CREATING = ("ContainerCreating", "PodInitializing")
 # Some causes are told in Events only: they are looked for when something has been stuck for so long.
 LOOK_SECONDS = 10.0
@@ -153,8 +154,9 @@ def jobless(children: Children) -> list[Object]:
     ]
 
 
-def stuck(children: Children) -> dict[str, tuple[str, ...]]:
-    """What is stuck, by uid, and the reasons of the Events that may say why."""
+def stuck(children: Children, claims: Iterable[str] = ()) -> dict[str, tuple[str, ...]]:
+    """What is stuck, by uid, and the reasons of the Events that may say why. `claims`: names of those that the pods
+    name. They are asked about by kind and name while a pod gets no node."""
     found: dict[str, tuple[str, ...]] = {}
     for pod in children.of(POD.kind):
         if creating(pod):
@@ -163,7 +165,9 @@ def stuck(children: Children) -> dict[str, tuple[str, ...]]:
             found[_uid(pod)] = ("FailedBinding", "NotTriggerScaleUp", "ProvisioningFailed", "TriggeredScaleUp")
     found |= {_uid(job): ("FailedCreate",) for job in lacking(children)}
     found |= {_uid(jobset): ("JobCreationFailed",) for jobset in jobless(children)}
-    found |= {_uid(claim): ("FailedBinding", "ProvisioningFailed") for claim in unbound(children)}
+    found |= {_uid(claim): _UNBOUND for claim in unbound(children)}
+    if waiting_pods(children):
+        found |= {f"{VOLUME_CLAIM.kind} {name}": _UNBOUND for name in claims}
     return found
 
 
@@ -194,7 +198,8 @@ def unscheduled(pod: Object) -> bool:
 
 
 def claims_told(children: Children, told: Mapping[str, str]) -> str:
-    """Why the job's claim has no volume, with its class and what it asks for; "" if nobody complains of it."""
+    """Why a claim has no volume; "" if nobody complains of one. Of the job's own, with its class and what it asks
+    for."""
     for claim in unbound(children):
         if said := told.get(_uid(claim)):
             spec = claim.get("spec", {})
@@ -209,7 +214,7 @@ def claims_told(children: Children, told: Mapping[str, str]) -> str:
                     "(jobs.volume.storageClass), or ReadWriteOnce (jobs.volume.accessMode) if one node runs the job"
                 )
             return text
-    return ""
+    return next((said for about, said in told.items() if about.startswith(f"{VOLUME_CLAIM.kind} ")), "")
 
 
 def _uid(thing: Object) -> str:

@@ -78,3 +78,10 @@ def jobset(context: RenderContext) -> Object:
             ],
         },
     }
+
+
+def claim_names(context: RenderContext) -> set[str]:
+    """The PersistentVolumeClaims that the job's pods name: its own and its user's."""
+    pods = (job["template"]["spec"]["template"]["spec"] for job in jobset(context)["spec"]["replicatedJobs"])
+    claims = (volume.get("persistentVolumeClaim") for pod in pods for volume in pod.get("volumes") or ())
+    return {str(claim["claimName"]) for claim in claims if claim}
