@@ -78,9 +78,17 @@ def child(name: str, uid: str = "uid-1", **fields: Any) -> dict[str, Any]:
     return {"metadata": {"name": name, "namespace": "lab", "ownerReferences": [owner]}, **fields}
 
 
+def of_job(job: str) -> dict[str, Any]:
+    """What Kubernetes writes into the metadata of a pod of this Job."""
+    owner = {"apiVersion": "batch/v1", "kind": "Job", "name": job, "uid": f"{job}-uid", "controller": True}
+    labels = {"batch.kubernetes.io/controller-uid": f"{job}-uid", "batch.kubernetes.io/job-name": job}
+    return {"labels": labels, "ownerReferences": [owner]}
+
+
 def coordinator_pod(name: str = "job-coordinator-0-0-abcde", uid: str = "uid-1", **status: Any) -> dict[str, Any]:
-    labels = names.labels("job", uid, COORDINATOR) | {names.ROLE_LABEL: COORDINATOR}
-    metadata = {"name": name, "namespace": "lab", "labels": labels, "creationTimestamp": "2026-11-21T09:00:01Z"}
+    metadata = {"name": name, "namespace": "lab", "creationTimestamp": "2026-11-21T09:00:01Z"}
+    metadata |= of_job("job-coordinator-0")
+    metadata["labels"] |= names.labels("job", uid, COORDINATOR) | {names.ROLE_LABEL: COORDINATOR}
     return {"metadata": metadata, "spec": {}, "status": {"phase": "Running", "podIP": "127.0.0.1"} | status}
 
 

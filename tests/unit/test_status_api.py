@@ -9,12 +9,14 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 
 import pytest
-from status_api_fixtures import ALL, JOBS, PODS, Api, child, condition, coordinator_pod, job, wait
+from status_api_fixtures import ALL, JOBS, PODS, Api, child, condition, coordinator_pod, job, of_job, wait
 
+from dovetail.kube import names
 from dovetail.kube.connection import KubeError
 from dovetail.kube.names import ITERATIONS_KEY
 from dovetail.operator.reconcile.history import JobHistory
 from dovetail.protocol.messages import Span
+from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.statusapi import app as status_app
 from dovetail.statusapi import coordinator_reader as coordinators
 from dovetail.statusapi.answer_room import AnswerRoom, TooMany
@@ -247,6 +249,32 @@ def test_the_coordinator_is_asked_at_its_pods_address(api):
     assert api.kube.asked[PODS] == listed, "one pod is read each time, not a list of them"
 
 
+FORGED = {
+    "no owner": lambda metadata: metadata.pop("ownerReferences"),
+    "a ReplicaSet": lambda metadata: metadata["ownerReferences"][0].update(kind="ReplicaSet", apiVersion="apps/v1"),
+    "another Job": lambda metadata: metadata["ownerReferences"][0].update(name="tenants"),
+    "a Job that is gone": lambda metadata: metadata["ownerReferences"][0].update(uid="gone"),
+    "no controller": lambda metadata: metadata["ownerReferences"][0].update(controller=False),
+    "another job's label": lambda metadata: metadata["labels"].update({names.JOB_LABEL: "tenants"}),
+    "a group of that name": lambda metadata: metadata["labels"].update({names.GROUP_LABEL: COORDINATOR}),
+    "a later pod": lambda metadata: None,
+}
+
+
+@pytest.mark.parametrize("way", FORGED)
+def test_a_pod_that_a_tenant_labels_as_the_coordinators_gets_no_token(way):
+    forged = coordinator_pod("forged", podIP="10.6.6.6")
+    forged["metadata"]["creationTimestamp"] = f"2026-11-21T{10 if way == 'a later pod' else '08'}:00:00Z"
+    FORGED[way](forged["metadata"])
+    items = [forged, coordinator_pod(podIP="10.2.0.7")]
+
+    class Kube:
+        async def request(self, *_):
+            return json.dumps({"items": items}).encode()
+
+    assert asyncio.run(CoordinatorPods(Kube()).url(job())) == "http://10.2.0.7:8000"
+
+
 @pytest.mark.parametrize(
     ("address", "url"), [("10.2.0.7", "http://10.2.0.7:8000"), ("fd00::7", "http://[fd00::7]:8000")]
 )
@@ -305,10 +333,18 @@ def test_trace_is_what_the_coordinator_wrote(api):
 
 def test_logs_are_listed_and_read_with_rights_to_each(api):
     pods = "/api/v1/namespaces/lab/pods"
-    for name, owner in (("job-rollouts-0-0-x", "job"), ("other-0", "other")):
-        labels = {"dovetail.dev/job": owner, "dovetail.dev/group": "rollouts"}
+    for name, owner, uid in (
+        ("job-rollouts-0-0-x", "job", "uid-1"),
+        ("other-0", "other", "uid-1"),
+        ("job-rollouts-0-0-old", "job", "uid-0"),
+        ("tenants", "job", "uid-1"),
+    ):
+        metadata = {"name": name, **of_job(f"{owner}-rollouts-0")}
+        if name == "tenants":  # with the labels of a pod of the job, of no Job
+            del metadata["ownerReferences"]
+        metadata["labels"] |= names.labels(owner, uid, "rollout") | {"dovetail.dev/group": "rollouts"}
         api.kube.objects[f"{pods}/{name}"] = {
-            "metadata": {"name": name, "labels": labels},
+            "metadata": metadata,
             "spec": {"nodeName": "v100"},
             "status": {"phase": "Running"},
         }
@@ -327,7 +363,8 @@ def test_logs_are_listed_and_read_with_rights_to_each(api):
     text = api.get(line["log"], params={"lines": 5})
     assert (text.text, text.headers["content-type"]) == ("<b>job-rollouts-0-0-x</b>\n", "text/plain; charset=utf-8")
     assert text.headers["x-content-type-options"] == "nosniff"
-    assert api.get(f"{BASE}/job/logs/other-0").status_code == 404, "a pod of another job"
+    for pod in ("other-0", "job-rollouts-0-0-old", "tenants"):
+        assert api.get(f"{BASE}/job/logs/{pod}").status_code == 404, "no pod of this job"
 
 
 # ---------------------------------------------------------------- live

@@ -19,6 +19,7 @@ GROUP_LABEL = "dovetail.dev/group"
 ROLE_LABEL = "dovetail.dev/role"
 SURPLUS_LABEL = "dovetail.dev/surplus"
 JOB_NAME_LABEL = "batch.kubernetes.io/job-name"
+CONTROLLER_UID_LABEL = "batch.kubernetes.io/controller-uid"  # Kubernetes' own, of the pods of a Job
 # Of a JobSet: hashes of what its user said of the pods. A part that later versions add gets a label of its own.
 PODS_LABEL = "dovetail.dev/pods"
 COORDINATOR_PODS_LABEL = "dovetail.dev/coordinator-pods"

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from dovetail.kube.names import FIELD_MANAGER, JOB_LABEL, UID_LABEL
+from dovetail.kube.names import (
+    CONTROLLER_UID_LABEL,
+    FIELD_MANAGER,
+    GROUP_LABEL,
+    JOB_LABEL,
+    ROLE_LABEL,
+    UID_LABEL,
+)
+from dovetail.kube.resources import JOB
 from dovetail.manifest.describe.crd import GROUP
 from dovetail.manifest.types import KIND
 
@@ -39,6 +48,21 @@ def left_by(thing: Mapping[str, Any], job: str, uid: str) -> bool:
     """Whether an earlier RLHFJob of this name controls the object. The garbage collector will delete it."""
     owner = controller(thing)
     return owner.get("uid") != uid and owner.get("name") == job and _is_job(owner)
+
+
+def pod_of(pod: Mapping[str, Any], job: str, uid: str) -> bool:
+    """Whether the pod is one of this RLHFJob's, as far as the pod itself tells: by its labels, and as the pod of a Job
+    with a name that the RLHFJob's Jobs have. Whoever forges all of this makes a pod that Kubernetes soon deletes: with
+    another uid than the Job's, because its owner does not exist, and else as one pod too many of the Job."""
+    labels, owner = pod["metadata"].get("labels") or {}, controller(pod)
+    group = labels.get(GROUP_LABEL) or labels.get(ROLE_LABEL) or ""
+    return (
+        labels.get(JOB_LABEL) == job
+        and labels.get(UID_LABEL) == uid
+        and (owner.get("apiVersion"), owner.get("kind")) == (JOB.api_version, JOB.kind)
+        and re.fullmatch(rf"{re.escape(f'{job}-{group}')}-s?[0-9]+", str(owner.get("name"))) is not None
+        and labels.get(CONTROLLER_UID_LABEL) == owner.get("uid")
+    )
 
 
 def _is_job(owner: Mapping[str, Any]) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError
 from dovetail.kube.coordinator_http import NoAnswer
+from dovetail.kube.owners import pod_of
 from dovetail.protocol.process.env import COORDINATOR_PORT
 from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.statusapi.kube import Kube, Object, core_path, get
@@ -27,8 +28,8 @@ class CoordinatorPods:
 
     async def url(self, job: Object) -> str:
         """`http://address:port` of the job's coordinator. Raises NoAnswer if no pod of it runs, or KubeError."""
-        uid, namespace = job["metadata"]["uid"], job["metadata"]["namespace"]
-        pod = await self._known(uid, namespace) or await self._find(uid, namespace)
+        uid = job["metadata"]["uid"]
+        pod = await self._known(job) or await self._find(job)
         if pod is None:
             self._names.pop(uid, None)
             raise NoAnswer("the coordinator's pod does not run")
@@ -39,30 +40,33 @@ class CoordinatorPods:
         address = pod["status"]["podIP"]
         return f"http://[{address}]:{COORDINATOR_PORT}" if ":" in address else f"http://{address}:{COORDINATOR_PORT}"
 
-    async def _known(self, uid: str, namespace: str) -> Object | None:
+    async def _known(self, job: Object) -> Object | None:
+        uid = job["metadata"]["uid"]
         if uid not in self._names:
             return None
         try:
-            pod = await get(self._kube, core_path(namespace, "pods", self._names[uid]))
+            pod = await get(self._kube, core_path(job["metadata"]["namespace"], "pods", self._names[uid]))
         except KubeError as error:
             if error.status != 404:
                 raise
             return None
-        return pod if _serves(pod, uid) else None
+        return pod if _serves(pod, job) else None
 
-    async def _find(self, uid: str, namespace: str) -> Object | None:
-        """The newest, as an old one may still end."""
-        wanted = f"{names.UID_LABEL}={uid},{names.ROLE_LABEL}={COORDINATOR}"
-        pods = (await get(self._kube, core_path(namespace, "pods"), {"labelSelector": wanted}))["items"]
-        there = [pod for pod in pods if _serves(pod, uid)]
-        return max(there, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")), default=None)
+    async def _find(self, job: Object) -> Object | None:
+        """The oldest: there is one at a time, and a pod that pretends to be it comes later."""
+        wanted = f"{names.UID_LABEL}={job['metadata']['uid']},{names.ROLE_LABEL}={COORDINATOR}"
+        path = core_path(job["metadata"]["namespace"], "pods")
+        pods = (await get(self._kube, path, {"labelSelector": wanted}))["items"]
+        there = [pod for pod in pods if _serves(pod, job)]
+        return min(there, key=lambda pod: str(pod["metadata"].get("creationTimestamp", "")), default=None)
 
 
-def _serves(pod: dict[str, Any], uid: str) -> bool:
+def _serves(pod: dict[str, Any], job: Object) -> bool:
     labels, status = pod["metadata"].get("labels") or {}, pod.get("status") or {}
     return bool(
-        labels.get(names.UID_LABEL) == uid
+        pod_of(pod, job["metadata"]["name"], job["metadata"]["uid"])
         and labels.get(names.ROLE_LABEL) == COORDINATOR
+        and names.GROUP_LABEL not in labels
         and status.get("phase") == "Running"
         and status.get("podIP")
         and not pod["metadata"].get("deletionTimestamp")

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError
+from dovetail.kube.owners import pod_of
 from dovetail.statusapi import view
 from dovetail.statusapi.answer_room import AnswerRoom, AnswerShare, TooMany
 from dovetail.statusapi.answers import IterationList, Job, JobDetail, JobList, KubeEvent, PodLog, PodLogList
@@ -130,8 +131,8 @@ class Service:
     async def logs(self, header: str | None, namespace: str, name: str) -> PodLogList:
         await self._allow(header, Access("get", namespace, name))
         await self._allow(header, Access("list", namespace, group="", resource="pods"))
-        await self._job(namespace, name)
-        pods = await get(self._kube, core_path(namespace, "pods"), {"labelSelector": f"{names.JOB_LABEL}={name}"})
+        uid = (await self._job(namespace, name))["metadata"]["uid"]
+        pods = await get(self._kube, core_path(namespace, "pods"), {"labelSelector": f"{names.UID_LABEL}={uid}"})
         base = view.links(namespace, name)["logs"]
         items = [
             PodLog(
@@ -143,6 +144,7 @@ class Service:
                 kubectl=f"kubectl logs -n {namespace} {pod['metadata']['name']}",
             )
             for pod in pods["items"]
+            if pod_of(pod, name, uid)
         ]
         return PodLogList(items=sorted(items, key=lambda item: item.pod))
 
@@ -150,11 +152,12 @@ class Service:
         user = await self._allow(header, Access("get", namespace, name))
         await self._allow(header, Access("get", namespace, pod, group="", resource="pods", subresource="log"))
         path = core_path(namespace, "pods", pod)
+        uid = (await self._job(namespace, name))["metadata"]["uid"]
         try:
-            labels = (await get(self._kube, path))["metadata"].get("labels") or {}
+            found = await get(self._kube, path)
         except KubeError as error:
             raise (NotFound(f"there is no pod {pod}") if error.status == 404 else error) from error
-        if labels.get(names.JOB_LABEL) != name:
+        if not pod_of(found, name, uid):
             raise NotFound(f"pod {pod} is not one of job {name}'s")
         query = {"tailLines": str(lines), "limitBytes": str(LOG_BYTES)} | ({"previous": "true"} if previous else {})
 
