@@ -220,7 +220,33 @@ def test_a_folder_of_reward_functions_must_be_there(tmp_path):
     (found,) = files(tmp_path, models=missing)
     assert found.startswith(f"spec.models.reward.importPath: {tmp_path}/code is no folder")
     (tmp_path / "code").mkdir()
+    (found,) = files(tmp_path, models=missing)
+    assert found.startswith(f"spec.models.reward.function: there is no module 'a' in {tmp_path}/code or on PYTHONPATH")
+    (tmp_path / "code/a.py").write_text("raise RuntimeError('this is not imported')")
     assert files(tmp_path, models=missing) == []
+    (tmp_path / "code/b/c").mkdir(parents=True)
+    (tmp_path / "code/b/c/__init__.py").touch()
+    functions = [{"function": "b.c:x"}, {"function": "json:dumps"}, {"function": "nowhere.a:x", "name": "y"}]
+    several = {"reward": {"functions": functions, "importPath": "code"}}
+    (found,) = files(tmp_path, models=several)
+    assert found.startswith("spec.models.reward.functions[2].function: there is no module 'nowhere.a' in ")
+
+
+def test_the_modules_of_functions_are_looked_for_where_the_job_runs(tmp_path):
+    """The run said so only after its processes had started."""
+    named = job(
+        models={"reward": {"function": "nowhere:a"}},
+        evaluation={"metrics": ["reward", "there:b"]},
+        ppo={"advantageFunction": "nothing:c"},
+    ).spec
+    (tmp_path / "there.py").touch()
+    assert check_files(named, tmp_path) == [], "a pod's image may have it"
+    reward, advantage = check_files(named, tmp_path, here=True)
+    assert reward.startswith(
+        f"spec.models.reward.function: there is no module 'nowhere' in {tmp_path} or on PYTHONPATH"
+    )
+    assert advantage.startswith("spec.ppo.advantageFunction: there is no module 'nothing' in ")
+    assert "name the module's folder in spec.ppo.importPath." in advantage
 
 
 def test_a_good_model_folder(tmp_path):
@@ -367,6 +393,7 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     (tmp_path / "models" / "m" / "tokenizer.json").write_text("{}")
     (tmp_path / "p.jsonl").write_text('{"prompt": "p"}\n')
     (tmp_path / "code").mkdir()
+    (tmp_path / "code/a.py").touch()
     models = {
         "actor": {"source": {"path": "~/models/m"}},
         "tokenizer": {"path": "~/models/m"},

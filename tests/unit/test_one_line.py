@@ -137,6 +137,8 @@ def test_a_reward_may_be_a_file(here: Path) -> None:
         (("--method", "dpo", "--model", "my-Model"), "--method dpo needs --preferences FILE"),
         ((*GRPO[:-2],), "--method grpo needs --reward module:function, or --preferences FILE"),
         ((*GRPO, "--preferences", "p/q"), "give one of them"),
+        ((*GRPO[:-1], "rewrads:correct"), "spec.models.reward.function: there is no module 'rewrads' in "),
+        ((*GRPO[:-1], "my-Model/none.py:a"), "there is no module 'none'"),
         ((*GRPO[:-1], "correct"), "--reward correct: write it as module:function"),
         ((*GRPO, "--prompts", "nothing.jsonl"), "--prompts nothing.jsonl does not exist"),
         ((*GRPO, "--prompts", "data/promts.jsonl"), "--prompts data/promts.jsonl does not exist"),

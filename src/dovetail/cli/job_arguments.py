@@ -110,6 +110,6 @@ def read_job(
         if errors := check(written.spec):
             raise ManifestError(errors)
         base = manifest.resolve().parent if isinstance(manifest, Path) else Path.cwd()
-        if errors := check_files(written.spec, base):
+        if errors := check_files(written.spec, base, here=cpu is not None):
             raise ManifestError(errors)
     return written, absolute_paths(written.model_copy(update={"spec": resolve(written.spec)}), base), base

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.manifest.checks.batching import pinned_layouts
+from dovetail.manifest.checks.function_modules import missing_modules
 from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.checks.scratch import SIZES, cpu_head_error, is_count
 from dovetail.manifest.model_families import MODEL_FAMILIES
@@ -20,11 +21,13 @@ _OWNERS = {"actor": ("actor",), "reward": ("reward", "actor"), "critic": ("criti
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
-def check_files(spec: RLHFJobSpec, base_dir: Path) -> list[str]:
-    """One sentence for each local file or folder that is missing, empty or unusable. Relative paths start at
-    `base_dir`. Reads names, sizes and model configurations, but no data."""
+def check_files(spec: RLHFJobSpec, base_dir: Path, here: bool = False) -> list[str]:
+    """One sentence for each local file or folder that is missing, empty or unusable, and for each function whose module
+    is missing. Relative paths start at `base_dir`. `here`: whether the job runs on this machine. Reads names, sizes and
+    model configurations, but no data, and imports nothing."""
     checks = (_data, _models, _heads, _experts, _shared_layers, _tokenizer)
-    return list(dict.fromkeys(sentence for check in checks for sentence in check(spec, base_dir)))
+    found = [sentence for check in checks for sentence in check(spec, base_dir)]
+    return list(dict.fromkeys([*found, *missing_modules(spec, base_dir, here)]))
 
 
 def layer_counts(spec: RLHFJobSpec, base_dir: Path) -> dict[str, int]:
