@@ -303,6 +303,14 @@ def test_missing_empty_and_broken_files(tmp_path: Path) -> None:
         read(tmp_path / "nowhere.jsonl", "prompts")
     with pytest.raises(DataError, match=r"data.csv must end in one of .jsonl, .jsonl.gz, .parquet"):
         read(write(tmp_path, name="data.csv"), "prompts")
+    with pytest.raises(
+        DataError, match=r"lines.json must end in .*; its lines are JSON objects, so rename it to lines.js"
+    ):
+        read(write(tmp_path, {"prompt": "a"}, {"prompt": "b"}, name="lines.json"), "prompts")
+    for name, text in (("one.json", '[{"prompt": "a"}]'), ("pretty.json", '[\n  {"prompt": "a"}\n]'), ("no.json", "")):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(DataError, match=f"{name} must end in .*; if the file holds one list .*jq -c"):
+            read(tmp_path / name, "prompts")
     with pytest.raises(DataError, match=r"empty.jsonl: the file is empty"):
         read(write(tmp_path, "", "  ", name="empty.jsonl"), "prompts")
     (tmp_path / "folder").mkdir()

@@ -88,6 +88,10 @@ def test_the_run_is_that_of_the_printed_manifest_and_its_resume_too(
     assert (words[:2], words[-1]) == (["dovetail", "run"], "--resume")
     assert run(*words[2:-1]).exit_code == 0
     assert ran[1][0] == job
+    monkeypatch.setattr("dovetail.cli.common.plan_inputs.local_profile", lambda path, folder: None)
+    assert run(*GRPO, "--profile", "my times.json").exit_code == 0
+    words = shlex.split(ran[2][1])
+    assert words[words.index("--profile") + 1] == "my times.json"
 
 
 @pytest.mark.parametrize("gpus", [None, H100])

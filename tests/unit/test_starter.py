@@ -132,6 +132,15 @@ def test_data_that_a_method_cannot_read_is_refused_at_once(
     assert not (tmp_path / "job").exists()
 
 
+def test_parquet_files_need_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it there was an ImportError of pyarrow."""
+    (tmp_path / "mine.parquet").touch()
+    monkeypatch.setattr("dovetail.cli.common.extras.importlib.util.find_spec", lambda name: None)
+    done = init("grpo", tmp_path / "job", "--data", tmp_path / "mine.parquet")
+    assert done.exit_code == 2
+    assert "dovetail init with Parquet files needs the extra 'coordinator': pip install" in done.stderr
+
+
 def test_a_model_that_is_neither_a_folder_nor_a_hubs_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
+from dovetail.cli.common.extras import require
 from dovetail.cli.common.one_line_options import folder_context
 from dovetail.local.starter import Method, starter
 from dovetail.manifest.checks.hub_names import hub_problem
@@ -33,13 +34,16 @@ def first_record(method: Method, data: Path) -> tuple[list[str], bool]:
     Raises UsageError if the method cannot read the record."""
     from dovetail.coordinator.data.data_error import DataError
     from dovetail.coordinator.data.formats import MESSAGE_FIELDS, PROMPT_FIELDS, convert, detect
-    from dovetail.coordinator.data.sources import source_files
+    from dovetail.coordinator.data.sources import PARQUET, source_files
     from dovetail.coordinator.data.text.chat_template import HumanAssistant, NoTools
     from dovetail.local.data_look import rows_of
 
     kinds: dict[str, Kind] = {"sft": "demonstrations", "ppo": "preferences", "grpo": "prompts", "dpo": "preferences"}
     try:
-        where, row = next(rows_of(source_files(data, "--data")), (str(data), {}))
+        files = source_files(data, "--data")
+        if files[0].name.endswith(PARQUET):
+            require("dovetail init with Parquet files", ["coordinator"])
+        where, row = next(rows_of(files), (str(data), {}))
         if isinstance(row, DataError):
             raise row
         fmt = detect(row, where, kinds[method])

@@ -232,6 +232,7 @@ def run(
     words += ["--seed", str(seed)] if seed is not None else []
     words += ["--cpu"] if cpu else []
     words += ["--run-dir", str(run_dir)] if run_dir is not None else []
+    words += ["--profile", str(profile_path)] if profile_path is not None else []
     hint = shlex.join(["dovetail", "run", *words, "--resume"])
     code = run_job(
         job,

@@ -34,6 +34,17 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
         raise DataError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
+def ending(path: Path) -> str:
+    """What to do with a .json file, as the end of a sentence: it may have JSON lines already. Raises DataError for a
+    file that cannot be read."""
+    first = next(lines(path), (0, ""))[1]
+    try:
+        parse(first, str(path))
+    except DataError:
+        return ONE_LIST
+    return f"its lines are JSON objects, so rename it to {path.stem}.jsonl"
+
+
 def parse(text: str, where: str) -> dict[str, Any]:
     """The JSON object in a line. Raises DataError whose message begins with `where`."""
     try:

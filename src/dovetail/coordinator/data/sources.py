@@ -112,7 +112,7 @@ def source_files(path: Path, field: str) -> list[Path]:
     elif path.name.endswith(endings):
         files = [path]
     else:
-        mend = f"; {jsonl.ONE_LIST}" if path.suffix == ".json" else ""
+        mend = f"; {jsonl.ending(path)}" if path.suffix == ".json" else ""
         raise DataError(f"{field}.path: {path.name} must end in one of {', '.join(endings)}{mend}")
     if len({p.name.endswith(PARQUET) for p in files}) > 1:
         raise DataError(f"{field}.path: folder {path} mixes JSON lines and Parquet; keep one kind a folder")

@@ -92,7 +92,7 @@ def _data_path(field: str, path: Path) -> Iterator[str]:
     elif not path.exists():
         yield f"{field}: {path} does not exist; {_variable(path) or _CORRECT}."
     elif not path.name.endswith(DATA_SUFFIXES):
-        yield f"{field}: {path} is none of {kinds}; convert it, for example to one JSON object a line."
+        yield f"{field}: {path} is none of {kinds}; convert it, for example to one JSON object a line in a .jsonl file."
     else:
         yield from _not_empty(field, path)
 
