@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dovetail.kube import names
+from dovetail.manifest.checks import pod_templates
 from dovetail.manifest.checks.pod_templates import quantity
 from dovetail.manifest.documents import parse
 from dovetail.manifest.merge import MergeError, merge
@@ -375,7 +376,7 @@ def test_merging_changes_neither_side_and_is_idempotent(base, patch):
     assert merge(once, patch) == once
 
 
-def with_own_things():
+def with_own_things(**more):
     """A job with data, tokenizer and model on claims, functions in a ConfigMap, and a hub's token and cache."""
     claimed = {"pvc": "mine/data.jsonl"}
     models = {
@@ -391,7 +392,15 @@ def with_own_things():
             "image": "registry.example.com/grader:1",
             "podTemplate": {"spec": {"tolerations": [{"key": "cpu", "operator": "Exists"}]}},
         },
+        **more,
     )
+
+
+def test_no_template_may_use_the_name_of_a_volume_of_a_pod():
+    context = with_own_things(output={"pvc": "results/a"})
+    rendered = {volume["name"] for _, spec, _ in pods(context) for volume in spec["volumes"]}
+    claims = {name for name in rendered if name.startswith(pod_templates.CLAIM_VOLUME)}
+    assert rendered - claims == {*pod_templates.VOLUMES, *pod_templates.SCRATCH_MOUNTS.values()}
 
 
 def test_each_pod_mounts_what_its_processes_read_and_the_coordinator_alone_has_the_hubs_token():

@@ -29,6 +29,10 @@ BROKEN = {
     "restartPolicy must be Never": {"spec": {"restartPolicy": "OnFailure"}},
     "has a volume files": {"spec": {"volumes": [{"name": "files", "emptyDir": {}}]}},
     "has a volume claim-0": {"spec": {"volumes": [{"name": "claim-0", "emptyDir": {}}]}},
+    "has a volume output": {"spec": {"volumes": [{"name": "output", "emptyDir": {}}]}},
+    "mounts a volume over folders of Dovetail (": _container(
+        volumeMounts=[{"name": "mine", "mountPath": "/var/dovetail-output"}]
+    ),
     "volumes has tmp": {"spec": {"volumes": [{"name": "tmp", "$patch": "delete"}]}},
     "mounts a volume over folders of Dovetail (/var/dovetail": _container(
         volumeMounts=[{"name": "mine", "mountPath": "/var/dovetail/models"}]
@@ -84,8 +88,8 @@ def test_templates_that_people_write_are_accepted() -> None:
 
 
 def test_the_names_are_those_that_pods_have() -> None:
-    mounts = (names.VOLUME_MOUNT, names.CONFIG_MOUNT, names.CLAIMS_MOUNT, names.HUB_MOUNT, names.CODE_MOUNT)
-    assert mounts == pod_templates.MOUNTS
+    mounts = {value for name, value in vars(names).items() if name.endswith("_MOUNT")}
+    assert mounts == set(pod_templates.MOUNTS)
     assert all(str(path) in pod_templates.PARENTS for mount in mounts for path in PurePosixPath(mount).parents)
     assert CONTAINER == pod_templates.CONTAINER
     variables = {env.JOB, env.NAME, env.RUN_DIR, env.COORDINATOR, env.TOKEN, env.HOST, env.PORT, env.GROUP, env.INDEX}

@@ -12,9 +12,16 @@ from dovetail.manifest.merge import DIRECTIVE, MergeError, merge
 
 CONTAINER = "dovetail"
 # Volumes that no template may replace. `tmp` and `shm` may get another size or medium.
-VOLUMES = ("files", "plan", "reward-code", "hub-cache")
+VOLUMES = ("files", "plan", "reward-code", "hub-cache", "output")
 CLAIM_VOLUME = "claim-"
-MOUNTS = ("/var/dovetail", "/etc/dovetail", "/var/dovetail-claims", "/var/dovetail-hub", "/etc/dovetail-code")
+MOUNTS = (
+    "/var/dovetail",
+    "/etc/dovetail",
+    "/var/dovetail-claims",
+    "/var/dovetail-hub",
+    "/etc/dovetail-code",
+    "/var/dovetail-output",
+)
 # Folders that these are in.
 PARENTS = ("/", "/etc", "/etc/", "/var", "/var/")
 SCRATCH_MOUNTS = {"/tmp": "tmp", "/dev/shm": "shm"}
