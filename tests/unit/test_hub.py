@@ -19,6 +19,7 @@ from dovetail.coordinator.data.downloads.hub_client import Request, kind_of, mak
 from dovetail.manifest.types import HubAccess as HubSpec
 from dovetail.manifest.types import SecretKey
 from helpers.fake_hub import FakeHub
+from helpers.free_ports import free_port
 
 FIELD = "spec.models.actor.source.huggingFace"
 INDEX = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
@@ -117,6 +118,20 @@ def test_a_hub_that_fails_is_asked_again_and_then_told(world: World, monkeypatch
         world.fetch(repository="a/c")
     assert world.waits == [2]
     assert "\n" not in str(told.value)
+    assert str(told.value).endswith("; the chart lets pods connect to what networkPolicy.jobEgress.hub names alone")
+
+
+def test_an_address_that_does_not_answer_is_told_with_what_may_close_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one machine nothing is said of a chart."""
+    monkeypatch.setattr(hub, "WAITS", ())
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    for pods in (True, False):
+        models = Hub(HubSpec(), world.run, pods=pods, note=world.notes.append, sleep=world.waits.append)
+        with pytest.raises(DataError, match="a/b cannot be downloaded from") as told:
+            models.describe("actor", FIELD, "a/b", None)
+        assert ("jobEgress.hub" in str(told.value)) is pods
 
 
 def _private(world: World) -> None:

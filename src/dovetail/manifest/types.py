@@ -691,7 +691,8 @@ class FailurePolicy(Model):
         default=10,
         ge=0,
         description="Restarts within an hour that the job survives, of all processes together (on a cluster: of all "
-        "pods that the job cannot run without). One more fails the job.",
+        "pods that the job cannot run without). One more fails the job. On a cluster a change counts for pods at "
+        "once. For the restarts of a server inside a rollout's pod it counts when the job resumes or is tried again.",
     )
     reward_retries: int = Field(
         default=3,

@@ -263,8 +263,12 @@ class Hub:
         got = f" ({self._progress(names, model)})" if model is not None else ""
         return DataError(
             f"{field}: {request.repository} was not downloaded within {self._spec.timeout_seconds} s{got}; raise "
-            "spec.hub.timeoutSeconds, or see why the hub is slow"
+            f"spec.hub.timeoutSeconds, or see why the hub is slow{self._closed()}"
         )
+
+    def _closed(self) -> str:
+        """What may keep a pod from the hub."""
+        return "; the chart lets pods connect to what networkPolicy.jobEgress.hub names alone" if self._pods else ""
 
     def _error(self, field: str, request: Request, revision: str, answer: dict[str, Any]) -> DataError:
         kind, hub, repository = answer["error"], answer["endpoint"], request.repository
@@ -285,7 +289,7 @@ class Hub:
         }
         told = sentences.get(kind)
         if told is None:
-            told = f"{repository} cannot be downloaded from {hub}: {answer['message']}"
+            told = f"{repository} cannot be downloaded from {hub}: {answer['message']}{self._closed()}"
         return DataError(f"{field}: {told}")
 
 
