@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dovetail.cli.main import cli
+from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.text import tokenizer
 from dovetail.local.data_look import look
 
@@ -170,6 +171,26 @@ def test_the_lengths_and_the_model_of_a_job(tmp_path: Path, model: Path) -> None
     assert done.exit_code == 0, done.output
     (row,) = [row for row in squeezed(done.output) if row.startswith("prompt and response")]
     assert row.endswith(" 8 5 (100.0%)")
+
+
+def test_a_model_of_a_jobs_hub_is_not_taken_for_a_folder_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def describe(self: Any, name: str, field: str, repository: str, revision: str | None) -> Path:
+        asked.append(repository)
+        raise DataError("no network")
+
+    monkeypatch.setattr("dovetail.local.job_tokenizer.Hub.describe", describe)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen").mkdir()
+    file = write(tmp_path / "p.jsonl", {"prompt": "p"})
+    spec = {"stages": ["sft"], "models": {"actor": {"source": {"huggingFace": "Qwen/small"}}}}
+    spec |= {"data": {"demonstrations": [{"path": "p.jsonl"}]}, "groups": [{"name": "t", "roles": ["trainer"]}]}
+    job = {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "j"}, "spec": spec}
+    (tmp_path / "job.yaml").write_text(json.dumps(job))
+    assert "no network" in data(file, "--job", "job.yaml").stderr
+    assert asked == ["Qwen/small"]
+    assert "but the folder Qwen does" in data(file, "--model", "Qwen/small").stderr
 
 
 @pytest.mark.parametrize(

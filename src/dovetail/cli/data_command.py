@@ -84,11 +84,13 @@ def data(
 
     console = Console()
     try:
-        lengths, of_job = (Data(), None) if job is None else _of_job(job)
+        lengths, of_job, on_hub = (Data(), None, False) if job is None else _of_job(job)
         named, encoder = model or of_job, None
         if named is not None:
             limits = max_prompt_tokens or lengths.max_prompt_tokens, max_tokens or lengths.max_tokens
-            encoder = Encoder(named_tokenizer(named, "--model", lengths.chat_template_kwargs), *limits)
+            options = lengths.chat_template_kwargs
+            tokenizer = named_tokenizer(named, "--model", options, on_hub=on_hub and model is None)
+            encoder = Encoder(tokenizer, *limits)
         with console.status("reading"):
             chat = chat_format(None if encoder is None else encoder.tokenizer)
             if system is not None:
@@ -115,12 +117,14 @@ def data(
         ctx.exit(2)
 
 
-def _of_job(manifest: Path) -> tuple[Data, str | None]:
-    """A job's `data`, and its tokenizer's folder or name on a hub. Raises ManifestError."""
+def _of_job(manifest: Path) -> tuple[Data, str | None, bool]:
+    """A job's `data`, its tokenizer's folder or name on a hub, and whether the manifest says that it is on a hub.
+    Raises ManifestError."""
     spec = load_manifest(manifest).spec
     source = spec.models.actor.source
-    own = None if source is None else source.path or source.hugging_face
-    return spec.data, spec.models.tokenizer.path or own
+    if spec.models.tokenizer.path is not None or source is None:
+        return spec.data, spec.models.tokenizer.path, False
+    return spec.data, source.path or source.hugging_face, source.hugging_face is not None
 
 
 def show(console: Console, found: DataLook, guessed: bool) -> None:
