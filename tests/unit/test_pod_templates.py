@@ -13,7 +13,6 @@ from dovetail.manifest.checks.validation import check
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.protocol.process import env
-from dovetail.protocol.process.process_names import CONTAINER
 from helpers.plain import plain_spec
 
 
@@ -91,7 +90,6 @@ def test_the_names_are_those_that_pods_have() -> None:
     mounts = {value for name, value in vars(names).items() if name.endswith("_MOUNT")}
     assert mounts == set(pod_templates.MOUNTS)
     assert all(str(path) in pod_templates.PARENTS for mount in mounts for path in PurePosixPath(mount).parents)
-    assert CONTAINER == pod_templates.CONTAINER
     variables = {env.JOB, env.NAME, env.RUN_DIR, env.COORDINATOR, env.TOKEN, env.HOST, env.PORT, env.GROUP, env.INDEX}
     assert variables | {env.CONFIG_DIR} == set(pod_templates.VARIABLES)
 

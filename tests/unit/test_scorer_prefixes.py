@@ -11,7 +11,7 @@ import torch
 from test_models_stage import FAMILIES, ref
 
 from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.models.layers.packing import RESPONSE_BLOCK
+from dovetail.protocol.budgets import RESPONSE_BLOCK
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import Arrays
 from dovetail.rollout.scoring import forward_passes as scoring

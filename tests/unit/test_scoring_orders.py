@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Scores
-from dovetail.coordinator.scoring.streams import BLOCK_TOKENS, Growing
+from dovetail.coordinator.scoring.streams import Growing
 from dovetail.coordinator.store.samples import Key
+from dovetail.protocol.budgets import RESPONSE_BLOCK
 from dovetail.protocol.wire import pack, unpack
 
 SAMPLES, SCORERS, PROMPT = 2, 2, 3
@@ -155,7 +156,7 @@ class World:
 
 KINDS = ["look", "grow", "finish", "fails", "keeps nothing", "answers", "die", "leave", "return", "restart"]
 STEPS = st.tuples(
-    st.sampled_from(KINDS), st.integers(0, SAMPLES - 1), st.sampled_from([BLOCK_TOKENS + 1, 1, 2 * BLOCK_TOKENS])
+    st.sampled_from(KINDS), st.integers(0, SAMPLES - 1), st.sampled_from([RESPONSE_BLOCK + 1, 1, 2 * RESPONSE_BLOCK])
 )
 
 
@@ -181,7 +182,7 @@ def test_a_sample_that_finishes_while_its_home_looks_again_loses_that_home_and_i
         world = World()
         world.allowed = {"s0"}
         async with world.inference:
-            for step in (("look", 1, BLOCK_TOKENS + 1), ("grow", 1, BLOCK_TOKENS)):
+            for step in (("look", 1, RESPONSE_BLOCK + 1), ("grow", 1, RESPONSE_BLOCK)):
                 await world.step(*step)
             assert [q.route for q in world.questions] == ["begin", "begin"]
             for step in (("finish", 1, 0), (how, 0, 0)):

@@ -14,19 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Scores
-from dovetail.coordinator.scoring.streams import BLOCK_TOKENS, LOOK_TOKENS, Growing, Streams
+from dovetail.coordinator.scoring.streams import LOOK_TOKENS, Growing, Streams
 from dovetail.coordinator.store.samples import Key
-from dovetail.models.layers.packing import RESPONSE_BLOCK
 from dovetail.planner.chunks import STREAMED_PER_SCORER
+from dovetail.protocol.budgets import RESPONSE_BLOCK
 from dovetail.protocol.messages import Span
 from dovetail.protocol.wire import pack, unpack
 
 PROMPT = 5
 LEAST = STREAMED_PER_SCORER
-
-
-def test_coordinator_and_models_agree_on_blocks() -> None:
-    assert BLOCK_TOKENS == RESPONSE_BLOCK
 
 
 def growing(number: int, tokens: int) -> Growing:
@@ -63,14 +59,14 @@ def test_a_sample_has_one_home_and_scorers_keep_within_their_room(steps: list[li
 
 def test_a_look_is_as_long_as_a_chunk_and_leaves_some_for_other_scorers() -> None:
     streams = Streams()
-    many = [growing(i, BLOCK_TOKENS + i) for i in range(2, 11)]
+    many = [growing(i, RESPONSE_BLOCK + i) for i in range(2, 11)]
     chosen = streams.take(("s0", ""), 10**6, many, idle=3)
     # A third of them, the longest.
     assert [each.key.prompt for each in chosen] == [10, 9, 8]
     assert sum(len(each.prompt) + each.blocks for each in chosen) <= LOOK_TOKENS
-    more = [growing(i, 2 * BLOCK_TOKENS + 9) for i in range(30, 36)]
+    more = [growing(i, 2 * RESPONSE_BLOCK + 9) for i in range(30, 36)]
     assert len(streams.take(("s2", ""), 10**6, more, idle=1)) == 1
-    long = [growing(i, 9 * BLOCK_TOKENS) for i in (20, 21)]
+    long = [growing(i, 9 * RESPONSE_BLOCK) for i in (20, 21)]
     assert [each.key.prompt for each in streams.take(("s1", ""), 10**6, long, idle=1)] == [20]
 
 
@@ -166,34 +162,34 @@ def play(scenario: Callable[[World], Coroutine[Any, Any, None]], count: int = 2,
 
 def test_what_a_scorer_has_seen_is_left_out_when_the_sample_is_finished() -> None:
     async def scenario(world: World) -> None:
-        world.grow({1: BLOCK_TOKENS, 2: 3})
-        world.grow({1: BLOCK_TOKENS + 1, 2: 3})
+        world.grow({1: RESPONSE_BLOCK, 2: 3})
+        world.grow({1: RESPONSE_BLOCK + 1, 2: 3})
         await world.until(lambda: any(fake.looks for fake in world.fakes))
-        world.grow({1: 2 * BLOCK_TOKENS + 30, 2: 30})
+        world.grow({1: 2 * RESPONSE_BLOCK + 30, 2: 30})
         await world.until(lambda: sum(len(fake.looks) for fake in world.fakes) == 2)
         world.finish(2, 40)
-        world.finish(1, 2 * BLOCK_TOKENS + 40)
+        world.finish(1, 2 * RESPONSE_BLOCK + 40)
         await world.inference.finish(20)
 
     world = play(scenario)
     (home,) = [fake for fake in world.fakes if fake.looks]
     # The first token of a new block has come each time; the second sample never had one.
-    assert home.looks == [{1: BLOCK_TOKENS + 1}, {1: 2 * BLOCK_TOKENS + 1}]
+    assert home.looks == [{1: RESPONSE_BLOCK + 1}, {1: 2 * RESPONSE_BLOCK + 1}]
     assert {number: n for fake in world.fakes for one in fake.scored for number, n in one.items()} == {1: 40, 2: 40}
-    assert {k.prompt: s.score for k, s in world.found.items()} == {1: 2.0 * BLOCK_TOKENS + 40, 2: 40.0}
+    assert {k.prompt: s.score for k, s in world.found.items()} == {1: 2.0 * RESPONSE_BLOCK + 40, 2: 40.0}
     # The simulator learns from the tokens that were computed.
-    assert sum(span.args["tokens"] for span in world.spans) == 2 * PROMPT + 2 * BLOCK_TOKENS + 40 + 40
+    assert sum(span.args["tokens"] for span in world.spans) == 2 * PROMPT + 2 * RESPONSE_BLOCK + 40 + 40
 
 
 @pytest.mark.parametrize("why", ["fails", "leaves", "restarts"])
 def test_a_sample_that_lost_its_home_is_scored_whole_by_another(why: str) -> None:
     async def scenario(world: World) -> None:
-        world.grow({1: BLOCK_TOKENS + 5})
+        world.grow({1: RESPONSE_BLOCK + 5})
         await world.until(lambda: any(fake.looks for fake in world.fakes))
         at = next(index for index, fake in enumerate(world.fakes) if fake.looks)
         if why == "fails":
             world.fakes[at].fail = True
-            world.grow({1: 2 * BLOCK_TOKENS + 5})
+            world.grow({1: 2 * RESPONSE_BLOCK + 5})
             await world.until(lambda: len(world.allowed) == 1)
         elif why == "leaves":
             del world.allowed[at]
@@ -201,18 +197,18 @@ def test_a_sample_that_lost_its_home_is_scored_whole_by_another(why: str) -> Non
             name = world.names[at]
             world.allowed = [Scorer(name.name, name.url, "2", name.room)]
             world.fakes[at].held.clear()
-        world.finish(1, 2 * BLOCK_TOKENS + 9)
+        world.finish(1, 2 * RESPONSE_BLOCK + 9)
         await world.inference.finish(20)
 
     world = play(scenario)
-    assert {k.prompt: s.score for k, s in world.found.items()} == {1: 2.0 * BLOCK_TOKENS + 9}
-    assert [one for fake in world.fakes for one in fake.scored] == [{1: 2 * BLOCK_TOKENS + 9}]
+    assert {k.prompt: s.score for k, s in world.found.items()} == {1: 2.0 * RESPONSE_BLOCK + 9}
+    assert [one for fake in world.fakes for one in fake.scored] == [{1: 2 * RESPONSE_BLOCK + 9}]
 
 
 @pytest.mark.parametrize(("room", "count"), [(0, 1), (10**6, 2 * LEAST + 1)])
 def test_nobody_looks_without_room_or_before_the_tail(room: int, count: int) -> None:
     async def scenario(world: World) -> None:
-        world.grow(dict.fromkeys(range(count), BLOCK_TOKENS + 1))
+        world.grow(dict.fromkeys(range(count), RESPONSE_BLOCK + 1))
         world.finish(77, 3)
         await world.inference.finish(20)
 
@@ -225,12 +221,12 @@ def test_the_longest_come_first_be_they_finished_or_not() -> None:
     async def scenario(world: World) -> None:
         for number in (1, 2, 3):
             world.finish(number, 100 * number)
-        world.grow({8: 4 * BLOCK_TOKENS + 1, 9: BLOCK_TOKENS + 1})
+        world.grow({8: 4 * RESPONSE_BLOCK + 1, 9: RESPONSE_BLOCK + 1})
         await world.inference.finish(20)
         await world.until(lambda: len(world.fakes[0].looks) == 2)
         order.extend("look" if "unfinished" in span.args else "finished" for span in world.spans)
 
     (fake,) = play(scenario, count=1).fakes
-    assert fake.looks == [{8: 4 * BLOCK_TOKENS + 1}, {9: BLOCK_TOKENS + 1}]
+    assert fake.looks == [{8: 4 * RESPONSE_BLOCK + 1}, {9: RESPONSE_BLOCK + 1}]
     assert fake.scored == [{3: 300}, {2: 200, 1: 100}]
     assert order == ["finished", "look", "finished", "look"]

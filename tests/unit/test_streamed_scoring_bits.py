@@ -10,9 +10,10 @@ import pytest
 from aiohttp.test_utils import TestServer
 
 from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Scores
-from dovetail.coordinator.scoring.streams import BLOCK_TOKENS, Growing
+from dovetail.coordinator.scoring.streams import Growing
 from dovetail.coordinator.store.samples import Key
 from dovetail.manifest.types import ScratchModel
+from dovetail.protocol.budgets import RESPONSE_BLOCK
 from dovetail.protocol.messages import ModelRef, Span
 from dovetail.rollout.scoring import forward_passes as scoring
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
@@ -39,7 +40,7 @@ def responses(rng: np.random.Generator) -> dict[Key, Finished]:
     for number in range(6):
         key = Key(1, number // 2, number % 2)
         prompt = np.full(9, 1 + number // 2, np.int32)
-        response = rng.integers(0, VOCABULARY, int(rng.integers(1, 4 * BLOCK_TOKENS)))
+        response = rng.integers(0, VOCABULARY, int(rng.integers(1, 4 * RESPONSE_BLOCK)))
         found[key] = Finished(key, prompt, response.astype(np.int32))
     return found
 

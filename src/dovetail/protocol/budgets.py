@@ -8,6 +8,10 @@ SCORER_CPU_TOKENS = 2048
 SCORER_LOGIT_BYTES = 512 * 2**20
 # A block of vLLM's KV cache on CPUs, tokens.
 KV_BLOCK_TOKENS = 128
+# On CPUs attention computes the tokens after a prefix or a cache in blocks of so many tokens, counted from the end of
+# the prompt. So a response that comes in parts gives the same bits, if each part but the last ends at the end of a
+# block.
+RESPONSE_BLOCK = 64
 # A trainer rank on a GPU computes log-probabilities in chunks of float32 logits of this size.
 LOGPROB_CHUNK_BYTES = 256 * 2**20
 # On a GPU that a sender of weights shares with a receiver: what both map (CUDA IPC).

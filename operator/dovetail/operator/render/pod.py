@@ -12,13 +12,12 @@ from dovetail.operator.render import spot
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.memory_request import memory_request
 from dovetail.operator.render.volume_claim import claim_name
+from dovetail.planner.nodes import GPU_RESOURCE, PRODUCT_LABEL
 from dovetail.protocol.process import env
 from dovetail.protocol.process.process_names import CONTAINER, COORDINATOR, COORDINATOR_MODULE, POD_MODULE
 
 GRACE_SECONDS = 45
-GPU_RESOURCE = "nvidia.com/gpu"
 GPU_CLAIM = "gpus"  # of a pod that gets its GPUs through a claim
-PRODUCT_LABEL = "nvidia.com/gpu.product"
 # Writable places of a read-only root; caches of Hugging Face, vLLM, Triton and torch.inductor go below HOME.
 HOME = "/tmp"
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")

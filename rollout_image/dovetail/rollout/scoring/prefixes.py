@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.models.layers.packing import RESPONSE_BLOCK, KVCache
+from dovetail.models.layers.packing import KVCache
+from dovetail.protocol.budgets import RESPONSE_BLOCK
 
 Tokens = NDArray[np.int64]
 

@@ -33,7 +33,6 @@ from dovetail.coordinator.rewards.reward_stage import Joined, Rewards, WithRewar
 from dovetail.coordinator.scoring.scorer_models import ScorerModels
 from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Scores
 from dovetail.coordinator.scoring.scoring_lanes import Lane, ScorerLanes
-from dovetail.coordinator.scoring.streams import BLOCK_TOKENS
 from dovetail.coordinator.store.run_records import RunRecords
 from dovetail.coordinator.store.sample_files import BEFORE_SFT
 from dovetail.coordinator.store.samples import Key, NewSample, ScoreRow, State
@@ -41,6 +40,7 @@ from dovetail.coordinator.store.store import StoreError, in_slices
 from dovetail.coordinator.weights.publishing import Target
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import RLHFJobSpec, Role
+from dovetail.protocol.budgets import RESPONSE_BLOCK
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import Span
 from dovetail.protocol.plan import Plan
@@ -296,7 +296,7 @@ class ExperienceMaker:
         lengths = [len(prompts[p].token_ids) for p in newest for _ in range(self._spec.ppo.samples_per_prompt)]
         earlier = records.timeline.phases.get("generation", 0.0)
         rollouts = fleet.eligible(ROLLOUT)
-        blocks = BLOCK_TOKENS if any(i.abilities.get("room") for i in fleet.instances("scorer")) else None
+        blocks = RESPONSE_BLOCK if any(i.abilities.get("room") for i in fleet.instances("scorer")) else None
         async with (
             self._fusion.stage(iteration, lengths, rollouts, blocks) as fusion,
             self._inference(iteration, prompts, fusion, scored, turn) as inference,

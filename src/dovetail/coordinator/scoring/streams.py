@@ -10,10 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from dovetail.coordinator.store.samples import Key
+from dovetail.protocol.budgets import RESPONSE_BLOCK
 
-# The number of response tokens in a block. It equals RESPONSE_BLOCK in
-# `dovetail.models.layers.packing`, which needs torch.
-BLOCK_TOKENS = 64
 # The maximum number of tokens that a scorer computes in one such request, unless a single sample has more. A sample
 # that is finished meanwhile waits for it.
 LOOK_TOKENS = 256
@@ -31,7 +29,7 @@ class Growing:
     def blocks(self) -> int:
         """The number of response tokens that scorers may compute. It is a whole number of blocks, and never includes
         the last token."""
-        return max(0, len(self.response) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        return max(0, len(self.response) - 1) // RESPONSE_BLOCK * RESPONSE_BLOCK
 
 
 @dataclass

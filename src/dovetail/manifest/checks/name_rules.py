@@ -6,11 +6,11 @@ Kubernetes makes the names of a job's pods from the job's name, the group's name
 from __future__ import annotations
 
 from dovetail.manifest.checks.cel import CelRule
+from dovetail.manifest.fixed_names import COORDINATOR
 from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.types import Group, RLHFJobSpec
 
 LONGEST_POD_NAME = 63
-COORDINATOR = "coordinator"
 # Of `-coordinator-0-0-12345`.
 LONGEST_JOB_NAME = LONGEST_POD_NAME - len(f"-{COORDINATOR}-0-0-12345")
 # Of `-`, `-0-` and `-12345` around the names and the number.

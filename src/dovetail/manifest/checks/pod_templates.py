@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from dovetail.manifest.fixed_names import CONTAINER
 from dovetail.manifest.merge import DIRECTIVE, MergeError, merge
 
-CONTAINER = "dovetail"
 # Volumes that no template may replace. `tmp` and `shm` may get another size or medium.
 VOLUMES = ("files", "plan", "reward-code", "hub-cache", "output")
 CLAIM_VOLUME = "claim-"

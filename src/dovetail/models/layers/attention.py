@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from dovetail.models.layers.packing import RESPONSE_BLOCK, Packing
-from dovetail.protocol.budgets import SCORE_BYTES
+from dovetail.models.layers.packing import Packing
+from dovetail.protocol.budgets import RESPONSE_BLOCK, SCORE_BYTES
 
 NAME = "dovetail"
 # The widest head of torch's flash attention, which computes all sequences in one call.

@@ -18,10 +18,6 @@ from torch.nn import functional as F
 ROWS = 16
 # A sequence in a block counts as at least this long. For shorter ones a separate block costs more than padding.
 _SHORT = 64
-# On CPUs attention computes the tokens after a prefix or a cache in blocks of so many tokens, counted from the end of
-# the prompt. So a response that comes in parts gives the same bits, if each part but the last ends at the end of a
-# block.
-RESPONSE_BLOCK = 64
 
 
 class Block(NamedTuple):

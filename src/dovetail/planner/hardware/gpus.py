@@ -13,6 +13,7 @@ from typing import Any
 
 from dovetail.manifest.types import Dtype
 from dovetail.planner.hashing import hashed_once
+from dovetail.planner.nodes import GPU_RESOURCE
 
 GIB = 2**30
 # A MIG slice by the "single" strategy of NVIDIA's device plug-in: the GPU, its sevenths, and its GB.
@@ -48,7 +49,7 @@ class GPU:
     capability: tuple[int, int]
     source: str
     measured: bool = False
-    resource: str = "nvidia.com/gpu"
+    resource: str = GPU_RESOURCE
     node_product: str = ""
     estimated: bool = False
 
@@ -205,7 +206,7 @@ def _read(name: str, table: Any, measured: bool) -> GPU:
         capability=(capability[0], capability[1]),
         source=str(table["source"]),
         measured=measured,
-        resource=str(table.get("resource", "nvidia.com/gpu")),
+        resource=str(table.get("resource", GPU_RESOURCE)),
         node_product=str(table.get("node_product", "")),
     )
 

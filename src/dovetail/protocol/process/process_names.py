@@ -4,7 +4,9 @@ Names are the same in logs, metrics, traces and messages, on one machine and in 
 
 from __future__ import annotations
 
-COORDINATOR = "coordinator"
+from dovetail.manifest import fixed_names
+
+COORDINATOR = fixed_names.COORDINATOR
 COORDINATOR_MODULE = "dovetail.coordinator.main"
 TRAINER_MODULE = "dovetail.trainer.main"
 SERVER_MODULE = "dovetail.rollout.serving.vllm_server"
@@ -12,8 +14,7 @@ SCORER_MODULE = "dovetail.rollout.scoring.scorer"
 # The main process of a group's pod. It starts the pod's trainer ranks, or its vLLM server and scorer.
 POD_MODULE = "dovetail.pod.main"
 
-# The container of every pod, which a group's podTemplate patches.
-CONTAINER = "dovetail"
+CONTAINER = fixed_names.CONTAINER
 
 _TRAINER, _SCORER = "trainer-", "-scorer"
 

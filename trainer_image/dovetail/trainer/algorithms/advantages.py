@@ -14,13 +14,13 @@ from torch import Tensor
 
 from dovetail.manifest.training_types import Overlong
 from dovetail.manifest.types import PPO
+from dovetail.protocol.experience import WHITEN_EPS
 from dovetail.trainer.algorithms.kl import kl_estimate
 from dovetail.trainer.algorithms.masks import inside, kept, wide
 
 BLOCK = 64
 CPU_BLOCK_ELEMENTS = 2**17
 GPU_BLOCK_ELEMENTS = 2**26
-WHITEN_EPS = 1e-8
 GRPO_EPS = 1e-6
 
 

@@ -18,9 +18,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dovetail.protocol.experience import LOG_RATIO_LIMIT
 from dovetail.trainer.algorithms.masks import inside, kept, wide
 
-LOG_RATIO_LIMIT = 20.0
 K3_LIMIT = 10.0
 
 Estimator = Literal["k1", "k2", "k3"]

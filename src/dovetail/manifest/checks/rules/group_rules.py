@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dovetail.manifest.checks.name_rules import COORDINATOR
 from dovetail.manifest.checks.rules.rule import Rule, Value, group_rule, ppo_rule
+from dovetail.manifest.fixed_names import COORDINATOR
 from dovetail.manifest.types import Dtype, Group, Role
 
 # Set by the launcher or fixed by the contract between the processes.

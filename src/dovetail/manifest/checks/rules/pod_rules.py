@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from dovetail.manifest.checks.pod_templates import (
-    CONTAINER,
     MOUNTS,
     PARENTS,
     VARIABLES,
@@ -20,6 +19,7 @@ from dovetail.manifest.checks.pod_templates import (
     template_problem,
 )
 from dovetail.manifest.checks.rules.rule import Rule, Value
+from dovetail.manifest.fixed_names import CONTAINER
 from dovetail.manifest.types import Coordinator, Group
 
 Pods = Group | Coordinator

@@ -1,0 +1,9 @@
+"""Names that the rules for manifests and the processes share. Processes import them from
+`dovetail.protocol.process.process_names`."""
+
+from __future__ import annotations
+
+# The coordinator's process and its part of pod names.
+COORDINATOR = "coordinator"
+# The container of every pod, which a group's podTemplate patches.
+CONTAINER = "dovetail"
