@@ -12,6 +12,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 UV_VERSION := 0.13.9
 STAMP := $(VENV)/.installed
+MODEL_INFOS := $(VENV)/share/dovetail/vllm-model-infos
 PYTEST_ARGS ?=
 # Tests run in so many processes. They wait a good deal: two keep two cores busy.
 TEST_WORKERS ?= 2
@@ -37,6 +38,11 @@ $(STAMP): requirements/cpu.txt pyproject.toml | $(BIN)/uv
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --no-deps --editable .
 	@touch $@
 
+# What a rollout image has, for the pods of test clusters: each vLLM server would take ten seconds to find it out.
+$(MODEL_INFOS): $(STAMP)
+	$(BIN)/python -m dovetail.rollout.serving.model_infos
+	@touch $@
+
 # What the tests of the Helm chart run. All checkouts share them, in ~/.cache/dovetail.
 tools:
 	@$(DEVCLUSTER) tools
@@ -50,7 +56,7 @@ lint: install ## Ruff, mypy and stale generated files
 	$(BIN)/mypy
 	$(BIN)/python hack/generate.py --check
 
-test: lint ## The whole test suite
+test: lint $(MODEL_INFOS) ## The whole test suite
 	@$(DEVCLUSTER) build --where-supported >/dev/null
 	$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
 
@@ -58,7 +64,7 @@ test-fast: TEST_WORKERS := 3
 test-fast: install ## Tests that start no vLLM servers or trainers, each within two CPU seconds
 	$(PYTEST) -m "not slow and not nightly" -o testpaths=tests/unit $(PYTEST_ARGS)
 
-test-nightly: lint ## The whole test suite, and the long drills in all their variants
+test-nightly: lint $(MODEL_INFOS) ## The whole test suite, and the long drills in all their variants
 	@$(DEVCLUSTER) build --where-supported >/dev/null
 	$(PYTEST) $(PYTEST_ARGS)
 

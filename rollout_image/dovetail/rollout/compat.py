@@ -6,6 +6,7 @@ vLLM is imported inside the functions: a scorer, which has none of it, shares th
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 from dovetail.models.compat import Private
@@ -118,7 +119,35 @@ PRIVATE = (
         SEEN,
         "a request that is aborted leaves its KV cache blocks; one that ends otherwise does not",
     ),
+    Private(
+        "vllm.model_executor.models.registry:_LazyRegisteredModel._get_cache_dir",
+        SEEN,
+        "where vLLM keeps what it found out about models' classes: an image brings it along, which saves ten seconds",
+    ),
+    Private(
+        "vllm.model_executor.models.registry:_LazyRegisteredModel._get_cache_filename", SEEN, "the file of one class"
+    ),
 )
+
+
+def model_infos() -> Path:
+    """The folder in which vLLM keeps what it found out about models' classes."""
+    from vllm.model_executor.models.registry import _LazyRegisteredModel
+
+    return Path(_LazyRegisteredModel._get_cache_dir())
+
+
+def find_model_info(architecture: str) -> str:
+    """Have vLLM find out about a class, and return its file's name in `model_infos()`. Raises LookupError for a class
+    that vLLM does not have, and RuntimeError if it cannot be imported here."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models.registry import _LazyRegisteredModel
+
+    model = ModelRegistry.models.get(architecture)
+    if not isinstance(model, _LazyRegisteredModel):
+        raise LookupError("vLLM has no class of its own for it")
+    model.inspect_model_cls()
+    return str(model._get_cache_filename())
 
 
 def registered_backends() -> Any:

@@ -301,6 +301,7 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     from dovetail.rollout.compat import allow_experts_on_cpus, fork_engine_core, parse_serve_arguments, run_server
+    from dovetail.rollout.serving.model_infos import use_brought
     from dovetail.rollout.serving.plugin import die_with_parent
     from dovetail.rollout.serving.register import Registrar
     from dovetail.rollout.serving.routes import STATE, UnsuitableRunner
@@ -316,6 +317,7 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
         fork_engine_core()
         if experts:
             allow_experts_on_cpus()
+    use_brought()
     # The engine core, when forked: plug-ins are already loaded in it.
     os.register_at_fork(after_in_child=die_with_parent)
 

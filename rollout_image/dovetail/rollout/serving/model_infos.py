@@ -1,0 +1,54 @@
+"""What vLLM has to know about a model's class before it serves it.
+
+vLLM imports the class in a process of its own, which takes some ten seconds, and keeps the answer below
+VLLM_CACHE_ROOT. A pod begins with an empty cache, so an image brings the answers along:
+
+    python -m dovetail.rollout.serving.model_infos
+
+writes those of all model families into the installation that runs it. vLLM compares each with a hash of the class's
+source, so one of another vLLM is never used."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from dovetail.manifest.model_families import MODEL_FAMILIES
+
+BROUGHT = Path(sys.prefix) / "share/dovetail/vllm-model-infos"
+
+
+def main() -> int:
+    """Returns 0 also if vLLM cannot import a class on this machine: a server asks again then."""
+    from dovetail.rollout.compat import find_model_info, model_infos
+
+    BROUGHT.mkdir(parents=True, exist_ok=True)
+    for family in MODEL_FAMILIES.values():
+        try:
+            name = find_model_info(family.causal_lm)
+            shutil.copyfile(model_infos() / name, BROUGHT / name)
+        except (LookupError, OSError, RuntimeError) as error:
+            print(f"{family.causal_lm}: {str(error).strip().splitlines()[-1]}", file=sys.stderr)
+    return 0
+
+
+def use_brought(brought: Path = BROUGHT) -> None:
+    """Put the answers of the installation where vLLM looks for them, unless it has some already."""
+    from dovetail.rollout.compat import model_infos
+
+    try:
+        for path in brought.glob("*.json"):
+            there = model_infos() / path.name
+            if not there.exists():
+                there.parent.mkdir(parents=True, exist_ok=True)
+                # Another process may look at the same moment.
+                shutil.copyfile(path, partial := there.with_name(f".{path.name}.{os.getpid()}"))
+                partial.replace(there)
+    except OSError as error:
+        print(f"dovetail rollout server: vLLM's cache cannot be written: {error}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""A pod's vLLM need not find out about the model's class, which takes ten seconds: its image has the answer."""
+
+import pytest
+
+from dovetail.rollout import compat
+from dovetail.rollout.serving import model_infos
+
+pytestmark = pytest.mark.slow  # imports vLLM
+QWEN3 = "Qwen3ForCausalLM"
+
+
+def test_a_server_with_an_empty_cache_uses_what_its_image_brings(tmp_path, monkeypatch):
+    from vllm import ModelRegistry
+    from vllm.model_executor.models import registry
+
+    name = compat.find_model_info(QWEN3)
+    brought = tmp_path / "image"
+    brought.mkdir()
+    (brought / name).write_bytes((compat.model_infos() / name).read_bytes())
+    found = ModelRegistry.models[QWEN3].inspect_model_cls()
+
+    def refused(_):
+        raise AssertionError("vLLM starts a process to find out")
+
+    monkeypatch.setattr(registry, "_run_in_subprocess", refused)
+    monkeypatch.setattr(model_infos, "BROUGHT", brought)
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / "cache"))
+    with pytest.raises(AssertionError, match="starts a process"):
+        ModelRegistry.models[QWEN3].inspect_model_cls()
+    model_infos.use_brought(brought)
+    assert ModelRegistry.models[QWEN3].inspect_model_cls() == found
+    assert [path.name for path in compat.model_infos().iterdir()] == [name]
+
+
+def test_what_is_written_is_what_is_brought(tmp_path, monkeypatch, capsys):
+    """A class that cannot be imported where the image is built is left to the server."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+
+    def find(architecture):
+        if architecture == QWEN3:
+            raise RuntimeError("Error raised in subprocess:\nno GPU")
+        (cache / f"{architecture}.json").write_text("{}")
+        return f"{architecture}.json"
+
+    monkeypatch.setattr(compat, "find_model_info", find)
+    monkeypatch.setattr(compat, "model_infos", lambda: cache)
+    monkeypatch.setattr(model_infos, "BROUGHT", tmp_path / "image")
+    assert model_infos.main() == 0
+    assert "Qwen3ForCausalLM: no GPU" in capsys.readouterr().err
+    there = sorted(path.name for path in (tmp_path / "image").iterdir())
+    assert there == sorted(path.name for path in cache.iterdir())
+    assert len(there) > 8
+
+
+def test_a_cache_that_cannot_be_written_stops_no_server(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "a.json").write_text("{}")
+    monkeypatch.setattr(compat, "model_infos", lambda: tmp_path / "file" / "cache")
+    model_infos.use_brought(tmp_path)
+    assert "cache cannot be written" in capsys.readouterr().err
