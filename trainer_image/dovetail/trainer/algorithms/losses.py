@@ -49,9 +49,11 @@ def value_loss(
     losses = plain
     if clip is not None:
         old = inside(old_values.detach(), keep)
-        clipped = (old + (values - old).clamp(-clip, clip) - returns).square()
+        change = values - old
+        limited = change.clamp(-clip, clip)
+        clipped = (old + limited - returns).square()
         # Within the limit the two errors also differ, by rounding: old + (V - old) is seldom V.
-        was_clipped = keep & ((values - old).abs() > clip) & (clipped > plain)
+        was_clipped = (limited != change) & (clipped > plain)
         losses = torch.maximum(plain, clipped)
     total = 0.5 * _sum(losses, keep)
     stats = {
