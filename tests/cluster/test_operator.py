@@ -196,8 +196,47 @@ def test_pods_that_cannot_start_are_explained(
         return words in message and ("a100" in message or reason == "ObjectRejected")
 
     wait_for(f"{words!r} of a100's pod", explained, 400)
-    described = cluster.kubectl("describe", "rlhfjob", "tiny", "-n", namespace)
-    assert reason in described
+    wait_for("kubectl describe", lambda: described(cluster, namespace, "tiny", reason, words))
+
+
+def described(cluster: KubeCluster, namespace: str, name: str, *words: str) -> bool:
+    """Whether a person who asks for the job with kubectl reads all this."""
+    text = cluster.kubectl("describe", "rlhfjob", name, "-n", namespace)
+    return all(each in text for each in words)
+
+
+HUGE = {"requests": {"memory": "2Ti"}, "limits": {"memory": "2Ti"}}
+# What an admission plug-in says of the pods of a job with such a template.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "security": ({"spec": {"hostNetwork": True}}, 'violates PodSecurity "baseline:latest": host namespaces'),
+    "limits": (container(resources=HUGE), "maximum memory usage per Container is 1Ti, but limit is 2Ti"),
+    "priority": ({"spec": {"priorityClassName": "urgent"}}, "no PriorityClass with name urgent was found"),
+    "runtime": ({"spec": {"runtimeClassName": "gvisor"}}, 'RuntimeClass "gvisor" not found'),
+    # The quota looks at what everything else lets through.
+    "quota": ({"metadata": {"labels": {"any": "one"}}}, "exceeded quota: none"),
+}
+
+
+def test_what_admission_plug_ins_refuse_is_told(cluster: KubeCluster, namespace: str, leader: OperatorProcess) -> None:
+    """All at once. None of these jobs gets a pod, so nothing is computed."""
+    kinds = {
+        "LimitRange": {"limits": [{"type": "Container", "max": {"memory": "1Ti"}}]},
+        "ResourceQuota": {"hard": {"pods": "0"}},
+    }
+    for kind, spec in kinds.items():
+        cluster.apply(
+            {"apiVersion": "v1", "kind": kind, "metadata": {"name": "none"}, "spec": spec}, namespace=namespace
+        )
+    cluster.kubectl("label", "namespace", namespace, "pod-security.kubernetes.io/enforce=baseline")
+    for name, (template, _) in REFUSED.items():
+        document = manifest(namespace, [group | {"podTemplate": template} for group in GROUPS])
+        document["metadata"]["name"] = name
+        document["spec"]["coordinator"] = {"podTemplate": template}
+        cluster.apply(document, namespace=namespace)
+    for name, (_, words) in REFUSED.items():
+        why = ("PodsRefused", f"Job {name}-", "cannot make its pods: ", words)
+        wait_for(f"why {name} waits", lambda name=name, why=why: described(cluster, namespace, name, *why), 300)
+    assert not cluster.items("pods", "-n", namespace)
 
 
 def test_a_job_that_finds_no_node_gives_up_in_time_and_holds_no_gpus(
