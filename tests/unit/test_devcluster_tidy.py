@@ -126,3 +126,49 @@ def test_programs_of_other_versions_go_when_the_cache_is_full(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"helm-now", "helm-last", "links"}
     binaries.trim(tmp_path, {tmp_path / "helm-now"}, 10)
     assert {path.name for path in tmp_path.iterdir()} == {"helm-now", "links"}, "what is in use stays"
+
+
+def go_caches(root):
+    """Three compiled packages of 1000 bytes, the first one used last, and a module of 1000 bytes."""
+    for age, name in enumerate(["00/new-d", "00/older-d", "ff/oldest-d"]):
+        (file := root / "compiled" / name).parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"x" * 1000)
+        os.utime(file, (1e9 - age, 1e9 - age))
+    (root / "compiled/trim.txt").write_text("1")
+    for name in ("modules/m@v1/m.go", "fetched/m-v1"):
+        (root / name).parent.mkdir(parents=True)
+        (root / name).write_bytes(b"x" * 1000)
+    return lambda: {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()} - {".lock"}
+
+
+def test_gos_caches_are_within_a_stated_size_after_a_build(tmp_path):
+    left = go_caches(tmp_path)
+    binaries.trim_go(tmp_path, 2500, 1000)
+    rest = {"compiled/00/new-d", "compiled/00/older-d", "compiled/trim.txt", "modules/m@v1/m.go", "fetched/m-v1"}
+    assert left() == rest
+    with locked(tmp_path / ".lock", fcntl.LOCK_SH):
+        binaries.trim_go(tmp_path, 0, 0)
+        assert left() == rest, "somebody builds with it"
+    binaries.trim_go(tmp_path, 1000, 999)
+    assert left() == {"compiled/00/new-d", "compiled/trim.txt"}, "modules that are fetched again are known as such"
+
+
+def test_builds_leave_nothing_in_the_home_folder(tmp_path, monkeypatch):
+    """But take modules from there, so that they are not downloaded twice."""
+    go = tmp_path / "bin/go"
+    go.parent.mkdir()
+    go.write_text(
+        '#!/bin/sh\nif [ "$1" = env ]; then echo "$HOME/go/pkg/mod"; echo https://proxy.example,direct; exit; fi\n'
+        'mkdir -p "$GOCACHE" "$GOMODCACHE"; echo "$GOCACHE $GOMODCACHE $GOPROXY"\n'
+    )
+    go.chmod(0o755)
+    (mine := tmp_path / "home/go/pkg/mod/cache/download").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("PATH", f"{go.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("DOVETAIL_DEVCLUSTER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(binaries, "_proxy", binaries._proxy.__wrapped__)
+    before = sorted((tmp_path / "home").rglob("*"))
+    compiled, modules, proxy = binaries._go("kubernetes", "build").split()
+    assert (compiled, modules) == (f"{tmp_path}/cache/go/compiled", f"{tmp_path}/cache/go/modules")
+    assert proxy == f"{mine.as_uri()},https://proxy.example,direct"
+    assert sorted((tmp_path / "home").rglob("*")) == before

@@ -1,6 +1,7 @@
 """The programs, built once from the Go modules in `go/` into the cache; a changed module is built anew."""
 
 import fcntl
+import functools
 import os
 import re
 import shutil
@@ -10,7 +11,7 @@ import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from devcluster.settings import SOURCES, ClusterError, cache_root, digest
+from devcluster.settings import SOURCES, ClusterError, cache_root, digest, locked
 
 KUBERNETES = ["etcd", "kube-apiserver", "kube-controller-manager", "kube-proxy", "kube-scheduler", "kubectl", "kubelet"]
 OURS = ["gpu-device-plugin", "volume-provisioner"]
@@ -49,20 +50,41 @@ MINUTES = {
 }
 # The programs are at most as large; the current ones have 1.1 GiB.
 CACHE_BYTES = 3 << 30
-FLAGS = {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false -trimpath"}
+# Go's own caches are at most as large after a build: of what is compiled, and of modules' sources.
+COMPILED_BYTES, MODULES_BYTES = 4 << 30, 4 << 30
+# Modules' folders can be removed.
+FLAGS = {"CGO_ENABLED": "0", "GOFLAGS": "-buildvcs=false -trimpath -modcacherw"}
+
+
+def _go_root() -> Path:
+    """Where Go keeps what it compiles and downloads, and what was fetched beforehand."""
+    return cache_root() / "go"
+
+
+@functools.cache
+def _proxy() -> str:
+    """GOPROXY, with the user's own module cache before it: what is there need not be downloaded."""
+    words = ["go", "env", "GOMODCACHE", "GOPROXY"]
+    home, proxy = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True).stdout.split("\n")[:2]
+    there = Path(home) / "cache/download"
+    return f"{there.as_uri()},{proxy}" if there.is_dir() else proxy
 
 
 def _go(module: str, *words: str, **environment: str) -> str:
     if shutil.which("go") is None:
         raise ClusterError("the programs are built with Go 1.26 or later, and there is no `go` on the PATH")
-    done = subprocess.run(
-        ["go", *words],
-        cwd=SOURCES / "go" / module,
-        env={**os.environ, **FLAGS, "GOFLAGS": f"{FLAGS['GOFLAGS']} -tags={TAGS.get(module, '')}", **environment},
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    root = _go_root()
+    caches = {"GOCACHE": str(root / "compiled"), "GOMODCACHE": str(root / "modules"), "GOPROXY": _proxy()}
+    tags = {"GOFLAGS": f"{FLAGS['GOFLAGS']} -tags={TAGS.get(module, '')}"}
+    with locked(root / ".lock", fcntl.LOCK_SH):
+        done = subprocess.run(
+            ["go", *words],
+            cwd=SOURCES / "go" / module,
+            env={**os.environ, **FLAGS, **caches, **tags, **environment},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
     if done.returncode != 0:
         raise ClusterError(f"go {words[0]} in hack/devcluster/go/{module} failed")
     return done.stdout
@@ -130,13 +152,35 @@ def build_all(modules: Sequence[str]) -> None:
         minutes = sum(MINUTES.get(module, 1.0) for module in missing)
         print(
             f"the first build of {', '.join(missing)} takes about {minutes:.0f} minutes on two cores, 2 GiB of memory "
-            "and up to 13 GiB of disk, most of it for Go's own caches (`go clean -cache -modcache` empties these)",
+            f"and up to 13 GiB of disk in {cache_root()}",
             file=sys.stderr,
             flush=True,
         )
     for module in modules:
         build(module)
+    if missing:
+        trim_go(_go_root(), COMPILED_BYTES, MODULES_BYTES)
     trim(cache_root() / "bin", {folder(module) for module in MODULES | ON_REQUEST}, CACHE_BYTES)
+
+
+def trim_go(root: Path, compiled: int, modules: int) -> None:
+    """Bring Go's caches below these sizes in bytes, unless somebody builds now. What was compiled and used longest ago
+    goes first. Modules go all at once, with the notes of what was fetched: Go takes part of a module for all of it."""
+    try:
+        with locked(root / ".lock", fcntl.LOCK_EX | fcntl.LOCK_NB):
+            entries = list((root / "compiled").glob("[0-9a-f][0-9a-f]/*"))
+            sizes = {path: _size(path) for path in entries}
+            total = sum(sizes.values())
+            for path in sorted(entries, key=lambda path: path.stat().st_mtime):
+                if total <= compiled:
+                    break
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                total -= sizes[path]
+            if _size(root / "modules") > modules:
+                shutil.rmtree(root / "fetched", ignore_errors=True)
+                shutil.rmtree(root / "modules")
+    except BlockingIOError:
+        return
 
 
 def trim(root: Path, current: Collection[Path], limit: int) -> None:
@@ -181,7 +225,7 @@ def link_folder() -> Path:
 
 def fetch(module: str, path: str) -> None:
     """Download the source of a Go module that one of ours requires, once a release."""
-    stamp = cache_root() / "fetched" / f"{path.replace('/', '_')}-{version(module, path)}"
+    stamp = _go_root() / "fetched" / f"{path.replace('/', '_')}-{version(module, path)}"
     if not stamp.exists():
         _go(module, "mod", "download", path)
         stamp.parent.mkdir(parents=True, exist_ok=True)

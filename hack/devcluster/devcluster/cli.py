@@ -53,8 +53,10 @@ def _build(arguments: argparse.Namespace) -> int:
     unknown = set(arguments.module) - set(known)
     if unknown:
         raise ClusterError(f"no module {', '.join(sorted(unknown))}: there are {', '.join(known)}")
-    for module in arguments.module or binaries.MODULES:
-        print(binaries.build(module))
+    modules = arguments.module or list(binaries.MODULES)
+    binaries.build_all(modules)
+    for module in modules:
+        print(binaries.folder(module))
     return 0
 
 
@@ -62,8 +64,7 @@ def _tools(_: argparse.Namespace) -> int:
     if shutil.which("go") is None:
         print("devcluster: without Go the tests of the Helm chart are skipped", file=sys.stderr)
         return 0
-    for module in binaries.TOOLS:
-        binaries.build(module)
+    binaries.build_all(binaries.TOOLS)
     binaries.fetch("kubernetes", "k8s.io/kubernetes")
     return 0
 
