@@ -282,7 +282,7 @@ class Scheduling:
             self._current = best
         else:
             self._current = self._turned(now, problem, effort)
-        self._write(choice, choose_schedule(free, ["serial"], effort, self._kept.reverse).best, in_bytes)
+        self._write(choice, choose_schedule(free, ["serial"], effort, self._kept.reverse).best, limit, in_bytes)
 
     def _families(self, pipelined: bool) -> list[str]:
         """The families to evaluate. Those that a pin leaves out are evaluated too, because the report compares them.
@@ -385,9 +385,10 @@ class Scheduling:
 
     # ------------------------------------------------------------ report
 
-    def _write(self, choice: Choice, serial: Schedule, in_bytes: bool) -> None:
+    def _write(self, choice: Choice, serial: Schedule, limit: float | None, in_bytes: bool) -> None:
         """Write schedule.json for the report: the time and memory of every family, and the timelines before and
-        after."""
+        after. `limit` is the job's: that of the chosen schedule may be less, because families as V-Half have their
+        own."""
         current = self._current
         assert current is not None
         write_json(
@@ -402,7 +403,7 @@ class Scheduling:
                 "speedup": serial.makespan / current.makespan,
                 "serial_memory": serial.peak,
                 "memory": current.peak,
-                "memory_limit": current.instance.problem.memory_limit,
+                "memory_limit": limit,
                 "in_bytes": in_bytes,
                 "measured_peak_bytes": self._peak_bytes,
                 "measured_seconds": statistics.median(self._seconds) if self._seconds else None,
