@@ -8,6 +8,7 @@ import pytest
 from dovetail.coordinator.health.health import UnhealthyError
 from dovetail.coordinator.main import verdict
 from dovetail.kube import names
+from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.reconcile.reconcile import SENT_SECONDS
 from dovetail.operator.reconcile.rootcause import lost_node
 from dovetail.protocol.process.exit_codes import JOB_FAILED
@@ -402,6 +403,24 @@ def test_the_start_timeout_counts_from_when_the_job_wants_pods():
     cluster.reconcile()
     assert cluster.condition("Failed")["status"] == "True"
     assert "startTimeoutSeconds, 60 s" in cluster.condition("Failed")["message"]
+
+
+def test_the_administrator_says_how_long_a_job_waits_that_does_not_say_it():
+    for own, words in (
+        (None, "the chart's jobs.startTimeoutSeconds, 90 s"),
+        (60, "failurePolicy.startTimeoutSeconds, 60"),
+    ):
+        cluster = a_cluster(failurePolicy={"startTimeoutSeconds": own} if own else {})
+        cluster.settings = OperatorSettings.read({"DOVETAIL_START_TIMEOUT_SECONDS": "90"})
+        cluster.reconcile()
+        cluster.step()
+        cluster.unschedulable(cluster.pod("trainer"))
+        cluster.pass_time((own or 90) - 1)
+        cluster.reconcile()
+        assert not cluster.over()
+        cluster.pass_time(2)
+        cluster.reconcile()
+        assert words in cluster.condition("Failed")["message"]
 
 
 def test_the_start_timeout_counts_anew_when_a_job_is_tried_again():

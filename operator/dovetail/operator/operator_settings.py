@@ -30,8 +30,9 @@ class OperatorSettings:
     what jobs' pods may connect to besides each other; None: anything. `pod_user`: the number of the user and group of
     jobs' pods; 0: the platform chooses. `notice_taints`: more taints of nodes that
     will end soon, besides those of `render/spot.py`. `gang`: the scheduler that starts a job's pods together
-    (`render/gang.py`); empty: none, pods start one by one, apart from jobs in Kueue's queues. `multi_kueue`: make the
-    Workloads of jobs that MultiKueue sends to other clusters."""
+    (`render/gang.py`); empty: none, pods start one by one, apart from jobs in Kueue's queues.
+    `start_timeout_seconds`: for jobs that name none; 0: they wait for ever. `multi_kueue`: make the Workloads of jobs
+    that MultiKueue sends to other clusters."""
 
     namespace: str = "dovetail-system"
     namespaces: tuple[str, ...] = ()
@@ -60,6 +61,7 @@ class OperatorSettings:
     pod_user: int = 65532
     notice_taints: tuple[str, ...] = ()
     gang: str = ""
+    start_timeout_seconds: int = 0
     multi_kueue: bool = False
 
     @staticmethod

@@ -714,7 +714,7 @@ class FailurePolicy(Model):
         default=None,
         description="On a cluster: the job fails when a pod that it cannot start without waits longer than this for "
         "a node or an image, or may not be made. Until the job has run, the time counts from when it wants pods. "
-        "null: it waits for ever.",
+        "null: as long as the chart's jobs.startTimeoutSeconds says, by default for ever.",
     )
 
 

@@ -380,7 +380,7 @@ class _Reconciler:
         return None
 
     def _never_started(self, jobset: Object) -> PlanRefused | None:
-        limit = self._context.job.spec.failure_policy.start_timeout_seconds
+        limit = self._context.start_timeout
         causes = [c for p in live(self._pods) if (c := rootcause.cause(p, self._seen.mounts)) is not None and c.waiting]
         causes += [cause] if (cause := self._refused()) is not None else []
         if limit is None or not causes:
@@ -395,8 +395,9 @@ class _Reconciler:
             since = min(since, max(wanted.last_transition_time, made or wanted.last_transition_time))
         left = limit - (self._now - since).total_seconds()
         if left <= 0:
-            text = f"{cause.sentence} (waited for failurePolicy.startTimeoutSeconds, {limit} s)"
-            return PlanRefused(cause.reason, text)
+            own = self._context.job.spec.failure_policy.start_timeout_seconds is not None
+            named = "failurePolicy.startTimeoutSeconds" if own else "the chart's jobs.startTimeoutSeconds"
+            return PlanRefused(cause.reason, f"{cause.sentence} (waited for {named}, {limit} s)")
         self._requeue.append(left)
         return None
 

@@ -71,6 +71,11 @@ class RenderContext:
         """Pods of a group when there is room for all."""
         return max(self.guaranteed(group), group.max_replicas or pod_count(group))
 
+    @property
+    def start_timeout(self) -> int | None:
+        """The seconds after which the job fails if its pods still wait. None: they wait for ever."""
+        return self.job.spec.failure_policy.start_timeout_seconds or self.settings.start_timeout_seconds or None
+
     def queueing(self) -> dict[str, str]:
         """Labels of the RLHFJob that Kueue is to see on what it admits."""
         return {key: value for key, value in self.job.metadata.labels.items() if key.startswith(names.KUEUE)}

@@ -76,7 +76,7 @@ def _gang(context: RenderContext) -> str:
 def _limit(context: RenderContext) -> int | None:
     """After how many seconds a gang that is partly placed gives its GPUs back, if the scheduler supports that. The
     operator ends the job then in any case."""
-    return context.job.spec.failure_policy.start_timeout_seconds
+    return context.start_timeout
 
 
 def _spec(context: RenderContext) -> Object:
