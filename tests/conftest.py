@@ -30,7 +30,13 @@ TOGETHER = {
         *("test_activation_limit.py", "test_division.py", "test_pipelines_", "test_placement_apart.py"),
         *("test_placement_examples.py", "test_planner_schedules.py", "test_schedules_", "test_training_schedule.py"),
     ),
-    "vllm": ("test_compat.py", "test_kv_connector.py", "test_rollout_sampler.py", "test_server_degrees.py"),
+    "vllm": (
+        "test_compat.py",
+        "test_kv_connector.py",
+        "test_rollout_rows.py",
+        "test_rollout_sampler.py",
+        "test_server_degrees.py",
+    ),
 }
 SHARING = {"cluster", "api server", "nullgpu", *TOGETHER}
 # A test without the mark slow should need less, with what it shares with others.

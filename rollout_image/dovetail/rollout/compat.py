@@ -9,7 +9,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
 from dovetail.models.compat import Private
+from dovetail.models.layers.packing import ROWS
 
 SEEN = "vLLM 0.32"
 PRIVATE = (
@@ -71,6 +76,11 @@ PRIVATE = (
         "vllm.model_executor.layers.vocab_parallel_embedding:VocabParallelEmbedding",
         SEEN,
         "embedding and head of a model, whichever family it is of",
+    ),
+    Private(
+        "vllm.model_executor.layers.utils:cpu_unquantized_gemm",
+        SEEN,
+        "on CPUs a row of a matrix product has other bits in a step of few rows, so steps are filled up to whole ROWS",
     ),
     Private(
         "vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.process_weights_after_loading",
@@ -336,6 +346,30 @@ def fork_engine_core() -> None:
 
     check_and_update_config.forks = True  # type: ignore[attr-defined]
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def fill_rows_on_cpus() -> None:
+    """CPU only: fill the rows of each float32 matrix product up to a multiple of ROWS. Without it a row's last bits
+    depend on how many rows there are: on the other samples of a decode step, and on whether a token comes in a decode
+    step or in a prefill. May be called any number of times. Models that are built later use it."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers import utils
+
+    original = utils.cpu_unquantized_gemm
+    if getattr(original, "fills", False):
+        return
+
+    def filled(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        missing = -x.shape[0] % ROWS if x.ndim == 2 and x.dtype == torch.float32 else 0
+        if not missing:
+            return original(layer, x, weight, bias)
+        return original(layer, pad(x, (0, 0, 0, missing)), weight, bias)[: x.shape[0]]
+
+    filled.fills = True  # type: ignore[attr-defined]
+    utils.cpu_unquantized_gemm = filled
 
 
 def divide_logits(model: Any, temperature: float) -> None:

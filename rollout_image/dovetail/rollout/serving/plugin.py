@@ -15,16 +15,18 @@ def die_with_parent() -> None:
 
 
 def register() -> None:
-    """Make the weight-transfer backend `dovetail` known. May be called any number of times."""
+    """Make the weight-transfer backend `dovetail` known, and have CPUs compute whole rows. May be called any number of
+    times."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    from dovetail.rollout.compat import registered_backends
+    from dovetail.rollout.compat import fill_rows_on_cpus, registered_backends
     from dovetail.rollout.weights_vllm import BACKEND
 
     if BACKEND not in registered_backends():
         WeightTransferEngineFactory.register_engine(
             BACKEND, "dovetail.rollout.weights_vllm", "DovetailWeightTransferEngine"
         )
+    fill_rows_on_cpus()
     # Engine cores and workers must not outlive a killed API server.
     process = multiprocessing.current_process()
     if multiprocessing.parent_process() is not None and process.name.startswith(("EngineCore", "VllmWorker", "Worker")):
