@@ -35,10 +35,10 @@ SPAWNER_SHARE = 0.1
 ENGINE = "'s engine core"
 
 
-def drill_job() -> Any:
-    """The tiny job of the tests; it may be restarted as often as it takes."""
+def drill_job(lag: int = 0) -> Any:
+    """The tiny job of the tests; it may be restarted as often as it takes. `lag`: its `ppo.lag`."""
     policy = {"maxRestarts": 10_000, "peerTimeoutSeconds": PEER_TIMEOUT_SECONDS}
-    return tiny_job(failurePolicy=policy, ppo={"iterations": ITERATIONS})
+    return tiny_job(failurePolicy=policy, ppo={"iterations": ITERATIONS, "lag": lag})
 
 
 def processes(launcher: Launcher) -> dict[str, int]:
@@ -106,9 +106,10 @@ def _send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def drill(folder: Path, seconds: float, seed: int, tell: Callable[[str], None]) -> dict[str, Any]:
-    """Runs the drill in `folder`; what it did. `different` names tensors that are not those of the undisturbed run."""
-    job, rng = drill_job(), random.Random(seed)
+def drill(folder: Path, seconds: float, seed: int, tell: Callable[[str], None], lag: int = 0) -> dict[str, Any]:
+    """Runs the drill in `folder`, with a job of this `ppo.lag`; what it did. `different` names tensors that are not
+    those of the undisturbed run."""
+    job, rng = drill_job(lag), random.Random(seed)
     begun = time.monotonic()
     outcome, _ = run_job(job, folder / "peace", own_imports=True)
     assert outcome.succeeded, outcome.reason
@@ -136,6 +137,7 @@ def drill(folder: Path, seconds: float, seed: int, tell: Callable[[str], None]) 
     means = {kind: round(sum(values) / len(values), 1) for kind, values in sorted(hand.replaced_after.items())}
     return {
         "seed": seed,
+        "lag": lag,
         "peer_timeout_seconds": PEER_TIMEOUT_SECONDS,
         "seconds_undisturbed": round(peace, 1),
         "seconds_of_rounds": rounds,
@@ -150,11 +152,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="helpers.drill", description=__doc__)
     parser.add_argument("--seconds", type=float, default=600.0, help="how long to disturb (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--lag", type=int, default=0, help="the job's ppo.lag (default: %(default)s)")
     parser.add_argument("--folder", type=Path, help="keep the run directories here")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="dovetail-drill-"))
     try:
-        facts = drill(folder, options.seconds, options.seed, lambda line: print(line, flush=True))
+        facts = drill(folder, options.seconds, options.seed, lambda line: print(line, flush=True), options.lag)
     finally:
         if options.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
