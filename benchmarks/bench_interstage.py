@@ -36,10 +36,10 @@ from bench_interstage_paper import MODELS, profile
 from interstage.stage import Measured, Rule, alike, decided, emulated, instances, learn, lengths_of, measure, memory
 
 from dovetail.coordinator.fusion.threshold import Decision, ThresholdController
-from dovetail.coordinator.scoring.streams import BLOCK_TOKENS
 from dovetail.coordinator.store.samples import NewSample
 from dovetail.planner.simulate.profile import StageProfile
 from dovetail.planner.simulate.stage import StagePrediction, scan
+from dovetail.protocol.budgets import RESPONSE_BLOCK
 
 PROMPT, MAX_TOKENS, SAMPLES = 128, 1024, 16
 FRACTIONS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95)
@@ -248,7 +248,7 @@ def main(argv: list[str] | None = None) -> int:
         real(options.fractions, options.seeds)
         return 0
     for count in options.instances:
-        blocks = None if options.whole else BLOCK_TOKENS
+        blocks = None if options.whole else RESPONSE_BLOCK
         emulate(count, options.share, options.slow, options.fractions, options.seeds, blocks)
     return 0
 

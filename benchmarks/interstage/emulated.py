@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.coordinator.scoring.streams import BLOCK_TOKENS
 from dovetail.planner.simulate.profile import StageProfile
+from dovetail.protocol.budgets import RESPONSE_BLOCK
 from dovetail.protocol.sampling import SEED
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
 
@@ -125,7 +125,7 @@ class Instance:
 
     async def begin(self, body: bytes) -> bytes:
         found = read(body)
-        held = [max(0, response - 1) // BLOCK_TOKENS * BLOCK_TOKENS for _, _, response in found]
+        held = [max(0, response - 1) // RESPONSE_BLOCK * RESPONSE_BLOCK for _, _, response in found]
         wholes = [prompt + count for (_, prompt, _), count in zip(found, held, strict=True)]
         await self.busy([whole - self.seen.get(key, 0) for (key, _, _), whole in zip(found, wholes, strict=True)])
         self.seen.update((key, whole) for (key, _, _), whole in zip(found, wholes, strict=True))

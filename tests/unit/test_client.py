@@ -3,10 +3,11 @@
 import json
 
 import pytest
-from status_api_fixtures import JOBS, Api, child, condition
+from status_api_fixtures import JOBS, Api, condition, of_job
 
 from dovetail.client import ClientError, Cluster
 from dovetail.coordinator.store import sample_files
+from dovetail.kube import names
 from dovetail.manifest.documents import ManifestError
 
 MANIFEST = """
@@ -73,13 +74,14 @@ def test_metrics_and_logs(api, cluster):
     assert cluster.metrics("job", "sft") == []
     assert cluster.job("job").iteration == 2
     pods = "/api/v1/namespaces/lab/pods"
-    api.kube.objects[f"{pods}/job-trainer"] = child("job-trainer") | {
-        "metadata": child("job-trainer")["metadata"] | {"labels": {"dovetail.dev/job": "job"}}
-    }
-    api.kube.objects[f"{pods}/job-trainer/log"] = "one\ntwo\n"
+    metadata = of_job("job-train-0")
+    metadata["labels"] |= names.labels("job", "uid-1", "train") | {names.GROUP_LABEL: "train"}
+    trainer = "job-train-0-0-abcde"
+    api.kube.objects[f"{pods}/{trainer}"] = {"metadata": {"name": trainer, "namespace": "lab", **metadata}, "spec": {}}
+    api.kube.objects[f"{pods}/{trainer}/log"] = "one\ntwo\n"
     api.kube.objects[f"{pods}/job-coordinator-0-0-abcde/log"] = "three\n"
     api.kube.rights |= {("ada", "get", "pods/log")}
-    assert cluster.logs("job") == {"job-coordinator-0-0-abcde": "three\n", "job-trainer": "one\ntwo\n"}
+    assert cluster.logs("job") == {"job-coordinator-0-0-abcde": "three\n", trainer: "one\ntwo\n"}
 
 
 def sample(iteration, prompt, number=0, **fields):
