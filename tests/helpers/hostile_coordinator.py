@@ -126,7 +126,7 @@ async def ask(way: str) -> dict[str, Any]:
     hostile = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = hostile.sockets[0].getsockname()[1]
     seconds = 1.0 if way in SLOW else 20.0
-    coordinators.COORDINATOR_PORT, coordinators.TIMEOUT_SECONDS = port, seconds
+    coordinator_http.COORDINATOR_PORT, coordinators.TIMEOUT_SECONDS = port, seconds
     labels = {names.JOB_LABEL: "demo", names.ROLE_LABEL: COORDINATOR}
     pod = {"metadata": {"name": "c", "labels": labels}, "status": {"phase": "Running", "podIP": "127.0.0.1"}}
     job = {"metadata": {"name": "demo", "namespace": "lab", "uid": "u"}}

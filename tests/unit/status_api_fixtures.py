@@ -19,10 +19,9 @@ from dovetail.coordinator.page.run_folder import RunFolder
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.coordinator.telemetry.timeline import Timeline
-from dovetail.kube import names
+from dovetail.kube import coordinator_http, names
 from dovetail.manifest.types import Stage
 from dovetail.protocol.process.process_names import COORDINATOR
-from dovetail.statusapi import coordinator_pods
 from dovetail.statusapi.api_settings import ApiSettings
 from dovetail.statusapi.app import create_app
 from dovetail.statusapi.main import Http, serve
@@ -107,7 +106,7 @@ class Api:
             "auth_cache_seconds": 0.0,
             "watch_seconds": 0.0,
         }
-        monkeypatch.setattr(coordinator_pods, "COORDINATOR_PORT", int(self.coordinator.url.rsplit(":", 1)[1]))
+        monkeypatch.setattr(coordinator_http, "COORDINATOR_PORT", int(self.coordinator.url.rsplit(":", 1)[1]))
         config = ApiSettings(**(defaults | settings))
         self._server = uvicorn.Server(
             uvicorn.Config(

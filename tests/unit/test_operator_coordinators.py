@@ -7,7 +7,7 @@ import itertools
 import aiohttp
 from aiohttp import web
 
-from dovetail.kube import names
+from dovetail.kube import coordinator_http, names
 from dovetail.operator.cluster import coordinator_poller as coordinators
 from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
 from dovetail.operator.reconcile.children import Children
@@ -32,7 +32,7 @@ async def serving(monkeypatch, answer, seconds=0.01):
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    monkeypatch.setattr(coordinators, "COORDINATOR_PORT", runner.addresses[0][1])
+    monkeypatch.setattr(coordinator_http, "COORDINATOR_PORT", runner.addresses[0][1])
     async with aiohttp.ClientSession() as session:
         follower = CoordinatorPoller(session, seconds, changed.put)
         try:

@@ -435,6 +435,10 @@ def test_the_start_timeout_counts_anew_when_a_job_is_tried_again():
     for _ in range(3):
         cluster.reconcile()
         cluster.step()
+    fails_after_waiting_for_a_minute(cluster)
+
+
+def fails_after_waiting_for_a_minute(cluster):
     for pod in cluster.pods():
         cluster.unschedulable(pod)
     cluster.pass_time(50)
@@ -442,6 +446,7 @@ def test_the_start_timeout_counts_anew_when_a_job_is_tried_again():
     assert not cluster.over()
     cluster.pass_time(11)
     cluster.reconcile()
+    assert cluster.condition("Failed")["status"] == "True"
     assert "startTimeoutSeconds, 60 s" in cluster.condition("Failed")["message"]
 
 
@@ -453,14 +458,7 @@ def test_the_time_without_a_jobset_is_no_waiting_for_nodes():
     cluster.pass_time(3600)
     cluster.reconcile()
     cluster.step()
-    for pod in cluster.pods():
-        cluster.unschedulable(pod)
-    cluster.pass_time(50)
-    cluster.reconcile()
-    assert not cluster.over()
-    cluster.pass_time(11)
-    cluster.reconcile()
-    assert cluster.condition("Failed")["status"] == "True"
+    fails_after_waiting_for_a_minute(cluster)
 
 
 def test_the_jobset_of_a_job_that_multikueue_sent_outlives_its_end_for_a_while():

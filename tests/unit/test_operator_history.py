@@ -10,9 +10,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.kube import names
+from dovetail.kube import coordinator_http, names
 from dovetail.manifest.types import Stage
-from dovetail.operator.cluster import coordinator_poller as coordinators
 from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
 from dovetail.operator.reconcile.children import Children
 from dovetail.operator.reconcile.history import MOST_METRICS, MOST_ROWS, JobHistory, last_row
@@ -111,7 +110,7 @@ def test_steps_are_taken_as_they_come_and_outlive_the_coordinators_pod(monkeypat
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        monkeypatch.setattr(coordinators, "COORDINATOR_PORT", runner.addresses[0][1])
+        monkeypatch.setattr(coordinator_http, "COORDINATOR_PORT", runner.addresses[0][1])
         async with aiohttp.ClientSession() as session:
             changed = asyncio.Queue()
             made = CoordinatorPoller(session, 0.01, changed.put)

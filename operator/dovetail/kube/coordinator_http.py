@@ -12,6 +12,8 @@ from typing import Any
 
 import aiohttp
 
+from dovetail.protocol.process.env import COORDINATOR_PORT
+
 # A page of history has up to 1 MiB, the status of 500 instances some 200 KB, a trace of a large job a few MiB.
 DOCUMENT_BYTES, DOCUMENT_VALUES = 2 << 20, 200_000
 TRACE_BYTES = 8 << 20
@@ -19,6 +21,12 @@ TRACE_BYTES = 8 << 20
 
 class NoAnswer(Exception):
     """The coordinator did not answer as it should; the message says how."""
+
+
+def pod_url(address: str) -> str:
+    """`http://host:port` of the coordinator in the pod with this IP address."""
+    host = f"[{address}]" if ":" in address else address
+    return f"http://{host}:{COORDINATOR_PORT}"
 
 
 def session() -> aiohttp.ClientSession:

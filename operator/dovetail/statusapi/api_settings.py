@@ -13,10 +13,9 @@ class ApiSettings:
     """`audiences`: those that a token may be for; empty means the API server's own. `namespaces`: those whose jobs are
     shown; empty means all. With `tls_certificate` and `tls_key` (paths) the API serves HTTPS. `coordinator_url` takes
     {job} and {namespace}, where pods have no addresses that the API reaches; empty means the pods'. Every
-    `watch_seconds` all
-    running jobs are asked how far they are, so that it is known when they are done; 0: only those that somebody asks
-    about. Large answers (logs, traces, the run page's) take at most `answer_bytes` of memory together, and those to one
-    user at most `user_bytes`. Times in seconds."""
+    `watch_seconds` all running jobs are asked how far they are, so that it is known when they are done; 0: only those
+    that somebody asks about. Large answers (logs, traces, the run page's) take at most `answer_bytes` of memory
+    together, and those to one user at most `user_bytes`. Times in seconds."""
 
     host: str = "0.0.0.0"
     port: int = 8080

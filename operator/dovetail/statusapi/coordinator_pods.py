@@ -10,9 +10,8 @@ from typing import Any
 
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError
-from dovetail.kube.coordinator_http import NoAnswer
+from dovetail.kube.coordinator_http import NoAnswer, pod_url
 from dovetail.kube.owners import pod_of
-from dovetail.protocol.process.env import COORDINATOR_PORT
 from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.statusapi.kube import Kube, Object, core_path, get
 
@@ -37,8 +36,7 @@ class CoordinatorPods:
         self._names.move_to_end(uid)
         while len(self._names) > REMEMBERED:
             self._names.popitem(last=False)
-        address = pod["status"]["podIP"]
-        return f"http://[{address}]:{COORDINATOR_PORT}" if ":" in address else f"http://{address}:{COORDINATOR_PORT}"
+        return pod_url(pod["status"]["podIP"])
 
     async def _known(self, job: Object) -> Object | None:
         uid = job["metadata"]["uid"]

@@ -15,6 +15,7 @@ from dovetail.cli.common.extras import require
 from dovetail.cli.common.one_line_options import folder_context
 from dovetail.local.starter import Method, starter
 from dovetail.manifest.checks.hub_names import hub_problem
+from dovetail.manifest.fixed_names import PARQUET
 from dovetail.supervision.errors import RunError, UsageError
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def first_record(method: Method, data: Path) -> tuple[list[str], bool]:
     Raises UsageError if the method cannot read the record."""
     from dovetail.coordinator.data.data_error import DataError
     from dovetail.coordinator.data.formats import MESSAGE_FIELDS, PROMPT_FIELDS, convert, detect
-    from dovetail.coordinator.data.sources import PARQUET, source_files
+    from dovetail.coordinator.data.sources import source_files
     from dovetail.coordinator.data.text.chat_template import HumanAssistant, NoTools
     from dovetail.local.data_look import rows_of
 

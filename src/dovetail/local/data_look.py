@@ -14,10 +14,11 @@ from dovetail.coordinator.data import jsonl
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import EMPTY, FORMATS, convert, detect, is_dialogue, unused_fields
 from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, Preference, Record, equal_pairs
-from dovetail.coordinator.data.sources import PARQUET, hub_table, source_files
+from dovetail.coordinator.data.sources import hub_table, source_files
 from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, WithSystem, chat_format
 from dovetail.coordinator.data.text.conversations import table_row, tools_of
 from dovetail.coordinator.data.text.tokenize import Encoder
+from dovetail.manifest.fixed_names import PARQUET
 from dovetail.manifest.types import DataSource
 
 # Records in which fields are looked for that nothing reads.

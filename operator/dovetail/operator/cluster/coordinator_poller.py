@@ -17,7 +17,6 @@ from dovetail.operator.cluster.object_cache import Key
 from dovetail.operator.reconcile import progress
 from dovetail.operator.reconcile.children import Children, is_over
 from dovetail.operator.reconcile.history import JobHistory
-from dovetail.protocol.process.env import COORDINATOR_PORT
 
 TIMEOUT_SECONDS = 3.0
 CATCH_UP_SECONDS = 10.0
@@ -128,8 +127,7 @@ class CoordinatorPoller:
 
     async def _get(self, address: str, token: str, path: str) -> dict[str, Any]:
         """The JSON object there. Raises NoAnswer."""
-        host = f"[{address}]" if ":" in address else address
-        url = f"http://{host}:{COORDINATOR_PORT}{path}"
+        url = coordinator_http.pod_url(address) + path
         return coordinator_http.document(
             await coordinator_http.fetch(
                 self._session, url, token, seconds=TIMEOUT_SECONDS, most=coordinator_http.DOCUMENT_BYTES

@@ -15,10 +15,9 @@ from dovetail.coordinator.data.formats import convert, detect
 from dovetail.coordinator.data.records import ByIndex, Demonstration, Kind, Preference, Prompt, Record, Records
 from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, WithSystem
 from dovetail.coordinator.data.text.conversations import table_row
+from dovetail.manifest.fixed_names import DATA_SUFFIXES, PARQUET
 from dovetail.manifest.types import DataSource
 
-JSON_LINES = (".jsonl", ".jsonl.gz")
-PARQUET = (".parquet",)
 # The version of the checks of JSON lines. Increase it when the checks change, so that lines are checked again.
 CHECKED = 6
 
@@ -102,18 +101,17 @@ def _synthetic(kind: Kind, size: int, seed: int, field: str) -> Records[Record]:
 
 def source_files(path: Path, field: str) -> list[Path]:
     """The files of a `path` source, in order. Raises DataError."""
-    endings = JSON_LINES + PARQUET
     if not path.exists():
         raise DataError(f"{field}.path: {path} does not exist")
     if path.is_dir():
-        files = sorted(p for p in path.iterdir() if p.is_file() and p.name.endswith(endings))
+        files = sorted(p for p in path.iterdir() if p.is_file() and p.name.endswith(DATA_SUFFIXES))
         if not files:
-            raise DataError(f"{field}.path: folder {path} holds no {', '.join(endings)} file")
-    elif path.name.endswith(endings):
+            raise DataError(f"{field}.path: folder {path} holds no {', '.join(DATA_SUFFIXES)} file")
+    elif path.name.endswith(DATA_SUFFIXES):
         files = [path]
     else:
         mend = f"; {jsonl.ending(path)}" if path.suffix == ".json" else ""
-        raise DataError(f"{field}.path: {path.name} must end in one of {', '.join(endings)}{mend}")
+        raise DataError(f"{field}.path: {path.name} must end in one of {', '.join(DATA_SUFFIXES)}{mend}")
     if len({p.name.endswith(PARQUET) for p in files}) > 1:
         raise DataError(f"{field}.path: folder {path} mixes JSON lines and Parquet; keep one kind a folder")
     return files

@@ -11,11 +11,11 @@ from dovetail.manifest.checks.batching import pinned_layouts
 from dovetail.manifest.checks.function_modules import missing_modules
 from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.checks.scratch import SIZES, cpu_head_error, is_count
+from dovetail.manifest.fixed_names import DATA_SUFFIXES
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import problem, replay_error
 from dovetail.manifest.types import ModelSource, RLHFJobSpec, Role, Stage
 
-DATA_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 # Whose source a trained model comes from: the first that has one.
 _OWNERS = {"actor": ("actor",), "reward": ("reward", "actor"), "critic": ("critic", "reward", "actor")}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")

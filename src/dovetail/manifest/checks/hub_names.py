@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path, PurePath
 
+from dovetail.manifest.fixed_names import DATA_SUFFIXES
+
 _NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
-_FILES = (".jsonl", ".jsonl.gz", ".parquet", ".json", ".csv")
+_FILES = (*DATA_SUFFIXES, ".json", ".csv")
 
 
 def hub_problem(name: str, what: str, base: Path, owner: bool = True) -> str | None:
