@@ -1,6 +1,7 @@
 """Schedules with several stages of a model on each rank."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -12,12 +13,15 @@ from dovetail.pipelines import (
     ScheduleProblem,
     SearchEffort,
     check_steps,
+    choose,
     document,
     evaluate,
     family_instance,
+    family_of,
     find,
     fixed_orders,
     fused_problem,
+    interleaved_family,
     serial_memory,
     steps,
 )
@@ -45,17 +49,18 @@ def test_zb_v_twice_takes_what_it_takes_elsewhere(stages, count, expected):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("stages", "count"), [(2, 4), (4, 4), (4, 16), (8, 3), (8, 24), (5, 7), (4, 10)])
-@pytest.mark.parametrize("name", ["interleaved", "zb-v"])
+@pytest.mark.parametrize("name", ["interleaved", "interleaved-3", "interleaved-6", "zb-v"])
 def test_published_schedules_are_the_ones_that_torch_ships(name, stages, count):
     from torch.distributed.pipelining import schedules
 
     problem = fused_problem(stages, stages, count, 1, 1)
-    instance = family_instance(problem, CHUNKED[name])
-    orders = fixed_orders(instance, CHUNKED[name])
-    kind = {"interleaved": schedules.ScheduleInterleaved1F1B, "zb-v": schedules.ScheduleZBVZeroBubble}[name]
+    family = family_of(name)
+    instance = family_instance(problem, family)
+    orders = fixed_orders(instance, family)
+    kind = schedules.ScheduleZBVZeroBubble if name == "zb-v" else schedules.ScheduleInterleaved1F1B
     theirs = kind.__new__(kind)
-    theirs.pp_group_size, theirs._n_microbatches, theirs.n_local_stages = stages, count, 2
-    theirs.num_stages = theirs._num_stages = 2 * stages
+    theirs.pp_group_size, theirs._n_microbatches, theirs.n_local_stages = stages, count, family.chunks
+    theirs.num_stages = theirs._num_stages = family.chunks * stages
     theirs.number_of_rounds = max(1, count // stages)
     theirs.microbatches_per_round = count // theirs.number_of_rounds
     letters = {"FORWARD": "F", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W", "FULL_BACKWARD": "B"}
@@ -65,13 +70,13 @@ def test_published_schedules_are_the_ones_that_torch_ships(name, stages, count):
             for action in theirs._calculate_single_rank_operations(rank)
             if action is not None
         ]
-        actor = [code for code in orders[rank].tolist() if code < 2 * KINDS]
+        actor = [code for code in orders[rank].tolist() if code < family.chunks * KINDS]
         names = "FIW" if instance.split else "FB"
         ours = [(int(instance.position[code // KINDS, rank]), names[code % KINDS]) for code in actor]
         assert ours == expected
 
 
-@pytest.mark.parametrize("name", ["interleaved", "zb-v", "v-half", "v-min"])
+@pytest.mark.parametrize("name", ["interleaved", "interleaved-3", "zb-v", "v-half", "v-min"])
 def test_any_number_of_micro_batches_ends_on_any_number_of_ranks(name):
     """torch and Megatron-LM refuse some of them for interleaved 1F1B."""
     for ranks, count, mini_batches in itertools.product((1, 2, 3, 5, 8), (1, 2, 3, 5, 7, 10, 13, 17), (1, 2)):
@@ -127,6 +132,48 @@ def replay(written):
             held[rank] += {"F": 1, "I": 0, "W": -1}[a["kind"]] * models[a["model"]]["activation"]
             peak[rank] = max(peak[rank], held[rank])
     return max(ends.values()), max(peak)
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4, 7])
+def test_more_chunks_in_a_loop_wait_less(chunks):
+    """Narayanan et al. 2021, section 2.2: with v chunks the bubble is 1 / v of that of 1F1B, and memory is higher."""
+    problem = fused_problem(8, 8, 16, 1, 1)
+    family = interleaved_family(chunks)
+    assert family == family_of(family.name)
+    found = find(problem, family, SearchEffort())
+    check_steps(problem, steps(found))
+    assert found.makespan == pytest.approx(2 * 3 * (16 + 7 / chunks))
+    assert found.peak == pytest.approx(8 + 7 / chunks)
+
+
+@pytest.mark.parametrize("limited", [True, False])
+def test_a_v_of_each_model_in_one_direction_is_no_slower_than_one_after_the_other(limited):
+    """But it is slower than opposite directions: the last rank's first work arrives after all other ranks' forwards."""
+    free = fused_problem(4, 4, 6, 1, 1, communication=0.1)
+    problem = replace(free, memory_limit=serial_memory(free) if limited else None)
+    effort = SearchEffort(scale=0.1, workers=1, memory=False, exact=False)
+    one_way, both_ways = (find(problem, CHUNKED[name], effort) for name in ("shared-v", "fused-v"))
+    check_steps(problem, steps(one_way))
+    assert both_ways.makespan < one_way.makespan < find(free, CHUNKED["zb-v"], SearchEffort()).makespan
+    assert both_ways.makespan < one_way.bound
+
+
+def test_a_v_in_one_direction_is_searched_only_where_it_can_be_the_fastest():
+    problem = fused_problem(4, 4, 4, 1, 1)
+    asked = []
+
+    def finder(problem, name, effort):
+        asked.append(name)
+        return find(problem, CHUNKED[name], effort)
+
+    choice = choose(problem, QUICK, ["shared-v", "zb-v", "fused-v"], finder)
+    assert asked == ["zb-v", "fused-v"]
+    assert list(choice.schedules) == ["shared-v", "zb-v", "fused-v"], "the report names it all the same"
+    assert choice.schedules["shared-v"].makespan <= choice.schedules["zb-v"].makespan
+    assert choice.best.family == "fused-v"
+    asked.clear()
+    assert choose(problem, QUICK, ["shared-v", "zb-v"], finder).best.family == "shared-v"
+    assert asked == ["zb-v", "shared-v"]
 
 
 @pytest.mark.parametrize("name", [pytest.param("fused-v", marks=pytest.mark.slow), "fused-w", "zb-v", "v-min"])

@@ -54,13 +54,23 @@ def test_auto_shows_every_family_and_what_the_others_lose():
         "fused-split",
         "zb-v",
         "interleaved",
+        "interleaved-3",
         "v-half",
         "fused-v",
+        "shared-v",
         "dedicated",
     ):
         assert re.search(rf"^ {family}[ *]", result.output, re.MULTILINE), family
     assert result.output.count("%") >= 5
     assert "-rolled" not in result.output, "one mini-batch has no border to roll over"
+
+
+def test_interleaved_1f1b_takes_any_number_of_chunks(tmp_path):
+    result = call("--family", "interleaved", "--chunks", "5", "-o", str(tmp_path / "s.json"))
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "s.json").read_text())
+    assert written["family"] == "interleaved-5"
+    assert [m["ranks"] for m in written["models"]] == [[[0, 1, 2, 3] * 5], [[0, 1] * 5, [2, 3] * 5]]
 
 
 def test_the_same_call_again_gives_the_same_schedule(tmp_path):
@@ -74,6 +84,7 @@ def test_the_same_call_again_gives_the_same_schedule(tmp_path):
     ("more", "sentence"),
     [
         (["--micro-batches", "5"], "actor's 5 micro-batches cannot be divided among the critic's 2 pipelines"),
+        (["--chunks", "3"], "--chunks is only for --family interleaved"),
         (["--critic-stages", "3"], "critic's 3 pipeline stages do not divide the actor's 4"),
         (["--memory", "0.5"], "memory limit of 0.5 is below what any schedule needs"),
         (["--memory", "0.5"], "take 1 on a rank, which is the least limit possible"),

@@ -12,6 +12,7 @@ from dovetail.pipelines import (
     ModelPipelines,
     ScheduleProblem,
     SearchEffort,
+    Shape,
     evaluate,
     family_instance,
     family_of,
@@ -24,6 +25,7 @@ from dovetail.pipelines.families import Family
 from dovetail.pipelines.search.exact import ExactSearch, available
 
 NAMES = ["fused", "fused-rolled", "fused-split", "shared", "zero-bubble", "fused-v", "fused-v-whole", "fused-w"]
+NAMES += ["shared-v", "interleaved", "interleaved-4"]
 
 
 @st.composite
@@ -44,7 +46,7 @@ def limited(draw):
     problem = ScheduleProblem((model("actor", 1, k * each), model("critic", k, each)), latency, count)
     name = draw(st.sampled_from([n for n in NAMES if count > 1 or not n.endswith("-rolled")]))
     family = family_of(name)
-    least = problem.least_memory_of(family.chunks)
+    least = problem.least_memory_of(family.chunks, family.shape is Shape.LOOP)
     most = sum(float(problem.array(m, "activation").sum(axis=1).max()) for m in (0, 1))
     limit = least + draw(st.sampled_from([0.0, 0.1, 0.3, 0.6])) * (most - least)
     return replace(problem, memory_limit=max(np.ceil(limit), 1.0)), family

@@ -35,6 +35,7 @@ from dovetail.pipelines import (
     family_of,
     find,
     fused_problem,
+    interleaved_family,
     pareto,
     serial_memory,
     steps,
@@ -85,6 +86,7 @@ _count = click.IntRange(1)
     show_default=True,
     help="auto: the fastest that fits.",
 )
+@click.option("--chunks", type=click.IntRange(2), help="Stages of each model on a rank, for --family interleaved.")
 @click.option(
     "--seconds",
     type=_positive,
@@ -100,6 +102,7 @@ _count = click.IntRange(1)
 @click.option("--no-cache", is_flag=True, help="Search again, even where the answer is known from an earlier call.")
 def schedule(
     family: str,
+    chunks: int | None,
     seconds: float,
     seed: int,
     workers: int | None,
@@ -122,6 +125,9 @@ def schedule(
       dovetail schedule --actor-stages 8 --critic-stages 4 --micro-batches 16 \\
           --actor-forward 5 --critic-forward 2 --svg schedule.svg
     """
+    if chunks is not None and family != "interleaved":
+        raise UsageError("--chunks is only for --family interleaved.")
+    family = family if chunks is None else interleaved_family(chunks).name
     try:
         if profile_path is None:
             problem = _problem(memory, **numbers)

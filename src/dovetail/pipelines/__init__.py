@@ -28,6 +28,7 @@ from dovetail.pipelines.families import (
     family_names,
     family_of,
     fixed_orders,
+    interleaved_family,
     zero_bubble_limit,
 )
 from dovetail.pipelines.instance import Coupling, SearchInstance, Shape, StagePlacement
@@ -75,6 +76,7 @@ __all__ = [
     "fixed_orders",
     "front",
     "fused_problem",
+    "interleaved_family",
     "lower_bound",
     "one_f_one_b",
     "pareto",

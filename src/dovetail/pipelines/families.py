@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,8 @@ class Family:
     """`reverse`: the critic's pipelines run against the actor's. `chunks`: stages of a model on each of its ranks, laid
     out as `shape` says. `split`: a backward is split into input gradient and weight gradient. `fixed`: a rule builds
     the schedule; other families are searched. `capped`: the search starts from a rule's schedule, and keeps to the
-    memory that this takes. `published`: the name under which others know it, or what it comes from."""
+    memory that this takes. `seldom`: it is seldom the fastest, so `choose` searches it only if its bound is below what
+    the other families reached. `published`: the name under which others know it, or what it comes from."""
 
     name: str
     description: str
@@ -30,6 +32,7 @@ class Family:
     chunks: int = 1
     shape: Shape = Shape.ZIGZAG
     capped: bool = False
+    seldom: bool = False
     published: str = ""
 
     @property
@@ -78,18 +81,27 @@ FAMILIES = {
         Family("fused-split-rolled", "bidirectional, split, rolled", Coupling.ROLLED, reverse=True, split=True),
     )
 }
+_INTERLEAVED = re.compile("interleaved-([3-9]|[1-9][0-9]+)")
+
+
+def interleaved_family(chunks: int) -> Family:
+    """Interleaved 1F1B with so many chunks on each rank: `interleaved` for 2, `interleaved-3` for 3, and so on."""
+    return Family(
+        "interleaved" if chunks == 2 else f"interleaved-{chunks}",
+        f"{chunks} chunks in a loop, no barrier",
+        Coupling.MINI_BATCH,
+        fixed=True,
+        chunks=chunks,
+        shape=Shape.LOOP,
+        published="interleaved 1F1B twice (Megatron-LM; torch's ScheduleInterleaved1F1B)"
+        + ("" if chunks == 2 else f", {chunks} chunks"),
+    )
+
+
 CHUNKED = {
     family.name: family
     for family in (
-        Family(
-            "interleaved",
-            "two chunks in a loop, no barrier",
-            Coupling.MINI_BATCH,
-            fixed=True,
-            chunks=2,
-            shape=Shape.LOOP,
-            published="interleaved 1F1B twice (Megatron-LM; torch's ScheduleInterleaved1F1B)",
-        ),
+        *(interleaved_family(chunks) for chunks in (2, 3, 4)),
         Family(
             "zb-v",
             "a V of each model, no barrier",
@@ -119,6 +131,8 @@ CHUNKED = {
         ),
         Family("fused-v", "a V of each model, bidirectional", Coupling.MINI_BATCH, reverse=True, split=True, chunks=2),
         Family("fused-v-rolled", "the same, rolled", Coupling.ROLLED, reverse=True, split=True, chunks=2),
+        Family("shared-v", "a V of each model, same direction", Coupling.MINI_BATCH, split=True, chunks=2, seldom=True),
+        Family("shared-v-rolled", "the same, rolled", Coupling.ROLLED, split=True, chunks=2, seldom=True),
         Family("fused-v-whole", "fused-v, backwards not split", Coupling.MINI_BATCH, reverse=True, chunks=2),
         Family("fused-w", "four chunks, bidirectional", Coupling.MINI_BATCH, reverse=True, split=True, chunks=4),
     )
@@ -136,6 +150,9 @@ DEDICATED = Family(
 
 
 def family_of(name: str) -> Family:
+    """The family of a name; `interleaved-5` and the like too. Raises KeyError for others."""
+    if match := _INTERLEAVED.fullmatch(name):
+        return interleaved_family(int(match[1]))
     return DEDICATED if name == DEDICATED.name else {**FAMILIES, **CHUNKED}[name]
 
 
@@ -194,8 +211,7 @@ def fixed_orders(instance: SearchInstance, family: Family) -> Ints:
             rows.append(_stitched(instance, rank, 1) * mini_batches)
         elif family.name == "stitched-rolled":
             rows.append(_stitched(instance, rank, mini_batches))
-        elif family.name in _RULES:
-            rule = _RULES[family.name]
+        elif (rule := _RULES.get(_INTERLEAVED.sub("interleaved", family.name))) is not None:
             rows.append((rule(instance, rank, 0) + rule(instance, rank, 1)) * mini_batches)
         else:
             raise ProblemError(f"schedules of the family {family.name} are searched for, not built by rule")
@@ -236,10 +252,10 @@ def _stitched(instance: SearchInstance, rank: int, mini_batches: int) -> list[in
 _RULES: dict[str, _Rule] = {
     "serial": _one_f_one_b,
     "overlapped": _one_f_one_b,
-    "interleaved": interleaved,
     "zb-v": zb_v,
     "v-half": v_half,
     "v-min": v_min,
+    "interleaved": interleaved,
     "one by one": one_by_one,
 }
 

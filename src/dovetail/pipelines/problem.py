@@ -240,9 +240,8 @@ def _check(problem: ScheduleProblem) -> None:
     limit = problem.memory_limit
     if limit is None or limit >= problem.least_memory * (1 - 1e-9):
         return
-    least = min(
-        problem.least_memory_of(chunks, loop) for chunks, loop in ((1, False), (2, False), (2, True), (4, False))
-    )
+    kinds = ((1, False), (2, False), (2, True), (3, True), (4, False), (4, True))
+    least = min(problem.least_memory_of(chunks, loop) for chunks, loop in kinds)
     if not limit >= least * (1 - 1e-9):
         raise ProblemError(
             f"a memory limit of {limit:g} is below what any schedule needs: one micro-batch's activations alone take "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable, MutableMapping, Sequence
@@ -9,7 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dovetail.pipelines.families import DEDICATED, family_instance, family_names, family_of
+from dovetail.pipelines.bound import lower_bound
+from dovetail.pipelines.families import DEDICATED, family_instance, family_names, family_of, starts
+from dovetail.pipelines.instance import SearchInstance
 from dovetail.pipelines.problem import ProblemError, ScheduleProblem
 from dovetail.pipelines.schedule import DeadlockError, Schedule, evaluate
 from dovetail.pipelines.search.find import find
@@ -43,21 +46,39 @@ def choose(
     """The fastest of `families` (default: all) within the memory limit. Of equally fast ones the one of less memory is
     taken, then the first.
 
-    The searched families share `effort.seconds`. Raises ProblemError where no family fits."""
+    The searched families share `effort.seconds`. Those that are seldom the fastest come last. Each of them is searched,
+    in as much time as another, only if its bound is below what was reached. Else its best schedule by a rule is
+    compared. Raises ProblemError where no family fits."""
     names = list(families or [*family_names(problem), *([DEDICATED.name] if problem.ranks > 1 else [])])
-    searched = sum(not family_of(n).fixed for n in names)
+    searched = sum(not (family_of(n).fixed or family_of(n).seldom) for n in names)
     share = replace(effort, seconds=effort.seconds / max(1, searched))
     found: dict[str, Schedule] = {}
     refused: dict[str, str] = {}
-    for name in names:
+    for name in sorted(names, key=lambda name: family_of(name).seldom):
+        family = family_of(name)
         try:
+            if family.seldom and found:
+                instance, reached = family_instance(problem, family), min(s.makespan for s in found.values())
+                known = _by_rule(instance, name) if lower_bound(instance) >= reached * (1 - 1e-9) else None
+                if known is not None:
+                    found[name] = known
+                    continue
             found[name] = finder(problem, name, share)
         except ProblemError as error:
             refused[name] = str(error)
     if not found:
         raise ProblemError("no family fits: " + "; ".join(refused.values()))
     best = min(found.values(), key=lambda s: (round(s.makespan, 9), s.peak))
-    return Choice(best, found, refused)
+    return Choice(best, {n: found[n] for n in names if n in found}, refused)
+
+
+def _by_rule(instance: SearchInstance, name: str) -> Schedule | None:
+    """The fastest schedule that a rule builds within the memory limit, or None."""
+    found = []
+    for orders in starts(instance):
+        with contextlib.suppress(DeadlockError):
+            found.append(evaluate(instance, orders, name, "rule"))
+    return min((s for s in found if s.fits(instance.problem.memory_limit)), key=lambda s: s.makespan, default=None)
 
 
 def pareto(
