@@ -407,6 +407,8 @@ def test_an_error_on_one_rank_alone_frees_the_others_and_is_reported(tmp_path: P
         with pytest.raises(TrainerError, match=r"the table is gone at .*trouble.py:6 .*\(trainer rank 1\)"):
             driver.step(1)
         assert all(process.poll() is None for process in ranks.processes.values())
+        (left,) = [record for record in ranks.log(0) if record["event"] == "generation.left"]
+    assert "Timed out" not in left["reason"], "freed by the failed rank, long before the groups' deadline"
 
 
 def test_an_absent_coordinator_ends_the_rank_with_a_sentence(tmp_path: Path) -> None:

@@ -466,3 +466,22 @@ def test_what_a_lost_checkpoint_left_half_written_is_deleted_with_the_next_one(t
         life.cancel()
 
     run(scenario())
+
+
+def test_long_polls_are_answered_when_the_coordinator_closes() -> None:
+    """The HTTP server waits for them. This clock stands still, so they do not end by themselves."""
+
+    async def scenario() -> None:
+        group = make_group(clock=Clock())
+        joining = asyncio.create_task(group.join(join(0, "a")))
+        await asyncio.sleep(0)
+        group.close()
+        assert (await joining).generation is None
+        formed = make_group(world=1, clock=Clock())
+        await form(formed, "a")
+        asking = asyncio.create_task(formed.next(NextRequest(generation=1)))
+        await asyncio.sleep(0)
+        formed.close()
+        assert (await asking).command is None
+
+    run(scenario())

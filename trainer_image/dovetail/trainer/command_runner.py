@@ -279,10 +279,13 @@ class CommandRunner:
         come, because they wait for it elsewhere. Raises PeerLost on the other ranks."""
         if self._groups.world_size == 1:
             return True
-        limit = timedelta(seconds=LONELY_SECONDS) if failed else self._groups.timeout
+        options = dist.AllreduceOptions()
+        # The limit must be that of the operation itself. Groups are closed only after their operations have ended, so
+        # with a shorter wait alone this rank would hold the others for the groups' whole deadline.
+        options.timeout = timedelta(seconds=LONELY_SECONDS) if failed else self._groups.timeout
         try:
             with peer_errors("waiting for the other trainer ranks"):
-                dist.all_reduce(torch.zeros(1), group=self._groups.control, async_op=True).wait(limit)
+                self._groups.control.allreduce([torch.zeros(1)], options).wait()
         except PeerLost:
             if failed:
                 return False

@@ -259,6 +259,7 @@ class Engines:
         await self._metrics.close()
         if self._session is not None:
             await self._session.close()
+        self.trainers.close()
         if self._runner is not None:
             await self._runner.cleanup()
         await self._trackers.close()

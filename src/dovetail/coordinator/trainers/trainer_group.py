@@ -88,6 +88,7 @@ class TrainerGroup:
     _cancelled: str | None = None
     _why: str = ""  # the reason why the last generation ended
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _closed: bool = False
 
     # ------------------------------------------------------------ called by the HTTP server
 
@@ -112,7 +113,7 @@ class TrainerGroup:
         deadline = self.clock() + POLL_SECONDS
         while request.incarnation not in self._replies:
             remaining = deadline - self.clock()
-            if remaining <= 0:
+            if remaining <= 0 or self._closed:
                 return JoinReply()
             await self._wait_change(remaining)
         # Each join is answered once. A rank that joins again after this has left the generation.
@@ -160,9 +161,14 @@ class TrainerGroup:
                     self._versions = frozenset()
                 return NextReply(command=running.command)
             remaining = deadline - self.clock()
-            if remaining <= 0:
+            if remaining <= 0 or self._closed:
                 return NextReply()
             await self._wait_change(remaining)
+
+    def close(self) -> None:
+        """Answer the long polls now, so that the HTTP server need not wait for them when it closes."""
+        self._closed = True
+        self._notify()
 
     def end_generation(self, why: str) -> None:
         """End the generation. The remaining ranks learn it from their heartbeats and join again."""
