@@ -27,15 +27,17 @@ ORDER = {"cluster": 0, "e2e": 1, "api server": 2, "schedules": 4, "vllm": 5, "un
 # kernels, and vLLM is imported.
 TOGETHER = {
     "schedules": (
-        *("test_activation_limit.py", "test_division.py", "test_pipelines_", "test_placement_apart.py"),
-        *("test_placement_examples.py", "test_planner_schedules.py", "test_schedules_", "test_training_schedule.py"),
+        "pipelines/",
+        *("planner/test_activation_limit.py", "planner/test_division.py", "planner/test_placement_apart.py"),
+        *(
+            "planner/test_placement_examples.py",
+            "planner/test_planner_schedules.py",
+            "trainer/test_training_schedule.py",
+        ),
     ),
     "vllm": (
-        "test_compat.py",
-        "test_kv_connector.py",
-        "test_rollout_rows.py",
-        "test_rollout_sampler.py",
-        "test_server_degrees.py",
+        *("rollout/test_compat.py", "rollout/test_kv_connector.py", "rollout/test_rollout_rows.py"),
+        *("rollout/test_rollout_sampler.py", "planner/test_server_degrees.py"),
     ),
 }
 SHARING = {"cluster", "api server", "nullgpu", *TOGETHER}
@@ -53,13 +55,18 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.pop("PYTHONHASHSEED", None)
 
 
+def below_tests(file: Path) -> tuple[str, ...]:
+    """The parts of its path below tests/."""
+    return file.parts[len(file.parts) - file.parts[::-1].index("tests") :]
+
+
 def part_of(file: Path) -> str:
-    """The name of its folder, or of the part of it whose tests share something."""
-    folder = file.parent.name
+    """The name of its folder in tests/, or of the part of it whose tests share something."""
+    folder, *below = below_tests(file)
     if folder == "cluster" and file.name in API_SERVER_ALONE:
         return "api server"
     if folder == "unit":
-        return next((part for part, names in TOGETHER.items() if file.name.startswith(names)), folder)
+        return next((part for part, names in TOGETHER.items() if "/".join(below).startswith(names)), folder)
     return folder
 
 
@@ -67,13 +74,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"{item.nodeid}: an id with an address differs between workers; give the test ids")
-        if item.path.parent.name != "unit" and item.get_closest_marker("slow") is None:
+        if below_tests(item.path)[0] != "unit" and item.get_closest_marker("slow") is None:
             raise pytest.UsageError(f"{item.nodeid}: give it the mark slow, or move it to tests/unit")
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: ORDER.get(part_of(item.path), 3))
     else:
         # One process alone comes to the clusters last: nothing then runs beside them.
-        items.sort(key=lambda item: item.path.parent.name == "cluster")
+        items.sort(key=lambda item: below_tests(item.path)[0] == "cluster")
 
 
 def cpu_seconds() -> float:

@@ -160,8 +160,8 @@ def test_types(dry_run, changes, sentence):
 
 @pytest.mark.parametrize(("changes", "sentence"), CASES, ids=[s[:60] for _, s in CASES])
 def test_rules_say_what_dovetail_validate_says(dry_run, changes, sentence):
-    """tests/unit/test_rules.py runs the same rules on far more manifests; here are the API server's own types, costs
-    and messages."""
+    """tests/unit/manifest/test_rules.py runs the same rules on far more manifests; here are the API server's own types,
+    costs and messages."""
     manifest = changed(**changes)
     objects = Objects(RLHFJob.model_validate(manifest).spec)
     broken = [(rule, told) for rule in RULES for _, told in rule.check(objects)]

@@ -1,6 +1,6 @@
 """Private parts of other packages that the operator uses, each with the reason and the version it was seen in.
 
-tests/unit/test_compat_operator.py fails with the name of the part that has moved."""
+tests/unit/operator/test_compat_operator.py fails with the name of the part that has moved."""
 
 from __future__ import annotations
 

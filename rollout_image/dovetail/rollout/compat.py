@@ -1,5 +1,5 @@
 """What the rollout's plug-ins use of vLLM beyond its interfaces for plug-ins: none of it is promised to stay.
-tests/unit/test_compat.py says what has moved.
+tests/unit/rollout/test_compat.py says what has moved.
 
 vLLM is imported inside the functions: a scorer, which has none of it, shares this package."""
 

@@ -1,5 +1,5 @@
 """Gathers the parts of torch and transformers that the models use and these do not promise to keep.
-tests/unit/test_compat.py fails if one of them has moved.
+tests/unit/rollout/test_compat.py fails if one of them has moved.
 
 `PRIVATE` lists each part with the last version that had it, and the reason for using it. The packages that build on
 this one have lists of their own (`dovetail.trainer.compat`, `dovetail.rollout.compat`)."""

@@ -1,5 +1,5 @@
 """Gathers numba, which compiles the kernels if it is installed, and the one private part of it that they need.
-tests/unit/test_pipelines_simulate.py fails if numba asks for something else."""
+tests/unit/pipelines/test_pipelines_simulate.py fails if numba asks for something else."""
 
 from __future__ import annotations
 

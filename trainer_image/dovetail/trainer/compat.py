@@ -1,4 +1,6 @@
-"""The parts of torch that the trainer uses and that torch may change. tests/unit/test_compat.py fails if one moved."""
+"""The parts of torch that the trainer uses and that torch may change.
+
+tests/unit/rollout/test_compat.py fails if one moved."""
 
 from __future__ import annotations
 

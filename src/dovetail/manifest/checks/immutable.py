@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dovetail.manifest.checks.cel import CelRule
 
-# Every field of spec is in one of the three; tests/unit/test_crd_rules.py sees to it.
+# Every field of spec is in one of the three; tests/unit/manifest/test_crd_rules.py sees to it.
 FIXED_IF_SET = ("managedBy",)
 FIXED = (
     "seed",

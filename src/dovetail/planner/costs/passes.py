@@ -32,8 +32,8 @@ LAYER_SECONDS = 20e-6
 COLLECTIVE_SECONDS = 15e-6
 # The host's work, for which the GPU waits if a model is small. STEP_SECONDS is the least time of a step of vLLM
 # (scheduling, inputs, sampling, output). LAUNCH_SECONDS is the time of each kernel that PyTorch launches, and LAUNCHES
-# their number for a block in a forward pass. The launches are counted (tests/unit/test_planner_launches.py). Both times
-# are assumed, because nothing was measured on a GPU.
+# their number for a block in a forward pass. The launches are counted
+# (tests/unit/planner/test_planner_launches.py). Both times are assumed, because nothing was measured on a GPU.
 STEP_SECONDS = 2.5e-3
 LAUNCH_SECONDS = 5e-6
 LAUNCHES = 36

@@ -1,0 +1,424 @@
+"""What shows a run: final table, charts, report, progress, dialogue text."""
+
+import json
+import re
+from html.parser import HTMLParser
+from io import StringIO
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from dovetail.coordinator.data.text.chat_template import HumanAssistant
+from dovetail.coordinator.telemetry.summary_rows import binomial_p, rows
+from dovetail.coordinator.telemetry.time_left import TimeLeft, position
+from dovetail.local.launch.progress_bars import Bars, Lines, describe_metrics, time_left
+from dovetail.local.report import charts
+from dovetail.local.report.report import read_history, render_report, write_report
+from dovetail.local.report.run_summary import duration, read_summary, show, summary_table
+from dovetail.local.serving.chat import until_stop
+from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.supervision.errors import RunError
+from helpers.finished_runs import SUMMARY, finished_run
+
+
+def as_text(table):
+    out = StringIO()
+    Console(file=out, width=110).print(table)
+    return out.getvalue()
+
+
+# ---------------------------------------------------------------- table
+
+
+def test_the_table_says_what_changed_and_where_time_went():
+    text = as_text(summary_table(SUMMARY))
+    for wanted in (
+        r"SFT loss, held out\s+│\s+6\.234 │\s+1\.877",
+        r"93\.4% of 256 pairs \(p < 0\.001\)",
+        r"Reward per sample\s+│\s+0\.123 ± 0\.045 │\s+1\.987 ± 0\.067",
+        r"KL to reference.*0\.001 ± 0\.001 │\s+2\.340 ± 0\.210",
+        r"Quality of 64 held-out answers\s+│\s+0\.475 ± 0\.060 │\s+0\.931 ± 0\.020",
+        r"Samples per second.*13\.37",
+        r"Wall time.*4 min 07 s",
+        r"generation\s+│\s+50\.0% │\s+50\.0 s",
+        r"other\s+│\s+2\.0% │\s+2\.0 s",
+        r"Seed.*7",
+    ):
+        assert re.search(wanted, text), wanted
+
+
+def test_a_run_with_a_lag_says_what_its_phases_would_take_one_after_the_other():
+    overlap = {"iterations": 4, "seconds": 80.0, "synchronous_seconds": 128.0}
+    out = StringIO()
+    show(Console(file=out, width=110), SUMMARY | {"overlap": overlap})
+    assert re.search(r"PPO iterations, all together\s+│\s+│\s+1 min 20 s", out.getvalue())
+    assert re.search(r"phases one after the other\s+│\s+160\.0% │\s+2 min 08 s", out.getvalue())
+    told = "an iteration took 20.0 s; one after the other, its phases take 32.0 s."
+    assert told in out.getvalue()
+    assert told in render_report("x", SUMMARY | {"overlap": overlap}, {}, None)
+
+
+@given(st.sets(st.sampled_from(sorted(SUMMARY))))
+def test_any_part_of_the_summary_may_be_missing(missing):
+    part = {k: v for k, v in SUMMARY.items() if k not in missing}
+    as_text(summary_table(part))
+    render_report("x", part, {}, None)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (59.94, "59.9 s"), (60.0, "1 min 00 s"), (247.4, "4 min 07 s"), (7500, "2 h 05 min")],
+)
+def test_duration(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_binomial_p():
+    assert binomial_p(5, 10) == pytest.approx(0.623046875)
+    assert binomial_p(10, 10) == pytest.approx(2**-10)
+    assert binomial_p(0, 10) == 1.0
+    assert binomial_p(1200, 2000) < 1e-10
+
+
+def test_summary_missing_or_damaged(tmp_path):
+    with pytest.raises(RunError, match="has not finished"):
+        read_summary(tmp_path)
+    (tmp_path / "summary.json").write_text("{")
+    with pytest.raises(RunError, match="cannot read"):
+        read_summary(tmp_path)
+
+
+# ---------------------------------------------------------------- report
+
+
+class Page(HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open, self.captions, self.external, self._in = [], [], [], False
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        self.external += [v for k, v in attrs if k in ("src", "href")] + ([tag] if tag == "script" else [])
+        self._in = tag == "figcaption"
+
+    def handle_startendtag(self, tag, attrs):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self._in:
+            self.captions.append(data)
+            self._in = False
+
+
+def test_the_report_is_one_well_formed_page_with_every_chart(tmp_path):
+    page = Page()
+    text = write_report(finished_run(tmp_path / "run")).read_text()
+    page.feed(text)
+    assert page.open == []
+    assert page.external == []
+    for caption in (
+        "SFT: loss",
+        "Reward model: loss",
+        "Reward per sample, 95% interval",
+        "Timeline of iteration 29",
+    ):
+        assert caption in page.captions
+    assert any(c.startswith("KL to") for c in page.captions)
+    assert "Where the time of all iterations went" in page.captions
+    assert "<h1>quick-run</h1>" in text
+    assert "trainer-1" in text
+    assert "<td>Quality of 64 held-out answers</td><td>0.475 ± 0.060</td><td>0.931 ± 0.020</td>" in text
+    assert "small-0-scorer" in text
+
+
+def test_the_report_names_the_method_the_manifest_and_the_learning_rates(tmp_path):
+    run = finished_run(tmp_path / "run")
+    manifest = {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "sums"}}
+    critic = {"learningRate": 3e-6}
+    settings = {"advantage": "grpo", "samplesPerPrompt": 8, "actorOptimizer": {"learningRate": 2e-6}}
+    job = spec(**settings, criticOptimizer=critic).model_dump(mode="json", by_alias=True)
+    (run / "job.json").write_text(json.dumps(manifest | {"spec": job}))
+    told = json.loads((run / "summary.json").read_text())
+    fusion = {"setting": "Auto", "threshold": None, "samples_migrated": 22}
+    told |= {"method": "GRPO", "versions": {"dovetail": "1.2.3", "torch": "9.9"}, "fusion": fusion}
+    (run / "summary.json").write_text(json.dumps(told))
+    text = write_report(run).read_text()
+    for shown in (
+        "<h2>GRPO</h2>",
+        '<td>Manifest</td><td class="text">sums (RLHFJob dovetail.dev/v1alpha1)</td>',
+        "SFT 1e-05 (Cosine), reward model 1e-05 (Cosine), actor 2e-06 (Cosine)</td>",
+        "dovetail 1.2.3, torch 9.9",
+        "learningRate: 2.0e-06",
+    ):
+        assert shown in text, shown
+    assert "PPO" not in re.sub(r"<pre>.*?</pre>", "", text, flags=re.DOTALL)
+    assert "3e-06" not in re.sub(r"<pre>.*?</pre>", "", text, flags=re.DOTALL), "grpo has no critic"
+    # 22 samples migrated, whatever the last iteration did.
+    assert "nobody" not in text
+    assert "<td>Fusion: samples migrated, all iterations</td><td></td><td>22</td>" in text
+
+
+@pytest.mark.parametrize(
+    ("job", "name"),
+    [
+        ('{"metadata": {"name": "sums"}}', "sums"),
+        ('{"metadata": {}}', "run"),
+        ('{"metadata": "sums"}', "run"),
+        ("[]", "run"),
+        ('{"metadata": {"na', "run"),
+        (None, "run"),
+    ],
+)
+def test_a_report_without_a_job_has_its_folders_name(tmp_path, job, name):
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "summary.json").write_text("{}")
+    if job is not None:
+        (run / "job.json").write_text(job)
+    assert f"<h1>{name}</h1>" in write_report(run).read_text()
+
+
+def test_a_failed_run_has_a_report_with_its_reason(tmp_path):
+    (tmp_path / "summary.json").write_text(json.dumps({"state": "failed", "reason": "<b>disk</b> full"}))
+    text = write_report(tmp_path).read_text()
+    assert "&lt;b&gt;disk&lt;/b&gt; full" in text
+    assert "<svg" not in text
+
+
+def test_history_keeps_the_last_line_of_a_step_and_passes_over_damage(tmp_path):
+    lines = [
+        '{"stage":"ppo","step":1,"time":1,"metrics":{"reward":1}}',
+        '{"stage":"ppo","step":1,"time":2,"metrics":{"reward":2}}',
+        "[]",
+        '{"stage":"ppo","ste',
+    ]
+    (tmp_path / "history.jsonl").write_text("\n".join(lines))
+    assert read_history(tmp_path) == {"ppo": {1: {"reward": 2}}}
+
+
+@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9), st.integers(2, 10))
+def test_ticks_are_inside_and_evenly_spaced(low, width, wanted):
+    high = low + width
+    found = charts.ticks(low, high, wanted)
+    slack = 1e-6 * max(abs(low), abs(high), 1)
+    assert all(low - slack <= t <= high + slack for t in found)
+    assert len(found) <= wanted + 2
+
+
+def test_tick_labels_can_be_told_apart():
+    assert charts.labels([5.6921, 5.6922, 5.6923]) == ["5.6921", "5.6922", "5.6923"]
+    assert charts.labels([0.0, 2000.0, 4000.0]) == ["0", "2000", "4000"]
+    assert charts.labels([5.5e-8, 6e-8]) == ["5.5e-8", "6e-8"]
+    assert charts.ticks(1, 2, whole=True) == [1.0, 2.0]
+    assert charts.ticks(0, 1e6, whole=True)[1] == 200_000
+
+
+def test_a_chart_leaves_out_what_is_not_a_number():
+    svg = charts.line_chart("t", "x", [charts.Series("s", [1, 2, 3], [1.0, float("nan"), float("inf")])])
+    assert "nan" not in svg
+    assert "inf" not in svg
+    assert charts.line_chart("t", "x", [charts.Series("s", [], [])]) == ""
+
+
+def test_gantt_with_many_overlapping_samples_stays_a_page():
+    bars = [charts.ChartBar(f"s #{k}", f"sample {k}", 0.0, 1.0 + k) for k in range(300)]
+    svg = charts.gantt("t", bars, ())
+    height = float(re.search(r'viewBox="0 0 \d+ ([\d.]+)"', svg).group(1))
+    assert height < 1000
+    assert svg.count("<i style") == 1  # one kind, one colour
+
+
+# ---------------------------------------------------------------- progress
+
+
+def status(**fields):
+    return {
+        "state": "running",
+        "stage": "ppo",
+        "iteration": 3,
+        "total_iterations": 8,
+        "phase": "training",
+        "metrics": {},
+    } | fields
+
+
+def test_position():
+    assert position({"stage": None}) is None
+    assert position(status()) == (Stage.PPO, 2, 8)
+    assert position(status(phase=None)) == (Stage.PPO, 3, 8)
+    assert position({"stage": "sft", "step": 5, "total_steps": 9}) == (Stage.SFT, 5, 9)
+
+
+def test_metrics_in_words():
+    assert describe_metrics(Stage.PPO, {"reward": 1.5, "reward_ci95": 0.25, "kl": 0.1, "other": 3}) == (
+        "reward 1.500 ± 0.250, KL 0.100"
+    )
+    assert describe_metrics(Stage.REWARD, {"accuracy": 0.75}) == "accuracy 75.0%"
+    assert describe_metrics(Stage.SFT, {"loss": None}) == ""
+
+
+def spec(**ppo):
+    return RLHFJobSpec.model_validate({"groups": [{"name": "a", "roles": ["trainer", "rollout"]}], "ppo": ppo})
+
+
+def test_lines_without_a_terminal():
+    out, now = StringIO(), [0.0]
+    lines = Lines(spec(advantage="grpo"), Console(file=out, width=200), every_seconds=5.0, clock=lambda: now[0])
+    with lines:
+        for step in range(1, 11):
+            now[0] += 1.0
+            lines.update({"stage": "sft", "step": step, "total_steps": 10, "metrics": {"loss": 2.0}, "message": "m"})
+        for _ in range(2):
+            lines.update(status(iteration=1, phase=None, metrics={"reward": 0.5}, seconds_left=127.0))
+        lines.finish({"progress": {"stage": "ppo", "done": 8}})
+    assert out.getvalue().splitlines()[1:] == [
+        "m",
+        "SFT: step 1 of 10: loss 2.000",
+        "SFT: step 6 of 10: loss 2.000",
+        "SFT: step 10 of 10: loss 2.000",
+        "GRPO: iteration 1 of 8: reward 0.500; about 2 min left",
+        "GRPO: iteration 8 of 8",
+    ]
+
+
+def test_evaluations_are_told_once():
+    console = Console(file=StringIO(), width=200)
+    with Lines(spec(), console) as lines:
+        for iteration, mean in ((0, 0.5), (5, 0.75), (5, 0.75), (10, 0.625)):
+            best = {"iteration": min(iteration, 5)}
+            metrics = {"exactMatch": {"mean": mean, "ci95": 0.125}, "reward": {"mean": 1.0, "ci95": 0.0}}
+            found = {"iteration": iteration, "metric": "exactMatch", "metrics": metrics, "best": best}
+            if iteration == 0:
+                found["before_sft"] = {"exactMatch": {"mean": 0.125, "ci95": 0.0}}
+            lines.update(status(iteration=iteration, evaluation=found))
+    told = [line for line in console.file.getvalue().splitlines() if line.startswith("evaluation")]
+    assert told == [
+        "evaluation before the first iteration: exactMatch 0.5 ± 0.12 (before SFT 0.125), reward 1 ± 0",
+        "evaluation after iteration 5: exactMatch 0.75 ± 0.12, reward 1 ± 0; the highest exactMatch so far",
+        "evaluation after iteration 10: exactMatch 0.625 ± 0.12, reward 1 ± 0",
+    ]
+
+
+def test_bars_on_a_terminal():
+    out = StringIO()
+    with Bars(
+        spec(advantage="rloo", iterations=20), Console(file=out, width=160, force_terminal=True, legacy_windows=False)
+    ) as bars:
+        bars.update({"state": "starting", "stage": None})
+        bars.update({"state": "running", "stage": "sft", "step": 4, "total_steps": 10, "metrics": {"loss": 1.25}})
+        bars.update(status(samples_done=5, samples_total=64, message="something [odd]"))
+        bars.tell("gen-0 died")
+        bars.update(status(iteration=7, phase="training", metrics={"reward": 1.0}, stage_seconds_left=41.0))
+        # The job ended early, and the last status came before that.
+        bars.finish({"progress": {"stage": "ppo", "done": 8}})
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+    assert "something [odd]" in text
+    assert "gen-0 died" in text
+    last = text[text.rindex("SFT") :]
+    assert "10/10" in last
+    assert "8/8" in last
+    assert "reward 1.000" in last
+    assert "RLOO" in last
+    assert "left" not in last
+
+
+def test_the_time_left_in_words():
+    assert time_left(status(seconds_left=None, stage_seconds_left=41.0)) == "about 40 s left in this stage"
+    assert time_left(status(seconds_left=8000.0, stage_seconds_left=41.0)) == "about 2 h 13 min left"
+    assert time_left(status(seconds_left=None)) == ""
+
+
+def test_the_time_that_is_left_is_that_of_the_last_steps():
+    estimate = TimeLeft()
+    assert estimate.left(0.0) is None
+    for done, now in enumerate((0.0, 30.0, 40.0, 50.0)):  # the first step compiles
+        estimate.see(Stage.PPO, done, 10, now)
+    assert estimate.left(50.0) == pytest.approx(70.0)
+    assert estimate.left(54.0) == pytest.approx(66.0)
+    estimate.see(Stage.PPO, 3, 3, 55.0)
+    assert estimate.left(56.0) == 0.0, "the job ends early"
+    estimate.see(Stage.REWARD, 0, 5, 60.0)
+    assert estimate.left(61.0) is None
+
+
+@pytest.mark.parametrize(
+    ("ppo", "name"),
+    [
+        ({}, "PPO"),
+        ({"advantage": "grpo", "samplesPerPrompt": 8}, "GRPO"),
+        ({"advantage": "grpo", "normalizeStd": False, "lossAggregation": "Constant"}, "Dr. GRPO"),
+        ({"advantage": "grpo", "loss": "gspo"}, "GSPO"),
+        ({"advantage": "reinforce++-baseline"}, "REINFORCE++ with a baseline"),
+        ({"loss": "mine:loss", "advantageFunction": "mine:adv"}, "PPO with mine:loss and mine:adv"),
+    ],
+)
+def test_methods_have_the_names_that_people_use(ppo, name):
+    assert spec(**ppo).ppo.method == name
+
+
+# ---------------------------------------------------------------- chat
+
+
+def test_dialogue_as_text():
+    turns = [("user", "hi"), ("assistant", "hello"), ("user", "bye")]
+    assert HumanAssistant().prompt([{"role": who, "content": said} for who, said in turns]) == (
+        "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: bye\n\nAssistant:"
+    )
+
+
+@given(st.text("ab\nHuman:Assit ", max_size=60), st.booleans(), st.lists(st.integers(1, 5), min_size=1))
+def test_a_reply_ends_where_the_next_turn_begins_however_it_is_cut(words, turn, cuts):
+    text = words + ("\n\nHuman: next" if turn else "")
+    ends = [at for stop in ("\n\nHuman:", "\n\nAssistant:") if (at := text.find(stop)) >= 0]
+    expected = text[: min(ends)] if ends else text
+    pieces, at, k = [], 0, 0
+    while at < len(text):
+        pieces.append(text[at : at + cuts[k % len(cuts)]])
+        at += cuts[k % len(cuts)]
+        k += 1
+    assert "".join(until_stop(pieces)) == expected
+
+
+VERDICT = {"reason": "RewardsEqual", "message": "all rewards are 1, so no response is better than another"}
+
+
+def test_a_warning_is_told_once_and_when_it_is_over():
+    console = Console(file=StringIO(), width=200)
+    with Lines(spec(), console) as lines:
+        for iteration, verdicts in ((1, []), (2, [VERDICT]), (2, [VERDICT]), (3, [VERDICT]), (4, []), (5, [])):
+            health = {"iteration": iteration, "verdicts": verdicts}
+            lines.update({"stage": "ppo", "iteration": iteration, "total_iterations": 9, "health": health})
+    told = [line for line in console.file.getvalue().splitlines() if "RewardsEqual" in line]
+    assert told == [
+        f"Warning: iteration 2 is unhealthy (RewardsEqual): {VERDICT['message']}",
+        "iteration 4: no longer RewardsEqual",
+    ]
+
+
+def test_the_table_and_the_report_say_which_iterations_were_unhealthy():
+    known = {"first": 2, "last": 5, "count": 3, "message": VERDICT["message"]}
+    health = {"iterations": 9, "unhealthy": 3, "verdicts": [], "reasons": {"RewardsEqual": known}}
+    text = as_text(summary_table(SUMMARY | {"health": health}))
+    assert re.search(r"Unhealthy iterations\W+3 of 9", text)
+    assert re.search(r"RewardsEqual\W+iteration 2\W+iteration 5, 3 in all", text)
+    out = StringIO()
+    show(Console(file=out, width=80), SUMMARY | {"health": health, "state": "failed", "reason": "no [bold] idea"})
+    assert out.getvalue().startswith("failed: no [bold] idea\n")
+    assert out.getvalue().endswith(f"Warning: RewardsEqual (iteration 5): {VERDICT['message']}\n")
+    page = render_report("x", SUMMARY | {"health": health}, {}, None)
+    assert f"RewardsEqual (iteration 5): {VERDICT['message']}" in page
+
+
+def test_a_stage_of_preferences_is_called_by_its_loss() -> None:
+    found = {"loss_before": 0.5, "loss_after": 0.4, "accuracy": 0.75}
+    assert rows({"dpo": {**found, "method": "KTO", "responses": 8.0}}) == [
+        ("KTO loss, held out", "0.500", "0.400"),
+        ("KTO accuracy, held out", "", "75.0% of 8 responses"),
+    ]
+    assert rows({"dpo": {**found, "pairs": 8.0}})[1][0] == "DPO accuracy, held out", "of an earlier release's run"
