@@ -13,6 +13,7 @@ BIN := $(VENV)/bin
 UV_VERSION := 0.13.9
 STAMP := $(VENV)/.installed
 MODEL_INFOS := $(VENV)/share/dovetail/vllm-model-infos
+KERNELS := $(VENV)/.kernels
 PYTEST_ARGS ?=
 # Tests run in so many processes. They wait a good deal: two keep two cores busy.
 TEST_WORKERS ?= 2
@@ -43,6 +44,11 @@ $(MODEL_INFOS): $(STAMP)
 	$(BIN)/python -m dovetail.rollout.serving.model_infos
 	@touch $@
 
+# The kernels of the schedule search. Several processes of a test run would each compile them, for half a minute.
+$(KERNELS): $(STAMP) $(shell grep -l '^@kernel' -r src/dovetail/pipelines --include=*.py)
+	$(BIN)/python hack/compile_kernels.py
+	@touch $@
+
 # What the tests of the Helm chart run. All checkouts share them, in ~/.cache/dovetail.
 tools:
 	@$(DEVCLUSTER) tools
@@ -56,15 +62,15 @@ lint: install ## Ruff, mypy and stale generated files
 	$(BIN)/mypy
 	$(BIN)/python hack/generate.py --check
 
-test: lint $(MODEL_INFOS) ## The whole test suite
+test: lint $(MODEL_INFOS) $(KERNELS) ## The whole test suite
 	@$(DEVCLUSTER) build --where-supported >/dev/null
 	$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
 
 test-fast: TEST_WORKERS := 3
-test-fast: install ## Tests that start no vLLM servers or trainers, each within two CPU seconds
+test-fast: install $(KERNELS) ## Tests that start no vLLM servers or trainers, each within two CPU seconds
 	$(PYTEST) -m "not slow and not nightly" -o testpaths=tests/unit $(PYTEST_ARGS)
 
-test-nightly: lint $(MODEL_INFOS) ## The whole test suite, and the long drills in all their variants
+test-nightly: lint $(MODEL_INFOS) $(KERNELS) ## The whole test suite, and the long drills in all their variants
 	@$(DEVCLUSTER) build --where-supported >/dev/null
 	$(PYTEST) $(PYTEST_ARGS)
 
@@ -219,5 +225,5 @@ bench-operator: install ## The operator with 1,000 jobs on nodes that kwok plays
 	$(BIN)/python benchmarks/bench_operator.py
 
 clean: ## Remove caches and build outputs (not .venv, not runs/)
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist $(KERNELS)
 	find . -name __pycache__ -type d -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,0 +1,19 @@
+"""Compile the kernels of the schedule search into their cache, once. Otherwise several processes of a test run would
+each compile the same ones, for half a minute."""
+
+from __future__ import annotations
+
+from dovetail.pipelines import FAMILIES, ModelPipelines, ScheduleProblem, SearchEffort, find
+
+EFFORT = SearchEffort(scale=0.001, exact=False)
+
+
+def main() -> None:
+    """Few ranks and many ranks: together their searches need all kernels."""
+    for ranks in (4, 32):
+        models = [ModelPipelines(name, ranks, 4, time, 2 * time) for name, time in (("actor", 1.0), ("critic", 1.7))]
+        find(ScheduleProblem((models[0], models[1]), 0.1), FAMILIES["fused-split"], EFFORT)
+
+
+if __name__ == "__main__":
+    main()
