@@ -12,6 +12,8 @@ from urllib.parse import urlencode
 import aiohttp
 from kubernetes.aio import client, config
 
+from dovetail.protocol.error_text import error_text
+
 
 class KubeError(Exception):
     """The API server refused, or did not answer (`status` 0)."""
@@ -65,7 +67,7 @@ async def request(
     except client.ApiException as error:
         raise KubeError(int(error.status or 0), status_message(error.body or str(error.reason))) from error
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise KubeError(0, f"the Kubernetes API does not answer: {str(error) or type(error).__name__}") from error
+        raise KubeError(0, f"the Kubernetes API does not answer: {error_text(error)}") from error
     if reply.status >= 300:
         raise KubeError(int(reply.status), status_message(content.decode(errors="replace")))
     return content
@@ -100,7 +102,7 @@ async def stream(
     except client.ApiException as error:
         raise KubeError(int(error.status or 0), status_message(error.body or str(error.reason))) from error
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
-        raise KubeError(0, f"the Kubernetes API does not answer: {str(error) or type(error).__name__}") from error
+        raise KubeError(0, f"the Kubernetes API does not answer: {error_text(error)}") from error
 
 
 def status_message(body: str) -> str:

@@ -16,6 +16,7 @@ from pydantic.alias_generators import to_camel
 
 from dovetail.manifest.checks.validation import check
 from dovetail.manifest.documents import ManifestError, parse, read_yaml
+from dovetail.protocol.error_text import error_text
 from dovetail.protocol.files.sample_choice import ORDERS, choose
 
 SECONDS = 60.0
@@ -335,9 +336,7 @@ class _Service:
         try:
             answer = self._http.request(method, self._base + path, **options)
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise ClientError(
-                f"{self._what} at {self._url} does not answer: {str(error) or type(error).__name__}"
-            ) from error
+            raise ClientError(f"{self._what} at {self._url} does not answer: {error_text(error)}") from error
         if answer.is_success:
             return answer
         try:

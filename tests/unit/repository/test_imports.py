@@ -195,17 +195,15 @@ def folders() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path in modules.values():
         folder = ".".join(["dovetail", *below_dovetail(path)[:-1]])
-        for module in imported_files(path, modules, types=True):
+        for module in imported_files(path, modules):
             isfile = modules[module].name != "__init__.py"
             found.setdefault(folder, set()).add(module.rsplit(".", 1)[0] if isfile else module)
     return found
 
 
-def imported_files(path: Path, modules: dict[str, Path], types: bool) -> Iterator[str]:
-    """Those of `modules` that the file imports. `types`: imports that only type checkers see count too."""
-    for node, hidden in parsed(path).imports:
-        if hidden and not types:
-            continue
+def imported_files(path: Path, modules: dict[str, Path]) -> Iterator[str]:
+    """Those of `modules` that the file imports, also those that only type checkers see."""
+    for node, _ in parsed(path).imports:
         if isinstance(node, ast.ImportFrom):
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             yield from (
@@ -240,9 +238,9 @@ def test_no_folders_import_each_other():
 
 
 def test_no_files_import_each_other():
-    """No circle at run time, however long. An import within a function counts too."""
+    """No circle, however long. An import within a function counts too, and one that only type checkers see."""
     modules = all_modules()
-    graph = {module: {*imported_files(path, modules, types=False)} - {module} for module, path in modules.items()}
+    graph = {module: {*imported_files(path, modules)} - {module} for module, path in modules.items()}
     list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 

@@ -6,6 +6,7 @@ import json
 import logging
 from typing import Any
 
+from dovetail.protocol.error_text import error_text
 from dovetail.protocol.messages import SendOn
 
 # vLLM configures loggers below this name only.
@@ -27,7 +28,7 @@ class WeightsWorker:
             getattr(self, method)(**json.loads(arguments))
         except Exception as error:
             logger.exception("%s failed", method)
-            return str(error) or type(error).__name__
+            return error_text(error)
         return None
 
 

@@ -26,6 +26,7 @@ from dovetail.coordinator.data.text.tokenize import ppo_batch
 from dovetail.coordinator.scoring.streams import Growing, Streams
 from dovetail.coordinator.store.samples import Key
 from dovetail.planner.chunks import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS, STREAMED_PER_SCORER, chunk_target
+from dovetail.protocol.error_text import error_text
 from dovetail.protocol.messages import ModelRef, Span
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
 
@@ -339,7 +340,7 @@ class Inference:
         try:
             held = await _show(self._session, scorer, samples, self._want, self._chunk_seconds)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            self._last_failure = f"{scorer.name}: {str(error) or type(error).__name__}"
+            self._last_failure = f"{scorer.name}: {error_text(error)}"
             self._on_failure(scorer, self._last_failure)
             # The scorer may have lost what it computed before.
             self._streams.end([sample.key for sample in samples])
@@ -384,7 +385,7 @@ class Inference:
         try:
             answer = await _score_chunk(self._session, scorer, chunk, self._want, self._chunk_seconds)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
-            self._last_failure = f"{scorer.name}: {str(error) or type(error).__name__}"
+            self._last_failure = f"{scorer.name}: {error_text(error)}"
             self._on_failure(scorer, self._last_failure)
             return False
         self._on_success(scorer)

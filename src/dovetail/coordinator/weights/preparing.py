@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
+from dovetail.protocol.error_text import error_text
+
 
 class OneProcess(Protocol):
     """A process of an instance."""
@@ -71,5 +73,5 @@ class Preparing(Generic[T]):
         try:
             await self._prepare(target)
         except (OSError, TimeoutError) as error:
-            return str(error) or type(error).__name__
+            return error_text(error)
         return None

@@ -10,6 +10,7 @@ import httpx2
 
 from dovetail.coordinator.data.text.chat_template import Message
 from dovetail.local.serving.chat import DialogueTooLong, Sampling
+from dovetail.protocol.error_text import error_text
 from dovetail.supervision.errors import RunError
 
 CONNECT_SECONDS = 10.0
@@ -62,15 +63,13 @@ class ServedModel:
                     self._refuse(response)
                 yield from _pieces(response.iter_lines())
         except httpx2.HTTPError as error:
-            raise RunError(
-                f"the server at {self.url} did not finish its reply: {str(error) or type(error).__name__}"
-            ) from error
+            raise RunError(f"the server at {self.url} did not finish its reply: {error_text(error)}") from error
 
     def _names(self) -> list[str]:
         try:
             response = self._http.get("/v1/models")
         except (httpx2.HTTPError, httpx2.InvalidURL) as error:
-            raise RunError(f"no server answers at {self.url}: {str(error) or type(error).__name__}") from error
+            raise RunError(f"no server answers at {self.url}: {error_text(error)}") from error
         if response.status_code != 200:
             self._refuse(response)
         try:

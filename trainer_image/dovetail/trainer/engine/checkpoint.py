@@ -9,7 +9,7 @@ import base64
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,11 +18,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dovetail.models.export import write_text
 from dovetail.trainer.communication.groups import PeerLost, RankFailed, peer_errors
 from dovetail.trainer.engine.engine_model import EngineModel, like
+from dovetail.trainer.engine.engine_state import EngineState
 from dovetail.trainer.engine.optim import local
 from dovetail.trainer.files.storage import causes, write_together
-
-if TYPE_CHECKING:
-    from dovetail.trainer.engine.engine import Engine
 
 STATE = "state.json"
 _LIST = ".metadata"
@@ -33,7 +31,7 @@ class CheckpointDamaged(RankFailed):
     """The checkpoint's files are not what was saved. An older checkpoint may be intact."""
 
 
-def save(engine: Engine, path: Path, run: str = "") -> None:
+def save(engine: EngineState, path: Path, run: str = "") -> None:
     """Write the checkpoint folder `path` of the run with the id `run`, completely or not at all. This is a collective
     call.
 
@@ -73,7 +71,7 @@ def save(engine: Engine, path: Path, run: str = "") -> None:
     write_together(engine.groups, path, write, finish)
 
 
-def restore(engine: Engine, path: Path, run: str = "") -> int:
+def restore(engine: EngineState, path: Path, run: str = "") -> int:
     """Load the engine's models, optimizers and EMA from the checkpoint; returns its step. This is a collective call.
 
     Every rank verifies the files that it reads. Raises on every rank `CheckpointDamaged` if the folder is missing,
@@ -119,7 +117,7 @@ def restore(engine: Engine, path: Path, run: str = "") -> int:
     return int(state["step"])
 
 
-def _agree(engine: Engine, error: str | None, damaged: bool) -> None:
+def _agree(engine: EngineState, error: str | None, damaged: bool) -> None:
     """A barrier that fails on every rank if any rank has an error: `RankFailed`, or `CheckpointDamaged` if every error
     is damage."""
     found = engine.groups.share_json((error, damaged))
@@ -153,7 +151,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _check_state(engine: Engine, state: dict[str, Any], path: Path, run: str) -> None:
+def _check_state(engine: EngineState, state: dict[str, Any], path: Path, run: str) -> None:
     """Raises ValueError unless the checkpoint is of this stage and run and has these models."""
     assert engine.stage is not None
     if run and state.get("run") and state["run"] != run:
@@ -167,7 +165,7 @@ def _check_state(engine: Engine, state: dict[str, Any], path: Path, run: str) ->
         raise ValueError(f"{path}: the checkpoint has no model called {missing[0]}")
 
 
-def _tensors(engine: Engine, saving: bool) -> dict[str, Any]:
+def _tensors(engine: EngineState, saving: bool) -> dict[str, Any]:
     """The checkpoint's tensors, as views of the engine's own memory: it is saved from and loaded into in place. Frozen
     weights are not in it, because they come from the model's source."""
     tree: dict[str, Any] = {name: _model_tensors(model, saving) for name, model in engine.models.items()}
@@ -211,14 +209,14 @@ def _fill_tied(model: EngineModel, average: dict[str, Tensor]) -> None:
             local(target).copy_(local(source))
 
 
-def _rng(engine: Engine) -> str:
+def _rng(engine: EngineState) -> str:
     states = [torch.get_rng_state()]
     if engine.groups.device.type == "cuda":
         states.append(torch.cuda.get_rng_state(engine.groups.device))
     return "|".join(base64.b64encode(state.numpy().tobytes()).decode() for state in states)
 
 
-def _set_rng(engine: Engine, text: str) -> None:
+def _set_rng(engine: EngineState, text: str) -> None:
     states = [torch.frombuffer(bytearray(base64.b64decode(part)), dtype=torch.uint8) for part in text.split("|")]
     torch.set_rng_state(states[0])
     if engine.groups.device.type == "cuda" and len(states) > 1:

@@ -17,13 +17,14 @@ from torch import Tensor
 from dovetail.manifest.types import Optimizer, RLHFJobSpec, Stage
 from dovetail.models.config import balance_coefficient
 from dovetail.models.layers.expert_routing import take_counts, take_unbalance
-from dovetail.protocol.messages import Action, Load, ModelRef
+from dovetail.protocol.messages import Action, Load
 from dovetail.trainer.algorithms.ema import ema_update
 from dovetail.trainer.communication.groups import Groups, PeerLost, peer_errors
 from dovetail.trainer.compat import multiply
 from dovetail.trainer.engine import checkpoint
 from dovetail.trainer.engine.action_measures import Collected
 from dovetail.trainer.engine.engine_model import EngineModel
+from dovetail.trainer.engine.engine_state import EngineState
 from dovetail.trainer.engine.executor import Executor, MicroBatch, Pipe, Record, agree_on_work, check_actions
 from dovetail.trainer.engine.model_export import export_model
 from dovetail.trainer.engine.optim import OptimizerStep, local
@@ -43,20 +44,14 @@ __all__ = ["Engine", "EngineModel", "MicroBatch"]
 Stepped = Callable[[str, dict[str, float]], None]
 
 
-class Engine:
-    """Holds the models that `load` built, of the stage `stage`. `step` is the last applied step. The caller sets it
-    after each step, `save` writes it, and `load` of a checkpoint restores it. `loaded` are the models of all ranks,
-    `models` those of which this rank holds a part.
+class Engine(EngineState):
+    """Builds the models that `load` names, and trains them.
 
     For every executed action `record(name, start, end)` gets a span, in seconds since the epoch."""
 
     def __init__(self, spec: RLHFJobSpec, groups: Groups, record: Record | None = None) -> None:
-        self.spec, self.groups, self.record = spec, groups, record
-        self.models: dict[str, EngineModel] = {}
-        self.loaded: dict[str, ModelRef] = {}
-        self.stage: Stage | None = None
-        self.step = 0
-        self.ema: dict[str, Tensor] = {}
+        super().__init__(spec, groups)
+        self.record = record
         self.measured = Collected()
         self.boundaries: dict[str, tuple[torch.Size, torch.dtype]] = {}  # shape and dtype of messages between stages
         # Optimizer steps by model that are decided, but not applied to all parameters yet: see `run`.
@@ -295,15 +290,9 @@ class Engine:
             ema_update(self.ema.values(), parameters, self.spec.ppo.ema)
 
     def weights(self, model: str) -> Iterator[tuple[str, Tensor]]:
-        """This stage's weights as (Hugging Face name, whole tensor), with adapters merged. They are float32 unless the
-        parameter has another dtype. `ema` is the averaged actor. This is collective over dp: every dp rank must exhaust
-        the iterator. Raises ValueError for `ema` without an averaged actor."""
+        """As `EngineState.weights`, with deferred optimizer steps applied first."""
         self.settle()
-        if model == "ema":
-            if not self.ema:
-                raise ValueError("there is no averaged actor; set ppo.ema")
-            return self.models["actor"].gather(self.ema)
-        return self.models[model].gather()
+        return super().weights(model)
 
     def sendable(self, model: str, most: int) -> Source | WeightParts:
         """The same weights, to be sent by at most `most` ranks of each stage. Each sends what it holds. If a tensor is

@@ -5,20 +5,18 @@ from __future__ import annotations
 import json
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dovetail.models import HuggingFaceWriter, load_config
 from dovetail.models.export import write_text
 from dovetail.models.tensor_names import in_files
 from dovetail.trainer.engine.engine_model import tokenizer_folder
+from dovetail.trainer.engine.engine_state import EngineState
 from dovetail.trainer.engine.parallel import compute_dtype
 from dovetail.trainer.files.storage import write_together
 
-if TYPE_CHECKING:
-    from dovetail.trainer.engine.engine import Engine
 
-
-def export_model(engine: Engine, model: str, path: Path, subtract: float = 0.0, run: str = "") -> None:
+def export_model(engine: EngineState, model: str, path: Path, subtract: float = 0.0, run: str = "") -> None:
     """Write the model as a folder. The first data-parallel rank of each stage writes one safetensors file, in the
     model's compute dtype. A value head beside a language model gets a file of its own. `subtract`: see
     `HuggingFaceWriter.finish`. dovetail.json says which run made the folder, and at which step. This is a collective

@@ -1,0 +1,8 @@
+"""What an error says of itself."""
+
+from __future__ import annotations
+
+
+def error_text(error: BaseException) -> str:
+    """The error's message, or the name of its class where it has none: timeouts and cancellations often have none."""
+    return str(error) or type(error).__name__
