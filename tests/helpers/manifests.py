@@ -357,11 +357,11 @@ RULES = [
             ("spec.plan.parallelism.critic", {}, {"plan.parallelism": {"actor": {"dp": 2}, "critic": {"dp": 2}}}),
             *(
                 (
-                    "spec.plan.intraStageFusion Fused, TimeSharing, VShaped or Dedicated",
+                    "spec.plan.intraStageFusion Fused, TimeSharing or Dedicated",
                     {},
                     {"plan.intraStageFusion": pin},
                 )
-                for pin in ("Fused", "TimeSharing", "VShaped", "Dedicated")
+                for pin in ("Fused", "TimeSharing", "Dedicated")
             ),
         )
     ),

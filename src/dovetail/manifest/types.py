@@ -561,9 +561,10 @@ class PlanPins(Model):
     )
     intra_stage_fusion: Literal["Auto", "Fused", "TimeSharing", "VShaped", "Dedicated", "Serial"] = Field(
         default="Auto",
-        description="How actor and critic training share the pipeline. Auto: in the fastest way that ranks can run. "
-        "VShaped: each rank holds two stages of each model, which go there and back again. Dedicated: each model on "
-        "trainer ranks of its own, both at once.",
+        description="How actor and critic training share the pipeline, and in what order a model that trains alone "
+        "runs on it. Auto: in the fastest way that ranks can run. VShaped: each rank holds two stages of each model, "
+        "which go there and back again. Dedicated: each model on trainer ranks of its own, both at once. Serial: "
+        "1F1B of one model after the other.",
     )
     activation_memory: PositiveFloat | None = Field(
         default=None,

@@ -18,6 +18,7 @@ from dovetail.pipelines.check import RankPass, ScheduleError, check_steps, steps
 from dovetail.pipelines.compat import COMPILED
 from dovetail.pipelines.draw import svg, text_rows
 from dovetail.pipelines.families import (
+    ALONE,
     CHUNKED,
     DEDICATED,
     FAMILIES,
@@ -41,6 +42,7 @@ from dovetail.pipelines.search.rounds import SearchEffort
 from dovetail.pipelines.simulate import Floats, Ints, one_f_one_b, simulate_1f1b
 
 __all__ = [
+    "ALONE",
     "CHUNKED",
     "COMPILED",
     "DEDICATED",

@@ -20,15 +20,15 @@ def lower_bound(instance: SearchInstance) -> float:
     taken over its chunks. Also the way of each micro-batch through all stages and back (`_turns`). Where the problem
     limits memory, both know more.
     Optimizer steps separate mini-batches: those of the same model in rolled families, else those of both."""
-    n = instance.problem.mini_batches
-    alone = np.zeros((2, n))
+    n, number = instance.problem.mini_batches, len(instance.problem.models)
+    alone = np.zeros((number, n))
     both = np.zeros(n)
     rank_arrival, rank_work = np.full(instance.ranks, np.inf), np.zeros(instance.ranks)
     rank_tail = np.full(instance.ranks, np.inf)
     for k in range(n):
-        arrival, tail, b_tail = (np.zeros((2, instance.ranks)) for _ in range(3))
-        busy, held = np.zeros((2, instance.ranks)), np.zeros((2, instance.ranks))
-        for m in (0, 1):
+        arrival, tail, b_tail = (np.zeros((number, instance.ranks)) for _ in range(3))
+        busy, held = np.zeros((number, instance.ranks)), np.zeros((number, instance.ranks))
+        for m in range(number):
             mine = slice(instance.chunks(m).start, instance.chunks(m).stop)
             group = int(instance.group[mine.start])
             first, last = k * group, (k + 1) * group
@@ -53,7 +53,7 @@ def lower_bound(instance: SearchInstance) -> float:
         rank_work += busy.sum(axis=0)
     step = instance.step[:: instance.placement.chunks]
     steps = step * (n - 1)
-    chains = float(max(alone[m].sum() + steps[m] for m in (0, 1)))
+    chains = float(max(alone[m].sum() + steps[m] for m in range(number)))
     if instance.coupling is Coupling.SERIAL:
         return float(alone.sum() + step.sum() * (n - 1))
     if instance.coupling is Coupling.MINI_BATCH:

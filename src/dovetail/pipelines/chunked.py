@@ -33,7 +33,8 @@ def interleaved(instance: SearchInstance, rank: int, m: int) -> list[int]:
 
 
 def zb_v(instance: SearchInstance, rank: int, m: int) -> list[int]:
-    """ZB-V. Without bubbles after the warm-up where forward, input gradient and weight gradient take equal times."""
+    """ZB-V. Without bubbles after the warm-up where forward, input gradient and weight gradient take equal times. Where
+    backwards are whole, the weight gradients are left out."""
     p, place = instance.place(rank, m)
     down, up = (KINDS * c for c in instance.chunks(m))
     count = instance.problem.models[m].micro_batches
@@ -49,7 +50,7 @@ def zb_v(instance: SearchInstance, rank: int, m: int) -> list[int]:
     kept = []
     for code in order:
         done[code] += 1
-        if done[code] <= count:
+        if done[code] <= count and code % KINDS < instance.kinds:
             kept.append(code)
     return kept
 

@@ -84,16 +84,17 @@ FAMILIES = {
 _INTERLEAVED = re.compile("interleaved-([3-9]|[1-9][0-9]+)")
 
 
-def interleaved_family(chunks: int) -> Family:
-    """Interleaved 1F1B with so many chunks on each rank: `interleaved` for 2, `interleaved-3` for 3, and so on."""
+def interleaved_family(chunks: int, models: int = 2) -> Family:
+    """Interleaved 1F1B with so many chunks on each rank: `interleaved` for 2, `interleaved-3` for 3, and so on.
+    `models`: how many the problem has."""
     return Family(
         "interleaved" if chunks == 2 else f"interleaved-{chunks}",
-        f"{chunks} chunks in a loop, no barrier",
+        f"{chunks} chunks in a loop" + (", no barrier" if models > 1 else ""),
         Coupling.MINI_BATCH,
         fixed=True,
         chunks=chunks,
         shape=Shape.LOOP,
-        published="interleaved 1F1B twice (Megatron-LM; torch's ScheduleInterleaved1F1B)"
+        published=f"interleaved 1F1B{' twice' if models > 1 else ''} (Megatron-LM; torch's ScheduleInterleaved1F1B)"
         + ("" if chunks == 2 else f", {chunks} chunks"),
     )
 
@@ -139,6 +140,23 @@ CHUNKED = {
 }
 """Families that lay several stages of a model on each rank (Qi et al., arXiv 2401.10241 and 2405.15362; the fused ones
 are ours)."""
+ALONE = {family.name: family for family in (interleaved_family(chunks, 1) for chunks in (2, 3, 4))} | {
+    name: replace(family, description=description, published=published, coupling=Coupling.MINI_BATCH)
+    for name, family, description, published in (
+        (
+            "serial",
+            FAMILIES["serial"],
+            "one forward, one backward",
+            "1F1B (PipeDream-Flush; torch's Schedule1F1B)",
+        ),
+        ("zero-bubble", FAMILIES["zero-bubble"], "1F1B, backward split", "ZB-H1 (ZB1P), shortened by search"),
+        ("zb-v", CHUNKED["zb-v"], "a V, backward split", "ZB-V (torch's ScheduleZBVZeroBubble)"),
+        ("v-half", CHUNKED["v-half"], "at most V-Half's memory", "V-Half, shortened by search"),
+        ("v-min", CHUNKED["v-min"], "at most V-Min's memory", "V-Min, shortened by search"),
+        ("v-whole", replace(CHUNKED["fused-v-whole"], name="v-whole", reverse=False), "a V, backward not split", ""),
+    )
+}
+"""The families of a problem of one model."""
 DEDICATED = Family(
     "dedicated",
     "each model on ranks of its own",
@@ -149,16 +167,21 @@ DEDICATED = Family(
 """Beside `FAMILIES`, in which both models share all ranks."""
 
 
-def family_of(name: str) -> Family:
-    """The family of a name; `interleaved-5` and the like too. Raises KeyError for others."""
+def family_of(name: str, models: int = 2) -> Family:
+    """The family of a name, of problems of so many models; `interleaved-5` and the like too. Raises KeyError for
+    others."""
     if match := _INTERLEAVED.fullmatch(name):
-        return interleaved_family(int(match[1]))
+        return interleaved_family(int(match[1]), models)
+    if models == 1:
+        return ALONE[name]
     return DEDICATED if name == DEDICATED.name else {**FAMILIES, **CHUNKED}[name]
 
 
 def family_names(problem: ScheduleProblem, chunked: bool = False) -> list[str]:
     """The families that make sense for the problem: rolled ones need a border to roll over. `chunked`: also those that
     lay several stages on a rank."""
+    if len(problem.models) == 1:
+        return [name for name, family in ALONE.items() if chunked or family.chunks == 1]
     names = [*FAMILIES, *(CHUNKED if chunked else ())]
     return [n for n in names if problem.mini_batches > 1 or not n.endswith("-rolled")]
 
@@ -179,6 +202,8 @@ def starts(instance: SearchInstance) -> Iterator[Ints]:
     names = ["overlapped"] if chunks == 1 else ["one by one"]
     if chunks == 2 and instance.split:
         names = ["zb-v", "v-half", "v-min", *names]
+    elif chunks == 2 and len(instance.problem.models) == 1:
+        names = ["zb-v", *names]
     for name in names:
         yield fixed_orders(instance, Family(name, "", instance.coupling))
 
@@ -212,7 +237,8 @@ def fixed_orders(instance: SearchInstance, family: Family) -> Ints:
         elif family.name == "stitched-rolled":
             rows.append(_stitched(instance, rank, mini_batches))
         elif (rule := _RULES.get(_INTERLEAVED.sub("interleaved", family.name))) is not None:
-            rows.append((rule(instance, rank, 0) + rule(instance, rank, 1)) * mini_batches)
+            passes = [code for m in range(len(instance.problem.models)) for code in rule(instance, rank, m)]
+            rows.append(passes * mini_batches)
         else:
             raise ProblemError(f"schedules of the family {family.name} are searched for, not built by rule")
     return np.array(rows, dtype=np.int64)

@@ -28,7 +28,7 @@ class Shape(Enum):
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """Where the stages of both models are. `reverse`: the critic's pipelines run against the actor's, inside each block
+    """Where the stages of the models are. `reverse`: the critic's pipelines run against the actor's, inside each block
     of ranks. `chunks`: stages of a model on each of its ranks."""
 
     reverse: bool = False
@@ -119,13 +119,13 @@ def make_instance(
 ) -> SearchInstance:
     """Arrays of a problem whose stages are where `placement` says."""
     n, count, v = problem.ranks, problem.mini_batches, placement.chunks
-    owner = np.repeat([0, 1], v)
+    owner = np.repeat(range(len(problem.models)), v)
     total = np.array([problem.models[m].micro_batches * count for m in owner], dtype=np.int64)
-    duration = np.zeros((2 * v, KINDS, n, int(total.max())))
-    activation = np.zeros((2 * v, n, int(total.max())))
-    position = np.full((2 * v, n), -1, dtype=np.int64)
-    before, after = (np.full((2 * v, n, 2), -1, dtype=np.int64) for _ in range(2))
-    latency, edges = np.zeros((2 * v, 2, n)), problem.latencies
+    duration = np.zeros((len(owner), KINDS, n, int(total.max())))
+    activation = np.zeros((len(owner), n, int(total.max())))
+    position = np.full((len(owner), n), -1, dtype=np.int64)
+    before, after = (np.full((len(owner), n, 2), -1, dtype=np.int64) for _ in range(2))
+    latency, edges = np.zeros((len(owner), 2, n)), problem.latencies
     for index, m in enumerate(problem.models):
         times = [problem.along(index, field, v) for field in ("forward", "input_gradient" if split else "backward")]
         if split:
@@ -147,7 +147,7 @@ def make_instance(
                 for kind, values in enumerate(times):
                     duration[c, kind, rank, q] = values[k, stage]
                 activation[c, rank, q] = sizes[k, stage]
-    wait = np.zeros((2 * v, count, 2 * v), dtype=np.int64)
+    wait = np.zeros((len(owner), count, len(owner)), dtype=np.int64)
     for k in range(count):
         for c, mine in enumerate(owner):
             for o, other in enumerate(owner):
@@ -179,7 +179,7 @@ def make_instance(
 
 def _fill_tails(instance: SearchInstance) -> None:
     d, t, latency = instance.duration, instance.tail, instance.latency
-    for m in (0, 1):
+    for m in range(len(instance.problem.models)):
         nodes = instance.nodes(m)
         for c, rank in nodes:
             t[c, B, rank] = d[c, W, rank]
@@ -195,7 +195,7 @@ def _fill_tails(instance: SearchInstance) -> None:
 
 
 def work(problem: ScheduleProblem, placement: StagePlacement) -> Floats:
-    """Time of all passes of both models, for each rank (N,)."""
+    """Time of all passes of all models, for each rank (N,)."""
     result = np.zeros(problem.ranks)
     for index, m in enumerate(problem.models):
         fields = ("forward", "backward")

@@ -1,4 +1,4 @@
-"""The problem: two models trained at once on the same pipeline ranks (RLHFuse section 5.2).
+"""The problem: two models trained at once on the same pipeline ranks (RLHFuse section 5.2), or one model alone.
 
 N pipeline ranks hold K pipelines (`pipelines`) of pp stages (`stages`) of each model: N = K1 * pp1 = K2 * pp2. Stages
 of pipeline k are on the ranks k * pp to (k + 1) * pp - 1. Both models train on the same sequences, so micro-batches
@@ -56,14 +56,14 @@ class ModelPipelines:
 
 @dataclass(frozen=True, eq=False)
 class ScheduleProblem:
-    """Two models, on the same ranks or each on its own; the first is the actor. Raises ProblemError if the numbers do
-    not fit together.
+    """Two models, on the same ranks or each on its own; the first is the actor. Or one model. Raises ProblemError if
+    the numbers do not fit together.
 
     `communication`: time from the end of a pass to the start of the next stage's, without occupying either rank; one
     number, or an array (N, N) from rank to rank where edges differ.
     `memory_limit`: of activations, per rank."""
 
-    models: tuple[ModelPipelines, ModelPipelines]
+    models: tuple[ModelPipelines, ...]
     communication: float | Floats = 0.0
     mini_batches: int = 1
     memory_limit: float | None = None
@@ -209,16 +209,20 @@ def _nearest_divisor(number: int, wanted: int) -> int:
 
 
 def _check(problem: ScheduleProblem) -> None:
-    first, second = problem.models
+    first, second = problem.models[0], problem.models[-1]
+    if len(problem.models) not in (1, 2):
+        raise ProblemError(f"a problem has {len(problem.models)} models; it needs one or two")
     for m in problem.models:
         counts = {"stages": m.stages, "pipelines": m.pipelines, "micro-batches": m.micro_batches, "parts": m.parts}
         for what, count in counts.items():
             if count < 1:
                 raise ProblemError(f"{m.name} has {count} {what}; it needs at least 1")
-    if first.name == second.name:
+    if len(problem.models) == 2 and first.name == second.name:
         raise ProblemError(f"both models are called {first.name}; give them different names")
     if problem.mini_batches < 1:
         raise ProblemError(f"mini-batches is {problem.mini_batches}; it must be at least 1")
+    if len(problem.models) == 1 and first.first:
+        raise ProblemError(f"{first.name} is alone but begins at rank {first.first}; it must begin at rank 0")
     if first.ranks != second.ranks and (first.first, second.first) != (0, first.ranks.stop):
         raise ProblemError(
             f"{first.name}'s {first.pipelines} pipelines of {first.stages} stages and {second.name}'s "

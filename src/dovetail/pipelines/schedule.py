@@ -98,6 +98,6 @@ def timing_arguments(i: SearchInstance) -> tuple[object, ...]:
 
 
 def steps_argument(i: SearchInstance) -> object:
-    """The optimizer steps for the kernels: a tuple where ranks hold one chunk of each model, which makes them faster,
-    and else an array. So they are compiled for these two cases, not for each number of chunks."""
+    """The optimizer steps for the kernels: a tuple where ranks hold two chunks, one of each model or two of one, which
+    makes them faster, and else an array. So they are compiled for these two cases, not for each number of chunks."""
     return tuple(i.step) if len(i.step) == 2 else i.step

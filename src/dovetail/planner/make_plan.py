@@ -37,6 +37,8 @@ class PlanError(ValueError):
     """No plan fits the manifest. The message is one sentence that names the field."""
 
 
+FOR_TWO = ("Fused", "TimeSharing", "Dedicated")
+"""The values of plan.intraStageFusion that only actor and critic together can have."""
 MOST_RANKS = 4096  # as a degree of a layout
 
 
@@ -95,7 +97,7 @@ def _planned(job: PlannedJob, no_lag: str | None) -> Plan:
         return _planned(job.pinned(recompute="Always"), no_lag)
     placed = replace(placed, recompute=checkpointed, by_layer=_gathered(job, placed))
     schedule = "Dedicated" if placed.apart else _schedule(spec, placed.layouts)
-    if schedule == "Auto" and placed.chosen is not None:
+    if schedule == "Auto" and placed.chosen is not None and "critic" in placed.layouts:
         schedule = fitting(placed.chosen)
     chunks = most_chunks(job, placed, schedule)
     memory = pod_memory(job, placed, schedule, chunks)
@@ -177,7 +179,7 @@ def _gathered(job: PlannedJob, placed: Placed) -> frozenset[tuple[Stage, str]]:
 
 
 def _activations(job: PlannedJob, placed: Placed) -> dict[str, list[int]]:
-    """The bytes of a micro-batch's activations by model and stage, if actor and critic train on pipelines."""
+    """The bytes of a micro-batch's activations by model and stage, if PPO trains on pipelines."""
     if Stage.PPO not in job.spec.stages:
         return {}
     sizes = activation_bytes(job, placed)
@@ -274,9 +276,9 @@ def _tasks(spec: RLHFJobSpec) -> list[TaskPlacement]:
 
 
 def _pipelined(spec: RLHFJobSpec, parallelism: Mapping[str, Parallelism]) -> bool:
-    """Whether actor and critic train together on pipelines, so that there is a choice of schedules."""
-    both = [parallelism.get(model) for model in ("actor", "critic")]
-    return Stage.PPO in spec.stages and None not in both and max(layout.pp for layout in both if layout is not None) > 1
+    """Whether PPO trains on pipelines, so that there is a choice of schedules."""
+    trained = [parallelism[model].pp for model in ("actor", "critic") if model in parallelism]
+    return Stage.PPO in spec.stages and max(trained, default=1) > 1
 
 
 def _schedule(
@@ -295,17 +297,21 @@ def _schedule(
         )
     if spec.ppo.micro_batch_tokens is not None:
         return "Serial"
-    return pin if pin != "Dedicated" and _pipelined(spec, parallelism) else "Serial"
+    if not _pipelined(spec, parallelism):
+        return "Serial"
+    if "critic" not in parallelism:
+        return "Auto" if pin in FOR_TWO else pin
+    return pin if pin != "Dedicated" else "Serial"
 
 
 def _useless_pins(spec: RLHFJobSpec, placed: Placed) -> list[str]:
     """A sentence for each pin that has no effect."""
     pin, layouts = spec.plan.intra_stage_fusion, placed.layouts
-    if "critic" not in layouts:
-        why = "no critic is trained" if pin in ("Fused", "TimeSharing", "VShaped", "Dedicated") else ""
-    else:
-        useless = pin in ("Fused", "TimeSharing", "VShaped") and not _pipelined(spec, layouts)
-        why = "neither actor nor critic has pipeline stages" if useless else ""
+    why = ""
+    if "critic" not in layouts and pin in FOR_TWO:
+        why = "no critic is trained"
+    elif pin in ("Fused", "TimeSharing", "VShaped") and not _pipelined(spec, layouts):
+        why = "neither actor nor critic has pipeline stages" if "critic" in layouts else "there are no pipeline stages"
     found = [f"spec.plan.intraStageFusion is {pin}, which has no effect: {why}"] if why else []
     if spec.plan.zero3 == "Always" and layouts and not placed.by_layer:
         found.append("spec.plan.zero3 is Always, which has no effect: no trained model has data-parallel ranks")

@@ -1,5 +1,6 @@
-"""Chooses the pipeline schedule for training actor and critic. It does so before the first iteration, and again with
-times that the trainers measured. The schedule is stored with each step, so a step that is run again uses the same one.
+"""Chooses the pipeline schedule for training actor and critic, or the actor alone. It does so before the first
+iteration, and again with times that the trainers measured. The schedule is stored with each step, so a step that is run
+again uses the same one.
 
 `PPOStage` uses it only if there is a choice (`stored_schedule.applies`), because the search loads numba."""
 
@@ -24,13 +25,14 @@ from dovetail.coordinator.schedules.training_schedule import (
     choose_dedicated,
     choose_schedule,
     mini_batches_together,
+    pinned_families,
     placeable,
     rank_actions,
     shared_layouts,
     training_problem,
 )
 from dovetail.coordinator.telemetry.summary import write_json
-from dovetail.manifest.types import RLHFJobSpec, Role, Stage
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.pipelines import (
     DEDICATED,
     Choice,
@@ -84,8 +86,13 @@ class KeptPlacement:
     own: Mapping[str, Layout] = field(default_factory=dict)
 
     def layouts(self, plan: Plan) -> dict[str, Layout]:
-        """The layouts of actor and critic."""
-        return dict(self.own) or shared_layouts(plan.parallelism, self.reverse, self.chunks)
+        """The layouts of the models that PPO trains."""
+        return dict(self.own) or shared_layouts(trained_layouts(plan), self.reverse, self.chunks)
+
+
+def trained_layouts(plan: Plan) -> dict[str, Parallelism]:
+    """The plan's layouts of the models that PPO trains: actor and critic, or the actor alone."""
+    return {name: plan.parallelism[name] for name in ("actor", "critic") if name in plan.parallelism}
 
 
 def stored_placement(records: ScheduleRecords) -> KeptPlacement | None:
@@ -120,15 +127,24 @@ class Scheduling:
         self._peak_bytes = 0.0
         self._seconds: list[float] = []
         self._kept: KeptPlacement | None = None
-        self._allowed = PINS["Dedicated" if plan.apart else spec.plan.intra_stage_fusion]
-        if spec.plan.intra_stage_fusion == "Auto" and plan.schedule in ("TimeSharing", "Serial"):
+        self._plain = trained_layouts(plan)
+        self._all = pinned_families("Auto", len(self._plain))
+        self._allowed = pinned_families("Dedicated" if plan.apart else spec.plan.intra_stage_fusion, len(self._plain))
+        if (
+            len(self._plain) > 1
+            and spec.plan.intra_stage_fusion == "Auto"
+            and plan.schedule in ("TimeSharing", "Serial")
+        ):
             # The plan found no room on the GPUs for the other ones.
             self._allowed = tuple(dict.fromkeys((*PINS["Serial"], *PINS[plan.schedule])))
         self._most_chunks = max(plan.chunks, spec.plan.chunks)
 
+    def _family(self, name: str) -> Family:
+        return family_of(name, len(self._plain))
+
     @property
     def layouts(self) -> dict[str, Layout]:
-        """The layouts of actor and critic."""
+        """The layouts of the models."""
         return {} if self._kept is None else self._kept.layouts(self._plan)
 
     @property
@@ -200,7 +216,7 @@ class Scheduling:
             return
         try:
             profile = Profile.model_validate_json((self._path.parent / PROFILE).read_text(encoding="utf-8"))
-            self._times.assume(profile, shared_layouts(self._plan.parallelism, False), self._spec.ppo.micro_batch_size)
+            self._times.assume(profile, shared_layouts(self._plain, False), self._spec.ppo.micro_batch_size)
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
@@ -211,7 +227,7 @@ class Scheduling:
         assert self._kept is not None
         if self._models_have_own_ranks or family == DEDICATED.name:
             return self._models_have_own_ranks and family == DEDICATED.name
-        return placeable(family_of(family), self._kept.reverse, self._kept.chunks)
+        return placeable(self._family(family), self._kept.reverse, self._kept.chunks)
 
     def _limited(self) -> bool:
         """Whether memory is limited: on GPUs, a job that fits when the models train one after the other must also fit
@@ -239,19 +255,21 @@ class Scheduling:
         """Evaluate every family with the known times, and take the best one if it gains enough. Raises ProblemError if
         no schedule fits."""
         spec = self._spec
-        either = shared_layouts(self._plan.parallelism, False)
+        either = shared_layouts(self._plain, False)
         size = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
         counts = {name: size // layout.dp for name, layout in either.items()}
-        together = mini_batches_together(optimizer_steps(spec) // spec.ppo.iterations) if not spec.ppo.ptx_coef else 1
+        together = 1
+        if len(either) > 1 and not spec.ppo.ptx_coef:
+            together = mini_batches_together(optimizer_steps(spec) // spec.ppo.iterations)
         free = training_problem(either, counts, together, times)
         in_bytes = times.complete("bytes", either, counts)
         limit = self._limit(free, in_bytes)
         problem = replace(free, memory_limit=limit)
         effort = SearchEffort(SEARCH_SECONDS, time.monotonic, workers=1, scale=0.1, seed=spec.seed)
-        pipelined = either["actor"].pp > 1 or either["critic"].pp > 1
+        pipelined = any(layout.pp > 1 for layout in either.values())
         families = self._families(pipelined)
         choice = self._evaluated(families, problem, counts, times, effort)
-        split = [name for name in families if family_of(name).split] if self._unsplit else []
+        split = [name for name in families if self._family(name).split] if self._unsplit else []
         choice.refused.update(dict.fromkeys(split, self._unsplit))
         own = self._dedicated(choice, times, size, together, limit)
         can = [DEDICATED.name, *families]
@@ -273,7 +291,7 @@ class Scheduling:
         if not times.profiled and not times.complete("B", either, counts):
             # The cost of a split backward pass is unknown until both kinds have run. So begin with whole backward
             # passes.
-            here = {n: s for n, s in here.items() if not family_of(n).split} or here
+            here = {n: s for n, s in here.items() if not self._family(n).split} or here
         best = self._turned(min(here.values(), key=_rank), problem, effort)
         now = None if self._current is None else here.get(self._current.family)
         if self._current is None or now is None or best.makespan < now.makespan * (1 - HYSTERESIS):
@@ -288,8 +306,9 @@ class Scheduling:
         """The families to evaluate. Those that a pin leaves out are evaluated too, because the report compares them.
         Families with several stages per rank are left out if no rank can hold them."""
         most = max(self._most_chunks, 1 if self._kept is None else self._kept.chunks)
-        names = [*PINS["Auto"], *self._allowed] if pipelined else list(PINS["Serial"])
-        return [n for n in dict.fromkeys(names) if family_of(n).chunks <= most and n != DEDICATED.name]
+        names = [*self._all, *self._allowed] if pipelined else list(PINS["Serial"])
+        names = [n for n in dict.fromkeys(names) if n != DEDICATED.name]
+        return [n for n in names if self._family(n).chunks <= most]
 
     def _evaluated(
         self,
@@ -301,11 +320,11 @@ class Scheduling:
     ) -> Choice:
         """The best schedule of each family, or the reason why there is none. `problem` has one stage per rank. All
         families share the effort's seconds. Raises ProblemError if no schedule fits."""
-        names = [n for n in families if not (self._unsplit and family_of(n).split)]
+        names = [n for n in families if not (self._unsplit and self._family(n).split)]
         schedules: dict[str, Schedule] = {}
         refused: dict[str, str] = {}
-        for chunks in sorted({family_of(n).chunks for n in names}):
-            mine = [n for n in names if family_of(n).chunks == chunks]
+        for chunks in sorted({self._family(n).chunks for n in names}):
+            mine = [n for n in names if self._family(n).chunks == chunks]
             part = replace(effort, seconds=effort.seconds * len(mine) / len(names))
             try:
                 posed = self._posed(problem, counts, times, chunks)
@@ -318,17 +337,17 @@ class Scheduling:
         if not schedules:
             raise ProblemError("; ".join(dict.fromkeys(refused.values())))
         best = min(schedules.values(), key=_rank)
-        others = [n for n in RIVALS if len(families) > 1 and not (self._unsplit and family_of(n).split)]
+        others = [n for n in RIVALS if len(families) > 1 and not (self._unsplit and self._family(n).split)]
         for name in (n for n in others if n not in schedules and n not in refused):
             with contextlib.suppress(ProblemError, DeadlockError):
-                schedules[name] = find(self._posed(problem, counts, times, 2), family_of(name), effort)
+                schedules[name] = find(self._posed(problem, counts, times, 2), self._family(name), effort)
         return Choice(best, schedules, refused)
 
     def _posed(self, problem: ScheduleProblem, counts: Mapping[str, int], times: Times, chunks: int) -> ScheduleProblem:
         """The same problem with `chunks` stages per rank."""
         if chunks == 1:
             return problem
-        layouts = shared_layouts(self._plan.parallelism, False, chunks)
+        layouts = shared_layouts(self._plain, False, chunks)
         return training_problem(layouts, counts, problem.mini_batches, times, memory_limit=problem.memory_limit)
 
     def _dedicated(
@@ -337,7 +356,9 @@ class Scheduling:
         """Add the schedule with ranks of its own for each model to `choice`, or the reason why there is none. Returns
         the layouts. Unless the manifest pins this schedule, it is considered only if it changes neither the
         micro-batches nor, on GPUs, what the ranks hold."""
-        shared = self._plan.parallelism
+        shared = self._plain
+        if len(shared) == 1:
+            return {}
         if self._models_have_own_ranks:
             found = [self.layouts]
         elif self._plan.apart:
@@ -360,12 +381,12 @@ class Scheduling:
         taken only if it gains enough."""
         own = found.get(DEDICATED.name)
         shared = sorted(
-            (s for s in found.values() if s is not own), key=lambda s: (family_of(s.family).chunks, _rank(s))
+            (s for s in found.values() if s is not own), key=lambda s: (self._family(s.family).chunks, _rank(s))
         )
         margin = 1e-6 if self._times.profiled else MORE_MESSAGES
         best: Schedule | None = None
         for each in shared:
-            more = best is not None and family_of(each.family).chunks > family_of(best.family).chunks
+            more = best is not None and self._family(each.family).chunks > self._family(best.family).chunks
             if best is None or _rank(each)[0] < _rank(best)[0] * (1 - margin * more):
                 best = each
         if own is not None and (
@@ -373,7 +394,7 @@ class Scheduling:
         ):
             best = own
         assert best is not None
-        return family_of(best.family)
+        return DEDICATED if best is own else self._family(best.family)
 
     def _turned(self, found: Schedule, problem: ScheduleProblem, effort: SearchEffort) -> Schedule:
         """`found` for the direction in which the stages are placed. Only a serial schedule can run in both
@@ -411,11 +432,12 @@ class Scheduling:
                     name: {
                         "makespan": found.makespan,
                         "peak": found.peak,
-                        "description": family_of(name).description,
-                        "published": family_of(name).published,
+                        "description": family.description,
+                        "published": family.published,
                         "runs_here": name in self._allowed and self._runs(name),
                     }
                     for name, found in choice.schedules.items()
+                    for family in [DEDICATED if name == DEDICATED.name else self._family(name)]
                 },
                 "refused": choice.refused,
                 "before": document(serial),

@@ -20,12 +20,12 @@ LETTERS: dict[str, tuple[str, Kind]] = {
 
 
 def applies(spec: RLHFJobSpec, plan: Plan) -> bool:
-    """Whether there is a schedule to choose. That needs two models, at least one with pipeline stages or ranks of its
+    """Whether PPO has a schedule to choose. That needs a model with pipeline stages, or two models with ranks of their
     own, and a fixed number of micro-batches."""
-    if Stage.PPO not in spec.stages or not has_critic(spec) or spec.ppo.micro_batch_tokens is not None:
+    if Stage.PPO not in spec.stages or spec.ppo.micro_batch_tokens is not None:
         return False
-    layouts = plan.parallelism
-    return max(layouts["actor"].pp, layouts["critic"].pp) > 1 or plan.schedule == "Dedicated"
+    trained = ("actor", "critic") if has_critic(spec) else ("actor",)
+    return max(plan.parallelism[name].pp for name in trained) > 1 or plan.schedule == "Dedicated"
 
 
 @dataclass(frozen=True)

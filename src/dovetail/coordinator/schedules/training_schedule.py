@@ -1,5 +1,6 @@
-"""Makes the schedule of a job's actor and critic training. It states the problem from layouts, batches and measured
-times, chooses a family of schedules, and makes the lists of actions that the trainer ranks run."""
+"""Makes the schedule of a job's training, of actor and critic together or of one model. It states the problem from
+layouts, batches and measured times, chooses a family of schedules, and makes the lists of actions that the trainer
+ranks run."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from dovetail.coordinator.schedules.stage_times import stage_times, transfer_sec
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
 from dovetail.pipelines import (
+    ALONE,
     CHUNKED,
     DEDICATED,
     FAMILIES,
@@ -53,14 +55,26 @@ PINS = {
     "Dedicated": (DEDICATED.name,),
     "Serial": ("serial",),
 }
-"""The families that each value of plan.intraStageFusion allows."""
+"""The families of actor and critic that each value of plan.intraStageFusion allows."""
+
+
+def pinned_families(pin: str, models: int) -> tuple[str, ...]:
+    """The families that the trainers can run and that a value of plan.intraStageFusion allows for so many models. A
+    value that makes no sense for one model allows what Auto does."""
+    if models > 1 or pin == "Serial":
+        return PINS[pin]
+    alone = tuple(f.name for f in ALONE.values() if f.chunks == 1 or f.shape is Shape.ZIGZAG)
+    return tuple(n for n in alone if ALONE[n].chunks > 1) if pin == "VShaped" else alone
 
 
 def shared_layouts(layouts: Mapping[str, Parallelism], reverse: bool, chunks: int = 1) -> dict[str, Layout]:
-    """The layouts of both models on the positions that they share. With `reverse` the critic's stages are in the
-    opposite order. `chunks`: the stages of each model on a rank.
+    """The layouts of the models on the positions that they share. With `reverse` the critic's stages are in the
+    opposite order. `chunks`: the stages of each model on a rank. The layout of a model that trains alone says only
+    that.
 
     Raises ValueError unless the models have the same ranks and the same tp."""
+    if len(layouts) == 1:
+        return {name: Layout(pp=at.pp, dp=at.dp, tp=at.tp, chunks=chunks) for name, at in layouts.items()}
     actor, critic = layouts["actor"], layouts["critic"]
     if world_size(actor) != world_size(critic) or actor.tp != critic.tp:
         raise ValueError(
@@ -199,8 +213,8 @@ class Times:
         return np.tile(each[kind][None, :, None], (layout.pipelines, 1, count))
 
     def complete(self, kind: str, layouts: Mapping[str, Layout], counts: Mapping[str, int]) -> bool:
-        """Whether `array` knows this kind for both models. `counts`: the micro-batches of a mini-batch, by model."""
-        return all(self.array(m, kind, layouts[m], counts[m], 1) is not None for m in ("actor", "critic"))
+        """Whether `array` knows this kind for all models. `counts`: the micro-batches of a mini-batch, by model."""
+        return all(self.array(m, kind, layouts[m], counts[m], 1) is not None for m in layouts)
 
     def communication(self, positions: int, apart: bool = False) -> float | Floats:
         """The seconds of a message from position to position, (N, N) float64, of the slower model. It is one number if
@@ -226,7 +240,7 @@ def training_problem(
     memory_limit: float | None = None,
     whole: float | None = None,
 ) -> ScheduleProblem:
-    """The schedule problem of actor and critic.
+    """The schedule problem of the models of `layouts`, which are actor and critic or one model.
 
     `micro_batches[model]`: the micro-batches of one rank and mini-batch. `communication`: the seconds of a message. By
     default `times` tells. `memory_limit`: the most bytes of activations on a rank. `whole`: the time of a whole model's
@@ -274,9 +288,9 @@ def training_problem(
         )
 
     apart = _apart(layouts)
-    positions = sum(layout.pp * layout.pipelines for layout in layouts.values()) // (1 if apart else 2)
+    positions = sum(layout.pp * layout.pipelines for layout in layouts.values()) // (1 if apart else len(layouts))
     latency = known.communication(positions, apart) if communication is None else communication
-    return ScheduleProblem((model("actor"), model("critic")), latency, mini_batches, memory_limit)
+    return ScheduleProblem(tuple(model(name) for name in layouts), latency, mini_batches, memory_limit)
 
 
 def profiled_problem(
@@ -320,10 +334,11 @@ def choose_schedule(
     serial schedule runs both ways. None: any. `chunks`: the stages of a model on each rank. Raises ProblemError if none
     fits."""
     known = [n for n in family_names(problem, chunked=True) if n in families]
-    names = [n for n in known if placeable(family_of(n), reverse, chunks)]
+    models = len(problem.models)
+    names = [n for n in known if placeable(family_of(n, models), reverse, chunks)]
 
     def finder(_: ScheduleProblem, name: str, share: SearchEffort) -> Schedule:
-        family = family_of(name)
+        family = family_of(name, models)
         # A serial schedule is the same both ways. It takes the direction of the ranks.
         return find(problem, replace(family, reverse=bool(reverse)) if is_serial(family) else family, share)
 
@@ -410,9 +425,8 @@ def rank_actions(schedule: Schedule, layouts: Mapping[str, Layout]) -> list[list
     for p in schedule.passes():
         chunk = p.stage // layouts[p.model].pp
         by_position[p.rank].append(Action(model=p.model, micro_batch=p.micro_batch, kind=p.kind, chunk=chunk))  # type: ignore[arg-type]
-    actor = layouts["actor"]
     if not _apart(layouts):
-        width = world_size(actor) // len(by_position)
+        width = world_size(next(iter(layouts.values()))) // len(by_position)
         for model in layouts.values():
             _check_places(model, width)
     world = max(layout.first + world_size(layout) for layout in layouts.values())

@@ -24,7 +24,7 @@ Finder = Callable[[ScheduleProblem, str, SearchEffort], Schedule]
 
 
 def _find(problem: ScheduleProblem, family: str, effort: SearchEffort) -> Schedule:
-    return find(problem, family_of(family), effort)
+    return find(problem, family_of(family, len(problem.models)), effort)
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,15 @@ def choose(
     The searched families share `effort.seconds`. Those that are seldom the fastest come last. Each of them is searched,
     in as much time as another, only if its bound is below what was reached. Else its best schedule by a rule is
     compared. Raises ProblemError where no family fits."""
-    names = list(families or [*family_names(problem), *([DEDICATED.name] if problem.ranks > 1 else [])])
-    searched = sum(not (family_of(n).fixed or family_of(n).seldom) for n in names)
+    models = len(problem.models)
+    names = list(families or [*family_names(problem), *([DEDICATED.name] if problem.ranks > 1 < models else [])])
+    those = {name: family_of(name, models) for name in names}
+    searched = sum(not (family.fixed or family.seldom) for family in those.values())
     share = replace(effort, seconds=effort.seconds / max(1, searched))
     found: dict[str, Schedule] = {}
     refused: dict[str, str] = {}
-    for name in sorted(names, key=lambda name: family_of(name).seldom):
-        family = family_of(name)
+    for name in sorted(names, key=lambda name: those[name].seldom):
+        family = those[name]
         try:
             if family.seldom and found:
                 instance, reached = family_instance(problem, family), min(s.makespan for s in found.values())
@@ -121,7 +123,7 @@ def cached_find(
     """`find`, whose answer is kept in `store` under a hash of problem, family and effort.
 
     A kept answer is simulated again. An entry that is damaged or belongs to another problem is searched for anew."""
-    if family_of(family).fixed:
+    if family_of(family, len(problem.models)).fixed:
         return _find(problem, family, effort)
     key = hashlib.sha256(
         json.dumps([VERSION, problem.digest, family, effort.seed, effort.seconds, effort.scale, effort.memory]).encode()
@@ -138,7 +140,7 @@ def _read(problem: ScheduleProblem, family: str, text: str | None) -> Schedule |
     """A kept answer, or None where it does not belong to the problem."""
     try:
         entry = json.loads(text or "")
-        instance = family_instance(problem, family_of(family))
+        instance = family_instance(problem, family_of(family, len(problem.models)))
         orders = np.array(entry["words"], dtype=np.int64)
         if not instance.holds(orders):
             return None

@@ -53,14 +53,14 @@ class ExactSearch:
         self._latency = _up(instance.latency * scale)
         self._step = _up(instance.step * scale)
         self._target = int(np.floor(target * scale + 1e-6))
-        self._windows = [self._window(m) for m in (0, 1)]
+        self._windows = [self._window(m) for m in range(len(instance.problem.models))]
         if any(low > high for windows in self._windows for low, high in windows.values()):
             self._model.add_bool_or([])
             return
         for windows in self._windows:
             for key, (low, high) in windows.items():
                 self._start[key] = self._model.new_int_var(low, high, "")
-        for m in (0, 1):
+        for m in range(len(instance.problem.models)):
             for chunk, rank in instance.nodes(m):
                 self._precedence(chunk, rank)
         self._barriers()

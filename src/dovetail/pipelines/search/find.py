@@ -215,7 +215,8 @@ def _known(
     if problem.mini_batches > 1 and (large or instance.coupling is not Coupling.ROLLED):
         yield _repeated(problem, family, effort), "rule"
     yield _unrolled(problem, family, effort, pool), "period"
-    apart = instance.coupling is Coupling.SERIAL
+    # Dispatch rules weigh two models against each other.
+    apart = instance.coupling is Coupling.SERIAL or len(problem.models) == 1
     if not many_ranks(problem) or apart or not large:
         yield from ((orders, "stretched") for orders in _stretched(problem, family, effort, pool))
     if many_ranks(problem) and not apart:

@@ -47,7 +47,7 @@ def fewer_ranks(problem: ScheduleProblem, family: Family) -> ScheduleProblem | N
     try:
         return replace(
             problem,
-            models=(_fewer(problem, 0, factor), _fewer(problem, 1, factor)),
+            models=tuple(_fewer(problem, index, factor) for index in range(len(problem.models))),
             communication=float(between.mean()),
             memory_limit=limit,
         )

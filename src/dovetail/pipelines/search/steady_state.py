@@ -32,13 +32,13 @@ def shorten(problem: ScheduleProblem, family: Family) -> ScheduleProblem | None:
     if problem.mini_batches > 1 or family.fixed or problem.models[0].micro_batches < 5 * problem.ranks:
         return None
     scale = count // unit[0]
-    models = (_mean(problem, 0, scale * unit[0]), _mean(problem, 1, scale * unit[1]))
+    models = tuple(_mean(problem, m, scale * each) for m, each in enumerate(unit))
     return replace(problem, models=models)
 
 
 def one_mini_batch(problem: ScheduleProblem) -> ScheduleProblem:
     """The problem with one mini-batch. Times are the mean over micro-batches."""
-    models = (_mean(problem, 0, problem.models[0].micro_batches), _mean(problem, 1, problem.models[1].micro_batches))
+    models = tuple(_mean(problem, index, m.micro_batches) for index, m in enumerate(problem.models))
     return replace(problem, models=models, mini_batches=1)
 
 
@@ -46,18 +46,23 @@ def unroll(problem: ScheduleProblem, family: Family, short: Schedule) -> Schedul
     """The best schedule of `problem` that repeats a stretch of `short`, or one stretch of each model. None where no
     stretch can be repeated."""
     instance, unit, old = family_instance(problem, family), _unit(problem), short.instance
-    missing = [problem.models[m].micro_batches - old.problem.models[m].micro_batches for m in (0, 1)]
-    if missing[0] <= 0 or missing[0] * unit[1] != missing[1] * unit[0]:
+    missing = [
+        m.micro_batches - other.micro_batches for m, other in zip(problem.models, old.problem.models, strict=True)
+    ]
+    if missing[0] <= 0 or any(missing[0] * u != each * unit[0] for each, u in zip(missing, unit, strict=True)):
         return None
     ends = [_ends(short, rank) for rank in range(old.ranks)]
     moments = np.linspace(0.1, 0.9, _CUTS) * short.makespan
 
     def repeated() -> Iterator[Ints | None]:
         for width in (1, 2, 3, 4):
-            period = [width * unit[0], width * unit[1]]
+            period = [width * each for each in unit]
             if missing[0] % period[0]:
                 continue
             together = [_stretches(short, ends, period, float(t)) for t in moments]
+            if len(period) == 1:
+                yield from (_repeat(old, short.orders, [s], missing[0] // period[0]) for s in together)
+                continue
             actor = [_stretches(short, ends, [period[0], 0], float(t)) for t in moments[:: len(moments) // 6]]
             critic = [_stretches(short, ends, [0, period[1]], float(t)) for t in moments[:: len(moments) // 6]]
             for spans in [[s] for s in together] + [[s, t] for s in actor for t in critic]:
@@ -72,15 +77,17 @@ def drop(problem: ScheduleProblem, spare: int = 1) -> ScheduleProblem | None:
     Where memory is scarce, the larger model runs 1F1B, and the smaller one fits in its warm-up and cool-down. Between
     them, in the steady state, the larger model runs alone. The problem keeps as many of its micro-batches as its
     pipeline has stages, and `spare` quarters of that more. Times are the mean over micro-batches."""
-    work = [float((problem.array(m, "forward") + problem.array(m, "backward")).sum()) for m in (0, 1)]
-    index = 0 if work[0] >= work[1] else 1
+    work = [
+        float((problem.array(m, "forward") + problem.array(m, "backward")).sum()) for m in range(len(problem.models))
+    ]
+    index = work.index(max(work))
     larger = problem.models[index]
     keep = larger.stages + spare * max(2, larger.stages // 4)
     if problem.mini_batches > 1 or larger.micro_batches < keep + max(4, larger.stages // 4):
         return None
-    models = [_mean(problem, m, problem.models[m].micro_batches) for m in (0, 1)]
+    models = [_mean(problem, m, each.micro_batches) for m, each in enumerate(problem.models)]
     models[index] = replace(models[index], micro_batches=keep)
-    return replace(problem, models=(models[0], models[1]))
+    return replace(problem, models=tuple(models))
 
 
 def restore(instance: SearchInstance, short: Schedule, limit: float) -> Ints | None:
@@ -122,10 +129,10 @@ def _fastest(
 
 
 def _unit(problem: ScheduleProblem) -> list[int]:
-    """Micro-batches of the two models' pipelines that belong together: K1 * M1 = K2 * M2."""
+    """Micro-batches of the models' pipelines that belong together: K1 * M1 = K2 * M2."""
     k = [m.pipelines for m in problem.models]
     common = math.lcm(*k)
-    return [common // k[0], common // k[1]]
+    return [common // each for each in k]
 
 
 def _mean(problem: ScheduleProblem, index: int, count: int) -> ModelPipelines:

@@ -33,20 +33,22 @@ def most_chunks(job: PlannedJob, placed: Placed, schedule: str) -> int:
     """The most stages of each model that PPO's schedules may put on a rank. With `schedule` Auto it is what the job
     permits. Otherwise it is what the manifest pins, or 1.
 
-    Auto puts several stages on a rank only if that works and changes no bit. Both models must have the same pipeline,
-    no tensor parallelism, layers that divide evenly, and no dropout, which is drawn by stage. On GPUs the ranks' memory
-    must be enough. With activation checkpointing or ZeRO-3 backward passes cannot be split, and no schedule with more
-    than two stages has whole ones."""
+    Auto puts several stages on a rank only if that works and changes no bit. The models must have the same pipeline of
+    several stages, layers that divide evenly, and no dropout, which is drawn by stage. On GPUs the ranks' memory must
+    be enough. With activation checkpointing or ZeRO-3 backward passes cannot be split, and no schedule with more than
+    two stages has whole ones. A model that trains alone has at most two stages on a rank."""
     spec, known = job.spec, job.shapes
     if schedule != "Auto":
         return spec.plan.chunks if schedule == "VShaped" else 1
-    both = [placed.layouts[model] for model in ("actor", "critic")]
-    dropout = any(each.lora is not None and each.lora.dropout for each in (spec.models.actor, spec.models.critic))
-    if both[0] != both[1] or both[0].tp > 1 or dropout:
+    trained = [model for model in ("actor", "critic") if model in placed.layouts]
+    layouts = [placed.layouts[model] for model in trained]
+    adapters = [getattr(spec.models, model).lora for model in trained]
+    dropout = any(each is not None and each.dropout for each in adapters)
+    if any(each != layouts[0] for each in layouts) or layouts[0].pp == 1 or dropout:
         return 1
-    counts = [known[m].layers if known is not None else job.layers.get(m) for m in ("actor", "critic")]
-    several = SEVERAL[:1] if in_ppo(placed.recompute | placed.by_layer) else SEVERAL
-    stages = [c for c in several if all(n is not None and n % (both[0].pp * c) == 0 for n in counts)]
+    counts = [known[m].layers if known is not None else job.layers.get(m) for m in trained]
+    several = SEVERAL[:1] if len(trained) == 1 or in_ppo(placed.recompute | placed.by_layer) else SEVERAL
+    stages = [c for c in several if all(n is not None and n % (layouts[0].pp * c) == 0 for n in counts)]
     if not job.trains_on_gpus:
         return max(stages, default=1)
     return max((c for c in stages if placed.chosen is not None and held(placed.chosen, c).fits), default=1)

@@ -381,9 +381,9 @@ SHARED_BODY_RULES = (
         f"spec.plan.parallelism.critic {_SHARED}, {_OWN}",
     ),
     _shared(
-        lambda spec: spec.plan.intra_stage_fusion in ("Auto", "Serial"),
-        "self.plan.intraStageFusion in ['Auto', 'Serial']",
-        f"spec.plan.intraStageFusion Fused, TimeSharing, VShaped or Dedicated {_SHARED}, which leaves one model to "
-        "train; set it to Auto or Serial.",
+        lambda spec: spec.plan.intra_stage_fusion in ("Auto", "VShaped", "Serial"),
+        "self.plan.intraStageFusion in ['Auto', 'VShaped', 'Serial']",
+        f"spec.plan.intraStageFusion Fused, TimeSharing or Dedicated {_SHARED}, which leaves one model to train; set "
+        "it to Auto, VShaped or Serial.",
     ),
 )
