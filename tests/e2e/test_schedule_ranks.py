@@ -40,7 +40,7 @@ from dovetail.pipelines import (
     family_of,
     find,
 )
-from dovetail.pipelines.families import CHUNKED
+from dovetail.pipelines.families import ALONE, CHUNKED
 from dovetail.pipelines.instance import Shape
 from dovetail.planner.placement.layouts import divisions, same_batches
 from dovetail.protocol.messages import StageTimes
@@ -107,7 +107,7 @@ def some_problem(layouts: dict[str, Any], counts: dict[str, int], mini_batches: 
         forward = draw.uniform(1, 3, shape) * layout.pipelines
         return ModelPipelines(name, layout.pp, counts[name], forward, 2 * forward, 1.0, layout.pipelines)
 
-    return ScheduleProblem((model("actor"), model("critic")), 0.1, mini_batches)
+    return ScheduleProblem(tuple(model(name) for name in layouts), 0.1, mini_batches)
 
 
 def chosen(number: int, every: bool) -> list[str]:
@@ -158,7 +158,8 @@ def make_case(number: int, every: bool) -> list[dict[str, Any]]:
 
 def chunked_cases(number: int, every: bool) -> list[dict[str, Any]]:
     """One stage a rank, one model after the other; then several stages a rank, the critic's either way round, each with
-    the schedules that can run there. All are of one mini-batch, every other one (or `every` one) also of two."""
+    the schedules that can run there. All are of one mini-batch, every other one (or `every` one) also of two. A model
+    that trains alone has the families of one model, with one stage a rank too."""
     world, both, chunks, architecture, options, sharding = CHUNKED_SETTINGS[number]
     plain = {"actor": both, "critic": both}
     case = {"world": world, "architecture": architecture, "lora": "lora" in options, "copies": both.dp}
@@ -166,12 +167,12 @@ def chunked_cases(number: int, every: bool) -> list[dict[str, Any]]:
     # Where it can be, one stage has a layer more than the others.
     case |= {"layers": min(8, both.pp * chunks + 1), "setting": f"chunks {number}"}
     trained = ("actor",) if "both heads" in options else ("actor", "critic")
-    initials, whole = {name[0] for name in trained}, not UNSPLIT.isdisjoint(options)
+    whole = not UNSPLIT.isdisjoint(options)
     cases = []
     for reverse in (None, False, True):
         if (reverse and len(trained) == 1) or (reverse is False and whole and len(trained) == 2):
             continue  # there would be nothing to run the other way, or nothing but one model after the other
-        layouts = shared_layouts(plain, bool(reverse))
+        layouts = shared_layouts({name: plain[name] for name in trained}, bool(reverse))
         counts = dict.fromkeys(layouts, 4)
         if reverse is not None:
             layouts = {name: layout.model_copy(update={"chunks": chunks}) for name, layout in layouts.items()}
@@ -180,7 +181,10 @@ def chunked_cases(number: int, every: bool) -> list[dict[str, Any]]:
         for together in (1, 2):
             problem = some_problem(layouts, counts, together, 100 * number + together)
             families = [FAMILIES["serial"]]
-            if reverse is not None:
+            if len(trained) == 1:
+                v = 1 if reverse is None else chunks
+                families = [f for f in ALONE.values() if f.chunks == v and f.shape is Shape.ZIGZAG]
+            elif reverse is not None:
                 placed = [f for f in CHUNKED.values() if f.chunks == chunks and f.shape is Shape.ZIGZAG]
                 serial = replace(CHUNKED["zb-v"], chunks=chunks, reverse=reverse, name="one by one", split=False)
                 families = [serial, *(f for f in placed if f.reverse == reverse and not (whole and f.split))]
@@ -188,8 +192,7 @@ def chunked_cases(number: int, every: bool) -> list[dict[str, Any]]:
                 rolled = family.name.endswith("-rolled")
                 if rolled == (together == 2) or (not rolled and (every or (index + number + 1) % 2)):
                     name, found = f"{family.name} {together}", find(problem, family, replace(EFFORT, seed=number))
-                    lists = [[a for a in mine if a[0] in initials] for mine in letters(found, layouts)]
-                    schedules[name] = (together, lists)
+                    schedules[name] = (together, letters(found, layouts))
                     orders[name] = found.orders.tolist()
         where = {name: layouts[name].model_dump() for name in trained}
         more = {} if reverse is None or len(trained) == 1 else {"orders": orders}

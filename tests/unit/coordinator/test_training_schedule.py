@@ -425,6 +425,8 @@ def test_auto_has_one_stage_a_rank_where_a_v_cannot_run_or_would_change_bits() -
     assert make_plan(four_ranks(lora={"rank": 4})).chunks == 2
     assert make_plan(four_ranks(lora={"rank": 4, "dropout": 0.1})).chunks == 1
     assert make_plan(four_ranks(parallelism={"actor": {"pp": 2, "dp": 2}})).chunks == 4
+    assert make_plan(four_ranks(parallelism={"actor": {"pp": 2, "tp": 2}})).chunks == 4
+    assert make_plan(four_ranks(parallelism={"actor": {"dp": 4}})).chunks == 1
     assert "chunks" not in make_plan(four_ranks(layers=6)).model_dump(mode="json")
 
 
@@ -539,3 +541,66 @@ def test_a_profile_gives_the_first_schedule_its_times(tmp_path: Path) -> None:
     assert found["communication"] == pytest.approx(1e-4 + 4 * 16 * 8 * 4 / 1e9)
     assert found["before"]["models"][0]["forward"] == pytest.approx(3e-3), "two layers and the embedding or head"
     assert "simulated with the times of profile.json" in schedule_section(found)
+
+
+def group_job(**plan: Any) -> tuple[RLHFJobSpec, Plan]:
+    """A job with a group baseline, which trains the actor alone in two stages."""
+    spec = four_ranks(**({"parallelism": {"actor": {"pp": 2, "dp": 2}}} | plan))
+    ppo = {**spec.ppo.model_dump(by_alias=True, exclude_unset=True), "advantage": "grpo", "samplesPerPrompt": 4}
+    document = spec.model_dump(by_alias=True, exclude_unset=True, mode="json") | {"ppo": ppo}
+    found = RLHFJobSpec.model_validate(document)
+    return found, make_plan(found)
+
+
+@pytest.mark.parametrize(
+    ("pin", "schedule", "runs"),
+    [
+        ("Auto", "Auto", {"serial", "zero-bubble", "zb-v", "v-half", "v-min", "v-whole"}),
+        ("VShaped", "VShaped", {"zb-v", "v-half", "v-min", "v-whole"}),
+        ("Serial", "Serial", {"serial"}),
+        ("Fused", "Auto", {"serial", "zero-bubble", "zb-v", "v-half", "v-min", "v-whole"}),
+    ],
+)
+def test_a_model_that_trains_alone_has_a_choice_of_pipelines(
+    tmp_path: Path, pin: str, schedule: str, runs: set[str]
+) -> None:
+    spec, plan = group_job(intraStageFusion=pin)
+    assert plan.schedule == schedule
+    assert applies(spec, plan)
+    assert any("no critic is trained" in warning for warning in plan.warnings) == (pin == "Fused")
+
+    async def go() -> tuple[StoredSchedule, dict[str, Layout]]:
+        scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
+        await scheduling.begin()
+        chosen = await scheduling.current()
+        assert chosen is not None
+        return chosen, scheduling.layouts
+
+    chosen, layouts = asyncio.run(go())
+    assert chosen.family in runs
+    assert layouts.keys() == {"actor"}
+    assert (layouts["actor"].chunks == 2) == (chosen.family in PINS["VShaped"] or chosen.family == "v-whole")
+    step = scheduled(ppo_step(spec, plan, 1, StepFacts(0.1, True), layouts), chosen.as_json(), plan.world_size)
+    count = spec.ppo.mini_batch_size // (2 * spec.ppo.micro_batch_size)
+    for mine in step.actions:
+        check_actions(mine, {"actor": count}, True, chunks={"actor": layouts["actor"].chunks})
+    found = RunFolder(tmp_path).schedule()
+    assert {name for name, family in found["families"].items() if family["runs_here"]} <= runs
+    published = {name: family["published"] for name, family in found["families"].items()}
+    if pin != "Serial":
+        assert published["zero-bubble"].startswith("ZB-H1")
+        assert published["zb-v"] == "ZB-V (torch's ScheduleZBVZeroBubble)"
+    assert "twice" not in json.dumps(published)
+    assert "mini-batch of actor," in schedule_section(found)
+
+
+def test_a_model_that_trains_alone_keeps_backwards_whole_where_they_cannot_be_split(tmp_path: Path) -> None:
+    spec, plan = group_job(intraStageFusion="VShaped", recompute="Always")
+    scheduling = Scheduling(spec, plan, Records(), tmp_path, lambda *_, **__: None)
+    asyncio.run(scheduling.begin())
+    chosen = asyncio.run(scheduling.current())
+    assert chosen is not None
+    assert chosen.family == "v-whole"
+    warm_up = ppo_step(spec, plan, 1, StepFacts(0.1, True), scheduling.layouts)
+    for lists in (chosen.actions(), warm_up.actions):
+        assert {action.kind for mine in lists for action in mine} == {"F", "B"}

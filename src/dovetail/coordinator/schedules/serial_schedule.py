@@ -8,20 +8,24 @@ from functools import lru_cache
 
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
-from dovetail.pipelines import CHUNKED, ScheduleError, fused_problem, one_f_one_b
+from dovetail.pipelines import ALONE, ModelPipelines, ScheduleError, ScheduleProblem, one_f_one_b
 from dovetail.pipelines.families import fixed_schedule
 from dovetail.protocol.messages import Action, Kind
 from dovetail.protocol.plan import chunks_of, coordinates, holds
 
 
 def serial_1f1b(
-    layouts: Mapping[str, Parallelism], micro_batches: Mapping[str, int], order: Sequence[str], world: int | None = None
+    layouts: Mapping[str, Parallelism],
+    micro_batches: Mapping[str, int],
+    order: Sequence[str],
+    world: int | None = None,
+    split: bool = True,
 ) -> list[list[Action]]:
     """The actions of each rank: 1F1B of one model after another, in `order`. A rank has the actions of the models that
     it holds. A model with several stages per rank uses ZB-V instead of 1F1B.
 
     `micro_batches[model]`: the number of micro-batches of one data-parallel rank. `world`: the number of ranks. It is
-    needed if models have ranks of their own. Raises ScheduleError if the layouts have different numbers of ranks and
+    needed if models have ranks of their own. `split`: whether backward passes may be split. Raises ScheduleError if the layouts have different numbers of ranks and
     `world` is None, or if a model has no micro-batch."""
     sizes = {model: world_size(layout) for model, layout in layouts.items()}
     if world is None and len(set(sizes.values())) != 1:
@@ -35,7 +39,7 @@ def serial_1f1b(
         for model in (each for each in order if holds(rank, layouts[each])):
             layout, count = layouts[model], micro_batches[model]
             if chunks_of(layout) > 1:
-                places = _there_and_back(model, layout.pp, chunks_of(layout), count)
+                places = _there_and_back(model, layout.pp, chunks_of(layout), count, split)
                 mine += places[coordinates(rank, layout).pp]
             else:
                 mine += _of_one_model(model, rank, layout, count)
@@ -44,17 +48,18 @@ def serial_1f1b(
 
 
 @lru_cache(maxsize=16)
-def _there_and_back(model: str, pp: int, chunks: int, micro_batches: int) -> tuple[tuple[Action, ...], ...]:
+def _there_and_back(
+    model: str, pp: int, chunks: int, micro_batches: int, split: bool
+) -> tuple[tuple[Action, ...], ...]:
     """The actions of each pipeline rank, for ranks that hold several stages. Two stages per rank run ZB-V. More stages
     run one micro-batch after another. The result is cached, because each step asks for it, even a step with another
     schedule."""
-    family = CHUNKED["zb-v"] if chunks == 2 else replace(CHUNKED["zb-v"], name="one by one", chunks=chunks)
-    found = fixed_schedule(fused_problem(pp, pp, micro_batches, 1.0, 1.0), family)
+    family = replace(ALONE["zb-v"], name="zb-v" if chunks == 2 else "one by one", chunks=chunks, split=split)
+    found = fixed_schedule(ScheduleProblem((ModelPipelines(model, pp, micro_batches, 1.0, 2.0),)), family)
     lists: list[list[Action]] = [[] for _ in range(pp)]
     for p in found.passes():
-        if p.model == "actor":
-            kind: Kind = p.kind  # type: ignore[assignment]
-            lists[p.rank].append(Action(model=model, micro_batch=p.micro_batch, kind=kind, chunk=p.stage // pp))
+        kind: Kind = p.kind  # type: ignore[assignment]
+        lists[p.rank].append(Action(model=model, micro_batch=p.micro_batch, kind=kind, chunk=p.stage // pp))
     return tuple(map(tuple, lists))
 
 

@@ -35,7 +35,8 @@ def schedule(
     layouts = {name: (placed or {}).get(name) or plan.parallelism[name] for name in models}
     rows = {name: rules[name].batch // max(1, parts) for name in models}
     counts = {name: rows[name] // (layout.dp * rules[name].micro) for name, layout in layouts.items()}
-    fields: dict[str, Any] = {"actions": serial_1f1b(layouts, counts, list(models), plan.world_size)}
+    split = not plan.recomputed(stage) and not plan.gathered_by_layer(stage)
+    fields: dict[str, Any] = {"actions": serial_1f1b(layouts, counts, list(models), plan.world_size, split)}
     if (tokens := rules[models[0]].tokens) is not None:
         chosen = [row.micro_batch_tokens for row in plan.batching if row.stage is stage and row.model in models]
         fields["micro_batch_tokens"] = min((each for each in chosen if each is not None), default=tokens)

@@ -1,8 +1,8 @@
-"""The report's section on the schedule of actor and critic training, from the run's schedule.json."""
+"""The report's section on the schedule of PPO's training, from the run's schedule.json."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
@@ -27,7 +27,8 @@ def schedule_section(found: Mapping[str, Any]) -> str:
     if not found:
         return ""
     mini = int(found["mini_batches"])
-    what = f"{mini} mini-batch{'es' if mini > 1 else ''} of actor and critic"
+    models = [str(model["name"]) for model in found["after"]["models"]]
+    what = f"{mini} mini-batch{'es' if mini > 1 else ''} of {' and '.join(models)}"
     source = "default times (nothing was measured)"
     if _in_seconds(found):
         source = "times measured in this run" if found["measured"] else "the times of profile.json"
@@ -37,8 +38,8 @@ def schedule_section(found: Mapping[str, Any]) -> str:
     axis = "seconds" if _in_seconds(found) else "units of time"
     return (
         f"<h2>Training schedule: {escape(str(found['chosen']))}</h2>{_facts(found)}"
-        + gantt(f"Before: serial 1F1B, {what}, simulated with {source}", before, _names(), end=end, axis=axis)
-        + gantt(f"After: {found['chosen']}, {what}, simulated alike", after, _names(), end=end, axis=axis)
+        + gantt(f"Before: serial 1F1B, {what}, simulated with {source}", before, _names(models), end=end, axis=axis)
+        + gantt(f"After: {found['chosen']}, {what}, simulated alike", after, _names(models), end=end, axis=axis)
     )
 
 
@@ -47,8 +48,8 @@ def families_section(found: Mapping[str, Any]) -> str:
     return f"<h2>All families of schedules</h2>{_families(found)}" if found else ""
 
 
-def _names() -> list[str]:
-    return [f"{model} {kind}" for model in ("actor", "critic") for kind in _KINDS.values()]
+def _names(models: Sequence[str]) -> list[str]:
+    return [f"{model} {kind}" for model in models for kind in _KINDS.values()]
 
 
 def _in_seconds(found: Mapping[str, Any]) -> bool:
