@@ -67,7 +67,7 @@ test: lint $(MODEL_INFOS) $(KERNELS) ## The whole test suite
 	$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
 
 test-fast: TEST_WORKERS := 3
-test-fast: install $(KERNELS) ## Tests that start no vLLM servers or trainers, each within two CPU seconds
+test-fast: install $(KERNELS) ## Tests that start no vLLM servers or trainers, each within half a CPU second or so
 	$(PYTEST) -m "not slow and not nightly" -o testpaths=tests/unit $(PYTEST_ARGS)
 
 test-nightly: lint $(MODEL_INFOS) $(KERNELS) ## The whole test suite, and the long drills in all their variants

@@ -41,8 +41,8 @@ TOGETHER = {
     ),
 }
 SHARING = {"cluster", "api server", "nullgpu", *TOGETHER}
-# A test without the mark slow should need less, with what it shares with others.
-FAST_CPU_SECONDS = 2.0
+# A test without the mark slow needs half of this at most, beside what it is the first to import or compile.
+FAST_CPU_SECONDS = 1.0
 BEGAN = pytest.StashKey[float]()
 
 
@@ -110,7 +110,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     taken = [(dict(report.user_properties).get("cpu_seconds", 0.0), report.nodeid) for report in ends]
     long = sorted((each for each in taken if each[0] > FAST_CPU_SECONDS), reverse=True)
     if long:
-        terminalreporter.section(f"more than {FAST_CPU_SECONDS:.0f} CPU seconds without the mark slow")
+        terminalreporter.section(f"more than {FAST_CPU_SECONDS:.0f} CPU second without the mark slow")
         terminalreporter.write("".join(f"{seconds:6.1f} {name}\n" for seconds, name in long))
 
 

@@ -68,6 +68,7 @@ def step(ppo: dict[str, Any], batch: bytes) -> dict[str, float]:
     return {name: value for name, value in found.items() if name not in skipped}
 
 
+@pytest.mark.slow
 def test_a_manifest_and_a_loop_of_ones_own_train_the_same(folder: str) -> None:
     named = {"advantageFunction": "my_advantages:centred", "importPath": folder}
     by_manifest = step(named, ppo_batch(1))
@@ -80,6 +81,7 @@ def test_a_manifest_and_a_loop_of_ones_own_train_the_same(folder: str) -> None:
     assert by_manifest["actor_grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_the_trainers_add_the_values_where_a_loop_of_ones_own_gave_no_returns() -> None:
     seen = experience(PPO())
     values = seen.values

@@ -147,6 +147,7 @@ def test_every_setting_ends_at_its_objectives_optimum(config: PPO, optimum: np.n
     np.testing.assert_allclose(learnt(config), optimum, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_estimators_that_a_reward_refuses_miss_the_optimum(
     estimator: Estimator, monkeypatch: pytest.MonkeyPatch

@@ -208,6 +208,7 @@ def test_partition_keeps_every_item_once(lengths: list[int], k: int, equal: bool
     assert max(sums) - min(sums) <= max(lengths, default=0) or equal
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=2, max_size=8), st.integers(2, 3))
 def test_partition_is_near_the_best(lengths: list[int], k: int) -> None:

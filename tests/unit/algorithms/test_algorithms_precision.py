@@ -142,6 +142,7 @@ def test_an_unknown_aggregation_is_refused() -> None:
         losses.aggregation_weights(LENGTHS, "Mean", tokens=1, samples=1, longest=1)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_trainers_gradient_does_not_depend_on_micro_batches_and_does_on_the_aggregation() -> None:
     """Through the whole engine: packed, grouped baselines, KL in the loss, entropy bonus."""
     found: dict[tuple[str, int], dict[str, float]] = {}

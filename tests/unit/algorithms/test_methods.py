@@ -347,6 +347,7 @@ def test_right_responses_are_learnt_in_a_step_however_it_is_cut() -> None:
     assert none["actor_grad_norm"] == pytest.approx(0.0, abs=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["Token", "Sequence"])
 def test_what_does_not_count_might_as_well_say_anything(aggregation: str) -> None:
     """Neither its advantages nor its number change the loss of the others."""
@@ -363,6 +364,7 @@ def test_what_does_not_count_might_as_well_say_anything(aggregation: str) -> Non
     assert trained(one, 16, **options | {"maskTruncated": False})["entropy"] != first["entropy"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ppo",
     [

@@ -95,6 +95,7 @@ def test_the_manifest_names_the_losses_that_the_trainer_has() -> None:
     assert tuple(policy.LOSSES) == LOSSES
 
 
+@pytest.mark.slow
 def test_a_users_loss_with_the_same_arithmetic_gives_the_same_bits(module: str) -> None:
     built_in, mine = metrics(module, None, steps=2), metrics(module, "my_losses:same_as_ppo", steps=2)
     own = {name: mine.pop(name) for name in list(mine) if name.startswith("loss/")}
@@ -104,6 +105,7 @@ def test_a_users_loss_with_the_same_arithmetic_gives_the_same_bits(module: str) 
     assert 0 < own["loss/sample"] < 1, "two samples a micro-batch"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aggregation", ["Token", "Sequence", "Constant"])
 def test_its_gradient_does_not_depend_on_micro_batches(module: str, aggregation: str) -> None:
     few, many = (
@@ -146,6 +148,7 @@ def test_what_is_wrong_shows_before_a_rank_joins(module: str, loss: str, message
         serve(env, wrong, {}, 1.0, lambda *_, **__: None)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_what_fails_in_a_step_is_the_commands_error(module: str) -> None:
     with LocalTrainer(job(ppo={"loss": "my_losses:later", "importPath": module})) as trainer:
         trainer.metrics(load_command(Stage.PPO))

@@ -182,6 +182,7 @@ def test_a_failing_scorers_chunks_go_to_another(broken: str) -> None:
     assert "scorer-0" in failures[0]
 
 
+@pytest.mark.slow
 def test_without_a_working_scorer_the_last_failure_is_named() -> None:
     with pytest.raises(TimeoutError, match="last failure: scorer-0: status 500: out of memory"):
         run_scoring([FakeScorer("status")], [[finished(2, 2)]], deadline=0.5)
@@ -217,6 +218,7 @@ def score_one(
     return found
 
 
+@pytest.mark.slow
 def test_a_chunk_that_fails_after_all_were_handed_out_is_scored_again() -> None:
     """A scorer is killed and started again while the queue is empty: nobody adds samples or wakes the hand-out."""
 
@@ -234,6 +236,7 @@ def test_a_chunk_that_fails_after_all_were_handed_out_is_scored_again() -> None:
     assert scorer.calls == 2
 
 
+@pytest.mark.slow
 def test_the_chunk_of_a_scorer_that_went_silent_goes_to_another() -> None:
     """Its connection stays open, as that of a node without power or of a process that is frozen."""
     silent: set[str] = set()

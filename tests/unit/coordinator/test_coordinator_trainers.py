@@ -114,6 +114,7 @@ def test_a_restarted_rank_ends_the_generation_and_its_command() -> None:
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_command_that_turns_out_to_be_longer_gets_more_time() -> None:
     """A transfer of weights, whose bytes the trainers know."""
 

@@ -85,6 +85,7 @@ def storage(server, **more):
     return Output(s3=ObjectStorage(**{"bucket": "models", "prefix": "team/chat/", "endpoint": server[0]} | more))
 
 
+@pytest.mark.slow
 def test_object_storage_gets_the_models_in_parts(server, models, monkeypatch):
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
@@ -113,6 +114,7 @@ def test_a_wrong_bucket_or_key_ends_the_job_before_it_trains(server, monkeypatch
     assert is_final(caught.value)
 
 
+@pytest.mark.slow
 def test_a_server_that_is_away_is_tried_again(server, monkeypatch):
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)

@@ -26,6 +26,7 @@ from helpers.free_ports import free_port
 from helpers.jobs import tiny_job
 
 
+@pytest.mark.slow
 def test_a_waiting_trainer_does_not_hold_up_the_end(tmp_path):
     spec = tiny_job().spec
     settings = CoordinatorSettings(tmp_path, "secret", "127.0.0.1", free_port("127.0.0.1"), tmp_path)
@@ -53,6 +54,7 @@ def test_a_waiting_trainer_does_not_hold_up_the_end(tmp_path):
     asyncio.run(test())
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_for_a_moment_is_waited_for(tmp_path):
     spec = tiny_job().spec
     said = []

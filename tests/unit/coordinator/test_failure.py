@@ -245,6 +245,7 @@ def test_a_disk_that_is_full_is_told_once(disk: Path) -> None:
     assert told == [f"Warning: the disk that holds {disk} is full; free some space"] * 2
 
 
+@pytest.mark.slow
 def test_a_coordinator_on_a_full_disk_says_so_and_ends(disk: Path, tmp_path: Path) -> None:
     job = tiny_job()
     (disk / "job.json").write_text(job.model_dump_json(by_alias=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -136,4 +137,4 @@ class FleetMachine(RuleBasedStateMachine):
 
 
 FleetMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-TestFleet = FleetMachine.TestCase
+TestFleet = pytest.mark.slow(FleetMachine.TestCase)

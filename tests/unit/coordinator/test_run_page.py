@@ -276,6 +276,7 @@ def client(run):
     server.close()
 
 
+@pytest.mark.slow
 def test_the_list_hears_of_ended_steps_alone(tmp_path):
     """Of hundreds of runs nobody looks through the folders of samples and traces twice a second."""
     run = tmp_path / "run"

@@ -82,6 +82,7 @@ def open_tab(page, url, run, *parts):
     page.goto(f"{url}/#/run/{'/'.join([run.name, *map(str, parts)])}")
 
 
+@pytest.mark.slow
 def test_a_finished_run_from_the_list_to_its_schedule(page, url, runs):
     page.goto(url)
     page.get_by_role("link", name=runs.name, exact=True).click()
@@ -105,6 +106,7 @@ def test_a_finished_run_from_the_list_to_its_schedule(page, url, runs):
     expect(page.locator("svg[data-lanes]")).to_have_count(3)
 
 
+@pytest.mark.slow
 def test_metrics_zoom_together_and_are_filtered(page, url, runs):
     open_tab(page, url, runs, "metrics")
     chart = page.locator("svg[data-chart=reward]").first
@@ -125,6 +127,7 @@ def test_metrics_zoom_together_and_are_filtered(page, url, runs):
     wait_for("one figure", lambda: page.locator("figure:visible").count() == 1)
 
 
+@pytest.mark.slow
 def test_values_that_differ_by_rounding_alone_are_drawn(page, url, runs):
     even = runs.parent / "even"
     even.mkdir()
@@ -137,6 +140,7 @@ def test_values_that_differ_by_rounding_alone_are_drawn(page, url, runs):
     shutil.rmtree(even)
 
 
+@pytest.mark.slow
 def test_the_same_prompts_before_and_after_stand_side_by_side(page, url, runs):
     kept = SampleFiles(runs, 10**9)
     first = read_rows(evaluation_files(runs)[0])
@@ -159,6 +163,7 @@ def test_the_same_prompts_before_and_after_stand_side_by_side(page, url, runs):
     evaluation_files(runs)[BEFORE_SFT].unlink()
 
 
+@pytest.mark.slow
 def test_samples_are_sorted_and_one_is_read_token_by_token(page, url, runs):
     open_tab(page, url, runs, "samples")
     page.get_by_role("button", name="Sort by Reward").click()
@@ -181,6 +186,7 @@ def test_samples_are_sorted_and_one_is_read_token_by_token(page, url, runs):
     page.wait_for_url(lambda address: address != before)
 
 
+@pytest.mark.slow
 def test_a_models_text_is_shown_as_text(page, url, runs):
     open_tab(page, url, runs, "sample", 12, 0, 0)
     page.locator(".turn.assistant", has_text="</td><img src=x").wait_for()
@@ -190,6 +196,7 @@ def test_a_models_text_is_shown_as_text(page, url, runs):
     assert page.title() != "taken"
 
 
+@pytest.mark.slow
 def test_seeds_are_compared_on_one_axis(page, url, runs):
     page.goto(url)
     boxes = page.locator("input[data-run]")
@@ -219,6 +226,7 @@ def coordinator(folder):
     run.history.close()
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_followed_until_it_is_gone(page, url, runs):
     live = runs.parent / "live"
     live.mkdir()
@@ -238,6 +246,7 @@ def test_a_run_that_goes_on_is_followed_until_it_is_gone(page, url, runs):
     shutil.rmtree(live)
 
 
+@pytest.mark.slow
 def test_the_list_shows_the_last_of_quick_changes(page, url, runs):
     ends = runs.parent / "ends"
     ends.mkdir()
@@ -252,6 +261,7 @@ def test_the_list_shows_the_last_of_quick_changes(page, url, runs):
     shutil.rmtree(ends)
 
 
+@pytest.mark.slow
 def test_400_pixels_keys_and_the_dark(page, url, runs):
     page.set_viewport_size({"width": 400, "height": 800})
     page.emulate_media(color_scheme="dark")

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
@@ -128,4 +129,4 @@ class Exactly(RuleBasedStateMachine):
 
 
 Exactly.TestCase.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
-TestExactlyOnce = Exactly.TestCase
+TestExactlyOnce = pytest.mark.slow(Exactly.TestCase)

@@ -201,6 +201,7 @@ async def run_with(spec: RLHFJobSpec, run_dir: Path, finish_seconds: float = 300
     return logged
 
 
+@pytest.mark.slow
 def test_a_tracker_that_was_down_gets_all_of_it_later(tmp_path: Path, stand_in: Path) -> None:
     spec, run_dir = spec_of({"kind": "wandb"}), tmp_path / "run"
     (stand_in / "mode").write_text("down")
@@ -213,6 +214,7 @@ def test_a_tracker_that_was_down_gets_all_of_it_later(tmp_path: Path, stand_in: 
     assert told == [{"ppo/step": 1, "ppo/reward": 1.0}, {"ppo/step": 1, "ppo/reward": 1.0}, "ended 0"]
 
 
+@pytest.mark.slow
 def test_a_tracker_that_hangs_does_not_hold_up_the_end_of_a_run(tmp_path: Path, stand_in: Path) -> None:
     (stand_in / "mode").write_text("hangs")
     began = time.monotonic()

@@ -79,6 +79,7 @@ def test_a_layout_without_pipelines_side_by_side_is_the_plain_one() -> None:
         Layout(pp=1, dp=3, pipelines=2)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=25)
 @given(pairs(), st.integers(1, 3), st.sampled_from([1, 2]), st.booleans())
 def test_rank_lists_are_what_the_executor_accepts(
@@ -317,6 +318,7 @@ def four_ranks(layers: int = 8, lora: dict[str, Any] | None = None, **plan: Any)
     return RLHFJobSpec.model_validate(document)
 
 
+@pytest.mark.slow
 def test_auto_lays_stages_in_a_v_where_that_is_faster(tmp_path: Path) -> None:
     spec = four_ranks(activationMemory=1)
     plan = make_plan(spec)
@@ -379,6 +381,7 @@ def in_a_v(split: bool, held: dict[tuple[str, int, int], float] | None = None) -
     return CommandResult(id="step", ok=True, times=times)
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_with_its_schedule_where_measured_sizes_fit_no_other(tmp_path: Path) -> None:
     """The actor's first and last stage are on rank 0, where one micro-batch is more than the limit. With one stage a
     rank it would be less, but the job keeps to the places of its stages."""

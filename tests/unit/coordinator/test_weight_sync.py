@@ -164,6 +164,7 @@ def test_one_that_serves_other_weights_gets_no_work_and_is_told_of(world):
     assert world.held["rollout-b"] == 3
 
 
+@pytest.mark.slow
 def test_what_is_alone_at_its_address_is_tried_before_a_whole_pod(world):
     world.cut, world.along, before = {"rollout-a", "scorer-a"}, {"scorer-b"}, world.now
     world.publish_version(2)
@@ -171,6 +172,7 @@ def test_what_is_alone_at_its_address_is_tried_before_a_whole_pod(world):
     assert world.now - before == DEADLINE + 2.0
 
 
+@pytest.mark.slow
 def test_attempts_become_rarer(world):
     world.cut = {"rollout-b"}
     world.publish_version(2)
@@ -221,6 +223,7 @@ def test_a_new_process_is_not_to_blame_for_the_one_before(world):
     assert world.rounds[-1][1] == ["rollout-a", "rollout-b", "scorer-a", "scorer-b"]
 
 
+@pytest.mark.slow
 def test_the_only_one_is_tried_until_it_works():
     world = World("rollout-a", "scorer-a", deadline=3000.0)
     world.cut = {"rollout-a"}
@@ -341,6 +344,7 @@ def test_one_to_whom_two_servers_could_not_send_waits_for_the_trainers(world):
     assert world.held["rollout-d"] == 1
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_while_a_round_waits_for_the_trainers_does_not_wait(world):
     """The scorer of a pod is up before its server."""
 
@@ -564,6 +568,7 @@ def test_one_that_is_prepared_gets_its_weights_then(monkeypatch, world, fails):
     assert (world.held["scorer-c"], world.failures[:1]) == ((None, ["scorer-c"]) if fails else (1, []))
 
 
+@pytest.mark.slow
 def test_the_time_in_which_the_only_scorer_loads_its_models_does_not_count(monkeypatch):
     world = World("rollout-a", "scorer-b")
     slow_to_prepare(world, monkeypatch, "scorer-b", 500.0)
@@ -571,6 +576,7 @@ def test_the_time_in_which_the_only_scorer_loads_its_models_does_not_count(monke
     assert world.held == {"rollout-a": 1, "scorer-b": 1}
 
 
+@pytest.mark.slow
 def test_one_that_never_can_be_prepared_is_named(monkeypatch):
     world = World("rollout-a", "scorer-b")
     slow_to_prepare(world, monkeypatch, "scorer-b", 600.0, fails=True)

@@ -94,6 +94,7 @@ def test_transformers_reads_the_folders(prepared: tuple[Prepared, Path]) -> None
     assert AutoTokenizer.from_pretrained(str(run / "tokenizer"))(text).input_ids == job.encoder.encode(text)
 
 
+@pytest.mark.slow
 def test_no_torch_is_imported(tmp_path: Path) -> None:
     """The coordinator's image has none, and where it is installed, importing it takes seconds before a run starts."""
     code = (

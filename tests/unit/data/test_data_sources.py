@@ -334,6 +334,7 @@ def test_a_line_that_went_bad_after_good_ones_is_not_cached_as_good(tmp_path: Pa
             read(path, "prompts")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (SHARED / HH_NAME).exists(), reason="the hh-rlhf test file is not here")
 def test_all_pairs_of_hh_rlhf_parse(tmp_path: Path) -> None:
     source = DataSource(path=str(SHARED / HH_NAME))

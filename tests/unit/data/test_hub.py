@@ -73,6 +73,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         yield World(server, run, [], [])
 
 
+@pytest.mark.slow
 def test_what_describes_a_model_comes_first_and_then_its_weights_alone(world: World) -> None:
     models = world.hub()
     folder = models.describe("actor", FIELD, "a/b", None)
@@ -87,6 +88,7 @@ def test_what_describes_a_model_comes_first_and_then_its_weights_alone(world: Wo
     assert tokens == {False: "good", True: ""}
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_keeps_its_commit_and_asks_the_hub_for_nothing(world: World) -> None:
     folder, commit = world.fetch()
     newer = world.server.repository("a/b").push({**FILES, "config.json": b'{"model_type": "qwen3"}'})
@@ -99,6 +101,7 @@ def test_a_run_that_is_resumed_keeps_its_commit_and_asks_the_hub_for_nothing(wor
     assert (folder / "config.json").read_bytes() == FILES["config.json"]
 
 
+@pytest.mark.slow
 def test_a_download_that_breaks_off_goes_on_where_it_was(world: World) -> None:
     files = {"config.json": b"{}", "model.safetensors": b"0123" * (6 << 20)}
     world.server.repository("a/large").push(files)
@@ -108,6 +111,7 @@ def test_a_download_that_breaks_off_goes_on_where_it_was(world: World) -> None:
     assert [asked for *_, asked in world.server.asked if re.match("bytes=[1-9]", asked)]
 
 
+@pytest.mark.slow
 def test_a_hub_that_fails_is_asked_again_and_then_told(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.server.status = [500, 500]
     world.fetch()
@@ -121,6 +125,7 @@ def test_a_hub_that_fails_is_asked_again_and_then_told(world: World, monkeypatch
     assert str(told.value).endswith("; the chart lets pods connect to what networkPolicy.jobEgress.hub names alone")
 
 
+@pytest.mark.slow
 def test_an_address_that_does_not_answer_is_told_with_what_may_close_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +147,7 @@ def _gated(world: World) -> None:
     world.server.repository("a/b").gated = {"good"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("token", "repository", "revision", "prepare", "sentence"),
     [
@@ -172,6 +178,7 @@ def test_what_the_hub_refuses_is_one_sentence(
     assert "\n" not in str(told.value)
 
 
+@pytest.mark.slow
 def test_a_deadline_ends_a_download_that_hangs(world: World) -> None:
     now = [0.0]
 
@@ -188,6 +195,7 @@ def test_a_deadline_ends_a_download_that_hangs(world: World) -> None:
     assert any(note.startswith("downloading a/b: 0.00 of 0.00 GB") for note in world.notes)
 
 
+@pytest.mark.slow
 def test_too_small_a_disk_is_told_before_the_weights_are_asked_for(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +207,7 @@ def test_too_small_a_disk_is_told_before_the_weights_are_asked_for(
     assert not WEIGHTS & set(world.server.downloads())
 
 
+@pytest.mark.slow
 def test_a_shared_cache_is_used_where_it_is_complete(world: World, tmp_path: Path) -> None:
     _, commit = world.fetch()
     shared = tmp_path / "shared"
@@ -214,6 +223,7 @@ def test_a_shared_cache_is_used_where_it_is_complete(world: World, tmp_path: Pat
     assert world.run in folder.parents
 
 
+@pytest.mark.slow
 def test_on_one_machine_the_users_own_cache_is_used_and_will_do_without_a_network(
     world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

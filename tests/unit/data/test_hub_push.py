@@ -50,6 +50,7 @@ def push(hub: FakeHub, run_dir: Path, *arguments: str) -> subprocess.CompletedPr
     )
 
 
+@pytest.mark.slow
 def test_a_new_private_repository_gets_the_whole_model_on_a_branch(hub, run_dir):
     done = push(hub, run_dir, "me/hello", "--private", "--revision", "first")
     assert done.returncode == 0, done.stderr

@@ -120,6 +120,7 @@ def test_without_servers_it_waits_and_then_says_for_what(tmp_path: Path) -> None
     play(tmp_path, scenario, settings=GenerationSettings(flush=0.02, wait=0.2))
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_late_gets_work(tmp_path: Path) -> None:
     async def scenario(job: Job) -> None:
         task = asyncio.create_task(job.generate())

@@ -73,6 +73,7 @@ class Beside:
                 assert sample.first_version == sample.weight_version == version
 
 
+@pytest.mark.slow
 def test_a_free_server_begins_the_next_iteration_while_the_tail_is_drawn(tmp_path: Path) -> None:
     async def scenario(job: Job) -> None:
         slow = await job.server("r0", step=1.0)
@@ -95,6 +96,7 @@ def test_a_free_server_begins_the_next_iteration_while_the_tail_is_drawn(tmp_pat
     play(tmp_path, scenario, count=COUNT)
 
 
+@pytest.mark.slow
 def test_a_tail_whose_server_dies_goes_on_with_the_same_weights(tmp_path: Path) -> None:
     """The other server has begun the next iteration. It takes the older weights again."""
 

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,6 +27,7 @@ async def replace(job: Job, name: str, incarnation: str) -> None:
     server.join(job.fleet)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 2**32))
 @settings(max_examples=12, deadline=None)
 def test_chaos(seed: int) -> None:

@@ -199,6 +199,7 @@ def holding(
     return maker, asyncio.create_task(maker.hold())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("current", [True, False])
 def test_after_a_restart_servers_that_hold_their_weights_are_woken_too(current: bool) -> None:
     """A restarted coordinator puts them to sleep until it publishes. Nobody sends them what they hold already."""
@@ -220,6 +221,7 @@ def test_after_a_restart_servers_that_hold_their_weights_are_woken_too(current: 
     play(scenario)
 
 
+@pytest.mark.slow
 def test_a_server_that_slept_before_the_coordinator_came_gets_nothing_and_is_woken() -> None:
     async def scenario(server: Server, fleet: Fleet, sleepers: Sleepers, swaps: list[tuple[str, str]]) -> None:
         url = fleet.instances()[0].url
@@ -240,6 +242,7 @@ def test_a_server_that_slept_before_the_coordinator_came_gets_nothing_and_is_wok
     play(scenario)
 
 
+@pytest.mark.slow
 def test_a_server_that_comes_asleep_while_the_trainers_work_is_woken_for_its_weights() -> None:
     async def scenario(server: Server, fleet: Fleet, sleepers: Sleepers, swaps: list[tuple[str, str]]) -> None:
         maker, task = holding(fleet, sleepers)

@@ -220,7 +220,7 @@ class Machine(RuleBasedStateMachine):
 
 
 Machine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
-TestLineup = Machine.TestCase
+TestLineup = pytest.mark.slow(Machine.TestCase)
 
 
 def left(iteration: int, waiting: int = 0, **on: int) -> Left:

@@ -272,6 +272,7 @@ def settings(request: pytest.FixtureRequest) -> dict[str, Any]:
     return SETTINGS[request.param]
 
 
+@pytest.mark.slow
 def test_whatever_is_learnt_early_the_bits_are_the_same(settings: dict[str, Any]) -> None:
     after, metrics = learnt(settings, [])
     assert metrics["streamed_fraction"] == 0.0
@@ -299,6 +300,7 @@ def test_whatever_is_learnt_early_the_bits_are_the_same(settings: dict[str, Any]
     assert float(apart.mean()) < 1e-5
 
 
+@pytest.mark.slow
 def test_parts_that_do_not_fit_are_refused_and_change_nothing() -> None:
     ppo = {"miniBatchSize": 16, "epochs": 1, "microBatchSize": 2, "samplesPerPrompt": 2, "advantage": "grpo"}
     with LocalTrainer(job(ppo=ppo)) as trainer:

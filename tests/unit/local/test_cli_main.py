@@ -295,6 +295,7 @@ def test_the_commands_at_the_end_of_a_run_can_be_pasted(manifest, fake, tmp_path
     assert f"Report:  {folder / 'report.html'}" in call("report", folder).output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_text_that_the_terminal_does_not_have_ends_no_command(tmp_path, encoding):
     file = tmp_path / "prompts.jsonl"
@@ -383,6 +384,7 @@ def plain(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
+@pytest.mark.slow
 def test_the_command_line_starts_without_any_extra():
     """It loads nothing but the standard library and what the package itself requires."""
     todo, required = {"dovetail-rlhf"}, set()

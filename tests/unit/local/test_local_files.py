@@ -21,6 +21,7 @@ def run(hard, soft, code):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_too_few_open_files_are_refused_before_anything_starts(tmp_path):
     code = "from dovetail.cli.main import main\nimport sys\nsys.argv = ['dovetail', 'run', "
     code += f"{str(make_objects.EXAMPLES / 'quickstart.yaml')!r}, '--run-dir', {str(tmp_path / 'run')!r}]\nmain()"

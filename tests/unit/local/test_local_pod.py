@@ -119,6 +119,7 @@ def test_a_killed_process_counts_as_a_signal(modules):
     assert message == "dies ended (signal SIGKILL)"
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stopped_for_good_is_killed(modules):
     write, environ = modules
     stops = write("stops", "import os, signal\nprint('up')\nos.kill(os.getpid(), signal.SIGSTOP)")
@@ -127,6 +128,7 @@ def test_a_process_that_is_stopped_for_good_is_killed(modules):
     assert message.startswith("stops ended (killed, as it hung: stopped for 1 s)")
 
 
+@pytest.mark.slow
 def test_a_process_whose_child_is_stopped_for_good_is_killed_with_it(modules, tmp_path):
     write, environ = modules
     code = "import subprocess, sys, time\n"
@@ -143,6 +145,7 @@ def test_a_process_whose_child_is_stopped_for_good_is_killed_with_it(modules, tm
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_a_process_whose_pulse_stops_is_killed(modules):
     """It lives, and its connections would, too: but nothing is done any more."""
     write, environ = modules
@@ -155,6 +158,7 @@ def test_a_process_whose_pulse_stops_is_killed(modules):
     assert message.startswith("quiet ended (killed, as it hung: silent for ")
 
 
+@pytest.mark.slow
 def test_the_pod_is_done_when_all_that_finish_have(modules):
     write, environ = modules
     first, second = write("one", "print(1)", finishes=True), write("two", "import time\ntime.sleep(0.5)", finishes=True)
@@ -177,6 +181,7 @@ sys.exit({code})
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "steady", "starts"),
     [(1, 0.0, 3), (0, 0.0, 3), (1, 60.0, 1), (2, 0.0, 1)],
@@ -201,6 +206,7 @@ def test_a_trainer_is_never_started_again_in_its_pod(modules, tmp_path):
     assert (tmp_path / "trains.starts").read_text() == "x"
 
 
+@pytest.mark.slow
 def test_stop_ends_everything_and_kills_what_does_not_listen(modules):
     write, environ = modules
     deaf = WAIT.replace("lambda *_: sys.exit(0)", "signal.SIG_IGN")
@@ -268,6 +274,7 @@ def test_main_leaves_the_reason_for_the_kubelet(monkeypatch, tmp_path):
     assert log.read_text().startswith("trainer-0 ended (exit code 2): DOVETAIL_COORDINATOR must look like")
 
 
+@pytest.mark.slow
 def test_draining_retires_the_instances_and_not_the_trainers(tmp_path):
     seen = []
 
@@ -298,6 +305,7 @@ def test_draining_retires_the_instances_and_not_the_trainers(tmp_path):
     assert seen == [(path, "Bearer secret") for path in waits], "both get no more work before one of them is waited for"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", ["dovetail.pod.main", "dovetail.coordinator.main"])
 def test_an_empty_token_is_named_by_the_process_that_read_it(tmp_path, module):
     env = base(tmp_path).write() | {"DOVETAIL_TOKEN": ""}

@@ -60,6 +60,7 @@ def test_a_run_with_a_lag_says_what_its_phases_would_take_one_after_the_other():
     assert told in render_report("x", SUMMARY | {"overlap": overlap}, {}, None)
 
 
+@pytest.mark.slow
 @given(st.sets(st.sampled_from(sorted(SUMMARY))))
 def test_any_part_of_the_summary_may_be_missing(missing):
     part = {k: v for k, v in SUMMARY.items() if k not in missing}

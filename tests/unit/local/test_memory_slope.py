@@ -44,6 +44,7 @@ def live_tensors() -> int:
         return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
+@pytest.mark.slow
 def test_what_is_saved_is_let_go_without_a_backward_pass() -> None:
     """An operation may save its own output, and nobody may visit it: a statistic, say."""
     weight = torch.nn.Parameter(torch.ones(4))
@@ -125,6 +126,7 @@ def traced_bytes() -> int:
     return tracemalloc.get_traced_memory()[0]
 
 
+@pytest.mark.slow
 def test_a_launcher_holds_no_more_however_long_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In each iteration a server dies and is started again, and the status is shown."""
     monkeypatch.setattr(supervisor, "FIRST_DELAY_SECONDS", 0.0)
@@ -168,6 +170,7 @@ def void(_: object) -> None:
     pass
 
 
+@pytest.mark.slow
 def test_a_coordinator_holds_no_more_however_long_it_runs(tmp_path: Path) -> None:
     def objects() -> int:
         """Without weak references: sqlite3 drops those of its finished cursors only every 200 statements."""

@@ -27,6 +27,7 @@ def test_processes_that_cannot_be_started_end_the_call(tmp_path, monkeypatch):
     assert "the forkserver is gone" in summary(tmp_path / "run")["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_models_and_data_may_take_longer_to_come_than_a_pipeline_to_end(tmp_path, monkeypatch, caplog):
     """A download has the deadline of spec.hub, an hour by default. It was cut after five minutes, without a word. What

@@ -90,6 +90,7 @@ def test_other_reasons_are_told_alone(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "measured" not in told
 
 
+@pytest.mark.slow
 def test_a_profile_in_the_run_directory_predicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "runs" / "quickstart" / "profile.json", profile())
     told = plan(tmp_path, monkeypatch)
@@ -101,6 +102,7 @@ def test_a_profile_in_the_run_directory_predicts(tmp_path: Path, monkeypatch: py
     assert found["samplesPerSecond"] == pytest.approx(128 / found["iterationSeconds"])
 
 
+@pytest.mark.slow
 def test_an_earlier_run_tells_how_long_responses_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_dir = tmp_path / "runs" / "quickstart"
     write(run_dir / "profile.json", profile())
@@ -118,6 +120,7 @@ def test_an_earlier_run_tells_how_long_responses_are(tmp_path: Path, monkeypatch
     assert taken[1] > 2 * taken[0]
 
 
+@pytest.mark.slow
 def test_auto_takes_the_layout_and_placement_that_are_predicted_to_be_fastest() -> None:
     job = load_manifest(QUICKSTART)
     auto = job.spec.model_copy(update={"plan": job.spec.plan.model_copy(update={"parallelism": "Auto"})})

@@ -24,10 +24,12 @@ def generate():
     return module
 
 
+@pytest.mark.slow
 def test_generated_files_are_fresh(generate):
     assert generate.main(["--check"]) == 0
 
 
+@pytest.mark.slow
 def test_check_names_stale_files_and_writes_nothing(generate, tmp_path, capsys):
     assert generate.main(["--check"], root=tmp_path) == 1
     assert "docs/reference.md" in capsys.readouterr().err
@@ -127,6 +129,7 @@ def test_columns_and_names():
                 node = node["properties"][step]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["quickstart.yaml", "hh-rlhf.yaml"])
 def test_examples_fit_the_json_schema(name):
     schema = json.loads((ROOT / "docs" / "schema" / "rlhfjob.schema.json").read_text())

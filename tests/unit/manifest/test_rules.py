@@ -26,6 +26,7 @@ def in_python(spec):
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=250, deadline=None)
 @given(st.integers(0, 2**32))
 def test_both_predicates_agree_on_any_manifest_and_say_the_same(seed):

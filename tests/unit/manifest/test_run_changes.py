@@ -222,6 +222,7 @@ def test_warm_up_does_not_begin_again_and_decay_follows_the_new_total() -> None:
         assert learning_rate(1, 10, config) == learning_rate(1, 10, config, warmup_total=10)
 
 
+@pytest.mark.slow
 def test_a_rank_follows_the_rates_of_each_step(tmp_path: Path) -> None:
     """Two steps with one rate, then one with another: what a manifest with that rate from the start does differs."""
     with LocalTrainer(trainer_job()) as trainer:

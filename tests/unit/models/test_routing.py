@@ -118,6 +118,7 @@ def test_a_ppo_step_replays_and_says_what_differs() -> None:
     assert 0.3 < changes["given"] < 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("routing", "sentence"),
     [
@@ -176,6 +177,7 @@ def test_the_load_balancing_loss_is_transformers_own_of_each_layer(family: str) 
     assert take_unbalance(halves[0]) == (0.0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["whole", "adapters"])
 def test_a_ppo_step_with_a_load_balancing_loss(layout: str) -> None:
     """Routers change with it, and what the policy loss does not see is reported."""

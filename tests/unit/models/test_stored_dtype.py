@@ -45,6 +45,7 @@ def trained(folder: Path, lora: dict[str, Any] | None) -> Weights:
         return {name: tensor.clone() for name, tensor in trainer.runner.engine.weights("actor")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["whole", "adapters"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_the_files_dtype_changes_no_bit_of_training(dtype: torch.dtype, lora: Any, tmp_path: Path) -> None:
@@ -66,6 +67,7 @@ def test_the_files_dtype_changes_no_bit_of_training(dtype: torch.dtype, lora: An
     assert any(not torch.equal(start[name].float(), weight) for name, weight in whole.items())
 
 
+@pytest.mark.slow
 def test_a_run_that_began_with_masters_of_16_bits_goes_on_with_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,11 +49,13 @@ def test_lint():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_unittests():
     done = run(tool("helm-unittest"), "--strict", str(CHART))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [[], EVERYTHING], ids=["defaults", "everything"])
 def test_kubeconform(tmp_path, words):
     kubeconform, location = tool("kubeconform"), kubernetes_schemas(tmp_path)
@@ -73,6 +75,7 @@ def test_kubeconform(tmp_path, words):
     assert run(kubeconform, *options, input=budget.replace("maxUnavailable", "maxUnavailabel")).returncode == 1
 
 
+@pytest.mark.slow
 def test_the_crd_is_the_generated_one():
     (found,) = of_kind(yaml.safe_load_all(template()), "CustomResourceDefinition")
     generated = yaml.safe_load((CHART.parents[1] / "crds" / "rlhfjobs.dovetail.dev.yaml").read_text())
@@ -172,6 +175,7 @@ def test_values_that_are_refused(value, sentence):
     assert sentence in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enabled", [True, False])
 def test_jobset_comes_along_if_wanted(tmp_path, enabled):
     """The umbrella chart, with what `helm dependency build` would fetch."""
@@ -249,6 +253,7 @@ def test_dashboards_are_sound():
 SCRAPED = ("--set-json", 'networkPolicy.metricsFrom=[{"namespaceSelector":{}}]')
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "absent"), [((), False), (SCRAPED, True), (("--set", "networkPolicy.enabled=false"), True)]
 )
@@ -260,6 +265,7 @@ def test_metrics_that_nobody_may_read_raise_no_alarm(words, absent):
     assert ("vector(0)" in expression) is absent
 
 
+@pytest.mark.slow
 def test_alerts(tmp_path):
     promtool = tool("promtool")
     (rule,) = of_kind(yaml.safe_load_all(template("--set", "monitoring.rules=Always", *SCRAPED)), "PrometheusRule")

@@ -129,6 +129,7 @@ def test_samples_of_the_last_iteration_and_of_named_ones(sampled):
     ]
 
 
+@pytest.mark.slow
 def test_a_part_of_many_samples_costs_no_more_than_its_own_rows(sampled, tmp_path, monkeypatch):
     """The coordinator reads them, while it trains."""
     parsed = []

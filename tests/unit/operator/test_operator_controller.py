@@ -669,6 +669,7 @@ def test_a_job_whose_deletion_was_missed_is_forgotten():
     asyncio.run(check())
 
 
+@pytest.mark.slow
 def test_of_a_job_that_is_gone_nothing_is_kept():
     """A manifest and its plan take megabytes, and a tenant may make and delete any number of them."""
     controller, client = a_controller()

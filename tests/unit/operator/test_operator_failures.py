@@ -87,6 +87,7 @@ def test_restarts_are_counted_over_all_pods():
     assert ("JobSet", "demo") not in cluster.objects, "it would hold GPUs"
 
 
+@pytest.mark.slow
 def test_a_long_run_may_lose_a_pod_now_and_then():
     """Restarts are counted by the hour: by Kubernetes's own count, over a run's life, the third one would end it."""
     cluster = running(failurePolicy=restarting(2))

@@ -42,6 +42,7 @@ def test_rows_are_bounded_in_order_and_keep_the_ends(places):
         assert kept == last
 
 
+@pytest.mark.slow
 def test_a_long_job_fits_and_its_whole_length_is_there():
     history = JobHistory("secret")
     for step in range(10_000):

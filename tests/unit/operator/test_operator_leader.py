@@ -47,6 +47,7 @@ def short(monkeypatch):
         monkeypatch.setattr(leader, f"{name}_SECONDS", seconds, raising=False)
 
 
+@pytest.mark.slow
 def test_a_leader_whose_renewals_hang_stops_in_time(short):
     """As where a firewall has forgotten the connection: no error comes for minutes."""
 
@@ -85,6 +86,7 @@ def test_a_leader_whose_renewals_hang_stops_in_time(short):
     assert asyncio.run(test()) < 6.0, "another replica may take the lease then"
 
 
+@pytest.mark.slow
 def test_a_renewal_is_one_request_and_a_failed_one_is_followed_by_a_look(monkeypatch):
     """Under load an API server takes seconds for each request. A leader that is not answered for a while leads on."""
     for name, seconds in {"LEASE": 90, "RETRY": 0.1, "ANSWER": 8}.items():
@@ -160,6 +162,7 @@ def test_the_work_has_ended_when_leading_is_cancelled(short):
     assert asyncio.run(test()) == [True]
 
 
+@pytest.mark.slow
 def test_a_leader_that_made_the_lease_itself_stays_leader(short):
     """As where an operator may create it, and somebody has deleted the chart's."""
 
@@ -194,6 +197,7 @@ def test_a_leader_that_made_the_lease_itself_stays_leader(short):
     assert asyncio.run(test())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3600.0, -7200.0])
 def test_a_follower_whose_clock_is_set_takes_the_lease_of_a_dead_leader_when_it_is_over(short, monkeypatch, step):
     """Neither before that, as the leader may live, nor hours later."""

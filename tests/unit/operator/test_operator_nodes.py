@@ -121,6 +121,7 @@ def impossible(spec):
     raise PlanError("the critic needs 41.2 GiB")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [make_plan, impossible])
 def test_a_variant_is_made_once_for_all_that_wait(make):
     spec = read_job(manifest()).spec
@@ -184,6 +185,7 @@ def planned(document, given=None, found=None, guess=False):
     return asyncio.run(test())
 
 
+@pytest.mark.slow
 def test_a_product_that_only_nodes_know_is_planned_with_a_warning():
     document = manifest()
     for group in document["spec"]["groups"]:
@@ -200,6 +202,7 @@ def test_a_product_that_only_nodes_know_is_planned_with_a_warning():
     assert "estimated from its name" in plan.warnings[0]
 
 
+@pytest.mark.slow
 def test_an_administrators_products_reach_planner_and_pods():
     figures = {"tflops": {"bfloat16": 300}, "memory_gib": 40, "memory_gbps": 1500, "nvlink_gbps": 0, "pcie_gbps": 32}
     figures |= {"capability": [8, 0], "resource": "nvidia.com/mig-3g.40gb", "node_product": "NVIDIA-A100-SXM4-80GB"}

@@ -241,6 +241,7 @@ def test_a_long_script_in_a_manifest_is_one_value():
     assert re.search(r"about 20\d\d\d values", refused.message)
 
 
+@pytest.mark.slow
 def test_of_large_metadata_of_a_job_little_is_kept():
     """The API server bounds annotations, but neither labels nor owners."""
     document = manifest(suspend=True)
@@ -285,6 +286,7 @@ def test_a_large_job_that_an_earlier_release_has_planned_goes_on():
     assert TOO_LARGE in store.job(store.put(document))
 
 
+@pytest.mark.slow
 def test_a_large_job_of_an_earlier_release_may_be_edited_but_not_grow():
     """To suspend it, for example. Each edit has a new generation, which nobody has planned yet."""
     store, large = ObjectCache(), {"spec": {"nonsense": ["x"] * 100_000}}
@@ -360,11 +362,13 @@ def plan_with(make, seconds=SECONDS, children=None, document=None):
     return run(test())
 
 
+@pytest.mark.slow
 def test_plans_come_from_another_process_and_are_the_planners():
     job, plan = plan_with(make_plan)
     assert plan == make_plan(job.spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "seconds", "reason", "words"),
     [
@@ -381,6 +385,7 @@ def test_what_can_go_wrong_with_planning_is_said(make, seconds, reason, words):
     assert words in refused.message
 
 
+@pytest.mark.slow
 def test_a_plan_in_the_config_map_is_kept():
     """Even by a planner that would refuse the job now."""
     document = manifest()
@@ -438,6 +443,7 @@ def test_transition_times_change_with_the_status_alone():
     assert [(e.type, e.reason) for e in three.events()] == [("Normal", "AllPodsReady")]
 
 
+@pytest.mark.slow
 def test_many_manifests_within_the_limit_take_little_memory():
     """A value takes up to 25 times as much memory as in JSON, and a tenant may make as many jobs as the quota says."""
     document = manifest(suspend=True)

@@ -7,6 +7,8 @@ import re
 import time
 import weakref
 
+import pytest
+
 from dovetail.operator import plan_worker
 from dovetail.operator.job_controller import Controller
 from dovetail.operator.operator_metrics import OperatorMetrics
@@ -50,6 +52,7 @@ def run(coroutine):
     return asyncio.run(asyncio.wait_for(coroutine, SECONDS))
 
 
+@pytest.mark.slow
 def test_an_answer_that_nobody_waits_for_any_more_goes_to_no_other_job():
     """A worker gives a job up after a while."""
 
@@ -66,6 +69,7 @@ def test_an_answer_that_nobody_waits_for_any_more_goes_to_no_other_job():
     assert run(test()).message == "no plan for seed 3"
 
 
+@pytest.mark.slow
 def test_a_variant_that_was_given_up_leaves_no_answer():
     async def test():
         planner = Planner(SECONDS, names_the_seed)
@@ -82,6 +86,7 @@ def test_a_variant_that_was_given_up_leaves_no_answer():
     assert run(test()).message == "no plan for seed 3"
 
 
+@pytest.mark.slow
 def test_a_planner_is_closed_while_its_idle_process_ends(monkeypatch):
     """A leader that lost its lease closed it at that moment, and ended with an error that said nothing."""
     monkeypatch.setattr(plan_worker, "IDLE_SECONDS", 0.0)
@@ -102,6 +107,7 @@ def test_a_planner_is_closed_while_its_idle_process_ends(monkeypatch):
     assert not process.is_alive()
 
 
+@pytest.mark.slow
 def test_namespaces_take_turns():
     async def test():
         planner, order = Planner(SECONDS, names_the_seed), []
@@ -142,6 +148,7 @@ async def noted(key):
     return None
 
 
+@pytest.mark.slow
 def test_jobs_that_are_gone_are_not_planned():
     """Else whoever makes and deletes jobs fills the operator's memory, and users wait for plans of what they deleted or
     have changed since."""
@@ -174,6 +181,7 @@ def test_jobs_that_are_gone_are_not_planned():
     assert set(planner._read._kept) == {"default/job-0", "default/changed"}
 
 
+@pytest.mark.slow
 def test_a_spec_that_another_namespace_asked_for_takes_this_ones_turn():
     async def test():
         planner = Slow()
@@ -230,6 +238,7 @@ def test_a_planner_that_fails_again_changes_no_status(monkeypatch):
     assert events == ["PlannerTimeout"]
 
 
+@pytest.mark.slow
 def test_a_large_manifest_does_not_stop_the_operator_while_the_planner_starts():
     """More than a pipe takes at once."""
 
@@ -254,6 +263,7 @@ def test_a_large_manifest_does_not_stop_the_operator_while_the_planner_starts():
     assert longest < 0.8 * seconds
 
 
+@pytest.mark.slow
 def test_a_plan_that_no_config_map_holds_is_refused():
     """Manifests of a few lines may have 100,000 rollouts. Their plans would fill the operator's memory."""
 
@@ -318,6 +328,7 @@ class Nobody:
         return None
 
 
+@pytest.mark.slow
 def test_jobs_whose_plans_never_come_do_not_stop_the_operator():
     """More of them than the operator has workers. It looks at a job with a plan at once, and says what the others
     wait for."""
@@ -361,6 +372,7 @@ def test_jobs_whose_plans_never_come_do_not_stop_the_operator():
     assert "jobs before it" in waits["message"]
 
 
+@pytest.mark.slow
 def test_of_many_manifests_that_were_read_the_newest_are_kept(monkeypatch):
     """Nothing else keeps them either."""
     monkeypatch.setattr("dovetail.operator.plan_worker.READ_BYTES", 200_000)

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -133,4 +134,4 @@ class Life(RuleBasedStateMachine):
 Life.TestCase.settings = settings(
     max_examples=8, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-TestLife = Life.TestCase
+TestLife = pytest.mark.slow(Life.TestCase)

@@ -441,6 +441,7 @@ def surplus_pod(cluster):
     return next(p for p in cluster.pods() if names.SURPLUS_LABEL in p["metadata"]["labels"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("code", "ran", "anew"), [(1, 600, True), (0, 600, True), (0, 5, True), (1, 5, False)])
 def test_a_surplus_rollout_that_worked_starts_again_at_once(code, ran, anew):
     """Its Job would wait 10 s and more, and would make no pod after a drain. One that is broken keeps these pauses."""

@@ -300,6 +300,7 @@ def test_a_claim_of_the_users_is_not_made():
     assert "PersistentVolumeClaim" in [o["kind"] for o in supporting_objects(a_context())]
 
 
+@pytest.mark.slow
 def test_the_hash_follows_what_a_plan_depends_on():
     one = a_context().job
     assert spec_hash(one) == spec_hash(a_context(suspend=True).job)
@@ -440,6 +441,7 @@ def test_the_claims_that_pods_name_are_known():
     assert claim_names(context) == {"runs", "results", "scratch"}
 
 
+@pytest.mark.slow
 def test_jobs_that_say_nothing_of_coordinator_and_hub_keep_their_pods():
     """Of a job that runs when the operator is upgraded: another hash would make its pods anew."""
     unchanged = "fd5a32d3bd354e04"
@@ -496,6 +498,7 @@ def deep_path(spec):
     return "path" in json.dumps(spec.get("data", {}))
 
 
+@pytest.mark.slow
 def test_openshift_admits_every_pod_of_the_examples():
     """Its policy restricted-v2, which every account has."""
     contexts = list(examples())

@@ -83,6 +83,7 @@ def test_nodes_that_nobody_needs_to_share_are_filled(wanted, pools, node):
     assert room([need], {**pools, node: pools.get(node, 0) + 1})[need.group] >= there
 
 
+@pytest.mark.slow
 @given(wanted=some_needs, before=some_pools, after=some_pools)
 @settings(deadline=None)
 def test_the_same_nodes_are_no_news(wanted, before, after):
@@ -121,6 +122,7 @@ def test_what_remains_possible_without_a_product():
     assert "have room for 1 of its 2 pods" in news(every, then, {**then, "train": 1}).sentence
 
 
+@pytest.mark.slow
 def test_what_runs_is_not_planned_away():
     cluster = started(SMALL)
     job, plan = cluster.seen().planned
@@ -213,6 +215,7 @@ def test_nodes_that_were_missing_when_the_job_began_are_no_news():
     assert "no ready node" not in planned(cluster)["message"]
 
 
+@pytest.mark.slow
 def test_a_job_that_resumes_is_planned_for_the_nodes_of_that_time():
     cluster = started(SMALL)
     cluster.pools = LARGE
@@ -260,6 +263,7 @@ def test_a_job_of_an_older_operator_is_compared_with_its_plan():
 any_nodes = st.none() | st.dictionaries(st.sampled_from([(A100, 4), (A100, 8), (A10, 1), (A10, 4)]), st.integers(1, 3))
 
 
+@pytest.mark.slow
 @given(seen=st.lists(any_nodes, min_size=1, max_size=4), resting=st.booleans())
 @settings(deadline=None, max_examples=15)
 def test_whatever_nodes_come_and_go_pods_and_their_plan_stay(seen, resting):

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import yaml
 from golden import make_objects
 from pydantic import Field
@@ -81,6 +82,7 @@ def test_a_surplus_rollout_has_the_image_of_the_running_ones():
     )
 
 
+@pytest.mark.slow
 def test_what_the_user_changes_while_suspended_makes_new_pods():
     cluster = earlier()
     cluster.settle()
@@ -100,6 +102,7 @@ def test_the_hash_of_an_earlier_version_is_computed_as_it_was():
     assert pods_labels(job.spec)[names.PODS_LABEL] == labels[names.PODS_LABEL], "else all running jobs restart"
 
 
+@pytest.mark.slow
 def test_a_plan_that_an_earlier_operator_made_is_not_made_again():
     """Of a job that waits: its job.json has the defaults of that time, and none of later fields."""
     cluster = earlier()

@@ -513,6 +513,7 @@ def test_large_answers_that_nobody_reads_are_bounded(tmp_path, monkeypatch):
             assert ask().status_code == 200, "whoever has read an answer has given its room back"
 
 
+@pytest.mark.slow
 def test_a_reader_who_takes_too_long_is_cut_off(tmp_path, monkeypatch):
     monkeypatch.setattr(status_app, "SEND_SECONDS", 0.5)
     with an_api_with_room_for_one(tmp_path, monkeypatch) as api, a_reader_who_stops(api) as slow:

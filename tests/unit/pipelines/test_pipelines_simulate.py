@@ -33,6 +33,7 @@ def relaxed(orders, duration, before, after, latency):
     raise AssertionError("the orders have a cycle")
 
 
+@pytest.mark.slow
 @given(st.integers(1, 6), st.integers(1, 12), st.floats(0, 2), st.integers(0, 2**32))
 @settings(max_examples=30, deadline=None)
 def test_1f1b_of_unequal_micro_batches(stages, count, latency, seed):

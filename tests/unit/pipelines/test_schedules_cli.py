@@ -41,6 +41,7 @@ def test_a_table_a_timeline_a_document_and_a_picture(tmp_path):
     assert picture.count("<title>") == 4 * (2 * 4 + 2 * 2)
 
 
+@pytest.mark.slow
 def test_auto_shows_every_family_and_what_the_others_lose():
     result = call("--seconds", "2")
     assert result.exit_code == 0, result.output

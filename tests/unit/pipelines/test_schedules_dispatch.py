@@ -36,6 +36,7 @@ def rules(instance, rounds, workers=1, seed=0):
     return search
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(problems(), st.sampled_from(NAMES), st.sampled_from([None, 1.0, 1.3, 2.0]))
 def test_what_a_rule_lists_runs_within_the_limit_and_no_later_than_it_says(problem, name, slack):
@@ -85,6 +86,7 @@ def test_more_rounds_are_never_worse_and_shorten_the_schedule():
     assert many.makespan < few.makespan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "within"), [(0.35, 1.12), (0.7, 1.08)])
 def test_many_ranks_are_near_the_bound(share, within):
     """The problem of `make bench-scale`, a quarter of it: 16 ranks, 64 micro-batches, scarce memory."""
@@ -93,6 +95,7 @@ def test_many_ranks_are_near_the_bound(share, within):
     assert rules(instance, 60).makespan <= lower_bound(instance) * within
 
 
+@pytest.mark.slow
 def test_a_search_of_many_ranks_begins_with_the_best_rule(monkeypatch):
     monkeypatch.setattr(scaling, "SMALL", 8)
     monkeypatch.setattr(find_module, "LARGE", 100)

@@ -50,6 +50,7 @@ def test_it_finds_the_optimum_and_proves_that_nothing_is_faster(name, seed):
     assert none.impossible
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(
     problems(), st.sampled_from(["fused", "fused-rolled", "fused-split-rolled", "zero-bubble", "fused-v"]), st.data()
@@ -96,6 +97,7 @@ def test_a_row_of_the_papers_table_that_the_other_searches_miss():
     assert found.peak <= serial_memory(problem) * 1.0045
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("actor", "critic"), [(2, 2), (4, 2), (2, 4)])
 def test_a_long_schedule_repeats_the_steady_part_of_a_short_one(actor, critic):
     ranks = max(actor, critic)
@@ -117,6 +119,7 @@ def test_few_micro_batches_are_not_unrolled():
     assert shorten(fused_problem(2, 2, 64, 5, 2, mini_batches=2), FAMILIES["fused"]) is None
 
 
+@pytest.mark.slow
 def test_the_front_gives_memory_for_time():
     problem = fused_problem(4, 4, 8, 2, 1)
     found = pareto(problem, "fused", SearchEffort(scale=0.01), points=4)

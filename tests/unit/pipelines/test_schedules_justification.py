@@ -77,6 +77,7 @@ def test_the_mirror_image_of_the_mirror_image_is_the_instance(problem, name):
     assert (unmirror(instance, unmirror(instance, orders)) == orders).all()
 
 
+@pytest.mark.slow
 def test_justification_fills_bubbles_that_rules_leave():
     problem = fused_problem(8, 8, 16, 5, 2, critic_activation=0.5)
     family, limit = FAMILIES["fused-split"], serial_memory(problem)

@@ -95,6 +95,7 @@ def test_accepted_lists_never_deadlock_whatever_the_times(problem, name, seed):
     assert simulate(problem, lists, random.Random(seed)) is not None
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(small(), st.sampled_from(["fused", "shared-rolled", "fused-split", "serial"]), st.integers(0, 2**32))
 def test_shuffled_lists_are_accepted_exactly_if_they_run(problem, name, seed):

@@ -52,6 +52,7 @@ def limited(draw):
     return replace(problem, memory_limit=max(np.ceil(limit), 1.0)), family
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not available(), reason="needs OR-Tools")
 @settings(max_examples=60, deadline=None)
 @given(limited(), st.booleans())
@@ -79,6 +80,7 @@ def test_one_micro_batch_after_the_other_is_no_faster(drawn):
         assert found.makespan >= lower_bound(instance) - 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "room", "within"),
     [("fused", 1, 1.01), ("fused-split", 1, 1.01), ("fused-split", 2, 1.15), ("fused-v", 1, 1.3)],
@@ -132,6 +134,7 @@ def test_the_best_of_all_orders_is_no_faster(limit, share):
     assert best * share <= lower_bound(instance) <= best
 
 
+@pytest.mark.slow
 def test_64_ranks_with_40_gb():
     """The problem of `make bench-scale`: a rank at the turn of the V has room for 39 stages, so for 19 micro-batches of
     the actor. 256 of them come in 14 turns."""

@@ -116,6 +116,7 @@ def slow_makespan(schedule):
     raise AssertionError("the schedule has a cycle")
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(problems(), st.sampled_from(sorted([*FAMILIES, *CHUNKED])))
 def test_every_family_trains_everything_within_its_bounds(problem, name):
@@ -128,6 +129,7 @@ def test_every_family_trains_everything_within_its_bounds(problem, name):
     assert slow_makespan(found) == pytest.approx(found.makespan)
 
 
+@pytest.mark.slow
 @settings(max_examples=20, deadline=None)
 @given(problems(), st.floats(1.0, 1.5), st.sampled_from(["fused", "fused-rolled", "shared", "fused-v", "v-half"]))
 def test_a_memory_limit_is_never_exceeded(problem, slack, name):
@@ -156,6 +158,7 @@ def exhaustive(instance, fits=lambda found: True):
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fused", "shared"])
 @pytest.mark.parametrize("seed", range(3))
 def test_the_search_finds_the_optimum_of_tiny_problems(name, seed):
@@ -222,6 +225,7 @@ def test_zero_bubble_reaches_its_formula():
     assert found.makespan == (3 * 6 + 3) * 3 + (3 * 6 + 3) * 1
 
 
+@pytest.mark.slow
 def test_the_answer_depends_on_the_seed_and_not_on_the_number_of_threads():
     problem = fused_problem(4, 2, 8, 5, 3, communication=0.5)
     found = [find(problem, FAMILIES["fused"], SearchEffort(scale=0.005, workers=w, seed=3)) for w in (1, 2, 4)]
@@ -246,6 +250,7 @@ def test_progress_is_shown():
     assert (seen[-1][1], seen[-1][2]) == (best.makespan, best.peak)
 
 
+@pytest.mark.slow
 def test_a_schedule_of_several_mini_batches_is_no_slower_than_one_of_each():
     effort = SearchEffort(scale=0.003, memory=False, exact=False)
     one, three = (fused_problem(8, 8, 16, 1, 1, mini_batches=n, memory_limit=8.0) for n in (1, 3))
@@ -254,6 +259,7 @@ def test_a_schedule_of_several_mini_batches_is_no_slower_than_one_of_each():
     assert found.makespan <= 3 * find(one, FAMILIES["fused"], effort).makespan * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_choice_takes_the_fastest_and_says_what_the_others_lose():
     problem = fused_problem(4, 4, 4, 1, 1, mini_batches=3)
     choice = choose(problem, QUICK)

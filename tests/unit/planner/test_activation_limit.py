@@ -75,6 +75,7 @@ def choose(spec: RLHFJobSpec, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_schedules_keep_to_the_limit_and_the_report_says_it(tmp_path: Path) -> None:
     free = choose(job(), tmp_path)
     limit = least(job()) * 1.2  # one micro-batch at a time; serial 1F1B holds two
@@ -119,6 +120,7 @@ def counted(plan: Plan) -> float:
     return sum(size for name, size in parts.items() if name.endswith("activations of both models")) / 2**30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("micro_batches", [4, 8])
 @pytest.mark.parametrize("fusion", ["VShaped", "Fused", "TimeSharing"])
 def test_on_gpus_no_schedule_holds_more_than_the_plan_counted(fusion: str, micro_batches: int, tmp_path: Path) -> None:
@@ -139,6 +141,7 @@ def test_a_v_that_fits_is_not_refused() -> None:
     assert plan.recomputed(Stage.PPO) == []
 
 
+@pytest.mark.slow
 def test_the_manifests_limit_is_counted_on_gpus(tmp_path: Path) -> None:
     """A higher one lets schedules hold more, up to all micro-batches, and a lower one makes a job fit."""
     serial = counted(make_plan(on_gpus(16, intraStageFusion="VShaped")))

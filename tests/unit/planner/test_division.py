@@ -42,6 +42,7 @@ def jobs(draw: st.DrawFn) -> tuple[dict[str, Parallelism], int]:
     return layouts, world * draw(st.integers(1, 3))
 
 
+@pytest.mark.slow
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(jobs(), st.integers(1, 2))
 def test_every_division_runs(job: tuple[dict[str, Parallelism], int], mini_batches: int) -> None:

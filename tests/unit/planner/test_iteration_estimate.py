@@ -83,6 +83,7 @@ def test_better_hardware_takes_no_longer(pp: int, dp: int, schedule: Schedule, m
     assert wider.phases["training"] <= once.phases["training"] * 1.05
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8]), st.booleans(), st.booleans())
 def test_memory_grows_with_work_and_shrinks_with_sharing(pp: int, dp: int, recompute: bool, offload: bool) -> None:

@@ -69,11 +69,13 @@ def test_agrees_with_the_closed_form(
     _agree(candidate, work)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("migration", [None, 0.2])
 def test_agrees_where_tasks_are_apart(migration: float | None) -> None:
     _agree(separated(migration), workload())
 
 
+@pytest.mark.slow
 def test_agrees_for_a_searched_schedule() -> None:
     _agree(flattened(4, 4, "Fused"), workload())
 

@@ -39,6 +39,7 @@ def tasks(plan: Plan) -> dict[str, Any]:
     return {task.task: task for task in plan.prediction.tasks}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", [SEPARATE, BOTH])
 def test_what_is_pinned_is_predicted_as_it_runs(groups: list[dict[str, Any]]) -> None:
     plan = make_plan(spec(groups, plan={"intraStageFusion": "Dedicated"}))
@@ -71,6 +72,7 @@ def test_what_is_pinned_is_predicted_as_it_runs(groups: list[dict[str, Any]]) ->
     assert serial.phases["training"] > plan.prediction.phases["training"]
 
 
+@pytest.mark.slow
 def test_auto_gives_models_ranks_of_their_own_only_where_that_is_worth_it() -> None:
     """Five layers are unequal in four stages, less so in two."""
     auto, shared = (
@@ -114,6 +116,7 @@ class Records(dict[str, Any]):
         self[key] = value
 
 
+@pytest.mark.slow
 def test_the_coordinator_keeps_to_the_plans_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dovetail.coordinator.schedules.scheduling.SEARCH_SECONDS", 0.3)
     job = spec(BOTH, UNEVEN, ppo=LONG)
@@ -175,6 +178,7 @@ def test_when_nodes_change_the_ranks_stay() -> None:
     assert honoured(plan, elsewhere).prediction is None
 
 
+@pytest.mark.slow
 def test_an_inventorys_division_is_executed_and_found_again_on_its_groups() -> None:
     job = spec(plan={"intraStageFusion": "Dedicated"})
     chosen = recommend(job, {}, Inventory((Pool("a100", gpu(A100), 1, 8),)))
@@ -215,6 +219,7 @@ def test_memory_of_scorers_counts_on_every_gpu_of_a_server_that_trains_one_of_th
     assert [(m.pool, m.range) for m in holding] == [("b", range(4))]
 
 
+@pytest.mark.slow
 def test_an_inventorys_division_must_be_worth_it_too() -> None:
     """On fast GPUs of one node a small model gains nothing that the models of time can tell."""
     tiny = SMALL | {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}

@@ -54,6 +54,7 @@ def test_a_job_on_unlike_gpus_is_explained_and_written(tmp_path):
     assert "on a single machine" not in result.output, "it is planned for a cluster"
 
 
+@pytest.mark.slow
 def test_an_inventory_gets_the_best_groups_beside_the_manifests_own(tmp_path):
     page = tmp_path / "plan.html"
     result = call(CLUSTER, "--inventory", UNLIKE, "--html", page)
@@ -66,6 +67,7 @@ def test_an_inventory_gets_the_best_groups_beside_the_manifests_own(tmp_path):
     assert "quickstart" in page.read_text()
 
 
+@pytest.mark.slow
 def test_a_job_without_gpus_is_planned_and_told_why_nothing_is_predicted(tmp_path):
     result = call(EXAMPLES / "quickstart.yaml")
     assert result.exit_code == 0
@@ -127,6 +129,7 @@ def test_measured_figures_go_before_the_data_sheets(tmp_path):
     assert {memory["capacity"] for memory in prediction["memory"]} == {30 * 2**30}
 
 
+@pytest.mark.slow
 def test_nodes_come_from_kubectl(monkeypatch):
     node = {
         "metadata": {"labels": {"nvidia.com/gpu.product": "NVIDIA-A10"}},

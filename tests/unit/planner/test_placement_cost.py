@@ -28,12 +28,14 @@ def found():
     return cheapest(spec(), {}, pools())
 
 
+@pytest.mark.slow
 def test_it_costs_no_more_than_the_fastest(found):
     fastest = recommend(spec(), {}, pools())
     assert price(found) <= price(fastest)
     assert found.prediction.iteration_seconds >= fastest.prediction.iteration_seconds
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_too_dear_is_left_alone(found):
     dear = cheapest(spec(), {}, pools(pricePerGPUHour=400))
     assert used(dear) == {"stays"}

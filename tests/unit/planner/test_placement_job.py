@@ -149,6 +149,7 @@ def test_colocated_groups_are_flattened():
 # ------------------------------------------------------------ inventories
 
 
+@pytest.mark.slow
 def test_the_recommended_groups_make_a_manifest_whose_plan_is_the_recommended_one():
     there = read({"pools": [{"name": "a100", "product": A100, "gpusPerNode": 8, "pricePerGPUHour": 2}]})
     job = spec(config=MEDIUM)
@@ -171,6 +172,7 @@ def test_the_recommended_groups_make_a_manifest_whose_plan_is_the_recommended_on
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "nodes", "per_node"), [(MEDIUM, 1, 4), (MEDIUM, 2, 4), (LARGE, 2, 4)])
 def test_what_is_recommended_can_be_planned(config, nodes, per_node):
     """Trainers that share a server's pod have their tensor parallel ranks in it, and messages as slow as between
@@ -187,6 +189,7 @@ def test_what_is_recommended_can_be_planned(config, nodes, per_node):
     assert found.phases["training"] < 1.2 * chosen.prediction.phases["training"]
 
 
+@pytest.mark.slow
 def test_more_gpus_are_never_slower():
     job = spec()
     seconds = [
@@ -195,6 +198,7 @@ def test_more_gpus_are_never_slower():
     assert seconds[2] <= seconds[1] <= seconds[0]
 
 
+@pytest.mark.slow
 def test_what_trainers_and_scorers_cannot_run_is_no_plan():
     """65B models fit on 16 GPUs, but only with weights of scorers that wait in host memory."""
     job = resolve(parse(yaml.safe_load((EXAMPLES / "rlhf-65b.yaml").read_text())).spec)

@@ -46,6 +46,7 @@ SMALL_FREE = free_placements.FreeLimits(**vars(SMALL), inference_tp=1, swap=(Fal
 
 
 # A failure is not made smaller: that would take as long as hundreds of searches.
+@pytest.mark.slow
 @settings(
     max_examples=8,
     deadline=None,
@@ -82,6 +83,7 @@ def test_no_strategy_of_the_papers_beats_it(strategy):
     assert ours.best.seconds <= 1.001 * theirs.best.seconds
 
 
+@pytest.mark.slow
 def test_the_prior_keeps_to_its_shares():
     there, job = pools((A100, 4, 8)), work()
     best = run(there, job, FREE, "prior").best
@@ -91,6 +93,7 @@ def test_the_prior_keeps_to_its_shares():
     assert 0.3 <= len(trains) / 32 <= 0.5
 
 
+@pytest.mark.slow
 def test_it_says_the_same_twice_and_keeps_to_its_effort():
     there, job = pools((A100, 2, 8), (V100, 1, 8)), work("13", "7")
     first, again = run(there, job, estimates=300), run(there, job, estimates=300)
@@ -110,6 +113,7 @@ def test_a_deadline_ends_it_with_what_was_found_so_far():
     assert found.best.seconds >= whole.best.seconds
 
 
+@pytest.mark.slow
 def test_a_large_cluster_is_not_cut_in_every_way_and_a_plan_is_found_early():
     there, job, limits = pools((A100, 24, 8)), work("33", "13", batch=512), replace(SMALL_FREE, micro_batch=1)
     assert sum(1 for _ in free_placements.FreeStructures(there, job, limits).every()) < 1500
@@ -119,6 +123,7 @@ def test_a_large_cluster_is_not_cut_in_every_way_and_a_plan_is_found_early():
     assert more.best.seconds <= few.best.seconds <= 1.2 * more.best.seconds
 
 
+@pytest.mark.slow
 def test_what_is_rejected_has_a_time_or_the_number_that_failed():
     there, job = pools((A100, 1, 8)), work("13", "13")
     found = run(there, job)
@@ -129,6 +134,7 @@ def test_what_is_rejected_has_a_time_or_the_number_that_failed():
         assert other.problem is None or "GiB" in other.problem or "KV cache" in other.problem
 
 
+@pytest.mark.slow
 def test_unlike_gpus_train_where_bfloat16_is_and_all_of_them_help():
     there, job = pools((A100, 1, 4), (V100, 1, 4)), work("1", "1")
     best = run(there, job).best
@@ -159,6 +165,7 @@ def test_limits_are_kept():
     assert len({s.micro_batch for task in TRAINING for s in best.candidate.shares(task)}) == 1
 
 
+@pytest.mark.slow
 def test_of_divisions_that_do_not_fit_the_nearest_one_gives_the_reason():
     there, job = pools((A100, 2, 8)), work("33", "33")
     found = run(there, job, Limits(recompute=(False,)))

@@ -129,6 +129,7 @@ def test_short_samples_are_scored_in_chunks_within_the_limit() -> None:
         assert result.serial_seconds - result.generation_seconds == chunks * 2.0 + 0.5 * tokens
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(stages(), st.data())
 def test_every_sample_is_generated_once_where_the_plan_says(stage: dict[str, Any], data: st.DataObject) -> None:
@@ -153,6 +154,7 @@ def test_every_sample_is_generated_once_where_the_plan_says(stage: dict[str, Any
     assert result == simulate(**stage, threshold=threshold)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(stages(), st.data())
 def test_a_scan_says_the_same_as_single_simulations(stage: dict[str, Any], data: st.DataObject) -> None:
@@ -160,6 +162,7 @@ def test_a_scan_says_the_same_as_single_simulations(stage: dict[str, Any], data:
     assert scan(**stage, thresholds=thresholds) == [simulate(**stage, threshold=t) for t in thresholds]
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(stages(), st.integers(0, 40))
 def test_no_destination_is_given_more_than_its_room(stage: dict[str, Any], remaining: int) -> None:
@@ -202,6 +205,7 @@ def test_destinations_are_as_many_as_the_paper_says() -> None:
     assert plan.moves == {"a": "r1", "c": "r1"}
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(stages(), st.integers(0, 60))
 def test_longer_responses_never_end_generation_earlier(stage: dict[str, Any], more: int) -> None:
@@ -216,6 +220,7 @@ def test_longer_responses_never_end_generation_earlier(stage: dict[str, Any], mo
     assert simulate(lengths, prompts, slower, 0).fused_seconds > simulate(lengths, prompts, faster, 0).fused_seconds
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(stages())
 def test_the_chosen_threshold_is_never_worse_than_off(stage: dict[str, Any]) -> None:
@@ -343,6 +348,7 @@ def test_a_sample_that_comes_in_parts_leaves_a_block_to_score_by_hand() -> None:
     assert simulate(lengths, prompts, [profile(block_tokens=8)] * 2, None).fused_seconds == whole.serial_seconds
 
 
+@pytest.mark.slow
 @given(stages(), st.integers(1, 30), st.data())
 @settings(deadline=None)
 def test_parts_are_all_tokens_and_work_is_the_same(stage: dict[str, Any], block: int, data: st.DataObject) -> None:

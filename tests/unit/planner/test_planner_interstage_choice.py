@@ -19,6 +19,7 @@ def gpu(**changes: Any) -> StageProfile:
     return StageProfile(((1, 0.02), (64, 0.022), (256, 0.04)), 2e-5, 2e-3, swap_in_seconds=0.5, **changes)
 
 
+@pytest.mark.slow
 def test_fusion_pays_where_there_is_a_tail_and_is_off_where_there_is_none() -> None:
     controller = ThresholdController("Auto", 1024)
     first = controller.decide([128] * 512, [gpu()] * 16)
@@ -36,6 +37,7 @@ def test_fusion_pays_where_there_is_a_tail_and_is_off_where_there_is_none() -> N
     assert alone.threshold is None, "a single instance has nowhere to migrate to"
 
 
+@pytest.mark.slow
 def test_hysteresis_keeps_a_threshold_that_is_about_as_good() -> None:
     controller = ThresholdController("Auto", 1024)
     rng = np.random.default_rng(3)

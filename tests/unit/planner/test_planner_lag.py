@@ -51,6 +51,7 @@ def drawn(draw: Any, shared: bool = False) -> list[Parts]:
     ]
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=40)
 @given(drawn())
 def test_a_larger_lag_never_takes_longer_and_no_lag_is_faster_than_either_half(iterations: list[Parts]) -> None:
@@ -137,6 +138,7 @@ def predicted(lag: int) -> Prediction:
     return found
 
 
+@pytest.mark.slow
 def test_a_plan_predicts_the_jobs_lag_beside_others() -> None:
     without, one = predicted(0), predicted(1)
     assert without.iteration_seconds == sum(without.phases.values()) == without.synchronous_seconds
@@ -159,6 +161,7 @@ def auto(name: str = "hh-rlhf", lag: int | None = None, **ppo: Any) -> tuple[RLH
     return spec, make_plan(spec, None, hub_configs(name), lag=lag)
 
 
+@pytest.mark.slow
 def test_auto_takes_the_lag_that_the_plan_recommends_and_a_run_keeps_it() -> None:
     spec, plan = auto()
     assert plan.prediction is not None
@@ -190,6 +193,7 @@ def test_auto_is_no_lag_where_none_is_possible_or_predicted() -> None:
     assert with_lag(exact, plan.lag).ppo.old_log_probs == "Rollout"
 
 
+@pytest.mark.slow
 def test_auto_is_written_as_such_until_it_is_decided() -> None:
     spec, plan = auto()
     assert spec.model_dump(mode="json", by_alias=True)["ppo"]["lag"] == "Auto"

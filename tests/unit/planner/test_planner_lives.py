@@ -125,6 +125,7 @@ def simulated(inventory, uses, seed, hours):
     return paid / done * 1000 / batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zone", sorted(PUBLISHED))
 def test_the_price_is_that_of_a_simulated_fleet_with_published_rates(zone):
     """Within 10%."""

@@ -88,6 +88,7 @@ def test_a_plan_survives_the_file():
     assert Plan.model_validate_json(text) == plan
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 6), st.integers(1, 6), st.sampled_from(["gae", "rloo"]))
 def test_any_plan_covers_the_world_and_its_schedule_runs(trainers, micro, sft, mini, advantage):

@@ -104,11 +104,13 @@ def test_scorers_and_servers_take_what_the_plan_says(example: tuple[RLHFJob, Pla
         scorer.read_settings(env)
 
 
+@pytest.mark.slow
 def test_models_that_fit_stay_whole() -> None:
     plan = make_plan(spec("NVIDIA-B200", per_pod=2))
     assert [r.split for r in plan.rollouts] == [{}, {}]
 
 
+@pytest.mark.slow
 def test_models_are_split_over_as_few_gpus_as_they_need() -> None:
     # Three models of 24 GiB beside the server: not on one of these, but on two.
     plan = make_plan(spec(per_pod=4, placement="Separation"))

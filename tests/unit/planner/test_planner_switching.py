@@ -74,6 +74,7 @@ def carry_out(switch: dict[str, Any], table: RoutingTable) -> tuple[Arrays, Arra
     return after, count
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(switches())
 def test_every_rank_ends_up_with_its_part_and_every_element_is_sent_at_most_once(switch: dict[str, Any]) -> None:

@@ -70,6 +70,7 @@ def trained(candidate: Candidate) -> list[int]:
     return [share.tp for share in (*candidate.actor_training, *candidate.critic_training)]
 
 
+@pytest.mark.slow
 def test_where_stages_alone_do_not_fit_layers_are_split_and_the_fragment_plans_the_same() -> None:
     job = spec(LARGE)
     chosen = recommend(job, {}, Inventory((Pool("a100", gpu(A100), 4, 8),)))
@@ -80,6 +81,7 @@ def test_where_stages_alone_do_not_fit_layers_are_split_and_the_fragment_plans_t
     assert found["plan"]["parallelism"]["actor"]["tp"] == degrees[0]
 
 
+@pytest.mark.slow
 def test_adapters_are_not_split_on_gpus_either() -> None:
     lora = {"models.actor.lora": {"rank": 8}, "models.critic.lora": {"rank": 8}}
     chosen = recommend(spec(LARGE, **lora), {}, Inventory((Pool("a100", gpu(A100), 4, 8),)))

@@ -145,6 +145,7 @@ def test_zero3_is_not_said_of_a_model_that_nobody_shares() -> None:
     assert rows[Stage.PPO, "critic"] is True
 
 
+@pytest.mark.slow
 def test_the_search_takes_equal_stages_where_unlike_ones_do_not_fit() -> None:
     """Whatever it finds fits, counted as trainers hold it."""
     for layers in (16, 48, 80):

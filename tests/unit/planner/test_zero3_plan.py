@@ -92,6 +92,7 @@ def eight_gpus(**plan: Any) -> RLHFJobSpec:
     return RLHFJobSpec.model_validate(document)
 
 
+@pytest.mark.slow
 def test_auto_takes_it_where_an_iteration_gains_enough() -> None:
     """Without it activations do not fit, and are computed again."""
     without, chosen = make_plan(eight_gpus(zero3="Never")), make_plan(eight_gpus())
@@ -130,6 +131,7 @@ def test_the_plan_without_it_is_an_alternative_with_its_own_placement() -> None:
     assert [other.problem for other in refused.prediction.alternatives] == [None, "too large", "no room"]
 
 
+@pytest.mark.slow
 def test_auto_stays_without_it_where_it_gains_nothing_or_little() -> None:
     little = eight_gpus().model_copy(update={"ppo": eight_gpus().ppo.model_copy(update={"micro_batch_size": 1})})
     assert gathered(little) == []
@@ -140,6 +142,7 @@ def test_auto_stays_without_it_where_it_gains_nothing_or_little() -> None:
     assert gathered(on_gpus()) == []
 
 
+@pytest.mark.slow
 def test_what_a_run_began_with_is_kept() -> None:
     spec = eight_gpus()
     for began in (True, False):
@@ -163,6 +166,7 @@ def test_a_stage_that_needs_it_leaves_ppo_without() -> None:
         make_plan(on_gpus(tokens=4096, micro=2, recompute="Never", zero3="Never"))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_asked_what_it_began_with(tmp_path: Path) -> None:
     assert zero3_of_run(tmp_path) is None
     for began in (True, False):
@@ -175,6 +179,7 @@ def test_a_resumed_run_is_asked_what_it_began_with(tmp_path: Path) -> None:
     assert zero3_of_run(tmp_path) is None
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     gpus=st.sampled_from([(1, 4), (2, 2), (4, 1), (8, 1)]),
@@ -209,6 +214,7 @@ def test_auto_is_as_fast_as_never_and_follows_one_of_the_pins(
         assert auto == found["Never"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["Auto", "Always", "Never"])
 def test_what_an_inventory_allows_names_it_in_the_manifest(way: str) -> None:
     inventory = Inventory((Pool("a100", gpu(A100), 1, 8, 25e9),))

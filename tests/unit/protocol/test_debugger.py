@@ -50,6 +50,7 @@ class Client:
                 return message
 
 
+@pytest.mark.slow
 def test_a_debugger_attaches_and_stops_at_a_breakpoint():
     code = (
         "from dovetail.protocol.process.debugger import wait_for_debugger\n"

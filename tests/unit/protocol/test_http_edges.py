@@ -156,6 +156,7 @@ def test_any_authorization_is_judged(ports: dict[str, int], server: str, header:
     assert b"Traceback" not in reply
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", [*PATHS, "metrics"])
 @pytest.mark.parametrize("sent", [b"", b"GET /v1/status HTTP/1.1\r\nHost: x\r\nX-Slow: "])
 def test_half_requests_are_closed(ports: dict[str, int], server: str, sent: bytes) -> None:
@@ -164,6 +165,7 @@ def test_half_requests_are_closed(ports: dict[str, int], server: str, sent: byte
     assert not reply.startswith(b"HTTP/1.1 200")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", [*PATHS, "metrics"])
 def test_headers_that_come_byte_by_byte_are_closed(ports: dict[str, int], server: str) -> None:
     """A limit for each byte would be no limit."""
@@ -274,6 +276,7 @@ def ask(port: int, asked: tuple[str, str, bytes], token: str) -> bytes:
     return answer(port, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("server", "requests", "token"),
     [("coordinator", COORDINATOR, TOKEN), ("scorer", SCORER, TOKEN), ("api", API, "ada-token")],

@@ -115,6 +115,7 @@ def test_a_rank_goes_on_with_the_last_address_while_no_name_server_answers(
     assert client.heartbeat(BEAT) is not None
 
 
+@pytest.mark.slow
 def test_a_heartbeat_does_not_wait_for_a_name_server_that_is_silent(
     name_servers: Names, coordinator: Coordinator
 ) -> None:

@@ -6,6 +6,7 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 
 from dovetail.models.transfer import Deadline, call, listen, store_at
@@ -34,6 +35,7 @@ def wildcards() -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_trainers_and_weight_senders_listen_at_their_own_address_alone() -> None:
     before = wildcards()
     groups = Groups.form("127.0.0.1", free_port("127.0.0.1"), 0, 1, layouts(), 60.0)

@@ -27,6 +27,7 @@ def test_layouts_are_all_those_of_the_ranks() -> None:
     assert {(p.pp, p.tp, p.dp) for p in layouts(6, 8, 2)} == {(1, 1, 6), (2, 1, 3), (1, 2, 3)}
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(st.sampled_from([1, 2, 4, 6, 8, 16]), st.randoms(use_true_random=False))
 def test_exhaustive_finds_the_least_of_all_pairs_and_descent_nothing_better(world: int, random: object) -> None:
@@ -63,6 +64,7 @@ def test_a_task_that_fits_nowhere_is_named() -> None:
         exhaustive(some, some, lambda _: 1.0, lambda _: None, lambda _a, _b: 0.0)
 
 
+@pytest.mark.slow
 def test_a_13b_actor_on_a_node_trains_and_generates_in_unlike_layouts() -> None:
     """With the real models of memory, time and switching: 8 A100-40GB, which cannot train with a copy each."""
     shape = llama("13")

@@ -87,6 +87,7 @@ def test_apps_deepspeed_is_near_where_it_gathers_once() -> None:
         assert found.rate == pytest.approx(app.TABLE_1[gpus]["13B"][0], rel=0.3)
 
 
+@pytest.mark.slow
 def test_apps_order_of_strategies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "TABLE_1", {16: app.TABLE_1[16]})
     monkeypatch.setattr(app, "TABLE_2", {32: app.TABLE_2[32]})
@@ -101,6 +102,7 @@ def test_equation_1_is_what_the_schedule_takes() -> None:
     assert abs(section.figures[0].error or 1) < 0.05
 
 
+@pytest.mark.slow
 def test_puzzle_beats_deepspeed_and_its_base() -> None:
     for cluster in puzzle.CLUSTERS:
         found = puzzle.compared("7B/7B", cluster)
@@ -110,6 +112,7 @@ def test_puzzle_beats_deepspeed_and_its_base() -> None:
         assert found.puzzle.seconds < found.base.seconds < found.deepspeed.seconds
 
 
+@pytest.mark.slow
 def test_puzzle_switches_faster_than_deepspeed_gathers() -> None:
     found = puzzle.compared("33B/7B", "phoenix")
     assert found is not None

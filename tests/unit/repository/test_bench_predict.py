@@ -33,6 +33,7 @@ def test_what_is_said_of_all_jobs() -> None:
     assert (told["chosen"], told["chosen_over_best"]) == (first, pytest.approx(1.1))
 
 
+@pytest.mark.slow
 def test_how_sure_the_chosen_plans_time_is() -> None:
     """Iterations vary more than the plans differ: the more rounds, the surer. Without variance there is no doubt."""
     rng = np.random.default_rng(1)

@@ -90,6 +90,7 @@ def test_the_wheel_of_this_platform_is_looked_at(locks):
     assert locks.chosen(urls[1:2], tags) is None
 
 
+@pytest.mark.slow
 def test_installed_packages_do_not_overwrite_each_other(locks):
     """Of all packages of requirements/cpu.txt, by what the records of their wheels say."""
     packages = {}

@@ -162,6 +162,7 @@ def test_there_are_manifests_to_check():
     assert len(MANIFESTS) > 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("page", "text"), MANIFESTS, ids=[page for page, _ in MANIFESTS])
 def test_manifests_pass_the_types_and_the_rules_and_are_planned(page, text):
     assert parse_manifest(text).kind == "RLHFJob"
@@ -402,6 +403,7 @@ def test_every_reason_of_a_condition_is_explained():
     assert ill <= told | set(health.REASONS), "a section is of no reason"
 
 
+@pytest.mark.slow
 def test_every_event_of_a_run_is_explained():
     called = {
         (node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", ""), node.args[0].value)

@@ -92,6 +92,7 @@ def here(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", HERE)
 def test_it_runs(command: str, here: Path) -> None:
     # A model of a hub is out of reach here. A folder stands in.

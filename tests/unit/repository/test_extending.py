@@ -74,6 +74,7 @@ def trained(ppo: dict[str, Any], folder: Path) -> dict[str, float]:
         return trainer.metrics(trainer.step(Stage.PPO, 1, ppo_batch(1), ["actor", "critic"], 4, kl_coef=0.05))
 
 
+@pytest.mark.slow
 def test_a_loss(tmp_path: Path) -> None:
     module("A loss", tmp_path)
     metrics = trained(yaml.safe_load(section("A loss")["yaml"])["ppo"], tmp_path)
@@ -81,6 +82,7 @@ def test_a_loss(tmp_path: Path) -> None:
     assert metrics["actor_grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_an_advantage(tmp_path: Path) -> None:
     code = module("An advantage", tmp_path)
     ppo = yaml.safe_load(section("An advantage")["yaml"])["ppo"]

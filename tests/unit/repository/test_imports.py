@@ -113,6 +113,7 @@ def test_the_table_names_every_package():
         assert allowed <= set(TABLE), package
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", sorted(TABLE))
 def test_imports_point_one_way(package):
     allowed = TABLE[package][1] | {package}

@@ -22,6 +22,7 @@ def vllm():
     return module
 
 
+@pytest.mark.slow
 def test_the_installed_vllm_has_all_that_the_plug_ins_use(vllm):
     found = vllm.surface(vllm.installed)
     assert [name for name, what in found.items() if what == "missing"] == []
@@ -31,6 +32,7 @@ def test_the_installed_vllm_has_all_that_the_plug_ins_use(vllm):
     assert found[f"{base}.receive_weights"] == "(self, update_info)"
 
 
+@pytest.mark.slow
 def test_what_another_vllm_lacks_or_has_changed_is_named(vllm):
     base = "vllm.distributed.weight_transfer.base"
     logger = "vllm.logger"
@@ -50,6 +52,7 @@ def test_what_another_vllm_lacks_or_has_changed_is_named(vllm):
     }
 
 
+@pytest.mark.slow
 def test_a_route_that_another_vllm_lacks_is_named(vllm):
     """As in vLLM 0.31, which has all names and parameters."""
 

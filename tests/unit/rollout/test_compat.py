@@ -38,6 +38,7 @@ UNDERSCORED = re.compile(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "private"), EVERYTHING, ids=lambda x: getattr(x, "name", ""))
 def test_what_is_private_is_still_there(module, private) -> None:  # type: ignore[no-untyped-def]
     path, _, names = private.name.partition(":")

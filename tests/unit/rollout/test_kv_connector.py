@@ -204,6 +204,7 @@ def test_older_weights_are_neither_kept_nor_taken(workers: Any, monkeypatch: pyt
     assert all(torch.equal(ours[name], before[name]) for name in ours)
 
 
+@pytest.mark.slow
 def test_a_missing_key_or_a_dead_source_is_a_failed_load(workers: Any) -> None:
     (source, _, ports), (target, _, _) = workers
     assert load(target, pulling(ports, key="never seen"), [1, 2, 3]).failed_recving == {"r"}

@@ -59,6 +59,7 @@ def test_no_entry_survives_its_weight_version() -> None:
     assert not held.put("b", entry(weights=6)), "computed by an older version"
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 6), st.floats(0, 20)), max_size=40))
 def test_memory_is_bounded_whatever_comes(steps: list[tuple[int, int, float]]) -> None:
     clock = Clock()
@@ -172,12 +173,14 @@ def test_a_malformed_request_gets_400_and_the_server_goes_on(held: HeldBlocks, s
     assert len(fetch(server)) == 2
 
 
+@pytest.mark.slow
 def test_a_dead_source_is_noticed_at_once(server: HeldServer) -> None:
     server.close()
     with pytest.raises(PullError, match="ConnectionRefused"):
         fetch(server)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stall", ["never answers", "stops in the middle", "trickles"])
 def test_a_stalled_source_costs_no_more_than_the_deadline(stall: str) -> None:
     size = 5 * sum(BLOCK_BYTES)
@@ -209,6 +212,7 @@ def test_a_stalled_source_costs_no_more_than_the_deadline(stall: str) -> None:
         thread.join()
 
 
+@pytest.mark.slow
 def test_an_interrupted_reader_may_come_again() -> None:
     big = Held(7, 20, tuple(torch.zeros((5, 4_000_000), dtype=torch.uint8) for _ in range(2)))
     held = HeldBlocks(10**9, 30.0, lambda: 7)
@@ -227,6 +231,7 @@ def test_an_interrupted_reader_may_come_again() -> None:
 # ---------------------------------------------------------------- settings
 
 
+@pytest.mark.slow
 def test_a_reserved_port_is_ours_and_nobody_elses(held: HeldBlocks) -> None:
     (reserved,) = config.reserve_ports("127.0.0.1", 1)
     port = reserved.getsockname()[1]

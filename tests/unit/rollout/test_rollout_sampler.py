@@ -61,6 +61,7 @@ def expected(logits: torch.Tensor, temperature: float, top_k: int, top_p: float)
     return (p / p.sum()).numpy()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p"),
     [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.5, 5, 1.0), (1.0, 0, 0.8), (1.2, 12, 0.9), (1.0, 1, 1.0)],

@@ -439,6 +439,7 @@ def test_no_token_of_other_weights_leaves_with_a_request(monkeypatch: pytest.Mon
 # ---------------------------------------------------------------- registration
 
 
+@pytest.mark.slow
 def test_a_server_reports_itself_ready_once_it_is_healthy(tmp_path: Path) -> None:
     posts: list[dict[str, Any]] = []
     health = [503]

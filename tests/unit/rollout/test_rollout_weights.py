@@ -170,6 +170,7 @@ def split(named: dict[str, torch.Tensor], layout: RankGrid, rank: int) -> list[P
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dp", "copies", "tp"), [(2, 1, 1), (3, 1, 1), (2, 2, 1), (4, 2, 1), (1, 1, 2), (2, 1, 2), (2, 2, 2)]
 )
@@ -239,6 +240,7 @@ def unused(copy: ReceivedCopy) -> bool:
     return not copy._whole.users
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pp", "dp", "tp"), [(1, 1, 1), (2, 2, 2)])
 def test_a_server_sends_on_what_it_received_from_any_layout(pp: int, dp: int, tp: int) -> None:
     layout = RankGrid(dp=dp, tp=tp, sharded=dp > 1)
@@ -294,6 +296,7 @@ def test_a_bit_that_changes_in_the_copy_is_noticed_by_the_receiver(copied: Any) 
         take(WeightReceiver(), send_on(copy, 1))
 
 
+@pytest.mark.slow
 def test_a_server_that_stops_midway_is_noticed_by_the_deadline(copied: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     copy, named, _ = copied
     stopped, sent = threading.Event(), itertools.count()
@@ -314,6 +317,7 @@ def test_a_server_that_stops_midway_is_noticed_by_the_deadline(copied: Any, monk
     assert same(take(late, send_on(copy, 1, epoch=101)), named)
 
 
+@pytest.mark.slow
 def test_a_sender_whose_receiver_never_comes_ends_with_its_deadline(copied: Any) -> None:
     copy, _, _ = copied
     send_on(copy, 1, seconds=0.5)
@@ -364,6 +368,7 @@ def test_a_flipped_bit_anywhere_is_noticed_before_the_tensors_are_used(
     assert same(taken["scorer-0"], named)
 
 
+@pytest.mark.slow
 def test_absent_receivers_are_named_on_every_rank_and_all_iterate_to_the_end() -> None:
     world = World([{"actor": (0, 0)}, {"actor": (0, 1)}])
     who = RECEIVERS[:2]
@@ -452,6 +457,7 @@ def test_an_offer_that_cannot_be_posted_fails_all_ranks_at_once() -> None:
         assert all("offer" in str(e(timeout=120)) for e in errors)
 
 
+@pytest.mark.slow
 def test_a_sender_that_is_gone_or_frozen_is_noticed_though_its_store_never_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

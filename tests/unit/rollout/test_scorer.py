@@ -51,6 +51,7 @@ def test_results_equal_the_trainers(folders: dict[str, ModelRef], max_tokens: in
     with_client(body, max_tokens)
 
 
+@pytest.mark.slow
 def test_company_changes_no_bit_of_a_samples_scores(folders: dict[str, ModelRef]) -> None:
     """Inter-stage fusion scores samples in whatever company they finish: a run must not depend on it."""
     g = np.random.default_rng(5)

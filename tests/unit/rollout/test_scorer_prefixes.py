@@ -76,6 +76,7 @@ def assert_same_bits(found: Arrays, expected: Arrays, row: int | None = None) ->
         np.testing.assert_array_equal(found[name], mine, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parts_give_the_bits_of_the_whole(family: str, stages: int) -> None:
@@ -154,6 +155,7 @@ def test_memory_is_bounded_and_freed_when_a_sample_is_scored() -> None:
     assert made._prefixes.tokens == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", WITH_EXPERTS)
 def test_company_changes_no_bit_of_the_scores_of_models_with_experts(family: str) -> None:
     """How many tokens an expert gets depends on the company."""

@@ -47,6 +47,7 @@ def loaded(models: dict[str, ModelRef], **how: Any) -> scoring.ModelScorer:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 3, 8])
 @pytest.mark.parametrize(("architecture", "tied"), [("llama", False), ("llama", True), ("opt", True)])
 def test_scores_are_the_same_bits_whole_and_split(

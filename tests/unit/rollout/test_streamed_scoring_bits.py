@@ -45,6 +45,7 @@ def responses(rng: np.random.Generator) -> dict[Key, Finished]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dies", [False, True])
 def test_scores_do_not_depend_on_when_scorers_looked(dies: bool) -> None:
     rng = np.random.default_rng(dies)

@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 import aiohttp
+import pytest
 from aiohttp import web
 
 from dovetail.coordinator.fleet.fleet import Fleet
@@ -18,6 +19,7 @@ from helpers.fake_vllm import listen
 from helpers.generation_job import until
 
 
+@pytest.mark.slow
 def test_a_scorer_that_hangs_does_not_keep_others_from_their_models() -> None:
     hanging, asked = asyncio.Event(), []
 

@@ -217,6 +217,7 @@ def test_every_failure_is_one_sentence(folder: Path, name: str, says: str, in_fr
         assert "worker.py" not in text
 
 
+@pytest.mark.slow
 def test_a_hang_ends_at_its_deadline_and_says_where_it_hung(folder: Path) -> None:
     text = failing("hangs", folder, of("a"), timeoutSeconds=1.5)
     assert ") gave no answer within 1.5 s (spec.models.reward.timeoutSeconds)" in text
@@ -224,10 +225,12 @@ def test_a_hang_ends_at_its_deadline_and_says_where_it_hung(folder: Path) -> Non
     assert text.endswith("in inner")
 
 
+@pytest.mark.slow
 def test_a_coroutine_that_hangs_ends_too(folder: Path) -> None:
     assert "gave no answer within 0.5 s" in failing("hangs_async", folder, of("a"), timeoutSeconds=0.5)
 
 
+@pytest.mark.slow
 def test_what_a_hung_function_started_ends_with_it(folder: Path) -> None:
     failing("child", folder, of("a"), timeoutSeconds=4)
     wait_for("its end", lambda: not lives(int((folder / "tried").read_text())), 60)
@@ -493,6 +496,7 @@ def test_a_rehearsal_is_on_two_of_the_job_s_prompts_and_once_a_run(tmp_path: Pat
     assert len(calls) == 2, "not again when the coordinator comes back"
 
 
+@pytest.mark.slow
 def test_a_function_whose_file_changes_during_a_run_is_told(tmp_path: Path) -> None:
     """As when somebody edits the ConfigMap of a job that runs: a process that is started again reads the new file, and
     rewards of two functions would be in one run without a trace."""
@@ -564,6 +568,7 @@ def test_a_function_of_the_python_api_has_the_same_sentences() -> None:
     assert len(seen) == 5
 
 
+@pytest.mark.slow
 def test_a_function_of_the_python_api_has_a_deadline() -> None:
     forever = threading.Event()
 

@@ -160,6 +160,7 @@ STEPS = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(STEPS, min_size=8, max_size=30))
 def test_each_sample_is_scored_exactly_once(steps: list[tuple[str, int, int]]) -> None:

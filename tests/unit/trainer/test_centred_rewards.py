@@ -31,6 +31,7 @@ def scorer_scores(folder: Path, batch: bytes) -> np.ndarray:
     return scorer.score(["reward"], SamplesToScore.read(rows))["scores"]
 
 
+@pytest.mark.slow
 def test_demonstrations_score_zero_on_average_in_trainer_and_scorer(tmp_path: Path) -> None:
     with LocalTrainer(job()) as trainer:
         trainer.client.batches |= {f"demonstrations/{i}": sft_batch(20 + i) for i in (0, 1)}

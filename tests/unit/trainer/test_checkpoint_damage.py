@@ -148,6 +148,7 @@ def run(scenario: Any) -> None:
     asyncio.run(bounded())
 
 
+@pytest.mark.slow
 def test_an_older_whole_checkpoint_replaces_a_damaged_one(trainer: LocalTrainer, tmp_path: Path) -> None:
     async def scenario() -> None:
         calm = Run(trainer, tmp_path / "calm", Records())
@@ -178,6 +179,7 @@ def test_an_older_whole_checkpoint_replaces_a_damaged_one(trainer: LocalTrainer,
     run(scenario)
 
 
+@pytest.mark.slow
 def test_without_any_whole_checkpoint_the_stage_begins_anew_or_says_so(trainer: LocalTrainer, tmp_path: Path) -> None:
     async def scenario() -> None:
         records = Records()

@@ -31,6 +31,7 @@ def with_reference(trainer: LocalTrainer, references: ReferenceLogprobs, key: st
     return pack(references.added(unpack(batch)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dpo", "at_start"),
     [
@@ -73,6 +74,7 @@ def test_an_actor_learns_to_prefer_the_chosen_responses(tmp_path: Path, dpo: dic
     store.close()
 
 
+@pytest.mark.slow
 def test_an_actor_learns_from_labels_alone(tmp_path: Path) -> None:
     """Rows of the pairs in any order, more of one kind than of the other."""
     store = Store(tmp_path)

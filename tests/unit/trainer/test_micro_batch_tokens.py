@@ -74,6 +74,7 @@ def test_what_cannot_be_dealt_is_refused() -> None:
         split_tokens([1, 1, 1], 2, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("stage", "models", "batch"),
     [

@@ -120,6 +120,7 @@ def test_a_value_head_beside_the_language_model_is_the_same_too() -> None:
     assert_same(*(gradients([made("llama", way, "lm+value")], [4, 7]) for way in (True, False)))
 
 
+@pytest.mark.slow
 def test_adapters_drop_out_the_same_numbers_again() -> None:
     adapters = LoRA(rank=4, dropout=0.3)
     plain, again = (gradients([made("llama", way, adapters=adapters)], [4, 7]) for way in (False, True))
@@ -220,6 +221,7 @@ STEPS: list[tuple[Stage, list[str], Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "models", "batch"), STEPS, ids=[stage.value for stage, _, _ in STEPS])
 def test_steps_of_a_trainer_are_the_same_and_hold_less(stage: Stage, models: list[str], batch: Any) -> None:
     with LocalTrainer(job()) as trainer:

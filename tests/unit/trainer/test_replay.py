@@ -98,6 +98,7 @@ def test_exported_models_are_compared_tensor_by_tensor(tmp_path: Path):
     ]
 
 
+@pytest.mark.slow
 def test_checkpoints_are_compared_with_their_moments(tmp_path: Path):
     with LocalTrainer(job()) as trainer:
         for name, seed in (("a", 1), ("b", 1), ("c", 2)):

@@ -95,6 +95,7 @@ def joint_gradient(stage: Any, arrays: Arrays, spec: RLHFJobSpec, coef: float) -
     return {name: p.grad for name, p in stage.named_parameters()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coef", [None, 0.7])
 def test_gradient_of_the_joint_loss(coef: float | None) -> None:
     ppo: dict[str, Any] = {"miniBatchSize": 16, "epochs": 1, "rewardClip": None, "valueCoef": coef}
@@ -120,6 +121,7 @@ def test_gradient_of_the_joint_loss(coef: float | None) -> None:
     assert "critic_grad_norm" not in metrics
 
 
+@pytest.mark.slow
 def test_values_are_learnt_without_any_in_the_batch() -> None:
     with LocalTrainer(job(models=SHARED, ppo={"ptxCoef": 0.1, "entropyCoef": 0.01})) as trainer:
         trainer.metrics(load())
@@ -138,6 +140,7 @@ def test_values_are_learnt_without_any_in_the_batch() -> None:
     assert metrics["ptx_loss"] > 0
 
 
+@pytest.mark.slow
 def test_the_size_of_micro_batches_changes_nothing_but_rounding() -> None:
     found = []
     for size in (1, 8):
@@ -148,6 +151,7 @@ def test_the_size_of_micro_batches_changes_nothing_but_rounding() -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_critic_cannot_train_alone() -> None:
     with LocalTrainer(job(models=SHARED)) as trainer:
         trainer.metrics(load())
@@ -168,6 +172,7 @@ def test_two_heads_on_one_body() -> None:
     assert torch.equal(output.values, torch.zeros(2, 7)), "a head without a source starts at zero"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
 def test_export_parts_the_heads_and_a_later_job_finds_them(lora: dict[str, Any] | None, tmp_path: Path) -> None:
     models: dict[str, Any] = SHARED | {"actor": {"source": {"scratch": TINY.model_dump(by_alias=True)}, "lora": lora}}
@@ -198,6 +203,7 @@ def test_export_parts_the_heads_and_a_later_job_finds_them(lora: dict[str, Any] 
     assert (tmp_path / "actor" / VALUE_HEAD_FILE).is_file()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_brings_back_both_heads_and_their_moments(tmp_path: Path) -> None:
     with LocalTrainer(job(models=SHARED, ppo={"ema": 0.9})) as trainer:
         trainer.metrics(load())

@@ -114,6 +114,7 @@ def test_a_silent_address_is_given_up_sooner_than_a_slow_answer(monkeypatch: pyt
     assert set(waits) == {client_module.CONNECT_TIMEOUT_SECONDS}
 
 
+@pytest.mark.slow
 def test_an_answer_may_take_longer_than_connecting(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "CONNECT_TIMEOUT_SECONDS", 0.2)
     server.pause = 0.5

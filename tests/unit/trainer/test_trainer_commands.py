@@ -150,6 +150,7 @@ def test_critic_warm_up_leaves_the_actor_alone(trainer: LocalTrainer) -> None:
     assert metrics["critic_grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_a_list_of_several_mini_batches_trains_the_same(trainer: LocalTrainer) -> None:
     """The critic one mini-batch ahead, backwards split: weights and metrics of one mini-batch after another."""
     trainer.metrics(load_command(Stage.PPO))
@@ -179,6 +180,7 @@ def test_a_list_of_several_mini_batches_trains_the_same(trainer: LocalTrainer) -
     assert refused.error == "a schedule of 3 mini-batches cannot be repeated for 4 optimizer steps"
 
 
+@pytest.mark.slow
 def test_the_ratio_is_one_at_the_weights_that_sampled() -> None:
     ppo = {"miniBatchSize": 16, "epochs": 1, "microBatchSize": 4}
     with LocalTrainer(job(ppo=ppo)) as trainer:
@@ -190,6 +192,7 @@ def test_the_ratio_is_one_at_the_weights_that_sampled() -> None:
     assert metrics["optimizer_steps"] == 1
 
 
+@pytest.mark.slow
 def test_the_size_of_micro_batches_changes_nothing_but_rounding() -> None:
     """With samples without a response among them: alone, they make a micro-batch that nothing is learnt from."""
     arrays = unpack(ppo_batch(1, ptx=6))
@@ -207,6 +210,7 @@ def test_the_size_of_micro_batches_changes_nothing_but_rounding() -> None:
     assert found[2] == pytest.approx(found[0], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("advantage", ["grpo", "rloo"])
 def test_group_baselines_need_no_critic(advantage: str) -> None:
     arrays = unpack(ppo_batch(1))
@@ -219,6 +223,7 @@ def test_group_baselines_need_no_critic(advantage: str) -> None:
     assert "value_loss" not in metrics
 
 
+@pytest.mark.slow
 def test_rollouts_are_compared_at_temperature_1_whatever_they_sample_at() -> None:
     arrays = unpack(ppo_batch(1))
     arrays["rollout_logprobs"] = np.zeros_like(arrays["rollout_logprobs"])  # the mismatch is the trainer's own, then
@@ -231,6 +236,7 @@ def test_rollouts_are_compared_at_temperature_1_whatever_they_sample_at() -> Non
     assert found[1]["kl"] != pytest.approx(found[0]["kl"], abs=1e-2), "the penalty is at the sampling temperature"
 
 
+@pytest.mark.slow
 def test_a_step_without_the_whole_logits_changes_nothing_but_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     """As GPUs compute it: old log-probabilities, loss, entropy bonus and demonstrations."""
     changed = {"generation": {"temperature": 0.7}, "ppo": {"entropyCoef": 0.05, "ptxCoef": 0.5}}
@@ -248,6 +254,7 @@ def test_a_step_without_the_whole_logits_changes_nothing_but_rounding(monkeypatc
         assert mine == pytest.approx(expected, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_ptx_pulls_the_actor_towards_the_demonstrations() -> None:
     losses = {}
     for coef in (0.0, 5.0):

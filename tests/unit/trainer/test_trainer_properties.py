@@ -342,6 +342,7 @@ class Life:
             self.kept = dict(sorted(self.kept.items())[-self.most :])
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(lag=st.sampled_from([0, 1, 2]), faults=st.lists(st.sampled_from(["none"] * 6 + FAULTS), max_size=40))
 def test_each_step_is_learnt_from_the_right_state_and_each_version_is_sent_as_it_was(
@@ -369,6 +370,7 @@ def test_nothing_is_done_twice_if_nothing_happens(lag: int, tmp_path: Path) -> N
     assert world.records.values["generation"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lag", [1, 2])
 def test_the_checkpoint_that_an_older_version_needs_may_be_damaged(lag: int, tmp_path: Path) -> None:
     """The trainer dies at the last publishes, when version 6 - lag is needed again."""

@@ -67,6 +67,7 @@ def equal(a: Weights, b: Weights) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.slow
 def test_weights_are_stepped_as_they_leave(trainer: LocalTrainer) -> None:
     engine = trainer.runner.engine
     trainer.metrics(load_command(Stage.PPO))
@@ -84,6 +85,7 @@ def test_weights_are_stepped_as_they_leave(trainer: LocalTrainer) -> None:
         assert equal(copies(trainer, model), weights), model
 
 
+@pytest.mark.slow
 def test_the_probe_is_of_the_weights_that_left(trainer: LocalTrainer) -> None:
     """Of the step that was applied on their way, adapters merged."""
     from transformers import LlamaForCausalLM
@@ -106,6 +108,7 @@ def test_the_probe_is_of_the_weights_that_left(trainer: LocalTrainer) -> None:
     assert equal(again, weights)
 
 
+@pytest.mark.slow
 def test_the_probe_of_a_sharded_model_gathers_a_layer_at_a_time() -> None:
     """It is taken while a vLLM server may be awake on the same GPU. What is trained afterwards is the same."""
     spec = job().model_dump(mode="json", by_alias=True)["spec"]
@@ -132,6 +135,7 @@ def test_the_probe_of_a_sharded_model_gathers_a_layer_at_a_time() -> None:
         assert equal(published, copies(trainer, "actor"))
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite_are_not_served(trainer: LocalTrainer) -> None:
     after_step(trainer)
     trainer.runner.engine.settle()
@@ -155,6 +159,7 @@ def test_weights_that_are_not_finite_are_not_served(trainer: LocalTrainer) -> No
     assert "not finite" in (result.error or "")
 
 
+@pytest.mark.slow
 def test_a_publish_that_fails_leaves_the_same_weights(trainer: LocalTrainer) -> None:
     after_step(trainer)
     expected = {model: copies(trainer, model) for model in ("actor", "critic", "ema")}
