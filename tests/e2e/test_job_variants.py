@@ -8,6 +8,7 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -21,7 +22,18 @@ from dovetail.local.launch.launcher import Launcher
 from dovetail.local.pipeline import Pipeline
 from dovetail.manifest.checks.validation import check
 from dovetail.protocol.experience import Experience
-from helpers.jobs import Fault, Injector, history, read_status, run_job, summary, tied_actor, tiny_job
+from helpers.jobs import (
+    SMALLER,
+    Fault,
+    Injector,
+    history,
+    read_status,
+    run_job,
+    summary,
+    tied_actor,
+    tiny_job,
+)
+from helpers.nursery import NURSERY, NurserySpawner
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -38,6 +50,7 @@ def test_stages_adapters_mixture_and_average_in_one_job(tmp_path: Path) -> None:
         ppo={"iterations": 2, "ptxCoef": 0.5, "ema": 0.9, "epochs": 2},
         generation={"temperature": 0.8, "topP": 0.9, "topK": 40},
         plan=PIPELINE,
+        **SMALLER,
     )
     seen: dict[str, str] = {}
 
@@ -77,6 +90,7 @@ def test_a_critic_on_the_actor_s_body(tmp_path: Path) -> None:
         },
         ppo={"iterations": 3, "ema": 0.9, "criticOptimizer": {}},
         plan={"parallelism": {"actor": {"pp": 2}}},
+        **SMALLER,
     )
     assert check(job.spec) == []
     killer = Injector([Fault("trainer-1", lambda status: status["stage"] == "ppo" and status["iteration"] >= 2)])
@@ -127,6 +141,7 @@ def test_grpo_on_a_reward_function_with_another_family(tmp_path: Path) -> None:
         },
         ppo={"iterations": 2, "advantage": "grpo", "samplesPerPrompt": 4, "kl": {"coef": 0.1, "target": 1.0}},
         plan={"parallelism": {"actor": {"tp": 2}}},
+        **SMALLER,
     )
     assert check(job.spec) == []
     outcome, _ = run_job(job, tmp_path)
@@ -162,10 +177,14 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
         assert experience.kl_coef == job.spec.ppo.kl.coef
         return experience.per_token(experience.scores - experience.scores.mean())
 
-    job = tiny_job(sft={"steps": 4})
+    job = tiny_job(**SMALLER)
     told: list[dict[str, Any]] = []
     functions = {"reward_function": reward, "advantage_function": advantages}
-    with Pipeline(job, tmp_path, **functions, on_progress=told.append) as pipeline:
+    NURSERY.start()
+    with (
+        mock.patch("dovetail.local.launch.launcher.ForkSpawner", NurserySpawner),
+        Pipeline(job, tmp_path, **functions, on_progress=told.append) as pipeline,
+    ):
         pipeline.run_sft()
         pipeline.begin_ppo()
         with pytest.raises(ValueError, match="1 prompts given, 16 expected"):
@@ -212,7 +231,7 @@ def test_stages_in_a_v_train_the_weights_of_one_stage_a_rank(tmp_path: Path, adv
         plan = {"parallelism": {"actor": {"pp": 2}}, "intraStageFusion": pin}
         if pin == "VShaped" and advantage == "gae":
             plan["recompute"] = "Always"  # the weights are the same without it
-        job = tiny_job(models={"actor": actor, **reward}, plan=plan, **changes)
+        job = tiny_job(models={"actor": actor, **reward}, plan=plan, **changes, **SMALLER)
         assert check(job.spec) == []
         killer = Injector([])
         if pin == "VShaped":

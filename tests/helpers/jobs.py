@@ -67,6 +67,16 @@ spec:
   failurePolicy: {maxRestarts: 20, peerTimeoutSeconds: 60}
 """
 
+# For jobs that need no second rollout, and whose first stages are not the subject: half the processes and the time.
+SMALLER: dict[str, Any] = {
+    "groups": [
+        {"name": "trainers", "roles": ["trainer"], "replicas": 2},
+        {"name": "rollouts", "roles": ["rollout"], "replicas": 1},
+    ],
+    "sft": {"steps": 4},
+    "reward": {"steps": 4},
+}
+
 
 def tiny_job(**spec: Any) -> RLHFJob:
     """The manifest above; keyword arguments update mappings of the spec one level deep and replace the rest."""
