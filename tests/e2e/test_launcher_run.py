@@ -138,6 +138,11 @@ def all_gone(pids: list[int], seconds: float = 60.0) -> None:
     until(lambda: not any(map(alive, pids)), f"the end of {[p for p in pids if alive(p)]}", seconds)
 
 
+EITHER_WAY = pytest.mark.parametrize(
+    "run", ["fork", pytest.param("exec", marks=pytest.mark.nightly)], indirect=True
+)  # of what does not depend on how processes are started
+
+
 @pytest.fixture(params=["exec", "fork"])
 def run(request, tmp_path):
     made = Run(tmp_path, request.param)
@@ -226,6 +231,7 @@ def test_dead_processes_come_back_on_their_ports_until_there_were_too_many(run):
     all_gone(run.all_pids())
 
 
+@EITHER_WAY
 def test_a_failed_coordinator_fails_the_run_with_its_reason(run):
     run.start()
     run.wait_for("coordinator")
@@ -238,6 +244,7 @@ def test_a_failed_coordinator_fails_the_run_with_its_reason(run):
     assert "line 7 of data.jsonl is empty" in (run.dir / "report.html").read_text()
 
 
+@EITHER_WAY
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount a disk")
 def test_a_full_disk_of_logs_is_told_and_is_the_cause_of_a_failure(run):
     logs = run.dir / "logs"
@@ -260,6 +267,7 @@ def test_a_full_disk_of_logs_is_told_and_is_the_cause_of_a_failure(run):
     assert run.summary()["reason"].startswith(f"the disk that holds {logs} is full")
 
 
+@EITHER_WAY
 def test_two_runs_do_not_share_a_directory(run):
     run.start()
     run.wait_for("coordinator")
@@ -278,6 +286,7 @@ def test_two_runs_do_not_share_a_directory(run):
     assert alive(run.wait_for("coordinator")[0])
 
 
+@EITHER_WAY
 def test_a_run_ends_after_its_deadline_in_all_its_resumes(run):
     run.start("--set", "spec.activeDeadlineSeconds=2")
     code, output = run.end()
@@ -294,19 +303,20 @@ def test_a_run_ends_after_its_deadline_in_all_its_resumes(run):
     assert "took longer" not in run.end()[1]
 
 
-@pytest.mark.parametrize("content", ["", "ä"])
-def test_a_token_file_without_a_token_is_named_before_anything_starts(run, content):
+@EITHER_WAY
+def test_a_token_file_without_a_token_is_named_before_anything_starts(run):
     run.start()
     run.wait_for("coordinator")
     run.process.send_signal(signal.SIGINT)
     run.end()
-    (run.dir / "token").write_text(content)
-    lives = len(run.lives("coordinator"))
-    run.start("--resume")
-    code, output = run.end()
-    assert code == 2
-    assert f"token file, {run.dir / 'token'}, " in output
-    assert len(run.lives("coordinator")) in (0, lives)
+    for content in ("", "ä"):
+        (run.dir / "token").write_text(content)
+        lives = len(run.lives("coordinator"))
+        run.start("--resume")
+        code, output = run.end()
+        assert code == 2, content
+        assert f"token file, {run.dir / 'token'}, " in output
+        assert len(run.lives("coordinator")) in (0, lives)
     (run.dir / "token").unlink()
     run.start("--resume")
     run.wait_for("coordinator")
