@@ -95,6 +95,8 @@ CHUNKED_IDS = [
     for w, b, c, name, options, _ in CHUNKED_SETTINGS
 ]
 UNSPLIT = {"recompute", "zero3"}
+# A schedule runs alike whichever way the ranks of a stage divide its work, data or tensors: each schedule meets one.
+HALVES = (3, 9)
 
 
 def some_problem(layouts: dict[str, Any], counts: dict[str, int], mini_batches: int, seed: int) -> ScheduleProblem:
@@ -158,8 +160,9 @@ def make_case(number: int, every: bool) -> list[dict[str, Any]]:
 
 def chunked_cases(number: int, every: bool) -> list[dict[str, Any]]:
     """One stage a rank, one model after the other; then several stages a rank, the critic's either way round, each with
-    the schedules that can run there. All are of one mini-batch, every other one (or `every` one) also of two. A model
-    that trains alone has the families of one model, with one stage a rank too."""
+    the schedules that can run there. All are of one mini-batch, every fourth one (or `every` one) also of two. Of the
+    settings in HALVES each has one half of the schedules, unless it has `every` one. A model that trains alone has the
+    families of one model, with one stage a rank too."""
     world, both, chunks, architecture, options, sharding = CHUNKED_SETTINGS[number]
     plain = {"actor": both, "critic": both}
     case = {"world": world, "architecture": architecture, "lora": "lora" in options, "copies": both.dp}
@@ -187,10 +190,13 @@ def chunked_cases(number: int, every: bool) -> list[dict[str, Any]]:
             elif reverse is not None:
                 placed = [f for f in CHUNKED.values() if f.chunks == chunks and f.shape is Shape.ZIGZAG]
                 serial = replace(CHUNKED["zb-v"], chunks=chunks, reverse=reverse, name="one by one", split=False)
-                families = [serial, *(f for f in placed if f.reverse == reverse and not (whole and f.split))]
+                here = [f for f in placed if f.reverse == reverse and not (whole and f.split)]
+                if number in HALVES and not every:
+                    here = here[HALVES.index(number) :: len(HALVES)]
+                families = [serial, *here]
             for index, family in enumerate(families):
                 rolled = family.name.endswith("-rolled")
-                if rolled == (together == 2) or (not rolled and (every or (index + number + 1) % 2)):
+                if rolled == (together == 2) or (not rolled and (every or (index + number) % 4 == 0)):
                     name, found = f"{family.name} {together}", find(problem, family, replace(EFFORT, seed=number))
                     schedules[name] = (together, letters(found, layouts))
                     orders[name] = found.orders.tolist()
