@@ -45,7 +45,7 @@ $(MODEL_INFOS): $(STAMP)
 	@touch $@
 
 # The kernels of the schedule search. Several processes of a test run would each compile them, for half a minute.
-$(KERNELS): $(STAMP) $(shell grep -l '^@kernel' -r src/dovetail/pipelines --include=*.py)
+$(KERNELS): $(STAMP) $(shell grep -lE '^@(light_)?kernel' -r src/dovetail/pipelines --include=*.py)
 	$(BIN)/python hack/compile_kernels.py
 	@touch $@
 

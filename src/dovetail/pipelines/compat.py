@@ -3,6 +3,7 @@ tests/unit/pipelines/test_pipelines_simulate.py fails if numba asks for somethin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cached_property
 from importlib.util import find_spec
@@ -10,6 +11,8 @@ from typing import Any
 
 COMPILED = find_spec("numba") is not None
 """Whether numba (the extra `schedules`) is installed. Without it the kernels run several hundred times slower."""
+UNCOMPILED_PASSES = 10_000
+"""So many passes take a tenth of a second uncompiled. To import numba and load a kernel takes nearly a second."""
 
 
 class kernel:  # noqa: N801 - a decorator
@@ -38,3 +41,19 @@ class kernel:  # noqa: N801 - a decorator
         """Kernels may call each other: numba asks each value that a kernel uses for this attribute (numba 0.65; see
         `numba.core.typing.typeof`). Nothing public says which compiled function a Python object stands for."""
         return self.compiled._numba_type_  # type: ignore[attr-defined]
+
+
+class light_kernel(kernel):  # noqa: N801 - a decorator
+    """A kernel that returns a number and whose first argument is the orders of passes. A process that has little to
+    simulate, as the coordinator of a job without pipelines, runs it uncompiled and does not import numba. The results
+    are the same bits."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        self._left = UNCOMPILED_PASSES
+
+    def __call__(self, orders: Any, *arguments: Any) -> Any:
+        if orders.size <= self._left and "numba" not in sys.modules:
+            self._left -= orders.size
+            return float(self._function(orders, *arguments))
+        return self.compiled(orders, *arguments)

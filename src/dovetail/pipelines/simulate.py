@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from dovetail.pipelines.compat import kernel
+from dovetail.pipelines.compat import light_kernel
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -63,7 +63,7 @@ def simulate_1f1b(forward: Floats, backward: Floats, latency: float = 0.0) -> Fl
     return ends
 
 
-@kernel
+@light_kernel
 def run_orders(  # type: ignore[no-untyped-def]
     orders, duration, before, after, total, group, wait, step, latency, split, finish
 ):
@@ -162,7 +162,7 @@ def run_orders(  # type: ignore[no-untyped-def]
     return end if todo == 0 else -1.0
 
 
-@kernel
+@light_kernel
 def order_peak(order, x, activation, split):  # type: ignore[no-untyped-def]
     """Peak activation memory of rank x; -1 where a backward comes before its forward. `activation` (C, N, Q) is held
     from the start of F to the end of B, or of W with split backwards."""

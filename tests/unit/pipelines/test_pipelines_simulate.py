@@ -1,15 +1,27 @@
 """The simulator of pipeline schedules: stages in any placement, against a slow computation of the same times."""
 
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.pipelines import COMPILED, one_f_one_b, simulate_1f1b
+from dovetail.pipelines import (
+    COMPILED,
+    ModelPipelines,
+    ScheduleProblem,
+    SearchEffort,
+    family_of,
+    find,
+    one_f_one_b,
+    simulate_1f1b,
+)
 from dovetail.pipelines.compat import kernel
-from dovetail.pipelines.simulate import run_orders
+from dovetail.pipelines.schedule import timing_arguments
+from dovetail.pipelines.simulate import order_peak, run_orders
 
 
 def relaxed(orders, duration, before, after, latency):
@@ -107,3 +119,38 @@ def test_numba_still_asks_kernels_for_what_compat_gives_it():
         assert two() == 2
     except numba.TypingError as error:
         pytest.fail(f"numba {numba.__version__} does not read `_numba_type_`; mend pipelines.compat: {error}")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COMPILED, reason="numba is not installed")
+@pytest.mark.parametrize("family", ["serial", "overlapped", "fused", "fused-split", "fused-v", "zb-v"])
+def test_a_kernel_gives_the_same_bits_uncompiled(family):
+    rng = np.random.default_rng(1)
+    models = [
+        ModelPipelines(name, 4, 6, *(rng.uniform(1, 3, (1, 4, 12)) for _ in range(3))) for name in ("actor", "critic")
+    ]
+    problem = ScheduleProblem((models[0], models[1]), 0.3, 2)
+    found = find(problem, family_of(family), SearchEffort(scale=0.001, memory=False, exact=False))
+    i = found.instance
+    ends = []
+    for run in (run_orders._function, run_orders.compiled):
+        finish = np.zeros_like(i.duration)
+        ends.append((run(found.orders, *timing_arguments(i), finish), finish))
+    assert ends[0][0] == ends[1][0] == found.makespan
+    assert np.array_equal(ends[0][1], ends[1][1])
+    for x in range(i.ranks):
+        arguments = (found.orders[x], x, i.activation, i.split)
+        assert order_peak._function(*arguments) == order_peak.compiled(*arguments) == found.peaks[x]
+
+
+@pytest.mark.slow
+def test_few_passes_are_simulated_without_numba():
+    """As those of a job without pipelines, whose coordinator then starts in less time."""
+    code = (
+        "import sys\n"
+        "from dovetail.pipelines import one_f_one_b, simulate_1f1b\n"
+        "import numpy as np\n"
+        "print(simulate_1f1b(np.ones((2, 4)), np.ones((2, 4)), 0.0).max(), 'numba' in sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=240)
+    assert done.stdout.split() == ["10.0", "False"]
