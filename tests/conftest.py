@@ -28,7 +28,7 @@ ORDER = {"cluster": 0, "e2e": 1, "api server": 2, "schedules": 4, "vllm": 5, "un
 TOGETHER = {
     "schedules": (
         "pipelines/",
-        *("planner/test_activation_limit.py", "planner/test_division.py", "planner/test_placement_apart.py"),
+        *("planner/test_activation_limit.py", "planner/test_division.py", "planner/test_placement_dedicated.py"),
         *(
             "planner/test_placement_examples.py",
             "planner/test_planner_schedules.py",

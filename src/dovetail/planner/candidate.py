@@ -171,6 +171,11 @@ class Candidate:
         return (*self.actor_training, *self.critic_training)
 
     @property
+    def dedicated(self) -> bool:
+        """Whether actor and critic train on GPUs of their own. It is also known of a structure."""
+        return bool(self.critic_training) and self.critic_training != self.actor_training
+
+    @property
     def unsplit(self) -> bool:
         """Whether schedules must run whole backward passes: a model has activation checkpointing or ZeRO-3."""
         return any(share.recompute or share.gathers for share in self.trained)

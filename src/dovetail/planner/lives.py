@@ -101,8 +101,8 @@ def expected(phases: Mapping[str, float], uses: Sequence[Use], inventory: Invent
             # Work of t seconds that begins again after each death takes
             # (1 / rate + absence) e^(rate start) (e^(rate t) - 1) seconds on average.
             started = math.exp(min(rate * START_SECONDS, 50.0))
-            again = (1 / rate + pool.absence) * started * math.expm1(min(rate * training, 50.0))
-            seconds = (seconds - training) * (started + rate * pool.absence) + again
+            repeated = (1 / rate + pool.absence) * started * math.expm1(min(rate * training, 50.0))
+            seconds = (seconds - training) * (started + rate * pool.absence) + repeated
     prices = [(inventory[use.pool].price, use) for use in uses]
     if any(price is None for price, _ in prices):
         return PricedIteration(seconds, None, 0.0)

@@ -96,7 +96,7 @@ def _planned(job: PlannedJob, no_lag: str | None) -> Plan:
         # The predicted layout keeps more activations than spec.plan.activationMemory allows.
         return _planned(job.pinned(recompute="Always"), no_lag)
     placed = replace(placed, recompute=checkpointed, by_layer=_gathered(job, placed))
-    schedule = "Dedicated" if placed.apart else _schedule(spec, placed.layouts)
+    schedule = "Dedicated" if placed.dedicated else _schedule(spec, placed.layouts)
     if schedule == "Auto" and placed.chosen is not None and "critic" in placed.layouts:
         schedule = fitting(placed.chosen)
     chunks = most_chunks(job, placed, schedule)
@@ -110,7 +110,7 @@ def _planned(job: PlannedJob, no_lag: str | None) -> Plan:
         trainers=_trainers(spec),
         rollouts=_rollouts(spec, placed, chunks) if Stage.PPO in spec.stages else [],
         schedule=schedule,
-        apart=dict(placed.apart),
+        dedicated=dict(placed.dedicated),
         chunks=chunks,
         activation_bytes=_activations(job, placed),
         streamed_parts=parts,

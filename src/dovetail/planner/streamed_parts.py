@@ -26,7 +26,7 @@ def streamed(job: PlannedJob, placed: Placed) -> tuple[int, str]:
     if spec.ppo.streaming == "Never" or Stage.PPO not in spec.stages:
         return 0, ""
     problem = obstacle(spec)
-    if problem is None and placed.apart:
+    if problem is None and placed.dedicated:
         problem = "actor and critic have trainer ranks of their own"
     if problem is None and any(layouts[model].pp > 1 for model in ("actor", "critic") if model in layouts):
         problem = "the trainers have pipeline stages, which each part would fill and empty anew"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
-from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import AliasChoices, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Model, Parallelism, Stage
@@ -187,9 +187,13 @@ class Plan(Model):
         description="Families that the schedule of actor and critic is chosen from. Serial where there is no choice. "
         "Where the manifest leaves it open: Serial or TimeSharing if GPUs have no room for the others.",
     )
-    apart: dict[str, Layout] = Field(
+    # Pods of an earlier release refuse a plan with another name of the field.
+    dedicated: dict[str, Layout] = Field(
         default_factory=dict,
-        description="Of actor and critic in PPO where the planner gave each trainer ranks of its own; else empty.",
+        validation_alias=AliasChoices("dedicated", "apart"),
+        serialization_alias="apart",
+        description="The layouts of actor and critic in PPO if the planner gave each model its own trainer ranks. "
+        "Otherwise empty.",
     )
     chunks: int = Field(
         default=1,
@@ -245,7 +249,7 @@ class Plan(Model):
 
     def layout(self, stage: Stage, model: str) -> Parallelism:
         """The layout of a trained model in a stage."""
-        return self.apart.get(model, self.parallelism[model]) if stage is Stage.PPO else self.parallelism[model]
+        return self.dedicated.get(model, self.parallelism[model]) if stage is Stage.PPO else self.parallelism[model]
 
     def recomputed(self, stage: Stage) -> list[str]:
         """The models with activation checkpointing in the stage."""

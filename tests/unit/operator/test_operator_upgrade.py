@@ -25,7 +25,7 @@ from dovetail.operator.render.config_map import config_map, in_pods, spec_hash
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.jobset import pods_changed, pods_labels
 from dovetail.planner.make_plan import make_plan
-from dovetail.protocol.plan import Plan
+from dovetail.protocol.plan import Layout, Plan
 from helpers.fake_cluster import FakeCluster, running
 
 # What the operator of 23 November 2026 made of the example of that time. The files never change.
@@ -189,6 +189,16 @@ def test_a_plan_has_no_later_field_that_its_job_does_not_use():
         again = type(plan).model_validate_json(used.model_dump_json(by_alias=by_alias))
         assert again == used
         assert type(plan).model_validate_json(plan.model_dump_json(by_alias=by_alias)) == plan
+
+
+def test_layouts_of_dedicated_ranks_keep_the_name_that_earlier_releases_know():
+    job, _ = make_objects.jobs()["colocated"]
+    plan = make_plan(job.spec).model_copy(update={"dedicated": {"actor": Layout(pp=2), "critic": Layout(first=2)}})
+    for by_alias in (True, False):
+        assert Plan.model_validate_json(plan.model_dump_json(by_alias=by_alias)) == plan
+    written = json.loads(plan.model_dump_json(by_alias=True))
+    assert written["apart"]["critic"]["first"] == 2
+    assert "dedicated" not in written
 
 
 def test_pods_get_no_times_of_stages():

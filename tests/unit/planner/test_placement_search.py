@@ -169,8 +169,8 @@ def test_limits_are_kept():
 def test_of_divisions_that_do_not_fit_the_nearest_one_gives_the_reason():
     there, job = pools((A100, 2, 8)), work("33", "33")
     found = run(there, job, Limits(recompute=(False,)))
-    apart = [r for r in found.rejected if "train apart" in r.candidate.note and r.problem is not None]
-    assert apart
-    for other in apart:
+    dedicated = [r for r in found.rejected if "dedicated GPUs" in r.candidate.note and r.problem is not None]
+    assert dedicated
+    for other in dedicated:
         needed, there_is = (float(x) for x in re.findall(r"([\d.]+) GiB", other.problem)[:2])
         assert 0.98 * needed / there_is <= other.need < 5, "not of a single GPU for all of a model's training"

@@ -234,7 +234,7 @@ def test_a_pin_has_no_effect_if_each_model_has_one_rank_of_its_own() -> None:
     document["groups"][0]["gpu"]["perPod"] = 2
     document["plan"]["parallelism"] = {"actor": {"dp": 2}, "critic": {"dp": 2}}
     plan = make_plan(RLHFJobSpec.model_validate(document))
-    assert {layout.dp for layout in plan.apart.values()} == {1}
+    assert {layout.dp for layout in plan.dedicated.values()} == {1}
     assert not any(row.zero3 for row in plan.batching)
     assert "spec.plan.zero3 is Always, which has no effect: no trained model has data-parallel ranks" in plan.warnings
 

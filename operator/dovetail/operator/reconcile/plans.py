@@ -18,10 +18,11 @@ from dovetail.protocol.plan import Plan
 def plan_status(plan: Plan, shown: Plan) -> PlanStatus:
     """The plan in the job's status. `plan`: the plan that runs. `shown`: the plan with as many rollouts as the nodes
     have room for."""
+    layouts = {**plan.parallelism, **plan.dedicated}
     return PlanStatus(
         placement=shown.prediction.placement if shown.prediction is not None else None,
-        actor=_layout(plan.apart.get("actor") or plan.parallelism.get("actor")),
-        critic=_layout(plan.apart.get("critic") or plan.parallelism.get("critic") or plan.parallelism.get("reward")),
+        actor=_layout(layouts.get("actor")),
+        critic=_layout(layouts.get("critic") or layouts.get("reward")),
         schedule=plan.schedule,
         rollouts=len(shown.rollouts),
         # Of what the ConfigMap has: the plan is read from it later.

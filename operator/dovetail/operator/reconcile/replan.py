@@ -122,7 +122,7 @@ def resized(spec: RLHFJobSpec, plan: Plan, wanted: Sequence[Need], there: Counts
         return None
     layouts = ParallelismByModel(actor=actor, critic=plan.parallelism.get("critic"))
     # Layouts are pinned on all ranks; those on ranks of their own are found again.
-    pins: dict[str, object] = {"intra_stage_fusion": "Dedicated"} if plan.apart else {"parallelism": layouts}
+    pins: dict[str, object] = {"intra_stage_fusion": "Dedicated"} if plan.dedicated else {"parallelism": layouts}
     if plan.prediction is not None:
         pins["placement"] = plan.prediction.placement
     again = {row.recompute for row in plan.batching if row.stage is Stage.PPO}

@@ -108,11 +108,11 @@ def _streaming(plan: Plan) -> list[str]:
 def _layouts(plan: Plan) -> Iterator[tuple[str, Parallelism]]:
     """The layouts of the job's stages, by model. A model with ranks of its own is shown with these ranks."""
     for model, layout in plan.parallelism.items():
-        if model not in plan.apart:
+        if model not in plan.dedicated:
             yield model, layout
         elif any(row.model == model and row.stage is not Stage.PPO for row in plan.batching):
             yield f"{model}, before PPO", layout
-    for model, own in plan.apart.items():
+    for model, own in plan.dedicated.items():
         last = own.first + world_size(own) - 1
         yield f"{model} in PPO, on {f'rank {last}' if own.first == last else f'ranks {own.first} to {last}'}", own
 

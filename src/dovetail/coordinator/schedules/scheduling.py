@@ -129,7 +129,9 @@ class Scheduling:
         self._kept: KeptPlacement | None = None
         self._plain = trained_layouts(plan)
         self._all = pinned_families("Auto", len(self._plain))
-        self._allowed = pinned_families("Dedicated" if plan.apart else spec.plan.intra_stage_fusion, len(self._plain))
+        self._allowed = pinned_families(
+            "Dedicated" if plan.dedicated else spec.plan.intra_stage_fusion, len(self._plain)
+        )
         if (
             len(self._plain) > 1
             and spec.plan.intra_stage_fusion == "Auto"
@@ -241,7 +243,7 @@ class Scheduling:
         given = self._spec.plan.activation_memory
         if given is not None and in_bytes:
             return given * 2**30
-        if self._plan.apart:
+        if self._plan.dedicated:
             return None
         return serial_memory(problem) * (1 + 1e-6) if given is not None or self._limited() else None
 
@@ -361,8 +363,8 @@ class Scheduling:
             return {}
         if self._models_have_own_ranks:
             found = [self.layouts]
-        elif self._plan.apart:
-            found = [self._plan.apart]
+        elif self._plan.dedicated:
+            found = [self._plan.dedicated]
         else:
             found = divisions(shared, size)
             if self._spec.plan.intra_stage_fusion != "Dedicated":

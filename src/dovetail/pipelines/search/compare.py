@@ -99,7 +99,7 @@ def pareto(
     least, step = problem.least_memory, (found[0].peak - problem.least_memory) / max(1, points - 1)
     limit = found[0].peak
     while step > 0 and limit > least * (1 + 1e-9) and len(found) < points:
-        # Beside the even steps, never again what was reached already.
+        # Beside the even steps, never what was reached already.
         limit = max(least, min(limit - step, found[-1].peak * (1 - 1e-6)))
         try:
             found.append(finder(replace(problem, memory_limit=limit), family, share))
@@ -132,7 +132,7 @@ def cached_find(
     if known is not None:
         return replace(known, seed=effort.seed)
     found = _find(problem, family, effort)
-    store[key] = json.dumps({"words": found.orders.tolist(), "how": found.how, "makespan": found.makespan})
+    store[key] = json.dumps({"orders": found.orders.tolist(), "how": found.how, "makespan": found.makespan})
     return found
 
 
@@ -141,7 +141,7 @@ def _read(problem: ScheduleProblem, family: str, text: str | None) -> Schedule |
     try:
         entry = json.loads(text or "")
         instance = family_instance(problem, family_of(family, len(problem.models)))
-        orders = np.array(entry["words"], dtype=np.int64)
+        orders = np.array(entry.get("orders") or entry["words"], dtype=np.int64)
         if not instance.holds(orders):
             return None
         found = evaluate(instance, orders, family, str(entry["how"]))

@@ -94,9 +94,9 @@ def dispatch(  # type: ignore[no-untyped-def]
         choice_ready = 0.0
         spare_best = far  # the best of those that are ready now
         spare_choice = -1
-        for again in range(2):
+        for attempt in range(2):
             # First the best pass; then, where that is not ready yet, the best that ends before.
-            if again == 1 and (choice < 0 or choice_ready <= t):
+            if attempt == 1 and (choice < 0 or choice_ready <= t):
                 break
             for c in range(chunks):
                 for kind in range(kinds):
@@ -138,7 +138,7 @@ def dispatch(  # type: ignore[no-untyped-def]
                         soon = min(soon, ready)
                         continue
                     value = keys[x, c, kind] + slope[c, kind] * q / total[c]
-                    if again == 0:
+                    if attempt == 0:
                         if value < best:
                             best = value
                             choice = 3 * c + kind

@@ -216,10 +216,10 @@ def _known(
         yield _repeated(problem, family, effort), "rule"
     yield _unrolled(problem, family, effort, pool), "period"
     # Dispatch rules weigh two models against each other.
-    apart = instance.coupling is Coupling.SERIAL or len(problem.models) == 1
-    if not many_ranks(problem) or apart or not large:
+    separate = instance.coupling is Coupling.SERIAL or len(problem.models) == 1
+    if not many_ranks(problem) or separate or not large:
         yield from ((orders, "stretched") for orders in _stretched(problem, family, effort, pool))
-    if many_ranks(problem) and not apart:
+    if many_ranks(problem) and not separate:
         share = 0.9 if large else 1 / 3
         yield _dispatched(instance, effort, share, pool), "dispatch"
 

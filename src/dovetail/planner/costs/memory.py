@@ -294,17 +294,17 @@ def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> d
     if job.layout.pp > 1:
         # Tensors are received and sent while the next micro-batch is on its way.
         parts["pipeline buffers"] = float(4 * boundary)
-    again = float(block) if job.recompute else 0.0
+    recomputed = float(block) if job.recompute else 0.0
     if not job.gpu:
-        if again:
-            parts["activations of a layer"] = again
+        if recomputed:
+            parts["activations of a layer"] = recomputed
         if job.ends(stage) and job.head != "value":
             # Of the micro-batch whose loss is computed, the logits and their gradient.
             parts["logits"] = 2.0 * job.tokens * shape.vocabulary * b
         return parts
     # A layer's gradients in the compute dtype, and those of its activations. Gradients of embedding and head wait for
     # the end.
-    backward = b * (layer + outer) + job.tokens * b * (2 * shape.intermediate / tp + 2 * shape.hidden) + again
+    backward = b * (layer + outer) + job.tokens * b * (2 * shape.intermediate / tp + 2 * shape.hidden) + recomputed
     logits = 0.0
     if job.ends(stage) and job.head != "value":
         logits = logit_bytes(shape, job.tokens if job.outputs is None else job.outputs, b, tp)

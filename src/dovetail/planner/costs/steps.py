@@ -13,8 +13,8 @@ class StepTimes:
 
     `forward`, `backward`: a micro-batch in the slowest stage. `hop`: a message from stage to stage. `fixed`:
     collectives, the optimizer, and loading its moments from host memory. `skew`: the length of the longest micro-batch
-    over that of the mean one. A pipeline fills and drains at the pace of the longest one. `samples`: the mean number of
-    samples of a micro-batch."""
+    over that of the mean one. The longest one decides how fast a pipeline fills and drains. `samples`: the mean number
+    of samples of a micro-batch."""
 
     stages: int
     micro_batches: int

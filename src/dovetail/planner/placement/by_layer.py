@@ -22,8 +22,8 @@ def may_gain(plain: Chosen) -> bool:
     candidate, work = plain.candidate, plain.costs.work
     beside = any(share.overlaps(server) for share in candidate.trained for server in candidate.generation)
     needs = any(share.pp * share.tp > 1 or share.recompute for share in candidate.trained)
-    apart = candidate.schedule == "Dedicated"
-    return needs or beside or apart or work.micro_batch_tokens is not None
+    dedicated = candidate.schedule == "Dedicated"
+    return needs or beside or dedicated or work.micro_batch_tokens is not None
 
 
 def taken(plain: Placed | None, why: str, found: Placed) -> Placed:
@@ -40,7 +40,7 @@ def reached(job: PlannedJob, plain: Placed) -> float:
     assert plain.chosen is not None
     spec, chosen = job.spec, plain.chosen
     actor, critic = chosen.candidate.actor_training, chosen.candidate.critic_training
-    open_ = spec.plan.intra_stage_fusion == "Auto" and spec.ppo.micro_batch_tokens is None and not plain.apart
+    open_ = spec.plan.intra_stage_fusion == "Auto" and spec.ppo.micro_batch_tokens is None and not plain.dedicated
     seconds = chosen.prediction.iteration_seconds
     if not (open_ and critic and actor[0].pp == critic[0].pp > 1):
         return seconds

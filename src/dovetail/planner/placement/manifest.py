@@ -113,7 +113,7 @@ def with_parts(job: PlannedJob, limits: Limits) -> Limits:
     """Adds layouts on a part of the trainer ranks to `limits`, if actor and critic may have ranks of their own. These
     are all layouts that share PPO's mini-batch evenly, or the divisions of pinned layouts
     (`dovetail.planner.placement.layouts.divisions`)."""
-    if True not in limits.apart or "critic_training" not in limits.layouts:
+    if True not in limits.dedicated or "critic_training" not in limits.layouts:
         return limits
     spec, pins = job.spec, pinned_shares(job.spec)
     micro_batches = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
@@ -132,12 +132,12 @@ def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
         together = "Serial"  # other schedules need the same number of micro-batches in each step
     # Pinned layouts use all ranks. So do the layouts of a placement that is pinned to Flattening.
     divided = pinned_layouts(spec) is None and placement != "Flattening"
-    apart = (together == "Dedicated",) if together != "Auto" else (False, True) if divided else (False,)
+    dedicated = (together == "Dedicated",) if together != "Auto" else (False, True) if divided else (False,)
     return replace(
         limits,
         placements=tuple(Placement) if placement == "Auto" else (Placement(placement),),
         schedules=_SCHEDULES[together],
-        apart=apart,
+        dedicated=dedicated,
         migrations=MIGRATIONS if fusion == "Auto" else (None if fusion == "Off" else float(fusion),),
         # With a shared body, the values come from the forward pass that a fold would save.
         folded=spec.ppo.old_log_probs == "Rollout" and not shares_body(spec),

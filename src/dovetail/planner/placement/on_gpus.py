@@ -94,9 +94,9 @@ def _place(job: PlannedJob, by_layer: bool, than: float | None = None, others: b
         return None
     trained = {"actor": found.candidate.actor_training, "critic": found.candidate.critic_training}
     shares = {model: mine[0] for model, mine in trained.items() if mine}
-    apart: dict[str, Layout] = {}
+    dedicated: dict[str, Layout] = {}
     if found.candidate.schedule == "Dedicated":
-        apart = {m: Layout(pp=s.pp, tp=s.tp, dp=s.dp, first=s.first) for m, s in shares.items()}
+        dedicated = {m: Layout(pp=s.pp, tp=s.tp, dp=s.dp, first=s.first) for m, s in shares.items()}
         # The critic's layout on all ranks is not used, but it must have the actor's tp.
         actor = layout_of["actor"]
         critics = [fitting.layout for fitting in layouts["critic"]]
@@ -110,7 +110,7 @@ def _place(job: PlannedJob, by_layer: bool, than: float | None = None, others: b
         found.prediction,
         recompute=frozenset((Stage.PPO, m) for m, share in shares.items() if share.recompute),
         by_layer=frozenset((Stage.PPO, m) for m, share in shares.items() if share.gathers),
-        apart=apart,
+        dedicated=dedicated,
         chosen=found,
         lanes=lambda: drawn_lanes(found.candidate, found.costs, job.spec.seed),
         hidden=lambda parts: drawn_hidden(found.candidate, found.costs, job.spec.seed, parts),
@@ -148,8 +148,8 @@ def _iteration(
     limits = replace(groups_limits(job), fsdp=(3,) if by_layer else (2,))
     tasks: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
     fitting = {tasks[m]: tuple(each.layout for each in fit) for m, fit in layouts.items() if m in tasks}
-    if than is not None and False in limits.apart:
-        limits = replace(limits, apart=(False,))  # parts would only be slower: what needs them lacks memory
+    if than is not None and False in limits.dedicated:
+        limits = replace(limits, dedicated=(False,))  # parts would only be slower: what needs them lacks memory
     limits = with_parts(job, replace(limits, layouts=fitting))
     most = max(limits.servers[pool] for pool in limits.rollouts or ())
     result, limits = search_fewest_stages(limits, most, partial(_searched, costs))
@@ -159,13 +159,13 @@ def _iteration(
         raise Infeasible(_reason(job, why, limits))
     if than is not None and not worth(result.best.seconds, than, steps):
         return None
-    if result.best.candidate.schedule == "Dedicated" and False in limits.apart:
-        limits = replace(limits, apart=(False,))
+    if result.best.candidate.schedule == "Dedicated" and False in limits.dedicated:
+        limits = replace(limits, dedicated=(False,))
         result = _worth(result, _searched(costs, limits), steps)
     plain = replace(
         limits,
         layouts={task: _least_split(layouts, job.trainers.gpus) for task, layouts in limits.layouts.items()},
-        apart=limits.apart[:1],
+        dedicated=limits.dedicated[:1],
         placements=tuple(p for p in limits.placements if p is not Placement.INTERLEAVING) or limits.placements,
         serving_pp=1,
     )
@@ -198,7 +198,7 @@ def _least_split(layouts: Sequence[Parallelism], ranks: int) -> tuple[Parallelis
 
 
 def _reason(job: PlannedJob, why: str | None, limits: Limits) -> str:
-    if why is None and limits.apart == (True,):
+    if why is None and limits.dedicated == (True,):
         return (
             f"spec.plan.intraStageFusion is Dedicated, but the {job.trainers.gpus} trainer ranks cannot be "
             "divided between actor and critic; give the trainer groups more ranks, or change spec.plan.parallelism"

@@ -36,8 +36,8 @@ class Chosen:
 
 @dataclass(frozen=True)
 class Placed:
-    """The placement of a job. `layouts`: the layout of each trained model on all ranks. `apart`: the layouts of actor
-    and critic in PPO, if each has its own trainer ranks. `recompute`: the stages and models with activation
+    """The placement of a job. `layouts`: the layout of each trained model on all ranks. `dedicated`: the layouts of
+    actor and critic in PPO, if each has its own trainer ranks. `recompute`: the stages and models with activation
     checkpointing. `by_layer`: those to which the placement gives ZeRO-3. `prediction`: of a PPO iteration. None:
     nothing is predicted. `chosen`: the candidate and costs behind the prediction, on GPUs.
 
@@ -49,7 +49,7 @@ class Placed:
     prediction: Prediction | None = None
     recompute: frozenset[tuple[Stage, str]] = frozenset()
     by_layer: frozenset[tuple[Stage, str]] = frozenset()
-    apart: Mapping[str, Layout] = field(default_factory=dict)
+    dedicated: Mapping[str, Layout] = field(default_factory=dict)
     chosen: Chosen | None = None
     lanes: Callable[[], Lanes] | None = None
     hidden: Callable[[int], float] | None = None
@@ -58,7 +58,7 @@ class Placed:
 
     def layouts_in(self, stage: Stage) -> Mapping[str, Parallelism]:
         """The layouts of the models in a stage."""
-        return {**self.layouts, **self.apart} if stage is Stage.PPO else self.layouts
+        return {**self.layouts, **self.dedicated} if stage is Stage.PPO else self.layouts
 
     @property
     def interleaved(self) -> bool:

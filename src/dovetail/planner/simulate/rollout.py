@@ -163,8 +163,8 @@ def _score(
         queue = waiting[copy.task]
         rows = [queue.popleft() for _ in range(min(len(queue), copy.share.micro_batch))]
         # A trainer computes a prompt for each of its samples.
-        again = 0.0 if copy.task == "actor" else 1 - shared_prompt(work, copy.share.pp)
-        tokens = sum(totals[r] - again * prompts[r] for r in rows) / copy.share.micro_batch
+        saved = 0.0 if copy.task == "actor" else 1 - shared_prompt(work, copy.share.pp)
+        tokens = sum(totals[r] - saved * prompts[r] for r in rows) / copy.share.micro_batch
         context = sum(totals[r] for r in rows) / copy.share.micro_batch / 2
         pool = costs.inventory[copy.share.pool]
         stage, gather, hop = pass_seconds(*copy.model, copy.share, pool, tokens, context)

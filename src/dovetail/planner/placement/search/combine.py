@@ -13,7 +13,6 @@ import numpy.typing as npt
 from dovetail.planner.candidate import INFERENCE, TRAINING, Share, Task, cells, side_by_side
 from dovetail.planner.costs.gpu import GPUCosts, Option
 from dovetail.planner.placement.search.ranking import EVERY, Ranked, Ranker, Ranking, orders
-from dovetail.planner.placement.search.structures import apart
 
 # The number of a structure's fastest combinations that are estimated, and the number that are checked to find them.
 COMBINATIONS = 8
@@ -72,7 +71,7 @@ class Combiner:
         """The shares of a combination, with those of actor and critic as `beside` lays them out."""
         found = list(chosen)
         trained = [at for at, (task, _) in enumerate(ranking.places) if task in TRAINING]
-        if len(trained) == 2 and not apart(ranking.structure):
+        if len(trained) == 2 and not ranking.structure.dedicated:
             first, second = trained
             found[first], found[second] = self.beside(found[first], found[second])
         return found
@@ -119,7 +118,7 @@ class Combiner:
     def _same_stages(self, ranking: Ranking, layouts: list[Ranked]) -> Iterator[list[Ranked]]:
         """The layouts of each place with which actor and critic have the same number of stages, for each number."""
         trained = [at for at, (task, _) in enumerate(ranking.places) if task in TRAINING]
-        if len(trained) < 2 or apart(ranking.structure):
+        if len(trained) < 2 or ranking.structure.dedicated:
             return
         for pp in sorted(set.intersection(*({o.share.pp for o in layouts[at]} for at in trained))):
             yield [[o for o in mine if o.share.pp == pp] if at in trained else mine for at, mine in enumerate(layouts)]
@@ -175,7 +174,7 @@ class Combiner:
         """If training and generation have the same GPUs: combinations with the same layout for both, because then no
         weights move."""
         structure = ranking.structure
-        if apart(structure) or structure.generation != structure.actor_training:
+        if structure.dedicated or structure.generation != structure.actor_training:
             return
         wide = self._ranker.rank(structure, EVERY)
         assert isinstance(wide, Ranking)

@@ -39,7 +39,7 @@ class Limits:
     `offload`: the allowed values by training task. It is open for a task that is not named.
     `folded`: the rollouts' log-probabilities serve as the old ones.
     `shared_body`: the critic is a head on the actor.
-    `apart`: whether actor and critic may train on GPUs of their own (True) or on the same GPUs (False)."""
+    `dedicated`: whether actor and critic may train on GPUs of their own (True) or on the same GPUs (False)."""
 
     placements: tuple[Placement, ...] = tuple(Placement)
     trainers: tuple[str, ...] | None = None
@@ -59,7 +59,7 @@ class Limits:
     migrations: tuple[float | None, ...] = MIGRATIONS
     folded: bool = True
     shared_body: bool = False
-    apart: tuple[bool, ...] = (False, True)
+    dedicated: tuple[bool, ...] = (False, True)
 
 
 def every_layout(ranks: int, degrees: Iterable[int], layers: int) -> Iterator[Parallelism]:

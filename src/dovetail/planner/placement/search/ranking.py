@@ -13,7 +13,6 @@ from dovetail.planner.costs.gpu import GPUCosts, Option
 from dovetail.planner.hashing import known_share
 from dovetail.planner.inventory import Pool
 from dovetail.planner.placement.search.limits import MICRO_BATCHES, MOST_STAGES, Limits, every_layout
-from dovetail.planner.placement.search.structures import apart
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Workload
 
@@ -145,7 +144,7 @@ def _sum(structure: Candidate, seconds: Mapping[Task, float]) -> float:
     """The seconds of generation, inference and training one after the other. Actor and critic train at the same time if
     they have different GPUs."""
     actor, critic = seconds["actor_training"], seconds.get("critic_training", 0.0)
-    training = max(actor, critic) if apart(structure) else actor + critic
+    training = max(actor, critic) if structure.dedicated else actor + critic
     return seconds["generation"] + training + sum(seconds.get(task, 0.0) for task in INFERENCE)
 
 

@@ -19,7 +19,7 @@ from dovetail.planner.inventory import Pool
 from dovetail.planner.placement.search.combine import Combiner, Filling
 from dovetail.planner.placement.search.limits import FINE_MIGRATIONS, MIGRATIONS, Limits
 from dovetail.planner.placement.search.ranking import EVERY, Ranker, Ranking
-from dovetail.planner.placement.search.structures import Sizes, Structures, apart, sizes
+from dovetail.planner.placement.search.structures import Sizes, Structures, sizes
 
 # The descent tries layouts that alone take up to this factor longer than the one in use.
 SLACK = 1.25
@@ -249,7 +249,7 @@ class Search:
         """The schedules by which the two trainings can share their GPUs."""
         by_task = {task: share for (task, _), share in zip(ranking.places, chosen, strict=True)}
         actor, critic = by_task["actor_training"], by_task.get("critic_training")
-        if apart(ranking.structure):
+        if ranking.structure.dedicated:
             return ("Dedicated",)
         if critic is None or critic.tp != actor.tp:
             return ("Serial",)
@@ -321,7 +321,7 @@ class Search:
         training and serving the same weights, the layouts are equal, because then no weights move."""
         places = [at for at, (task, _) in enumerate(wide.places) if task in (one, other)]
         trained = one == "actor_training"
-        divided = trained and apart(wide.structure)
+        divided = trained and wide.structure.dedicated
         if len(places) != 2 or (wide.places[places[0]][1] != wide.places[places[1]][1] and not divided):
             return []
         first, second = places

@@ -17,7 +17,7 @@ from dovetail.planner.workload import Workload
 # Up to so many nodes every size is tried. Beyond, a grid is tried, and the search refines the best sizes node by node.
 EVERY_NODE = 16
 HALVES = "reference and reward on halves"
-APART = "actor and critic train apart"
+DEDICATED = "actor and critic on dedicated GPUs"
 ALONE = "training on GPUs of its own"
 
 
@@ -25,11 +25,6 @@ Slots = tuple[Share, ...]
 """The GPUs that a task may use, before it has a layout there."""
 # A function of a pool and a number of its GPUs. It returns the smaller numbers at which to divide them.
 Sizes = Callable[[Pool, int], list[int]]
-
-
-def apart(structure: Candidate) -> bool:
-    """Whether actor and critic train on GPUs of their own."""
-    return bool(structure.critic_training) and structure.critic_training != structure.actor_training
 
 
 def every_size(pool: Pool, count: int) -> list[int]:
@@ -100,15 +95,15 @@ class Structures:
                 if segments:
                     yield from self._separate(training, segments)
 
-    def _training(self, slot: Share, pool: Pool, apart: Collection[bool]) -> Iterator[tuple[Slots, Slots, str]]:
-        """Actor and critic on the same GPUs, or on two parts of them. `apart`: see `Limits`."""
+    def _training(self, slot: Share, pool: Pool, dedicated: Collection[bool]) -> Iterator[tuple[Slots, Slots, str]]:
+        """Actor and critic on the same GPUs, or on two parts of them. `dedicated`: see `Limits`."""
         divisible = self.work.critic is not None and not self.limits.shared_body
-        if False in apart or not divisible:
+        if False in dedicated or not divisible:
             yield (slot,), (slot,), ""
-        if True in apart and divisible:
+        if True in dedicated and divisible:
             for at in self._parts(slot, pool):
                 actor, critic = slot.cut(at)
-                yield (actor,), (critic,), APART
+                yield (actor,), (critic,), DEDICATED
 
     def _parts(self, slot: Share, pool: Pool) -> list[int]:
         """The numbers of GPUs to try for the actor: about a quarter, a half and three quarters. For a manifest's
@@ -120,16 +115,16 @@ class Structures:
         return sorted(at for at in found if 0 < at < slot.gpus)
 
     def _together(self, slot: Share, rest: Slots, pool: Pool) -> Iterator[Candidate]:
-        everywhere, apart = (slot, *rest), self.limits.apart
+        everywhere, dedicated = (slot, *rest), self.limits.dedicated
         # On a manifest's groups, every placement that shares the trainers' GPUs is called Flattening.
-        flat = apart if self.limits.whole else tuple(a for a in apart if not a)
+        flat = dedicated if self.limits.whole else tuple(d for d in dedicated if not d)
         for actor, critic, note in self._training(slot, pool, flat):
             tasks = (everywhere, actor, critic, everywhere, everywhere, everywhere)
             yield Candidate(Placement.FLATTENING, *tasks, note=note)
         first, second = self.halves(everywhere, pool)
         if not (first and second):
             return
-        for actor, critic, note in self._training(slot, pool, apart):
+        for actor, critic, note in self._training(slot, pool, dedicated):
             tasks = (everywhere, actor, critic, first, second, second)
             yield Candidate(Placement.INTERLEAVING, *tasks, note=joined(HALVES, note))
 
@@ -157,7 +152,7 @@ class Structures:
         return tuple(parts[0]), tuple(parts[1])
 
     def _separate(self, training: Share, segments: Slots) -> Iterator[Candidate]:
-        for actor, critic, divided in self._training(training, self.inventory[training.pool], self.limits.apart):
+        for actor, critic, divided in self._training(training, self.inventory[training.pool], self.limits.dedicated):
             for generation, inference, away in self.served(training, segments):
                 tasks = (generation, actor, critic, inference, inference, inference)
                 whole = Candidate(Placement.SEPARATION, *tasks, note=joined(divided, away))
@@ -168,7 +163,7 @@ class Structures:
 
     def halved(self, structure: Candidate) -> Candidate:
         """A structure of Separation with reference and reward on halves, as a manifest names it. It calls it
-        Interleaving, because its groups are apart anyway."""
+        Interleaving, because training has its own groups anyway."""
         note = joined("" if self.limits.whole else ALONE, structure.note, HALVES)
         return replace(structure, placement=Placement.INTERLEAVING, note=note)
 

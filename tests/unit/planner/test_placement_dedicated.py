@@ -44,13 +44,13 @@ def tasks(plan: Plan) -> dict[str, Any]:
 def test_what_is_pinned_is_predicted_as_it_runs(groups: list[dict[str, Any]]) -> None:
     plan = make_plan(spec(groups, plan={"intraStageFusion": "Dedicated"}))
     assert plan.schedule == "Dedicated"
-    assert set(plan.apart) == {"actor", "critic"}
-    assert plan.apart["critic"].first == world_size(plan.apart["actor"])
-    assert sum(map(world_size, plan.apart.values())) == plan.world_size == 4
+    assert set(plan.dedicated) == {"actor", "critic"}
+    assert plan.dedicated["critic"].first == world_size(plan.dedicated["actor"])
+    assert sum(map(world_size, plan.dedicated.values())) == plan.world_size == 4
     found = tasks(plan)
     actor, critic = found["actor_training"], found["critic_training"]
     assert [(t.first, t.gpus, t.pp, t.dp) for t in (actor, critic)] == [
-        (layout.first, world_size(layout), layout.pp, layout.dp) for layout in plan.apart.values()
+        (layout.first, world_size(layout), layout.pp, layout.dp) for layout in plan.dedicated.values()
     ]
     assert plan.prediction is not None
     assert plan.prediction.schedule == "Dedicated"
@@ -60,7 +60,7 @@ def test_what_is_pinned_is_predicted_as_it_runs(groups: list[dict[str, Any]]) ->
             trained = {part.partition(":")[0] for part in memory.parts if "_training" in part}
             assert trained == {"actor_training" if memory.first < critic.first else "critic_training"}
     rows = {row.model: row.micro_batches for row in plan.batching if row.stage is Stage.PPO}
-    assert rows == {name: 64 // (2 * layout.dp) for name, layout in plan.apart.items()}
+    assert rows == {name: 64 // (2 * layout.dp) for name, layout in plan.dedicated.items()}
     assert Plan.model_validate_json(plan.model_dump_json(by_alias=True)) == plan
     shown = Console(width=160)
     with shown.capture() as text:
@@ -84,12 +84,12 @@ def test_auto_gives_models_ranks_of_their_own_only_where_that_is_worth_it() -> N
     assert auto.phases["training"] < shared.phases["training"] / 1.1
     assert auto.iteration_seconds < shared.iteration_seconds / 1.05
     flat = make_plan(spec(BOTH, UNEVEN, ppo=LONG, plan={"placement": "Flattening"}))
-    assert flat.apart == {}, "every task on every GPU"
+    assert flat.dedicated == {}, "every task on every GPU"
     # Ten layers gain, but less than the models of time can tell.
     near = make_plan(spec([group("t", ["trainer"], replicas=4), SEPARATE[1]], SMALL | TEN, ppo=LONG))
-    assert near.apart == {}
+    assert near.dedicated == {}
     assert near.prediction is not None
-    others = [a.seconds for a in near.prediction.alternatives if "train apart" in a.note and a.seconds is not None]
+    others = [a.seconds for a in near.prediction.alternatives if "dedicated GPUs" in a.note and a.seconds is not None]
     assert min(others) < near.prediction.iteration_seconds < 1.05 * min(others) + 0.08
 
 
@@ -97,8 +97,11 @@ def test_pinned_layouts_are_divided_as_trainers_divide_them() -> None:
     pins = {"parallelism": {"actor": {"pp": 2, "dp": 2}}}
     plan = make_plan(spec(plan={**pins, "intraStageFusion": "Dedicated"}))
     assert plan.parallelism["actor"] == Parallelism(pp=2, dp=2)
-    assert {name: (layout.pp, layout.dp) for name, layout in plan.apart.items()} == {"actor": (1, 2), "critic": (1, 2)}
-    assert make_plan(spec(plan=pins)).apart == {}
+    assert {name: (layout.pp, layout.dp) for name, layout in plan.dedicated.items()} == {
+        "actor": (1, 2),
+        "critic": (1, 2),
+    }
+    assert make_plan(spec(plan=pins)).dedicated == {}
 
 
 def test_ranks_that_cannot_be_divided_are_refused() -> None:
@@ -121,18 +124,18 @@ def test_the_coordinator_keeps_to_the_plans_ranks(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("dovetail.coordinator.schedules.scheduling.SEARCH_SECONDS", 0.3)
     job = spec(BOTH, UNEVEN, ppo=LONG)
     plan = make_plan(job)
-    assert plan.apart
+    assert plan.dedicated
     assert applies(job, plan)
 
     async def chosen() -> Any:
         scheduling = Scheduling(job, plan, Records(), tmp_path, lambda *_, **__: None)
         await scheduling.begin()
-        assert scheduling.layouts == plan.apart
+        assert scheduling.layouts == plan.dedicated
         return await scheduling.current()
 
     schedule = asyncio.run(chosen())
     assert schedule.family == "dedicated"
-    own = world_size(plan.apart["actor"])
+    own = world_size(plan.dedicated["actor"])
     models = [{action.model for action in mine} for mine in schedule.actions()]
     assert models == [{"actor"}] * own + [{"critic"}] * (4 - own)
 
@@ -172,9 +175,9 @@ def test_when_nodes_change_the_ranks_stay() -> None:
     other = make_plan(asked)
     shown = honoured(plan, other)
     assert len(shown.rollouts) == 3
-    assert shown.apart == other.apart == plan.apart
+    assert shown.dedicated == other.dedicated == plan.dedicated
     assert shown.prediction is not None
-    elsewhere = other.model_copy(update={"apart": {}})
+    elsewhere = other.model_copy(update={"dedicated": {}})
     assert honoured(plan, elsewhere).prediction is None
 
 
