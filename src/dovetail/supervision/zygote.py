@@ -14,7 +14,6 @@ be forked safely.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import importlib
@@ -24,11 +23,11 @@ import selectors
 import signal
 import socket
 import sys
-import threading
 import traceback
 from typing import Any, NoReturn
 
 from dovetail.protocol.process.pulse import Pulse
+from dovetail.supervision.compat import end_interpreter
 from dovetail.supervision.proctree import (
     Process,
     adopt_orphans,
@@ -56,13 +55,7 @@ def _run_module(module: str) -> int:
 
 def _finish(code: int) -> NoReturn:
     """Do what the interpreter does on exit, without returning through the zygote's own frames."""
-    with contextlib.suppress(BaseException):
-        threading._shutdown()  # type: ignore[attr-defined]
-    with contextlib.suppress(BaseException):
-        atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(BaseException):
-            stream.flush()
+    end_interpreter()
     os._exit(code & 0xFF)
 
 

@@ -107,7 +107,7 @@ def test_which_vllm_is_there(found: tuple[str, str] | None, state: str, words: s
     assert finding.mend
 
 
-def test_slow_copies_taken_memory_and_gpus_that_are_apart_are_warnings() -> None:
+def test_slow_copies_taken_memory_and_gpus_without_access_to_each_other_are_warnings() -> None:
     assert gpu.copies_found(0, 24e9, 26e9).state == "ok"
     assert gpu.copies_found(0, 24e9, 2e9).state == "warning"
     assert gpu.memory_found(0, 79 * GIB, 80 * GIB).state == "ok"

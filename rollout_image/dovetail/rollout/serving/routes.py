@@ -147,7 +147,7 @@ class InfoRoutes:
             return JSONResponse({"message": "Weights updated"})
 
         async def start_weight_update(request: Request) -> Any:
-            # Before the engine hears of it.
+            # Before the engine gets it.
             STATE.lose_weights()
             with weight_operation("start"):
                 await request.app.state.engine_client.start_weight_update()

@@ -121,7 +121,6 @@ class PPOStage:
         if self._placing is not None:
             await self._placing
         answered = int(progress["step"]) == 0 and await self._answer_before_sft()
-        again = self._plan.recomputed(Stage.PPO)
         self._session.begin(
             StagePlan(
                 Stage.PPO,
@@ -129,7 +128,7 @@ class PPOStage:
                 optimizer_steps(self._spec),
                 self._ppo_step,
                 self._layouts(),
-                again,
+                self._plan.recomputed(Stage.PPO),
                 self._can_replay,
                 self._spec.ppo.lag,
                 self._plan.gathered_by_layer(Stage.PPO),

@@ -119,8 +119,8 @@ class Scheduling:
         self._spec, self._plan, self._records, self._log = spec, plan, records, log
         self._path = run_dir / "schedule.json"
         self._times = Times()
-        self._again = plan.recomputed(Stage.PPO)
-        self._times.expect(plan.activation_bytes, self._again)
+        self._recomputed = plan.recomputed(Stage.PPO)
+        self._times.expect(plan.activation_bytes, self._recomputed)
         self._current: Schedule | None = None
         self._choosing: asyncio.Task[None] | None = None
         self._learned = 0
@@ -152,7 +152,7 @@ class Scheduling:
     @property
     def _unsplit(self) -> str:
         """Why no backward pass can be split. Empty if it can be split."""
-        if self._again:
+        if self._recomputed:
             return SPLIT_RECOMPUTES
         return SPLIT_GATHERS if self._plan.gathered_by_layer(Stage.PPO) else ""
 
@@ -214,7 +214,7 @@ class Scheduling:
     def _assume(self) -> None:
         """Begin with the times in the run's profile.json (`dovetail run --profile`), if there is one that fits. Its
         passes were measured without activation checkpointing."""
-        if self._again:
+        if self._recomputed:
             return
         try:
             profile = Profile.model_validate_json((self._path.parent / PROFILE).read_text(encoding="utf-8"))

@@ -187,9 +187,9 @@ def peers_found(count: int, without_access: Sequence[tuple[int, int]]) -> Findin
             f"GPUs {one} and {other}{more} reach each other through host memory only",
             "place trainer groups on GPUs that NVLink or one PCIe switch joins (nvidia-smi topo -m); in a virtual "
             "machine switch ACS off",
-            {"apart": [list(pair) for pair in without_access]},
+            {"without_access": [list(pair) for pair in without_access]},
         )
-    return Finding("peer access", "ok", f"all {count} GPUs read each other's memory", figures={"apart": []})
+    return Finding("peer access", "ok", f"all {count} GPUs read each other's memory", figures={"without_access": []})
 
 
 def attention_found(index: int, widths: Sequence[int], error: str | None) -> Finding:

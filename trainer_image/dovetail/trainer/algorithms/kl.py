@@ -75,8 +75,8 @@ def kl_loss(
     value = kl_estimate(now, reference, keep, estimator)
     # The clamped ratio multiplies the gradient. Clamping inside would leave the furthest tokens without one.
     slope = log_ratio(now, reference, keep)
-    straight = slope * inside(logprobs, keep)
-    losses = value + (straight - straight.detach())
+    surrogate = slope * inside(logprobs, keep)
+    losses = value + (surrogate - surrogate.detach())
     if weights is not None:
         losses = losses * inside(weights.detach(), keep)
     total = losses.sum()

@@ -89,7 +89,7 @@ class HeartbeatThread:
             return self._superseded_at is not None
 
     def within(self, generation: int) -> bool:
-        """Whether this rank is in `generation`, and has not heard that it is over."""
+        """Whether this rank is in `generation`, and does not know yet that it is over."""
         with self._lock:
             return self._generation == generation and self._superseded_at is None
 

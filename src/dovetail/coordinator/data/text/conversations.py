@@ -11,7 +11,7 @@ from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.records import Demonstration, LaterTurn
 from dovetail.coordinator.data.text.chat_template import ASSISTANTS, ChatFormat, Message
 
-_HEARD = ("user", "human", "system", "tool")
+_PROMPT_ROLES = ("user", "human", "system", "tool")
 # What else of a message templates read.
 _FURTHER = {"assistant": ("tool_calls", "reasoning_content", "thinking"), "tool": ("name", "tool_call_id")}
 _ROLES = {"human": "user", "gpt": "assistant"}
@@ -53,7 +53,7 @@ def conversation(value: Any, name: str, where: str) -> Conversation:
             content = ""  # null beside calls, as in OpenAI's API
         if not isinstance(role, str) or not isinstance(content, str):
             raise DataError(f"{place} needs 'role' and 'content', both strings")
-        if role not in _HEARD and role not in ASSISTANTS:
+        if role not in _PROMPT_ROLES and role not in ASSISTANTS:
             raise DataError(f"{place} has role {role!r}; use system, user, assistant or tool")
         role = _ROLES.get(role, role)
         messages.append({"role": role, "content": content, **_further(item, role, place)})
