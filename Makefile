@@ -15,8 +15,8 @@ STAMP := $(VENV)/.installed
 MODEL_INFOS := $(VENV)/share/dovetail/vllm-model-infos
 KERNELS := $(VENV)/.kernels
 PYTEST_ARGS ?=
-# Tests run in so many processes. They wait a good deal: two keep two cores busy.
-TEST_WORKERS ?= 2
+# Tests run in so many processes. They wait a good deal: three keep two cores busy.
+TEST_WORKERS ?= 3
 # All workers must list the tests alike, those of a set too.
 PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} \
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
@@ -66,7 +66,6 @@ test: lint $(MODEL_INFOS) $(KERNELS) ## The whole test suite
 	@$(DEVCLUSTER) build --where-supported >/dev/null
 	$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
 
-test-fast: TEST_WORKERS := 3
 test-fast: install $(KERNELS) ## Tests that start no vLLM servers or trainers, each within half a CPU second or so
 	$(PYTEST) -m "not slow and not nightly" -o testpaths=tests/unit $(PYTEST_ARGS)
 

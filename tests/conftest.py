@@ -1,7 +1,7 @@
 """What all tests share: this file's folder is on sys.path, so that tests/helpers is importable as `helpers`.
 
-`make test` runs two workers of pytest-xdist. Each test file is run by one worker, and all that use the cluster by the
-same one, which begins with them: they mostly wait, and leave the other worker a core."""
+`make test` runs three workers of pytest-xdist. Each test file is run by one worker, and all that use the cluster with
+nodes by the same one, which begins with them: they mostly wait, and leave the others the cores."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ from hypothesis import settings
 settings.register_profile("dovetail", deadline=None)
 settings.load_profile("dovetail")
 
-# Of tests/cluster, those that need an API server alone, and no nodes.
-API_SERVER_ALONE = {"test_api.py", "test_chart_install.py", "test_crd.py", "test_operator_api.py", "test_rbac.py"}
+# Of tests/cluster, those that run on the three nodes, and those that begin clusters of their own. The others need API
+# servers without nodes.
+ON_NODES = {"test_devcluster.py", "test_faults.py", "test_kueue.py", "test_network_policies.py", "test_operator.py"}
+OWN_CLUSTERS = {"test_getting_started.py", "test_multikueue.py"}
 # Of a run by several workers: the long ones first. The many short ones come last and fill up what is left.
-ORDER = {"cluster": 0, "e2e": 1, "api server": 2, "schedules": 4, "vllm": 5, "unit": 6}
+ORDER = {"cluster": 0, "e2e": 1, "own clusters": 2, "api server": 2, "schedules": 4, "vllm": 5, "unit": 6}
 # Tests that share something slow to begin with, which one worker alone does for all: numba compiles the schedules'
 # kernels, and vLLM is imported.
 TOGETHER = {
@@ -40,7 +42,7 @@ TOGETHER = {
         *("rollout/test_rollout_sampler.py", "planner/test_server_degrees.py"),
     ),
 }
-SHARING = {"cluster", "api server", "nullgpu", *TOGETHER}
+SHARING = {"cluster", "own clusters", "api server", "nullgpu", *TOGETHER}
 # A test without the mark slow needs half of this at most, beside what it is the first to import or compile.
 FAST_CPU_SECONDS = 1.0
 BEGAN = pytest.StashKey[float]()
@@ -63,8 +65,8 @@ def below_tests(file: Path) -> tuple[str, ...]:
 def part_of(file: Path) -> str:
     """The name of its folder in tests/, or of the part of it whose tests share something."""
     folder, *below = below_tests(file)
-    if folder == "cluster" and file.name in API_SERVER_ALONE:
-        return "api server"
+    if folder == "cluster" and file.name not in ON_NODES:
+        return "own clusters" if file.name in OWN_CLUSTERS else "api server"
     if folder == "unit":
         return next((part for part, names in TOGETHER.items() if "/".join(below).startswith(names)), folder)
     return folder
