@@ -3,7 +3,7 @@
 1. Random priority rules for a list scheduler, on the problem and on its mirror image in time.
 2. From the best of those: justification, where backwards are split, and annealing on the critical path, under a limit
    of activation memory. For many micro-batches: a schedule of a few, whose steady state is repeated. For many ranks:
-   dispatch rules, and a schedule of fewer ranks, stretched.
+   dispatch rules, a schedule of fewer ranks, stretched, and where memory is scarce one whose larger model never waits.
 3. CP-SAT, where OR-Tools is installed, on what these do not reach. It also proves that nothing is faster."""
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from dovetail.pipelines.search.levels import (
     THINNED,
     Level,
 )
+from dovetail.pipelines.search.no_wait import no_wait
 from dovetail.pipelines.search.rounds import LARGE, UNLIMITED, Rounds, SearchEffort, rank
 from dovetail.pipelines.search.scaling import fewer_ranks, many_ranks, stretch
 from dovetail.pipelines.search.steady_state import drop, one_mini_batch, restore, shorten, unroll
@@ -220,6 +221,8 @@ def _known(
     if not many_ranks(problem) or separate or not large:
         yield from ((orders, "stretched") for orders in _stretched(problem, family, effort, pool))
     if many_ranks(problem) and not separate:
+        begun = effort.clock()
+        yield no_wait(instance, lambda: effort.seconds / 4 - (effort.clock() - begun)), "no wait"
         share = 0.9 if large else 1 / 3
         yield _dispatched(instance, effort, share, pool), "dispatch"
 
