@@ -25,7 +25,7 @@ from dovetail.planner.placement.placed import Infeasible, Placed
 from dovetail.planner.placement.planned_job import ConfigError, PlannedJob
 from dovetail.planner.placement.pods import pod_memory, too_small
 from dovetail.planner.placement.scorers import scorer_models
-from dovetail.planner.placement.stages_a_rank import fitting, most_chunks, server_memory
+from dovetail.planner.placement.stages_a_rank import chunks_alone, fitting, most_chunks, server_memory
 from dovetail.planner.streamed_parts import streamed, with_streaming
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Batching, Plan, Rollout, Task, TaskPlacement, TrainerRank
@@ -206,6 +206,7 @@ def _batching(job: PlannedJob, rule: BatchRule, placed: Placed) -> Batching:
         micro_batches=count,
         recompute=(rule.stage, rule.model) in placed.recompute,
         zero3=(rule.stage, rule.model) in placed.by_layer,
+        chunks=1 if rule.stage is Stage.PPO else chunks_alone(job, placed, rule),
     )
 
 

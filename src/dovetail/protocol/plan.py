@@ -164,12 +164,19 @@ class Batching(Model):
         default=False, description="ZeRO-3: data-parallel ranks gather the weights layer by layer in each pass."
     )
 
+    chunks: int = Field(
+        default=1,
+        ge=1,
+        description="The most stages of the model that a trainer rank can hold in a stage before PPO, or in DPO.",
+    )
+
     @model_serializer(mode="wrap")
     def _without_unset(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
         """Leave out fields that are not set, so that earlier releases, which do not know them, can read the plan."""
         written: dict[str, Any] = write(self)
         unset = [] if self.micro_batch_tokens is not None else ["micro_batch_tokens", "microBatchTokens"]
         unset += [] if self.zero3 else ["zero3"]
+        unset += [] if self.chunks > 1 else ["chunks"]
         return {name: value for name, value in written.items() if name not in unset}
 
 

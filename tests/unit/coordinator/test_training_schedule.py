@@ -17,24 +17,26 @@ from hypothesis import strategies as st
 
 from dovetail.coordinator.page.run_folder import RunFolder
 from dovetail.coordinator.schedules.scheduling import Scheduling
-from dovetail.coordinator.schedules.step_commands import StepFacts, ppo_step
+from dovetail.coordinator.schedules.stage_schedules import StageSchedules
+from dovetail.coordinator.schedules.step_commands import StepFacts, ppo_step, supervised_step
 from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, applies, encode, scheduled
 from dovetail.coordinator.schedules.training_schedule import (
     PINS,
     Times,
     choose_schedule,
     mini_batches_together,
+    pinned_families,
     rank_actions,
     shared_layouts,
     training_problem,
 )
 from dovetail.local.report.report_schedule import families_section, schedule_section
 from dovetail.manifest.sizes import world_size
-from dovetail.manifest.types import Parallelism, RLHFJobSpec
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 from dovetail.pipelines import SearchEffort
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.files.machine_profile import LinkTimes, ModelTimes, PassTimes, Profile
-from dovetail.protocol.messages import CommandResult, StageTimes
+from dovetail.protocol.messages import Action, CommandResult, StageTimes, Step
 from dovetail.protocol.plan import Layout, Plan, coordinates, rank_at, stages_at
 from dovetail.trainer.engine.executor import check_actions
 
@@ -607,3 +609,44 @@ def test_a_model_that_trains_alone_keeps_backwards_whole_where_they_cannot_be_sp
     warm_up = ppo_step(spec, plan, 1, StepFacts(0.1, True), scheduling.layouts)
     for lists in (chosen.actions(), warm_up.actions):
         assert {action.kind for mine in lists for action in mine} == {"F", "B"}
+
+
+def test_a_stage_before_ppo_has_schedules_of_its_model(tmp_path: Path) -> None:
+    """The store keeps which step ran which, so that a restarted coordinator gives a step the same one."""
+    spec, _ = group_job()
+    document = spec.model_dump(by_alias=True, exclude_unset=True, mode="json")
+    sizes = {"batchSize": 16, "microBatchSize": 2, "steps": 4}
+    spec = RLHFJobSpec.model_validate({**document, "stages": ["sft", "ppo"], "sft": sizes})
+    plan, records = make_plan(spec), Records()
+    assert applies(spec, plan, Stage.SFT)
+    assert [row.chunks for row in plan.batching if row.stage is Stage.SFT] == [2]
+
+    def make() -> StageSchedules:
+        return StageSchedules(spec, plan, records, tmp_path, lambda *_, **__: None, Stage.SFT)
+
+    async def go() -> tuple[Step, Step, dict[str, Layout]]:
+        first = make()
+        await first.begin()
+        await first.decide(1)
+        steps, layouts = [], first.layouts
+        for schedules in (first, make()):
+            await schedules.begin()
+            step = supervised_step(spec, plan, Stage.SFT, 1, schedules.layouts)
+            steps.append(scheduled(step, schedules.of(1), plan.world_size))
+            assert schedules.layouts == layouts
+            assert schedules.of(0) is None
+        return steps[0], steps[1], layouts
+
+    before, after, layouts = asyncio.run(go())
+    assert before == after
+    for mine in before.actions:
+        check_actions(mine, {"actor": 4}, True, chunks={"actor": layouts["actor"].chunks})
+    assert (tmp_path / "schedule-sft.json").is_file()
+    assert RunFolder(tmp_path).schedule()["chosen"] in pinned_families("Auto", 1)
+
+
+def test_the_reward_models_schedule_is_kept_as_letters() -> None:
+    actions = [Action(model="reward", micro_batch=0, kind=kind, chunk=1) for kind in ("F", "I", "W")]
+    stored = StoredSchedule("zb-v", 1, encode([actions]))
+    assert stored.encoded == ["G1J1X1"]
+    assert stored.actions() == [actions]

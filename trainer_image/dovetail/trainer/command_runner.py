@@ -141,9 +141,11 @@ class CommandRunner:
         spans = [Span.model_validate(span) for part in gathered or [] for span in part]
         times: list[StageTimes] = []
         if isinstance(command, Step):
-            transfers = self._transfers() if command.stage is Stage.PPO and error is None else {}
+            # The stages before PPO have many short steps, and schedules use the times of few of them.
+            wanted = command.stage is Stage.PPO or command.step.bit_count() == 1
+            transfers = self._transfers() if wanted and error is None else {}
             times, metrics["activation_peak_bytes"] = self._measured(transfers)
-            times = times if command.stage is Stage.PPO else []
+            times = times if wanted else []
         metrics["seconds"] = time.time() - started
         return CommandResult(
             id=command.id,

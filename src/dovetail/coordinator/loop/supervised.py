@@ -6,9 +6,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.schedules.step_commands import supervised_step
+from dovetail.coordinator.schedules.stored_schedule import applies, scheduled
 from dovetail.coordinator.serving.served_batches import Batches
 from dovetail.coordinator.store.identity import check_model
 from dovetail.coordinator.store.manifest_changes import Settled
@@ -17,6 +19,9 @@ from dovetail.coordinator.trainers.trainer_session import StagePlan, StepRecords
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.messages import CommandResult, ModelRef, Step
 from dovetail.protocol.plan import Plan
+
+if TYPE_CHECKING:
+    from dovetail.coordinator.schedules.stage_schedules import StageSchedules
 
 # checkpoint.everySteps counts PPO iterations. SFT and reward steps are much shorter, so ten of them count as one.
 STEPS_PER_CHECKPOINT_UNIT = 10
@@ -27,7 +32,8 @@ class SupervisedStage:
     """One supervised stage. `recompute`: the models with activation checkpointing. `zero3`: the models under ZeRO-3.
     `references`: runs before everything else. It computes what the stage needs of its initial weights. `centred`: the
     stage trains a reward model, whose scores are centred in the export. Their mean over `demonstrations` becomes 0.
-    Without demonstrations it is the mean over the preferred responses."""
+    Without demonstrations it is the mean over the preferred responses. `schedules`: those of its steps. None: they run
+    the serial one."""
 
     stage: Stage
     model: str
@@ -42,6 +48,7 @@ class SupervisedStage:
     demonstrations: list[str] = field(default_factory=list)
     references: Callable[[], Awaitable[None]] | None = None
     zero3: list[str] = field(default_factory=list)
+    schedules: StageSchedules | None = None
 
 
 @dataclass
@@ -62,8 +69,13 @@ async def run_supervised(stage: SupervisedStage, session: TrainerSession, record
     name = stage.stage.value
     done = records.get(f"{name}/step")
     models = {stage.model: stage.source}
+    if stage.schedules is not None:
+        await stage.schedules.begin()
+    layouts = {} if stage.schedules is None else stage.schedules.layouts
     session.begin(
-        StagePlan(stage.stage, models, stage.steps, stage.make_step, recompute=stage.recompute, zero3=stage.zero3),
+        StagePlan(
+            stage.stage, models, stage.steps, stage.make_step, layouts, recompute=stage.recompute, zero3=stage.zero3
+        ),
         int(done) if isinstance(done, int) else 0,
     )
     if records.get(f"{name}/began") is None:
@@ -75,11 +87,17 @@ async def run_supervised(stage: SupervisedStage, session: TrainerSession, record
     if records.get(f"{name}/before") is None and session.step == 0:
         records.put(f"{name}/before", await session.evaluate(stage.eval_batches))
     while session.step < stage.steps:
+        if stage.schedules is not None:
+            await stage.schedules.decide(session.step + 1)
         result = await session.run_step()
         records.put(f"{name}/step", session.step)
+        if stage.schedules is not None:
+            stage.schedules.learn(result)
         hooks.on_step(stage.stage, session.step, stage.steps, result)
         if session.step % (stage.checkpoint_every * STEPS_PER_CHECKPOINT_UNIT) == 0 and session.step < stage.steps:
             await session.save()
+    if stage.schedules is not None:
+        await stage.schedules.close()
     after = await session.evaluate(stage.eval_batches, stage.demonstrations)
     records.put(f"{name}/after", after)
     await session.export(stage.model, stage.export_to, centre(after) if stage.centred else 0.0)
@@ -172,17 +190,32 @@ class SupervisedStages:
         self._records.progress.update(message=self._warning)
 
     def _stage(self, stage: Stage, source: ModelRef) -> SupervisedStage:
+        schedules: StageSchedules | None = None
+        if applies(self._spec, self._plan, stage) and not self._records.store.get(f"{stage.value}/done"):
+            # The search loads numba.
+            from dovetail.coordinator.schedules.stage_schedules import StageSchedules
+
+            store, log = self._records.store, self._records.log
+            schedules = StageSchedules(self._spec, self._plan, store, self._models.parent, log, stage)
+
+        def make_step(k: int) -> Step:
+            if schedules is None:
+                return self._settled.settle(supervised_step(self._spec, self._plan, stage, k))
+            step = self._settled.settle(supervised_step(self._spec, self._plan, stage, k, schedules.layouts))
+            return scheduled(step, schedules.of(k), self._plan.world_size)
+
         return SupervisedStage(
             stage=stage,
             model=stage.model,
             source=source,
             steps=self._steps(stage),
-            make_step=lambda k: self._settled.settle(supervised_step(self._spec, self._plan, stage, k)),
+            make_step=make_step,
             eval_batches=[f"{stage.value}-eval/{i}" for i in range(len(self._batches.held_out(stage)))],
             export_to=self._models / stage.value,
             checkpoint_every=self._spec.checkpoint.every_steps,
             recompute=self._plan.recomputed(stage),
             zero3=self._plan.gathered_by_layer(stage),
+            schedules=schedules,
         )
 
     async def _run(self, stage: SupervisedStage) -> None:

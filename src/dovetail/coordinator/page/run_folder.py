@@ -26,6 +26,8 @@ _UNLISTED = frozenset({"sample.moved", "sample.retried", "sample.shown", "iterat
 _MOVES = frozenset({"sample.moved", "sample.retried"})
 # Iterations that may be drawn before the first file of samples is written.
 AHEAD = 16
+# The first one that is there is shown.
+SCHEDULES = ("schedule.json", "schedule-dpo.json", "schedule-sft.json", "schedule-reward.json")
 _TRACE = re.compile(r"iteration-(\d{1,9})\.json")
 _BATCH = re.compile(r"(\d{1,9})\.safetensors")
 Document = dict[str, Any]
@@ -67,14 +69,17 @@ class RunFolder:
         return self._json("summary.json")
 
     def schedule(self) -> Document:
-        """schedule.json; {} for a run with only one possible schedule."""
-        found = self._json("schedule.json")
+        """The schedule of PPO, else that of another stage; {} for a run with only one possible schedule."""
+        found = self._json(self._schedule_name())
         return found if "after" in found and "before" in found else {}
+
+    def _schedule_name(self) -> str:
+        return next((name for name in SCHEDULES if (self.path / name).exists()), SCHEDULES[0])
 
     def has_schedule(self) -> bool:
         """Whether there is a `schedule`. With many ranks its file is large, so it is read again only if it changed."""
         try:
-            found = (self.path / "schedule.json").stat()
+            found = (self.path / self._schedule_name()).stat()
         except OSError:
             return False
         mark = (found.st_size, found.st_mtime_ns)
@@ -156,7 +161,7 @@ class RunFolder:
 
     def stamp(self) -> Document:
         """What changes when the run goes on."""
-        sizes = self.sizes() | {name: self._size(name) for name in ("events.jsonl", "schedule.json")}
+        sizes = self.sizes() | {name: self._size(name) for name in ("events.jsonl", self._schedule_name())}
         newest = {"samples": max(files(self.path), default=0), "traces": max(self.trace_iterations(), default=0)}
         return sizes | newest | {"evaluations": len(self.evaluations())}
 

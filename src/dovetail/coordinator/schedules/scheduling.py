@@ -1,4 +1,4 @@
-"""Chooses the pipeline schedule for training actor and critic, or the actor alone. It does so before the first
+"""Chooses the pipeline schedule for training actor and critic, or one model alone. It does so before the first
 iteration, and again with times that the trainers measured. The schedule is stored with each step, so a step that is run
 again uses the same one.
 
@@ -32,6 +32,7 @@ from dovetail.coordinator.schedules.training_schedule import (
     training_problem,
 )
 from dovetail.coordinator.telemetry.summary import write_json
+from dovetail.manifest.checks.batching import batch_rules
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.pipelines import (
     DEDICATED,
@@ -85,19 +86,20 @@ class KeptPlacement:
     chunks: int = 1
     own: Mapping[str, Layout] = field(default_factory=dict)
 
-    def layouts(self, plan: Plan) -> dict[str, Layout]:
-        """The layouts of the models that PPO trains."""
-        return dict(self.own) or shared_layouts(trained_layouts(plan), self.reverse, self.chunks)
+    def layouts(self, plan: Plan, stage: Stage = Stage.PPO) -> dict[str, Layout]:
+        """The layouts of the models that the stage trains."""
+        return dict(self.own) or shared_layouts(trained_layouts(plan, stage), self.reverse, self.chunks)
 
 
-def trained_layouts(plan: Plan) -> dict[str, Parallelism]:
-    """The plan's layouts of the models that PPO trains: actor and critic, or the actor alone."""
-    return {name: plan.parallelism[name] for name in ("actor", "critic") if name in plan.parallelism}
+def trained_layouts(plan: Plan, stage: Stage = Stage.PPO) -> dict[str, Parallelism]:
+    """The plan's layouts of the models that the stage trains: actor and critic in PPO, else one model."""
+    names = ("actor", "critic") if stage is Stage.PPO else (stage.model,)
+    return {name: plan.parallelism[name] for name in names if name in plan.parallelism}
 
 
-def stored_placement(records: ScheduleRecords) -> KeptPlacement | None:
-    """The placement in the store. None before the first PPO iteration."""
-    kept = records.get("ppo/placement")
+def stored_placement(records: ScheduleRecords, stage: Stage = Stage.PPO) -> KeptPlacement | None:
+    """The stage's placement in the store. None before its first choice."""
+    kept = records.get(f"{stage.value}/placement")
     if not isinstance(kept, dict):
         return None
     own = {name: Layout.model_validate(layout) for name, layout in (kept.get("apart") or {}).items()}
@@ -111,26 +113,34 @@ def stored_layouts(records: ScheduleRecords, plan: Plan) -> dict[str, Layout]:
 
 
 class Scheduling:
-    """Chooses among the schedule families that plan.intraStageFusion allows and that run on the job's placement."""
+    """Chooses among the schedule families that plan.intraStageFusion allows and that run on the placement of a stage of
+    the job."""
 
     def __init__(
-        self, spec: RLHFJobSpec, plan: Plan, records: ScheduleRecords, run_dir: Path, log: Callable[..., None]
+        self,
+        spec: RLHFJobSpec,
+        plan: Plan,
+        records: ScheduleRecords,
+        run_dir: Path,
+        log: Callable[..., None],
+        stage: Stage = Stage.PPO,
     ) -> None:
         self._spec, self._plan, self._records, self._log = spec, plan, records, log
-        self._path = run_dir / "schedule.json"
+        self._stage, ppo = stage, stage is Stage.PPO
+        self._path = run_dir / ("schedule.json" if ppo else f"schedule-{stage.value}.json")
         self._times = Times()
-        self._recomputed = plan.recomputed(Stage.PPO)
-        self._times.expect(plan.activation_bytes, self._recomputed)
+        self._recomputed = plan.recomputed(stage)
+        self._times.expect(plan.activation_bytes if ppo else {}, self._recomputed)
         self._current: Schedule | None = None
         self._choosing: asyncio.Task[None] | None = None
         self._learned = 0
         self._peak_bytes = 0.0
         self._seconds: list[float] = []
         self._kept: KeptPlacement | None = None
-        self._plain = trained_layouts(plan)
+        self._plain = trained_layouts(plan, stage)
         self._all = pinned_families("Auto", len(self._plain))
         self._allowed = pinned_families(
-            "Dedicated" if plan.dedicated else spec.plan.intra_stage_fusion, len(self._plain)
+            "Dedicated" if plan.dedicated and ppo else spec.plan.intra_stage_fusion, len(self._plain)
         )
         if (
             len(self._plain) > 1
@@ -139,7 +149,8 @@ class Scheduling:
         ):
             # The plan found no room on the GPUs for the other ones.
             self._allowed = tuple(dict.fromkeys((*PINS["Serial"], *PINS[plan.schedule])))
-        self._most_chunks = max(plan.chunks, spec.plan.chunks)
+        rows = (row for row in plan.batching if row.stage is stage)
+        self._most_chunks = max(plan.chunks, spec.plan.chunks) if ppo else max((row.chunks for row in rows), default=1)
 
     def _family(self, name: str) -> Family:
         return family_of(name, len(self._plain))
@@ -147,14 +158,14 @@ class Scheduling:
     @property
     def layouts(self) -> dict[str, Layout]:
         """The layouts of the models."""
-        return {} if self._kept is None else self._kept.layouts(self._plan)
+        return {} if self._kept is None else self._kept.layouts(self._plan, self._stage)
 
     @property
     def _unsplit(self) -> str:
         """Why no backward pass can be split. Empty if it can be split."""
         if self._recomputed:
             return SPLIT_RECOMPUTES
-        return SPLIT_GATHERS if self._plan.gathered_by_layer(Stage.PPO) else ""
+        return SPLIT_GATHERS if self._plan.gathered_by_layer(self._stage) else ""
 
     @property
     def _models_have_own_ranks(self) -> bool:
@@ -164,13 +175,13 @@ class Scheduling:
     async def begin(self) -> None:
         """Choose the first schedule. It decides on which ranks the critic's stages are, and the job keeps that
         placement. Raises ProblemError if no schedule fits."""
-        self._kept = stored_placement(self._records)
+        self._kept = stored_placement(self._records, self._stage)
         self._assume()
         await asyncio.to_thread(self._choose, self._times)
         assert self._kept is not None
         apart = {name: layout.model_dump() for name, layout in self._kept.own.items()}
         kept = {"reverse": self._kept.reverse, "chunks": self._kept.chunks, "apart": apart}
-        self._records.put("ppo/placement", kept)
+        self._records.put(f"{self._stage.value}/placement", kept)
 
     async def current(self) -> StoredSchedule | None:
         """The schedule of the next iteration. None before the first choice. It does not wait for a search that is
@@ -195,7 +206,9 @@ class Scheduling:
         self._seconds = [
             span.end - span.start
             for span in result.spans
-            if span.process == trainer_name(0) and span.lane == "phases" and span.name.startswith("mini-batch")
+            if span.process == trainer_name(0)
+            and span.lane == "phases"
+            and span.name.startswith(("mini-batch", f"{self._stage.value} step"))
         ]
         if self._choosing is not None and self._choosing.done():
             self._choosing.result()  # it raises here what the search raised, as in `current`
@@ -213,8 +226,8 @@ class Scheduling:
 
     def _assume(self) -> None:
         """Begin with the times in the run's profile.json (`dovetail run --profile`), if there is one that fits. Its
-        passes were measured without activation checkpointing."""
-        if self._recomputed:
+        passes were measured without activation checkpointing, on PPO's samples."""
+        if self._recomputed or self._stage is not Stage.PPO:
             return
         try:
             profile = Profile.model_validate_json((self._path.parent / PROFILE).read_text(encoding="utf-8"))
@@ -240,10 +253,10 @@ class Scheduling:
         """The limit of activation memory, in the problem's units. It is the manifest's limit if the sizes are known in
         bytes. Otherwise, on GPUs, it is what serial 1F1B takes. None if the plan gave each model ranks of its own,
         where 1F1B fits."""
-        given = self._spec.plan.activation_memory
+        given = self._spec.plan.activation_memory if self._stage is Stage.PPO else None
         if given is not None and in_bytes:
             return given * 2**30
-        if self._plan.dedicated:
+        if self._plan.dedicated and self._stage is Stage.PPO:
             return None
         return serial_memory(problem) * (1 + 1e-6) if given is not None or self._limited() else None
 
@@ -258,7 +271,8 @@ class Scheduling:
         no schedule fits."""
         spec = self._spec
         either = shared_layouts(self._plain, False)
-        size = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
+        rule = next(rule for rule in batch_rules(spec) if rule.stage is self._stage)
+        size = rule.batch // rule.micro
         counts = {name: size // layout.dp for name, layout in either.items()}
         together = 1
         if len(either) > 1 and not spec.ppo.ptx_coef:

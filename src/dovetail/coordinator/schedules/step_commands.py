@@ -79,12 +79,14 @@ def ppo_step(
     )
 
 
-def supervised_step(spec: RLHFJobSpec, plan: Plan, stage: Stage, step: int) -> Step:
-    """The command of one SFT, reward or DPO step."""
+def supervised_step(
+    spec: RLHFJobSpec, plan: Plan, stage: Stage, step: int, placed: Mapping[str, Parallelism] | None = None
+) -> Step:
+    """The command of one SFT, reward or DPO step with the serial schedule. `placed`: see `ppo_step`."""
     return Step(
         id=f"{stage.value}/{step}/step",
         stage=stage,
         step=step,
         batch=f"{stage.value}/{step}",
-        **schedule(spec, plan, stage, [stage.model]),
+        **schedule(spec, plan, stage, [stage.model], placed),
     )

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from dovetail.manifest.checks.batching import micro_batch_tokens
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.messages import Action, Kind, Step
@@ -16,14 +17,17 @@ from dovetail.protocol.plan import Plan
 LETTERS: dict[str, tuple[str, Kind]] = {
     **{kind: ("actor", kind) for kind in ("F", "B", "I", "W")},
     **{kind.lower(): ("critic", kind) for kind in ("F", "B", "I", "W")},
+    **{chr(ord(kind) + 1): ("reward", kind) for kind in ("F", "B", "I", "W")},
 }
 
 
-def applies(spec: RLHFJobSpec, plan: Plan) -> bool:
-    """Whether PPO has a schedule to choose. That needs a model with pipeline stages, or two models with ranks of their
-    own, and a fixed number of micro-batches."""
-    if Stage.PPO not in spec.stages or spec.ppo.micro_batch_tokens is not None:
+def applies(spec: RLHFJobSpec, plan: Plan, stage: Stage = Stage.PPO) -> bool:
+    """Whether the stage has a schedule to choose. That needs a model with pipeline stages, or two models with ranks of
+    their own, and a fixed number of micro-batches."""
+    if stage not in spec.stages or micro_batch_tokens(spec, stage) is not None:
         return False
+    if stage is not Stage.PPO:
+        return plan.parallelism[stage.model].pp > 1 and spec.plan.intra_stage_fusion != "Serial"
     trained = ("actor", "critic") if has_critic(spec) else ("actor",)
     return max(plan.parallelism[name].pp for name in trained) > 1 or plan.schedule == "Dedicated"
 
@@ -31,7 +35,8 @@ def applies(spec: RLHFJobSpec, plan: Plan) -> bool:
 @dataclass(frozen=True)
 class StoredSchedule:
     """A schedule that the store keeps. `encoded`: one string for each trainer rank, with one letter for each action. F,
-    B, I and W are the actor's kinds of action (`Kind`), and f, b, i and w are the critic's. A number after the letter
+    B, I and W are the actor's kinds of action (`Kind`), f, b, i and w are the critic's, and G, C, J and X the reward
+    model's. A number after the letter
     is the chunk. Without a number it is the first chunk. The micro-batches of each letter and chunk ascend."""
 
     family: str

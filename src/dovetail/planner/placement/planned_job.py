@@ -183,7 +183,7 @@ class PlannedJob:
         """The training of `rule`'s model in `rule`'s stage of the job, as pipeline stage `stage` runs it under 1F1B.
 
         `dtype`: the dtype if the manifest says Auto. `by_layer`: it runs under ZeRO-3. `pipelines`: see the method of
-        that name. `chunks`: the stages of PPO's models on a rank. By default the manifest decides."""
+        that name. `chunks`: the stages of the model on a rank. By default the manifest decides."""
         spec, given, ppo = self.spec, getattr(self.spec.models, rule.model), rule.stage is Stage.PPO
         each = sequences(rule.stage) * self.sequence_tokens(rule.stage)
         tokens, outputs = rule.micro * each, rule.micro * spec.generation.max_tokens
@@ -191,7 +191,7 @@ class PlannedJob:
         if rule.tokens is not None:
             tokens = outputs = min(rule.tokens, count * tokens)
             count = math.ceil(count * each / tokens)
-        chunks = (chunks or spec.plan.chunks) if ppo and layout.pp > 1 else 1
+        chunks = (chunks or spec.plan.chunks) if layout.pp > 1 and (ppo or rule.tokens is None) else 1
         return Training(
             self.shape(rule.model),
             self._head(rule.model),

@@ -3,9 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
+from dovetail.manifest.checks.batching import BatchRule
+from dovetail.manifest.types import Parallelism
 from dovetail.planner.candidate import Schedule, Share
 from dovetail.planner.costs.gpu import Estimate, GPUCosts
 from dovetail.planner.placement.placed import Chosen, Placed, in_ppo
@@ -37,21 +40,39 @@ def most_chunks(job: PlannedJob, placed: Placed, schedule: str) -> int:
     several stages, layers that divide evenly, and no dropout, which is drawn by stage. On GPUs the ranks' memory must
     be enough. With activation checkpointing or ZeRO-3 backward passes cannot be split, and no schedule with more than
     two stages has whole ones. A model that trains alone has at most two stages on a rank."""
-    spec, known = job.spec, job.shapes
+    spec = job.spec
     if schedule != "Auto":
         return spec.plan.chunks if schedule == "VShaped" else 1
     trained = [model for model in ("actor", "critic") if model in placed.layouts]
-    layouts = [placed.layouts[model] for model in trained]
-    adapters = [getattr(spec.models, model).lora for model in trained]
-    dropout = any(each is not None and each.dropout for each in adapters)
-    if any(each != layouts[0] for each in layouts) or layouts[0].pp == 1 or dropout:
-        return 1
-    counts = [known[m].layers if known is not None else job.layers.get(m) for m in trained]
     several = SEVERAL[:1] if len(trained) == 1 or in_ppo(placed.recompute | placed.by_layer) else SEVERAL
-    stages = [c for c in several if all(n is not None and n % (layouts[0].pp * c) == 0 for n in counts)]
+    stages = _even(job, {model: placed.layouts[model] for model in trained}, several)
     if not job.trains_on_gpus:
         return max(stages, default=1)
     return max((c for c in stages if placed.chosen is not None and held(placed.chosen, c).fits), default=1)
+
+
+def chunks_alone(job: PlannedJob, placed: Placed, rule: BatchRule) -> int:
+    """The most stages of a model on a rank in a stage before PPO, or in DPO. It is what the manifest pins, or what the
+    job permits. On GPUs it is 1 unless it is pinned: these stages are short, and memory is known with one stage."""
+    layout, pin = placed.layouts_in(rule.stage)[rule.model], job.spec.plan.intra_stage_fusion
+    if layout.pp == 1 or rule.tokens is not None or pin == "Serial":
+        return 1
+    if pin == "VShaped":
+        layers = job.shape(rule.model).layers if job.shapes is not None else job.layers.get(rule.model)
+        return job.spec.plan.chunks if layers is None or layers >= layout.pp * job.spec.plan.chunks else 1
+    return 1 if job.trains_on_gpus else max(_even(job, {rule.model: layout}, SEVERAL[:1]), default=1)
+
+
+def _even(job: PlannedJob, layouts: Mapping[str, Parallelism], several: Sequence[int]) -> list[int]:
+    """Which of `several` numbers of stages on a rank divide the layers of all models evenly. None if the models have
+    unlike pipelines or no pipeline, or if adapters have dropout."""
+    spec, known, first = job.spec, job.shapes, next(iter(layouts.values()))
+    adapters = [getattr(spec.models, model).lora for model in layouts]
+    dropout = any(each is not None and each.dropout for each in adapters)
+    if any(each != first for each in layouts.values()) or first.pp == 1 or dropout:
+        return []
+    counts = [known[m].layers if known is not None else job.layers.get(m) for m in layouts]
+    return [c for c in several if all(n is not None and n % (first.pp * c) == 0 for n in counts)]
 
 
 def held(chosen: Chosen, chunks: int) -> Estimate:
