@@ -40,7 +40,7 @@ from dovetail.pipelines import (
     family_of,
     find,
 )
-from dovetail.pipelines.families import ALONE, CHUNKED
+from dovetail.pipelines.families import ALONE, CHUNKED, interleaved_family
 from dovetail.pipelines.instance import Shape
 from dovetail.planner.placement.layouts import divisions, same_batches
 from dovetail.protocol.messages import StageTimes
@@ -97,6 +97,7 @@ CHUNKED_IDS = [
 UNSPLIT = {"recompute", "zero3"}
 # A schedule runs alike whichever way the ranks of a stage divide its work, data or tensors: each schedule meets one.
 HALVES = (3, 9)
+LOOPS = (1, 4, 6, 9)
 
 
 def some_problem(layouts: dict[str, Any], counts: dict[str, int], mini_batches: int, seed: int) -> ScheduleProblem:
@@ -161,8 +162,8 @@ def make_case(number: int, every: bool) -> list[dict[str, Any]]:
 def chunked_cases(number: int, every: bool) -> list[dict[str, Any]]:
     """One stage a rank, one model after the other; then several stages a rank, the critic's either way round, each with
     the schedules that can run there. All are of one mini-batch, every fourth one (or `every` one) also of two. Of the
-    settings in HALVES each has one half of the schedules, unless it has `every` one. A model that trains alone has the
-    families of one model, with one stage a rank too."""
+    settings in HALVES each has one half of the schedules, unless it has `every` one. Those in LOOPS (or `every` one)
+    have the stages in a loop too. A model that trains alone has the families of one model, with one stage a rank too."""
     world, both, chunks, architecture, options, sharding = CHUNKED_SETTINGS[number]
     plain = {"actor": both, "critic": both}
     case = {"world": world, "architecture": architecture, "lora": "lora" in options, "copies": both.dp}
@@ -172,19 +173,26 @@ def chunked_cases(number: int, every: bool) -> list[dict[str, Any]]:
     trained = ("actor",) if "both heads" in options else ("actor", "critic")
     whole = not UNSPLIT.isdisjoint(options)
     cases = []
-    for reverse in (None, False, True):
-        if (reverse and len(trained) == 1) or (reverse is False and whole and len(trained) == 2):
+    for reverse in (None, False, True, "loop"):
+        if (reverse is True and len(trained) == 1) or (reverse is False and whole and len(trained) == 2):
             continue  # there would be nothing to run the other way, or nothing but one model after the other
-        layouts = shared_layouts({name: plain[name] for name in trained}, bool(reverse))
+        if reverse == "loop" and not (every or number in LOOPS):
+            continue
+        loop = reverse == "loop"
+        layouts = shared_layouts({name: plain[name] for name in trained}, reverse is True)
         counts = dict.fromkeys(layouts, 4)
         if reverse is not None:
-            layouts = {name: layout.model_copy(update={"chunks": chunks}) for name, layout in layouts.items()}
+            layouts = {
+                name: layout.model_copy(update={"chunks": chunks, "loop": loop}) for name, layout in layouts.items()
+            }
         schedules: dict[str, Any] = {}
         orders: dict[str, Any] = {}
         for together in (1, 2):
             problem = some_problem(layouts, counts, together, 100 * number + together)
             families = [FAMILIES["serial"]]
-            if len(trained) == 1:
+            if loop:
+                families = [interleaved_family(chunks, len(trained))]
+            elif len(trained) == 1:
                 v = 1 if reverse is None else chunks
                 families = [f for f in ALONE.values() if f.chunks == v and f.shape is Shape.ZIGZAG]
             elif reverse is not None:
@@ -196,12 +204,12 @@ def chunked_cases(number: int, every: bool) -> list[dict[str, Any]]:
                 families = [serial, *here]
             for index, family in enumerate(families):
                 rolled = family.name.endswith("-rolled")
-                if rolled == (together == 2) or (not rolled and (every or (index + number) % 4 == 0)):
+                if rolled == (together == 2) or (not rolled and (every or loop or (index + number) % 4 == 0)):
                     name, found = f"{family.name} {together}", find(problem, family, replace(EFFORT, seed=number))
                     schedules[name] = (together, letters(found, layouts))
                     orders[name] = found.orders.tolist()
         where = {name: layouts[name].model_dump() for name in trained}
-        more = {} if reverse is None or len(trained) == 1 else {"orders": orders}
+        more = {} if reverse is None or loop or len(trained) == 1 else {"orders": orders}
         cases.append(case | {"layouts": where, "schedules": schedules, "reverse": reverse} | more)
     return cases
 
@@ -218,9 +226,13 @@ def cases(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     seen = set()
     for case in found:
         # A checkpoint has been tried once with each kind of places, with and without LoRA and sharding.
-        kind = tuple(sorted({(at["pipelines"] > 1, at["first"] > 0, at["chunks"]) for at in case["layouts"].values()}))
+        kind = tuple(
+            sorted(
+                {(at["pipelines"] > 1, at["first"] > 0, at["chunks"], "loop" in at) for at in case["layouts"].values()}
+            )
+        )
         restart = (case["world"], kind, case["lora"], case["sharding"])
-        case["restarts"] = kind != ((False, False, 1),) and (every or restart not in seen)
+        case["restarts"] = kind != ((False, False, 1, False),) and (every or restart not in seen)
         seen.add(restart)
     return found
 

@@ -61,12 +61,14 @@ class PipelineStage(nn.Module):
     if there is one. Head `lm+value` is both heads on one body.
 
     With several `chunks` it holds so many of the chunks * pp_size stages. The stages go down the ranks and up again
-    (`dovetail.protocol.plan.stage_path`). A rank that holds both ends of the model has both halves of a tied pair, so
-    that the order of the two stages' passes changes no bit of their sum.
+    (`dovetail.protocol.plan.stage_path`), with `loop` always down. A rank that holds both ends of the model has both
+    halves of a tied pair, so that the order of the two stages' passes changes no bit of their sum.
 
     Dropout is off. Training and evaluation mode differ only in the adapters' dropout."""
 
-    def __init__(self, config: Any, head: Head, pp_rank: int = 0, pp_size: int = 1, chunks: int = 1) -> None:
+    def __init__(
+        self, config: Any, head: Head, pp_rank: int = 0, pp_size: int = 1, chunks: int = 1, loop: bool = False
+    ) -> None:
         super().__init__()
         from transformers import AutoModelForCausalLM
 
@@ -78,7 +80,7 @@ class PipelineStage(nn.Module):
         self.pp_rank, self.pp_size = pp_rank, pp_size
         self._last_stage = chunks * pp_size - 1
         # The stages that this rank holds, in their order.
-        self.stages = stages_at(pp_rank, pp_size, chunks)
+        self.stages = stages_at(pp_rank, pp_size, chunks, loop)
         self.is_first, self.is_last = 0 in self.stages, self._last_stage in self.stages
         self.family = MODEL_FAMILIES[config.model_type]
         self.chunk_layers = [layer_range(config.num_hidden_layers, s, self._last_stage + 1) for s in self.stages]

@@ -42,12 +42,19 @@ class Layout(Parallelism):
     Pipeline k has the positions [k * pp, (k + 1) * pp). If `reverse` is true, its first stage is at the last of them.
     If each model has ranks of its own, `first` is the first rank of this model. With several `chunks` each rank holds
     that many of the chunks * pp shorter stages. The stages go along the pipeline and back (`stage_path`), so two chunks
-    make a V."""
+    make a V. With `loop` they go along the pipeline again and again, as in interleaved 1F1B."""
 
     pipelines: int = Field(default=1, ge=1, description="Pipelines side by side (the fusion factor K).")
     reverse: bool = Field(default=False, description="Stages run from the last position to the first.")
     first: int = Field(default=0, ge=0, description="First trainer rank that holds a part of the model.")
     chunks: int = Field(default=1, ge=1, description="Stages of the model on each of its ranks.")
+    loop: bool = Field(default=False, description="Each chunk's stages run from the first rank to the last.")
+
+    @model_serializer(mode="wrap")
+    def _without_loop(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out `loop` if it is not set, so that earlier releases, which do not know it, can read the layout."""
+        written: dict[str, Any] = write(self)
+        return written if self.loop else {name: value for name, value in written.items() if name != "loop"}
 
     @model_validator(mode="after")
     def _divisible(self) -> Self:
@@ -84,18 +91,23 @@ def chunks_of(layout: Parallelism) -> int:
     return layout.chunks if isinstance(layout, Layout) else 1
 
 
+def loops(layout: Parallelism) -> bool:
+    """Whether each chunk's stages run from the first rank to the last."""
+    return isinstance(layout, Layout) and layout.loop
+
+
 # It is cached, because the search of a placement asks for it ten thousand times.
 @lru_cache(maxsize=4096)
-def stage_path(pp: int, chunks: int = 1) -> tuple[int, ...]:
+def stage_path(pp: int, chunks: int = 1, loop: bool = False) -> tuple[int, ...]:
     """The place in a pipeline (`Coordinates.pp`) of every stage. The first chunk goes from 0 to pp - 1, the second one
-    goes back, and so on."""
+    goes back, and so on. With `loop` each chunk goes from 0 to pp - 1."""
     there = range(pp)
-    return tuple(place for chunk in range(chunks) for place in (there[::-1] if chunk % 2 else there))
+    return tuple(place for chunk in range(chunks) for place in (there[::-1] if chunk % 2 and not loop else there))
 
 
-def stages_at(place: int, pp: int, chunks: int = 1) -> list[int]:
+def stages_at(place: int, pp: int, chunks: int = 1, loop: bool = False) -> list[int]:
     """The stages at a place of a pipeline: one of each chunk."""
-    return [stage for stage, each in enumerate(stage_path(pp, chunks)) if each == place]
+    return [stage for stage, each in enumerate(stage_path(pp, chunks, loop)) if each == place]
 
 
 def holds(rank: int, layout: Parallelism) -> bool:

@@ -548,6 +548,9 @@ def test_a_profile_gives_the_first_schedule_its_times(tmp_path: Path) -> None:
     assert "simulated with the times of profile.json" in schedule_section(found)
 
 
+ALONE_OF_TWO = {"serial", "zero-bubble", "zb-v", "v-half", "v-min", "v-whole", "interleaved"}
+
+
 def group_job(**plan: Any) -> tuple[RLHFJobSpec, Plan]:
     """A job with a group baseline, which trains the actor alone in two stages."""
     spec = four_ranks(**({"parallelism": {"actor": {"pp": 2, "dp": 2}}} | plan))
@@ -560,10 +563,10 @@ def group_job(**plan: Any) -> tuple[RLHFJobSpec, Plan]:
 @pytest.mark.parametrize(
     ("pin", "schedule", "runs"),
     [
-        ("Auto", "Auto", {"serial", "zero-bubble", "zb-v", "v-half", "v-min", "v-whole"}),
+        ("Auto", "Auto", ALONE_OF_TWO),
         ("VShaped", "VShaped", {"zb-v", "v-half", "v-min", "v-whole"}),
         ("Serial", "Serial", {"serial"}),
-        ("Fused", "Auto", {"serial", "zero-bubble", "zb-v", "v-half", "v-min", "v-whole"}),
+        ("Fused", "Auto", ALONE_OF_TWO),
     ],
 )
 def test_a_model_that_trains_alone_has_a_choice_of_pipelines(
@@ -584,7 +587,7 @@ def test_a_model_that_trains_alone_has_a_choice_of_pipelines(
     chosen, layouts = asyncio.run(go())
     assert chosen.family in runs
     assert layouts.keys() == {"actor"}
-    assert (layouts["actor"].chunks == 2) == (chosen.family in PINS["VShaped"] or chosen.family == "v-whole")
+    assert (layouts["actor"].chunks == 2) == (chosen.family not in ("serial", "zero-bubble"))
     step = scheduled(ppo_step(spec, plan, 1, StepFacts(0.1, True), layouts), chosen.as_json(), plan.world_size)
     count = spec.ppo.mini_batch_size // (2 * spec.ppo.micro_batch_size)
     for mine in step.actions:
@@ -650,3 +653,27 @@ def test_the_reward_models_schedule_is_kept_as_letters() -> None:
     stored = StoredSchedule("zb-v", 1, encode([actions]))
     assert stored.encoded == ["G1J1X1"]
     assert stored.actions() == [actions]
+
+
+def test_interleaved_stages_run_where_nothing_else_is_as_fast(tmp_path: Path) -> None:
+    """In a loop of four stages a rank, with whole backwards; the job keeps to that when it is resumed."""
+    spec, _ = group_job(recompute="Always")
+    plan, records = make_plan(spec).model_copy(update={"chunks": 4}), Records()
+
+    async def go() -> tuple[StoredSchedule, dict[str, Layout]]:
+        scheduling = Scheduling(spec, plan, records, tmp_path, lambda *_, **__: None)
+        await scheduling.begin()
+        chosen = await scheduling.current()
+        assert chosen is not None
+        return chosen, scheduling.layouts
+
+    chosen, layouts = asyncio.run(go())
+    assert chosen.family == "interleaved-4"
+    assert (layouts["actor"].chunks, layouts["actor"].loop) == (4, True)
+    assert asyncio.run(go())[1] == layouts
+    warm_up = ppo_step(spec, plan, 1, StepFacts(0.1, True), layouts)
+    for lists in (chosen.actions(), warm_up.actions):
+        for mine in lists:
+            check_actions(mine, {"actor": 2}, True, chunks={"actor": 4})
+    assert Layout.model_validate(layouts["actor"].model_dump()) == layouts["actor"]
+    assert "loop" not in Layout(pp=2).model_dump()

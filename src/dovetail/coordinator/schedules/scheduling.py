@@ -43,6 +43,7 @@ from dovetail.pipelines import (
     Schedule,
     ScheduleProblem,
     SearchEffort,
+    Shape,
     document,
     family_of,
     find,
@@ -80,15 +81,16 @@ class ScheduleRecords(Protocol):
 class KeptPlacement:
     """The placement that a run keeps. `reverse`: whether the critic's stages run in the opposite direction to the
     actor's. `chunks`: how many stages of each model a rank holds. `own`: the layouts of models that have ranks of their
-    own."""
+    own. `loop`: see `Layout`."""
 
     reverse: bool
     chunks: int = 1
     own: Mapping[str, Layout] = field(default_factory=dict)
+    loop: bool = False
 
     def layouts(self, plan: Plan, stage: Stage = Stage.PPO) -> dict[str, Layout]:
         """The layouts of the models that the stage trains."""
-        return dict(self.own) or shared_layouts(trained_layouts(plan, stage), self.reverse, self.chunks)
+        return dict(self.own) or shared_layouts(trained_layouts(plan, stage), self.reverse, self.chunks, self.loop)
 
 
 def trained_layouts(plan: Plan, stage: Stage = Stage.PPO) -> dict[str, Parallelism]:
@@ -103,7 +105,7 @@ def stored_placement(records: ScheduleRecords, stage: Stage = Stage.PPO) -> Kept
     if not isinstance(kept, dict):
         return None
     own = {name: Layout.model_validate(layout) for name, layout in (kept.get("apart") or {}).items()}
-    return KeptPlacement(bool(kept["reverse"]), int(kept.get("chunks") or 1), own)
+    return KeptPlacement(bool(kept["reverse"]), int(kept.get("chunks") or 1), own, bool(kept.get("loop")))
 
 
 def stored_layouts(records: ScheduleRecords, plan: Plan) -> dict[str, Layout]:
@@ -180,7 +182,8 @@ class Scheduling:
         await asyncio.to_thread(self._choose, self._times)
         assert self._kept is not None
         apart = {name: layout.model_dump() for name, layout in self._kept.own.items()}
-        kept = {"reverse": self._kept.reverse, "chunks": self._kept.chunks, "apart": apart}
+        kept: dict[str, Any] = {"reverse": self._kept.reverse, "chunks": self._kept.chunks, "apart": apart}
+        kept |= {"loop": True} if self._kept.loop else {}
         self._records.put(f"{self._stage.value}/placement", kept)
 
     async def current(self) -> StoredSchedule | None:
@@ -242,7 +245,7 @@ class Scheduling:
         assert self._kept is not None
         if self._models_have_own_ranks or family == DEDICATED.name:
             return self._models_have_own_ranks and family == DEDICATED.name
-        return placeable(self._family(family), self._kept.reverse, self._kept.chunks)
+        return placeable(self._family(family), self._kept.reverse, self._kept.chunks, self._kept.loop)
 
     def _limited(self) -> bool:
         """Whether memory is limited: on GPUs, a job that fits when the models train one after the other must also fit
@@ -297,7 +300,8 @@ class Scheduling:
             )
         if self._kept is None:
             family = self._placement(found)
-            self._kept = KeptPlacement(family.reverse, family.chunks, own if family is DEDICATED else {})
+            own = own if family is DEDICATED else {}
+            self._kept = KeptPlacement(family.reverse, family.chunks, own, family.shape is Shape.LOOP)
         here = {n: s for n, s in found.items() if self._runs(n)}
         if not here:
             # What fits now would need the stages elsewhere, and a job keeps to their places.
@@ -324,7 +328,7 @@ class Scheduling:
         most = max(self._most_chunks, 1 if self._kept is None else self._kept.chunks)
         names = [*self._all, *self._allowed] if pipelined else list(PINS["Serial"])
         names = [n for n in dict.fromkeys(names) if n != DEDICATED.name]
-        return [n for n in names if self._family(n).chunks <= most]
+        return [n for n in names if most % self._family(n).chunks == 0]
 
     def _evaluated(
         self,
@@ -339,12 +343,13 @@ class Scheduling:
         names = [n for n in families if not (self._unsplit and self._family(n).split)]
         schedules: dict[str, Schedule] = {}
         refused: dict[str, str] = {}
-        for chunks in sorted({self._family(n).chunks for n in names}):
-            mine = [n for n in names if self._family(n).chunks == chunks]
+        placed = {n: (self._family(n).chunks, self._family(n).shape is Shape.LOOP) for n in names}
+        for chunks, loop in sorted(set(placed.values())):
+            mine = [n for n in names if placed[n] == (chunks, loop)]
             part = replace(effort, seconds=effort.seconds * len(mine) / len(names))
             try:
                 posed = self._posed(problem, counts, times, chunks)
-                found = choose_schedule(posed, mine, part, None, chunks)
+                found = choose_schedule(posed, mine, part, None, chunks, loop)
             except ProblemError as error:
                 refused.update(dict.fromkeys(mine, str(error)))
                 continue

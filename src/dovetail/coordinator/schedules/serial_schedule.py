@@ -8,10 +8,10 @@ from functools import lru_cache
 
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
-from dovetail.pipelines import ALONE, ModelPipelines, ScheduleError, ScheduleProblem, one_f_one_b
+from dovetail.pipelines import ALONE, ModelPipelines, ScheduleError, ScheduleProblem, interleaved_family, one_f_one_b
 from dovetail.pipelines.families import fixed_schedule
 from dovetail.protocol.messages import Action, Kind
-from dovetail.protocol.plan import chunks_of, coordinates, holds
+from dovetail.protocol.plan import chunks_of, coordinates, holds, loops
 
 
 def serial_1f1b(
@@ -22,7 +22,7 @@ def serial_1f1b(
     split: bool = True,
 ) -> list[list[Action]]:
     """The actions of each rank: 1F1B of one model after another, in `order`. A rank has the actions of the models that
-    it holds. A model with several stages per rank uses ZB-V instead of 1F1B.
+    it holds. A model with several stages per rank uses ZB-V or interleaved 1F1B instead of 1F1B.
 
     `micro_batches[model]`: the number of micro-batches of one data-parallel rank. `world`: the number of ranks. It is
     needed if models have ranks of their own. `split`: whether backward passes may be split. Raises ScheduleError if the
@@ -39,7 +39,7 @@ def serial_1f1b(
         for model in (each for each in order if holds(rank, layouts[each])):
             layout, count = layouts[model], micro_batches[model]
             if chunks_of(layout) > 1:
-                places = _there_and_back(model, layout.pp, chunks_of(layout), count, split)
+                places = _several_stages(model, layout.pp, chunks_of(layout), loops(layout), count, split)
                 mine += places[coordinates(rank, layout).pp]
             else:
                 mine += _of_one_model(model, rank, layout, count)
@@ -48,13 +48,15 @@ def serial_1f1b(
 
 
 @lru_cache(maxsize=16)
-def _there_and_back(
-    model: str, pp: int, chunks: int, micro_batches: int, split: bool
+def _several_stages(
+    model: str, pp: int, chunks: int, loop: bool, micro_batches: int, split: bool
 ) -> tuple[tuple[Action, ...], ...]:
-    """The actions of each pipeline rank, for ranks that hold several stages. Two stages per rank run ZB-V. More stages
-    run one micro-batch after another. The result is cached, because each step asks for it, even a step with another
-    schedule."""
+    """The actions of each pipeline rank, for ranks that hold several stages. Two stages per rank run ZB-V, and stages
+    in a loop interleaved 1F1B. Other stages run one micro-batch after another. The result is cached, because each step
+    asks for it, even a step with another schedule."""
     family = replace(ALONE["zb-v"], name="zb-v" if chunks == 2 else "one by one", chunks=chunks, split=split)
+    if loop:
+        family = interleaved_family(chunks, 1)
     found = fixed_schedule(ScheduleProblem((ModelPipelines(model, pp, micro_batches, 1.0, 2.0),)), family)
     lists: list[list[Action]] = [[] for _ in range(pp)]
     for p in found.passes():

@@ -48,7 +48,7 @@ NO_INPUT_GRADIENT = 1e-3
 EARLY = 0.5
 MAX_MINI_BATCHES = 6
 PINS = {
-    "Auto": (*FAMILIES, *(f.name for f in CHUNKED.values() if f.shape is Shape.ZIGZAG), DEDICATED.name),
+    "Auto": (*FAMILIES, *CHUNKED, DEDICATED.name),
     "Fused": tuple(name for name in FAMILIES if name.startswith("fused")),
     "TimeSharing": tuple(name for name in FAMILIES if name.startswith(("stitched", "shared"))),
     "VShaped": tuple(f.name for f in CHUNKED.values() if f.chunks == 2 and f.shape is Shape.ZIGZAG),
@@ -63,18 +63,20 @@ def pinned_families(pin: str, models: int) -> tuple[str, ...]:
     value that makes no sense for one model allows what Auto does."""
     if models > 1 or pin == "Serial":
         return PINS[pin]
-    alone = tuple(f.name for f in ALONE.values() if f.chunks == 1 or f.shape is Shape.ZIGZAG)
-    return tuple(n for n in alone if ALONE[n].chunks > 1) if pin == "VShaped" else alone
+    in_v = tuple(f.name for f in ALONE.values() if f.chunks == 2 and f.shape is Shape.ZIGZAG)
+    return in_v if pin == "VShaped" else tuple(ALONE)
 
 
-def shared_layouts(layouts: Mapping[str, Parallelism], reverse: bool, chunks: int = 1) -> dict[str, Layout]:
+def shared_layouts(
+    layouts: Mapping[str, Parallelism], reverse: bool, chunks: int = 1, loop: bool = False
+) -> dict[str, Layout]:
     """The layouts of the models on the positions that they share. With `reverse` the critic's stages are in the
-    opposite order. `chunks`: the stages of each model on a rank. The layout of a model that trains alone says only
-    that.
+    opposite order. `chunks`: the stages of each model on a rank. `loop`: see `Layout`. The layout of a model that
+    trains alone says only these two.
 
     Raises ValueError unless the models have the same ranks and the same tp."""
     if len(layouts) == 1:
-        return {name: Layout(pp=at.pp, dp=at.dp, tp=at.tp, chunks=chunks) for name, at in layouts.items()}
+        return {name: Layout(pp=at.pp, dp=at.dp, tp=at.tp, chunks=chunks, loop=loop) for name, at in layouts.items()}
     actor, critic = layouts["actor"], layouts["critic"]
     if world_size(actor) != world_size(critic) or actor.tp != critic.tp:
         raise ValueError(
@@ -85,7 +87,7 @@ def shared_layouts(layouts: Mapping[str, Parallelism], reverse: bool, chunks: in
 
     def placed(layout: Parallelism, reverse: bool) -> Layout:
         sizes = {"pp": layout.pp, "dp": layout.dp, "tp": layout.tp}
-        return Layout(**sizes, pipelines=positions // layout.pp, reverse=reverse, chunks=chunks)
+        return Layout(**sizes, pipelines=positions // layout.pp, reverse=reverse, chunks=chunks, loop=loop)
 
     return {"actor": placed(actor, False), "critic": placed(critic, reverse)}
 
@@ -147,7 +149,7 @@ class Times:
             place = coordinates(part.rank, layout)
             width = layout.dp // layout.pipelines
             pipeline, copy = divmod(place.dp, width)
-            stage = stages_at(place.pp, layout.pp, layout.chunks)[part.chunk]
+            stage = stages_at(place.pp, layout.pp, layout.chunks, layout.loop)[part.chunk]
             key = (part.model, pipeline, stage, copy)
             for kind, values in part.seconds.items():
                 old = self._known.get((*key, kind), values)
@@ -329,13 +331,14 @@ def choose_schedule(
     effort: SearchEffort,
     reverse: bool | None = None,
     chunks: int = 1,
+    loop: bool = False,
 ) -> Choice:
     """The fastest schedule of `families` that fits. `reverse`: only families whose critic runs that way are taken. A
-    serial schedule runs both ways. None: any. `chunks`: the stages of a model on each rank. Raises ProblemError if none
-    fits."""
+    serial schedule runs both ways. None: any. `chunks`: the stages of a model on each rank. `loop`: see `Layout`.
+    Raises ProblemError if none fits."""
     known = [n for n in family_names(problem, chunked=True) if n in families]
     models = len(problem.models)
-    names = [n for n in known if placeable(family_of(n, models), reverse, chunks)]
+    names = [n for n in known if placeable(family_of(n, models), reverse, chunks, loop)]
 
     def finder(_: ScheduleProblem, name: str, share: SearchEffort) -> Schedule:
         family = family_of(name, models)
@@ -375,10 +378,10 @@ def is_serial(family: Family) -> bool:
     return family.name in ("serial", "zero-bubble")
 
 
-def placeable(family: Family, reverse: bool | None, chunks: int = 1) -> bool:
+def placeable(family: Family, reverse: bool | None, chunks: int = 1, loop: bool = False) -> bool:
     """Whether the trainers can run the family with this direction of the critic's stages (None: any), and with `chunks`
-    stages of a model on each rank. They do not run families whose stages go round in a loop."""
-    if family is DEDICATED or family.chunks != chunks or (chunks > 1 and family.shape is not Shape.ZIGZAG):
+    stages of a model on each rank, placed in a `loop` or not."""
+    if family is DEDICATED or family.chunks != chunks or (family.shape is Shape.LOOP) != loop:
         return False
     return reverse is None or is_serial(family) or family.reverse == reverse
 

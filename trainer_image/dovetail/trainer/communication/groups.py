@@ -26,7 +26,7 @@ from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism
 from dovetail.models.links.nccl import board_of
 from dovetail.models.transfer import store_at, store_on
-from dovetail.protocol.plan import Coordinates, Layout, chunks_of, coordinates, holds, stage_path, stages_at
+from dovetail.protocol.plan import Coordinates, Layout, chunks_of, coordinates, holds, loops, stage_path, stages_at
 from dovetail.trainer import compat
 from dovetail.trainer.communication.host_staging import receive, send
 from dovetail.trainer.communication.nccl_streams import StreamPool
@@ -47,17 +47,26 @@ _LOST = re.compile(
 )
 
 
-@contextmanager
-def peer_errors(what: str) -> Iterator[None]:
-    """Turn the transport's errors inside into `PeerLost("<what>: <first line>")`. Other errors pass unchanged."""
-    try:
-        yield
-    except PeerLost:
-        raise
-    except (RuntimeError, OSError) as error:
+class _PeerErrors:
+    """See `peer_errors`. A generator would take several times as long, and the executor enters three for an action."""
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        if not isinstance(error, (RuntimeError, OSError)) or isinstance(error, PeerLost):
+            return
         if isinstance(error, dist.DistError) or _LOST.search(str(error)):
-            raise PeerLost(f"{what}: {transport_sentence(error)}") from error
-        raise
+            raise PeerLost(f"{self._what}: {transport_sentence(error)}") from error
+
+
+def peer_errors(what: str) -> _PeerErrors:
+    """Turn the transport's errors inside into `PeerLost("<what>: <first line>")`. Other errors pass unchanged."""
+    return _PeerErrors(what)
 
 
 def transport_sentence(error: BaseException) -> str:
@@ -133,7 +142,7 @@ class ModelGroups:
     @property
     def last_rank(self) -> int:
         """The global rank of the model's last stage."""
-        return self.pp_ranks[stage_path(self.pp_size, self.chunks)[-1]]
+        return self.pp_ranks[stage_path(self.pp_size, self.chunks, loops(self.layout))[-1]]
 
 
 def others_of(groups: Iterable[dist.ProcessGroup]) -> str:
@@ -267,8 +276,8 @@ class Groups:
                 for t in range(layout.tp):
                     group = self._new_group(ranks[stage, :, t].tolist(), first=crowded)
                     replicas = group if (stage, t) == (pp, tp) else replicas
-        path = stage_path(layout.pp, chunks_of(layout))
-        own = stages_at(pp, layout.pp, chunks_of(layout))
+        path = stage_path(layout.pp, chunks_of(layout), loops(layout))
+        own = stages_at(pp, layout.pp, chunks_of(layout), loops(layout))
         edges = {stage: Edges() for stage in own}
         tied = None
         for d in range(layout.dp):
@@ -560,7 +569,8 @@ def _same_places(a: Parallelism, b: Parallelism, world: int) -> bool:
     def places(layout: Parallelism) -> list[Coordinates | None]:
         return [coordinates(rank, layout) if holds(rank, layout) else None for rank in range(world)]
 
-    same = getattr(a, "pipelines", 1) == getattr(b, "pipelines", 1) and chunks_of(a) == chunks_of(b)
+    same = getattr(a, "pipelines", 1) == getattr(b, "pipelines", 1)
+    same = same and (chunks_of(a), loops(a)) == (chunks_of(b), loops(b))
     return same and places(a) == places(b)
 
 

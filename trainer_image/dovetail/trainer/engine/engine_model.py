@@ -20,6 +20,7 @@ from dovetail.models.model_stage import Head
 from dovetail.models.recompute import recompute
 from dovetail.models.tensor_parallel import NOTHING, TensorSplit, split_stage
 from dovetail.protocol.messages import ModelRef
+from dovetail.protocol.plan import loops
 from dovetail.trainer import compat
 from dovetail.trainer.communication.groups import ModelGroups, peer_errors
 from dovetail.trainer.engine import lora
@@ -68,7 +69,8 @@ class EngineModel:
         GPUs where this is known to work. `by_layer` means ZeRO-3, if there are several ranks to share the weights.
         Raises `ModelError` for a model, adapter or dtype that cannot be trained."""
         compute = compute_dtype(trained.dtype, device)
-        stage = PipelineStage(load_config(ref), ref.head, groups.pp_rank, groups.pp_size, groups.chunks)
+        places = groups.pp_rank, groups.pp_size, groups.chunks, loops(groups.layout)
+        stage = PipelineStage(load_config(ref), ref.head, *places)
         if trained.lora is not None:
             if groups.tp_size > 1:
                 raise ModelError(f"models.{name}.lora: adapters are not trained with tp above 1; use pp and dp")
