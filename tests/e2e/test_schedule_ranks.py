@@ -97,6 +97,7 @@ CHUNKED_IDS = [
 UNSPLIT = {"recompute", "zero3"}
 # A schedule runs alike whichever way the ranks of a stage divide its work, data or tensors: each schedule meets one.
 HALVES = (3, 9)
+# Settings that run interleaved 1F1B too.
 LOOPS = (1, 4, 6, 9)
 
 
@@ -162,8 +163,9 @@ def make_case(number: int, every: bool) -> list[dict[str, Any]]:
 def chunked_cases(number: int, every: bool) -> list[dict[str, Any]]:
     """One stage a rank, one model after the other; then several stages a rank, the critic's either way round, each with
     the schedules that can run there. All are of one mini-batch, every fourth one (or `every` one) also of two. Of the
-    settings in HALVES each has one half of the schedules, unless it has `every` one. Those in LOOPS (or `every` one)
-    have the stages in a loop too. A model that trains alone has the families of one model, with one stage a rank too."""
+    settings in HALVES each has one half of the schedules, unless it has `every` one. Those in LOOPS (or with `every`
+    one) have the stages in a loop too. A model that trains alone has the families of one model, with one stage a rank
+    too."""
     world, both, chunks, architecture, options, sharding = CHUNKED_SETTINGS[number]
     plain = {"actor": both, "critic": both}
     case = {"world": world, "architecture": architecture, "lora": "lora" in options, "copies": both.dp}
