@@ -11,7 +11,7 @@ from helpers.jobs import Fault, Injector, events, history, run_job, same_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-STEPS = 60
+STEPS = 40
 
 
 def reached(step: int) -> Any:

@@ -213,7 +213,7 @@ def test_what_freezes_for_good_is_replaced(tmp_path: Path, peaceful: Path) -> No
         {"name": "rollouts", "roles": ["rollout"], "replicas": 1},
     ]
     fragile = job(failurePolicy={"peerTimeoutSeconds": 6}, groups=groups, checkpoint={"everySteps": 100})
-    outcome, told = run_job(fragile, tmp_path, Injector(faults), own_imports=True)
+    outcome, told = run_job(fragile, tmp_path, Injector(faults))
     assert outcome.succeeded, (outcome.reason, told)
     assert [f.process for f in faults if not f.done] == []
     for name in ("coordinator", "trainer-1", "rollouts-0", "rollouts-0-scorer"):
