@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 
-from dovetail.manifest.types import Parallelism
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task, cells
 from dovetail.planner.costs.memory import (
     BATCHED_TOKENS,
@@ -24,6 +23,7 @@ from dovetail.planner.costs.memory import (
     shortage,
     stage_parameters,
     trained_parameters,
+    training_job,
     training_memory,
     two_blocks,
 )
@@ -344,31 +344,7 @@ class GPUMemoryModel:
 
     def training_job(self, task: Task, share: Share, stage: int) -> Training:
         """The job of a training share as its pipeline stage `stage` runs it under 1F1B."""
-        shape, head = self.work.needed(task)
-        tokens = self.work.longest_micro_batch(share.dp, share.micro_batch)
-        count = self.work.micro_batches(share.dp, share.micro_batch, longest=True)
-        # Of rows the responses are known; what is cut by tokens may be responses for the most part.
-        by_rows = self.work.micro_batch_tokens is None
-        outputs = tokens // self.work.longest * self.work.response.longest if by_rows else tokens
-        chunks = self.work.chunks if share.pp > 1 else 1
-        return Training(
-            shape,
-            head,
-            _layout(share.pp, share.tp, share.dp),
-            self.inventory[share.pool].gpu.training.dtype,
-            tokens=tokens,
-            micro_batches=count,
-            in_flight=min(share.pp - (stage if chunks == 1 else 0), count),
-            lora=self.work.actor_lora if task == "actor_training" else self.work.critic_lora,
-            recompute=share.recompute,
-            offload=share.offload,
-            ema=self.work.ema and task == "actor_training",
-            fsdp=2 if share.fsdp == 3 and not share.gathers else share.fsdp,
-            kept=self.work.kept_versions,
-            outputs=outputs,
-            chunks=chunks,
-            pipelines=share.pipelines,
-        )
+        return training_job(self.work, task, share, self.inventory[share.pool].gpu.training.dtype, stage)
 
     def stage_load(self, job: Training, stage: int) -> TaskMemory:
         found = training_memory(job, stage)
@@ -422,8 +398,3 @@ def _range(candidate: Candidate, task: Task, share: Share) -> range:
         if server is not None and any(server.overlaps(s) for s in candidate.actor_training):
             return range(share.first, share.first + share.dp * server.pp * server.tp)
     return share.range
-
-
-@lru_cache(maxsize=4096)
-def _layout(pp: int, tp: int, dp: int) -> Parallelism:
-    return Parallelism.model_construct(pp=pp, tp=tp, dp=dp)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
+from dovetail.planner.candidate import Share, Task
 from dovetail.planner.shape import Head, ModelShape
+from dovetail.planner.workload import Workload
 from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES, OFFLOAD_NUMBERS
 from dovetail.protocol.plan import stage_path, stages_at
 from dovetail.protocol.weights import layer_range
@@ -165,6 +167,40 @@ class Training:
     def sharded(self) -> bool:
         """Whether FSDP2 wraps the stage. One CPU rank in float32 runs without it."""
         return self.gpu or self.layout.dp > 1 or self.dtype is not Dtype.FLOAT32
+
+
+def training_job(work: Workload, task: Task, share: Share, dtype: Dtype, stage: int = 0) -> Training:
+    """The job of a training share as its pipeline stage `stage` runs it under 1F1B, with samples of the longest
+    length."""
+    shape, head = work.needed(task)
+    tokens = work.longest_micro_batch(share.dp, share.micro_batch)
+    count = work.micro_batches(share.dp, share.micro_batch, longest=True)
+    # Of rows the responses are known; what is cut by tokens may be responses for the most part.
+    by_rows = work.micro_batch_tokens is None
+    chunks = work.chunks if share.pp > 1 else 1
+    return Training(
+        shape,
+        head,
+        _layout(share.pp, share.tp, share.dp),
+        dtype,
+        tokens=tokens,
+        micro_batches=count,
+        in_flight=min(share.pp - (stage if chunks == 1 else 0), count),
+        lora=work.actor_lora if task == "actor_training" else work.critic_lora,
+        recompute=share.recompute,
+        offload=share.offload,
+        ema=work.ema and task == "actor_training",
+        fsdp=2 if share.fsdp == 3 and not share.gathers else share.fsdp,
+        kept=work.kept_versions,
+        outputs=tokens // work.longest * work.response.longest if by_rows else tokens,
+        chunks=chunks,
+        pipelines=share.pipelines,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _layout(pp: int, tp: int, dp: int) -> Parallelism:
+    return Parallelism.model_construct(pp=pp, tp=tp, dp=dp)
 
 
 def stage_parameters(shape: ModelShape, head: Head, pp: int, tp: int, stage: int, chunks: int = 1) -> int:

@@ -26,7 +26,8 @@ def activation_bytes(job: PlannedJob, placed: Placed, chunks: int | None = None)
     dtype = Dtype.BFLOAT16 if job.trains_on_gpus else Dtype.FLOAT32
     found = {}
     for rule in rules:
-        training = job.training(rule, layouts[rule.model], dtype, recompute=(Stage.PPO, rule.model) in placed.recompute)
+        share = job.share(rule, layouts[rule.model], recompute=(Stage.PPO, rule.model) in placed.recompute)
+        training = job.training(rule, share, dtype)
         if chunks is not None:
             # A stage keeps the same, whether its rank has other stages or not.
             stages = training.layout.model_copy(update={"pp": training.layout.pp * chunks})

@@ -17,11 +17,10 @@ from dovetail.planner.placement.by_layer import may_gain, reached, taken
 from dovetail.planner.placement.layouts import trainable_layouts
 from dovetail.planner.placement.manifest import RECOMPUTE, groups_limits, with_parts
 from dovetail.planner.placement.placed import Chosen, Infeasible, Placed, prediction, worth
-from dovetail.planner.placement.planned_job import PlannedJob, sequences
+from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.search import Effort, Result, Search, alternatives, search_fewest_stages
 from dovetail.planner.simulate.drawn_iterations import drawn_hidden, drawn_lanes
-from dovetail.planner.workload import Lengths, Workload
 from dovetail.protocol.plan import Layout
 from dovetail.protocol.prediction import PredictedStage
 
@@ -126,15 +125,10 @@ def _with_stages(job: PlannedJob, placed: Placed, layouts: Mapping[str, Sequence
     by_layer = placed.by_layer | {(s, m) for m, fit in fits for s in fit.by_layer if s is not Stage.PPO}
     stages = []
     for rule in (rule for rule in job.rules if rule.stage is not Stage.PPO):
-        training = job.training(
-            rule,
-            placed.layouts[rule.model],
-            job.trainers.gpu.training.dtype,
-            recompute=(rule.stage, rule.model) in recompute,
-            by_layer=(rule.stage, rule.model) in by_layer,
-        )
+        way = (rule.stage, rule.model)
+        share = job.share(rule, placed.layouts[rule.model], recompute=way in recompute, by_layer=way in by_layer)
         # The responses' log-probabilities under the reference are computed once, before the first step of DPO.
-        seconds = _step_seconds(job, rule, training, reference=rule.stage is Stage.DPO)
+        seconds = _step_seconds(job, rule, share, reference=rule.stage is Stage.DPO)
         stages.append(
             PredictedStage(stage=rule.stage, steps=job.spec.supervised(rule.stage).steps, step_seconds=seconds)
         )
@@ -241,12 +235,14 @@ def supervised(job: PlannedJob, model: str, by_layer: bool = False, others: bool
         seconds, recompute, gathering = 0.0, set[Stage](), set[Stage]()
         for rule in rules:
             ways = _ways(job, rule, layout, by_layer, others)
-            fits = next((way for way in ways if worst(way).device_bytes <= job.trainers.gpu.memory), None)
+            held = {way: job.training(rule, way, job.trainers.gpu.training.dtype) for way in ways}
+            fits = next((way for way in ways if worst(held[way]).device_bytes <= job.trainers.gpu.memory), None)
             if fits is None:
-                failed.append((min(ways, key=lambda way: worst(way).device_bytes), _TASK[rule.stage, model]))
+                least = min(held.values(), key=lambda training: worst(training).device_bytes)
+                failed.append((least, _TASK[rule.stage, model]))
                 break
             recompute |= {rule.stage} if fits.recompute else set()
-            gathering |= {rule.stage} if fits.fsdp == 3 else set()
+            gathering |= {rule.stage} if fits.gathers else set()
             seconds += _step_seconds(job, rule, fits)
         else:
             fitting.append((seconds, Fitting(layout, frozenset(recompute), frozenset(gathering))))
@@ -263,48 +259,23 @@ def _smallest(job: PlannedJob, rule: BatchRule) -> BatchRule:
     return rule._replace(tokens=longest_sample(job.spec, rule.stage)) if free else rule
 
 
-def _ways(job: PlannedJob, rule: BatchRule, layout: Parallelism, by_layer: bool, others: bool) -> list[Training]:
+def _ways(job: PlannedJob, rule: BatchRule, layout: Parallelism, by_layer: bool, others: bool) -> list[Share]:
     """The ways to train a model in a stage, the fastest first."""
     plan = job.spec.plan
     # Other stages use ZeRO-3 only if they do not fit without it.
     free = others and plan.zero3 == "Auto" and rule.stage is not Stage.PPO
-    zero3 = (False, True) if free else (by_layer,)
-    ways = (job.training(rule, layout, job.trainers.gpu.training.dtype, by_layer=each) for each in zero3)
-    return [replace(way, recompute=recompute) for way in ways for recompute in RECOMPUTE[plan.recompute]]
+    return [
+        job.share(rule, layout, recompute=recompute, by_layer=zero3)
+        for zero3 in ((False, True) if free else (by_layer,))
+        for recompute in RECOMPUTE[plan.recompute]
+    ]
 
 
-def _step_seconds(job: PlannedJob, rule: BatchRule, training: Training, reference: bool = False) -> float:
+def _step_seconds(job: PlannedJob, rule: BatchRule, share: Share, reference: bool = False) -> float:
     """The seconds of an optimizer step on a mini-batch of the longest sequences. `reference`: with a forward pass over
     them."""
-    task: Task = "critic_training" if training.head == "value" else "actor_training"
-    batch, micro = rule.batch * sequences(rule.stage), rule.micro * sequences(rule.stage)
-    work = Workload(
-        actor=training.shape,
-        reference=training.shape,
-        reward=None,
-        critic=training.shape,
-        batch=batch,
-        mini_batch=batch,
-        epochs=1,
-        prompt=Lengths.fixed(1),
-        response=Lengths.fixed(job.sequence_tokens(rule.stage) - 1),
-        actor_lora=training.lora,
-        critic_lora=training.lora,
-        value_head=training.head == "lm+value",
-        micro_batch_tokens=rule.tokens,
-    )
-    pool, layout = job.trainers, training.layout
-    share = Share(
-        pool.name,
-        pp=layout.pp,
-        tp=layout.tp,
-        dp=layout.dp,
-        micro_batch=micro if rule.tokens is None else 1,
-        fsdp=training.fsdp,
-        recompute=training.recompute,
-        offload=training.offload,
-    )
-    costs = GPUCosts(work, Inventory((pool,)))
+    task, work = job.mini_batch(rule)
+    costs = GPUCosts(work, Inventory((job.trainers,)))
     step = costs.step(task, share)
     # Passes hide all messages but those that fill and drain the pipeline.
     seconds = step.work + step.bubble + 2 * (step.stages - 1) * step.hop + step.fixed

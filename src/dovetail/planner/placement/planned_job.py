@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -14,8 +13,9 @@ from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.types import Dtype, Group, ModelSource, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner import candidate
+from dovetail.planner.candidate import Share, Task
 from dovetail.planner.costs.gpu import GPUCosts
-from dovetail.planner.costs.memory import GIB, Training
+from dovetail.planner.costs.memory import GIB, Training, training_job
 from dovetail.planner.hardware.gpus import GPU, gpu
 from dovetail.planner.inventory import NETWORK_GBPS, Inventory, Pool
 from dovetail.planner.shape import Head, ModelShape, ShapeError
@@ -168,49 +168,65 @@ class PlannedJob:
             return 1  # each has ranks of its own
         return candidate.pipelines(mine.pp, other.pp, mine.dp)
 
-    def training(
+    def share(
         self,
         rule: BatchRule,
         layout: Parallelism,
-        dtype: Dtype,
         *,
-        stage: int = 0,
         recompute: bool = False,
         by_layer: bool = False,
         pipelines: int = 1,
-        chunks: int | None = None,
-    ) -> Training:
-        """The training of `rule`'s model in `rule`'s stage of the job, as pipeline stage `stage` runs it under 1F1B.
-
-        `dtype`: the dtype if the manifest says Auto. `by_layer`: it runs under ZeRO-3. `pipelines`: see the method of
-        that name. `chunks`: the stages of the model on a rank. By default the manifest decides."""
-        spec, given, ppo = self.spec, getattr(self.spec.models, rule.model), rule.stage is Stage.PPO
-        each = sequences(rule.stage) * self.sequence_tokens(rule.stage)
-        tokens, outputs = rule.micro * each, rule.micro * spec.generation.max_tokens
-        count = max(1, rule.batch // (layout.dp * rule.micro))
-        if rule.tokens is not None:
-            tokens = outputs = min(rule.tokens, count * tokens)
-            count = math.ceil(count * each / tokens)
-        chunks = (chunks or spec.plan.chunks) if layout.pp > 1 and (ppo or rule.tokens is None) else 1
-        return Training(
-            self.shape(rule.model),
-            self._head(rule.model),
-            layout,
-            dtype if given.dtype is Dtype.AUTO else given.dtype,
-            tokens=tokens,
-            micro_batches=count,
-            in_flight=max(1, min(layout.pp - (stage if chunks == 1 else 0), count)),
-            lora=given.lora,
+    ) -> Share:
+        """The training of `rule`'s model in `rule`'s stage of the job, on the trainers' ranks. `by_layer`: it runs
+        under ZeRO-3. `pipelines`: see the method of that name."""
+        return Share(
+            "" if self.inventory is None else self.trainers.name,
+            pp=layout.pp,
+            tp=layout.tp,
+            dp=layout.dp,
+            micro_batch=1 if rule.tokens is not None else rule.micro * sequences(rule.stage),
+            fsdp=3 if by_layer else 2,
             recompute=recompute,
             offload=self._offload(rule),
-            ema=ppo and rule.model == "actor" and spec.ppo.ema is not None,
-            gpu=self.trains_on_gpus,
-            fsdp=3 if by_layer and layout.dp > pipelines else 2,
-            kept=spec.ppo.kept_versions if ppo else 0,
-            outputs=outputs if ppo else None,
-            chunks=chunks,
             pipelines=pipelines,
         )
+
+    def mini_batch(self, rule: BatchRule, chunks: int | None = None) -> tuple[Task, Workload]:
+        """The training task of `rule`'s model, and its work in one mini-batch of the longest samples of `rule`'s stage.
+        `chunks`: the stages of the model on a rank. By default the manifest decides."""
+        spec, ppo, shape = self.spec, rule.stage is Stage.PPO, self.shape(rule.model)
+        lora, head = getattr(spec.models, rule.model).lora, self._head(rule.model)
+        longest = self.sequence_tokens(rule.stage)
+        outputs = spec.generation.max_tokens if ppo else longest
+        work = Workload(
+            actor=shape,
+            reference=shape,
+            reward=None,
+            critic=shape,
+            batch=rule.batch * sequences(rule.stage),
+            mini_batch=rule.batch * sequences(rule.stage),
+            epochs=1,
+            prompt=Lengths.fixed(longest - outputs),
+            response=Lengths.fixed(outputs),
+            actor_lora=lora,
+            critic_lora=lora,
+            ema=ppo and spec.ppo.ema is not None,
+            value_head=head == "lm+value",
+            kept_versions=spec.ppo.kept_versions if ppo else 0,
+            micro_batch_tokens=rule.tokens,
+            chunks=(chunks or spec.plan.chunks) if ppo or rule.tokens is None else 1,
+        )
+        return "critic_training" if head == "value" else "actor_training", work
+
+    def training(
+        self, rule: BatchRule, share: Share, dtype: Dtype, stage: int = 0, chunks: int | None = None
+    ) -> Training:
+        """What pipeline stage `stage` of a share holds under 1F1B. `dtype`: the dtype if the manifest says Auto.
+        `chunks`: see `mini_batch`."""
+        task, work = self.mini_batch(rule, chunks)
+        given = getattr(self.spec.models, rule.model).dtype
+        job = training_job(work, task, share, dtype if given is Dtype.AUTO else given, stage)
+        return replace(job, gpu=self.trains_on_gpus)
 
     def _head(self, model: str) -> Head:
         if model != "actor":

@@ -102,17 +102,15 @@ def _trainer(job: PlannedJob, placed: Placed, schedule: str, chunks: int) -> dic
     for stage in range(max((layouts[rule.model].pp for rule in rules), default=0)):
         stays, works = {"trainer: process": PROCESS_BYTES}, []
         for rule in rules:
-            training = job.training(
+            share = job.share(
                 rule,
                 layouts[rule.model],
-                Dtype.FLOAT32,
-                stage=stage,
                 recompute=(rule.stage, rule.model) in placed.recompute,
                 by_layer=(rule.stage, rule.model) in placed.by_layer,
                 pipelines=1 if schedule == "Dedicated" else job.pipelines(rule.stage, layouts, rule.model),
-                chunks=chunks,
             )
-            memory = training_memory(training, min(stage, training.layout.pp - 1))
+            at = min(stage, share.pp - 1)
+            memory = training_memory(job.training(rule, share, Dtype.FLOAT32, at, chunks), at)
             parts = _named(f"{rule.model}_training", memory.device)
             kept = {name: size for name, size in parts.items() if name.split(": ")[1] in _STAYS}
             stays |= kept
