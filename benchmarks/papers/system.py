@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from dovetail.planner.candidate import TRAINING, Candidate, Share, Task
 from dovetail.planner.costs.generation import GenerationTimes, Servers, deal, expected_longest, quantiles
 from dovetail.planner.costs.gpu import OPTIMIZER_BYTES, GPUCosts
-from dovetail.planner.costs.gpu_memory import GPUMemoryModel, TaskMemory
+from dovetail.planner.costs.gpu_memory import GPUMemoryModel, Loads, TaskMemory
 from dovetail.planner.costs.memory import FRAGMENTS, ITEMSIZE, Training, trained_parameters
 from dovetail.planner.costs.passes import LINK
 from dovetail.planner.inventory import Inventory
@@ -112,6 +112,14 @@ class _Memory(GPUMemoryModel):
     def __init__(self, work: Workload, inventory: Inventory, system: System) -> None:
         super().__init__(work, inventory)
         self._system = system
+        self._beside: Candidate | None = None
+
+    def _loads(self, candidate: Candidate, on: list[tuple[Task, Share]]) -> Loads:
+        self._beside = candidate
+        try:
+            return super()._loads(candidate, on)
+        finally:
+            self._beside = None
 
     def awake(self, share: Share) -> bool:
         return super().awake(share) and not self._system.shared_weights
@@ -122,16 +130,9 @@ class _Memory(GPUMemoryModel):
     def scored_tokens(self, share: Share) -> int:
         return share.micro_batch * self.work.longest
 
-    def load(
-        self,
-        task: Task,
-        share: Share,
-        candidate: Candidate | None = None,
-        stage: int | None = None,
-        both: bool = False,
-    ) -> TaskMemory:
+    def load(self, task: Task, share: Share, stage: int | None = None, both: bool = False) -> TaskMemory:
         """Where weights are shared, those of a training serve generation and the critic's inference on its GPUs."""
-        alone = super().load(task, share, stage=stage, both=both)
+        alone, candidate = super().load(task, share, stage, both), self._beside
         if candidate is None or not self._system.shared_weights:
             return alone
         if task in TRAINING:

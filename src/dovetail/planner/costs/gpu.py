@@ -12,10 +12,9 @@ from functools import lru_cache
 
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
 from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Task
-from dovetail.planner.costs.generation import GenerationTimes, Servers, expected_longest, generate
+from dovetail.planner.costs.generation import GenerationTimes, Servers, expected_longest, exposed_inference, generate
 from dovetail.planner.costs.gpu_memory import Footprint, GPUMemory, GPUMemoryModel
 from dovetail.planner.costs.memory import ITEMSIZE, Training, trained_parameters
-from dovetail.planner.costs.overlap import exposed_inference
 from dovetail.planner.costs.passes import (
     COLLECTIVE_SECONDS,
     LINK,

@@ -188,7 +188,7 @@ class GPUMemoryModel:
         """The loads of tasks that share GPUs. If a rank has stages of both models, it is the rank that holds most."""
         actor, critic = (next((share for task, share in on if task == kind), None) for kind in TRAINING)
         if actor is None or critic is None or actor.range != critic.range:
-            return [(task, share, self.load(task, share, candidate)) for task, share in on]
+            return [(task, share, self.load(task, share)) for task, share in on]
         both = candidate.schedule in _TOGETHER
         pairs: list[tuple[int, int] | tuple[None, None]] = [(None, None)]
         if 1 < actor.pp == critic.pp:
@@ -199,9 +199,7 @@ class GPUMemoryModel:
         found = []
         for pair in pairs:
             stages: dict[Task, int | None] = dict(zip(TRAINING, pair, strict=True))
-            found.append(
-                [(task, share, self.load(task, share, candidate, stages.get(task), both)) for task, share in on]
-            )
+            found.append([(task, share, self.load(task, share, stages.get(task), both)) for task, share in on])
         most = max(found, key=lambda loads: sum(load.resident + load.transient for _, _, load in loads))
         return self._with_activations(most) if both else most
 
@@ -319,17 +317,9 @@ class GPUMemoryModel:
         """The tokens of one forward pass of a scorer."""
         return max(self.work.longest, SCORER_TOKENS // share.pp)
 
-    def load(
-        self,
-        task: Task,
-        share: Share,
-        candidate: Candidate | None = None,
-        stage: int | None = None,
-        both: bool = False,
-    ) -> TaskMemory:
-        """The memory of one task. `candidate`: the tasks beside it. They make no difference, because each process has
-        its own weights. `stage`: the pipeline stage of training. None: the stage that holds most. `both`: the load is
-        without activations, because one schedule runs actor and critic."""
+    def load(self, task: Task, share: Share, stage: int | None = None, both: bool = False) -> TaskMemory:
+        """The memory of one task. `stage`: the pipeline stage of training. None: the stage that holds most. `both`: the
+        load is without activations, because one schedule runs actor and critic."""
         return self.training_load(task, share, stage, both) if task in TRAINING else self.serving_load(task, share)
 
     @known_share

@@ -14,6 +14,9 @@ import numpy as np
 from dovetail.planner.chunks import MIN_CHUNK_TOKENS
 from dovetail.planner.costs.generation import SATURATED
 
+# The fields that must be at least 1. The others are seconds.
+_COUNTS = ("max_samples", "kv_tokens", "saturation", "chunk_tokens", "block_tokens")
+
 
 class ProfileError(ValueError):
     """A profile or an argument is impossible. The message names the field."""
@@ -67,23 +70,10 @@ class StageProfile:
             raise ProfileError(f"decode's batch sizes must be at least 1 and rise, not {batches}")
         if not all(math.isfinite(s) and s > 0 for _, s in self.decode):
             raise ProfileError("decode's seconds a step must be above 0")
-        for name in (
-            "prefill_seconds_per_token",
-            "inference_seconds_per_token",
-            "inference_seconds_per_chunk",
-            "swap_in_seconds",
-            "swap_out_seconds",
-            "migration_seconds",
-            "resume_seconds_per_token",
-            "kv_transfer_seconds_per_token",
-        ):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= 0):
-                raise ProfileError(f"{name} is {value}; it must be 0 or more")
-        for name in ("max_samples", "kv_tokens", "saturation", "chunk_tokens", "block_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ProfileError(f"{name} is {value}; it must be 1 or more")
+        for name, value in vars(self).items():
+            least = 1 if name in _COUNTS else 0
+            if name != "decode" and value is not None and not (math.isfinite(value) and value >= least):
+                raise ProfileError(f"{name} is {value}; it must be {least} or more")
 
     @cached_property
     def steps(self) -> tuple[float, ...]:

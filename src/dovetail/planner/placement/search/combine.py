@@ -112,8 +112,12 @@ class Combiner:
     def _least(self, ranking: Ranking, layouts: list[Ranked]) -> Chosen | None:
         if not all(layouts):
             return None
-        chosen = tuple(min(ranked, key=lambda o: (not o.share.offload, o.need)).share for ranked in layouts)
-        return chosen if self.agrees(ranking, chosen) else None
+        return self._agreed(ranking, [min(each, key=lambda o: (not o.share.offload, o.need)) for each in layouts])
+
+    def _agreed(self, ranking: Ranking, options: Sequence[Option] | None) -> Chosen | None:
+        """The shares of these options if they can run together. None without options."""
+        chosen = tuple(option.share for option in options or ())
+        return chosen if options and self.agrees(ranking, chosen) else None
 
     def _same_stages(self, ranking: Ranking, layouts: list[Ranked]) -> Iterator[list[Ranked]]:
         """The layouts of each place with which actor and critic have the same number of stages, for each number."""
@@ -151,23 +155,23 @@ class Combiner:
         while some := list(islice(coming, AT_ONCE)):
             for at, fits in zip(some, filling.fitting(ranking.layouts, some), strict=True):
                 if fits:
-                    chosen = tuple(ranked[i].share for ranked, i in zip(ranking.layouts, at, strict=True))
-                    if self.agrees(ranking, chosen) and self._fits_side_by_side(ranking, filling, chosen):
+                    found = [ranked[i] for ranked, i in zip(ranking.layouts, at, strict=True)]
+                    chosen = self._agreed(ranking, found)
+                    if chosen is not None and self._fits_side_by_side(ranking, filling, chosen):
                         yield chosen
 
     def _repaired(self, ranking: Ranking, filling: Filling) -> Iterator[Chosen]:
         """Combinations that fit after replacements. There is one for each pair of micro-batch size and tp, which actor
         and critic must have in common."""
         for layouts in self.alike(ranking):
-            found = filling.repaired(layouts)
-            if found is None or not self.agrees(ranking, chosen := tuple(o.share for o in found)):
+            chosen = self._agreed(ranking, filling.repaired(layouts))
+            if chosen is None:
                 continue
             unlike = self._laid_out(ranking, chosen) != list(chosen)
             if not unlike or self._fit(ranking, filling, chosen):
                 yield chosen
             for alike in self._same_stages(ranking, layouts) if unlike else ():
-                found = filling.repaired(alike)
-                if found is not None and self.agrees(ranking, chosen := tuple(o.share for o in found)):
+                if (chosen := self._agreed(ranking, filling.repaired(alike))) is not None:
                     yield chosen
 
     def _aligned(self, ranking: Ranking) -> Iterator[Chosen]:
@@ -189,10 +193,8 @@ class Combiner:
                     mine[layout] if task in shared and layout in mine else ranked
                     for task, ranked, mine in zip(tasks, wide.layouts, by_layout, strict=True)
                 ]
-                found = filling.repaired(layouts)
-                if found is None or not self.agrees(wide, chosen := tuple(o.share for o in found)):
-                    continue
-                if self._fits_side_by_side(wide, filling, chosen):
+                chosen = self._agreed(wide, filling.repaired(layouts))
+                if chosen is not None and self._fits_side_by_side(wide, filling, chosen):
                     yield chosen
 
 
