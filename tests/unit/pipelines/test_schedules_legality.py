@@ -87,6 +87,7 @@ def simulate(problem, lists, rng):
     return ended if all(p == len(mine) for p, mine in zip(place, lists, strict=True)) else None
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(small(), st.sampled_from(sorted([*FAMILIES, *CHUNKED])), st.integers(0, 2**32))
 def test_accepted_lists_never_deadlock_whatever_the_times(problem, name, seed):

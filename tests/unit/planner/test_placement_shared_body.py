@@ -23,7 +23,7 @@ def test_no_task_of_a_critic_is_left():
     plan = make_plan(plain_spec(2, 2, models=SHARED, plan={"parallelism": {"actor": {"pp": 2}}}))
     assert set(plan.parallelism) == {"actor", "reward"}
     assert {task.task for task in plan.tasks}.isdisjoint({"critic", "critic_training"})
-    assert plan.schedule == "Serial"
+    assert plan.schedule == "Auto", "of the actor alone"
     assert plan.warnings == []
     assert all(rollout.scores == ["reference", "reward"] for rollout in plan.rollouts)
 
