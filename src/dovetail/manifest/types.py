@@ -490,6 +490,11 @@ class Group(Model):
     pod_template: dict[str, Any] = Field(default_factory=dict, description="Strategic merge patch of the pod template.")
 
     @property
+    def colocated(self) -> bool:
+        """Whether the pods train and generate. The processes take turns on their GPUs."""
+        return {Role.TRAINER, Role.ROLLOUT} <= set(self.roles)
+
+    @property
     def on_cpu(self) -> bool:
         """Whether the pods have no accelerator."""
         return self.gpu.product is None or self.gpu.per_pod == 0

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from dovetail.manifest.training_types import AUTO_LAG
-from dovetail.manifest.types import RLHFJobSpec, Role
+from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.simulate.lanes import Lanes
 from dovetail.protocol.prediction import PredictedLag, Prediction
 
+COLOCATED = "a group has both roles, trainer and rollout, whose processes take turns on a GPU"
 # These lags are always shown.
 SHOWN = (0, 1, 2)
 # The smallest lag is taken whose iterations take at most this fraction longer than the shortest.
@@ -20,8 +21,8 @@ def excluded(spec: RLHFJobSpec) -> str | None:
 
     The manifest's rules refuse a lag for the same reasons. They also choose `ppo.oldLogProbs` if `ppo.lag` is a number,
     so it is checked here only if `ppo.lag` is Auto."""
-    if any({Role.TRAINER, Role.ROLLOUT} <= set(group.roles) for group in spec.groups):
-        return "a group has both roles, trainer and rollout, whose processes take turns on a GPU"
+    if any(group.colocated for group in spec.groups):
+        return COLOCATED
     if spec.ppo.dynamic_sampling:
         return "spec.ppo.dynamicSampling draws further rounds with the same weights, when the earlier ones are scored"
     if spec.ppo.lag == AUTO_LAG and spec.ppo.old_log_probs == "Rollout":

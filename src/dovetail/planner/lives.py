@@ -133,7 +133,7 @@ def uses(candidate: Candidate, memory: Iterable[GPUMemory]) -> list[Use]:
     training = [(s.pool, s.range) for s in candidate.trained]
     counts: dict[tuple[str, bool], int] = {}
     for used in memory:
-        for number in used.range:
-            trains = any(pool == used.pool and number in numbers for pool, numbers in training)
-            counts[used.pool, trains] = counts.get((used.pool, trains), 0) + 1
+        # The GPUs of one entry have the same tasks.
+        trains = any(pool == used.pool and used.range.start in numbers for pool, numbers in training)
+        counts[used.pool, trains] = counts.get((used.pool, trains), 0) + len(used.range)
     return [Use(pool, gpus, trains) for (pool, trains), gpus in sorted(counts.items())]

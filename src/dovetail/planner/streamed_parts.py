@@ -9,7 +9,8 @@ from typing import Any
 
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.manifest.types import RLHFJobSpec, Role, Stage
+from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.planner.lag import COLOCATED
 from dovetail.planner.placement.placed import Placed
 from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.protocol.prediction import Prediction
@@ -57,10 +58,7 @@ def obstacle(spec: RLHFJobSpec) -> str | None:
             "an iteration has several optimizer steps; set spec.ppo.epochs to 1 and spec.ppo.miniBatchSize to "
             "spec.ppo.globalBatchSize",
         ),
-        (
-            any({Role.TRAINER, Role.ROLLOUT} <= set(group.roles) for group in spec.groups),
-            "a group has both roles, trainer and rollout, whose processes take turns on a GPU",
-        ),
+        (any(group.colocated for group in spec.groups), COLOCATED),
         (ppo.dynamic_sampling > 0, "spec.ppo.dynamicSampling replaces prompts when all samples are scored"),
         (ppo.advantage_function is not None, "spec.ppo.advantageFunction sees all samples of an iteration at once"),
         (

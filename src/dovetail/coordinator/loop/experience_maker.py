@@ -39,7 +39,7 @@ from dovetail.coordinator.store.samples import Key, NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import StoreError, in_slices
 from dovetail.coordinator.weights.publishing import Target
 from dovetail.manifest.critic import has_critic
-from dovetail.manifest.types import RLHFJobSpec, Role
+from dovetail.manifest.types import RLHFJobSpec
 from dovetail.protocol.budgets import RESPONSE_BLOCK
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import Span
@@ -97,7 +97,7 @@ class ExperienceMaker:
         self._published = published
         # The trainers learn from short samples while longer ones are drawn.
         self._streams = plan.streamed_parts > 0
-        self._colocated = {g.name for g in spec.groups if {Role.TRAINER, Role.ROLLOUT} <= set(g.roles)}
+        self._colocated = {g.name for g in spec.groups if g.colocated}
         wanted = {"reference": sources.reference}
         if calls is None:
             wanted[REWARD_MODEL] = sources.reward_for_ppo

@@ -71,7 +71,7 @@ def product_warnings(spec: RLHFJobSpec, measured: Mapping[str, GPU] | None = Non
 def pin_errors(spec: RLHFJobSpec) -> list[str]:
     """One sentence for each pin that the groups' roles contradict."""
     pin = spec.plan.placement
-    both = [g.name for g in spec.groups if {Role.TRAINER, Role.ROLLOUT} <= set(g.roles)]
+    both = [g.name for g in spec.groups if g.colocated]
     generates = any(Role.ROLLOUT in g.roles for g in spec.groups)
     if generates and pin == "Flattening" and not both:
         return [
@@ -88,7 +88,7 @@ def pin_errors(spec: RLHFJobSpec) -> list[str]:
 def groups_limits(job: PlannedJob) -> Limits:
     """The choices that the manifest's groups and pins leave open."""
     spec, trainers = job.spec, job.trainers
-    both = [g for g in spec.groups if {Role.TRAINER, Role.ROLLOUT} <= set(g.roles)]
+    both = [g for g in spec.groups if g.colocated]
     rollouts = [g.name for g in spec.groups if Role.ROLLOUT in g.roles and Role.TRAINER not in g.roles]
     servers = {g.name: g.gpu.per_pod for g in spec.groups}
     if both:

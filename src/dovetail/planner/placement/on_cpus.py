@@ -100,7 +100,7 @@ class PredictedIteration:
 
 
 def _placements(spec: RLHFJobSpec) -> Iterator[PlacementName]:
-    both = any({Role.TRAINER, Role.ROLLOUT} <= set(g.roles) for g in spec.groups)
+    both = any(g.colocated for g in spec.groups)
     if spec.plan.placement != "Auto":
         yield spec.plan.placement
         return

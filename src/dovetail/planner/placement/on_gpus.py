@@ -8,7 +8,7 @@ from functools import partial
 
 from dovetail.manifest.checks.batching import BatchRule, longest_sample
 from dovetail.manifest.sizes import trained_models, world_size
-from dovetail.manifest.types import Parallelism, Role, Stage
+from dovetail.manifest.types import Parallelism, Stage
 from dovetail.planner.candidate import TRAINING, Placement, Share, Task
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.costs.memory import Training, problem, worst
@@ -202,7 +202,7 @@ def _reason(job: PlannedJob, why: str | None, limits: Limits) -> str:
     for remedy, changed in _remedies(job, limits):
         if _searched(job.costs, changed).best is not None:
             return f"{why}; {remedy}"
-    shared = any({Role.TRAINER, Role.ROLLOUT} <= set(g.roles) for g in job.spec.groups)
+    shared = any(g.colocated for g in job.spec.groups)
     more = "give generation a group of its own, or " if shared else ""
     return f"{why}; {more}use GPUs with more memory, more of them, or shorter sequences"
 

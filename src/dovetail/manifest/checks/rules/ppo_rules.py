@@ -15,7 +15,7 @@ from dovetail.manifest.checks.batching import (
 from dovetail.manifest.checks.rules.rule import CALLS, Rule, Value, ppo_rule, spec_rule
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.training_types import AUTO_LAG, Optimizer
-from dovetail.manifest.types import Dtype, RLHFJobSpec, Role, Stage
+from dovetail.manifest.types import Dtype, RLHFJobSpec, Stage
 
 # ---------------------------------------------------------------- batch sizes
 
@@ -306,9 +306,7 @@ PPO_RULES = (
         "spec.ppo.kl.coef is 0, from which the adaptive controller cannot move; start above 0 or drop target.",
     ),
     ppo_rule(
-        lambda spec: (
-            spec.ppo.lag in (0, AUTO_LAG) or not any({Role.TRAINER, Role.ROLLOUT} <= set(g.roles) for g in spec.groups)
-        ),
+        lambda spec: spec.ppo.lag in (0, AUTO_LAG) or not any(g.colocated for g in spec.groups),
         "self.ppo.lag == 0 || self.ppo.lag == 'Auto' || "
         "!self.groups.exists(g, 'trainer' in g.roles && 'rollout' in g.roles)",
         "spec.ppo.lag is {ppo.lag}, but a group of spec.groups has both roles, trainer and rollout, whose processes "
