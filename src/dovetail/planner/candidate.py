@@ -176,9 +176,14 @@ class Candidate:
         return bool(self.critic_training) and self.critic_training != self.actor_training
 
     @property
+    def gathers(self) -> bool:
+        """Whether a model trains under ZeRO-3."""
+        return any(share.gathers for share in self.trained)
+
+    @property
     def unsplit(self) -> bool:
         """Whether schedules must run whole backward passes: a model has activation checkpointing or ZeRO-3."""
-        return any(share.recompute or share.gathers for share in self.trained)
+        return self.gathers or any(share.recompute for share in self.trained)
 
     @property
     def placed(self) -> Iterator[tuple[Task, Share]]:

@@ -22,7 +22,7 @@ from dovetail.pipelines import FAMILIES
 from dovetail.planner.hardware.gpus import gpu
 from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.make_plan import PlanError, make_plan
-from dovetail.planner.placement.by_layer import taken
+from dovetail.planner.placement.on_gpus import taken
 from dovetail.planner.placement.placed import Chosen, Placed
 from dovetail.planner.placement.recommend import fragment, recommend
 from dovetail.protocol.prediction import Alternative

@@ -9,20 +9,20 @@ from functools import partial
 from dovetail.manifest.checks.batching import BatchRule, longest_sample
 from dovetail.manifest.sizes import trained_models, world_size
 from dovetail.manifest.types import Parallelism, Stage
-from dovetail.planner.candidate import TRAINING, Placement, Share, Task
+from dovetail.planner.candidate import TRAINING, Placement, Share
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.costs.memory import Training, problem, worst
 from dovetail.planner.inventory import Inventory
-from dovetail.planner.placement.by_layer import may_gain, reached, taken
-from dovetail.planner.placement.layouts import trainable_layouts
+from dovetail.planner.placement.layouts import TRAINING_TASKS, trainable_layouts
 from dovetail.planner.placement.manifest import RECOMPUTE, groups_limits, with_parts
 from dovetail.planner.placement.placed import Chosen, Infeasible, Placed, prediction, worth
 from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.search import Effort, Result, Search, alternatives, search_fewest_stages
+from dovetail.planner.placement.stages_a_rank import held, most_chunks
 from dovetail.planner.simulate.drawn_iterations import drawn_hidden, drawn_lanes
 from dovetail.protocol.plan import Layout
-from dovetail.protocol.prediction import PredictedStage
+from dovetail.protocol.prediction import Alternative, PredictedStage, Prediction
 
 # The search may estimate so many whole iterations. A manifest's groups leave few choices.
 EFFORT = 600
@@ -51,12 +51,12 @@ def place(job: PlannedJob) -> Placed | None:
     plain, refused = None, None
     try:
         plain = _plain(job)
-        if plain is None or plain.chosen is None or not may_gain(plain.chosen):
+        if plain is None or plain.chosen is None or not _may_gain(plain.chosen):
             return plain
     except Infeasible as error:
         refused = error
     try:
-        found = _place(job, True, None if plain is None else reached(job, plain))
+        found = _place(job, True, None if plain is None else _reached(job, plain))
     except Infeasible as error:
         if refused is not None:
             raise refused from error
@@ -75,6 +75,58 @@ def _plain(job: PlannedJob) -> Placed | None:
             return _place(job, False, others=True)
         except Infeasible:
             raise error from None
+
+
+# ------------------------------------------------------------ ZeRO-3, if the manifest leaves it open
+
+
+def _may_gain(plain: Chosen) -> bool:
+    """Whether ZeRO-3 may be faster than `plain`, which goes without. In the same layout it never is, by the cost model.
+    So there must be something that a model with less memory needs not: stages, tensor parallel ranks, ranks of its own,
+    activation checkpointing, small micro-batches, or a server beside it with little room."""
+    candidate, work = plain.candidate, plain.costs.work
+    beside = any(share.overlaps(server) for share in candidate.trained for server in candidate.generation)
+    needs = any(share.pp * share.tp > 1 or share.recompute for share in candidate.trained)
+    dedicated = candidate.schedule == "Dedicated"
+    return needs or beside or dedicated or work.micro_batch_tokens is not None
+
+
+def taken(plain: Placed | None, why: str, found: Placed) -> Placed:
+    """`found`, which gains enough over `plain`, or is all that fits (`why`: without ZeRO-3), with the other among its
+    alternatives."""
+    if plain is None or plain.chosen is None:
+        return _with_alternative(found, None, why)
+    return _with_alternative(found, plain.chosen.prediction, None) if found.by_layer else plain
+
+
+def _reached(job: PlannedJob, plain: Placed) -> float:
+    """Seconds of an iteration without ZeRO-3, with several stages on each rank if that is faster and the job permits
+    it."""
+    assert plain.chosen is not None
+    spec, chosen = job.spec, plain.chosen
+    actor, critic = chosen.candidate.actor_training, chosen.candidate.critic_training
+    open_ = spec.plan.intra_stage_fusion == "Auto" and spec.ppo.micro_batch_tokens is None and not plain.dedicated
+    seconds = chosen.prediction.iteration_seconds
+    if not (open_ and critic and actor[0].pp == critic[0].pp > 1):
+        return seconds
+    chunks = most_chunks(job, plain, "Auto")
+    return seconds if chunks == 1 else min(seconds, held(chosen, chunks).seconds)
+
+
+def _with_alternative(found: Placed, plain: Prediction | None, problem: str | None) -> Placed:
+    chosen = found.chosen
+    if chosen is None or found.prediction is None:
+        return found
+    placement = (plain or found.prediction).placement
+    seconds = None if plain is None else plain.iteration_seconds
+    other = Alternative(placement=placement, note="without ZeRO-3", seconds=seconds, problem=problem)
+    # The fastest first, then those that fail.
+    others = sorted([other, *found.prediction.alternatives], key=lambda a: (a.seconds is None, a.seconds or 0.0))
+    prediction = found.prediction.model_copy(update={"alternatives": others})
+    return replace(found, prediction=prediction, chosen=Chosen(chosen.candidate, chosen.costs, prediction))
+
+
+# ------------------------------------------------------------ one placement
 
 
 def _place(job: PlannedJob, by_layer: bool, than: float | None = None, others: bool | None = None) -> Placed | None:
@@ -140,8 +192,7 @@ def _iteration(
 ) -> Chosen | None:
     costs, steps = job.costs, job.costs.work.steps
     limits = replace(groups_limits(job), fsdp=(3,) if by_layer else (2,))
-    tasks: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
-    fitting = {tasks[m]: tuple(each.layout for each in fit) for m, fit in layouts.items() if m in tasks}
+    fitting = {task: tuple(each.layout for each in layouts[m]) for m, task in TRAINING_TASKS.items() if m in layouts}
     if than is not None and False in limits.dedicated:
         limits = replace(limits, dedicated=(False,))  # parts would only be slower: what needs them lacks memory
     limits = with_parts(job, replace(limits, layouts=fitting))

@@ -14,7 +14,6 @@ from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.planner.candidate import Candidate, Placement, Share, Task
 from dovetail.planner.costs.gpu import Estimate, GPUCosts
 from dovetail.planner.inventory import Inventory
-from dovetail.planner.placement.by_layer import gathers
 from dovetail.planner.placement.layouts import pinned_shares
 from dovetail.planner.placement.manifest import pinned
 from dovetail.planner.placement.placed import Chosen, Infeasible, prediction, worth
@@ -94,7 +93,7 @@ def _gaining(plain: Chosen | str, gathering: Chosen | str) -> Chosen | str:
     if isinstance(plain, str):
         return gathering
     best, other = (each.prediction.iteration_seconds for each in (gathering, plain))
-    return gathering if gathers(gathering) and worth(best, other, plain.costs.work.steps) else plain
+    return gathering if gathering.candidate.gathers and worth(best, other, plain.costs.work.steps) else plain
 
 
 def cheapest(
@@ -220,6 +219,6 @@ def fragment(chosen: Chosen) -> dict[str, Any]:
         "plan": {
             "placement": "Interleaving" if candidate.placement is Placement.INTERLEAVING else "Auto",
             **own,
-            **({"zero3": "Always"} if gathers(chosen) else {}),
+            **({"zero3": "Always"} if candidate.gathers else {}),
         },
     }
