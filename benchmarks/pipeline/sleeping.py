@@ -32,13 +32,15 @@ from dovetail.trainer.engine.executor import Executor, MicroBatch, Pipe
 from dovetail.trainer.packed_batches import Sequences
 from pipeline import torch_zbv
 
-# By placement: whether the critic's stages run against the actor's, and stages of a model on a rank.
+# By placement: whether the critic's stages run against the actor's, stages of a model on a rank, and whether these are
+# in a loop.
 FAMILIES = {
-    (True, 1): ("serial", "overlapped", "fused", "fused-rolled", "fused-split"),
-    (False, 1): ("stitched",),
-    (True, 2): ("fused-v", "fused-v-rolled", "fused-v-whole"),
-    (False, 2): ("zb-v", "v-half", "v-min"),
-    (True, 4): ("fused-w",),
+    (True, 1, False): ("serial", "overlapped", "fused", "fused-rolled", "fused-split"),
+    (False, 1, False): ("stitched",),
+    (True, 2, False): ("fused-v", "fused-v-rolled", "fused-v-whole"),
+    (False, 2, False): ("zb-v", "v-half", "v-min"),
+    (False, 2, True): ("interleaved",),
+    (True, 4, False): ("fused-w",),
 }
 # Of each number of stages on a rank: schedules with both kinds of backward, whose passes are measured.
 MEASURED = {1: ("serial", "fused-split"), 2: ("fused-v-whole", "fused-v"), 4: ("fused-w",)}
@@ -66,10 +68,10 @@ class SleepingStage(nn.Module):
 
     hidden_size = WIDTH
 
-    def __init__(self, rank: int, size: int, chunks: int, forward: float) -> None:
+    def __init__(self, rank: int, size: int, chunks: int, forward: float, loop: bool = False) -> None:
         super().__init__()
         self._last = size * chunks - 1
-        self.stages = stages_at(rank, size, chunks)
+        self.stages = stages_at(rank, size, chunks, loop)
         self.is_first, self.is_last = 0 in self.stages, self._last in self.stages
         self.seconds = forward
         self.weight = nn.Parameter(torch.ones(chunks, WIDTH))
@@ -100,8 +102,8 @@ def run(rank: int, world: int, port: int, settings: dict[str, Any]) -> dict[str,
     counts = dict.fromkeys(plain, settings["micro_batches"])
     rows: dict[str, Any] = {}
     times, latency = Times(), 0.0
-    for (reverse, chunks), names in FAMILIES.items():
-        layouts = shared_layouts(plain, reverse, chunks)
+    for (reverse, chunks, loop), names in FAMILIES.items():
+        layouts = shared_layouts(plain, reverse, chunks, loop)
         for name, layout in layouts.items():
             groups.place(name, layout)
         if reverse:
@@ -159,7 +161,7 @@ def _plan(
     if groups.rank == 0:
         effort = SearchEffort(20.0, time.monotonic, workers=1, scale=0.1, memory=False)
         layout = layouts["critic"]
-        schedules = choose_schedule(problem, names, effort, layout.reverse, layout.chunks).schedules
+        schedules = choose_schedule(problem, names, effort, layout.reverse, layout.chunks, layout.loop).schedules
         found = {name: (s.makespan, encode(rank_actions(s, layouts))) for name, s in schedules.items()}
     return {
         name: (predicted, StoredSchedule(name, problem.mini_batches, words).actions()[groups.rank])
@@ -213,7 +215,7 @@ def _once(
     for name in layouts:
         held = groups.of(name)
         forward = settings["unit"] * (1 if name == "actor" else settings["ratio"]) / held.chunks
-        stage: Any = SleepingStage(held.pp_rank, held.pp_size, held.chunks, forward)
+        stage: Any = SleepingStage(held.pp_rank, held.pp_size, held.chunks, forward, layouts[name].loop)
         total = settings["micro_batches"] * settings["mini_batches"]
         batches = [MicroBatch(packed, lambda output: (output.sum(), {})) for _ in range(total)]
         pipes[name] = Pipe(

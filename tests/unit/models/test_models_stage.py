@@ -17,7 +17,8 @@ from dovetail.manifest.types import ScratchModel
 from dovetail.models import HuggingFaceWriter, ModelError, PipelineStage, build_stage, layer_range, load_config
 from dovetail.models.tensor_names import in_files
 from dovetail.protocol.messages import ModelRef
-from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
+from dovetail.trainer.compat import is_view
+from dovetail.trainer.engine.split_backward import backward_input, backward_weights
 from helpers.family_models import COMMON, FAMILIES, ref
 
 
@@ -121,10 +122,9 @@ def test_a_backward_in_two_halves_gives_the_whole_one_s_gradients(family: str) -
         given = inputs.clone().requires_grad_(True)
         output = stage(given, (7, 4))
         if halves:
-            weights = list(stage.parameters())
             output = output.clone() if is_view(output) else output
-            _, groups = stage_backward_input([output], [gradient], [given], iter(weights))
-            stage_backward_weight(iter(weights), groups)
+            given.grad, groups = backward_input(output, gradient, given)
+            backward_weights(groups)
         else:
             output.backward(gradient)
         found.append({"inputs": given.grad} | {name: p.grad for name, p in stage.named_parameters()})

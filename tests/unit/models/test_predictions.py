@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dovetail.models.layers.predictions import Predictions, Vocabulary, by_chunks, gradients_of, predict
-from dovetail.trainer.compat import stage_backward_input, stage_backward_weight
+from dovetail.trainer.engine.split_backward import backward_input, backward_weights
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -99,10 +99,10 @@ def test_a_backward_in_two_halves_computes_each_gradient_once() -> None:
 
     output = loss()
     with Products(), gradients_of("inputs"):
-        (found,), groups = stage_backward_input([output], None, [given], iter([before, weight]))
+        found, groups = backward_input(output, None, given)
     assert "weight" not in products
     with gradients_of("weights"):
-        stage_backward_weight(iter([before, weight]), groups)
+        backward_weights(groups)
     assert found is not None
     for mine, whole in zip((found, before.grad, weight.grad), expected, strict=True):
         assert mine is not None

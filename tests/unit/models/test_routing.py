@@ -16,7 +16,7 @@ from dovetail.models.layers.expert_routing import take_counts, take_unbalance
 from dovetail.models.recompute import recompute
 from dovetail.protocol.messages import Load, ModelRef
 from dovetail.protocol.wire import pack, unpack
-from dovetail.trainer.compat import stage_backward_input, stage_backward_weight
+from dovetail.trainer.engine.split_backward import backward_input, backward_weights
 from helpers.family_models import ref
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import VOCABULARY, job, load_command, ppo_batch
@@ -161,9 +161,9 @@ def test_the_load_balancing_loss_is_transformers_own_of_each_layer(family: str) 
     last_output = halves[1](arrived, LENGTHS, balance=0.1)
     torch.testing.assert_close(last_output, output)
     # The second stage's backward pass in two halves.
-    (gradient,), groups = stage_backward_input([last_output.square().mean()], None, [arrived], halves[1].parameters())
+    gradient, groups = backward_input(last_output.square().mean(), None, arrived)
     sent.backward(gradient)
-    stage_backward_weight(halves[1].parameters(), groups)
+    backward_weights(groups)
     found = [take_unbalance(half) for half in halves]
     layers = len(logits)
     # A layer that runs again for its backward pass is counted twice.

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from dovetail.models import compat as models
 from dovetail.rollout import compat as rollout
@@ -69,29 +68,6 @@ def test_private_parts_are_used_in_compat_alone(package: str) -> None:
     # A subclass is written where its base class can be imported.
     allowed = [line for line in wrong if line.endswith("from vllm.v1.worker.cpu_worker import CPUWorker")]
     assert [line for line in wrong if line not in allowed] == []
-
-
-def test_a_split_backward_gives_the_gradients_of_a_whole_one() -> None:
-    def gradients(split: bool) -> tuple[list[torch.Tensor], torch.Tensor]:
-        torch.manual_seed(0)
-        layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-        inputs = torch.randn(5, 3, requires_grad=True)
-        output = layers(inputs)
-        if not split:
-            output.sum().backward()
-            assert inputs.grad is not None
-            return [p.grad for p in layers.parameters() if p.grad is not None], inputs.grad
-        ones = [torch.ones_like(output)]
-        found, groups = trainer.stage_backward_input([output], ones, [inputs], layers.parameters())
-        trainer.stage_backward_weight(layers.parameters(), groups)
-        gradient = found[0]
-        assert gradient is not None
-        return [p.grad for p in layers.parameters() if p.grad is not None], gradient
-
-    (plain, before), (halves, split) = gradients(False), gradients(True)
-    assert len(plain) == len(halves) == 4
-    assert all(torch.equal(a, b) for a, b in zip(plain, halves, strict=True))
-    assert torch.equal(before, split)
 
 
 def test_views_are_told_from_what_they_are_views_of() -> None:

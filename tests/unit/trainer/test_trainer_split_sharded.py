@@ -15,8 +15,8 @@ from dovetail.manifest.types import ScratchModel
 from dovetail.models import Outputs, PipelineStage, build_stage
 from dovetail.models.model_stage import Head
 from dovetail.protocol.messages import ModelRef
-from dovetail.trainer.compat import stage_backward_input, stage_backward_weight
 from dovetail.trainer.engine.parallel import is_sharded, set_last_backward, shard, take_gradients, take_split_gradients
+from dovetail.trainer.engine.split_backward import backward_input, backward_weights
 
 HIDDEN, COUNT = 32, 4
 CONFIG = {
@@ -63,14 +63,13 @@ def gradients(rank: int, mesh: DeviceMesh, order: str, head: Head, alone: bool) 
             done[kind] += 1
             last = number == COUNT - 1
             hidden, output, gradient = saved[number]
-            weights = (p for p in stage.parameters() if p.requires_grad)
             if kind == "B":
                 set_last_backward(stage, last, alone)
                 torch.autograd.backward(output, gradient)
             elif kind == "I":
-                _, halves[number] = stage_backward_input([output], [gradient], [hidden], weights)
+                _, halves[number] = backward_input(output, gradient, hidden)
             else:
-                stage_backward_weight(weights, halves.pop(number))
+                backward_weights(halves.pop(number))
                 take_split_gradients(stage, COMPUTE, last, alone)
         if alone:
             take_gradients(stage)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from dovetail.models.compat import Private
 
@@ -23,23 +22,11 @@ __all__ = [
     "multiply",
     "norms",
     "placed",
-    "stage_backward_input",
-    "stage_backward_weight",
     "take_whole_gradients",
     "viewed",
 ]
 
 PRIVATE = (
-    Private(
-        "torch.distributed.pipelining._backward:stage_backward_input",
-        "torch 2.13",
-        "the first half of a split backward; torch's own pipeline schedules use it, but nothing public offers it alone",
-    ),
-    Private(
-        "torch.distributed.pipelining._backward:stage_backward_weight",
-        "torch 2.13",
-        "the second half of a split backward",
-    ),
     Private(
         "torch:Tensor._is_view",
         "torch 2.13",

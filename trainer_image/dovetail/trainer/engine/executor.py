@@ -19,20 +19,19 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import Parameter
 
 from dovetail.models import PipelineStage
 from dovetail.models.compiled import use_compiled
 from dovetail.models.layers.predictions import Predictions, gradients_of
 from dovetail.models.recompute import recomputes
 from dovetail.protocol.messages import Action
-from dovetail.protocol.weights.buckets import layer_of
 from dovetail.trainer.communication.groups import ModelGroups, PeerLost, peer_errors, transport_sentence
 from dovetail.trainer.communication.host_staging import on_host
-from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
+from dovetail.trainer.compat import is_view
 from dovetail.trainer.engine.action_measures import ActionStopwatch, AllocatedBytes, Meter, SavedBytes
 from dovetail.trainer.engine.optim import local
 from dovetail.trainer.engine.parallel import is_sharded
+from dovetail.trainer.engine.split_backward import WeightGroup, backward_input, backward_weights
 from dovetail.trainer.packed_batches import Packed, moved_together
 
 # Receives are posted this many actions ahead.
@@ -88,7 +87,6 @@ class Pipe:
     by_layer: bool = False
     stats: list[dict[str, Tensor]] = field(default_factory=list)
     results: list[Tensor] = field(default_factory=list)
-    _weights: dict[int, list[Parameter]] = field(default_factory=dict)
     _ended: int = 0  # finished backward passes of the current mini-batch, of all chunks
 
     @property
@@ -108,24 +106,6 @@ class Pipe:
 
     def __post_init__(self) -> None:
         self.mini_batch = self.mini_batch or max(1, len(self.batches))
-
-    def weights(self, chunk: int = 0) -> list[Parameter]:
-        """The trained parameters that a pass of this chunk can reach: those of the chunk's layers, and all outside of
-        layers. torch looks at each of them in both halves of a split backward. Under FSDP2 they are whole from the
-        first forward to the last backward pass of a mini-batch (not under ZeRO-3), and other objects than before it."""
-        found = self._weights.get(chunk)
-        if found is None:
-            named = ((name, p) for name, p in self.stage.named_parameters() if p.requires_grad)
-            others = {
-                f"body.layers.{layer}"
-                for other, layers in enumerate(self.stage.chunk_layers)
-                for layer in layers
-                if other != chunk
-            }
-            found = [p for name, p in named if not others or layer_of(name) not in others]
-            if not is_sharded(self.stage):
-                self._weights[chunk] = found
-        return found
 
     def gathered_bytes(self, chunk: int = 0) -> int:
         """Bytes of the weights that FSDP2 gathers and keeps in a mini-batch's first forward pass of a chunk, without
@@ -268,7 +248,7 @@ class Executor:
         self._posted = 0  # actions whose receives are posted
         self._handed: dict[tuple[str, Piece], Tensor] = {}  # handed from one stage of this rank to the next
         self._saved: dict[Piece, tuple[Tensor, Tensor]] = {}
-        self._split: dict[Piece, list[dict[str, Any]]] = {}
+        self._split: dict[Piece, list[WeightGroup]] = {}
         self._sends: dict[tuple[str, Piece], tuple[Any, Tensor, int]] = {}
         self._meters: dict[str, Meter] = {
             name: AllocatedBytes(device) if device.type == "cuda" else SavedBytes(pipe.stage.parameters())
@@ -402,11 +382,8 @@ class Executor:
                 # No stage waits for the gradient of tokens.
                 self._saved[key] = (output, gradient if gradient is not None else torch.ones_like(output))
             else:
-                given = None if gradient is None else [gradient]
                 with peer_errors(f"a backward pass of {action.model}"), gradients_of("inputs"):
-                    _, self._split[key] = stage_backward_input(
-                        [output], given, [inputs], iter(pipe.weights(action.chunk))
-                    )
+                    inputs.grad, self._split[key] = backward_input(output, gradient, inputs)
         if not begins:
             upstream = inputs.grad if inputs.grad is not None else torch.zeros_like(inputs)
             edge = pipe.groups.edges[action.chunk]
@@ -430,7 +407,7 @@ class Executor:
                     torch.autograd.backward(output, gradient)
             else:
                 with gradients_of("weights"):
-                    stage_backward_weight(iter(pipe.weights(action.chunk)), self._split.pop(key))
+                    backward_weights(self._split.pop(key))
                 if pipe.after_weight_gradient is not None:
                     pipe.after_weight_gradient(pipe.last_backward())
         self._release(key)

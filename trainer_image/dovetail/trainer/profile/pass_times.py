@@ -15,8 +15,9 @@ from dovetail.models import Outputs, PipelineStage, load_config
 from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.files.machine_profile import ModelTimes, PassTimes
 from dovetail.protocol.messages import ModelRef
-from dovetail.trainer.compat import is_view, stage_backward_input, stage_backward_weight
+from dovetail.trainer.compat import is_view
 from dovetail.trainer.engine.action_measures import SavedBytes
+from dovetail.trainer.engine.split_backward import backward_input, backward_weights
 
 # The model has three stages of one layer each. The middle one is only a layer; the others have one part more.
 _STAGES = 3
@@ -148,10 +149,9 @@ def _pass(
             torch.autograd.backward(output, gradient)
     else:
         with timed("input_gradient"):
-            given = None if gradient is None else [gradient]
-            _, groups = stage_backward_input([output], given, [inputs], iter(weights))
+            _, groups = backward_input(output, gradient, inputs)
         with timed("weight_gradient"):
-            stage_backward_weight(iter(weights), groups)
+            backward_weights(groups)
     seconds["activation_bytes"].append(float(meter.bytes))
     stage.zero_grad(set_to_none=True)
 
