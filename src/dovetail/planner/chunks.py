@@ -11,18 +11,11 @@ CHUNKS_PER_SCORER = 3
 STREAMED_PER_SCORER = 2
 
 
-def chunk_rows(
-    longest: int, waiting: int, scorers: int, least: int = MIN_CHUNK_TOKENS, most: int = MAX_CHUNK_TOKENS
-) -> int:
-    """The number of waiting samples, longest first, that make up the next chunk of one of `scorers` scorers.
-
-    `longest`, `waiting`, `least`, `most`: tokens. Padded to `longest` tokens, the chunk has about a third of a scorer's
-    share of the `waiting` tokens. It has at least `least` tokens if so many wait, and at most `most`, but always one
-    sample. The last chunks are small, so all scorers end at about the same time."""
-    return max(1, chunk_target(waiting, scorers, least, most) // longest)
-
-
 def chunk_target(waiting: int, scorers: int, least: int = MIN_CHUNK_TOKENS, most: int = MAX_CHUNK_TOKENS) -> int:
-    """The most tokens of a padded chunk of several samples: see `chunk_rows`. Where the shortest samples come first,
-    each further sample makes all rows longer."""
+    """The most tokens of the next chunk of one of `scorers` scorers, padded to its longest sample. A chunk always has
+    one sample.
+
+    It is about a third of a scorer's share of the `waiting` tokens, but at least `least` tokens and at most `most`. The
+    last chunks are small, so all scorers end at about the same time. Where the shortest samples come first, each
+    further sample makes all rows longer."""
     return min(most, max(least, waiting // max(1, scorers * CHUNKS_PER_SCORER)))

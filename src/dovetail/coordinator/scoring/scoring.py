@@ -111,8 +111,8 @@ class Waiting:
         return 0
 
     def take(self, scorers: int, least: int = MIN_CHUNK_TOKENS, most: int = MAX_CHUNK_TOKENS) -> list[Finished]:
-        """The next chunk for one of `scorers` scorers. It has as many samples as `chunk_rows` says, prompt by prompt,
-        the longest (or shortest) first. It is empty if no sample waits.
+        """The next chunk for one of `scorers` scorers. It has as many samples as `chunk_target` has room
+        for, prompt by prompt, the longest (or shortest) first. It is empty if no sample waits.
 
         A scorer computes a prompt once for all its samples in a chunk. So the samples of one prompt stay together, even
         if the chunk then gets a few samples more. They are divided only if both parts are large enough for a chunk

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from dovetail.planner.chunks import chunk_rows
+from dovetail.planner.chunks import chunk_target
 from dovetail.planner.costs.steps import StepTimes, together
 from dovetail.protocol.files.machine_profile import Machine
 
@@ -204,7 +204,7 @@ class CpuStageTimes:
             may = not self._left or (self._fusion is not None and server.idle)
             if scorer.left == NEVER and waiting and may:
                 same = sum(s.models == scorer.models for s in self._scorers)
-                rows = chunk_rows(-waiting[0], -sum(waiting), same)
+                rows = max(1, chunk_target(-sum(waiting), same) // -waiting[0])
                 tokens = -sum(heapq.heappop(waiting) for _ in range(min(rows, len(waiting))))
                 scorer.left = chunk_seconds(self._machine, scorer.models, tokens)
 
