@@ -677,3 +677,17 @@ def test_interleaved_stages_run_where_nothing_else_is_as_fast(tmp_path: Path) ->
             check_actions(mine, {"actor": 2}, True, chunks={"actor": 4})
     assert Layout.model_validate(layouts["actor"].model_dump()) == layouts["actor"]
     assert "loop" not in Layout(pp=2).model_dump()
+
+
+def test_a_stage_whose_model_has_too_few_layers_for_the_pinned_v_trains_without_one(tmp_path: Path) -> None:
+    spec, _ = group_job(intraStageFusion="VShaped")
+    document = spec.model_dump(by_alias=True, exclude_unset=True, mode="json")
+    sizes = {"batchSize": 16, "microBatchSize": 2, "steps": 4}
+    spec = RLHFJobSpec.model_validate({**document, "stages": ["sft", "ppo"], "sft": sizes})
+    plan = make_plan(spec)
+    assert {row.stage: row.chunks for row in plan.batching} == {Stage.SFT: 2, Stage.PPO: 1}
+    few = plan.model_copy(update={"batching": [row.model_copy(update={"chunks": 1}) for row in plan.batching]})
+    for each, chunks in ((plan, 2), (few, 1)):
+        schedules = StageSchedules(spec, each, Records(), tmp_path, lambda *_, **__: None, Stage.SFT)
+        asyncio.run(schedules.begin())
+        assert schedules.layouts["actor"].chunks == chunks

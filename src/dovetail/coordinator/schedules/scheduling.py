@@ -153,6 +153,9 @@ class Scheduling:
             self._allowed = tuple(dict.fromkeys((*PINS["Serial"], *PINS[plan.schedule])))
         rows = (row for row in plan.batching if row.stage is stage)
         self._most_chunks = max(plan.chunks, spec.plan.chunks) if ppo else max((row.chunks for row in rows), default=1)
+        if not ppo and self._most_chunks == 1:
+            # A V is pinned, and this stage's model has too few layers for it.
+            self._allowed = self._all
 
     def _family(self, name: str) -> Family:
         return family_of(name, len(self._plain))

@@ -76,5 +76,6 @@ export function colourOf(name) {
 export const ACTIONS = {
   "actor F": "#5b9bd8", "actor B": "#2b62a0", "actor I": "#3f7fc0", "actor W": "#1c4878",
   "critic F": "#e0a24e", "critic B": "#b06a10", "critic I": "#c98425", "critic W": "#7d4a06",
+  "reward F": "#7fb77e", "reward B": "#3f7f4a", "reward I": "#5a9b63", "reward W": "#27552f",
 };
 export const ACTION_NAMES = {F: "forward", B: "backward", I: "input gradient", W: "weight gradient"};

@@ -1,4 +1,4 @@
-// The schedule of actor and critic training: as it was drawn, beside serial 1F1B, and as it was run.
+// The schedule of training: as it was drawn, beside serial 1F1B, and as it was run.
 
 import {ACTION_NAMES, ACTIONS, h, legend, number, percent, select, swap, table} from "./dom.js";
 import {lanes} from "./lanes.js";
@@ -18,9 +18,10 @@ export async function scheduleTab({source, id, body, signal}) {
     if (found.run) parts.push([`${found.chosen}, as run in iteration ${iteration}`, found.run]);
     const end = Math.max(...parts.map(([, part]) => part.seconds));
     const used = new Set(parts.flatMap(([, part]) => part.ranks.flat().map((action) => `${action.model} ${action.kind}`)));
+    const models = [...new Set([...used].map((name) => name.slice(0, -2)))].sort().join(" and ");
     swap(controls, select("As run in iteration", [...seen.trace_iterations].reverse().map((n) => [n, n]), iteration, (value) => { iteration = Number(value); load(); }));
     box.replaceChildren(
-      h("p", {}, `${found.chosen}: ${number(found.drawn.seconds)} ${unit} for ${found.mini_batches} mini-batches of actor and critic, where serial 1F1B takes ${number(found.serial.seconds)} ${unit} (${number(found.speedup)} times as fast).`,
+      h("p", {}, `${found.chosen}: ${number(found.drawn.seconds)} ${unit} for ${found.mini_batches} ${found.mini_batches === 1 ? "mini-batch" : "mini-batches"} of ${models}, where serial 1F1B takes ${number(found.serial.seconds)} ${unit} (${number(found.speedup)} times as fast).`,
         found.run ? ` As it was run it took ${number(found.run.seconds)} s, ${percent(Math.abs(found.run.seconds / found.drawn.seconds - 1))} ${found.run.seconds > found.drawn.seconds ? "longer" : "less"} than drawn.` : ""),
       legend([...used].sort().map((name) => [`${name.slice(0, -2)} ${ACTION_NAMES[name.slice(-1)]}`, ACTIONS[name]])),
       ...parts.map(([title, part]) => lanes({title: `${title}: ${number(part.seconds)} ${unit}`, end, unit, lanes: part.ranks.map((rank, i) => ({label: `rank ${i}`,
