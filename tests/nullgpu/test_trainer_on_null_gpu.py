@@ -88,7 +88,7 @@ TRAINING: dict[str, dict[str, Any]] = {
         "critic": {"pp": 2, "dp": 2, "pipelines": 2, "reverse": True},
         "schedules": [4],
     },
-    "apart": {"layout": {"pp": 2}, "critic": {"first": 2}, "world": 4, "schedules": [4, SPLIT]},
+    "dedicated": {"layout": {"pp": 2}, "critic": {"first": 2}, "world": 4, "schedules": [4, SPLIT]},
     "by layer": {"layout": {"dp": 2}, "zero3": True, "schedules": [4, 4, 8]},
     "recomputed": {"layout": {"pp": 2, "tp": 2}, "recompute": True, "schedules": [4]},
     "adapters": {"layout": {"pp": 2, "dp": 2}, "lora": True, "exports": True, "schedules": [4, {"split": 8}]},
@@ -152,7 +152,7 @@ def test_few_receives_wait_on_the_gpu_at_once(null_gpu: Run, name: str) -> None:
         assert result["receiving"] <= 2
 
 
-@pytest.mark.parametrize("name", ["pp2", "pp4", "V, fused", "W", "side by side", "apart", "all"])
+@pytest.mark.parametrize("name", ["pp2", "pp4", "V, fused", "W", "side by side", "dedicated", "all"])
 def test_messages_have_streams_of_their_own(null_gpu: Run, name: str) -> None:
     """torch gives communicators the streams of a pool of 32 in turn. A message that waits on a stream for another one,
     of a communicator that has nothing to do with it, can hold up a pipeline for ever."""

@@ -48,7 +48,7 @@ def test_equal_models_take_half_the_ranks_each_and_the_time_of_one_pipeline_ther
 
 
 @st.composite
-def apart(draw: st.DrawFn) -> ScheduleProblem:
+def dedicated_problems(draw: st.DrawFn) -> ScheduleProblem:
     """Unlike models on ranks of their own, every pass of another length."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     mini, first, models = draw(st.integers(1, 3)), 0, []
@@ -63,7 +63,7 @@ def apart(draw: st.DrawFn) -> ScheduleProblem:
 
 
 @settings(deadline=None, max_examples=60)
-@given(apart(), st.integers(0, 2**32))
+@given(dedicated_problems(), st.integers(0, 2**32))
 def test_lists_are_legal_and_last_as_long_as_the_slower_model(problem: ScheduleProblem, seed: int) -> None:
     found = dedicated_schedule(problem)
     lists = steps(found)

@@ -71,7 +71,7 @@ def test_agrees_with_the_closed_form(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("migration", [None, 0.2])
-def test_agrees_where_tasks_are_apart(migration: float | None) -> None:
+def test_agrees_where_tasks_have_their_own_gpus(migration: float | None) -> None:
     _agree(separated(migration), workload())
 
 

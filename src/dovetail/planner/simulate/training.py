@@ -65,7 +65,7 @@ def play_training(candidate: Candidate, costs: GPUCosts, tokens: Ints, begun: fl
             if critic is not None and shared:
                 taken, new = _both(candidate, actor, critic, relative, now)
             else:
-                taken, new = _apart(candidate, actor, critic, relative, now)
+                taken, new = _separate(candidate, actor, critic, relative, now)
             now += taken
             bars += new
     return now - begun, bars
@@ -162,7 +162,7 @@ def _orders(actor: StepTimes, critic: StepTimes, a: tuple[int, int], k: tuple[in
     return found.orders
 
 
-def _apart(
+def _separate(
     candidate: Candidate, actor: StepTimes, critic: StepTimes | None, relative: Floats, now: float
 ) -> tuple[float, list[Bar]]:
     """Simulates each model by 1F1B. If the models share GPUs, they run one after the other."""
