@@ -48,15 +48,18 @@ def load(case: dict[str, Any], checkpoint: str | None = None) -> Load:
 
 
 def work(engine: Engine, copies: int) -> list[dict[str, list[MicroBatch]]]:
-    """Each mini-batch's share of this rank; micro-batches of unlike shapes."""
+    """Each mini-batch's share of this rank; micro-batches of unlike shapes, the same in both. With tensor parallel
+    ranks there are two shapes: torch takes ten times as long with each that is new."""
+    shapes = 2 if any(m.groups.tp_size > 1 for m in engine.models.values()) else MICRO_BATCHES * copies
     minis = []
     for step in range(MINI_BATCHES):
         gen = torch.Generator().manual_seed(step)
         batch = []
         for index in range(MICRO_BATCHES * copies):
-            b, t = 1 + index % 3, 6 + 2 * (index % 4)
-            tokens = torch.randint(0, VOCAB, (b, t), generator=gen)
-            batch.append((tokens, torch.randint(2, t + 1, (b,), generator=gen)))
+            like = index % shapes
+            b, t = 1 + like % 3, 6 + 2 * (like % 4)
+            lengths = torch.randint(2, t + 1, (b,), generator=torch.Generator().manual_seed(like))
+            batch.append((torch.randint(0, VOCAB, (b, t), generator=gen), lengths))
         total = sum(tokens.shape[0] for tokens, _ in batch)
         minis.append(
             {
