@@ -117,7 +117,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """A million objects of imported modules live as long as the tests. Else each `gc.collect()` would visit them."""
+    """Each worker imports all test files, so none may import vLLM, which takes five seconds.
+
+    A million objects of imported modules live as long as the tests. Else each `gc.collect()` would visit them."""
+    if "vllm" in sys.modules:
+        raise pytest.UsageError("a test file imports vLLM when it is imported; let it use helpers.lazy")
     gc.collect()
     gc.freeze()
 

@@ -1,6 +1,7 @@
 """CP-SAT on schedules, unrolled schedules, and the front of time against memory."""
 
 import itertools
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from dovetail.pipelines import (
 from dovetail.pipelines.search.exact import ExactSearch, time_unit
 from dovetail.pipelines.search.steady_state import shorten, unroll
 
-pytest.importorskip("ortools")
+pytestmark = pytest.mark.skipif(find_spec("ortools") is None, reason="needs OR-Tools")
 
 
 @pytest.mark.parametrize("name", ["fused", "shared"])

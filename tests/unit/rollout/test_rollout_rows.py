@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 import torch
 
-pytest.importorskip("vllm")
+# Not imported here: each worker of a run imports all test files.
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
 
 
 @pytest.mark.parametrize(("inner", "outer"), [(64, 300), (512, 64), (1408, 512)])

@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 from dovetail.manifest.types import Generation
 from dovetail.protocol.sampling import sampling_params
 from helpers.lazy import Lazy
 
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+scipy_stats = Lazy("scipy.stats")
 vllm = Lazy("vllm")
 logits_processor = Lazy("vllm.v1.sample.logits_processor")
 sampling = Lazy("dovetail.rollout.serving.sampler")
@@ -73,7 +73,7 @@ def test_tokens_are_drawn_with_the_models_probabilities(temperature: float, top_
     counts = np.bincount(tokens, minlength=20)
     assert counts[want == 0].sum() == 0
     if (want > 0).sum() > 1:
-        assert chisquare(counts[want > 0], want[want > 0] * len(tokens)).pvalue > 1e-3
+        assert scipy_stats.chisquare(counts[want > 0], want[want > 0] * len(tokens)).pvalue > 1e-3
 
 
 def test_successive_positions_of_one_sample_are_independent_draws() -> None:
@@ -84,7 +84,7 @@ def test_successive_positions_of_one_sample_are_independent_draws() -> None:
     for _ in range(8_000):
         output.append(int(target.apply(logits[None].clone()).argmax()))
     pairs = np.array(output[:-1]) * 16 + np.array(output[1:])
-    assert chisquare(np.bincount(pairs, minlength=256)).pvalue > 1e-3
+    assert scipy_stats.chisquare(np.bincount(pairs, minlength=256)).pvalue > 1e-3
 
 
 def test_a_continued_sample_draws_what_the_unbroken_one_would() -> None:
