@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from dovetail.planner.candidate import TRAINING, Candidate, Share, Task
 from dovetail.planner.costs.generation import GenerationTimes, Servers, deal, expected_longest, quantiles
-from dovetail.planner.costs.gpu import OPTIMIZER_BYTES, GPUCosts
+from dovetail.planner.costs.gpu import OPTIMIZER_BYTES, Estimate, GPUCosts
 from dovetail.planner.costs.gpu_memory import GPUMemoryModel, Loads, TaskMemory
 from dovetail.planner.costs.memory import FRAGMENTS, ITEMSIZE, Training, trained_parameters
 from dovetail.planner.costs.passes import LINK
@@ -51,11 +51,19 @@ class SystemCosts(GPUCosts):
         self._system = system
         self.gradient_bytes = system.gradient_bytes
 
-    def samples_held(self, candidate: Candidate) -> int:
+    def estimate(self, candidate: Candidate) -> Estimate:
         """An engine that cannot let samples join holds all of them at once."""
-        if self._system.continuous:
-            return super().samples_held(candidate)
-        return -(-self.work.batch // sum(s.dp for s in candidate.generation))
+        found = super().estimate(candidate)
+        if self._system.continuous or found.problem is not None:
+            return found
+        samples = -(-self.work.batch // sum(s.dp for s in candidate.generation))
+        _, rooms = self.memory.of(candidate)
+        share = min(rooms, key=rooms.__getitem__)
+        if rooms[share] >= samples * self.work.longest:
+            return found
+        held = f"but {samples} samples may have {samples * self.work.longest}"
+        problem = f"generation on {share} has room for {max(0, rooms[share])} tokens of KV cache, {held}"
+        return replace(found, problem=problem)
 
     def generated(self, shares: Sequence[tuple[Share, int]], migration: float | None) -> GenerationTimes:
         if self._system.continuous:

@@ -101,13 +101,8 @@ class GPUCosts:
         for task, share in candidate.placed:
             if share.tp > self.inventory[share.pool].per_node:
                 problem = f"{task} on {share} has tensor parallel ranks on several nodes of {share.pool}; lower tp"
-        samples = self.samples_held(candidate)
         for share, room in rooms.items():
-            if problem is None and room < samples * self.work.longest:
-                problem = (
-                    f"generation on {share} has room for {max(0, room)} tokens of KV cache, but {samples} sample"
-                    f"{'s' if samples > 1 else ''} may have {samples * self.work.longest}"
-                )
+            problem = problem or self._no_room(share, room)
         longest = self.work.longest
         generated = self.generated([(s, max(rooms[s], longest)) for s in candidate.generation], candidate.migration)
         phases = {
@@ -128,12 +123,7 @@ class GPUCosts:
             return Option(share, 0.0, 0.0, need, f"{task} on {self.memory.explanation(task, share)}")
         if task == "generation":
             seconds = self.generated([(share, max(found.room, self.work.longest))], None).seconds
-            problem = None
-            if found.room < self.work.longest:
-                problem = (
-                    f"generation on {share} has room for {max(0, found.room)} tokens of KV cache, but a sample "
-                    f"may have {self.work.longest}"
-                )
+            problem = self._no_room(share, found.room)
             # A tail that gathers on fewer servers may end a little sooner.
             return Option(share, seconds + self.swap(task, share), 0.9 * seconds, need, problem, mine)
         if task in TRAINING:
@@ -141,11 +131,14 @@ class GPUCosts:
             return Option(share, steps * step.alone, steps * (step.work + step.fixed), need, None, mine)
         return Option(share, self.inference(task, share) + self.swap(task, share), 0.0, need, None, mine)
 
-    # ------------------------------------------------------------ generation and inference
+    def _no_room(self, share: Share, room: int) -> str | None:
+        """Why a server with `room` tokens of KV cache cannot generate. None if it can."""
+        longest, there = self.work.longest, max(0, room)
+        if room >= longest:
+            return None
+        return f"generation on {share} has room for {there} tokens of KV cache, but a sample may have {longest}"
 
-    def samples_held(self, candidate: Candidate) -> int:
-        """The number of samples of the longest length for which a server must have room."""
-        return 1
+    # ------------------------------------------------------------ generation and inference
 
     def servers(self, share: Share, room: int) -> Servers:
         """The vLLM servers of a generation share, each with `room` tokens of KV cache."""
