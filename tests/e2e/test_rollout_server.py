@@ -159,7 +159,7 @@ def test_greedy_output_is_the_published_models(world: World, trainer: Trainer) -
     "generation",
     [
         Generation(max_tokens=100),
-        Generation(max_tokens=100, temperature=0.7, top_k=20),
+        pytest.param(Generation(max_tokens=100, temperature=0.7, top_k=20), marks=pytest.mark.nightly),
         Generation(max_tokens=100, temperature=1.3, top_p=0.9, min_tokens=60),
         Generation(max_tokens=100, top_k=50, top_p=0.8),
     ],
