@@ -66,6 +66,13 @@ def dovetail(folder: Path, *arguments: str, seconds: float = 900.0) -> str:
 
 
 @pytest.fixture(scope="module")
+def manifest(here: Path) -> Path:
+    """What the command without a manifest means."""
+    (here / "job.yaml").write_text(dovetail(here, "run", *GRPO, "--cpu", "--print-only"))
+    return here / "job.yaml"
+
+
+@pytest.fixture(scope="module")
 def trained(here: Path) -> Path:
     """The run of the command without a manifest."""
     told = dovetail(here, "run", *GRPO, "--cpu", "--run-dir", "runs/mine")
@@ -75,19 +82,17 @@ def trained(here: Path) -> Path:
     return here / "runs/mine"
 
 
-def test_the_data_and_the_job_are_checked_before_it_runs(here: Path) -> None:
+def test_the_data_and_the_job_are_checked_before_it_runs(here: Path, manifest: Path) -> None:
     seen = dovetail(here, "data", "prompts.jsonl", "--model", "my-model", "--as", "prompts")
     assert re.search(r"Records +64\b", seen)
-    (here / "job.yaml").write_text(dovetail(here, "run", *GRPO, "--cpu", "--print-only"))
-    checked = " ".join(dovetail(here, "validate", "job.yaml", "--deep").split())
+    checked = " ".join(dovetail(here, "validate", manifest.name, "--deep").split())
     assert "correct gave finite numbers for two prompts" in checked
     assert "is valid" in checked
 
 
-def test_a_model_is_measured_for_schedules(here: Path, tmp_path: Path) -> None:
+def test_a_model_is_measured_for_schedules(here: Path, manifest: Path, tmp_path: Path) -> None:
     small = ("--repeats", "1", "--no-link", "--micro-batch", "1", "--tokens", "8")
-    (here / "measured.yaml").write_text(dovetail(here, "run", *GRPO, "--cpu", "--print-only"))
-    dovetail(here, "profile", "measured.yaml", "-o", str(tmp_path / "profile.json"), *small)
+    dovetail(here, "profile", manifest.name, "-o", str(tmp_path / "profile.json"), *small)
     assert json.loads((tmp_path / "profile.json").read_text())["models"]["actor"]
 
 
