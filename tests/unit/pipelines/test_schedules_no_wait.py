@@ -23,7 +23,7 @@ from dovetail.pipelines import (
 )
 from dovetail.pipelines.compat import COMPILED
 from dovetail.pipelines.search import find as find_module
-from dovetail.pipelines.search import scaling
+from dovetail.pipelines.search import rounds, scaling
 from dovetail.pipelines.search.dispatch_rules import DispatchSearch
 from dovetail.pipelines.search.no_wait import no_wait
 
@@ -64,11 +64,11 @@ def test_it_finds_schedules_of_any_number_of_chunks(name, limit):
     instance = family_instance(replace(free, memory_limit=limit), family_of(name))
     found = evaluate(instance, no_wait(instance, lambda: 1.0))
     assert found.fits(limit)
-    rules = DispatchSearch(instance, 0)
+    dispatched = DispatchSearch(instance, 0)
     with ThreadPoolExecutor(1) as pool:
         for _ in range(5):
-            rules.round(pool)
-    assert found.makespan < rules.makespan
+            dispatched.round(pool)
+    assert found.makespan < dispatched.makespan
 
 
 def test_micro_batches_of_the_larger_model_do_not_wait():
@@ -103,3 +103,18 @@ def test_a_search_of_many_ranks_takes_it_where_it_is_faster(monkeypatch):
     assert found.how == "no wait"
     assert found.makespan <= found.bound * 1.12
     assert np.array_equal(found.orders, no_wait(found.instance, lambda: 0.0))
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_a_long_round_does_not_begin_when_the_time_is_up(monkeypatch, large):
+    """But a short one does: otherwise a search with little time would try nothing."""
+    monkeypatch.setattr(scaling, "SMALL", 8)
+    monkeypatch.setattr(rounds, "LARGE", 100 if large else 40_000)
+    done = []
+
+    def progress(what, makespan, peak):
+        done.append(what)
+
+    effort = SearchEffort(0, itertools.count().__next__, scale=0.1, memory=False, exact=False, progress=progress)
+    find(bench(16, 64, 10.0).problem, family_of("fused-v"), effort)
+    assert bool(done) != large

@@ -49,7 +49,7 @@ class _Search(Rounds):
         `limit` when the steady state is restored. A makespan below `most` is kept, even if it is above `target`."""
         for number in range(level.thin):
             fewer = drop(self.instance.problem, SPARES[number % len(SPARES)])
-            if self.rounds and self.left() <= 0:
+            if (self.rounds or self.long) and self.left() <= 0:
                 return False
             if fewer is None:
                 continue

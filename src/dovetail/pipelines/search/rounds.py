@@ -40,8 +40,9 @@ class SearchEffort:
     """How long and how hard to search.
 
     The search ends `seconds` after its start by `clock`, within a tenth of a second or the time of the first and
-    smallest round. `memory`: look for less memory once the makespan is found. `enough`: peak memory below which the
-    search looks for no less. `scale`: work of a round. `exact`: use CP-SAT too, where it is installed."""
+    smallest round, which is left out where it takes long and a schedule is known. `memory`: look for less memory once
+    the makespan is found. `enough`: peak memory below which the search looks for no less. `scale`: work of a round.
+    `exact`: use CP-SAT too, where it is installed."""
 
     seconds: float = 20.0
     clock: Clock = lambda: 0.0
@@ -81,6 +82,11 @@ class Rounds:
     def left(self) -> float:
         return self.effort.seconds - (self.effort.clock() - self.started)
 
+    @property
+    def long(self) -> bool:
+        """Whether a round takes long, and is not needed, as a schedule is known."""
+        return self.best is not None and self.size > LARGE
+
     def report(self, what: str) -> None:
         if self.effort.progress is not None and self.best is not None:
             self.effort.progress(what, self.best.makespan, self.best.peak)
@@ -102,8 +108,8 @@ class Rounds:
         if self.mirrored is not None:
             work += ["justification"] * level.justifying
         for number, kind in enumerate(work + ["annealing"] * level.annealing):
-            # The first round always runs.
-            if self.rounds and self.left() <= 0:
+            # The first round always runs, unless it is a long one and a schedule is known.
+            if (self.rounds or self.long) and self.left() <= 0:
                 break
             self.rounds += 1
             if kind == "rules" or not top:
@@ -220,13 +226,13 @@ class Rounds:
         self, task: Callable[[int, Ints], T], count: int, poll: Callable[[Ints], None] | None = None
     ) -> Iterable[T]:
         """The results of task(number, stop), in order. Task i sets stop[i] once the later ones need not go on. The last
-        element is set here when the time is up, but never in the first round."""
+        element is set here when the time is up, but in the first round only if that is a long one."""
         stop = np.zeros(count + 1, np.int64)
         futures: list[Future[T]] = [self.pool.submit(task, number, stop) for number in range(count)]
         pending = set(futures)
         while pending:
             _, pending = wait(pending, timeout=_POLL)
-            if self.rounds > 1 and self.left() <= 0:
+            if (self.rounds > 1 or self.long) and self.left() <= 0:
                 stop[-1] = 1
             if poll is not None and pending:
                 poll(stop)
