@@ -9,7 +9,7 @@ import signal
 import sqlite3
 import threading
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -203,17 +203,17 @@ def children_of(pid: int) -> list[int]:
 
 
 def same_weights(one: Path, other: Path) -> list[str]:
-    """Tensors of two runs' models that are not the same bits; what only one of them has, too."""
-    files = {p.relative_to(run) for run in (one, other) for p in (run / "models").rglob("*.safetensors")}
-    assert files, "no weights were written"
-    different = []
-    for name in sorted(files):
-        if not (one / name).exists() or not (other / name).exists():
-            different.append(str(name))
-            continue
-        a, b = load_file(one / name), load_file(other / name)
-        different += [f"{name}: {key}" for key in sorted(a.keys() | b.keys()) if not _same(a.get(key), b.get(key))]
-    return different
+    """Tensors of two runs' models that are not the same bits; what only one of them has, too. In which of a folder's
+    files a tensor is depends on where the pipeline's stages were."""
+    a, b = (dict(_weights(run / "models")) for run in (one, other))
+    assert a, "no weights were written"
+    return [name for name in sorted(a.keys() | b.keys()) if not _same(a.get(name), b.get(name))]
+
+
+def _weights(models: Path) -> Iterator[tuple[str, np.ndarray]]:
+    for path in models.rglob("*.safetensors"):
+        for name, array in load_file(path).items():
+            yield f"{path.parent.relative_to(models)}: {name}", array
 
 
 def _same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
