@@ -307,6 +307,7 @@ class CommandRunner:
 
     def _load(self, command: Load) -> Metrics:
         self._held.clear()
+        self._timed_messages.clear()  # those of SFT are no times of PPO
         with self.timeline.phase("load"):
             self.kept.begin(command.keep_versions)
             self.engine.load(command)
