@@ -2,7 +2,8 @@
 
 1. Two ranks with real transformer stages: one mini-batch of actor and critic, serial (with a barrier between the
    models), zero-bubble, stitched, fused, split, and several stages a rank, and on torch.distributed.pipelining's own
-   1F1B and ZB-V. Predictions use the times of forwards and backwards measured beforehand, waits left out.
+   1F1B and ZB-V. Predictions use the times of forwards and backwards measured beforehand, waits left out. A second
+   prediction of the same orders uses the times of the schedule's own first rounds, as jobs do after a step.
 2. Four and eight ranks whose stages sleep (on fewer cores, so computing ones would measure the scheduler of the
    operating system), also on torch's ZB-V: reached over predicted, overhead per action.
 
@@ -65,7 +66,7 @@ def print_real(results: list[dict[str, Any]]) -> None:
     print(f"latency of a boundary tensor {results[0]['latency'] * 1e3:.2f} ms; no bubbles {results[0]['limit']:.3f} s;")
     print(f"both halves of a split backward take {results[0]['split']:+.1%} longer than the whole")
     columns = "".join(f"{name:>{width}}" for name, width in (("seconds", 9), ("min", 8), ("predicted", 11)))
-    columns += f"{'speed-up':>10}{'predicted':>11}{'ratio':>7}"
+    columns += f"{'speed-up':>10}{'predicted':>11}{'ratio':>7}{'own passes':>12}{'reached':>9}"
     print(f"  {'schedule':22}{columns}  peak MiB by rank (predicted)")
     for name, row in rows.items():
         took, promise = statistics.median(row["seconds"]), predicted_base / row["predicted"]
@@ -75,7 +76,7 @@ def print_real(results: list[dict[str, Any]]) -> None:
             memory = ", ".join(f"{m / 2**20:.1f} ({p / 2**20:.1f})" for m, p in zip(*row["peaks"], strict=True))
         print(
             f"  {name:22}{took:9.3f}{min(row['seconds']):8.3f}{row['predicted']:11.3f}{speed:10.3f}{promise:11.3f}"
-            f"{speed / promise:7.3f}  {memory}"
+            f"{speed / promise:7.3f}{row['own']:12.3f}{row['own'] / took:9.3f}  {memory}"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,13 +17,22 @@ from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, encod
 from dovetail.coordinator.schedules.training_schedule import (
     Times,
     choose_schedule,
+    is_serial,
     rank_actions,
     shared_layouts,
     training_problem,
 )
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
 from dovetail.models import PipelineStage, load_config
-from dovetail.pipelines import ScheduleProblem, SearchEffort, zero_bubble_limit
+from dovetail.pipelines import (
+    Schedule,
+    ScheduleProblem,
+    SearchEffort,
+    evaluate,
+    family_instance,
+    family_of,
+    zero_bubble_limit,
+)
 from dovetail.protocol.messages import Action, Load, ModelRef, StageTimes
 from dovetail.trainer.communication.groups import Groups
 from dovetail.trainer.engine.engine import Engine, MicroBatch
@@ -32,6 +41,7 @@ from pipeline import torch_zbv
 
 VOCABULARY = 1024
 WARM_UP = 8  # rounds; the first ones meet pages that nobody has touched yet
+OWN = 3  # rounds of a schedule whose passes are measured, to predict the later ones from
 # By placement: stages of a model on a rank, and whether the critic's run against the actor's.
 FAMILIES = {
     (1, True): ("serial", "zero-bubble", "fused", "fused-split"),
@@ -45,12 +55,13 @@ MEASURED = {1: ("serial", "fused-split"), 2: ("fused-v-whole", "fused-v")}
 
 @dataclass(frozen=True)
 class Found:
-    """A schedule: predicted seconds, peak bytes of each rank, each rank's word."""
+    """A schedule: predicted seconds, peak bytes of each rank, each rank's word; on rank 0 all that the search says."""
 
     family: str
     makespan: float
     peaks: list[float]
     words: list[str]
+    schedule: Schedule | None = None
 
     def actions(self, rank: int) -> list[Action]:
         return StoredSchedule(self.family, 1, self.words).actions()[rank]
@@ -172,14 +183,14 @@ def run(rank: int, world: int, port: int, settings: dict[str, int]) -> dict[str,
             times = measure(bench, c, chunks)
         found = plan(bench, times, c, reverse, chunks)
         bench.timed(next(iter(found.values())).actions(bench.rank))
-        rounds(bench, rows, found)
+        rounds(bench, rows, found, reverse, c)
         if (chunks, reverse) == (1, False):
             problem = problem_of(bench, times, c)
             result = {"limit": zero_bubble_limit(problem), "split": split_cost(bench, times, c)}
             seconds = torch_rounds(bench)
-            rows["serial, torch's 1F1B"] = {"seconds": seconds, "predicted": rows["serial"]["predicted"], "peaks": None}
+            rows["serial, torch's 1F1B"] = {**rows["serial"], "seconds": seconds, "peaks": None}
     seconds = torch_zbv_rounds(bench)
-    rows["zb-v, torch's ZBV"] = {"seconds": seconds, "predicted": rows["zb-v"]["predicted"], "peaks": None}
+    rows["zb-v, torch's ZBV"] = {**rows["zb-v"], "seconds": seconds, "peaks": None}
     bench.groups.barrier()
     bench.groups.close()
     return {"rows": rows, "latency": c, **result}
@@ -211,18 +222,37 @@ def split_cost(bench: Bench, times: Times, c: float) -> float:
 
 def plan(bench: Bench, times: Times, c: float, reverse: bool, chunks: int) -> dict[str, Found]:
     """The families' schedules for these times, rank 0's for all: searches may end unlike."""
-    found = None
+    found, schedules = None, {}
     if bench.rank == 0:
         effort, names = SearchEffort(20.0, time.monotonic, 1, scale=0.1), FAMILIES[chunks, reverse]
         choice = choose_schedule(problem_of(bench, times, c), names, effort, reverse, chunks)
+        schedules = dict(choice.schedules)
         found = {
             name: (s.makespan, s.peaks.tolist(), encode(rank_actions(s, bench.layouts)))
-            for name, s in choice.schedules.items()
+            for name, s in schedules.items()
         }
-    return {name: Found(name, *values) for name, values in bench.groups.broadcast_json(found).items()}
+    shared = bench.groups.broadcast_json(found)
+    return {name: Found(name, *values, schedules.get(name)) for name, values in shared.items()}
 
 
-def rounds(bench: Bench, rows: dict[str, dict[str, Any]], found: dict[str, Found]) -> None:
+def from_own_passes(bench: Bench, found: Found, lists: list[list[Action]], reverse: bool, c: float) -> float:
+    """The seconds that a job predicts once it has run the schedule: its orders, with the times of its own passes.
+
+    A pass takes longer where other micro-batches lie between the halves of a backward, and where both cores are
+    busy."""
+    times = Times()
+    for _ in range(OWN):
+        bench.timed(*lists)
+        times.add([StageTimes.model_validate(part) for part in bench.measured()], bench.layouts)
+    seconds = None
+    if found.schedule is not None:
+        family = family_of(found.family)
+        family = replace(family, reverse=reverse) if is_serial(family) else family
+        seconds = evaluate(family_instance(problem_of(bench, times, c), family), found.schedule.orders).makespan
+    return float(bench.groups.broadcast_json(seconds))
+
+
+def rounds(bench: Bench, rows: dict[str, dict[str, Any]], found: dict[str, Found], reverse: bool, c: float) -> None:
     """Run the schedules in turn, several times over, so that the machine's moods hit all alike."""
     lists: dict[str, list[list[Action]]] = {}
     for name, schedule in found.items():
@@ -230,6 +260,7 @@ def rounds(bench: Bench, rows: dict[str, dict[str, Any]], found: dict[str, Found
         # A barrier between the models, as the definition of serial has it.
         parts = [[a for a in mine if a.model == m] for m in ("actor", "critic")]
         lists[name] = parts if name in ("serial", "zero-bubble") else [mine]
+    own = {name: from_own_passes(bench, found[name], mine, reverse, c) for name, mine in lists.items()}
     seconds: dict[str, list[float]] = {name: [] for name in lists}
     peaks: dict[str, int] = {}
     for _ in range(bench.s["repeats"]):
@@ -240,7 +271,12 @@ def rounds(bench: Bench, rows: dict[str, dict[str, Any]], found: dict[str, Found
             bench.measured()
     for name, schedule in found.items():
         everyone = bench.groups.share_json(peaks[name])
-        rows[name] = {"seconds": seconds[name], "predicted": schedule.makespan, "peaks": [everyone, schedule.peaks]}
+        rows[name] = {
+            "seconds": seconds[name],
+            "predicted": schedule.makespan,
+            "own": own[name],
+            "peaks": [everyone, schedule.peaks],
+        }
 
 
 def torch_rounds(bench: Bench) -> list[float]:
