@@ -36,7 +36,7 @@ if find_spec("vllm") is None:
     pytest.skip("needs vLLM", allow_module_level=True)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-IDS = (f"sample-{i}" for i in itertools.count())
+IDS = map("sample-{}".format, itertools.count())  # several threads may ask at once, which a generator refuses
 SAMPLED = Generation(max_tokens=200, temperature=0.8, top_k=100, top_p=0.95)
 
 
