@@ -356,7 +356,7 @@ def test_stages_in_a_v_give_the_weights_of_one_stage_a_rank(
             assert mine.keys() == theirs.keys()
             assert [key for key in mine if not torch.equal(mine[key], theirs[key])] == []
             compared += 1
-    assert compared == 15
+    assert compared >= 19
 
 
 def test_peak_memory_of_stages_in_a_v_is_predicted_within_two_percent(

@@ -347,12 +347,15 @@ class Scheduling:
         schedules: dict[str, Schedule] = {}
         refused: dict[str, str] = {}
         placed = {n: (self._family(n).chunks, self._family(n).shape is Shape.LOOP) for n in names}
+        # CP-SAT takes most of a search. It is worth its time where times are known, and for what can run.
+        known = times.measured or times.profiled
+        quick = {n for n in names if not known or n not in self._allowed or (self._kept and not self._runs(n))}
         for chunks, loop in sorted(set(placed.values())):
             mine = [n for n in names if placed[n] == (chunks, loop)]
             part = replace(effort, seconds=effort.seconds * len(mine) / len(names))
             try:
                 posed = self._posed(problem, counts, times, chunks)
-                found = choose_schedule(posed, mine, part, None, chunks, loop)
+                found = choose_schedule(posed, mine, part, None, chunks, loop, quick)
             except ProblemError as error:
                 refused.update(dict.fromkeys(mine, str(error)))
                 continue

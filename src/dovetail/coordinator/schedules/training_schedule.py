@@ -5,7 +5,7 @@ ranks run."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -332,9 +332,11 @@ def choose_schedule(
     reverse: bool | None = None,
     chunks: int = 1,
     loop: bool = False,
+    quick: Container[str] = (),
 ) -> Choice:
     """The fastest schedule of `families` that fits. `reverse`: only families whose critic runs that way are taken. A
     serial schedule runs both ways. None: any. `chunks`: the stages of a model on each rank. `loop`: see `Layout`.
+    `quick`: of these families nothing is proved, and no schedule of less memory is looked for.
     Raises ProblemError if none fits."""
     known = [n for n in family_names(problem, chunked=True) if n in families]
     models = len(problem.models)
@@ -342,6 +344,8 @@ def choose_schedule(
 
     def finder(_: ScheduleProblem, name: str, share: SearchEffort) -> Schedule:
         family = family_of(name, models)
+        if name in quick:
+            share = replace(share, memory=False, exact=False)
         # A serial schedule is the same both ways. It takes the direction of the ranks.
         return find(problem, replace(family, reverse=bool(reverse)) if is_serial(family) else family, share)
 
