@@ -34,7 +34,7 @@ TOGETHER = {
         *(
             "planner/test_placement_examples.py",
             "planner/test_planner_schedules.py",
-            "trainer/test_training_schedule.py",
+            "coordinator/test_training_schedule.py",
         ),
     ),
     "vllm": (

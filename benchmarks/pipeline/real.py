@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,6 @@ from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, encod
 from dovetail.coordinator.schedules.training_schedule import (
     Times,
     choose_schedule,
-    is_serial,
     rank_actions,
     shared_layouts,
     training_problem,
@@ -29,10 +28,9 @@ from dovetail.pipelines import (
     ScheduleProblem,
     SearchEffort,
     evaluate,
-    family_instance,
-    family_of,
     zero_bubble_limit,
 )
+from dovetail.pipelines.instance import make_instance
 from dovetail.protocol.messages import Action, Load, ModelRef, StageTimes
 from dovetail.trainer.communication.groups import Groups
 from dovetail.trainer.engine.engine import Engine, MicroBatch
@@ -183,7 +181,7 @@ def run(rank: int, world: int, port: int, settings: dict[str, int]) -> dict[str,
             times = measure(bench, c, chunks)
         found = plan(bench, times, c, reverse, chunks)
         bench.timed(next(iter(found.values())).actions(bench.rank))
-        rounds(bench, rows, found, reverse, c)
+        rounds(bench, rows, found, c)
         if (chunks, reverse) == (1, False):
             problem = problem_of(bench, times, c)
             result = {"limit": zero_bubble_limit(problem), "split": split_cost(bench, times, c)}
@@ -235,7 +233,7 @@ def plan(bench: Bench, times: Times, c: float, reverse: bool, chunks: int) -> di
     return {name: Found(name, *values, schedules.get(name)) for name, values in shared.items()}
 
 
-def from_own_passes(bench: Bench, found: Found, lists: list[list[Action]], reverse: bool, c: float) -> float:
+def from_own_passes(bench: Bench, found: Found, lists: list[list[Action]], c: float) -> float:
     """The seconds that a job predicts once it has run the schedule: its orders, with the times of its own passes.
 
     A pass takes longer where other micro-batches lie between the halves of a backward, and where both cores are
@@ -246,13 +244,13 @@ def from_own_passes(bench: Bench, found: Found, lists: list[list[Action]], rever
         times.add([StageTimes.model_validate(part) for part in bench.measured()], bench.layouts)
     seconds = None
     if found.schedule is not None:
-        family = family_of(found.family)
-        family = replace(family, reverse=reverse) if is_serial(family) else family
-        seconds = evaluate(family_instance(problem_of(bench, times, c), family), found.schedule.orders).makespan
+        old, problem = found.schedule.instance, problem_of(bench, times, c)
+        instance = make_instance(problem, old.placement, split=old.split, coupling=old.coupling)
+        seconds = evaluate(instance, found.schedule.orders).makespan
     return float(bench.groups.broadcast_json(seconds))
 
 
-def rounds(bench: Bench, rows: dict[str, dict[str, Any]], found: dict[str, Found], reverse: bool, c: float) -> None:
+def rounds(bench: Bench, rows: dict[str, dict[str, Any]], found: dict[str, Found], c: float) -> None:
     """Run the schedules in turn, several times over, so that the machine's moods hit all alike."""
     lists: dict[str, list[list[Action]]] = {}
     for name, schedule in found.items():
@@ -260,7 +258,7 @@ def rounds(bench: Bench, rows: dict[str, dict[str, Any]], found: dict[str, Found
         # A barrier between the models, as the definition of serial has it.
         parts = [[a for a in mine if a.model == m] for m in ("actor", "critic")]
         lists[name] = parts if name in ("serial", "zero-bubble") else [mine]
-    own = {name: from_own_passes(bench, found[name], mine, reverse, c) for name, mine in lists.items()}
+    own = {name: from_own_passes(bench, found[name], mine, c) for name, mine in lists.items()}
     seconds: dict[str, list[float]] = {name: [] for name in lists}
     peaks: dict[str, int] = {}
     for _ in range(bench.s["repeats"]):

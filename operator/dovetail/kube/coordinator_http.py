@@ -12,6 +12,7 @@ from typing import Any
 
 import aiohttp
 
+from dovetail.protocol.error_text import error_text
 from dovetail.protocol.process.env import COORDINATOR_PORT
 
 # A page of history has up to 1 MiB, the status of 500 instances some 200 KB, a trace of a large job a few MiB.
@@ -65,7 +66,7 @@ async def fetch(
     except TimeoutError as error:
         raise NoAnswer(f"the coordinator did not finish its answer within {seconds:g} s") from error
     except (aiohttp.ClientError, OSError, ValueError) as error:
-        raise NoAnswer(f"the coordinator does not answer: {str(error)[:200] or type(error).__name__}") from error
+        raise NoAnswer(f"the coordinator does not answer: {error_text(error)[:200]}") from error
     if reply.status != 200:
         said = bytes(content[:200]).decode(errors="replace").strip()
         raise NoAnswer(f"the coordinator answers {reply.status}: {said}")

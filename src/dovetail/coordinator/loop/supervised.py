@@ -199,10 +199,9 @@ class SupervisedStages:
             schedules = StageSchedules(self._spec, self._plan, store, self._models.parent, log, stage)
 
         def make_step(k: int) -> Step:
-            if schedules is None:
-                return self._settled.settle(supervised_step(self._spec, self._plan, stage, k))
-            step = self._settled.settle(supervised_step(self._spec, self._plan, stage, k, schedules.layouts))
-            return scheduled(step, schedules.of(k), self._plan.world_size)
+            layouts, chosen = (None, None) if schedules is None else (schedules.layouts, schedules.of(k))
+            step = self._settled.settle(supervised_step(self._spec, self._plan, stage, k, layouts))
+            return scheduled(step, chosen, self._plan.world_size)
 
         return SupervisedStage(
             stage=stage,

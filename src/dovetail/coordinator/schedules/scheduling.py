@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dovetail.coordinator.schedules.step_commands import optimizer_steps
-from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, encode
+from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, encode, trained_layouts
 from dovetail.coordinator.schedules.training_schedule import (
     PINS,
     Times,
@@ -33,7 +33,7 @@ from dovetail.coordinator.schedules.training_schedule import (
 )
 from dovetail.coordinator.telemetry.summary import write_json
 from dovetail.manifest.checks.batching import batch_rules
-from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
+from dovetail.manifest.types import RLHFJobSpec, Role, Stage
 from dovetail.pipelines import (
     DEDICATED,
     Choice,
@@ -91,12 +91,6 @@ class KeptPlacement:
     def layouts(self, plan: Plan, stage: Stage = Stage.PPO) -> dict[str, Layout]:
         """The layouts of the models that the stage trains."""
         return dict(self.own) or shared_layouts(trained_layouts(plan, stage), self.reverse, self.chunks, self.loop)
-
-
-def trained_layouts(plan: Plan, stage: Stage = Stage.PPO) -> dict[str, Parallelism]:
-    """The plan's layouts of the models that the stage trains: actor and critic in PPO, else one model."""
-    names = ("actor", "critic") if stage is Stage.PPO else (stage.model,)
-    return {name: plan.parallelism[name] for name in names if name in plan.parallelism}
 
 
 def stored_placement(records: ScheduleRecords, stage: Stage = Stage.PPO) -> KeptPlacement | None:
@@ -421,7 +415,7 @@ class Scheduling:
         ):
             best = own
         assert best is not None
-        return DEDICATED if best is own else self._family(best.family)
+        return self._family(best.family)
 
     def _turned(self, found: Schedule, problem: ScheduleProblem, effort: SearchEffort) -> Schedule:
         """`found` for the direction in which the stages are placed. Only a serial schedule can run in both
@@ -464,7 +458,7 @@ class Scheduling:
                         "runs_here": name in self._allowed and self._runs(name),
                     }
                     for name, found in choice.schedules.items()
-                    for family in [DEDICATED if name == DEDICATED.name else self._family(name)]
+                    for family in [self._family(name)]
                 },
                 "refused": choice.refused,
                 "before": document(serial),

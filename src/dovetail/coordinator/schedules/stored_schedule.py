@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.manifest.checks.batching import micro_batch_tokens
-from dovetail.manifest.critic import has_critic
-from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 from dovetail.protocol.messages import Action, Kind, Step
 from dovetail.protocol.plan import Plan
 
@@ -21,23 +20,29 @@ LETTERS: dict[str, tuple[str, Kind]] = {
 }
 
 
+def trained_layouts(plan: Plan, stage: Stage = Stage.PPO) -> dict[str, Parallelism]:
+    """The plan's layouts of the models that the stage trains: actor and critic in PPO, else one model."""
+    names = ("actor", "critic") if stage is Stage.PPO else (stage.model,)
+    return {name: plan.parallelism[name] for name in names if name in plan.parallelism}
+
+
 def applies(spec: RLHFJobSpec, plan: Plan, stage: Stage = Stage.PPO) -> bool:
     """Whether the stage has a schedule to choose. That needs a model with pipeline stages, or two models with ranks of
     their own, and a fixed number of micro-batches."""
     if stage not in spec.stages or micro_batch_tokens(spec, stage) is not None:
         return False
+    pipelined = max(layout.pp for layout in trained_layouts(plan, stage).values()) > 1
     if stage is not Stage.PPO:
-        return plan.parallelism[stage.model].pp > 1 and spec.plan.intra_stage_fusion != "Serial"
-    trained = ("actor", "critic") if has_critic(spec) else ("actor",)
-    return max(plan.parallelism[name].pp for name in trained) > 1 or plan.schedule == "Dedicated"
+        return pipelined and spec.plan.intra_stage_fusion != "Serial"
+    return pipelined or plan.schedule == "Dedicated"
 
 
 @dataclass(frozen=True)
 class StoredSchedule:
     """A schedule that the store keeps. `encoded`: one string for each trainer rank, with one letter for each action. F,
     B, I and W are the actor's kinds of action (`Kind`), f, b, i and w are the critic's, and G, C, J and X the reward
-    model's. A number after the letter
-    is the chunk. Without a number it is the first chunk. The micro-batches of each letter and chunk ascend."""
+    model's. A number after the letter is the chunk. Without a number it is the first chunk. The micro-batches of each
+    letter and chunk ascend."""
 
     family: str
     mini_batches: int

@@ -336,8 +336,8 @@ def choose_schedule(
 ) -> Choice:
     """The fastest schedule of `families` that fits. `reverse`: only families whose critic runs that way are taken. A
     serial schedule runs both ways. None: any. `chunks`: the stages of a model on each rank. `loop`: see `Layout`.
-    `quick`: of these families nothing is proved, and no schedule of less memory is looked for.
-    Raises ProblemError if none fits."""
+    `quick`: of these families nothing is proved, and no schedule of less memory is looked for. Raises ProblemError if
+    none fits."""
     known = [n for n in family_names(problem, chunked=True) if n in families]
     models = len(problem.models)
     names = [n for n in known if placeable(family_of(n, models), reverse, chunks, loop)]
