@@ -230,6 +230,11 @@ def score(*arguments, **fields):
 """
 
 
+def logs_of_coordinators(own: KubeCluster, mine: tuple[str, ...]) -> str:
+    """The last lines of every coordinator's pod that is left."""
+    return own.kubectl("logs", "-l", "app.kubernetes.io/component=coordinator", "--tail=20", "--prefix", *mine)
+
+
 def release(own: KubeCluster, *words: str) -> None:
     """Another version of the chart, and operators of it that work."""
     own.helm(*words, "--namespace", "dovetail-system", "--force-conflicts")
@@ -329,7 +334,8 @@ def test_a_model_in_a_shared_cache_and_code_on_a_claim_while_the_chart_is_upgrad
         wait_for("the end", lambda: {"Completed", "Failed"} & set(ends()), 1200, 1.0)
         assert "Completed" in ends(), own.kubectl("describe", "rlhfjob", "first", *mine)
         assert place["hub"].asked == []
-        assert pods().items() <= before.items(), "those of the trainers go at the end"
+        # Those of the trainers go at the end.
+        assert pods().items() <= before.items(), logs_of_coordinators(own, mine)
         (trained,) = own.get("rlhfjob", "first", *mine)["status"]["artifacts"]
         assert (trained["path"], trained["copy"]) == ("first/models/actor", "my-data/trained/actor")
         there = own.kubectl("exec", "upload", *mine, "--", "ls", "/data/trained/actor").split()

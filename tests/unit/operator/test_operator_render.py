@@ -441,6 +441,38 @@ def test_the_claims_that_pods_name_are_known():
     assert claim_names(context) == {"runs", "results", "scratch"}
 
 
+def test_a_claim_of_several_uses_is_one_volume_of_a_pod():
+    """Of two volumes of a claim, one of them read-only, a kubelet mounts either: the models could not be copied."""
+    ours = {"models": {"actor": {"source": {"pvc": "all/llama"}}}, "output": {"pvc": "all/trained"}}
+    mounts = [{"name": "mine", "mountPath": "/mine"}, {"name": "old", "mountPath": "/old"}]
+    volumes = [
+        {"name": "mine", "persistentVolumeClaim": {"claimName": "all"}},
+        {"name": "old", "persistentVolumeClaim": {"claimName": "old", "readOnly": True}},
+    ]
+    patch = {"spec": {"containers": [{"name": "dovetail", "volumeMounts": mounts}], "volumes": volumes}}
+    for more, written in (
+        ({"checkpoint": {"volume": "all"}}, {"/var/dovetail"}),
+        ({}, set()),
+        ({"coordinator": {"podTemplate": patch}}, {"/mine"}),
+    ):
+        context = a_context(hub={"cacheClaim": "all"}, **ours, **more)
+        for name, spec, _ in pods(context):
+            claims = {}
+            for volume in spec["volumes"]:
+                if (source := volume.get("persistentVolumeClaim")) is not None:
+                    assert source["claimName"] not in claims, volume
+                    claims[source["claimName"]] = volume["name"], source.get("readOnly", False)
+            (container,) = spec["containers"]
+            writable = {m["mountPath"]: m for m in container["volumeMounts"] if m["name"] == claims["all"][0]}
+            wanted = {path for path in written if name == "coordinator" or path != "/mine"}
+            wanted |= {"/var/dovetail-output"} if name == "coordinator" else set()
+            assert {path for path, m in writable.items() if not m.get("readOnly")} == wanted
+            assert {"/var/dovetail-claims/all", "/var/dovetail-hub"} <= set(writable)
+            assert claims["all"][1] == (not wanted)
+            assert claims.get("old", ("", True))[1], "nobody writes it"
+            assert {m["name"] for m in container["volumeMounts"]} <= {v["name"] for v in spec["volumes"]}
+
+
 @pytest.mark.slow
 def test_jobs_that_say_nothing_of_coordinator_and_hub_keep_their_pods():
     """Of a job that runs when the operator is upgraded: another hash would make its pods anew."""

@@ -9,6 +9,7 @@ from dovetail.manifest.checks.pod_templates import memory_limit
 from dovetail.manifest.merge import merge
 from dovetail.manifest.types import DataSource, Group, RLHFJobSpec, Role
 from dovetail.operator.render import spot
+from dovetail.operator.render.claim_volumes import share_claims
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.operator.render.memory_request import memory_request
 from dovetail.operator.render.volume_claim import claim_name
@@ -243,7 +244,8 @@ def _template(
     }
     if context.settings.pull_secrets:
         template["spec"]["imagePullSecrets"] = [{"name": name} for name in context.settings.pull_secrets]
-    return merge(merge(template, context.settings.pod_template), patch)
+    merged = merge(merge(template, context.settings.pod_template), patch)
+    return {**merged, "spec": share_claims(merged["spec"])}
 
 
 def _key(secret: str, name: str) -> Object:
