@@ -3,7 +3,8 @@
 1. Two ranks with real transformer stages: one mini-batch of actor and critic, serial (with a barrier between the
    models), zero-bubble, stitched, fused, split, and several stages a rank, and on torch.distributed.pipelining's own
    1F1B and ZB-V. Predictions use the times of forwards and backwards measured beforehand, waits left out. A second
-   prediction of the same orders uses the times of the schedule's own first rounds, as jobs do after a step.
+   prediction of each round uses the same orders and the times of that round's own passes: what is missing are waits and
+   the executor's own work.
 2. Four and eight ranks whose stages sleep (on fewer cores, so computing ones would measure the scheduler of the
    operating system), also on torch's ZB-V: reached over predicted, overhead per action.
 
@@ -71,12 +72,16 @@ def print_real(results: list[dict[str, Any]]) -> None:
     for name, row in rows.items():
         took, promise = statistics.median(row["seconds"]), predicted_base / row["predicted"]
         speed = base / took
+        own = reached = ""
+        if row["own"]:
+            ratios = [found / seconds for found, seconds in zip(row["own"], row["seconds"], strict=True)]
+            own, reached = f"{statistics.median(row['own']):.3f}", f"{statistics.median(ratios):.3f}"
         memory = ""
         if row["peaks"]:
             memory = ", ".join(f"{m / 2**20:.1f} ({p / 2**20:.1f})" for m, p in zip(*row["peaks"], strict=True))
         print(
             f"  {name:22}{took:9.3f}{min(row['seconds']):8.3f}{row['predicted']:11.3f}{speed:10.3f}{promise:11.3f}"
-            f"{speed / promise:7.3f}{row['own']:12.3f}{row['own'] / took:9.3f}  {memory}"
+            f"{speed / promise:7.3f}{own:>12}{reached:>9}  {memory}"
         )
 
 

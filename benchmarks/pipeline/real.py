@@ -39,7 +39,6 @@ from pipeline import torch_zbv
 
 VOCABULARY = 1024
 WARM_UP = 8  # rounds; the first ones meet pages that nobody has touched yet
-OWN = 3  # rounds of a schedule whose passes are measured, to predict the later ones from
 # By placement: stages of a model on a rank, and whether the critic's run against the actor's.
 FAMILIES = {
     (1, True): ("serial", "zero-bubble", "fused", "fused-split"),
@@ -186,9 +185,9 @@ def run(rank: int, world: int, port: int, settings: dict[str, int]) -> dict[str,
             problem = problem_of(bench, times, c)
             result = {"limit": zero_bubble_limit(problem), "split": split_cost(bench, times, c)}
             seconds = torch_rounds(bench)
-            rows["serial, torch's 1F1B"] = {**rows["serial"], "seconds": seconds, "peaks": None}
+            rows["serial, torch's 1F1B"] = {**rows["serial"], "seconds": seconds, "own": None, "peaks": None}
     seconds = torch_zbv_rounds(bench)
-    rows["zb-v, torch's ZBV"] = {**rows["zb-v"], "seconds": seconds, "peaks": None}
+    rows["zb-v, torch's ZBV"] = {**rows["zb-v"], "seconds": seconds, "own": None, "peaks": None}
     bench.groups.barrier()
     bench.groups.close()
     return {"rows": rows, "latency": c, **result}
@@ -233,15 +232,11 @@ def plan(bench: Bench, times: Times, c: float, reverse: bool, chunks: int) -> di
     return {name: Found(name, *values, schedules.get(name)) for name, values in shared.items()}
 
 
-def from_own_passes(bench: Bench, found: Found, lists: list[list[Action]], c: float) -> float:
-    """The seconds that a job predicts once it has run the schedule: its orders, with the times of its own passes.
-
-    A pass takes longer where other micro-batches lie between the halves of a backward, and where both cores are
-    busy."""
+def from_own_passes(bench: Bench, found: Found, c: float) -> float:
+    """The seconds of the round that has just run, predicted from its own passes and the schedule's orders. What it took
+    longer are waits for messages and the executor's own work: passes take longer in one round than in another."""
     times = Times()
-    for _ in range(OWN):
-        bench.timed(*lists)
-        times.add([StageTimes.model_validate(part) for part in bench.measured()], bench.layouts)
+    times.add([StageTimes.model_validate(part) for part in bench.measured()], bench.layouts)
     seconds = None
     if found.schedule is not None:
         old, problem = found.schedule.instance, problem_of(bench, times, c)
@@ -258,7 +253,10 @@ def rounds(bench: Bench, rows: dict[str, dict[str, Any]], found: dict[str, Found
         # A barrier between the models, as the definition of serial has it.
         parts = [[a for a in mine if a.model == m] for m in ("actor", "critic")]
         lists[name] = parts if name in ("serial", "zero-bubble") else [mine]
-    own = {name: from_own_passes(bench, found[name], mine, c) for name, mine in lists.items()}
+    for mine in lists.values():
+        bench.timed(*mine)  # the first round of a schedule meets memory that nothing has used yet
+    bench.measured()
+    own: dict[str, list[float]] = {name: [] for name in lists}
     seconds: dict[str, list[float]] = {name: [] for name in lists}
     peaks: dict[str, int] = {}
     for _ in range(bench.s["repeats"]):
@@ -266,7 +264,7 @@ def rounds(bench: Bench, rows: dict[str, dict[str, Any]], found: dict[str, Found
             took, peak = bench.timed(*mine)
             seconds[name].append(took)
             peaks[name] = peak
-            bench.measured()
+            own[name].append(from_own_passes(bench, found[name], c))
     for name, schedule in found.items():
         everyone = bench.groups.share_json(peaks[name])
         rows[name] = {

@@ -249,12 +249,7 @@ class Pipeline:
             job=self.job.metadata.name,
             reward_function=self._reward_function,
         )
-        engines = Engines(self.job.spec, self.plan, settings, self._log)
-        try:
-            return await engines.__aenter__()
-        except BaseException:
-            await engines.__aexit__(None, None, None)
-            raise
+        return await Engines(self.job.spec, self.plan, settings, self._log).__aenter__()
 
     def _start_thread(self, target: Callable[[], None], name: str) -> None:
         thread = threading.Thread(target=target, name=name, daemon=True)

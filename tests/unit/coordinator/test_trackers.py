@@ -14,15 +14,20 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.trackers import tracker_worker
 from dovetail.coordinator.trackers.otlp_spans import OtlpClient
 from dovetail.coordinator.trackers.tracker_clients import flattened
 from dovetail.coordinator.trackers.tracker_processes import TrackerProcesses, missing
 from dovetail.coordinator.trackers.tracker_settings import TrackerSettings
 from dovetail.coordinator.trackers.tracker_worker import RunFollower
-from dovetail.manifest.types import RLHFJobSpec
+from dovetail.manifest.types import DataSource, RLHFJobSpec, Tracker
+from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.files.trace import chrome_trace
 from helpers.finished_runs import spans
+from helpers.free_ports import free_port
+from helpers.jobs import tiny_job
 
 RUN = "0123456789abcdef"
 
@@ -221,6 +226,27 @@ def test_a_tracker_that_hangs_does_not_hold_up_the_end_of_a_run(tmp_path: Path, 
     logged = asyncio.run(run_with(spec_of({"kind": "wandb"}), tmp_path / "run", finish_seconds=0.5))
     assert [event for event, _ in logged] == ["tracker.late"]
     assert time.monotonic() - began < 300
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_before_it_begins_ends_in_its_trackers(tmp_path: Path, stand_in: Path) -> None:
+    """Else it would seem to run for ever there."""
+    (stand_in / "mode").write_text("up")
+    job = tiny_job()
+    sources = job.spec.data.model_copy(update={"prompts": [DataSource(path="nowhere.jsonl")]})
+    trackers = [Tracker(kind="wandb", project="lab")]
+    spec = job.spec.model_copy(update={"data": sources, "trackers": trackers})
+    logged: list[str] = []
+
+    async def run() -> None:
+        settings = CoordinatorSettings(tmp_path, "secret", "127.0.0.1", free_port("127.0.0.1"), tmp_path)
+        async with Engines(spec, make_plan(job.spec), settings, lambda event, **_: logged.append(event)):
+            pass
+
+    with pytest.raises(DataError, match=r"nowhere\.jsonl"):
+        asyncio.run(run())
+    assert (stand_in / "told").read_text().splitlines() == ['"ended 1"']
+    assert "tracker.failed" not in logged
 
 
 def test_a_client_that_is_not_installed_is_named_in_one_sentence(

@@ -163,6 +163,16 @@ class Engines:
     # ------------------------------------------------------------ start and end
 
     async def __aenter__(self) -> Engines:
+        try:
+            await self._start()
+        except BaseException as error:
+            # The trackers learn that the run has ended. The error is the reason, whatever closing adds.
+            with contextlib.suppress(Exception):
+                await self.__aexit__(type(error), error, error.__traceback__)
+            raise
+        return self
+
+    async def _start(self) -> None:
         spec, settings, records = self.spec, self.settings, self.records
         self._session = http = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {settings.token}"},
@@ -243,7 +253,6 @@ class Engines:
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._hold())]
         method = {"method": spec.ppo.method} if Stage.PPO in spec.stages else {}
         self.log("coordinator.ready", host=settings.host, port=settings.port, **method)
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
