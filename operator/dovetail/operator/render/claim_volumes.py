@@ -11,36 +11,33 @@ def share_claims(spec: Object) -> Object:
 
     A kubelet mounts a claim once in a pod. Of two volumes of one claim, chance would decide whether the claim can be
     written."""
-    volumes: list[Object] = []
-    first: dict[str, int] = {}  # by claim
-    names: dict[str, str] = {}  # the volume in whose place another stands
-    read_only: set[str] = set()
+    claims: dict[str, list[Object]] = {}
     for volume in spec.get("volumes") or ():
-        source = volume.get("persistentVolumeClaim")
-        if source is None:
-            volumes.append(volume)
-            continue
-        if source.get("readOnly"):
-            read_only.add(volume["name"])
-        index = first.setdefault(source["claimName"], len(volumes))
-        if index == len(volumes):
-            volumes.append(volume)
-            continue
-        kept = volumes[index]
-        names[volume["name"]] = kept["name"]
-        if not source.get("readOnly"):
-            written = {key: value for key, value in kept["persistentVolumeClaim"].items() if key != "readOnly"}
-            volumes[index] = {**kept, "persistentVolumeClaim": written}
-    if not names:
+        if (source := volume.get("persistentVolumeClaim")) is not None:
+            claims.setdefault(source["claimName"], []).append(volume)
+    shared = {claim: volumes for claim, volumes in claims.items() if len(volumes) > 1}
+    if not shared:
         return spec
+    kept: dict[str, Object] = {}  # by the names of all volumes of its claim
+    read_only: set[str] = set()
+    for claim, volumes in shared.items():
+        readers = {volume["name"] for volume in volumes if volume["persistentVolumeClaim"].get("readOnly")}
+        only = {"readOnly": True} if len(readers) == len(volumes) else {}
+        one = {"name": volumes[0]["name"], "persistentVolumeClaim": {"claimName": claim, **only}}
+        kept |= {volume["name"]: one for volume in volumes}
+        read_only |= readers
 
     def mount(given: Object) -> Object:
-        forced = {"readOnly": True} if given["name"] in read_only else {}
-        return {**given, "name": names.get(given["name"], given["name"]), **forced}
+        if given["name"] not in kept:
+            return given
+        only = {"readOnly": True} if given["name"] in read_only else {}
+        return {**given, "name": kept[given["name"]]["name"], **only}
 
     def container(given: Object) -> Object:
         mounts = given.get("volumeMounts")
         return given if mounts is None else {**given, "volumeMounts": [mount(each) for each in mounts]}
 
+    found = [kept.get(volume["name"], volume) for volume in spec["volumes"]]
+    volumes = list({volume["name"]: volume for volume in found}.values())
     kinds = [kind for kind in ("containers", "initContainers") if kind in spec]
     return {**spec, **{kind: [container(each) for each in spec[kind]] for kind in kinds}, "volumes": volumes}
