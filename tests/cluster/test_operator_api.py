@@ -107,9 +107,9 @@ def test_a_steady_state_asks_and_writes_nothing(server: KubeCluster, config: Pat
     with operator(config, tmp_path, "one", NAMESPACES) as process:
         wait_for("leadership", process.leads)
         submit(server, manifest())
-        # While the planner works, the status says so, and there is no JobSet to look at.
         wait_for("the JobSet", lambda: server.get("jobset", "demo", "-n", NAMESPACES[0]))
-        wait_for("the status", lambda: condition(server, "Running"))
+        # A status that tells of the planner's work first may be followed by the next one 10 seconds later.
+        wait_for("the status", lambda: condition(server, "Planned").get("status") == "True")
         version = wait_for("rest", lambda: resting(server, process))
         before, began = requests(process), time.monotonic()
         look(server, process)
