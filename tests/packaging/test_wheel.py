@@ -100,6 +100,17 @@ def test_a_missing_extra_is_named_with_the_command_that_installs_it(installed: I
     assert "dovetail profile needs the extras" in installed.dovetail("profile", example).stderr
 
 
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [("dovetail.client", "client"), ("dovetail.local.pipeline", "coordinator"), ("dovetail.local.llm", "coordinator")],
+)
+def test_the_python_apis_name_a_missing_extra(installed: Installed, module: str, extra: str) -> None:
+    done = call(installed.python, "-c", f"import {module}", folder=installed.folder)
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: {module} needs the extra '{extra}': pip install 'dovetail-rlhf[{extra}]'"
+    )
+
+
 def test_type_checkers_see_the_types_of_every_package(installed: Installed) -> None:
     """PEP 561: of a namespace package each part needs a py.typed of its own."""
     user = installed.folder / "user.py"

@@ -12,11 +12,12 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from dovetail.cli.common.extras import is_installed, require
+from dovetail.cli.common.require_extras import require
 from dovetail.cli.serve_command import model_option, vllm_extra
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
 from dovetail.local.serving.chat import Replier
 from dovetail.local.serving.served_result import check_served, has_own_template, model_folder, own_server
+from dovetail.protocol.process.extras import is_installed
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.errors import UsageError
 

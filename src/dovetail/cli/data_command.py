@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.cli.common.extras import require
+from dovetail.cli.common.require_extras import require
 from dovetail.local.sample_texts import printable
 from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.checks.validation import load_manifest

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from dovetail.cli.common.extras import require
+from dovetail.cli.common.require_extras import require
 from dovetail.cli.job_arguments import run_dir_argument
 from dovetail.supervision.errors import RunError
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.cli.common.extras import DISTRIBUTION, MARKS, Extra, is_installed
 from dovetail.local.doctor.finding import Finding, report
+from dovetail.protocol.process.extras import DISTRIBUTION, MARKS, Extra, is_installed
 from dovetail.supervision.devices import cuda_devices
 
 STYLES = {"skipped": "dim", "ok": "green", "warning": "yellow", "problem": "red"}

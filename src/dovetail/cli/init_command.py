@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, get_args
 
 import click
 
-from dovetail.cli.common.extras import require
 from dovetail.cli.common.one_line_options import folder_context
+from dovetail.cli.common.require_extras import require
 from dovetail.local.starter import Method, starter
 from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.fixed_names import PARQUET

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 import click
 
 from dovetail.cli.chat_command import chat
-from dovetail.cli.common.extras import version as installed_version
 from dovetail.cli.data_command import data
 from dovetail.cli.debug import debug
 from dovetail.cli.doctor_command import doctor
@@ -27,6 +26,7 @@ from dovetail.cli.schedule_command import schedule
 from dovetail.cli.serve_command import serve
 from dovetail.cli.ui_command import ui
 from dovetail.manifest.documents import ManifestError
+from dovetail.protocol.process.extras import version as installed_version
 from dovetail.supervision.errors import RunError, UsageError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from dovetail.cli.common.extras import require
+from dovetail.cli.common.require_extras import require
 from dovetail.cli.job_arguments import run_dir_argument
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
 from dovetail.local.hub_push import push_model

@@ -10,8 +10,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from dovetail.cli.common.extras import Extra, require
 from dovetail.cli.common.one_line_options import given, line_of, manifest_text, one_line_options
+from dovetail.cli.common.require_extras import require
 from dovetail.cli.job_arguments import load_job, seed_option, set_option
 from dovetail.coordinator.store.sample_files import files
 from dovetail.coordinator.trackers.tracker_processes import missing as missing_trackers
@@ -24,6 +24,7 @@ from dovetail.local.sample_texts import facts_of, texts_of
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process.extras import needed_extras
 from dovetail.supervision.errors import RunError, UsageError
 
 INTERRUPTED = 130
@@ -144,14 +145,6 @@ def next_steps(run_dir: Path) -> list[str]:
         f"Serve:   dovetail serve {folder}",
         f"Push:    dovetail push {folder} OWNER/NAME",
     ]
-
-
-def needed_extras(job: RLHFJob, plan: Plan) -> list[Extra]:
-    """The parts of the installation that a job's processes import."""
-    needed: list[Extra] = ["coordinator", "trainer"]
-    if plan.rollouts:
-        needed.append("rollout-cpu" if all(group.on_cpu for group in job.spec.groups) else "rollout-gpu")
-    return needed
 
 
 @click.command()

@@ -16,7 +16,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.cli.common.extras import DISTRIBUTION
 from dovetail.pipelines import (
     CHUNKED,
     COMPILED,
@@ -43,6 +42,7 @@ from dovetail.pipelines import (
     text_rows,
     zero_bubble_limit,
 )
+from dovetail.protocol.process.extras import DISTRIBUTION
 from dovetail.supervision.errors import UsageError
 
 _positive = click.FloatRange(0, min_open=True)

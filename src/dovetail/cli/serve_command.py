@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from dovetail.cli.common.extras import Extra, require
+from dovetail.cli.common.require_extras import require
 from dovetail.cli.job_arguments import run_dir_argument
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
 from dovetail.local.serving.served_result import (
@@ -20,6 +20,7 @@ from dovetail.local.serving.served_result import (
     serve_command,
     serve_environment,
 )
+from dovetail.protocol.process.extras import Extra
 from dovetail.supervision.devices import cuda_devices
 
 PORT = 8000

@@ -11,7 +11,8 @@ from typing import Any
 
 import click
 
-from dovetail.cli.common.extras import require, version
+from dovetail.cli.common.require_extras import require
+from dovetail.protocol.process.extras import version
 from dovetail.supervision.errors import UsageError
 
 PORT = 8470

@@ -10,7 +10,6 @@ from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
 
-import httpx2
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
@@ -18,6 +17,12 @@ from dovetail.manifest.checks.validation import check
 from dovetail.manifest.documents import ManifestError, parse, read_yaml
 from dovetail.protocol.error_text import error_text
 from dovetail.protocol.files.sample_choice import ORDERS, choose
+from dovetail.protocol.process.extras import import_error
+
+try:
+    import httpx2
+except ModuleNotFoundError as error:
+    raise import_error("dovetail.client", ["client"], error) from error
 
 SECONDS = 60.0
 # After these states nothing happens any more by itself.

@@ -29,21 +29,33 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-import aiohttp
 from pydantic import ValidationError
 
-from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.seeds import derived_seed
-from dovetail.coordinator.data.text import tokenizer as tokenizers
-from dovetail.coordinator.data.text.chat_template import Message, chat_format
-from dovetail.coordinator.data.text.tokenize import Encoder
-from dovetail.coordinator.generation.requests import MODEL, RequestRefused, ServerFailure, stream
-from dovetail.local.serving.chat import REPLY_ENDS
-from dovetail.local.serving.served_result import check_served, has_own_template, last_error, model_folder, own_server
 from dovetail.manifest.types import Generation, RLHFJob
+from dovetail.protocol.process.extras import import_error
 from dovetail.protocol.sampling import COUNTER_SAMPLER, sampling_params
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.errors import RunError
+
+try:
+    import aiohttp
+
+    from dovetail.coordinator.data.data_error import DataError
+    from dovetail.coordinator.data.seeds import derived_seed
+    from dovetail.coordinator.data.text import tokenizer as tokenizers
+    from dovetail.coordinator.data.text.chat_template import Message, chat_format
+    from dovetail.coordinator.data.text.tokenize import Encoder
+    from dovetail.coordinator.generation.requests import MODEL, RequestRefused, ServerFailure, stream
+    from dovetail.local.serving.chat import REPLY_ENDS
+    from dovetail.local.serving.served_result import (
+        check_served,
+        has_own_template,
+        last_error,
+        model_folder,
+        own_server,
+    )
+except ModuleNotFoundError as error:
+    raise import_error("dovetail.local.llm", ["coordinator"], error) from error
 
 T = TypeVar("T")
 # Requests that one server has at once. vLLM lets more of them wait.

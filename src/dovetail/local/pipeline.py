@@ -22,16 +22,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from dovetail.coordinator.data.prepare import GivenPrompt
-from dovetail.coordinator.health.failure import sentence
-from dovetail.coordinator.loop.driver import run_job
-from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
-from dovetail.coordinator.rewards.live import RewardCallable
-from dovetail.coordinator.telemetry.eventlog import EventLog
-from dovetail.local.launch.aftermath import with_cause, write_results
-from dovetail.local.launch.launcher import Launcher
-from dovetail.local.launch.rundir import lag_of_run, zero3_of_run
-from dovetail.local.launch.status_poll import StatusPoller
 from dovetail.manifest.accelerators import no_gpus, on_cpus
 from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.checks.validation import load_manifest, parse_manifest, resolve
@@ -40,11 +30,26 @@ from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.experience import AdvantageFunction, Experience, advantages_of
+from dovetail.protocol.process.extras import import_error, missing_extras, needed_extras
 from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.errors import RunError
 from dovetail.supervision.processes import HOST
 from dovetail.supervision.supervisor import Outcome
+
+try:
+    from dovetail.coordinator.data.prepare import GivenPrompt
+    from dovetail.coordinator.health.failure import sentence
+    from dovetail.coordinator.loop.driver import run_job
+    from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
+    from dovetail.coordinator.rewards.live import RewardCallable
+    from dovetail.coordinator.telemetry.eventlog import EventLog
+    from dovetail.local.launch.aftermath import with_cause, write_results
+    from dovetail.local.launch.launcher import Launcher
+    from dovetail.local.launch.rundir import lag_of_run, zero3_of_run
+    from dovetail.local.launch.status_poll import StatusPoller
+except ModuleNotFoundError as error:
+    raise import_error("dovetail.local.pipeline", ["coordinator"], error) from error
 
 T = TypeVar("T")
 END_SECONDS = 300.0
@@ -76,6 +81,8 @@ class Pipeline:
         self.run_dir = Path(run_dir).resolve()
         lag, zero3 = (lag_of_run(self.run_dir), zero3_of_run(self.run_dir)) if resume else (None, None)
         self.plan = make_plan(job.spec, configs=model_configs(job.spec, Path()), lag=lag, zero3=zero3)
+        if absent := missing_extras("dovetail.local.pipeline", needed_extras(job, self.plan)):
+            raise RunError(absent)
         self.job = job = job.model_copy(update={"spec": with_lag(job.spec, self.plan.lag)})
         self._reward_function = reward_function
         self._advantage_function = advantage_function

@@ -15,11 +15,12 @@ import yaml
 from click.testing import CliRunner
 from packaging.requirements import Requirement
 
-from dovetail.cli.common.extras import DISTRIBUTION, MARKS, require
 from dovetail.cli.common.overrides import apply_overrides
+from dovetail.cli.common.require_extras import require
 from dovetail.cli.entry import start
 from dovetail.cli.main import cli
 from dovetail.cli.run import Follower, event_line, next_steps
+from dovetail.protocol.process.extras import DISTRIBUTION, MARKS
 from dovetail.supervision.errors import RunError, UsageError
 from dovetail.supervision.supervisor import Outcome
 from helpers.finished_runs import finished_run

@@ -8,6 +8,7 @@ import pytest
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.local.launch.launcher import Launcher
 from dovetail.local.pipeline import Pipeline
+from dovetail.protocol.process.extras import MARKS
 from dovetail.supervision.errors import RunError
 from helpers.jobs import summary, tiny_job
 
@@ -25,6 +26,13 @@ def test_processes_that_cannot_be_started_end_the_call(tmp_path, monkeypatch):
     ):
         pipeline.run_sft()
     assert "the forkserver is gone" in summary(tmp_path / "run")["reason"]
+
+
+def test_a_missing_extra_is_named_before_anything_is_started(tmp_path, monkeypatch):
+    monkeypatch.setitem(MARKS, "rollout-cpu", ("a_module_that_is_not_installed",))
+    with pytest.raises(RunError, match=r"needs the extra 'rollout-cpu': pip install 'dovetail-rlhf\[rollout-cpu\]'"):
+        Pipeline(tiny_job(), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

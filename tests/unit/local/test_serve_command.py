@@ -102,7 +102,7 @@ def test_heads_that_vllm_does_not_compute_on_cpus(run_dir, started, monkeypatch)
 
 def test_without_vllm_the_extra_is_named(run_dir, monkeypatch):
     monkeypatch.setattr(serve_command, "cuda_devices", list)
-    monkeypatch.setattr("dovetail.cli.common.extras.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("dovetail.protocol.process.extras.importlib.util.find_spec", lambda name: None)
     found = CliRunner().invoke(cli, ["serve", str(run_dir)])
     assert found.exit_code == 2
     assert "pip install 'dovetail-rlhf[rollout-cpu]'" in found.output

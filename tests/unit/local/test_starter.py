@@ -135,7 +135,7 @@ def test_data_that_a_method_cannot_read_is_refused_at_once(
 def test_parquet_files_need_an_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it there was an ImportError of pyarrow."""
     (tmp_path / "mine.parquet").touch()
-    monkeypatch.setattr("dovetail.cli.common.extras.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("dovetail.protocol.process.extras.importlib.util.find_spec", lambda name: None)
     done = init("grpo", tmp_path / "job", "--data", tmp_path / "mine.parquet")
     assert done.exit_code == 2
     assert "dovetail init with Parquet files needs the extra 'coordinator': pip install" in done.stderr

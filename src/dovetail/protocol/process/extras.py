@@ -9,7 +9,8 @@ import importlib.util
 from collections.abc import Callable, Collection
 from typing import Literal
 
-from dovetail.supervision.errors import UsageError
+from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.plan import Plan
 
 DISTRIBUTION = "dovetail-rlhf"
 Extra = Literal["coordinator", "trainer", "rollout-cpu", "rollout-gpu", "client"]
@@ -33,18 +34,30 @@ def is_installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
 
 
-def require(what: str, extras: Collection[Extra], installed: Callable[[str], bool] = is_installed) -> None:
-    """Check that `extras` are installed. `what` needs them, for example "dovetail run".
+def needed_extras(job: RLHFJob, plan: Plan) -> list[Extra]:
+    """The extras that a job's processes import."""
+    needed: list[Extra] = ["coordinator", "trainer"]
+    if plan.rollouts:
+        needed.append("rollout-cpu" if all(group.on_cpu for group in job.spec.groups) else "rollout-gpu")
+    return needed
 
-    Raises UsageError (exit code 2) with one sentence that names the missing extras and the command that installs
-    them."""
+
+def missing_extras(what: str, extras: Collection[Extra], installed: Callable[[str], bool] = is_installed) -> str | None:
+    """One sentence that names those of `extras` that are not installed, and the command that installs them. None: all
+    are installed. `what` needs them, for example "dovetail run"."""
     missing = [extra for extra in extras if not all(map(installed, MARKS[extra]))]
     if "rollout-cpu" in missing or "rollout-gpu" in missing:
         missing = [extra for extra in missing if extra != "trainer"]  # both bring it along
-    if missing:
-        named = [f"'{extra}'" for extra in missing]
-        listed = named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
-        raise UsageError(
-            f"{what} needs the extra{'s' if len(named) > 1 else ''} {listed}: "
-            f"pip install '{DISTRIBUTION}[{','.join(missing)}]'"
-        )
+    if not missing:
+        return None
+    named = [f"'{extra}'" for extra in missing]
+    listed = named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
+    return (
+        f"{what} needs the extra{'s' if len(named) > 1 else ''} {listed}: "
+        f"pip install '{DISTRIBUTION}[{','.join(missing)}]'"
+    )
+
+
+def import_error(what: str, extras: Collection[Extra], error: ModuleNotFoundError) -> ImportError:
+    """The error of a module of the Python API whose imports failed. It names the missing extras."""
+    return ImportError(missing_extras(what, extras) or str(error))
