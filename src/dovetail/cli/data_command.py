@@ -14,13 +14,13 @@ from dovetail.cli.common.require_extras import require
 from dovetail.local.sample_texts import printable
 from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.checks.validation import load_manifest
+from dovetail.manifest.fixed_names import DATA_KINDS
 from dovetail.manifest.types import Data, DataFormat, DataSource
 from dovetail.supervision.errors import UsageError
 
 if TYPE_CHECKING:
     from dovetail.local.data_look import DataLook
 
-KINDS = ("demonstrations", "preferences", "prompts")
 SHOWN_CHARACTERS = 2000
 
 
@@ -30,7 +30,7 @@ SHOWN_CHARACTERS = 2000
     "--model", metavar="FOLDER_OR_HUB", help="Count tokens, and write dialogues, with this model's tokenizer."
 )
 @click.option(
-    "--as", "kind", type=click.Choice(KINDS), help="What a job would read the records as.  [default: a guess]"
+    "--as", "kind", type=click.Choice(DATA_KINDS), help="What a job would read the records as.  [default: a guess]"
 )
 @click.option(
     "--format",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 from keyword import iskeyword
 from pathlib import Path
@@ -13,6 +12,7 @@ import click
 
 from dovetail.cli.common.one_line_options import folder_context
 from dovetail.cli.common.require_extras import require
+from dovetail.local.one_line import kubernetes_name
 from dovetail.local.starter import Method, starter
 from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.fixed_names import PARQUET
@@ -21,12 +21,10 @@ from dovetail.supervision.errors import RunError, UsageError
 if TYPE_CHECKING:
     from dovetail.coordinator.data.records import Kind
 
-NAME_LENGTH = 40
-
 
 def job_name(folder: Path) -> str:
     """A job's name made from the folder's name, in the form that Kubernetes accepts."""
-    found = re.sub(r"[^a-z0-9]+", "-", folder.resolve().name.lower()).strip("-")[:NAME_LENGTH].strip("-")
+    found = kubernetes_name(folder.resolve().name)
     return found if found[:1].isalpha() else f"job-{found}".strip("-")
 
 

@@ -15,7 +15,7 @@ from dovetail.cli.common.require_extras import require
 from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.types import ModelSource, RLHFJob, RLHFJobSpec
 from dovetail.protocol.files.machine_profile import Machine, ModelTimes, Profile
-from dovetail.protocol.messages import ModelRef
+from dovetail.protocol.messages import Head, ModelRef
 from dovetail.protocol.process.extras import Extra
 from dovetail.supervision.errors import RunError, UsageError
 
@@ -175,7 +175,7 @@ def _reference(spec: RLHFJobSpec, name: str, base: Path) -> ModelRef:
     source = model.source
     assert isinstance(source, ModelSource)
     policy: Literal["lm", "lm+value"] = "lm+value" if shares_body(spec) else "lm"
-    head: Literal["lm", "value", "lm+value"] = "value" if name == "critic" else policy
+    head: Head = "value" if name == "critic" else policy
     if source.scratch is None:
         try:
             hub = Hub(spec.hub)

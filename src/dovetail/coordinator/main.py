@@ -23,6 +23,7 @@ from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.store.results import write_final_summary
 from dovetail.coordinator.store.store import StoreError
 from dovetail.coordinator.telemetry.eventlog import EventLog
+from dovetail.manifest import fixed_names
 from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.plan import Plan
@@ -33,7 +34,7 @@ from dovetail.protocol.process.pulse import Pulse
 
 CRASHED = 1
 # In a pod, Kubernetes reads the reason of a failure, or the last figures, from this file.
-TERMINATION_LOG = Path("/dev/termination-log")
+TERMINATION_LOG = Path(fixed_names.TERMINATION_LOG)
 TERMINATION_BYTES = 4000
 FIGURES = ("reward", "kl", "samples_per_second", "iteration_seconds")
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
+from dovetail.manifest.fixed_names import DATA_KINDS
 from dovetail.manifest.types import API_VERSION, KIND
 from dovetail.supervision.errors import UsageError
 
@@ -87,7 +88,7 @@ def document(line: OneLine, local: frozenset[str], gpus: GPUs | None, context: i
     if line.rewards:
         models["reward"] = _reward(line.rewards)
     data: dict[str, Any] = {}
-    for name in ("demonstrations", "preferences", "prompts"):
+    for name in DATA_KINDS:
         if given := getattr(line, name):
             data[name] = [_source(each, local) for each in given]
     data |= {"maxPromptTokens": prompt, "maxTokens": prompt + response}
@@ -108,7 +109,12 @@ def document(line: OneLine, local: frozenset[str], gpus: GPUs | None, context: i
 def job_name(line: OneLine) -> str:
     """The method and the last part of the model's name, in the form that Kubernetes accepts: grpo-qwen2-5-0-5b."""
     model = PurePath(line.model).name
-    return re.sub(r"[^a-z0-9]+", "-", f"{line.method} {model}".lower()).strip("-")[:NAME_LENGTH].strip("-")
+    return kubernetes_name(f"{line.method} {model}")
+
+
+def kubernetes_name(text: str) -> str:
+    """The text in the form that Kubernetes accepts for names, without what does not fit. It may begin with a digit."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:NAME_LENGTH].strip("-")
 
 
 def _stages(line: OneLine) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+from dovetail.manifest.fixed_names import DATA_KINDS
 from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.training_types import AUTO_LAG
 from dovetail.manifest.types import Dtype, Group, RLHFJob, RLHFJobSpec, Role, Stage
@@ -75,7 +76,7 @@ def absolute_paths(job: RLHFJob, base_dir: Path) -> RLHFJob:
     data = job.model_dump(by_alias=True, mode="json")
     spec = data["spec"]
     sources = [model.get("source") for model in spec["models"].values()]
-    sources += [source for name in ("demonstrations", "preferences", "prompts") for source in spec["data"][name]]
+    sources += [source for name in DATA_KINDS for source in spec["data"][name]]
     sources += spec["evaluation"]["prompts"]
     for source in sources:
         if source and source.get("path"):

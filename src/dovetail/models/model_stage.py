@@ -7,7 +7,7 @@ the pipeline split."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,9 @@ from dovetail.models.config import ModelError, is_tied, without_dropout
 from dovetail.models.layers.expert_routing import replays
 from dovetail.models.layers.packing import Packing, Past
 from dovetail.models.layers.predictions import Predicted, Predictions, Vocabulary, predict
+from dovetail.protocol.messages import Head
 from dovetail.protocol.plan import stages_at
 
-Head = Literal["lm", "value", "lm+value"]
 VALUE_HEAD = "score"
 # A field of config.json of a model with a value head. It is added to every value. transformers' `score` has no bias, so
 # it cannot be a weight. transformers ignores the field, which shifts all scores by the same number.

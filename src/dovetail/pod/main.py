@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dovetail.manifest import fixed_names
 from dovetail.manifest.types import Group, RLHFJob, Role
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process import env
@@ -53,7 +54,7 @@ DRAIN_SECONDS, RETIRE_SECONDS = 15, 5.0
 # A server or scorer that worked this long was not broken from the start.
 STEADY_SECONDS = 60.0
 STOPPED = 128 + signal.SIGTERM
-TERMINATION_LOG = Path("/dev/termination-log")
+TERMINATION_LOG = Path(fixed_names.TERMINATION_LOG)
 LONGEST_LINE = 2000
 
 

@@ -19,6 +19,10 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+# What a model computes at each position: logits of the vocabulary, one value, or both.
+Head = Literal["lm", "value", "lm+value"]
+
+
 class Span(Message):
     """One bar of the timeline, on track `process`/`lane`. `start` and `end` are seconds since the Unix epoch."""
 
@@ -59,7 +63,7 @@ class ModelRef(Message):
     """Where a trainer or scorer gets a model from. The head `lm` gives vocabulary logits, `value` gives one scalar per
     token, and `lm+value` gives both."""
 
-    head: Literal["lm", "value", "lm+value"]
+    head: Head
     path: str | None = Field(
         default=None, description="Hugging Face folder. A value head that it lacks starts at zero."
     )

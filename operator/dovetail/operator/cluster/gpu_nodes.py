@@ -15,7 +15,6 @@ from dovetail.planner.hardware.gpus import GPU, estimate, is_known
 from dovetail.planner.nodes import PRODUCT_LABEL, Pools, count
 
 # A Node is some 10 KB of JSON, most of it its images.
-PAGE = 100
 # Rights seldom change.
 REFUSED_SECONDS = 600.0
 
@@ -68,7 +67,7 @@ class Nodes:
             found: Counter[tuple[str, int]] = Counter()
             labels: dict[str, Mapping[str, str]] = {}
             fields = "spec.unschedulable=false"
-            async for page in self._client.pages(NODE, None, PRODUCT_LABEL, fields, PAGE):
+            async for page in self._client.pages(NODE, None, PRODUCT_LABEL, fields):
                 found.update(count(page.items))
                 for node in page.items:
                     said = node["metadata"].get("labels") or {}

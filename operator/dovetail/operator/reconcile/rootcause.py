@@ -23,12 +23,12 @@ from dovetail.operator.reconcile.children import (
     label,
     parse_time,
 )
+from dovetail.operator.reconcile.queueing import LONGEST_MESSAGE
 from dovetail.operator.reconcile.refusals import taken
 from dovetail.protocol.process.process_names import COORDINATOR
 
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError")
 _CONFIG = ("CreateContainerConfigError",)
-LONGEST_MESSAGE = 1500
 _TAKEN = re.compile(r'jobs\.batch "([^"]+)" already exists')
 # What the manifest names and the namespace lacks, as kubelets and the scheduler say it.
 _NO_CONFIG = re.compile(r'\b(?:secret|configmap) "[^"]*" not found|references non-existent (?:secret|config) key')

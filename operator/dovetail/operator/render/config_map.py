@@ -6,10 +6,9 @@ import json
 
 from dovetail.kube import names
 from dovetail.kube.resources import CONFIG_MAP
+from dovetail.manifest.fixed_names import DATA_KINDS
 from dovetail.manifest.types import RLHFJob
 from dovetail.operator.render.context import Object, RenderContext, digest
-
-_DATA = ("demonstrations", "preferences", "prompts")
 
 
 def config_map(context: RenderContext) -> Object:
@@ -76,7 +75,7 @@ def in_pods(job: RLHFJob) -> Object:
     spec = document["spec"]
     models, data = spec["models"], spec.get("data", {})
     sources = [model.get("source") for name, model in models.items() if name != "tokenizer"]
-    sources += [models.get("tokenizer"), *(source for name in _DATA for source in data.get(name, ()))]
+    sources += [models.get("tokenizer"), *(source for name in DATA_KINDS for source in data.get(name, ()))]
     sources += spec.get("evaluation", {}).get("prompts", [])
     for source in sources:
         if source and source.get("pvc"):

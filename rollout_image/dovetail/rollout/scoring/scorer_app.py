@@ -7,7 +7,7 @@ import asyncio
 import math
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from dovetail.gpus.gpu_failure import context_is_lost, names_cuda
 from dovetail.protocol.http import serving
+from dovetail.protocol.http.serving import OPEN_PATHS, Handler
 from dovetail.protocol.messages import ModelRef, Receive
 from dovetail.protocol.process.pulse import ThreadProgress
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
@@ -27,10 +28,8 @@ from dovetail.rollout.scoring.forward_passes import ModelScorer, NotReady
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
 from dovetail.rollout.weight_receiver import TransferError, WeightReceiver
 
-OPEN_PATHS = frozenset({"/metrics", "/healthz"})
 MAX_BODY_BYTES = 256 * 2**20
 R = TypeVar("R")
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Log = Callable[..., None]
 
 

@@ -14,6 +14,7 @@ from dovetail.cli.common.overrides import apply_overrides
 from dovetail.gpus.nvidia_driver import driver_devices
 from dovetail.local.one_line import METHODS, GPUs, OneLine, document, product_label
 from dovetail.manifest.checks.hub_names import hub_problem
+from dovetail.manifest.fixed_names import DATA_KINDS
 from dovetail.supervision.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -64,8 +65,8 @@ def manifest_text(line: OneLine, overrides: Sequence[str], seed: int | None, cpu
 
     Raises UsageError."""
     given = [("--model", line.model, "folder, and no model")]
-    for option in ("demonstrations", "preferences", "prompts"):
-        given += [(f"--{option}", name, "file, and no data set") for name in getattr(line, option)]
+    for kind in DATA_KINDS:
+        given += [(f"--{kind}", name, "file, and no data set") for name in getattr(line, kind)]
     local = frozenset(name for _, name, _ in given if Path(name).exists())
     made = document(line, local, None if cpu else machine_gpus(), folder_context(line.model))
     for option, name, what in given:

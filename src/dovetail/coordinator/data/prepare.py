@@ -33,6 +33,7 @@ from dovetail.coordinator.data.text.tokenize import (
     sft_batch,
 )
 from dovetail.manifest.checks.hub_names import hub_problem
+from dovetail.manifest.fixed_names import MODEL_NAMES
 from dovetail.manifest.types import ModelSource, RLHFJobSpec, ScratchModel, Stage, TrainedModel
 from dovetail.protocol.files.durable import sync
 from dovetail.protocol.messages import ModelRef
@@ -40,7 +41,6 @@ from dovetail.protocol.wire import Arrays
 
 CENTRING_LIMIT = 512
 EQUAL_LIMIT = 1024
-MODELS = ("actor", "critic", "reward", "reference")
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ def model_sources(spec: RLHFJobSpec, base_dir: Path, hub: Hub) -> dict[str, Path
     if spec.models.actor.source is None:
         raise DataError("spec.models.actor.source is missing: name a huggingFace repository, a path, or scratch")
     result: dict[str, Path | ScratchModel] = {}
-    for name in MODELS:
+    for name in MODEL_NAMES:
         model: TrainedModel = getattr(spec.models, name)
         source: ModelSource | None = model.source
         if source is None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
+from dovetail.manifest.fixed_names import DataKind
 from dovetail.manifest.types import Stage
 
-Kind = Literal["demonstrations", "preferences", "prompts"]
+Kind = DataKind
 STAGE_OF: dict[Kind, Stage] = {
     "demonstrations": Stage.SFT,
     "preferences": Stage.REWARD,

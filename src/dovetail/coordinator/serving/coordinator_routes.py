@@ -19,7 +19,6 @@ from dovetail.protocol.http import serving
 from dovetail.protocol.messages import Heartbeat, JoinRequest, NextRequest, Offer, Register
 from dovetail.protocol.wire import CONTENT_TYPE
 
-OPEN_PATHS = frozenset({"/metrics", "/healthz"})
 M = TypeVar("M", bound=BaseModel)
 _OFFSET = re.compile(r"[0-9]{1,15}")
 _SECONDS = re.compile(r"[0-9]{1,3}")
@@ -67,7 +66,7 @@ def make_app(host: Host, token: str, registry: CollectorRegistry, page: Page | N
     async def authenticate(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if request.path in OPEN_PATHS:
+        if request.path in serving.OPEN_PATHS:
             return await handler(request)
         if not serving.authorized(request.headers.get("Authorization"), token):
             return web.Response(status=401, text="the job's token is missing or wrong")

@@ -13,6 +13,7 @@ from dovetail.coordinator.data.text.chat_template import human_assistant_templat
 from dovetail.coordinator.store.delivery import trained
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS, CardFacts, ListSize, model_card, source_name
 from dovetail.coordinator.telemetry.summary import write_json, write_whole
+from dovetail.manifest.fixed_names import DATA_KINDS
 from dovetail.manifest.types import Generation
 
 GENERATION_CONFIG = "generation_config.json"
@@ -38,7 +39,7 @@ def generation_config(base: Mapping[str, Any], generation: Generation, eos: int,
 def list_sizes(prepared: Prepared) -> list[ListSize]:
     """How many records the job takes from each source."""
     found = []
-    for name in ("demonstrations", "preferences", "prompts"):
+    for name in DATA_KINDS:
         data, sources = getattr(prepared.data, name), getattr(prepared.spec.data, name)
         for source, part in zip(sources, data.parts if data is not None else [], strict=False):
             found.append(ListSize(name, source_name(source), len(part.train), len(part.held_out)))

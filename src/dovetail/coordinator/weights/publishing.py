@@ -13,11 +13,10 @@ from typing import Any
 import aiohttp
 
 from dovetail.coordinator.trainers.trainer_group import TrainerError, TrainerGroup
-from dovetail.coordinator.weights.offers import CALL_SECONDS, ReceiverError, post, push_offer
+from dovetail.coordinator.weights.offers import CALL_SECONDS, GRACE_SECONDS, ReceiverError, post, push_offer
 from dovetail.coordinator.weights.probing import ProbedServer, prove
 from dovetail.protocol.messages import CALLED_OFF, CommandResult, Offer, Probe, Publish, Receiver, SendOn
 
-GRACE_SECONDS = 10.0
 # Receivers that fail within this time after the first failure may be the cause. Later ones only waited for them.
 # Receivers that report that the transfer was cancelled also only waited.
 BLAME_SECONDS = 1.0

@@ -16,6 +16,7 @@ from dovetail.coordinator.page.page_documents import NotKept, PageDocuments, enc
 from dovetail.local.run_page.live_status import live_status
 from dovetail.local.run_page.run_list import RunList
 from dovetail.protocol.http import serving
+from dovetail.protocol.http.serving import Handler
 from dovetail.supervision.errors import RunError
 from dovetail.web.page_files import HEADERS, INDEX, PageFile, page_files
 
@@ -23,7 +24,6 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 # How often files are looked at for a page that is open, and how often a quiet stream says that it is there.
 LOOK_SECONDS = 0.5
 KEEP_ALIVE_SECONDS = 15.0
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 RunHandler = Callable[[web.Request, PageDocuments], Awaitable[web.StreamResponse]]
 
 

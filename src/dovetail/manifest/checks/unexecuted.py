@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from dovetail.manifest.critic import has_critic
+from dovetail.manifest.fixed_names import DATA_KINDS
 from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.types import Dtype, Evaluation, RLHFJobSpec, Role, Stage, Storage
 
@@ -39,7 +40,7 @@ def _pvc(spec: RLHFJobSpec) -> Iterator[str]:
 
 
 def _other_claims(spec: RLHFJobSpec) -> Iterator[str]:
-    for name in ("demonstrations", "preferences", "prompts"):
+    for name in DATA_KINDS:
         for index, source in enumerate(getattr(spec.data, name)):
             if source.pvc is not None:
                 yield f"spec.data.{name}[{index}].pvc"

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from dovetail.models.links.deadline import Deadline, Handle, TransferError
+from dovetail.models.links.deadline import LONGEST_PAUSE, Deadline, Handle, TransferError
 from dovetail.models.links.libraries import library
 from dovetail.models.links.rendezvous import Rendezvous
 from dovetail.protocol.budgets import SHARED_WEIGHT_BYTES
@@ -23,7 +23,6 @@ SLOTS = 2
 SLOT_BYTES = SHARED_WEIGHT_BYTES // SLOTS
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1
-_LONGEST_PAUSE = 0.001
 SENT, TAKEN = "ipc/sent", "ipc/taken"
 
 
@@ -108,7 +107,7 @@ class _Queue:
             self._meeting.look("before all ranks had all of it")
             deadline.left(self._late)
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     def advance(self) -> bool:
         """Move the next chunk, if that is possible now. Returns whether it was moved."""

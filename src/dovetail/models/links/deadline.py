@@ -12,6 +12,8 @@ from typing import Protocol, TypeVar
 import torch
 
 T = TypeVar("T")
+# Seconds between two looks at a transfer in C, at most.
+LONGEST_PAUSE = 0.001
 
 
 class TransferError(RuntimeError):

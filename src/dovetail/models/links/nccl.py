@@ -17,14 +17,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from dovetail.models.links.deadline import Deadline, Handle, TransferError, first_line
+from dovetail.models.links.deadline import LONGEST_PAUSE, Deadline, Handle, TransferError, first_line
 from dovetail.models.links.libraries import library
 from dovetail.models.links.rendezvous import Rendezvous
 
 _SUCCESS, _IN_PROGRESS = 0, 7
 _UINT8 = 1
 _UNSET = -(2**31)
-_LONGEST_PAUSE = 0.001
 _ID, _STARTED = "nccl/id", "nccl/started"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -183,7 +182,7 @@ class NcclLink:
                 raise
             deadline.left(self._late)
             time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            pause = min(2 * pause, LONGEST_PAUSE)
 
     def _late(self) -> list[int]:
         """The ranks that have started the fewest messages, if that is fewer than this rank has started."""

@@ -19,7 +19,7 @@ from dovetail.pipelines.families import Family, family_instance, fixed_orders, f
 from dovetail.pipelines.instance import Coupling, SearchInstance
 from dovetail.pipelines.problem import ProblemError, ScheduleProblem, serial_memory
 from dovetail.pipelines.schedule import DeadlockError, Schedule, evaluate
-from dovetail.pipelines.search.dispatch_rules import DispatchSearch
+from dovetail.pipelines.search.dispatch_rules import UNLIMITED, DispatchSearch
 from dovetail.pipelines.search.exact import time_unit
 from dovetail.pipelines.search.levels import (
     CLOSING,
@@ -34,7 +34,7 @@ from dovetail.pipelines.search.levels import (
     Level,
 )
 from dovetail.pipelines.search.no_wait import no_wait
-from dovetail.pipelines.search.rounds import LARGE, UNLIMITED, Rounds, SearchEffort, rank
+from dovetail.pipelines.search.rounds import LARGE, Rounds, SearchEffort, rank
 from dovetail.pipelines.search.scaling import fewer_ranks, many_ranks, stretch
 from dovetail.pipelines.search.steady_state import drop, one_mini_batch, restore, shorten, unroll
 from dovetail.pipelines.simulate import Ints

@@ -19,13 +19,13 @@ from dovetail.pipelines.families import Family
 from dovetail.pipelines.instance import Coupling, SearchInstance, mirror, unmirror
 from dovetail.pipelines.schedule import Schedule, evaluate, steps_argument, timing_arguments
 from dovetail.pipelines.search.annealing import anneal
+from dovetail.pipelines.search.dispatch_rules import UNLIMITED
 from dovetail.pipelines.search.exact import ExactSearch, Proof, available
 from dovetail.pipelines.search.levels import Level
 from dovetail.pipelines.search.listing import justify, search_rules
 from dovetail.pipelines.simulate import Ints
 
 TASKS = 4
-UNLIMITED = 1e300
 EXACT_SIZE = 3200  # passes; with more, CP-SAT takes too much memory and time
 LARGE = 40_000  # passes; with more, a round of rules takes longer than most searches
 _POLL = 0.05  # seconds

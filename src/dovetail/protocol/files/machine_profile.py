@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dovetail.manifest.base import Model, PositiveInt
+from dovetail.protocol.messages import Head
 
 Seconds = Annotated[float, Field(ge=0.0)]
 
@@ -25,7 +26,7 @@ class PassTimes(Model):
 class ModelTimes(Model):
     """The times of a model's parts, each by micro-batch size. `head` holds the final norm, the head and the loss."""
 
-    head: Literal["lm", "value", "lm+value"]
+    head: Head
     layers: PositiveInt
     hidden_size: PositiveInt
     bytes_per_value: PositiveInt = Field(description="Of an activation between stages.")

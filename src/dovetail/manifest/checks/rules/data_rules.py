@@ -7,12 +7,13 @@ from collections.abc import Callable
 
 from dovetail.manifest.checks.rules.model_rules import MODEL_SOURCES, claim_rule
 from dovetail.manifest.checks.rules.rule import CALLS, Rule, Value, one_of, ppo_rule, spec_rule
+from dovetail.manifest.fixed_names import DATA_KINDS
 from dovetail.manifest.types import DataSource, ModelSource, RLHFJobSpec, Stage
 
 # ---------------------------------------------------------------- data
 
 _DATA_SOURCES = (
-    *(f"spec.data.{name}[]" for name in ("demonstrations", "preferences", "prompts")),
+    *(f"spec.data.{name}[]" for name in DATA_KINDS),
     "spec.evaluation.prompts[]",
 )
 

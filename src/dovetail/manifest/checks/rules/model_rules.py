@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from dovetail.manifest.checks.rules.rule import CALLS, Rule, Value, listed, one_of, spec_rule
 from dovetail.manifest.checks.scratch import SIZES, is_count
+from dovetail.manifest.fixed_names import MODEL_NAMES
 from dovetail.manifest.types import (
     DataSource,
     Dtype,
@@ -77,10 +78,9 @@ OUTPUT_RULES = one_of(("spec.output",), "path", "pvc", "s3")
 
 # ---------------------------------------------------------------- models
 
-_MODEL_NAMES = ("actor", "critic", "reward", "reference")
-MODEL_SOURCES = tuple(f"spec.models.{name}.source" for name in _MODEL_NAMES)
+MODEL_SOURCES = tuple(f"spec.models.{name}.source" for name in MODEL_NAMES)
 _SCRATCH = tuple(f"{source}.scratch" for source in MODEL_SOURCES)
-_LORAS = tuple(f"spec.models.{name}.lora" for name in _MODEL_NAMES)
+_LORAS = tuple(f"spec.models.{name}.lora" for name in MODEL_NAMES)
 _KINDS_OF_MODEL = ("huggingFace", "path", "pvc", "scratch")
 
 
