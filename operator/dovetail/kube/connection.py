@@ -52,8 +52,8 @@ async def request(
     accept: str = "application/json",
     content_type: str = "application/json",
 ) -> bytes:
-    """The body of the API server's answer, at most `seconds` after the call. `body`: plain JSON data. Raises KubeError,
-    also for a time-out (`status` 0)."""
+    """The body of the API server's answer. It comes within `seconds` of the call. `body`: plain JSON data. Raises
+    KubeError, also for a time-out (`status` 0)."""
     url = path + (f"?{urlencode(query)}" if query else "")
     headers = {"Accept": accept, "Content-Type": content_type}
     try:
@@ -76,8 +76,8 @@ async def request(
 async def stream(
     api: client.ApiClient, path: str, query: Mapping[str, str], *, silence: float
 ) -> AsyncGenerator[bytes, None]:
-    """The lines of a watch as they come. Ends when the API server ends it. Raises KubeError, also (`status` 0) when
-    nothing came for `silence` seconds."""
+    """Yield the lines of a watch as they come, until the API server ends it. Raises KubeError. If nothing comes for
+    `silence` seconds, its `status` is 0."""
     limit: Any = aiohttp.ClientTimeout(sock_connect=silence, sock_read=silence)
     try:
         verb, address, *more = await api.param_serialize(

@@ -67,7 +67,8 @@ def volume_claim(job: str) -> str:
 
 
 def account(job: str) -> str:
-    """ServiceAccount of the job's pods; Role and RoleBinding of these and of the status API."""
+    """The name of the ServiceAccount of the job's pods. The Role and the RoleBinding of these pods and of the status
+    API have the same name."""
     return f"{job}-pods"
 
 
@@ -77,7 +78,7 @@ def coordinator_service(job: str) -> str:
 
 
 def coordinator_url(job: str, namespace: str) -> str:
-    """Where the job's pods reach its coordinator."""
+    """The URL at which the job's pods reach its coordinator."""
     return f"http://{coordinator_service(job)}.{namespace}.svc:{COORDINATOR_PORT}"
 
 
@@ -111,7 +112,7 @@ def sent_workload(job: RLHFJob) -> str | None:
 
 
 def _sent_as(job: RLHFJob) -> str | None:
-    """`sent_workload` if an operator made it. Whoever may create jobs may write another name there."""
+    """`sent_workload` if an operator made it. Anybody who may create jobs can write another name there."""
     name = sent_workload(job) or ""
     return name if re.fullmatch(re.escape(job.metadata.name) + "-[0-9a-f]{8}", name) else None
 

@@ -1,4 +1,4 @@
-"""Who an object belongs to. Names and labels prove nothing: anybody may write them."""
+"""Finds out who owns an object. Names and labels prove nothing, because anybody may write them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dovetail.manifest.types import KIND
 
 
 def controller(thing: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The owner reference with `controller: true`, of which an object has one at most. Empty if there is none."""
+    """The owner reference with `controller: true`. An object has at most one. Empty if there is none."""
     found = thing["metadata"].get("ownerReferences") or ()
     return next((owner for owner in found if owner.get("controller")), {})
 
@@ -51,9 +51,9 @@ def left_by(thing: Mapping[str, Any], job: str, uid: str) -> bool:
 
 
 def pod_of(pod: Mapping[str, Any], job: str, uid: str) -> bool:
-    """Whether the pod is one of this RLHFJob's, as far as the pod itself tells: by its labels, and as the pod of a Job
-    with a name that the RLHFJob's Jobs have. Whoever forges all of this makes a pod that Kubernetes soon deletes: with
-    another uid than the Job's, because its owner does not exist, and else as one pod too many of the Job."""
+    """Whether the pod seems to be one of this RLHFJob's: it has the labels of one, and the Job that owns it has a name
+    that the RLHFJob's Jobs have. Kubernetes soon deletes a pod that forges all of this. If the uid of its owner is
+    wrong, its owner does not exist. If the uid is right, the Job has one pod too many."""
     labels, owner = pod["metadata"].get("labels") or {}, controller(pod)
     group = labels.get(GROUP_LABEL) or labels.get(ROLE_LABEL) or ""
     return (

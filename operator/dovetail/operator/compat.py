@@ -18,8 +18,8 @@ NO_ANSWER = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 class LeaseLock(_LeaseLock):  # type: ignore[misc]
-    """kubernetes 37.0.2: the package's lock, with a `create` that works. The package's own passes an argument that its
-    client refuses, and with an `update` that keeps the answer. This one uses `api_instance`, `lease_reference` and
+    """kubernetes 37.0.2: the package's lock with two corrections. The package's `create` passes an argument that its
+    own client refuses. Its `update` does not keep the answer. This class uses `api_instance`, `lease_reference` and
     `update_lease`, which are not documented."""
 
     lease_reference: Any
@@ -33,7 +33,8 @@ class LeaseLock(_LeaseLock):  # type: ignore[misc]
         return True
 
     async def update(self, name: str, namespace: str, updated_record: LeaderElectionRecord) -> bool:
-        """The package's own does not keep the answer, so the lease would have to be read before each update."""
+        """Keep the answer, which the package's own method does not. Otherwise the lease would have to be read before
+        each update."""
         try:
             lease = self.lease_reference
             lease.spec = self.update_lease(updated_record, lease.spec)

@@ -1,4 +1,5 @@
-"""kopf's part: it watches RLHFJobs. The operator uses no finalizers, timers, daemons or annotations."""
+"""The part of the operator that kopf runs: it watches RLHFJobs. The operator uses no finalizers, timers, daemons or
+annotations."""
 
 from __future__ import annotations
 

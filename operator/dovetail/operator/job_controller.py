@@ -115,9 +115,9 @@ class Controller:
         planner.done = self.queue.add
 
     async def observe(self, thing: Object, deleted: bool) -> None:
-        """Take a watch event: store it, and enqueue its job unless the reply to a write told the same before. An object
-        that has not the form of its kind is ignored: anybody may make one with our labels, and one tenant's must not
-        stop the jobs of all."""
+        """Handle a watch event: store it, and enqueue its job unless the reply to a write told the same before. An
+        object without the form of its kind is ignored. Anybody may make one with our labels, and an object of one
+        tenant must not stop the jobs of all."""
         try:
             if not deleted and self.store.knows(thing):
                 return
@@ -314,9 +314,9 @@ class Controller:
     async def _make(
         self, document: Object, result: Reconciled, planned: tuple[RLHFJob, Plan] | PlanRefused, children: Children
     ) -> None:
-        """Create and change what `result` asks for. The Service comes before the token, because pods send the token to
-        the owner of a Service with that name. What gives anybody a right to the token's Secret comes after it. Raises
-        NameTaken and KubeError."""
+        """Create and change what `result` asks for. The Service is made before the token, because pods send the token
+        to whoever owns a Service with that name. Objects that allow somebody to read the token's Secret are made after
+        it. Raises NameTaken and KubeError."""
         if isinstance(planned, PlanRefused):
             return
         context = RenderContext(planned[0], str(document["metadata"]["uid"]), planned[1], self._settings)
@@ -508,8 +508,8 @@ class Controller:
             await self.queue.add(key)
 
     async def relist(self, resource: Resource, namespace: str | None) -> str | None:
-        """Take what a list has, and what it lacks as deleted. Returns the list's version; None if the API server does
-        not know the kind. Raises KubeError."""
+        """Store all objects of a list, and treat the objects that it lacks as deleted. Returns the list's version. None
+        if the API server does not know the kind. Raises KubeError."""
         gone = self.store.uids(resource.kind, namespace)
         version: str | None = ""
         try:
@@ -537,8 +537,8 @@ def _fits(context: RenderContext, outlook: Outlook) -> bool | None:
 
 
 def _was_answered(document: Object) -> bool:
-    """Whether the job has a plan, or the planner failed at the same manifest before. Else each new attempt would change
-    the condition twice, and record an Event."""
+    """Whether the job has a plan, or the planner has already failed at the same manifest. Otherwise each new attempt
+    would change the condition twice and record an Event."""
     planned = next((c for c in old_status(document).conditions if c.type == "Planned"), None)
     if planned is None or planned.status == "True":
         return planned is not None
@@ -547,7 +547,7 @@ def _was_answered(document: Object) -> bool:
 
 
 def _ended(thing: Object) -> bool:
-    """Whether it is a JobSet that is over. MultiKueue copies the job's last status about a second later."""
+    """Whether this is a JobSet that is over. MultiKueue copies the job's last status about a second later."""
     return bool(thing["kind"] == JOBSET.kind and (is_true(thing, "Completed") or is_true(thing, "Failed")))
 
 

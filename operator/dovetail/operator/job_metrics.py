@@ -1,4 +1,4 @@
-"""Prometheus series about single jobs. They vanish with the job."""
+"""Prometheus series about single jobs. They disappear with the job."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class JobMetrics(Collector):
             self._unfit[key] = NODES_UNKNOWN if fits is None else NO_NODE_FITS
 
     def look(self, key: Key, status: RLHFJobStatus) -> None:
-        """Take a job's status."""
+        """Update the metrics from a job's status."""
         now, before = self._clock(), self._jobs.get(key)
         reason, waits = _reason(status)
         if reason == reasons.UNSCHEDULABLE:
@@ -72,7 +72,7 @@ class JobMetrics(Collector):
         self._jobs[key] = found
 
     def forget(self, key: Key) -> bool:
-        """Whether the job was known."""
+        """Drop a job. Returns whether it was known."""
         self._unfit.pop(key, None)
         return self._jobs.pop(key, None) is not None
 
@@ -105,7 +105,7 @@ class JobMetrics(Collector):
 
 
 def _reason(status: RLHFJobStatus) -> tuple[str, bool]:
-    """Why the job is in its state, and whether it waits to run."""
+    """The reason of the job's state, and whether the job waits to run."""
     held = {c.type: c for c in status.conditions}
     for kind in _HOLDS:
         if kind in held and held[kind].status == "True":

@@ -19,7 +19,7 @@ def log(event: str, *, level: Level = "info", **fields: Any) -> None:
 
 
 class _Lines(logging.Handler):
-    """What libraries log: the logger's name is the event."""
+    """Formats what libraries log. The logger's name is the event."""
 
     def emit(self, record: logging.LogRecord) -> None:
         level: Level = "error" if record.levelno >= logging.ERROR else "warning"

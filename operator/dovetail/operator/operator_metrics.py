@@ -1,4 +1,4 @@
-"""The operator's own Prometheus metrics: base units."""
+"""The operator's own Prometheus metrics, in base units."""
 
 from __future__ import annotations
 

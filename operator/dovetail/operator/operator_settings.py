@@ -1,4 +1,4 @@
-"""What an administrator decides for all jobs: `DOVETAIL_*` variables of the operator's pod."""
+"""The settings of an administrator for all jobs: `DOVETAIL_*` variables of the operator's pod."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class OperatorSettings:
 
     @staticmethod
     def read(environ: Mapping[str, str] = os.environ) -> OperatorSettings:
-        """From the environment; what is not set keeps its default. Raises ValueError, or OSError for a pod template
-        that cannot be read."""
+        """Read the settings from the environment. A variable that is not set keeps its default. Raises ValueError, or
+        OSError for a pod template that cannot be read."""
         given = {key.removeprefix("DOVETAIL_").lower(): value for key, value in environ.items() if value}
         found: dict[str, Any] = {}
         for name, default in OperatorSettings().__dict__.items():

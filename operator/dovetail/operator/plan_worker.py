@@ -149,7 +149,7 @@ def _size(answer: Plan | PlanRefused) -> int:
 
 
 def _memory(document: Object) -> int:
-    """About how many bytes a manifest takes that was read. Its job.json is kept as well."""
+    """The approximate memory in bytes of a manifest that was read. Its job.json is kept as well."""
     text = json.dumps(document.get("spec") or {}, separators=(",", ":"))
     return 4096 + 2 * len(text) + 200 * values_of(text)
 
@@ -321,7 +321,7 @@ class Planner:
             self._stale = True
 
     def _guess(self, spec: RLHFJobSpec) -> None:
-        """Nodes that cannot be listed say nothing of a product: it is estimated from its name."""
+        """Estimate a GPU product from its name, if nodes cannot be listed and so say nothing of it."""
         asked = {str(group.gpu.product) for group in spec.groups if not group.on_cpu}
         new = {name: estimate(name) for name in asked if not is_known(name, {**self._found, **self._given})}
         if new and self.guess():

@@ -12,8 +12,8 @@ MOST_TEXT = 8 << 20
 
 
 class Remembered(Generic[V]):
-    """The newest answers by key: at most MOST, and at most `most_size` together, but always the last one. The unit of
-    sizes is the user's; the default is characters."""
+    """The newest answers by key: at most MOST of them, and at most `most_size` together, but always the last one. The
+    caller chooses the unit of sizes. The default is characters."""
 
     def __init__(self, most_size: int = MOST_TEXT) -> None:
         self._most_size = most_size

@@ -1,4 +1,5 @@
-"""How often a job's status is written: urgent news at once, the progress of pods that start at a bounded rate."""
+"""Limits how often a job's status is written. Urgent news is written at once. The progress of starting pods is written
+at a bounded rate."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class StatusRate:
         self._ready.pop(key, None)
 
     def _turn(self, key: Key) -> float:
-        """When this starting job may be written: a token bucket."""
+        """The time when the status of this starting job may be written, from a token bucket."""
         if key not in self._turns:
             now = self._clock()
             self._next_turn = max(self._next_turn, now) + 1 / STARTS_PER_SECOND

@@ -29,14 +29,15 @@ _QUANTITIES = {"limits", "requests", "overhead", "sizeLimit", "divisor"}
 
 
 def first_mistake(template: dict[str, Any]) -> str | None:
-    """A sentence with the first mistake; None if there is none. A field that this release does not know may be of a
-    later Kubernetes. It is a mistake only if it is nearly one that it knows."""
+    """A sentence with the first mistake. None if there is none. A field that this release does not know may belong to a
+    later Kubernetes. It is a mistake only if its name is nearly that of a known field."""
     found = _mistakes(template, "V1PodTemplateSpec", WHERE)
     return next(found, None) or next(iter(template_errors(template, "jobs")), None) or next(_unnamed(template), None)
 
 
 def _mistakes(value: Any, kind: str, path: str) -> Iterator[str]:
-    """What does not have the form of its kind: a type of the Kubernetes API as its Python client writes it."""
+    """Yields what does not have the form of its kind. The kind is a type of the Kubernetes API, as its Python client
+    writes it."""
     if value is None or kind in ("object", "datetime", "bytes"):
         return
     if kind in _SIMPLE:
@@ -74,7 +75,7 @@ def _of_object(value: dict[str, Any], kind: str, path: str) -> Iterator[str]:
 
 
 def _meant(name: str, kind: str) -> str | None:
-    """The field that somebody meant who wrote this; None if it may be one that this release does not know."""
+    """The known field that the author probably meant. None if the field may be one that this release does not know."""
     plain = {field.lower(): field for field in _fields(kind)}
     for found in difflib.get_close_matches(name.lower().replace("_", "").replace("-", ""), plain, 1, ALIKE):
         return plain[found]
@@ -91,7 +92,8 @@ def _fields(kind: str) -> dict[str, str]:
 
 
 def _unnamed(template: dict[str, Any]) -> Iterator[str]:
-    """Containers and volumes that nobody completes: often their name is wrong."""
+    """Sentences about containers without an image, and about mounts of volumes that are not there. Often a name is
+    misspelt."""
     spec = template.get("spec") or {}
     for container in spec.get("containers") or ():
         if container.get("name") != CONTAINER and not (container.get("image") or DIRECTIVE in container):

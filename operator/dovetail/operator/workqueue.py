@@ -36,7 +36,7 @@ class WorkQueue(Generic[K]):
         return max(late, default=0.0)
 
     async def add(self, key: K, delay: float = 0.0) -> None:
-        """Have `key` worked on in `delay` seconds, or sooner if that was asked for before."""
+        """Let a worker process `key` in `delay` seconds, or sooner if that was asked for before."""
         due = self._clock() + delay
         async with self._changed:
             if key not in self._due or due < self._due[key]:

@@ -1,1 +1,1 @@
-"""The status REST API: reads jobs and their coordinators for people and programs; changes nothing."""
+"""The status REST API. It reads jobs and their coordinators for people and programs, and changes nothing."""

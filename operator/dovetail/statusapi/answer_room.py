@@ -1,4 +1,4 @@
-"""How much memory large answers take: from their first byte until their readers have them."""
+"""Limits the memory of large answers, from their first byte until their readers have them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ CHUNK_BYTES = 1 << 16
 
 
 class TooMany(Exception):
-    """HTTP 503: this process does already as much as it may."""
+    """HTTP 503: this process is already at its limit."""
 
 
 class AnswerRoom:
-    """`most`: bytes of all large answers under way. `each`: of those to one user, so that nobody takes all."""
+    """`most`: the bytes of all large answers in progress. `each`: the bytes of the answers to one user, so that nobody
+    takes all."""
 
     def __init__(self, most: int, each: int) -> None:
         self._most, self._each = most, each
@@ -24,15 +25,15 @@ class AnswerRoom:
 
     @property
     def taken(self) -> int:
-        """Bytes of all answers under way."""
+        """The bytes of all answers in progress."""
         return self._users.total()
 
     def share(self, user: str) -> AnswerShare:
-        """Room for one answer, which has none yet."""
+        """Room for one answer. Its size is still 0."""
         return AnswerShare(self, user)
 
     def take(self, user: str, size: int) -> None:
-        """Raises TooMany."""
+        """Reserve bytes. Raises TooMany."""
         if self._users[user] + size > self._each:
             raise TooMany("too many large answers to you are under way; wait for them, then ask again")
         if self.taken + size > self._most:
@@ -46,30 +47,30 @@ class AnswerRoom:
 
 
 class AnswerShare:
-    """What one answer takes."""
+    """The memory of one answer."""
 
     def __init__(self, room: AnswerRoom, user: str) -> None:
         self._room, self._user, self._size = room, user, 0
 
     def take(self, size: int) -> None:
-        """More bytes came. Raises TooMany."""
+        """Reserve bytes that have come. Raises TooMany."""
         self._room.take(self._user, size)
         self._size += size
 
     def settle(self, size: int) -> None:
-        """Give back what was taken above `size`."""
+        """Give back what was reserved above `size`."""
         if size < self._size:
             self._room.leave(self._user, self._size - size)
             self._size = size
 
     def leave(self) -> None:
-        """The answer is gone."""
+        """Give back all of the answer's memory."""
         self.settle(0)
 
 
 class LargeResponse(Response):
-    """An answer that is sent piece by piece, so that all of it is in memory no longer than its reader takes. A reader
-    who takes more than `seconds` is cut off."""
+    """An answer that is sent piece by piece. All of it is in memory only while its reader takes it. A reader that takes
+    more than `seconds` is cut off."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What the status API answers."""
+"""The answers of the status API."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class KubeEvent(Answer):
 
 
 class Live(Answer):
-    """What the coordinator said last."""
+    """The last status that the coordinator reported."""
 
     reachable: bool = Field(description="Whether the coordinator answered just now.")
     message: str = Field(default="", description="Why not, if not.")
@@ -89,7 +89,7 @@ class IterationList(Answer):
 
 
 class PodLog(Answer):
-    """Where one pod's log is."""
+    """The place of one pod's log."""
 
     pod: str
     group: str | None

@@ -1,4 +1,4 @@
-"""What an administrator decides for the status API: `DOVETAIL_API_*` variables of its pod."""
+"""The settings of an administrator for the status API: `DOVETAIL_API_*` variables of its pod."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class ApiSettings:
 
     @staticmethod
     def read(environ: Mapping[str, str] = os.environ) -> ApiSettings:
-        """From the environment; what is not set keeps its default. Raises ValueError that names the variable."""
+        """Read the settings from the environment. A variable that is not set keeps its default. Raises ValueError that
+        names the variable."""
         found: dict[str, Any] = {}
         for name, default in ApiSettings().__dict__.items():
             variable = f"DOVETAIL_API_{name.upper()}"

@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, errors, metrics and the page. What it answers is `service`'s."""
+"""The FastAPI application: routes, errors, metrics and the page. `service` computes the answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who the caller is, and what they may do: TokenReview and SubjectAccessReview, remembered for a few seconds."""
+"""Finds out who the caller is and what they may do, with TokenReview and SubjectAccessReview. Answers are kept for a
+few seconds."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ CACHED = 10_000  # entries of each cache
 
 
 class Unauthenticated(Exception):
-    """No token, or one that the cluster does not know: HTTP 401."""
+    """There is no token, or the cluster does not know it: HTTP 401."""
 
 
 class Forbidden(Exception):

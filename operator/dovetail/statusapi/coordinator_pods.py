@@ -1,7 +1,7 @@
-"""Where a job's coordinator is asked: at its pod's address.
+"""Finds the address at which a job's coordinator is asked. It is the address of the coordinator's pod.
 
-The job's Service has a name for it, but the job's tenant may change that Service, or what it stands for. The status API
-would then send its requests to any address that it can reach."""
+The job's Service has a name for it, but the job's tenant may change that Service. The status API would then send its
+requests to any address that it can reach."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ REMEMBERED = 2000  # names of pods
 
 
 class CoordinatorPods:
-    """Looks coordinators' pods up: one `get` of a pod that is known, so that its address is that of now."""
+    """Looks up the pods of coordinators. A pod that is known takes one `get`, so that its address is the present
+    one."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube
@@ -51,7 +52,7 @@ class CoordinatorPods:
         return pod if _serves(pod, job) else None
 
     async def _find(self, job: Object) -> Object | None:
-        """The oldest: there is one at a time, and a pod that pretends to be it comes later."""
+        """The oldest pod. There is one at a time, and a pod that pretends to be it comes later."""
         wanted = f"{names.UID_LABEL}={job['metadata']['uid']},{names.ROLE_LABEL}={COORDINATOR}"
         path = core_path(job["metadata"]["namespace"], "pods")
         pods = (await get(self._kube, path, {"labelSelector": wanted}))["items"]

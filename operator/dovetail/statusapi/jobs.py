@@ -32,7 +32,7 @@ class NotFound(Exception):
 
 
 class Large(NamedTuple):
-    """An answer with its memory, which whoever sends it gives back."""
+    """An answer and its memory. Whoever sends it gives the memory back."""
 
     content: bytes
     share: AnswerShare
@@ -180,7 +180,7 @@ class Service:
 
     @property
     def streams(self) -> int:
-        """How many streams are open."""
+        """The number of open streams."""
         return self._open.total()
 
     async def _stream(
@@ -242,7 +242,7 @@ class Service:
             raise
 
     async def _events(self, namespace: str, selector: str) -> list[KubeEvent]:
-        """The newest Events, of which a namespace may have any number."""
+        """The newest Events. A namespace may have any number of them."""
         newest: list[KubeEvent] = []
         query = {"fieldSelector": selector}
         for _ in range(EVENTS_PAGES):

@@ -45,7 +45,8 @@ async def get(kube: Kube, path: str, query: dict[str, str] | None = None) -> Obj
 
 
 async def page(kube: Kube, path: str, query: dict[str, str], most: int) -> Object:
-    """At most `most` objects of a list. A page of more than PAGE_BYTES is not read, but asked for in smaller parts."""
+    """Read at most `most` objects of a list. If a page is larger than PAGE_BYTES, it is asked for again in smaller
+    parts."""
     while True:
         content = await kube.request("GET", path, query | {"limit": str(most)})
         if len(content) <= PAGE_BYTES or most == 1:

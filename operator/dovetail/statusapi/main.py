@@ -1,4 +1,4 @@
-"""Serve the status API until told to stop."""
+"""Serves the status API until it is told to stop."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def kube_events(events: Object) -> list[KubeEvent]:
 
 
 def newest(events: list[KubeEvent]) -> list[KubeEvent]:
-    """The newest of these, newest first."""
+    """The newest of these events, in order from the newest to the oldest."""
     return sorted(events, key=lambda event: event.time or datetime.min.replace(tzinfo=UTC), reverse=True)[:EVENTS]
 
 

@@ -1,1 +1,1 @@
-"""What runs in a rollout pod: a vLLM server with our plug-ins, the scorer, the receiving end of weights."""
+"""The processes of a rollout pod: a vLLM server with our plug-ins, and the scorer. Both receive weights."""

@@ -1,7 +1,7 @@
-"""What serves a rollout's samples: the interface of a backend, and which one a server process takes.
+"""The interface of a rollout backend, and the choice of the backend that a server process uses.
 
-A backend is a server process that the coordinator talks HTTP with. docs/extending.md lists the routes that it must
-have; vLLM with Dovetail's plug-ins (`dovetail.rollout.serving.vllm_server.VLLM`) is the one implementation."""
+A backend is a server process to which the coordinator talks over HTTP. docs/extending.md lists the routes that it must
+have. vLLM with Dovetail's plug-ins (`dovetail.rollout.serving.vllm_server.VLLM`) is the only implementation."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ VARIABLE = "DOVETAIL_ROLLOUT_BACKEND"
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """What a server process serves, and how. `config`: the actor's config.json. `on_cpu`: it uses no GPU. `dtype`: of
-    weights and KV cache, such as `float16`. `stages` and `ranks`: the numbers of pipeline stages and of tensor-parallel
-    ranks. `memory`: the share of each GPU's memory that it may use; None: the backend's default. `arguments`: those of
-    this process's command line."""
+    """What a server process serves, and how. `config`: the actor's config.json. `on_cpu`: the server uses no GPU.
+    `dtype`: the dtype of weights and KV cache, such as `float16`. `stages` and `ranks`: the numbers of pipeline stages
+    and of tensor-parallel ranks. `memory`: the share of each GPU's memory that the server may use. None: the backend's
+    default. `arguments`: the command line of this process."""
 
     env: ProcessEnv
     job: RLHFJob
@@ -38,7 +38,7 @@ class ServerPlan:
 
     @property
     def model(self) -> Path:
-        """The folder of the actor's config.json; it holds no weights, these come from the trainers."""
+        """The folder of the actor's config.json. It holds no weights; these come from the trainers."""
         return self.env.run_dir / "models" / "actor-config"
 
 

@@ -1,7 +1,7 @@
-"""What the rollout's plug-ins use of vLLM beyond its interfaces for plug-ins: none of it is promised to stay.
-tests/unit/rollout/test_compat.py says what has moved.
+"""Gathers the parts of vLLM that the plug-ins use beyond its interfaces for plug-ins. vLLM does not promise to keep
+them. tests/unit/rollout/test_compat.py says which part has moved.
 
-vLLM is imported inside the functions: a scorer, which has none of it, shares this package."""
+The functions import vLLM themselves, because a scorer, which has no vLLM, shares this package."""
 
 from __future__ import annotations
 
@@ -168,8 +168,8 @@ def registered_backends() -> Any:
 
 
 def forget_partial_loads(model: Any) -> None:
-    """Drop what an interrupted reload has left: fused modules with some of their tensors (q without k and v). vLLM
-    would count these in the next reload, and take a module for complete too early."""
+    """Drop the tensors of fused modules that an interrupted reload has left (q without k and v). Otherwise vLLM would
+    count them in the next reload, and would take a module for complete too early."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for module in model.modules():
@@ -209,8 +209,8 @@ def finish_reload(model: Any, model_config: Any) -> None:
 
 
 def _written_directly(model: Any) -> list[Any]:
-    """The modules of a gpt-oss model whose parameters its `load_weights` copies into, past their loaders. A layerwise
-    reload waits for the loaders only, and would put the older weights back."""
+    """The modules of a gpt-oss model whose parameters `load_weights` writes directly, without their loaders. A
+    layerwise reload waits only for the loaders, and would put the older weights back."""
     if type(model).__name__ != "GptOssForCausalLM":
         return []
     return [module for module in model.modules() if {"sinks", "w13_weight"} & module._parameters.keys()]
@@ -231,8 +231,8 @@ def is_vocabulary(module: Any) -> bool:
 
 
 def pack_vocabulary(module: Any) -> None:
-    """Recompute what an embedding or head keeps beside its weight: a packed copy on CPUs, nothing on GPUs. A quantised
-    one is left as vLLM made it, because quantising a weight twice would spoil it."""
+    """Compute again what an embedding or head keeps beside its weight: a packed copy on CPUs, nothing on GPUs. A
+    quantised weight is left as vLLM made it, because quantising it twice would spoil it."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
     method = module.quant_method
@@ -241,8 +241,7 @@ def pack_vocabulary(module: Any) -> None:
 
 
 def pack_experts(model: Any) -> None:
-    """CPU only: pack the experts' weights that a reload has brought. vLLM packs them as the model is loaded, and not
-    again."""
+    """CPU only: pack the experts' weights that a reload has brought. vLLM packs them only when it loads the model."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -333,7 +332,7 @@ def run_server(args: Any, http: type, close_seconds: int) -> Any:
 
 
 def fork_engine_core() -> None:
-    """CPU only: fork the engine core from this process, whose imports it then shares, where vLLM would spawn it."""
+    """CPU only: fork the engine core from this process, so that it shares the imports. vLLM would spawn it."""
     from vllm.platforms.cpu import CpuPlatform
 
     original = CpuPlatform.check_and_update_config.__func__
@@ -349,9 +348,10 @@ def fork_engine_core() -> None:
 
 
 def fill_rows_on_cpus() -> None:
-    """CPU only: fill the rows of each float32 matrix product up to a multiple of ROWS. Without it a row's last bits
-    depend on how many rows there are: on the other samples of a decode step, and on whether a token comes in a decode
-    step or in a prefill. May be called any number of times. Models that are built later use it."""
+    """CPU only: add rows to each float32 matrix product until their number is a multiple of ROWS. Without this, a row's
+    last bits would depend on the number of rows: on the other samples of a decode step, and on whether a token is
+    computed in a decode step or in a prefill. It may be called any number of times. Models that are built later use
+    it."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

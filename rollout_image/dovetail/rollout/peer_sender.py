@@ -1,7 +1,7 @@
-"""Sends the weights that a server holds to another server, which came late.
+"""Sends the weights that a server holds to another server that came late.
 
-The bytes are those that the trainers sent, with the trainers' checksums: the receiver verifies them from end to end.
-They cannot be read back from vLLM, whose parameters are fused, split, padded, packed or quantised."""
+The bytes are those that the trainers sent, with the trainers' checksums, so the receiver verifies them from end to end.
+They cannot be read back from vLLM, because its parameters are fused, split, padded, packed or quantised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A version of the weights as it came over the wire, in host memory, so that it can be sent on."""
+"""A version of the weights in host memory, as it was received, so that it can be sent on."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ReceivedCopy:
         self._spare: list[torch.Tensor] = []
 
     def begin(self, offer: Offer) -> None:
-        """A version is coming. The one before is gone."""
+        """Begin a new version. The one before is dropped."""
         with self._lock:
             old, self._whole = self._whole or self._coming, None
             self._spare = [] if old is None or old.users else old.messages
@@ -52,7 +52,7 @@ class ReceivedCopy:
         self._coming.messages.append(room)
 
     def complete(self) -> None:
-        """All messages were added. From now on the version can be sent."""
+        """Mark the version as complete. From now on it can be sent."""
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
         with self._lock:

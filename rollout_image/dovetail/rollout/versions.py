@@ -27,9 +27,9 @@ def installed() -> tuple[str, str] | None:
 
 
 def version_problem(version: str) -> str | None:
-    """Why the plug-ins do not work with this vLLM: one sentence without a stop, or None.
+    """One sentence without a full stop that says why the plug-ins do not work with this vLLM. None if they work.
 
-    A version that is no number, as of a build from a branch, is let through."""
+    A version that is not a number, such as that of a build from a branch, is allowed."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is None or FIRST <= (int(found[1]), int(found[2])) < BEFORE:
         return None

@@ -1,4 +1,4 @@
-"""Receiving weights: the other end of `dovetail.trainer.weight_sender`, for the scorer and for vLLM's workers."""
+"""Receives weights from `dovetail.trainer.weight_sender`, for the scorer and for vLLM's workers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Parcel = list[tuple[Segment, Bucket]]
 
 
 def parcels(segments: Sequence[Segment]) -> list[Parcel]:
-    """An offer's buckets in the order in which they travel: stages take turns, one packs while another sends."""
+    """An offer's buckets in the order in which they travel. Stages take turns: one packs while another sends."""
     stages: dict[tuple[str, int], list[Segment]] = {}
     for segment in sorted(segments, key=lambda s: (s.model, s.index, s.part)):
         stages.setdefault((segment.model, segment.index), []).append(segment)
@@ -93,13 +93,14 @@ class WeightReceiver:
         self._epoch = receive.offer.epoch
 
     def receive(self, receive: Receive, may_reuse: Callable[[], bool] = _yes) -> Iterator[Named]:
-        """(name, tensor) of every segment of the offer, stages in turn; the next bucket arrives while these are used.
+        """Yield (name, tensor) of every segment of the offer. Stages take turns, and the next bucket arrives while
+        these tensors are used.
 
-        A bucket is yielded only after the checksums of all its parts were verified. Tensors are views of a buffer that
-        is written again once the next bucket was asked for, unless `may_reuse()`, asked after the last tensor of a
-        bucket was taken, says that somebody still holds some. Raises TransferError on a wrong checksum, a broken
-        connection or the deadline; the communicators are then gone and what was yielded so far is to be thrown away. A
-        consumer that stops early has the same effect."""
+        A bucket is yielded only after the checksums of all its parts were verified. Tensors are views of a buffer. The
+        buffer is written again once the next bucket was asked for, unless `may_reuse()`, asked after the last tensor of
+        a bucket was taken, says that somebody still holds some. Raises TransferError on a wrong checksum, a broken
+        connection or the deadline. The communicators are then gone, and everything that was yielded so far must be
+        thrown away. A consumer that stops early has the same effect."""
         deadline = _deadline(receive)
         self.connect(receive, deadline)
         coming = parcels(receive.offer.segments)

@@ -1,4 +1,4 @@
-"""vLLM's end of a weight transfer: backend `dovetail` of `--weight-transfer-config`."""
+"""vLLM's end of a weight transfer: the backend `dovetail` of `--weight-transfer-config`."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         self._arrived = receive.offer.version
 
     def finish_weight_update(self) -> None:
-        """Raises TransferError where a tied head, or a CUDA graph, does not serve what arrived."""
+        """Raises TransferError if a tied head, or a CUDA graph, does not use the weights that arrived."""
         compat.finish_reload(self.model, self.model_config)
         compat.pack_experts(self.model)
         renew(self._tied)

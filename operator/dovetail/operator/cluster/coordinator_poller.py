@@ -1,5 +1,5 @@
-"""Asks the coordinators of running jobs for their progress, at the same time as the reconciliation, which never waits
-for them."""
+"""Asks the coordinators of running jobs for their progress. It runs beside the reconciliation, which never waits for
+it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _told(document: Mapping[str, Any]) -> object:
 
 @dataclass
 class _Followed:
-    """`answer`: these fields of the last answer; None before the first."""
+    """A coordinator that is asked. `answer`: the fields of `_told` in its last answer. None before the first one."""
 
     address: str
     task: asyncio.Task[None]
@@ -55,7 +55,8 @@ class CoordinatorPoller:
         self._slots = asyncio.Semaphore(AT_A_TIME)
 
     def report(self, key: Key, children: Children, token: str | None) -> dict[str, Any] | None:
-        """The newest answer; None if there is none yet. From now on the coordinator is asked while a pod of it runs."""
+        """The newest answer. None if there is none yet. From this call on the coordinator is asked while its pod
+        runs."""
         pod = progress.coordinator_pod(children)
         address = (pod or {}).get("status", {}).get("podIP")
         if pod is None or token is None or not address or is_over(pod) or pod["status"].get("phase") != "Running":
@@ -105,7 +106,7 @@ class CoordinatorPoller:
             await asyncio.sleep(max(self._seconds, len(self._followed) / ASKS_PER_SECOND))
 
     async def _catch_up(self, key: Key, address: str, token: str) -> None:
-        """Take the steps since the last time."""
+        """Read the steps that were finished since the last call."""
         history = self._histories.get(key)
         if history is None or history.token != token:  # of an earlier job with this name
             history = self._histories[key] = JobHistory(token)
@@ -126,7 +127,7 @@ class CoordinatorPoller:
             return None
 
     async def _get(self, address: str, token: str, path: str) -> dict[str, Any]:
-        """The JSON object there. Raises NoAnswer."""
+        """The JSON object at the coordinator's path. Raises NoAnswer."""
         url = coordinator_http.pod_url(address) + path
         return coordinator_http.document(
             await coordinator_http.fetch(

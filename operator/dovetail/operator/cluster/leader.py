@@ -1,7 +1,8 @@
-"""Leader election by Lease. It tolerates an API server that does not answer, and a clock that is set.
+"""Leader election by Lease. It works although the API server may not answer and somebody may set a clock.
 
-The `kubernetes` package has an election, too. It reads the time of day: a follower whose clock is set forward takes the
-lease of a leader that renews it, and one whose clock is set back waits that much longer for a leader that has died."""
+The `kubernetes` package has an election, too, but it reads the time of day. A follower whose clock is set forward takes
+the lease of a leader that still renews it. A follower whose clock is set back waits that much longer for a leader that
+has died."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ MARGIN_SECONDS = 1
 
 
 class Lock(LeaseLock):
-    """A lease lock for which an API server that does not answer is a failed renewal, not the end of the process.
-    `attempted` is called after every answer."""
+    """A lease lock. If the API server does not answer, the renewal has failed, and the process goes on. `attempted` is
+    called after every answer."""
 
     def __init__(self, name: str, namespace: str, identity: str, api: ApiClient, attempted: Callable[[], None]) -> None:
         super().__init__(name, namespace, identity, api)
@@ -75,8 +76,8 @@ class Lock(LeaseLock):
 
 
 class Election:
-    """One replica's part in the election. A lease that another replica holds is taken when it has not changed for
-    LEASE_SECONDS, on this replica's monotonic clock. What is written in the lease is for people."""
+    """One replica's part in the election. It takes a lease that another replica holds if the lease has not changed for
+    LEASE_SECONDS on its own monotonic clock. The times that are written in the lease are only for people."""
 
     def __init__(self, lock: Lock) -> None:
         self._lock = lock
@@ -127,8 +128,8 @@ class Election:
 
 
 async def lead(lock: Lock, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Wait for the lease, run `work`, and return when the lease is lost. `work` has ended before another replica may
-    have the lease, whatever the API server does, and also when this is cancelled."""
+    """Wait for the lease, run `work`, and return when the lease is lost. `work` always ends before another replica may
+    take the lease, even if the API server fails or this call is cancelled."""
     election = Election(lock)
     await election.win()
     working, renewing = asyncio.create_task(work()), asyncio.create_task(election.renew())

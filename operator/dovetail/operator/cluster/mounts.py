@@ -1,4 +1,4 @@
-"""Why pods, Jobs, JobSets and claims wait, as far as Kubernetes tells this in Events, and Kueue in its Workloads."""
+"""Finds out why pods, Jobs, JobSets and claims wait. Kubernetes says it in Events, and Kueue in its Workloads."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ KEPT_SECONDS = 600.0  # after the answer counts no more
 
 
 def _take(event: Object, said: dict[str, tuple[bool, str, str]]) -> int:
-    """Keep the message if it is the one to show of the object that it is about. Returns by how many characters
-    `said` has grown."""
+    """Keep the message of an Event about its object, unless the one before is preferred: a message about something that
+    is missing is, and otherwise the newer one. Returns by how many characters `said` has grown."""
     at, about = str(event.get("lastTimestamp") or event.get("eventTime") or ""), event["involvedObject"]
     message = str(event.get("message") or "")[:MOST_CHARACTERS]
     found = {str(about.get("uid")): message}
@@ -49,7 +49,8 @@ def _take(event: Object, said: dict[str, tuple[bool, str, str]]) -> int:
 
 @dataclass(frozen=True)
 class _Told:
-    """What the Events of one namespace say: time and message by the object's uid, and when to ask again."""
+    """The messages of the Events of one namespace, with their times, by the object's uid. It also says when to ask
+    again."""
 
     complaints: dict[str, tuple[str, str]] = field(default_factory=dict)
     until: float = float("-inf")
@@ -60,15 +61,15 @@ _NOTHING = _Told()
 
 @dataclass
 class _Turn:
-    """Only one worker at a time asks about a namespace, and since when."""
+    """Makes sure that only one worker at a time asks about a namespace, and says since when it asks."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     since: float = float("-inf")
 
 
 class Mounts:
-    """Looks for Events about what has been stuck for LOOK_SECONDS (`rootcause.stuck`). It asks for all of a namespace
-    at once, because that costs about the same. `clock`: monotonic seconds."""
+    """Looks for Events about objects that have been stuck for LOOK_SECONDS (`rootcause.stuck`). It asks for all Events
+    of a namespace at once, because that costs about the same. `clock`: monotonic seconds."""
 
     def __init__(self, client: Client, clock: Callable[[], float]) -> None:
         self._client = client
@@ -78,8 +79,9 @@ class Mounts:
         self._turns: defaultdict[str, _Turn] = defaultdict(_Turn)
 
     async def problems(self, key: Key, children: Children, claims: Iterable[str] = ()) -> dict[str, str]:
-        """What other controllers and kubelets say of this job's objects that are stuck, by the object's uid. `claims`:
-        names of those that its pods name. What is said of these is by kind and name, as they may be others'."""
+        """The messages of other controllers and of kubelets about stuck objects of this job, by the object's uid.
+        `claims`: the claims that its pods name. Messages about these are by kind and name, because the claims may
+        belong to somebody else."""
         now, before = self._clock(), self._stuck.pop(key, {})
         asked = stuck(children, claims) | ({queued: ()} if (queued := waiting(children)) else {})
         if not asked:
@@ -119,8 +121,8 @@ class Mounts:
         return await self._once(namespace, reason, read, LOOK_SECONDS if reason in _SOON else LOOK_SELDOM_SECONDS)
 
     async def _workloads(self, namespace: str) -> dict[str, str]:
-        """Why Kueue does not admit Workloads, by the uid of the object that each was made for. Empty if they cannot be
-        read."""
+        """The reason why Kueue does not admit each Workload, by the uid of the object that the Workload was made for.
+        Empty if Workloads cannot be read."""
 
         async def read(began: float) -> dict[str, tuple[str, str]]:
             found: dict[str, tuple[str, str]] = {}
@@ -143,8 +145,8 @@ class Mounts:
         read: Callable[[float], Awaitable[dict[str, tuple[str, str]]]],
         rest: float,
     ) -> dict[str, tuple[str, str]]:
-        """What `read` returns, for all jobs of the namespace and for `rest` seconds or more. While another job's worker
-        reads for long, the answer is that of before."""
+        """The result of `read`. All jobs of the namespace share it for at least `rest` seconds. While the worker of
+        another job still reads, the older result is returned."""
         place, turn = (namespace, what), self._turns[namespace]
         if turn.lock.locked() and self._clock() - turn.since >= PATIENCE_SECONDS:
             return self._told.get(place, _NOTHING).complaints

@@ -1,4 +1,4 @@
-"""Jobs that MultiKueue sends to other clusters: the operator makes their Workloads, and leaves all else to Kueue."""
+"""Jobs that MultiKueue sends to other clusters. The operator makes their Workloads. Kueue does the rest."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ SUCCEEDED, FAILED = "Succeeded", "Failed"
 
 
 class Looked(NamedTuple):
-    """What is to be told of the job, and the seconds until it must be looked at again; None: when it changes."""
+    """The events to record for the job, and the seconds until it must be looked at again. None: look when it
+    changes."""
 
     events: list[JobEvent]
     again: float | None
@@ -69,16 +70,16 @@ class Dispatch:
         self._told: dict[Key, tuple[str, int]] = {}  # uid and generation
 
     def sends(self, document: Object) -> bool:
-        """Whether the job is MultiKueue's."""
+        """Whether MultiKueue sends the job to another cluster."""
         if not self._settings.multi_kueue or deleting(document):
             return False
         queue = (document["metadata"].get("labels") or {}).get(names.QUEUE_LABEL)
         return queue is not None and (document.get("spec") or {}).get("managedBy") == names.MULTIKUEUE
 
     async def look(self, key: Key, document: Object) -> Looked:
-        """Make the Workload of a job that `sends`, or remove it: a suspended job has none, and one that was evicted
-        enters the queue anew, as does a failed one that its user tries again. When a Workload goes, Kueue ends the job
-        in the other cluster. Raises KubeError."""
+        """Make the Workload of a job that `sends`, or remove it. A suspended job has no Workload. A job that was
+        evicted enters the queue again, and so does a failed job that its user tries again. When a Workload is removed,
+        Kueue ends the job in the other cluster. Raises KubeError."""
         metadata, status = document["metadata"], old_status(document)
         uid, name = str(metadata["uid"]), names.workload(metadata["name"], str(metadata["uid"]))
         there = await self._client.find(WORKLOAD.kind, metadata["namespace"], name)
@@ -116,19 +117,19 @@ class Dispatch:
         return Looked([], LOOK_SECONDS)
 
     def forget(self, key: Key) -> None:
-        """The job is gone, or not MultiKueue's."""
+        """Drop a job that is gone, or that MultiKueue does not send."""
         self._told.pop(key, None)
 
     async def _try_again(self, document: Object) -> Looked:
-        """Take the end back, as for a job of this cluster."""
+        """Remove the end from the job's status, as for a job of this cluster."""
         nothing = PlanRefused(reasons.NOT_PLANNED, "")
         result = reconcile(Seen(document, nothing, Children(), settings=self._settings), self._now())
         await self._write(document, result.status)
         return Looked(result.events, AGAIN_SECONDS)
 
     async def _after_the_end(self, key: Key, document: Object, status: RLHFJobStatus, there: Object | None) -> Looked:
-        """End the Workload of a job that is over: where the operator ended the job, its JobSet ends only now. Delete
-        the job when its time is up."""
+        """End the Workload of a job that is over. If the operator ended the job, its JobSet ends only now. Delete the
+        job when its time is up."""
         since = status.completion_time or self._now()
         if there is not None and not is_true(there, "Finished"):
             if (left := self._left(since, END_SECONDS)) > 0:
@@ -145,7 +146,7 @@ class Dispatch:
         return Looked([], LOOK_SECONDS)
 
     async def _ended(self, key: Key, document: Object, status: RLHFJobStatus, there: Object) -> Looked:
-        """Look at the Workload of a job that goes on, as far as its status says."""
+        """Look at the Workload of a job that is not over according to its status."""
         found = condition(there, "Finished") or {}
         if found.get("status") != "True":
             return Looked([], LOOK_SECONDS)
@@ -180,7 +181,7 @@ class Dispatch:
         await self._client.write_status(document, json.loads(status.model_dump_json(by_alias=True, exclude_none=True)))
 
     def _left(self, since: datetime, seconds: float) -> float:
-        """Of these seconds; at most a day."""
+        """The seconds that are left, but at most a day."""
         return min(seconds - (self._now() - since).total_seconds(), 86400.0)
 
     def _once(self, key: Key, document: Object, reason: str, message: str) -> Looked:

@@ -1,5 +1,5 @@
-"""Nodes that will end soon, as their taints say, and nodes that are not ready. All nodes are watched, because a notice
-may be as short as 30 s."""
+"""Watches all nodes, for taints that say that a node will end soon and for nodes that are not ready. A list from time
+to time would be too slow, because the notice may come only 30 s before the end."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dovetail.operator.reconcile.rootcause import LostNode, lost_node
 
 
 class Notices:
-    """`taints`: the keys that are a notice. `changed` is called when a node gets its notice, is lost, or is back.
-    `now`: the time of day, for a node without a record of its taints."""
+    """`taints`: the keys of taints that announce the end of a node. `changed` is called when a node is announced, is
+    lost, or is back. `now`: the time of day, which is used for a node whose record lacks the time of its taints."""
 
     def __init__(
         self,
@@ -80,8 +80,8 @@ class Notices:
 
 
 def _tainted(node: Object) -> datetime | None:
-    """When the node's taints were last written, by the API server's clock, as the creation of pods is. The clocks of
-    nodes and of the operator's own node may differ from it by more than a notice is long."""
+    """The time when the node's taints were last written. It is by the API server's clock, as the times of creation of
+    pods are. The clocks of nodes and of the operator's own node may differ from it by more than the notice's length."""
     times = [
         parse_time(entry.get("time"))
         for entry in node["metadata"].get("managedFields") or ()

@@ -1,4 +1,4 @@
-"""What the watches have reported: the newest known version of every RLHFJob and of its children."""
+"""The objects that the watches have reported: the newest known version of every RLHFJob and of its children."""
 
 from __future__ import annotations
 
@@ -146,8 +146,9 @@ def key_of(thing: Object) -> Key | None:
 
 
 def trim(thing: Object) -> Object:
-    """The object without the fields that nobody reads. They are most of a pod, a Job and a JobSet. Of an object that no
-    job has, only what identifies it is kept: anybody may label objects of any size as a job's."""
+    """The object without the fields that nobody reads. These fields are most of a pod, a Job and a JobSet. If the
+    object belongs to no job, only the fields that identify it are kept, because anybody may label objects of any size
+    as a job's."""
     metadata, kind = thing["metadata"], thing["kind"]
     if kind == KIND:
         return _trim_job(thing)
@@ -169,8 +170,8 @@ def trim(thing: Object) -> Object:
 
 
 def _trim_job(job: Object, before: Callable[[], Object | None] = lambda: None) -> Object:
-    """Of a job that is too large or over, only what is still looked at is kept. A job whose plan was made stays as it
-    is, and its user may edit it, as long as it does not grow. `before`: the job as it is stored."""
+    """The job without the fields that nobody reads any more, if it is too large or over. A job whose plan was made is
+    kept whole, and its user may edit it as long as it does not grow. `before`: the job as it is stored."""
     annotations = _only(job["metadata"].get("annotations") or {}, (names.WORKLOAD_LABEL,))
     kept = {**job, "metadata": _only(job["metadata"], (*_METADATA, "labels")) | {"annotations": annotations}}
     spec = job.get("spec") or {}
@@ -188,7 +189,7 @@ def _trim_job(job: Object, before: Callable[[], Object | None] = lambda: None) -
 
 
 def _rests(job: Object) -> bool:
-    """Whether the job is over, and its user has not tried it again. Who edits it sends the whole manifest."""
+    """Whether the job is over and its user has not tried it again. A user who edits it sends the whole manifest."""
     status, spec = job.get("status") or {}, job.get("spec") or {}
     if managed_elsewhere(job) or not (is_true(job, "Completed") or is_true(job, "Failed")):
         return False
@@ -196,22 +197,22 @@ def _rests(job: Object) -> bool:
 
 
 def _was_planned(job: Object) -> bool:
-    """Whether an operator has planned this very manifest. An earlier release may have: such a job goes on."""
+    """Whether an operator has planned exactly this manifest. If an earlier release planned it, the job goes on."""
     conditions = (job.get("status") or {}).get("conditions") or ()
     now = job["metadata"].get("generation")
     return any((c["type"], c["status"], c.get("observedGeneration")) == ("Planned", "True", now) for c in conditions)
 
 
 def _kept_its_size(job: Object, before: Object | None) -> bool:
-    """Whether the job is an edit of one that was taken, and not much larger. Who suspends or scales a job adds a few
-    characters."""
+    """Whether the job is an edit of one that was accepted, and not much larger. An edit that suspends or scales a job
+    adds a few characters."""
     if before is None or TOO_LARGE in before or before["metadata"].get("uid") != job["metadata"].get("uid"):
         return False
     return all(now <= then + more for now, then, more in zip(_size(job), _size(before), EDITS, strict=True))
 
 
 def _size(job: Object) -> tuple[int, int, int]:
-    """Labels, bytes and values."""
+    """The number of labels, of bytes and of values."""
     text = json.dumps(job.get("spec") or {}, separators=(",", ":"))
     return len(job["metadata"].get("labels") or {}), len(text), values_of(text)
 
@@ -232,12 +233,13 @@ def _too_large(job: Object) -> str | None:
 
 
 def values_of(text: str) -> int:
-    """About how many values there are in JSON: each but the first follows one of these marks."""
+    """The approximate number of values in a JSON text. Each value except the first follows a comma or an opening
+    bracket."""
     return sum(text.count(mark) for mark in ",[{")
 
 
 def _is_a_jobs(thing: Object) -> bool:
-    """Whether the object has a name that its job has for such an object, which makes no pods."""
+    """Whether the object makes no pods and has the name that its job gives to such an object."""
     name, job = thing["metadata"]["name"], label(thing, names.JOB_LABEL)
     if thing["kind"] == POD_GROUP:
         return re.fullmatch(re.escape(job) + "-[0-9a-f]{8}", name) is not None

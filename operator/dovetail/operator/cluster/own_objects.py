@@ -28,8 +28,8 @@ class KindMissing(KubeError):
 
 
 class NameTaken(Exception):
-    """The job needs names that other objects have. `leaving`: all of them are of an earlier job of the same name, and
-    will be deleted. `things`: kind and name of those that are somebody else's."""
+    """The job needs names that other objects have. `leaving`: all these objects belong to an earlier job of the same
+    name, and will be deleted. `things`: kind and name of the objects of somebody else."""
 
     def __init__(self, problem: str, leaving: bool, things: Sequence[tuple[str, str]] = ()) -> None:
         super().__init__(problem)
@@ -47,9 +47,8 @@ class NameTaken(Exception):
 
 
 async def create(client: Client, thing: Object, context: RenderContext) -> Object:
-    """Create an object of a job. If this job controls an object of that name, return that one. A claim that was kept of
-    an earlier job is taken up. Raises NameTaken if another has the name, and
-    KubeError."""
+    """Create an object of a job, or return the object of that name if this job controls it. A claim that an earlier job
+    kept is used again. Raises NameTaken if somebody else has the name, and KubeError."""
     try:
         return await client.create(thing)
     except KubeError as error:
@@ -71,8 +70,8 @@ async def create(client: Client, thing: Object, context: RenderContext) -> Objec
 
 
 async def _taken_up(client: Client, claim: Object, context: RenderContext) -> Object:
-    """Label a kept claim for this job. It gets no owner, so it is never deleted with the job. Its `spec` is left as it
-    is. If the manifest names no folder, the job has one that no earlier job had."""
+    """Label a kept claim for this job. The claim gets no owner, so it is never deleted with the job. Its `spec` stays
+    as it is. If the manifest names no folder, the job gets one that no earlier job had."""
     metadata = claim["metadata"]
     if labelled_for(claim, context.uid):
         return claim

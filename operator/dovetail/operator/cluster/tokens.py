@@ -24,8 +24,9 @@ KEY = "key"
 
 
 class Tokens:
-    """The operator may read and create single Secrets, but not list, change or delete them. So it reads a Secret only
-    if it must, and remembers the result. `home`: the operator's namespace, which has the Secret with the key."""
+    """The Secrets with the jobs' tokens. The operator may read and create single Secrets, but not list, change or
+    delete them. So it reads a Secret only if it must, and remembers the result. `home`: the operator's namespace, which
+    has the Secret with the key."""
 
     def __init__(self, client: Client, home: str) -> None:
         self._client = client
@@ -50,8 +51,8 @@ class Tokens:
 
     async def ensure(self, context: RenderContext, *, started: bool) -> None:
         """Make sure that the job's Secret exists. `started`: the job has a JobSet, or had one before it was suspended
-        or failed. So an operator has made the token in the Secret, maybe with a key that is lost since, and the pods
-        may hold it. Raises NameTaken and KubeError."""
+        or failed. Then an operator has made the token in the Secret, and the pods may hold it, even if the key was lost
+        since. Raises NameTaken and KubeError."""
         if context.uid in self._there:
             return
         token = hmac.digest(await self._the_key(), context.uid.encode(), hashlib.sha256).hex()
@@ -76,7 +77,7 @@ class Tokens:
         return await self._client.find(SECRET.kind, context.namespace, names.token_secret(context.name))
 
     async def _the_key(self) -> bytes:
-        """32 random bytes, made by the first operator that needs them."""
+        """The key: 32 random bytes. The first operator that needs the key makes it."""
         if self._key is None:
             found = await self._client.find(SECRET.kind, self._home, KEY_SECRET)
             if found is None:

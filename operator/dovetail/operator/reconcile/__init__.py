@@ -1,1 +1,1 @@
-"""What is to be done for one job, given all that is seen of it. Pure."""
+"""Decides what to do for one job, from all that is seen of it. Pure."""

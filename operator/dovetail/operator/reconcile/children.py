@@ -40,7 +40,7 @@ def managed_elsewhere(document: Object) -> bool:
 
 
 def changed_at(thing: Object, kind: str) -> str:
-    """When the condition of that type last changed. The condition must exist."""
+    """The time when the condition of that type last changed. The condition must exist."""
     return str((condition(thing, kind) or {}).get("lastTransitionTime", ""))
 
 
@@ -59,8 +59,8 @@ class Children:
     objects: Mapping[Ref, Object] = field(default_factory=dict)
 
     def of_job(self, uid: str) -> Children:
-        """Those that this RLHFJob controls: by itself, or by a JobSet or Job of its own. A claim that is to outlive the
-        job is controlled by nobody and has the job's uid as a label."""
+        """The objects that this RLHFJob controls, by itself or through a JobSet or Job of its own. A claim that is to
+        outlive the job has no controller, and has the job's uid as a label."""
         mine: dict[Ref, Object] = {}
         owners = set[str]()
         places = sorted(self.objects, key=lambda place: _DEPTH.get(place[0], 0))

@@ -1,4 +1,4 @@
-"""A job's conditions: which changed, and since when. Pure."""
+"""A job's conditions: which have changed, and since when they hold. Pure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def state(conditions: Sequence[Condition]) -> str:
 
 
 def why_deleted(status: RLHFJobStatus) -> str:
-    """Why a job with this status loses pods."""
+    """The reason why a job with this status loses pods."""
     held = {c.type: c for c in status.conditions}
     for kind in ("Completed", "Failed", "Suspended"):
         if kind in held and held[kind].status == "True":

@@ -1,4 +1,4 @@
-"""Whether two RLHFJobs would make Jobs of the same names. Pure.
+"""Says whether two RLHFJobs would make Jobs of the same names. Pure.
 
 A group's Jobs are named after the RLHFJob and the group. So job `a-b` with group `c` and job `a` with group `b-c` would
 both have a Job `a-b-c-0`."""

@@ -1,4 +1,4 @@
-"""A plan as the job's status tells it. Pure."""
+"""Shows a plan in the job's status. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the coordinator's GET /v1/status to fields of the job's status. Pure."""
+"""Translates the coordinator's GET /v1/status into fields of the job's status. Pure."""
 
 from __future__ import annotations
 

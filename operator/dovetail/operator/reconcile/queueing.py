@@ -1,4 +1,4 @@
-"""Why Kueue does not admit a job: what its Workload says. Pure."""
+"""Says why Kueue does not admit a job, from its Workload. Pure."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def waiting(children: Children) -> str | None:
 
 
 def why(workload: Mapping[str, Any]) -> str:
-    """Why the Workload waits: it was evicted, its quota is used, its topology has no room, or a check is not over. ""
-    if it does not say."""
+    """The reason why the Workload waits: it was evicted, its quota is used, its topology has no room, or a check is not
+    over. Empty if the Workload does not say it."""
     status = workload.get("status") or {}
     held = {c.get("type"): c for c in status.get("conditions") or []}
     told = []

@@ -1,4 +1,4 @@
-"""Reasons of conditions and events: every word that programs may act on, in one place."""
+"""The reasons of conditions and events. All words that programs may act on are in this file."""
 
 from __future__ import annotations
 

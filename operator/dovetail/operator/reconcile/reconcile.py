@@ -1,7 +1,8 @@
-"""What to do for one job, given all that is seen of it: `reconcile`, a pure function.
+"""`reconcile` decides what to do for one job, from all that is seen of it. It is a pure function.
 
-It is level-triggered: the same answer whatever happened before, so it may be asked at any time, and a step that did
-not work is simply asked for again. What must not be forgotten is in the job's status: above all that it is over."""
+It is level-triggered: its answer does not depend on what happened before. So it may be called at any time. If a step
+failed, the next call asks for it again. What must not be forgotten is in the job's status, above all that the job is
+over."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ STEADY = timedelta(minutes=1)
 
 @dataclass(frozen=True)
 class PlanRefused:
-    """Why there is no plan: a reason of condition Planned and a sentence."""
+    """There is no plan: the reason of the condition Planned, and a sentence."""
 
     reason: str
     message: str
@@ -351,7 +352,7 @@ class _Reconciler:
         return (self._too_many_restarts(cause) if cause else None) or self._too_long() or self._never_started(jobset)
 
     def _of_failed_jobs(self) -> rootcause.Cause | None:
-        """The cause in the pods of the Job that failed first."""
+        """The cause in the pods of that Job which failed first."""
         jobs = [j for j in self._children.jobs(surplus=False) if is_true(j, "Failed")]
         first = min(jobs, key=lambda j: changed_at(j, "Failed"), default=None)
         if first is None:

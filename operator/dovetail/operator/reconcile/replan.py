@@ -1,7 +1,7 @@
-"""What another number of GPU nodes means for a job: how many pods of each group have room, and what the status says
-about it. Pure.
+"""Says what another number of GPU nodes means for a job: how many pods of each group have room, and what the status
+says about it. Pure.
 
-A running job keeps its plan: its trainers are one world of a fixed size, and its surplus rollouts come and go anyway.
+A running job keeps its plan. The number of its trainers is fixed, and its surplus rollouts come and go in any case.
 Only its status changes."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Why pods do not run: a reason and a sentence that names the pod, its exit code and its last line. Pure."""
+"""Finds out why pods do not run: a reason, and a sentence that names the pod, its exit code and its last line. Pure."""
 
 from __future__ import annotations
 
@@ -75,8 +75,8 @@ def lost_node(node: Object) -> LostNode | None:
 
 
 def cause(pod: Object, mounts: Mapping[str, str], lost: Mapping[str, LostNode] = NO_NODES) -> Cause | None:
-    """Why this pod does not work; None if nothing is wrong. `mounts`: reports about volumes, by the pod's uid. `lost`:
-    nodes that are not ready, by name."""
+    """The reason why this pod does not work. None if nothing is wrong. `mounts`: reports about volumes, by the pod's
+    uid. `lost`: nodes that are not ready, by name."""
     status = pod.get("status", {})
     node = str(pod.get("spec", {}).get("nodeName"))
     if (away := lost.get(node)) is not None and status.get("phase") in ("Pending", "Running") and not is_ready(pod):
@@ -127,7 +127,7 @@ def creating(pod: Object) -> bool:
 
 
 def lacking(children: Children) -> list[Object]:
-    """The Jobs of a JobSet that runs which have fewer pods than they should."""
+    """The Jobs of a running JobSet that have fewer pods than they should."""
     found: list[Object] = []
     for jobset in children.of(JOBSET.kind):
         if jobset["spec"].get("suspend") or deleting(jobset):
@@ -198,8 +198,8 @@ def unscheduled(pod: Object) -> bool:
 
 
 def claims_told(children: Children, told: Mapping[str, str]) -> str:
-    """Why a claim has no volume; "" if nobody complains of one. Of the job's own, with its class and what it asks
-    for."""
+    """The reason why a claim has no volume. Empty if nobody complains about one. For a claim of the job's own the
+    sentence names its class and what it asks for."""
     for claim in unbound(children):
         if said := told.get(_uid(claim)):
             spec = claim.get("spec", {})
@@ -222,8 +222,8 @@ def _uid(thing: Object) -> str:
 
 
 def refused(children: Children, told: Mapping[str, str]) -> Cause | None:
-    """Why a Job may not make its pods: a quota, Pod Security, a class or an account that is missing. Or why a JobSet
-    cannot make its Jobs. `told`: what their controllers said, by uid."""
+    """The reason why a Job may not make its pods (a quota, Pod Security, a missing class or account), or why a JobSet
+    cannot make its Jobs. `told`: the messages of their controllers, by uid."""
     for jobset in jobless(children):
         if said := told.get(_uid(jobset)):
             since = str(jobset["metadata"].get("creationTimestamp", ""))
@@ -240,8 +240,8 @@ def refused(children: Children, told: Mapping[str, str]) -> Cause | None:
 
 
 def failed_at(pod: Object) -> datetime | None:
-    """When the pod failed by itself. None if it has not failed, was deleted, or was disrupted (evicted, preempted, or
-    its node was lost)."""
+    """The time when the pod failed by itself. None if it has not failed, was deleted, or was disrupted (it was evicted
+    or preempted, or its node was lost)."""
     status = pod.get("status", {})
     if status.get("phase") != "Failed" or deleting(pod) or is_true(pod, "DisruptionTarget"):
         return None

@@ -1,1 +1,1 @@
-"""The children of a job, as plain objects: pure functions, one file a kind."""
+"""Renders the children of a job as plain objects. All functions are pure, and each kind has a file."""

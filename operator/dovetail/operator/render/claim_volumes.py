@@ -6,11 +6,11 @@ from dovetail.operator.render.context import Object
 
 
 def share_claims(spec: Object) -> Object:
-    """The specification of a pod, `spec`, with one volume for each claim. It is read-only if all volumes of the claim
-    were, and what mounted a read-only volume still mounts it read-only. `spec` is not changed.
+    """The pod specification `spec` with one volume for each claim. The volume is read-only if all volumes of the claim
+    were. A mount of a read-only volume stays read-only. `spec` is not changed.
 
-    A kubelet mounts a claim once in a pod. Of two volumes of one claim, chance would decide whether the claim can be
-    written."""
+    A kubelet mounts a claim only once in a pod. If a pod had two volumes of one claim, chance would decide whether the
+    claim can be written."""
     claims: dict[str, list[Object]] = {}
     for volume in spec.get("volumes") or ():
         if (source := volume.get("persistentVolumeClaim")) is not None:

@@ -12,7 +12,7 @@ from dovetail.operator.render.context import Object, RenderContext, digest
 
 
 def config_map(context: RenderContext) -> Object:
-    """job.json and plan.json."""
+    """The ConfigMap with job.json and plan.json."""
     metadata = context.metadata(names.plan_config_map(context.name), "plan")
     if context.room:
         metadata["annotations"] = {names.ROOM: json.dumps(context.room, sort_keys=True)}
@@ -60,7 +60,7 @@ def planned_hash(text: str) -> str | None:
 
 
 def output_path(claim: str) -> str:
-    """Where the coordinator's pod finds claim/path of spec.output."""
+    """The path at which the coordinator's pod has claim/path of spec.output."""
     return "/".join([names.OUTPUT_MOUNT, *claim.strip("/").split("/")[1:]])
 
 

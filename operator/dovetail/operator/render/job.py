@@ -11,7 +11,8 @@ NO_LIMIT = 2**31 - 1
 
 
 def job_spec(template: Object, pods: int, *, hopeless: tuple[int, ...] = (BAD_CONFIGURATION,)) -> Object:
-    """`pods` pods, each replaced when it dies, but not after an exit code of `hopeless`."""
+    """The specification of a Job with `pods` pods. A pod that dies is replaced, except after an exit code of
+    `hopeless`."""
     codes = {"containerName": CONTAINER, "operator": "In", "values": list(hopeless)}
     return {
         "completionMode": "Indexed",

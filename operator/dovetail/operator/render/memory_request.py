@@ -1,7 +1,7 @@
-"""How much memory a group's pods ask for, where neither the manifest nor the operator's settings say it. Pure.
+"""The memory that a group's pods ask for, if neither the manifest nor the operator's settings say it. Pure.
 
-No hash that decides whether running pods are replaced contains it: a new plan or a new version of the operator may say
-another number."""
+It is in none of the hashes that decide whether running pods are replaced, because a new plan or a new version of the
+operator may compute another number."""
 
 from __future__ import annotations
 

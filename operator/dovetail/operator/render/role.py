@@ -1,4 +1,4 @@
-"""The Role of a job: what its pods, the status API and nobody else may read of it."""
+"""The Role of a job. It says what its pods and the status API may read of the job; nobody else may."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from dovetail.operator.render.context import Object, RenderContext
 
 
 def secret(context: RenderContext, token: str) -> Object:
-    """Created once. Running pods hold the token, so it never changes."""
+    """The Secret is created once and never changes, because running pods hold the token."""
     return {
         **SECRET.type_meta,
         "metadata": context.metadata(names.token_secret(context.name), "token"),

@@ -11,8 +11,8 @@ from dovetail.operator.render.jobset import jobset
 
 
 def workload(context: RenderContext) -> Object:
-    """Made in the cluster of the queues, where the job does not run. Kueue copies it to the other clusters. There it
-    compares the copy with the JobSet that the operator makes: the pods must be the same."""
+    """The Workload is made in the cluster of the queues, where the job does not run. Kueue copies it to the other
+    clusters. There Kueue compares the copy with the JobSet that the operator makes, and the pods must be the same."""
     made = jobset(context)
     sets = []
     for job in made["spec"]["replicatedJobs"]:

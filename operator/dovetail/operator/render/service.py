@@ -10,7 +10,8 @@ from dovetail.protocol.process.process_names import COORDINATOR
 
 
 def service(context: RenderContext) -> Object:
-    """Resolves to the coordinator's pod, also before that is ready: the others wait for it themselves."""
+    """The name resolves to the coordinator's pod even before the pod is ready. The other processes wait for it
+    themselves."""
     return {
         **SERVICE.type_meta,
         "metadata": context.metadata(names.coordinator_service(context.name), COORDINATOR),

@@ -1,4 +1,4 @@
-"""Nodes that a cloud takes back after a short notice, as the usual clouds mark them."""
+"""Labels and taints of the usual clouds for nodes that the cloud takes back after a short notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rollouts beyond a group's minimum: a Job each, of lower priority, that may come and go while the job runs."""
+"""Rollouts beyond a group's minimum. Each is a Job of lower priority that may come and go while the job runs."""
 
 from __future__ import annotations
 

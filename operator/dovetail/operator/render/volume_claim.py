@@ -13,8 +13,8 @@ def claim_name(context: RenderContext) -> str:
 
 
 def volume_claim(context: RenderContext) -> Object | None:
-    """None if the manifest names a claim: that claim is the user's and outlives the job. A claim that is to be kept has
-    no owner, so the garbage collector leaves it alone."""
+    """The claim. None if the manifest names a claim: that one is the user's and outlives the job. A claim that is to be
+    kept has no owner, so the garbage collector does not delete it."""
     if context.job.spec.checkpoint.volume is not None:
         return None
     settings = context.settings

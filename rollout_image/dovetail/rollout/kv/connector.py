@@ -1,14 +1,15 @@
 """vLLM KV connector: a request that is aborted leaves its KV cache to the server that continues it.
 
-Source: a request with `dovetail_hold` in its kv_transfer_params that is aborted after its prefill keeps its blocks for
-one step, in which each worker copies them to host memory and serves them (`dovetail.rollout.kv.kv_wire`).
+Source: a request has `dovetail_hold` in its kv_transfer_params and is aborted after its prefill. Then it keeps its
+blocks for one step. In this step each worker copies them to host memory, and from then on serves them
+(`dovetail.rollout.kv.kv_wire`).
 
-Destination: a request with `dovetail_pull` waits, while others are decoded, until a thread has fetched the blocks of
-all its tokens but the last; they are copied in between two steps, and one decode step computes the last token. If
-anything goes wrong the request is prefilled as if it had not asked.
+Destination: a request with `dovetail_pull` waits until a thread has fetched the blocks of all its tokens but the last.
+Other requests are decoded meanwhile. The blocks are copied in between two steps, and one decode step computes the last
+token. If anything goes wrong, the request is prefilled as if it had not asked.
 
-Blocks carry the weight version that computed them. They are kept, and taken, only where the worker holds that same
-version now; an update starts by forgetting the version, so nothing survives it."""
+Blocks carry the weight version that computed them. A worker keeps or takes blocks only if it holds this version. An
+update begins by forgetting the version, so no block outlives it."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ class BlockExport:
 
 @dataclass
 class BlockLoad:
-    """Blocks [first, last) of a waiting request, to fetch from elsewhere, with `tokens` tokens from its start."""
+    """Blocks [first, last) of a waiting request, which are fetched from elsewhere. `tokens`: how many tokens from the
+    request's start are fetched."""
 
     request_id: str
     pull: KVPull
@@ -156,7 +158,7 @@ class DovetailConnector(KVConnectorBase_V1):
 
 
 def asked(request: Any, key: str, kind: Any) -> Any:
-    """The request's parameters of one kind; None if it has none, or none that make sense."""
+    """The request's parameters of one kind. None if there are none, or if they are not valid."""
     given = (request.kv_transfer_params or {}).get(key)
     if given is None:
         return None
@@ -177,7 +179,8 @@ class SchedulerHalf:
         self.loading: set[str] = set()
 
     def matched(self, request: Any, computed: int) -> tuple[int, bool]:
-        """How many tokens after `computed` (whole blocks) could come from elsewhere: all but the last. Only once."""
+        """How many tokens after `computed` (whole blocks) could come from elsewhere: all except the last one. A request
+        may ask only once."""
         if request.request_id in self._tried or asked(request, PULL, KVPull) is None:
             return 0, False
         tokens = request.num_prompt_tokens - 1 - computed

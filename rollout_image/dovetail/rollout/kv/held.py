@@ -1,5 +1,5 @@
-"""The KV cache blocks of aborted requests, which a worker keeps for a while so that another server can fetch them. No
-vLLM, no sockets."""
+"""The KV cache blocks of aborted requests. A worker keeps them for a while, so that another server can fetch them. This
+file uses neither vLLM nor sockets."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ class Held:
 
 
 class HeldBlocks:
-    """Entries by key, at most `capacity` bytes, each for `seconds` at most and never past `weights()`, the version in
-    this worker (None: an update is under way). Thread-safe. `clock`: monotonic seconds."""
+    """Entries by key, with at most `capacity` bytes together. Each is kept for at most `seconds`, and only while
+    `weights()`, the version in this worker, stays the same (None: an update is in progress). Thread-safe. `clock`:
+    monotonic seconds."""
 
     def __init__(
         self,
@@ -49,7 +50,7 @@ class HeldBlocks:
             return self._used()
 
     def may_hold(self, weights: int, nbytes: int) -> bool:
-        """Whether `put` would keep this much; asked before the copy is made."""
+        """Whether `put` would keep this many bytes. Ask before you make the copy."""
         with self._changed:
             self._purge()
             used = self._used()
@@ -73,7 +74,7 @@ class HeldBlocks:
             self._changed.notify_all()
 
     def get(self, key: str, wait: float = 0.0) -> Held | None:
-        """The entry, waiting up to `wait` seconds for a request that is just being aborted."""
+        """The entry. If its request is just being aborted, this waits up to `wait` seconds."""
         with self._changed:
             if key not in self._entries:
                 self._changed.wait_for(lambda: key in self._entries, wait)

@@ -1,4 +1,5 @@
-"""Which KV connector a server runs, with which settings, and what it tells the coordinator of it. No vLLM."""
+"""Decides which KV connector a server runs and with which settings, and what the server tells the coordinator about it.
+It imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ MAX_HELD_SHARE = 1 / 16
 
 @dataclass
 class KVSetup:
-    """`arguments` and `environment` for vLLM, the `ability` to announce. `reserved` keeps ports from other programs
-    until the workers bind them, and must stay open as long."""
+    """`arguments` and `environment` are for vLLM. `ability` is what the server announces. `reserved` keeps ports from
+    other programs until the workers bind them, and must stay open until then."""
 
     ability: KVAbility
     arguments: list[str]

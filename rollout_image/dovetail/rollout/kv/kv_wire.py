@@ -1,5 +1,5 @@
-"""Held blocks over HTTP: `GET /kv/<key>` with the job's token. A header says what the body is: raw bytes of blocks,
-layer after layer. Every transfer has a deadline; an entry is dropped once it has been read to its end."""
+"""Held blocks over HTTP: `GET /kv/<key>` with the job's token. A header describes the body, which has the raw bytes of
+the blocks, layer after layer. Every transfer has a deadline. An entry is dropped when it has been read to its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNK_BYTES = 4 << 20
 
 
 class PullError(Exception):
-    """The blocks did not come; the message is one sentence for the log."""
+    """The blocks did not come. The message is one sentence for the log."""
 
 
 class _Server(http.server.ThreadingHTTPServer):
@@ -93,9 +93,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 class HeldServer:
-    """Serves `held` from a thread of its own. `layout` names what blocks look like: both ends must agree on it.
-    `seconds`: silence after which a client is given up; `wait`: how long a key may be awaited. Raises OSError if the
-    port is taken."""
+    """Serves `held` from a thread of its own. `layout` describes the blocks, and both ends must agree on it. `seconds`:
+    a client that is silent for so long is given up. `wait`: how long a request may wait for a key. Raises OSError if
+    the port is taken."""
 
     def __init__(
         self, host: str, port: int, held: HeldBlocks, token: str, layout: str, seconds: float, wait: float

@@ -1,4 +1,4 @@
-"""aiohttp's way to the coordinator's last known address."""
+"""Lets aiohttp use the coordinator's last known address."""
 
 from __future__ import annotations
 

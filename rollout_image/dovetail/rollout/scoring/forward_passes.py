@@ -1,5 +1,5 @@
-"""Reference, reward and critic forward passes over samples, finished or not. No I/O but model loading; not
-thread-safe."""
+"""Reference, reward and critic forward passes over samples, finished or not. There is no I/O except for loading models.
+Not thread-safe."""
 
 from __future__ import annotations
 
@@ -39,19 +39,20 @@ def filled(values: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
 
 
 def _read(found: Tensor | Predicted, rows: NDArray[np.int64]) -> Tensor:
-    """(m,) float32: values (n,) in the rows, or what was asked for of them."""
+    """(m,) float32: the values (n,) in the rows, or what the caller asked for of them."""
     if isinstance(found, Predicted):
         return found.logprobs
     return found.float()[torch.from_numpy(rows).to(found.device, non_blocking=True)]
 
 
 class ModelScorer:
-    """Holds up to three models and runs them. `progress` is called with (model, tokens) after each forward pass; a
+    """Holds up to three models and runs them. `progress` is called with (model, tokens) after each forward pass. A
     prompt that samples share counts once.
 
-    `devices`: all of one type. A model is on the first of them, or split by layers over as many of them as `split` says
-    (None: over all). `copies`, one a device: the weights are in host memory, and on the devices from `bring` or their
-    first use until `leave`. `room`: tokens of unfinished samples whose keys and values are kept between requests."""
+    `devices`: devices of one type. A model is on the first one, or is split by layers over as many of them as `split`
+    says (None: over all). `copies`, one for each device: the weights are in host memory. They are on the devices from
+    `bring`, or from their first use, until `leave`. `room`: how many tokens of unfinished samples keep their keys and
+    values between requests."""
 
     def __init__(
         self,
@@ -91,10 +92,11 @@ class ModelScorer:
         return dict(self._refs)
 
     def load(self, models: Mapping[str, ModelRef]) -> None:
-        """Hold exactly these models; one already held from an equal reference stays, with the weights it has.
+        """Hold exactly these models. A model that is already held from an equal reference stays, with its weights.
 
-        Raises ValueError for an unknown name or a wrong head, `dovetail.models.ModelError` for a folder that
-        cannot be used; then the models that were to stay, and those built before the bad one, are held."""
+        Raises ValueError for an unknown name or a wrong head, and `dovetail.models.ModelError` for a folder that cannot
+        be used. After an error the scorer holds the models that were to stay, and those that were built before the
+        wrong one."""
         for name, ref in models.items():
             if name not in HEADS:
                 raise ValueError(f"unknown model {name!r}; a scorer holds {', '.join(MODELS)}")
@@ -127,7 +129,7 @@ class ModelScorer:
 
     def bring(self) -> list[str]:
         """Begin to copy weights to the device, as far as there is room, and do not wait. Returns the models whose
-        weights are there or on their way. Without `copies` these are all models."""
+        weights are there or on their way. Without `copies` this means all models."""
         return list(self._refs) if self.host is None else self.host.bring()
 
     def leave(self) -> None:
@@ -147,10 +149,10 @@ class ModelScorer:
     # ------------------------------------------------------------ forward passes
 
     def score(self, want: Iterable[str], samples: SamplesToScore, temperature: float = 1.0) -> Arrays:
-        """`ref_logprobs` (N, R) of the response tokens at `temperature`, `scores` (N,): the reward head at a
-        sample's last token, `values` (N, R): the critic's output before each response token. float32, 0
-        outside a response; R is the longest response. What `begin` has seen of a sample is not computed again.
-        Raises NotReady, and ValueError for a bad request."""
+        """Returns float32 arrays that are 0 outside of responses; R is the longest response. `ref_logprobs` (N, R):
+        those of the response tokens at `temperature`. `scores` (N,): the reward head's output at a sample's last token.
+        `values` (N, R): the critic's output before each response token. What `begin` has computed of a sample is not
+        computed again. Raises NotReady, and ValueError for a bad request."""
         models = self._asked(want, samples, temperature)
         prefixes = self._found(samples)
         shape = (len(samples.tokens), int(samples.responses.max(initial=0)))
@@ -168,8 +170,9 @@ class ModelScorer:
         return result
 
     def begin(self, want: Iterable[str], samples: SamplesToScore, temperature: float = 1.0) -> list[int]:
-        """See as much of unfinished samples as makes whole blocks, and keep it for `score`: the response tokens of each
-        that all models have seen. 0 for samples that there is no room for. Raises as `score` does."""
+        """Compute whole blocks of unfinished samples, and keep the results for `score`. Returns for each sample how
+        many response tokens all models have processed. It is 0 for samples that there is no room for. Raises as `score`
+        does."""
         models = self._asked(want, samples, temperature)
         prefixes = self._found(samples)
         parts, kept, used = [], [], 0
@@ -201,7 +204,7 @@ class ModelScorer:
 
     @property
     def room(self) -> int:
-        """How many tokens of unfinished samples it keeps."""
+        """How many tokens of unfinished samples are kept."""
         return self._prefixes.room
 
     def _asked(
@@ -241,7 +244,8 @@ class ModelScorer:
         temperature: float,
         result: NDArray[np.float32] | None,
     ) -> None:
-        """Fill `result` (N,) or (N, R), or, of unfinished samples, what `prefixes` say that the model has seen."""
+        """Fill `result` (N,) or (N, R). For unfinished samples fill what `prefixes` say that the model has
+        processed."""
         seen = {row: prefix.models[name] for row, prefix in prefixes.items() if name in prefix.models}
         if HEADS[name] == "lm":
             seen = {row: each for row, each in seen.items() if each.temperature == temperature}
@@ -285,10 +289,9 @@ class ModelScorer:
         caches: Mapping[int, KVCache],
         temperature: float = 1.0,
     ) -> Iterator[tuple[Pack, NDArray[np.float32]]]:
-        """Each forward pass: what went through it, and the outputs: a reward model's at each sample's last token
-        (rows,), the critic's before each response token (m,), or, of a language model, the log-probability at
-        `temperature` of each response token (m,). `caches`: by row, where keys and values of a sample are or shall
-        be."""
+        """Yields each forward pass: its inputs and its outputs. A reward model has an output at each sample's last
+        token (rows,). The critic has one before each response token (m,). A language model has the log-probability at
+        `temperature` of each response token (m,). `caches`: for each row the place of the sample's keys and values."""
         # Stages wait the less for the first and the last pass, the smaller these are.
         most = max(1, self.max_tokens // len(model.stages))
         speaks, on_cpu = HEADS[name] == "lm", self.device.type == "cpu"
@@ -340,9 +343,8 @@ class ModelScorer:
     # ------------------------------------------------------------ the critic's weights
 
     def stage_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Copy a version's tensors aside. Raises NotReady without a critic, ValueError unless they are
-        exactly the critic's. Reads the critic's structure only, so that scoring may go on in another
-        thread."""
+        """Copy a version's tensors aside. Raises NotReady without a critic, and ValueError if they are not exactly the
+        critic's tensors. It reads only the critic's structure, so another thread may score meanwhile."""
         if "critic" not in self._models:
             raise NotReady("model critic is not loaded; POST /v1/load first")
         expected = self._models["critic"].homes()
@@ -360,8 +362,8 @@ class ModelScorer:
         return staged
 
     def apply_weights(self, staged: Mapping[str, Tensor], version: int) -> None:
-        """Make a complete staged version the critic's. Raises NotReady if the critic was unloaded or replaced
-        by one of another shape meanwhile."""
+        """Give the critic a complete staged version. Raises NotReady if the critic was unloaded meanwhile, or replaced
+        by one of another shape."""
         parameters = dict(self._models["critic"].named_parameters()) if "critic" in self._models else {}
         if {n: p.shape for n, p in parameters.items()} != {n: t.shape for n, t in staged.items()}:
             raise NotReady("the critic was replaced while its weights were coming")
@@ -375,7 +377,6 @@ class ModelScorer:
         self.critic_version, self._broken = version, None
 
     def lose_weights(self, reason: str) -> None:
-        """After a failed transfer: the critic's weights are out of date, so it scores nothing until others
-        come."""
+        """Record a failed transfer. The critic's weights are out of date, so it scores nothing until others come."""
         self._prefixes.forget("critic")
         self.critic_version, self._broken = None, reason

@@ -1,9 +1,9 @@
-"""A scorer's weights in page-locked host memory, for a GPU that it has only while the server beside it sleeps
-(RLHFuse section 6).
+"""A scorer's weights in page-locked host memory. The scorer has the GPU only while the server beside it sleeps (RLHFuse
+section 6).
 
-They are copied in on a CUDA stream of their own, so that forward passes under way, or the server's last decode steps,
-do not wait for them; what uses them waits for the copies on the device, and the host does not wait. Nothing is copied
-back: they are read only, and new weights are written to host memory."""
+The weights are copied to the GPU on a CUDA stream of their own. So forward passes in progress, and the server's last
+decode steps, do not wait for the copies. Work that uses the weights waits for them on the device, and the host does not
+wait. Nothing is copied back, because weights are only read. New weights are written to host memory."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ class CudaCopies:
 
 
 class HostWeights:
-    """A model's weights, or those of one of its stages: `module` computes with those on the device after `use`, and
-    holds those in host memory otherwise. Not thread-safe."""
+    """The weights of a model or of one of its stages. After `use`, `module` computes with the copies on the device.
+    Otherwise it holds the weights in host memory. Not thread-safe."""
 
     def __init__(self, module: nn.Module, copies: Copies) -> None:
         self._copies = copies
@@ -124,15 +124,16 @@ class HostWeights:
         self._there, self._arrived = None, False
 
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """New weights, at least all of the module's; those on the device are dropped."""
+        """Replace the weights. `tensors` has at least all weights of the module. The copies on the device are
+        dropped."""
         self.leave()
         for name, tensor in self._host.items():
             tensor.copy_(tensors[name])
 
 
 class HostModels:
-    """The models of a scorer, by name, in the order in which they are wanted on its devices. `copies`: of each device;
-    stage k of a model goes to device k."""
+    """The models of a scorer, by name, in the order in which the devices need them. `copies`: one for each device.
+    Stage k of a model is on device k."""
 
     def __init__(self, copies: Sequence[Copies], margin_bytes: int = MARGIN_BYTES) -> None:
         self._copies, self._margin = tuple(copies), margin_bytes
@@ -146,7 +147,8 @@ class HostModels:
         self._models.pop(name, None)
 
     def bring(self) -> list[str]:
-        """Begin to copy as many models as there is room for; those that are there or on their way."""
+        """Begin to copy as many models as there is room for. Returns the models that are on the devices or on their
+        way."""
         for stages in self._models.values():
             if self._has_room(stages):
                 for stage in stages:
@@ -168,7 +170,7 @@ class HostModels:
         )
 
     def write(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """New weights of a model, all of them; each goes to the stage that has it."""
+        """Replace all weights of a model. Each tensor goes to the stage that has it."""
         for stage in self._models[name]:
             stage.write(tensors)
 

@@ -1,4 +1,5 @@
-"""The samples of a request, and how they share forward passes: each prompt once, then all responses to it."""
+"""The samples of a request, and how they share forward passes: each prompt is computed once, and then all responses to
+it."""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ KEYS = 8
 
 @dataclass(frozen=True)
 class SamplesToScore:
-    """tokens (N, T) int64, prompt then response, right-padded; prompts, responses: lengths, (N,) int64.
+    """`tokens` (N, T) int64: prompt and then response, right-padded. `prompts` and `responses` (N,) int64: their
+    lengths.
 
-    `held` (N,) int64: how many response tokens have been through the model before, with the prompt; the rest goes on
-    from their keys and values. 0: none, nor has the prompt. None: of no sample. `unfinished`: the last response token
-    is known, but does not go through the model yet."""
+    `held` (N,) int64: how many response tokens the model has already processed, and with them the prompt. The pass
+    continues from their keys and values. 0: neither response tokens nor the prompt. None: 0 for all samples.
+    `unfinished`: the last response token is known, but the model does not process it yet."""
 
     tokens: NDArray[np.int64]
     prompts: NDArray[np.int64]
@@ -31,7 +33,7 @@ class SamplesToScore:
 
     @staticmethod
     def read(arrays: Arrays) -> SamplesToScore:
-        """From the arrays of POST /v1/score. Raises ValueError naming the array that is wrong."""
+        """Read the arrays of POST /v1/score. Raises ValueError that names the wrong array."""
         found = {}
         for name, dimensions in (("tokens", 2), ("prompt_lengths", 1), ("response_lengths", 1)):
             if name not in arrays:
@@ -71,12 +73,13 @@ class SamplesToScore:
 
 @dataclass(frozen=True)
 class Pack:
-    """Samples that go through a model together: `tokens` (total,) int64, sequences of `lengths` that go on from
-    `prefixes` as `Stage.forward` takes them. Some sequences are prompts; the others go on from theirs.
+    """Samples of one forward pass. `tokens` (total,) int64 has sequences of `lengths`, which continue `prefixes` as
+    `Stage.forward` takes them. Some sequences are prompts. The others continue their prompts.
 
-    `rows` (n,): the samples; `last` (n,): where each one's last token is, in `tokens`; `places` (n,): the sequence
-    that is its response. Of all response tokens in turn whose token before goes through (m,): `of` and `at`, sample and
-    place in the response, and `before`, where the token before it is, in `tokens`."""
+    `rows` (n,): the samples. `last` (n,): the place in `tokens` of each sample's last token. `places` (n,): the
+    sequence with its response. The next three arrays (m,) have an entry for each response token whose predecessor is in
+    the pass: `of` is its sample, `at` its place in the response, and `before` the place of its predecessor in
+    `tokens`."""
 
     tokens: NDArray[np.int64]
     lengths: tuple[int, ...]
@@ -90,8 +93,8 @@ class Pack:
 
 
 def groups(samples: SamplesToScore) -> list[list[int]]:
-    """Samples by prompt, the longest first, and the groups by their longest. One whose prompt has been through the
-    model is alone."""
+    """Samples with the same prompt form a group. Samples and groups are in order of length, the longest first. A sample
+    whose prompt the model has already processed is a group of its own."""
     found: dict[bytes | int, list[int]] = {}
     lengths = samples.lengths
     for row in sorted(range(len(lengths)), key=lambda i: (-int(lengths[i]), i)):
@@ -101,9 +104,9 @@ def groups(samples: SamplesToScore) -> list[list[int]]:
 
 
 def packs(samples: SamplesToScore, max_tokens: int, max_outputs: int, enough: int | None = None) -> Iterator[Pack]:
-    """All samples, in packs of at most `max_tokens` tokens and `max_outputs` positions before response tokens, whose
-    samples have at most `KEYS` x `max_tokens` tokens with their prompts (or one sample). A prompt is in as few packs as
-    may be. Samples of several prompts share a pack up to `enough` tokens."""
+    """All samples in packs. A pack has at most `max_tokens` tokens and `max_outputs` positions before response tokens,
+    and its samples have at most `KEYS` x `max_tokens` tokens with their prompts (or it has one sample). A prompt is in
+    as few packs as possible. Samples of several prompts share a pack up to `enough` tokens."""
     limits = np.array([max_tokens, max_outputs, KEYS * max_tokens])
     together = np.minimum(limits, [enough or max_tokens, max_outputs, KEYS * max_tokens])
 

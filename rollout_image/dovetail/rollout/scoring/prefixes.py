@@ -1,8 +1,8 @@
-"""What a scorer keeps of samples that are still generated: keys and values of their tokens so far, and the scores of
-these.
+"""What a scorer keeps of samples that are still generated: the keys and values of their tokens so far, and the scores
+of these tokens.
 
-A prefix is found by its tokens, so it does not matter who sent it, or when. Dropping one costs time and changes
-nothing: the sample is then scored from its first token on, and gets the same bits."""
+A prefix is found by its tokens, so it does not matter who sent it, or when. If a prefix is dropped, its sample is
+scored from its first token on. This costs time, but gives the same bits."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SeenTokens:
-    """What one model has seen of a prefix: `held` response tokens, a multiple of `RESPONSE_BLOCK`, and the prompt.
-    `outputs`: of the response tokens 0 to `held`, whose tokens before it has seen, (held + 1,) float32; None if nothing
-    of them is wanted. `temperature`: of these outputs."""
+    """What one model has computed of a prefix: `held` response tokens, a multiple of `RESPONSE_BLOCK`, and the prompt.
+    `outputs` (held + 1,) float32: the outputs for response tokens 0 to `held`. None if no outputs are wanted.
+    `temperature`: that of these outputs."""
 
     cache: KVCache
     held: int
@@ -32,7 +32,8 @@ class SeenTokens:
 
 @dataclass(eq=False)
 class Prefix:
-    """`prompt` (P,), `response` (R,): the tokens that were sent. `models`: by name, what each has seen of them."""
+    """`prompt` (P,) and `response` (R,): the tokens that were sent. `models`: what each model has computed of them, by
+    its name."""
 
     prompt: Tokens
     response: Tokens
@@ -44,7 +45,7 @@ class Prefix:
         return len(self.prompt) + max((seen.held for seen in self.models.values()), default=0)
 
     def begins(self, prompt: Tokens, response: Tokens) -> bool:
-        """Whether the sample begins with this prefix, and has more tokens than any model has seen."""
+        """Whether the sample begins with this prefix and has more tokens than any model has processed."""
         mine = self.response
         return (
             len(mine) <= len(response)
@@ -54,13 +55,14 @@ class Prefix:
 
 
 def held_of(response: int) -> int:
-    """How many of an unfinished sample's `response` tokens go through the models: whole blocks, and never the last
+    """How many of an unfinished sample's `response` tokens the models process: whole blocks, and never the last
     token."""
     return max(0, response - 1) // RESPONSE_BLOCK * RESPONSE_BLOCK
 
 
 class Prefixes:
-    """At most `room` tokens of prompts and responses. The prefix that was not used for longest makes room."""
+    """Keeps at most `room` tokens of prompts and responses. If there is no room, the prefix that was not used for the
+    longest time is dropped."""
 
     def __init__(self, room: int) -> None:
         self.room = room

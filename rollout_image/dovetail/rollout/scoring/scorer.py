@@ -1,5 +1,5 @@
-"""The scorer process: `python -m dovetail.rollout.scoring.scorer`. Serves `scorer_app` and tells the coordinator
-so."""
+"""The scorer process: `python -m dovetail.rollout.scoring.scorer`. It serves `scorer_app`, and registers with the
+coordinator."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def read_settings(env: ProcessEnv) -> Settings:
 
 
 def planned_split(env: ProcessEnv) -> dict[str, int]:
-    """Of the group's scorers; one that came later than the plan is like the others. Raises ValueError."""
+    """How many GPUs each model is split over, for this scorer of the group. A scorer that is not in the plan is like
+    the others of its group. Raises ValueError."""
     if not env.plan_file.is_file():
         return {}
     try:
@@ -106,8 +107,8 @@ def planned_split(env: ProcessEnv) -> dict[str, int]:
 
 
 def devices_for(settings: Settings, given: str | None, gpus: int) -> list[str]:
-    """The scorer's devices: those `given` (`cuda:0,cuda:1`), else as many of the `gpus` that it sees as the plan says,
-    else the CPU."""
+    """The scorer's devices: those that are `given` (`cuda:0,cuda:1`), else as many of the visible `gpus` as the plan
+    says, else the CPU."""
     if given:
         return given.split(",")
     if not settings.on_gpu or not gpus:
@@ -176,8 +177,8 @@ async def _register(
 
 
 def advertised_host(host: str) -> str:
-    """The address that others reach this process at: `host`, or this machine's when it listens on all of
-    them."""
+    """The address at which others reach this process: `host`, or this machine's address if the process listens on all
+    addresses."""
     return socket.gethostbyname(socket.gethostname()) if host in ("0.0.0.0", "::", "") else host
 
 
@@ -217,8 +218,8 @@ async def serve(env: ProcessEnv, service: ScorerService, log: Log) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 after a stop signal; with one sentence on stderr, 2 for a wrong configuration, and 1 when it cannot start or
-    its GPU failed."""
+    """Returns 0 after a stop signal. Otherwise it writes one sentence to stderr, and returns 2 for a wrong
+    configuration, or 1 if it cannot start or its GPU failed."""
     parser = argparse.ArgumentParser(prog="python -m dovetail.rollout.scoring.scorer", description=__doc__)
     parser.add_argument(
         "--device", help="one, or several, as `cuda:0,cuda:1`, to split all models over; default: as the plan says"

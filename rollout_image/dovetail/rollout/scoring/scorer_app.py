@@ -72,10 +72,10 @@ class Metrics:
 
 
 class ScorerService:
-    """A `Scorer` with its two threads: forward passes and weight changes in one, weight reception in the
-    other, so that a version arrives while the last one still scores.
+    """A `Scorer` with two threads. One runs forward passes and changes weights. The other receives weights, so that a
+    version can arrive while the last one is still used.
 
-    `temperature`: of score requests that name none."""
+    `temperature`: for requests that name none."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class ScorerService:
         return await asyncio.get_running_loop().run_in_executor(self._forward, work)
 
     async def load(self, models: dict[str, ModelRef]) -> None:
-        """`Scorer.load`, after the forward passes under way."""
+        """Do the same as `Scorer.load`, after the forward passes in progress."""
         started = time.monotonic()
         await self._run(self.scorer.load, models)
         self.log("models.loaded", models=sorted(models), seconds=round(time.monotonic() - started, 3))
@@ -133,7 +133,7 @@ class ScorerService:
         return await self._run(self.scorer.bring)
 
     async def leave(self) -> None:
-        """`Scorer.leave`, after the forward passes under way."""
+        """Do the same as `Scorer.leave`, after the forward passes in progress."""
         await self._run(self.scorer.leave)
 
     async def score(self, want: list[str], body: bytes, temperature: float) -> bytes:
@@ -206,9 +206,9 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def make_app(service: ScorerService, token: str) -> web.Application:
-    """The routes; every one but /metrics and /healthz asks for the job's token. Errors are one sentence of
-    text: 400 a bad request, 401 no token, 409 a model that is not there, 502 a failed transfer, 507 out of
-    memory."""
+    """The routes. All except /metrics and /healthz ask for the job's token. An error is one sentence of text: 400 for a
+    bad request, 401 without the token, 409 if a model is not loaded, 502 for a failed transfer, 507 if memory runs
+    out."""
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""A scorer's model, split by layers over GPUs of its pod: forward passes follow each other from device to device."""
+"""A scorer's model that is split by layers over GPUs of its pod. A forward pass goes from device to device."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class StagePass(Generic[R]):
-    """One forward pass, as `Stage.forward` takes it: `tokens` (total,) int64, `wanted` (n,) int64. `read` makes the
-    result of the last stage's output, which is what `asks` says for the stage's device, if it is given. All stages put
-    their layers' keys and values into the caches of `pasts`."""
+    """One forward pass, as `Stage.forward` takes it: `tokens` (total,) int64, `wanted` (n,) int64. If `asks` is given,
+    it says for a stage's device what is wanted of the logits. `read` makes the result from the last stage's output. All
+    stages put their layers' keys and values into the caches of `pasts`."""
 
     tokens: NDArray[np.int64]
     lengths: tuple[int, ...]
@@ -61,9 +61,9 @@ class SplitModel:
         }
 
     def run(self, passes: Iterable[StagePass[R]]) -> Iterator[R]:
-        """The result of each pass, in their order. A result comes when the next pass has begun, so that a GPU does not
-        idle while the host reads it. With several stages, stage k works on a pass while stage k + 1 works on the one
-        before. Each stage has a thread, so that what waits for one device does not hold up another."""
+        """The result of each pass, in their order. A result comes when the next pass has begun, so that no GPU is idle
+        while the host reads it. With several stages, stage k works on a pass while stage k + 1 works on the one before.
+        Each stage has a thread, so a wait for one device does not delay another device."""
         if len(self.stages) == 1:
             begun: deque[R] = deque()
             for each in passes:

@@ -1,7 +1,8 @@
-"""vLLM's worker on CPUs that tells which experts each token got: `--worker-cls` of servers of jobs with routing replay.
+"""vLLM's worker on CPUs that reports which experts each token got: `--worker-cls` of servers of jobs with routing
+replay.
 
-vLLM collects these in its V2 model runner only, which CPUs do not have. Its routers, its store for cached prefixes and
-its API know of no runner, so this worker hands them what the V2 runner would."""
+vLLM collects the experts only in its V2 model runner, which CPUs do not have. Its routers, its store for cached
+prefixes and its API do not depend on the runner. So this worker gives them what the V2 runner would give them."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from dovetail.rollout.compat import experts_collector
 
 
 class ExpertsWorker(CPUWorker):
-    """One pipeline stage, without speculative decoding."""
+    """The worker of one pipeline stage, without speculative decoding."""
 
     _collector: Any = None
     _pending: Any = None

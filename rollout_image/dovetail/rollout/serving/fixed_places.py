@@ -1,7 +1,7 @@
-"""Where a vLLM server's weights are on a GPU. Its CUDA graphs read them at the addresses at which they were when the
-graphs were captured, so a new version must be written over the old one. vLLM 0.32's layerwise reload does so: it loads
-each layer beside the old one and copies it there. A layer that was put elsewhere would be served with its old weights,
-and nobody would notice."""
+"""Checks that a vLLM server's weights stay at the same addresses on a GPU. Its CUDA graphs read them at the addresses
+of the time when the graphs were captured. So a new version must be written over the old one. vLLM 0.32's layerwise
+reload does so: it loads each layer beside the old one and copies it there. A layer at another address would be served
+with its old weights, and nobody would notice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class FixedPlaces:
         self._found = _addresses(model)
 
     def check(self, model: torch.nn.Module) -> None:
-        """Raises TransferError if one of them is elsewhere now."""
+        """Check all addresses. Raises TransferError if one has changed."""
         now = _addresses(model)
         moved = sorted(name for name, address in self._found.items() if now.get(name) != address)
         if moved:

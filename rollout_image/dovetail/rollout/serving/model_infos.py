@@ -1,12 +1,12 @@
-"""What vLLM has to know about a model's class before it serves it.
+"""Provides what vLLM must know about a model's class before it serves the model.
 
-vLLM imports the class in a process of its own, which takes some ten seconds, and keeps the answer below
-VLLM_CACHE_ROOT. A pod begins with an empty cache, so an image brings the answers along:
+vLLM imports the class in a process of its own, which takes about ten seconds, and keeps the answer below
+VLLM_CACHE_ROOT. A pod starts with an empty cache, so an image contains the answers:
 
     python -m dovetail.rollout.serving.model_infos
 
-writes those of all model families into the installation that runs it. vLLM compares each with a hash of the class's
-source, so one of another vLLM is never used."""
+writes the answers for all model families into the installation that runs it. vLLM compares each with a hash of the
+class's source, so it never uses an answer of another vLLM."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BROUGHT = Path(sys.prefix) / "share/dovetail/vllm-model-infos"
 
 
 def main() -> int:
-    """Returns 0 also if vLLM cannot import a class on this machine: a server asks again then."""
+    """Returns 0 even if vLLM cannot import a class on this machine. A server then asks again."""
     from dovetail.rollout.compat import find_model_info, model_infos
 
     BROUGHT.mkdir(parents=True, exist_ok=True)

@@ -10,12 +10,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process when the one that started it ends, however it ends."""
+    """Ask Linux to kill this process when its parent ends, however it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def register() -> None:
-    """Make the weight-transfer backend `dovetail` known, and have CPUs compute whole rows. May be called any number of
+    """Register the weight-transfer backend `dovetail`, and make CPUs compute whole rows. May be called any number of
     times."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 

@@ -1,5 +1,5 @@
-"""Imports made once for many processes: a forkserver that called `preload` forks trainers, scorers and vLLM servers
-in about a second, in place of the quarter of a minute that the imports take."""
+"""Imports modules once for many processes. A forkserver that has called `preload` forks trainers, scorers and vLLM
+servers in about a second. Their imports would take about 15 seconds."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ MODULES = (
 
 
 def preload() -> None:
-    """Import what trainers, scorers and vLLM servers on CPUs need; starts no thread and touches no GPU.
+    """Import what trainers, scorers and vLLM servers on CPUs need. It starts no thread and uses no GPU.
 
-    A module that this installation lacks is left out: whoever needs it says so."""
+    Modules that this installation lacks are skipped. A process that needs such a module reports it."""
     for key, value in CPU_ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     for name in MODULES:

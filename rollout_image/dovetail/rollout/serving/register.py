@@ -39,7 +39,7 @@ class Registrar:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread; does not wait for a request under way."""
+        """End the thread. This does not wait for a request in progress."""
         self._stopped.set()
 
     def _before_fork(self) -> None:

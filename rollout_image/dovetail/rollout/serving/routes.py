@@ -1,4 +1,4 @@
-"""Routes that Dovetail adds to the vLLM server (group `vllm.endpoint_plugins`), and what they know of it."""
+"""The routes that Dovetail adds to the vLLM server (group `vllm.endpoint_plugins`), and their state."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dovetail.rollout.serving.weights_worker import SENDING_WORKER
 
 @dataclass
 class ServerState:
-    """This API server process's own view. `weight_version` is None from the start of an update until the coordinator
-    has seen that the new weights are served, after a failed one, and before the first: the server then refuses to
-    generate. `arrived`: a whole version came, and may be asked for by a probe. `paused_version`: what it held when it
-    was paused for an update. A paused server holds no version: if the coordinator died, nobody would resume it.
-    `asleep`: it was told to sleep and has not been woken. Its GPU memory is another process's then, and it keeps its
-    version in host memory. `dtype`: see `dtype_of`."""
+    """The state of this API server process. `weight_version` is None before the first update, after a failed one, and
+    from the start of an update until the coordinator has seen that the new weights are served. The server then refuses
+    to generate. `arrived`: a complete version has come, and a probe may ask for it. `paused_version`: the version that
+    the server held when it was paused for an update. A paused server holds no version: if the coordinator died, nobody
+    would resume it. `asleep`: the server was told to sleep and has not been woken. Another process then has its GPU
+    memory, and the server keeps its version in host memory. `dtype`: see `dtype_of`."""
 
     name: str = ""
     incarnation: str = ""
@@ -84,7 +84,7 @@ def dtype_of(config: Any) -> str | None:
 
 
 class UnsuitableRunner(ValueError):
-    """vLLM runs a model runner that draws samples in a way that cannot go on elsewhere."""
+    """vLLM uses a model runner whose samples cannot be continued on another server."""
 
 
 def sampler_of(config: Any) -> Sampler:
@@ -101,8 +101,8 @@ def sampler_of(config: Any) -> Sampler:
 
 
 async def beat(engine_client: Any, pulse: Pulse) -> None:
-    """Beat as long as the engine core answers. It answers between two steps, through the queue that requests use. Ends
-    when the engine has died; the server then ends, too."""
+    """Touch the pulse as long as the engine core answers. It answers between two steps, through the queue of requests.
+    This ends when the engine has died, and then the server ends, too."""
     while not engine_client.errored:
         with contextlib.suppress(Exception):  # an error is an answer, too
             await engine_client.is_paused()
@@ -111,10 +111,10 @@ async def beat(engine_client: Any, pulse: Pulse) -> None:
 
 
 class InfoRoutes:
-    """GET /dovetail/info, the calls of a weight update (vLLM's own routes, plus the bookkeeping of `STATE`, and every
-    worker's answer is read), POST /dovetail/serve, by which the coordinator lets the server answer with a version that
-    has passed its probe, and POST /dovetail/send_weights, by which it lets the server send its version to another one.
-    """
+    """Adds GET /dovetail/info and the calls of a weight update. These are vLLM's own routes, but they also update
+    `STATE` and read every worker's answer. With POST /dovetail/serve the coordinator lets the server answer with a
+    version that has passed its probe. With POST /dovetail/send_weights it lets the server send its version to another
+    one."""
 
     name = "dovetail_info"
     required_tasks = None

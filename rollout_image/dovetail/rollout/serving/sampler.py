@@ -94,7 +94,7 @@ def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
 
 
 def _nucleus_threshold(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The least likely logit that stays, (N,); looks at more and more of the largest logits until they suffice."""
+    """The least likely logit that stays, (N,). It looks at more and more of the largest logits until they suffice."""
     count, vocab = logits.shape
     threshold = logits.new_empty(count)
     everything = logits.logsumexp(-1)

@@ -1,4 +1,4 @@
-"""vLLM's worker of a pipeline stage on CPUs: `--worker-cls` of servers with several."""
+"""vLLM's worker of a pipeline stage on CPUs: `--worker-cls` of servers with several stages."""
 
 from __future__ import annotations
 

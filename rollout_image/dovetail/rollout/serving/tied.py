@@ -1,9 +1,9 @@
-"""Tied embeddings in a vLLM server: the head serves what the embedding got.
+"""Tied embeddings in a vLLM server: the head uses the weights that the embedding got.
 
 Trainers send a tied weight once, under the embedding's name. vLLM 0.32's layerwise reload loads it into the embedding,
-whose parameter the head shares, and passes the head over ("ParallelLMHead: Failed to load weights"). On GPUs the head
-multiplies by that parameter, so this is all. On CPUs it multiplies by a packed copy, which vLLM makes as the head is
-loaded and which would stay the old one for ever."""
+whose parameter the head shares, and skips the head ("ParallelLMHead: Failed to load weights"). On GPUs the head
+multiplies by this parameter, so nothing else is needed. On CPUs it multiplies by a packed copy. vLLM makes this copy
+when it loads the head, and would never renew it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def tied_modules(model: torch.nn.Module) -> list[Tied]:
 
 
 def renew(tied: list[Tied]) -> None:
-    """Recompute what each module keeps beside the weight that it shares, after vLLM has finished a reload. Raises
-    TransferError if a module no longer shares the weight: it would serve older weights."""
+    """Compute again what each module keeps beside the weight that it shares, after vLLM has finished a reload. Raises
+    TransferError if a module no longer shares the weight, because it would serve older weights."""
     for one in tied:
         if one.module.weight is not one.source.weight:
             raise TransferError(f"{one.name} is tied to the embedding and did not get its new weights")

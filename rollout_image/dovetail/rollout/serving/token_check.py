@@ -50,9 +50,9 @@ class WeightsChanged(RuntimeError):
 
 
 class RequireWeights:
-    """ASGI middleware: 503 for generation while no complete version of the weights is loaded, or it has not passed its
-    probe, which is itself let through; or if the request asks for another version; or while the engine is paused or
-    asleep.
+    """ASGI middleware that answers 503 for generation while no complete version of the weights is loaded, or while it
+    has not passed its probe (the probe itself is let through). It also answers 503 if the request asks for another
+    version, and while the engine is paused or asleep.
 
     A paused engine keeps requests until it is resumed. A request that reaches it then, because its body came late,
     would be drawn with other weights. So each part of an answer is sent only while the server holds the version that
@@ -87,7 +87,7 @@ class RequireWeights:
         await self._app(scope, receive, send if asked is None else _of_version(asked, send))
 
     async def _to_sleep_or_awake(self, sleeps: bool, scope: Scope, receive: Receive, send: Send) -> None:
-        """Record that the engine sleeps before it is told, and that it is awake after it has said so."""
+        """Record that the engine sleeps before it is told to, and that it is awake after it has said so."""
         before, done = STATE.asleep, False
 
         async def sending(message: MutableMapping[str, Any]) -> None:
@@ -125,7 +125,7 @@ def _of_version(asked: str, send: Send) -> Send:
 
 
 def _is_probe(scope: Scope) -> bool:
-    """Whether a request asks for what the version that has arrived says."""
+    """Whether the request is a probe of the version that has arrived."""
     return STATE.arrived is not None and _header(scope, HEADER) == str(STATE.arrived)
 
 
@@ -135,7 +135,7 @@ def _header(scope: Scope, name: str) -> str | None:
 
 
 class Guard:
-    """ASGI middleware for `--middleware`: the token first, then the weights."""
+    """ASGI middleware for `--middleware`. It checks the token first, and then the weights."""
 
     def __init__(self, app: App):
         self._app = RequireToken(RequireWeights(app))

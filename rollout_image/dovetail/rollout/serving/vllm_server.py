@@ -51,8 +51,8 @@ MAX_KV_SHARE = 0.25
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until SIGTERM. Returns 0, or with a sentence on stderr 2 for a configuration that no restart mends and 1
-    for anything else; further vLLM arguments may be given."""
+    """Serve until SIGTERM. Further vLLM arguments may be given. Returns 0. Otherwise it writes a sentence to stderr,
+    and returns 2 for a configuration that no restart mends, or 1 for any other failure."""
     try:
         env = ProcessEnv.read()
         job = _job(env)
@@ -81,7 +81,8 @@ class VLLM:
     """Dovetail's own backend: vLLM."""
 
     def problem(self, plan: ServerPlan) -> str | None:
-        """A vLLM that the plug-ins do not work with, and sizes of attention heads that it does not compute on CPUs."""
+        """Says why vLLM cannot serve the plan: a version that the plug-ins do not work with, or sizes of attention
+        heads that vLLM does not compute on CPUs."""
         found = installed()
         if found is not None and (problem := version_problem(found[1])):
             return problem
@@ -161,14 +162,16 @@ def environment(on_cpu: bool, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def planned_server(plan_file: Path, group: str) -> Rollout | None:
-    """The first of the group's servers; those that came later than the plan are like it. Raises OSError, ValueError."""
+    """The plan of the group's first server. A server that is not in the plan is like it. Raises OSError and
+    ValueError."""
     plan = Plan.model_validate_json(plan_file.read_text())
     return next((rollout for rollout in plan.rollouts if rollout.group == group), None)
 
 
 def degrees(given: Sequence[str], group: Group, on_cpu: bool, planned: int) -> tuple[int, int]:
-    """Pipeline stages and tensor parallel ranks of a server with these arguments for vLLM, read as vLLM reads them;
-    without any: stages as planned, and on GPUs all of the pod's. Raises ValueError."""
+    """The numbers of pipeline stages and tensor-parallel ranks of a server with these arguments for vLLM, read as vLLM
+    reads them. If the arguments do not say it, stages are as planned, and on GPUs the ranks are the rest of the pod's
+    GPUs. Raises ValueError."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False)
     parser.add_argument("-pp", "--pipeline-parallel-size", dest="stages", type=int, default=planned)
     parser.add_argument("-tp", "--tensor-parallel-size", dest="ranks", type=int)
@@ -249,7 +252,8 @@ def vllm_arguments(
 
 
 def returns_experts(job: RLHFJob, stages: int) -> bool:
-    """Whether a server of so many pipeline stages says which experts each token got. vLLM does not with several."""
+    """Whether a server with this many pipeline stages reports which experts each token got. vLLM does not with several
+    stages."""
     return job.spec.ppo.routing_replay and stages == 1
 
 
@@ -283,9 +287,9 @@ def kv_token_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
 
 
 def kv_setup(env: ProcessEnv, config: Mapping[str, Any], on_cpu: bool, dtype: str, ranks: int) -> KVSetup | None:
-    """How this server of `ranks` tensor parallel ranks hands its KV cache to others; None for models with several
-    kinds of layers, whose caches vLLM lays out by kind only without such a connector, and for models with windows:
-    vLLM frees what lies behind a window, and moves of the rest are not tested."""
+    """The KV transfer of this server with `ranks` tensor-parallel ranks. None for models with several kinds of layers,
+    because vLLM lays out their caches by kind only without such a connector. None also for models with windows: vLLM
+    frees what lies behind a window, and moves of the rest are not tested."""
     family = MODEL_FAMILIES.get(str(config.get("model_type")))
     if len(set(config.get("layer_types") or ())) > 1 or (family is not None and family.windowed(config)):
         return None

@@ -1,4 +1,4 @@
-"""What a server's workers do for weights besides vLLM's own part: `--worker-extension-cls`."""
+"""The part of Dovetail in a server's workers that handles weights: `--worker-extension-cls`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WeightsWorker:
 
 
 class SendingWorker(WeightsWorker):
-    """Of a server that keeps the weights that it receives, and sends them to other servers."""
+    """The worker of a server that keeps the weights that it receives, and sends them to other servers."""
 
     def send_weights_on(self, request: str) -> str | None:
         """The answer to a `SendOn`, both as JSON: see `DovetailWeightTransferEngine.send_on`."""
