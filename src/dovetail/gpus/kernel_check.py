@@ -1,8 +1,8 @@
-"""What each process that uses GPUs asks first: whether its torch has kernels for them.
+"""Checks whether the installed torch has kernels for the GPUs. Each process that uses GPUs does this first.
 
     python -m dovetail.gpus.kernel_check 7.0
 
-fails where the installed torch has none for a GPU of that compute capability. The Dockerfiles run it."""
+fails if torch has none for a GPU of that compute capability. The Dockerfiles run it."""
 
 from __future__ import annotations
 

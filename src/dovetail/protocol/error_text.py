@@ -1,4 +1,4 @@
-"""What an error says of itself."""
+"""The text of an error."""
 
 from __future__ import annotations
 

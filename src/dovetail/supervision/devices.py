@@ -1,4 +1,4 @@
-"""Which GPUs this machine offers, without importing torch."""
+"""Finds the GPUs that this machine offers, without importing torch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The run page's own files, as `dovetail ui` and the status API serve them."""
+"""The run page's own files. `dovetail ui` and the status API serve them."""

@@ -1,4 +1,4 @@
-"""Make the same step give the same bits."""
+"""Makes the same step give the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a batch's arrays to micro-batches: checks, the split over data-parallel ranks, and packing.
+"""Turns a batch's arrays into micro-batches: checks, the split over data-parallel ranks, and packing.
 
 Everything here is a pure function of the batch. So every rank computes the same split by itself."""
 

@@ -1,1 +1,1 @@
-"""Is the run well, and why did it fail?"""
+"""Judges whether a run is well, and says why it failed."""

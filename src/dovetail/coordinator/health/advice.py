@@ -1,6 +1,6 @@
 """Advice on how a healthy run could be faster or learn more, from its last iterations. Pure.
 
-It is given for healthy runs only: of a run that learns nothing, its speed does not matter."""
+Advice is given only for healthy runs. If a run learns nothing, its speed does not matter."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _time(mean: Mapping[str, float], seconds: float, lag: int) -> list[str]:
-    """On the phase that takes most of an iteration."""
+    """Advice about the phase that takes most of an iteration."""
     share = {name: mean.get(f"seconds_{name}", 0.0) / seconds for name in ("generation", "training", "waiting")}
     moving = mean.get("seconds_weights", 0.0) / seconds
     found = []

@@ -1,4 +1,4 @@
-"""Why a run fails, in one sentence for the user."""
+"""Says why a run fails, in one sentence for the user."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def equal_groups(arrays: Arrays) -> float:
 
 
 def _equal(group: NDArray[np.intp], values: NDArray[Any], groups: int) -> NDArray[np.bool_]:
-    """Of each group, whether it has no two values that differ. `group`, `values` (n,)."""
+    """Whether all values of a group are equal, for each group. `group`, `values` (n,)."""
     low, high = np.full(groups, np.inf), np.full(groups, -np.inf)
     np.minimum.at(low, group, values)
     np.maximum.at(high, group, values)

@@ -77,7 +77,8 @@ def staleness(row: Mapping[str, Any]) -> int | None:
 
 
 def turns(prompt: str, response: str) -> list[Document]:
-    """Who says what: the prompt's turns by its own marks, and the response, which alone is learnt."""
+    """The turns of the prompt with their speakers, by the prompt's own marks, and the response. Only the response is
+    learnt."""
     marks = list(_TURN.finditer(prompt))
     found = []
     head = prompt[: marks[0].start()] if marks else prompt

@@ -65,7 +65,7 @@ def token_document(arrays: Arrays, row: int, run_dir: Path) -> Document:
 
 
 def not_learnt(job: RLHFJob | None, row: Row, equal_group: bool) -> str:
-    """Why nothing is learnt from the response; '' if it is learnt."""
+    """The reason why nothing is learnt from the response. Empty if it is learnt."""
     if job is None:
         return ""
     if job.spec.ppo.mask_truncated and row.get("finish_reason") == "length":

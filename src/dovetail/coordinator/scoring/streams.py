@@ -1,8 +1,4 @@
-"""Which scorer has computed which part of which unfinished sample. It does no I/O.
-
-A scorer keeps the KV cache of the tokens that it has computed (`dovetail.rollout.scoring.prefixes`). So a sample stays
-with one scorer, its home, from its first block to its end. A home changes only the speed. If a sample loses its home,
-another scorer computes it from its first token on, with the same bits."""
+"""Keeps track of the scorer that has computed each part of each unfinished sample. It does no I/O."""
 
 from __future__ import annotations
 

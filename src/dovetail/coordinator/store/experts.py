@@ -48,7 +48,8 @@ def tokens_of(data: bytes) -> int:
 
 
 def reported_tokens(pieces: Sequence[tuple[int, bytes]]) -> int:
-    """Of how many tokens, from the first one on, servers reported the experts. `pieces`: as `whole` takes them."""
+    """How many tokens have known experts, counted from the first token without a gap. `pieces`: as `whole` takes
+    them."""
     end = 0
     for start, data in pieces:
         if start <= end:

@@ -1,7 +1,4 @@
-"""Which run the files in a run directory belong to.
-
-Every run has an id. It is in run.json, in the store, in each checkpoint and in each exported model. So parts of two
-runs in one folder are noticed before they are used."""
+"""Says which run the files in a run directory belong to."""
 
 from __future__ import annotations
 

@@ -42,10 +42,8 @@ def step_arrays(
 def last_tokens(
     tokens: NDArray[np.int32], ends: Sequence[int], text: Text, lengths: dict[int, int] | None = None
 ) -> list[int]:
-    """For each number of characters the first token with which the text has as many; the last token, if it never has.
-
-    Tokens are not decoded one by one, because a character may have several. Their own lengths say about where to look.
-    `lengths`: characters of single tokens as far as they are known; others are added."""
+    """For each number of characters: the first token at which the text has at least as many, or the last token if it
+    never has."""
     if not ends or not len(tokens):
         return []
     known: dict[int, int] = {} if lengths is None else lengths

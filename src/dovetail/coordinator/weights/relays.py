@@ -61,7 +61,7 @@ class Relays:
         self._failed: dict[tuple[int, Process], set[Process]] = {}
 
     def choose(self, version: int, receivers: Sequence[Target]) -> dict[Target, Target]:
-        """Who could send the version to whom, by receiver: see `choose_senders`."""
+        """The sender of the version for each receiver: see `choose_senders`."""
         if not self._publisher.has_probe(version):
             return {}
         failed = {receiver: senders for (of, receiver), senders in self._failed.items() if of == version}

@@ -1,4 +1,4 @@
-"""Which server sends a weight version to one that came late. Pure."""
+"""Chooses the server that sends a weight version to one that came late. Pure."""
 
 from __future__ import annotations
 
@@ -30,11 +30,7 @@ def choose_senders(
     failed: Mapping[Process, Set[Process]],
     sending: Counter[str] | None = None,
 ) -> dict[Target, Target]:
-    """Who sends to whom, by receiver. Those that are missing get their weights from the trainers.
-
-    `holders`: the servers that serve the version. `failed`: by receiver, who could not send it this version. `sending`:
-    how many transfers each server sends already, by name. Only rollouts that keep copies send and receive. A server
-    that failed nobody comes first, then the one that sends least, then the first by name."""
+    """The sender for each receiver. Receivers that are not in the result get their weights from the trainers."""
     load = Counter(sending)
     failures = Counter(sender for senders in failed.values() for sender in senders)
     chosen: dict[Target, Target] = {}

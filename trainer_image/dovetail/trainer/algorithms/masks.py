@@ -1,4 +1,4 @@
-"""What a mask means, and the precision in which numbers are added up."""
+"""The meaning of a mask, and the precision in which numbers are added up."""
 
 from __future__ import annotations
 

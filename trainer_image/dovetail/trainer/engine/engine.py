@@ -290,7 +290,7 @@ class Engine(EngineState):
             ema_update(self.ema.values(), parameters, self.spec.ppo.ema)
 
     def weights(self, model: str) -> Iterator[tuple[str, Tensor]]:
-        """As `EngineState.weights`, with deferred optimizer steps applied first."""
+        """Do the same as `EngineState.weights`, after deferred optimizer steps were applied."""
         self.settle()
         return super().weights(model)
 
