@@ -22,16 +22,16 @@ STATES = list(STYLES)
 
 
 @click.command()
-@click.option("--gpu", is_flag=True, help="Check GPUs alone: driver, torch, NCCL and vLLM. No GPU is a problem.")
-@click.option("--cluster", is_flag=True, help="Check the cluster of kubectl's present context alone.")
+@click.option("--gpu", is_flag=True, help="Check only GPUs: driver, torch, NCCL and vLLM. To have no GPU is a problem.")
+@click.option("--cluster", is_flag=True, help="Check only the cluster of kubectl's current context.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object in place of the table.")
 @click.pass_context
 def doctor(ctx: click.Context, gpu: bool, cluster: bool, as_json: bool) -> None:
     """Check whether this machine can run jobs.
 
-    Python, packages, CPUs, memory, shared memory, disks, open files, ports, and the GPUs if there are any. Each line
-    says what was found, and how to mend what is wrong. The exit code is 1 if there is a problem. On a cluster run it
-    in a pod of the image that a job would use:
+    It checks Python, packages, CPUs, memory, shared memory, disks, open files, ports, and the GPUs if there are any.
+    Each line says what was found, and how to mend what is wrong. The exit code is 1 if there is a problem. On a cluster
+    run it in a pod of the image that a job would use:
 
     \b
       kubectl run doctor --rm -it --restart=Never --image=IMAGE \\

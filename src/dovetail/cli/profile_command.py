@@ -22,7 +22,13 @@ from dovetail.supervision.errors import RunError, UsageError
 
 @click.command()
 @click.argument("manifest", metavar="JOB.yaml", type=click.Path(path_type=Path))
-@click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), default=Path("profile.json"))
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=Path("profile.json"),
+    help="Write the times to this file.  [default: profile.json]",
+)
 @click.option(
     "--micro-batch",
     "micro_batches",

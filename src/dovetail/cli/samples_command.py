@@ -30,10 +30,14 @@ from dovetail.supervision.errors import UsageError
     help="The answers of evaluations. -i is the iteration after which the weights were evaluated; 0: before PPO, -1: "
     "before SFT.",
 )
-@click.option("--sort", "order", type=click.Choice(ORDERS), help="Highest first.  [default: by prompt]")
-@click.option("--ascending", is_flag=True, help="With --sort: lowest first.")
+@click.option(
+    "--sort", "order", type=click.Choice(ORDERS), help="Sort by this figure, the highest first.  [default: by prompt]"
+)
+@click.option("--ascending", is_flag=True, help="With --sort: the lowest first.")
 @click.option("--grep", metavar="REGEX", help="Only samples whose prompt or response contains this regular expression.")
-@click.option("-n", "--limit", type=click.IntRange(1), default=10, show_default=True, help="Show at most so many.")
+@click.option(
+    "-n", "--limit", type=click.IntRange(1), default=10, show_default=True, help="Show at most this many samples."
+)
 @click.option("--all", "everything", is_flag=True, help="Show all of them.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON lines, with all that is known of each sample.")
 def samples(

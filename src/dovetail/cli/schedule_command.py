@@ -52,18 +52,24 @@ _count = click.IntRange(1)
 @click.command()
 @click.option("--actor-stages", type=_count, required=True, help="Pipeline stages of the actor.")
 @click.option("--critic-stages", type=_count, required=True, help="Pipeline stages of the critic.")
-@click.option("--micro-batches", type=_count, required=True, help="Of an actor pipeline, per mini-batch.")
+@click.option("--micro-batches", type=_count, required=True, help="Micro-batches of an actor pipeline in a mini-batch.")
 @click.option("--actor-forward", type=_positive, help="Time of a stage at the larger stage count.")
 @click.option("--critic-forward", type=_positive, help="Time of a stage at the larger stage count.")
 @click.option(
     "--profile",
     "profile_path",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Measured times, from dovetail profile, in place of those above; times are then seconds, sizes bytes.",
+    help="Use the times that dovetail profile measured. Times are then in seconds, and sizes in bytes.",
 )
-@click.option("--micro-batch-size", type=_count, default=1, show_default=True, help="Sequences, with --profile.")
-@click.option("--actor-backward", type=_positive, help="[default: twice forward]")
-@click.option("--critic-backward", type=_positive, help="[default: twice forward]")
+@click.option(
+    "--micro-batch-size", type=_count, default=1, show_default=True, help="Sequences of a micro-batch, with --profile."
+)
+@click.option(
+    "--actor-backward", type=_positive, help="Time of a stage's backward pass.  [default: twice the forward time]"
+)
+@click.option(
+    "--critic-backward", type=_positive, help="Time of a stage's backward pass.  [default: twice the forward time]"
+)
 @click.option(
     "--actor-activation",
     type=_positive,
@@ -76,7 +82,11 @@ _count = click.IntRange(1)
     "--communication", type=click.FloatRange(0), default=0.0, show_default=True, help="Latency between two stages."
 )
 @click.option(
-    "--mini-batches", type=_count, default=1, show_default=True, help="With an optimizer step between each two."
+    "--mini-batches",
+    type=_count,
+    default=1,
+    show_default=True,
+    help="The number of mini-batches. An optimizer step is between each two.",
 )
 @click.option("--memory", type=_positive, help="Limit of a rank's activations, in units of --actor-activation.")
 @click.option(
@@ -92,14 +102,14 @@ _count = click.IntRange(1)
     type=_positive,
     default=20.0,
     show_default=True,
-    help="Time to search; auto shares it among the families.",
+    help="Seconds to search. With auto the families share them.",
 )
 @click.option("--seed", type=click.IntRange(0, 2**31 - 1), default=0, show_default=True)
-@click.option("--workers", type=_count, help="Threads.  [default: the number of cores]")
+@click.option("--workers", type=_count, help="The number of threads.  [default: the number of cores]")
 @click.option("--pareto", "show_front", is_flag=True, help="Show what less memory costs the best family, or --family.")
 @click.option("-o", "--output", type=click.Path(path_type=Path, dir_okay=False), help="Write the schedule as JSON.")
 @click.option("--svg", "svg_path", type=click.Path(path_type=Path, dir_okay=False), help="Draw the timeline.")
-@click.option("--no-cache", is_flag=True, help="Search again, even where the answer is known from an earlier call.")
+@click.option("--no-cache", is_flag=True, help="Search again, even if an earlier call has found the answer.")
 def schedule(
     family: str,
     chunks: int | None,

@@ -22,7 +22,13 @@ PORT = 8470
 @click.argument("runs_folder", metavar="[RUNS_FOLDER]", required=False, type=click.Path(path_type=Path))
 @click.option("--demo", is_flag=True, help="Play a recorded run. No folder is needed.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on. 0.0.0.0: all.")
-@click.option("--port", type=click.IntRange(0, 65535), default=PORT, show_default=True, help="0: any that is free.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=PORT,
+    show_default=True,
+    help="The port to listen on. 0: any free port.",
+)
 @click.option("--open/--no-open", "show", default=False, help="Open the page in a browser.")
 def ui(runs_folder: Path | None, demo: bool, host: str, port: int, show: bool) -> None:
     """Show runs in the browser: metrics, samples, timelines, schedules and health.
