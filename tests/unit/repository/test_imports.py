@@ -245,6 +245,30 @@ def test_no_files_import_each_other():
     list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 
+# An attribute whose name begins with an underscore, and everything that gives one of our own objects such an attribute.
+UNDERSCORED = re.compile(r"[\w)\]]\.(_[a-z]\w*)")
+OUR_OWN = re.compile(
+    r"(?:def|class) (_\w+)|\.(_\w+)(?:\[.*\])?(?:: .+)? [-+|*]?=[^=]|\.(_\w+), |^\s*(_\w+)(?::| =)", re.M
+)
+# Python documents these as public.
+DOCUMENTED = {"_bootstrap", "_bootstrap_external", "_current_frames", "_exit", "_local", "_replace"}
+# vLLM gives it to connectors to call.
+FOR_PLUGINS = {"_get_connector_metadata"}
+
+
+def test_private_parts_of_libraries_are_used_in_compat_alone():
+    """Also those that a subclass inherits from a library."""
+    texts = {path: path.read_text() for package in TABLE for path in sources(package) if path.name != "compat.py"}
+    own = {name for text in texts.values() for names in OUR_OWN.findall(text) for name in names if name}
+    wrong = [
+        f"{path.relative_to(ROOT)} uses {name}"
+        for path, text in texts.items()
+        for name in UNDERSCORED.findall(text)
+        if name not in own | DOCUMENTED | FOR_PLUGINS
+    ]
+    assert wrong == []
+
+
 # Conventional names: a package's entry point, and where it gathers private APIs of libraries.
 REPEATED_FILES = {"__init__.py", "__main__.py", "compat.py", "main.py"}
 # An error that a trainer rank and the coordinator both know by this name.

@@ -4,11 +4,13 @@ tests/unit/rollout/test_compat.py fails if one moved."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 
 from dovetail.models.compat import Private
 
@@ -19,6 +21,7 @@ __all__ = [
     "end_backward",
     "forget_groups",
     "is_view",
+    "metadata_path",
     "multiply",
     "norms",
     "placed",
@@ -55,6 +58,11 @@ PRIVATE = (
         "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._root_post_backward_final_callback",
         "torch 2.13",
         "FSDP2 takes gradients at the end of a whole backward pass only; torch's pipelines call it after split ones",
+    ),
+    Private(
+        "torch.distributed.checkpoint:FileSystemReader._get_metadata_path",
+        "torch 2.13",
+        "read_metadata unpickles whatever the file names, and nothing public says where the file is",
     ),
     Private(
         "torch.distributed.device_mesh:DeviceMesh._pg_registry",
@@ -137,3 +145,8 @@ def abort_all_groups() -> None:
 def forget_groups(mesh: Any) -> None:
     """Drop the process groups that a DeviceMesh keeps."""
     getattr(mesh, "_pg_registry", {}).clear()
+
+
+def metadata_path(reader: FileSystemReader, rank: int | None) -> Path:
+    """The path of the checkpoint's list of tensors: one file for all ranks (None), or the file of one rank."""
+    return Path(str(reader._get_metadata_path(rank)))

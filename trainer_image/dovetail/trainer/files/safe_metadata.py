@@ -15,6 +15,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import StorageMeta
 
+from dovetail.trainer.compat import metadata_path
+
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
         "ChunkStorageMetadata",
@@ -54,7 +56,7 @@ class SafeReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         try:
-            return self._read(Path(str(self._get_metadata_path(kwargs.get("rank")))))
+            return self._read(metadata_path(self, kwargs.get("rank")))
         except UnsafeCheckpoint as error:
             self.problem = self.problem or error
             raise
