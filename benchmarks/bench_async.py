@@ -130,11 +130,11 @@ def compare_streaming(job: Job) -> list[dict[str, Any]]:
 
 
 def _compare(ways: Sequence[tuple[dict[str, Any], Job, int]]) -> list[dict[str, Any]]:
-    """Runs jobs, each with its lag; prints and returns a line for each, which begins with the words given. The first
-    run tells what is expected of all, and is what the others are compared with."""
+    """Runs jobs, each with its lag; prints and returns a line for each, which begins with the labels given. The first
+    run tells what is expected of all, and the others are compared with it."""
     lines: list[dict[str, Any]] = []
     reference: Ran | None = None
-    for words, job, lag in ways:
+    for labels, job, lag in ways:
         first, last = BEFORE + 1, job.iterations - AFTER
         with tempfile.TemporaryDirectory() as folder:
             ran = run(job, lag, Path(folder) / "run")
@@ -143,7 +143,7 @@ def _compare(ways: Sequence[tuple[dict[str, Any], Job, int]]) -> list[dict[str, 
         trainers, rollouts = ran.idle(first, last)
         line: dict[str, Any] = {
             "measurement": "async emulated",
-            **words,
+            **labels,
             "instances": job.instances,
             "seconds": ran.seconds(first, last),
             "predicted_seconds": predicted.seconds,

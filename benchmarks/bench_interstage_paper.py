@@ -44,7 +44,7 @@ TAIL_SAMPLES = 0.1  # which of them are meant is not said; here the longest tent
 
 @dataclass(frozen=True)
 class Llm:
-    """Table 2 of the paper: layers, hidden and intermediate size (three matrices of it), 32,000 words."""
+    """Table 2 of the paper: layers, hidden and intermediate size (three matrices of it), a vocabulary of 32,000."""
 
     layers: int
     hidden: int

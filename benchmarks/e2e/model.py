@@ -64,7 +64,7 @@ def _write(folder: Folder, settings: Settings) -> None:
         torch.nn.init.normal_(value.score.weight, std=CONFIG["hidden_size"] ** -0.5)
         value.eval().save_pretrained(path)
         tokens.save_pretrained(path)
-    ids = words((settings.batch, settings.prompt_tokens), torch.Generator().manual_seed(settings.seed + 9))
+    ids = random_tokens((settings.batch, settings.prompt_tokens), torch.Generator().manual_seed(settings.seed + 9))
     lines = [json.dumps({"prompt": " ".join(tokens.convert_ids_to_tokens(row))}) for row in ids.tolist()]
     folder.prompts.write_text("\n".join(lines) + "\n")
 
@@ -82,7 +82,7 @@ def tokenizer() -> Any:
     )
 
 
-def words(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+def random_tokens(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
     return torch.randint(WORDS, VOCABULARY, shape, generator=generator)
 
 
@@ -94,7 +94,7 @@ def set_end_rate(model: Any, settings: Settings) -> None:
     vocabulary projection are multiples of it."""
     generator = torch.Generator().manual_seed(settings.seed)
     model.model.embed_tokens.weight += COMMON * torch.randn(CONFIG["hidden_size"], generator=generator)
-    tokens = words((8, settings.prompt_tokens + settings.max_new_tokens), generator)
+    tokens = random_tokens((8, settings.prompt_tokens + settings.max_new_tokens), generator)
     hidden = model.model(input_ids=tokens).last_hidden_state.flatten(0, 1)
     mean = hidden.mean(0) / hidden.mean(0).square().sum()
     head = model.lm_head.weight

@@ -70,7 +70,7 @@ def _from_hidden_states(scale: Scale, report: Report, tokens: Tensor) -> None:
     seconds, memory = _measured(scale, inputs, lambda h, w: -by_chunks(h, Vocabulary(w), asked).logprobs.mean())
     name, note = (
         "log-probabilities from hidden states",
-        f"({scale.rows}, {width}) to {scale.vocabulary} words, bfloat16",
+        f"({scale.rows}, {width}) to a vocabulary of {scale.vocabulary}, bfloat16",
     )
     for other, loss in stock.items():
         its, most = _measured(scale, inputs, loss)

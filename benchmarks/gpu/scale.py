@@ -13,8 +13,8 @@ TRAINED_BYTES = 26
 class Scale:
     """`config`: a Llama configuration without its number of layers. A micro-batch has `sequences` of `tokens` tokens on
     average, an optimizer step `micro_batches` of them. `copied`: bytes of a copy that is timed. `product`: rows and
-    columns of the matrix product that gives the peak. `rows`: of logits over `vocabulary` words. `samples`: of an
-    iteration. `few_layers`: where several models are on the device at once."""
+    columns of the matrix product that gives the peak. `rows`: the rows of logits over `vocabulary` tokens. `samples`:
+    those of an iteration. `few_layers`: where several models are on the device at once."""
 
     name: str
     config: dict[str, Any]

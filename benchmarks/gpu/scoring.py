@@ -21,8 +21,8 @@ def samples(scale: Scale, count: int, shared: int, equal: bool) -> SamplesToScor
     tokens = np.zeros((count, prompt + int(sizes.max())), np.int64)
     for row, size in enumerate(sizes):
         if row % shared == 0:
-            words = rng.integers(1, scale.config["vocab_size"], prompt)
-        tokens[row, :prompt] = words
+            prompt_tokens = rng.integers(1, scale.config["vocab_size"], prompt)
+        tokens[row, :prompt] = prompt_tokens
         tokens[row, prompt : prompt + size] = rng.integers(1, scale.config["vocab_size"], size)
     return SamplesToScore(tokens, np.full(count, prompt), sizes)
 

@@ -158,8 +158,8 @@ def switching(setting: str, cluster: str, found: Compared) -> tuple[float, float
     if setting == "33B/7B":
         pp, dp, tp = NAMED[cluster]
         training, generation = RankGrid(pp=32), RankGrid(pp=pp, dp=dp, tp=tp)
-    h, i, words = actor.hidden, actor.intermediate, actor.vocabulary
-    tensors = [Tensor("embed", (words, h), 0, 0), Tensor("head", (words, h), actor.layers - 1, 0)]
+    h, i, vocabulary = actor.hidden, actor.intermediate, actor.vocabulary
+    tensors = [Tensor("embed", (vocabulary, h), 0, 0), Tensor("head", (vocabulary, h), actor.layers - 1, 0)]
     for layer in range(actor.layers):
         # Each matrix of a block with the dimension that tensor parallel ranks share.
         for name, rows, columns, dim in (("qkv", 3 * h, h, 0), ("o", h, h, 1), ("up", 2 * i, h, 0), ("down", h, i, 1)):

@@ -20,7 +20,7 @@ ROLE_LABEL = "dovetail.dev/role"
 SURPLUS_LABEL = "dovetail.dev/surplus"
 JOB_NAME_LABEL = "batch.kubernetes.io/job-name"
 CONTROLLER_UID_LABEL = "batch.kubernetes.io/controller-uid"  # Kubernetes' own, of the pods of a Job
-# Of a JobSet: hashes of what its user said of the pods. A part that later versions add gets a label of its own.
+# Labels of a JobSet: hashes of what its user said about the pods. A part that later versions add gets its own label.
 PODS_LABEL = "dovetail.dev/pods"
 COORDINATOR_PODS_LABEL = "dovetail.dev/coordinator-pods"
 PREEMPTIBLE_PODS_LABEL = "dovetail.dev/preemptible-pods"

@@ -13,7 +13,7 @@ from dovetail.kube.resources import RLHFJOB
 from dovetail.operator.reconcile.children import Object
 
 Observe = Callable[[Object, bool], Awaitable[None]]
-# Of objects that are there when the operator starts. Each may have more than 1 MB, and many times that in memory.
+# Objects in one part of the first list. Each may have more than 1 MB, and takes many times that in memory.
 CHUNK = 5
 
 

@@ -32,7 +32,7 @@ from dovetail.planner.hardware.gpus import GPU, estimate, is_known
 from dovetail.planner.hardware.images import ANY, image_errors
 from dovetail.protocol.plan import Plan
 
-# Of the manifests that were read, as `_memory` estimates it. Others are read again with each of their events.
+# The memory for manifests that were read, as `_memory` estimates it. Others are read again with each of their events.
 READ_BYTES = 64 << 20
 # No ConfigMap holds a larger plan.
 PLAN_BYTES = 1 << 20

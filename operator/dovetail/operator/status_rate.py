@@ -13,7 +13,7 @@ from dovetail.operator.reconcile import reasons
 # job become ready one by one within a moment: the status need not follow each.
 STATUS_SECONDS = 2.0
 STARTING_SECONDS = 10.0
-# Of many jobs that start at once, most run before their turn comes, and one status tells it all.
+# If many jobs start at once, most of them run before their turn comes. Then one status is enough.
 STARTS_AT_ONCE, STARTS_PER_SECOND = 10, 0.2
 LONGEST_SECONDS = 60.0
 # When all pods are ready the coordinator is about to say for the first time how far it is.

@@ -23,7 +23,7 @@ from dovetail.statusapi.kube import Kube, Object, core_path, get
 
 # A coordinator that is gone is answered for from memory, of which a row takes up to 3 KB.
 REMEMBERED_JOBS, REMEMBERED_ROWS = 500, 50_000
-# Of all jobs, and of one; rows as they came, which take some five times as much in memory.
+# The bytes of rows, as they came, of all jobs and of one job. In memory rows take about five times as much.
 REMEMBERED_BYTES, JOB_BYTES = 64 << 20, 32 << 20
 STATUS_BYTES, STATUS_VALUES = 1 << 20, 20_000
 PAGES = 64  # of history, in one go

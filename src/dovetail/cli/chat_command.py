@@ -21,7 +21,7 @@ from dovetail.protocol.process.extras import is_installed
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.errors import UsageError
 
-# Of a GPU's memory, for each of two servers.
+# The share of a GPU's memory for each of two servers.
 SHARE = 0.4
 
 

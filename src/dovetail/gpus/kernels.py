@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable
 
 Capability = tuple[int, int]
 
-# Of the images that are built from requirements/trainer.txt and requirements/rollout-gpu.txt: torch 2.13 for CUDA 13.
+# The images that are built from requirements/trainer.txt and requirements/rollout-gpu.txt have kernels for these (torch
+# 2.13 for CUDA 13).
 DEFAULT_ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 BFLOAT16: Capability = (8, 0)
 # The last builds that have kernels for a V100.

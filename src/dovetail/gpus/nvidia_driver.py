@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dovetail.gpus.kernels import Capability
 
 LIBRARY = "libcuda.so.1"
-# Of CUdevice_attribute.
+# Members of CUdevice_attribute.
 _MAJOR, _MINOR = 75, 76
 _NAME_BYTES = 256
 _NO_DEVICE = 100

@@ -19,7 +19,7 @@ from dovetail.manifest.type_descriptions import describe, expected, model_in
 from dovetail.manifest.types import API_VERSION, KIND, RLHFJob
 
 _MAX_BYTES = 4 * 1024 * 1024
-# Of a whole document, with what its aliases stand for; the largest of our examples has some 300.
+# The most values of a document, with those that its aliases stand for. The largest of our examples has about 300.
 _MAX_VALUES = 20_000
 
 

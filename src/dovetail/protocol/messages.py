@@ -289,7 +289,7 @@ class CommandResult(Message):
     )
 
 
-# Of rank 0: its main thread, and the one that sends kept weights.
+# The threads of rank 0 that ask for commands: its main thread, and the one that sends kept weights.
 Lane = Literal["main", "weights"]
 
 

@@ -15,7 +15,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import bench_e2e  # noqa: E402
 from e2e import losses, ours  # noqa: E402
-from e2e.model import EOS, PAD, UNK, VOCABULARY, make_models, words  # noqa: E402
+from e2e.model import EOS, PAD, UNK, VOCABULARY, make_models, random_tokens  # noqa: E402
 from e2e.settings import Folder, Settings  # noqa: E402
 
 SETTINGS = Settings(batch=8, mini_batches=2)
@@ -33,7 +33,7 @@ def test_responses_end_with_the_wanted_rate_and_other_special_tokens_never_come(
 
     model = AutoModelForCausalLM.from_pretrained(folder.actor)
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(3.3e6, rel=0.02)
-    tokens = words((4, 144), torch.Generator().manual_seed(5))
+    tokens = random_tokens((4, 144), torch.Generator().manual_seed(5))
     with torch.no_grad():
         rates = torch.softmax(model(input_ids=tokens).logits[:, 16:], dim=-1).flatten(0, 1)
     assert rates[:, EOS].mean() == pytest.approx(1 / 32, rel=0.1)

@@ -25,7 +25,7 @@ LEASE = "dovetail-leader"
 # Calls to an API server under load take seconds, and that ends no leader.
 LEASE_SECONDS = 30
 RETRY_SECONDS = 2
-# Of each call. The package itself would wait for minutes where a connection is broken and nobody tells.
+# The deadline of each call. The package itself would wait for minutes if a connection breaks without a notice.
 ANSWER_SECONDS = 8
 # A leader stops this long before another replica may take the lease.
 MARGIN_SECONDS = 1

@@ -24,9 +24,9 @@ _STATUS = {
     JOBSET.kind: ("conditions",),
 }
 _OWNER = ("apiVersion", "kind", "uid", "controller")
-# Of the spec of an RLHFJob. A value takes up to 25 times as much memory as JSON, and the operator has copies.
+# The limits of an RLHFJob's spec. A value takes up to 25 times as much memory as JSON, and the operator has copies.
 SPEC_BYTES, SPEC_VALUES = 256 << 10, 10_000
-MOST_LABELS = 500  # of an RLHFJob
+MOST_LABELS = 500
 EDITS = (0, 256, 8)  # labels, bytes and values that an edit may add to a job that is too large, and was taken before
 TOO_LARGE = "tooLarge"
 _TEXT = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')

@@ -25,7 +25,7 @@ def plan_status(plan: Plan, shown: Plan) -> PlanStatus:
         critic=_layout(layouts.get("critic") or layouts.get("reward")),
         schedule=plan.schedule,
         rollouts=len(shown.rollouts),
-        # Of what the ConfigMap has: the plan is read from it later.
+        # The hash of what the ConfigMap holds, because the plan is read from there later.
         hash=digest(plan.model_dump(mode="json", by_alias=True, exclude={"stages"})),
     )
 

@@ -21,7 +21,7 @@ MARGIN = 1.1
 GPU_PROCESS_BYTES = 2.0 * GIB
 # torch rounds page-locked memory up to powers of two: between sizes the mean is 1.44.
 PAGE_LOCKED = 1.5
-# Of a server on a GPU, beside one worker for each: the API server, the engine's core, the scorer.
+# The processes of a server beside one worker for each GPU: the API server, the engine core and the scorer.
 SERVER_PROCESSES = 3
 
 

@@ -18,7 +18,7 @@ from dovetail.manifest.types import Generation
 
 GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-# Of the base model's settings. How samples are drawn, the manifest says.
+# The settings that are copied from the base model. The manifest says how samples are drawn.
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "suppress_tokens")
 
 

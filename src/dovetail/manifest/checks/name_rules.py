@@ -11,9 +11,9 @@ from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.types import Group, RLHFJobSpec
 
 LONGEST_POD_NAME = 63
-# Of `-coordinator-0-0-12345`.
+# `-coordinator-0-0-12345` follows the job's name.
 LONGEST_JOB_NAME = LONGEST_POD_NAME - len(f"-{COORDINATOR}-0-0-12345")
-# Of `-`, `-0-` and `-12345` around the names and the number.
+# `-`, `-0-` and `-12345` are around the names and the number.
 LONGEST_TOGETHER = LONGEST_POD_NAME - len("--0--12345")
 
 _LETTER = "metadata.name must begin with a letter, because JobSet's names must."

@@ -24,7 +24,7 @@ from dovetail.pipelines.simulate import KINDS, Floats, Ints
 
 LATE = (2, 1, 3, 4)
 """Slots from an input gradient to its weight gradient."""
-PACES = (1.004, 0.95, 0.955, 0.96, 0.965, 0.97, 0.975, 0.98, 0.985, 0.99, 0.995, 0.94, 0.93, 0.9, 0.0)
+SPACINGS = (1.004, 0.95, 0.955, 0.96, 0.965, 0.97, 0.975, 0.98, 0.985, 0.99, 0.995, 0.94, 0.93, 0.9, 0.0)
 """How evenly micro-batches enter: their least distance, as a share of the mean distance that memory allows. With 1 they
 enter evenly, with 0 in bursts."""
 LONGER = (0.0, 0.001, 0.002, 0.004, 0.01, 0.03, 0.1)
@@ -46,10 +46,10 @@ def no_wait(instance: SearchInstance, left: Callable[[], float]) -> Ints | None:
     if listing.template is None:
         return None
     best, fastest = None, np.inf
-    for number, pace in enumerate(PACES):
+    for number, spacing in enumerate(SPACINGS):
         if number and left() <= 0:
             break
-        orders = listing.orders(pace)
+        orders = listing.orders(spacing)
         if orders is None:
             continue
         try:
@@ -89,10 +89,10 @@ class _Listing:
         entries = np.zeros(self._count, np.int64)
         return (entries, held) if _enter(template, self._sizes, self._limit, work, distance, held, entries) else None
 
-    def orders(self, pace: float) -> Ints | None:
+    def orders(self, spacing: float) -> Ints | None:
         """Orders of both models, or None where the smaller one does not fit."""
         assert self.template is not None
-        entered = self._enter(self.template, pace * self._distance)
+        entered = self._enter(self.template, spacing * self._distance)
         if entered is None:
             return None
         entries, held = entered
