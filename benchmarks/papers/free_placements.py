@@ -12,14 +12,13 @@ from typing import Literal
 from dovetail.planner.candidate import TRAINING, Candidate, Schedule, Share, Task
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.inventory import Pool
-from dovetail.planner.placement.search.combine import Combiner
+from dovetail.planner.placement.search.combine import Chosen, Combinations
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.ranking import (
     INFERENCE_MICRO_BATCH,
     Misfit,
     Ranked,
     Ranker,
-    Ranking,
     front,
     stages,
     tensor_degrees,
@@ -54,7 +53,7 @@ class FreeRanker(Ranker):
         if task in TRAINING:
             yield from super().options(task, slot, shared, pool)
             return
-        limits, shape = self._free, self._costs.work.needed(task)[0]
+        limits, shape = self._free, self.costs.work.needed(task)[0]
         for tp, pp in stages(shape, slot, tensor_degrees(shape, slot, pool)):
             dp = slot.gpus // (pp * tp)
             if task == "generation":
@@ -67,15 +66,21 @@ class FreeRanker(Ranker):
                     yield [Share(slot.pool, slot.first, pp, tp, dp, micro, offload=swap) for swap in limits.swap]
 
 
-class FreeCombiner(Combiner):
-    def beside(self, actor: Share, critic: Share) -> tuple[Share, Share]:
-        return actor, critic
-
-    def agrees(self, ranking: Ranking, chosen: Sequence[Share]) -> bool:
+class FreeCombinations(Combinations):
+    def agrees(self, chosen: Chosen) -> bool:
         return True
 
-    def alike(self, ranking: Ranking) -> Iterator[list[Ranked]]:
-        yield list(ranking.layouts)
+    def alike(self) -> Iterator[list[Ranked]]:
+        yield list(self.ranking.layouts)
+
+    def laid_out(self, chosen: Chosen) -> list[Share]:
+        return list(chosen)
+
+    def beside_servers(self, slot: Share, share: Share, servers: Sequence[Share]) -> Share:
+        return share
+
+    def candidate(self, chosen: Chosen, schedule: Schedule) -> Candidate:
+        return replace(super().candidate(chosen, schedule), beside=False)
 
 
 class FreeStructures(Structures):
@@ -99,16 +104,11 @@ class FreeStructures(Structures):
 
 
 class FreeSearch(Search):
+    combine = FreeCombinations
+
     def __init__(self, limits: FreeLimits, costs: GPUCosts, effort: Effort) -> None:
         super().__init__(limits, costs, effort)
         self.ranker = FreeRanker(limits, costs)
-        self.combiner = FreeCombiner(costs, self.ranker)
 
     def structures(self, grid: Sizes) -> Iterator[Candidate]:
         return FreeStructures(self.costs.inventory, self.costs.work, self.limits, grid).every()
-
-    def beside_servers(self, slot: Share, share: Share, servers: Sequence[Share]) -> Share:
-        return share
-
-    def candidate(self, ranking: Ranking, chosen: Sequence[Share], schedule: Schedule) -> Candidate:
-        return replace(super().candidate(ranking, chosen, schedule), beside=False)

@@ -9,6 +9,7 @@ from typing import Literal
 from dovetail.planner.candidate import Candidate, Placement, Share, Task
 from dovetail.planner.costs.gpu import GPUCosts, Option
 from dovetail.planner.inventory import Inventory
+from dovetail.planner.placement.search.combine import Combinations
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.ranking import EVERY, Misfit, Ranked, Ranker, Ranking, orders
 from dovetail.planner.placement.search.search import Effort, Result, Search
@@ -87,12 +88,13 @@ def _similar(limits: Limits, costs: GPUCosts, effort: Effort) -> Result:
         ranking = search.ranker.rank(structure, EVERY)
         # Layouts are of the same ranks; pools that only generate have none in common with training.
         if isinstance(ranking, Ranking) and structure.generation == structure.actor_training:
-            _descend(search, ranking)
+            _descend(search, search.combine(ranking, search.ranker))
     return search.result
 
 
-def _descend(search: Search, ranking: Ranking) -> None:
+def _descend(search: Search, mine: Combinations) -> None:
     """Once with each task's fastest ways to hold a layout, once with those that need least memory."""
+    ranking = mine.ranking
     places = [task for task, _ in ranking.places]
     actor, served = places.index("actor_training"), places.index("generation")
     orders: tuple[Callable[[Option], float], ...] = (lambda option: option.seconds, lambda option: option.need)
@@ -101,13 +103,13 @@ def _descend(search: Search, ranking: Ranking) -> None:
         trains = {ranks_of(option.share): option for option in reversed(ordered[actor])}
         serves = {ranks_of(option.share): option for option in reversed(ordered[served])}
         chosen = [ranked[0].share for ranked in ordered]
-        found = _puzzle(search, ranking, chosen, (actor, served), (trains, serves))
+        found = _puzzle(search, mine, chosen, (actor, served), (trains, serves))
         search.estimated(found)
 
 
 def _puzzle(
     search: Search,
-    ranking: Ranking,
+    mine: Combinations,
     chosen: list[Share],
     at: tuple[int, int],
     layouts: tuple[dict[RankGrid, Option], dict[RankGrid, Option]],
@@ -116,7 +118,7 @@ def _puzzle(
 
     def candidate(training: RankGrid, generation: RankGrid) -> Candidate:
         both = {at[0]: trains[training].share, at[1]: serves[generation].share}
-        return search.candidate(ranking, [both.get(i, share) for i, share in enumerate(chosen)], "Serial")
+        return mine.candidate(tuple(both.get(i, share) for i, share in enumerate(chosen)), "Serial")
 
     def switch(training: RankGrid, generation: RankGrid) -> float:
         phases = search.costs.estimate(candidate(training, generation)).phases
@@ -129,10 +131,10 @@ def _puzzle(
 class _EveryWay:
     """Also looks at ways to save memory where it is plenty."""
 
-    _costs: GPUCosts
+    costs: GPUCosts
 
     def ways(self, task: Task, shares: Sequence[Share]) -> list[Option]:
-        return [self._costs.option(task, share) for share in shares]
+        return [self.costs.option(task, share) for share in shares]
 
 
 class _Everything(_EveryWay, Ranker):
@@ -151,13 +153,14 @@ def exhaustive(limits: Limits, costs: GPUCosts) -> Result:
         ranking = search.ranker.rank(structure, EVERY)
         if isinstance(ranking, Misfit):
             continue
+        mine = search.combine(ranking, search.ranker)
         for options in combinations(ranking.layouts):
             chosen = tuple(option.share for option in options)
-            if not search.combiner.agrees(ranking, chosen):
+            if not mine.agrees(chosen):
                 continue
-            for schedule in search.schedules(ranking, chosen):
+            for schedule in mine.schedules(chosen):
                 for migration in limits.migrations:
-                    candidate = search.candidate(ranking, chosen, schedule)
+                    candidate = mine.candidate(chosen, schedule)
                     search.estimated(replace(candidate, migration=migration))
     return search.result
 

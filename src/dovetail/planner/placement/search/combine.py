@@ -1,16 +1,17 @@
-"""Finds combinations of layouts that fit on their GPUs together and are worth an estimate of the whole iteration."""
+"""Finds combinations of layouts that fit on their GPUs together and are worth an estimate of the whole iteration, and
+makes candidates of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from dovetail.planner.candidate import INFERENCE, TRAINING, Share, Task, cells, side_by_side
+from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Schedule, Share, Task, cells, side_by_side
 from dovetail.planner.costs.gpu import GPUCosts, Option
 from dovetail.planner.placement.search.ranking import EVERY, Ranked, Ranker, Ranking, orders
 
@@ -29,62 +30,110 @@ Chosen = tuple[Share, ...]
 """A share for each of a ranking's places."""
 
 
-class Combiner:
-    """Combines the layouts that `ranker` finds."""
+class Combinations:
+    """The combinations of one ranking's layouts: which of them fit, and the candidates that they make. `ranker`: finds
+    further layouts."""
 
-    def __init__(self, costs: GPUCosts, ranker: Ranker) -> None:
-        self._costs, self._ranker = costs, ranker
+    def __init__(self, ranking: Ranking, ranker: Ranker) -> None:
+        self.ranking = ranking
+        self._costs, self._limits, self._ranker = ranker.costs, ranker.limits, ranker
+        self._filling = Filling(ranking, ranker.costs)
+        self._training = [at for at, (task, _) in enumerate(ranking.places) if task in TRAINING]
+        # Whether actor and critic train on the same GPUs.
+        self._together = len(self._training) == 2 and not ranking.structure.dedicated
 
-    def few(self, ranking: Ranking) -> Iterator[Chosen]:
+    # ------------------------------------------------------------ what is worth an estimate
+
+    def few(self) -> Iterator[Chosen]:
         """The fastest combination if it fits. Otherwise those that fit after the fewest changes."""
-        filling = self.filling(ranking)
-        first = next(self._agreeing(ranking, filling, 1), None)
+        first = next(self._agreeing(1), None)
         if first is not None:
             yield first
         else:
-            yield from self._repaired(ranking, filling)
+            yield from self._repaired()
 
-    def many(self, ranking: Ranking) -> list[Chosen]:
+    def many(self) -> list[Chosen]:
         """The fastest combinations, those of `few`, and those with few weights to move, each once."""
-        filling = self.filling(ranking)
-        found = [*islice(self._agreeing(ranking, filling, PATIENCE), COMBINATIONS)]
-        return list(dict.fromkeys([*found, *self._repaired(ranking, filling), *self._aligned(ranking)]))
+        found = islice(self._agreeing(PATIENCE), COMBINATIONS)
+        return list(dict.fromkeys([*found, *self._repaired(), *self._aligned()]))
 
-    def filling(self, ranking: Ranking) -> Filling:
-        return Filling(ranking, self._costs)
+    def least(self) -> Chosen | None:
+        """The combination that keeps least of a GPU while other tasks work, and then needs least for each task. If any
+        combination fits, this one does."""
+        for layouts in self.alike():
+            chosen = self._least(layouts)
+            if chosen is None:
+                continue
+            if self._fits_side_by_side(chosen):
+                return chosen
+            others = (self._least(alike) for alike in self._same_stages(layouts))
+            return next((other for other in others if other and self._fit(other)), chosen)
+        return None
 
-    def fits(self, ranking: Ranking, filling: Filling, chosen: Chosen) -> bool:
+    def _least(self, layouts: list[Ranked]) -> Chosen | None:
+        if not all(layouts):
+            return None
+        return self._agreed([min(each, key=lambda o: (not o.share.offload, o.need)) for each in layouts])
+
+    def _agreeing(self, patience: int) -> Iterator[Chosen]:
+        """The fastest combinations that fit, among the first `patience` ones."""
+        layouts = self.ranking.layouts
+        coming = islice(orders(layouts), patience)
+        while some := list(islice(coming, AT_ONCE)):
+            for at, fits in zip(some, self._filling.fitting(layouts, some), strict=True):
+                if fits:
+                    chosen = self._agreed([ranked[i] for ranked, i in zip(layouts, at, strict=True)])
+                    if chosen is not None and self._fits_side_by_side(chosen):
+                        yield chosen
+
+    def _repaired(self) -> Iterator[Chosen]:
+        """Combinations that fit after replacements. There is one for each pair of micro-batch size and tp, which actor
+        and critic must have in common."""
+        for layouts in self.alike():
+            chosen = self._agreed(self._filling.repaired(layouts))
+            if chosen is None:
+                continue
+            unlike = self.laid_out(chosen) != list(chosen)
+            if not unlike or self._fit(chosen):
+                yield chosen
+            for alike in self._same_stages(layouts) if unlike else ():
+                if (chosen := self._agreed(self._filling.repaired(alike))) is not None:
+                    yield chosen
+
+    def _aligned(self) -> Iterator[Chosen]:
+        """If training and generation have the same GPUs: combinations with the same layout for both, because then no
+        weights move."""
+        structure = self.ranking.structure
+        if structure.dedicated or structure.generation != structure.actor_training:
+            return
+        wide = self._ranker.rank(structure, EVERY)
+        assert isinstance(wide, Ranking)
+        mine, tasks = type(self)(wide, self._ranker), [task for task, _ in wide.places]
+        by_layout: list[dict[tuple[int, int], Ranked]] = [{} for _ in tasks]
+        for found_here, ranked in zip(by_layout, wide.layouts, strict=True):
+            for option in ranked:
+                found_here.setdefault((option.share.pp, option.share.tp), []).append(option)
+        for layout in by_layout[tasks.index("actor_training")]:
+            for shared in ((*TRAINING, "generation", "critic"), (*TRAINING, "generation")):
+                layouts = [
+                    here[layout] if task in shared and layout in here else ranked
+                    for task, ranked, here in zip(tasks, wide.layouts, by_layout, strict=True)
+                ]
+                chosen = mine._agreed(mine._filling.repaired(layouts))
+                if chosen is not None and mine._fits_side_by_side(chosen):
+                    yield chosen
+
+    # ------------------------------------------------------------ what can run together
+
+    def fits(self, chosen: Chosen) -> bool:
         """Whether a combination can run and fits, as far as that is known without an estimate of everything."""
-        return self.agrees(ranking, chosen) and self._fit(ranking, filling, chosen)
+        return self.agrees(chosen) and self._fit(chosen)
 
-    def beside(self, actor: Share, critic: Share) -> tuple[Share, Share]:
-        """The shares of actor and critic as trainers lay them out. They share no schedule if micro-batches are cut by
-        tokens."""
-        cut = self._costs.work.micro_batch_tokens is not None
-        return (actor, critic) if cut else side_by_side(actor, critic)
-
-    def _fit(self, ranking: Ranking, filling: Filling, chosen: Sequence[Share]) -> bool:
-        placed = self._laid_out(ranking, chosen)
-        return filling.fits([self._costs.option(task, s) for (task, _), s in zip(ranking.places, placed, strict=True)])
-
-    def _laid_out(self, ranking: Ranking, chosen: Sequence[Share]) -> list[Share]:
-        """The shares of a combination, with those of actor and critic as `beside` lays them out."""
-        found = list(chosen)
-        trained = [at for at, (task, _) in enumerate(ranking.places) if task in TRAINING]
-        if len(trained) == 2 and not ranking.structure.dedicated:
-            first, second = trained
-            found[first], found[second] = self.beside(found[first], found[second])
-        return found
-
-    def _fits_side_by_side(self, ranking: Ranking, filling: Filling, chosen: Sequence[Share]) -> bool:
-        """Whether a combination fits if actor and critic have different numbers of stages. Its options fit alone."""
-        return self._laid_out(ranking, chosen) == list(chosen) or self._fit(ranking, filling, chosen)
-
-    def agrees(self, ranking: Ranking, chosen: Sequence[Share]) -> bool:
+    def agrees(self, chosen: Chosen) -> bool:
         """Whether a combination can run. Actor and critic must have the same micro-batch size and tp. Inference must
         take whole servers. A scorer's stages must be in its server's pod, and so must the tensor-parallel ranks of
         trainers that share a server's GPUs."""
-        placed = list(zip(ranking.places, chosen, strict=True))
+        placed = list(zip(self.ranking.places, chosen, strict=True))
         sizes = {share.pool: share.pp * share.tp for (task, _), share in placed if task == "generation"}
         whole = all(
             slot.gpus % sizes.get(slot.pool, 1) == 0 and share.pp * share.tp <= sizes.get(slot.pool, 1)
@@ -95,107 +144,88 @@ class Combiner:
         alike = len({_common(share) for _, share in trained}) == 1
         return whole and alike and all(_within_servers(slot, share.tp, placed) for slot, share in trained)
 
-    def least(self, ranking: Ranking) -> Chosen | None:
-        """The combination that keeps least of a GPU while other tasks work, and then needs least for each task. If any
-        combination fits, this one does."""
-        for layouts in self.alike(ranking):
-            chosen = self._least(ranking, layouts)
-            if chosen is None:
-                continue
-            filling = self.filling(ranking)
-            if self._fits_side_by_side(ranking, filling, chosen):
-                return chosen
-            others = (self._least(ranking, alike) for alike in self._same_stages(ranking, layouts))
-            return next((other for other in others if other and self._fit(ranking, filling, other)), chosen)
-        return None
-
-    def _least(self, ranking: Ranking, layouts: list[Ranked]) -> Chosen | None:
-        if not all(layouts):
-            return None
-        return self._agreed(ranking, [min(each, key=lambda o: (not o.share.offload, o.need)) for each in layouts])
-
-    def _agreed(self, ranking: Ranking, options: Sequence[Option] | None) -> Chosen | None:
+    def _agreed(self, options: Sequence[Option] | None) -> Chosen | None:
         """The shares of these options if they can run together. None without options."""
         chosen = tuple(option.share for option in options or ())
-        return chosen if options and self.agrees(ranking, chosen) else None
+        return chosen if options and self.agrees(chosen) else None
 
-    def _same_stages(self, ranking: Ranking, layouts: list[Ranked]) -> Iterator[list[Ranked]]:
-        """The layouts of each place with which actor and critic have the same number of stages, for each number."""
-        trained = [at for at, (task, _) in enumerate(ranking.places) if task in TRAINING]
-        if len(trained) < 2 or ranking.structure.dedicated:
-            return
-        for pp in sorted(set.intersection(*({o.share.pp for o in layouts[at]} for at in trained))):
-            yield [[o for o in mine if o.share.pp == pp] if at in trained else mine for at, mine in enumerate(layouts)]
+    def _fit(self, chosen: Chosen) -> bool:
+        placed = zip(self.ranking.places, self.laid_out(chosen), strict=True)
+        return self._filling.fits([self._costs.option(task, share) for (task, _), share in placed])
 
-    def alike(self, ranking: Ranking) -> Iterator[list[Ranked]]:
+    def _fits_side_by_side(self, chosen: Chosen) -> bool:
+        """Whether a combination fits if actor and critic have different numbers of stages. Its options fit alone."""
+        return self.laid_out(chosen) == list(chosen) or self._fit(chosen)
+
+    def alike(self) -> Iterator[list[Ranked]]:
         """The layouts of each place. All of them come first. Then come those with which actor and critic have the same
         micro-batch size and tp, for each pair that both can have. Servers on their GPUs must have pods that hold tp
         ranks."""
-        yield list(ranking.layouts)
-        trained = [task in TRAINING for task, _ in ranking.places]
-        slots = [slot for task, slot in ranking.places if task in TRAINING]
-        each = [
-            {_common(option.share) for option in ranked}
-            for ranked, training in zip(ranking.layouts, trained, strict=True)
-            if training
-        ]
+        places, layouts = self.ranking.places, self.ranking.layouts
+        yield list(layouts)
+        each = [{_common(option.share) for option in layouts[at]} for at in self._training]
         for common in sorted(set.intersection(*each), key=lambda common: (common[1], common[0])):
-            alike = [
-                [option for option in ranked if _common(option.share) == common] if training else ranked
-                for ranked, training in zip(ranking.layouts, trained, strict=True)
-            ]
+            alike = list(layouts)
+            for at in self._training:
+                alike[at] = [option for option in alike[at] if _common(option.share) == common]
             # This is a condition of `agrees`.
-            for at, (task, slot) in enumerate(ranking.places):
-                if task == "generation" and any(slot.overlaps(other) for other in slots):
+            for at, (task, slot) in enumerate(places):
+                if task == "generation" and any(slot.overlaps(places[other][1]) for other in self._training):
                     alike[at] = [o for o in alike[at] if o.share.pp * o.share.tp % common[1] == 0]
             yield alike
 
-    def _agreeing(self, ranking: Ranking, filling: Filling, patience: int) -> Iterator[Chosen]:
-        coming = islice(orders(ranking.layouts), patience)
-        while some := list(islice(coming, AT_ONCE)):
-            for at, fits in zip(some, filling.fitting(ranking.layouts, some), strict=True):
-                if fits:
-                    found = [ranked[i] for ranked, i in zip(ranking.layouts, at, strict=True)]
-                    chosen = self._agreed(ranking, found)
-                    if chosen is not None and self._fits_side_by_side(ranking, filling, chosen):
-                        yield chosen
-
-    def _repaired(self, ranking: Ranking, filling: Filling) -> Iterator[Chosen]:
-        """Combinations that fit after replacements. There is one for each pair of micro-batch size and tp, which actor
-        and critic must have in common."""
-        for layouts in self.alike(ranking):
-            chosen = self._agreed(ranking, filling.repaired(layouts))
-            if chosen is None:
-                continue
-            unlike = self._laid_out(ranking, chosen) != list(chosen)
-            if not unlike or self._fit(ranking, filling, chosen):
-                yield chosen
-            for alike in self._same_stages(ranking, layouts) if unlike else ():
-                if (chosen := self._agreed(ranking, filling.repaired(alike))) is not None:
-                    yield chosen
-
-    def _aligned(self, ranking: Ranking) -> Iterator[Chosen]:
-        """If training and generation have the same GPUs: combinations with the same layout for both, because then no
-        weights move."""
-        structure = ranking.structure
-        if structure.dedicated or structure.generation != structure.actor_training:
-            return
-        wide = self._ranker.rank(structure, EVERY)
-        assert isinstance(wide, Ranking)
-        filling, tasks = self.filling(wide), [task for task, _ in wide.places]
-        by_layout: list[dict[tuple[int, int], Ranked]] = [{} for _ in tasks]
-        for found_here, ranked in zip(by_layout, wide.layouts, strict=True):
-            for option in ranked:
-                found_here.setdefault((option.share.pp, option.share.tp), []).append(option)
-        for layout in by_layout[tasks.index("actor_training")]:
-            for shared in ((*TRAINING, "generation", "critic"), (*TRAINING, "generation")):
-                layouts = [
-                    mine[layout] if task in shared and layout in mine else ranked
-                    for task, ranked, mine in zip(tasks, wide.layouts, by_layout, strict=True)
+    def _same_stages(self, layouts: list[Ranked]) -> Iterator[list[Ranked]]:
+        """The layouts of each place with which actor and critic have the same number of stages, for each number."""
+        if self._together:
+            for pp in sorted(set.intersection(*({o.share.pp for o in layouts[at]} for at in self._training))):
+                yield [
+                    [o for o in mine if o.share.pp == pp] if at in self._training else mine
+                    for at, mine in enumerate(layouts)
                 ]
-                chosen = self._agreed(wide, filling.repaired(layouts))
-                if chosen is not None and self._fits_side_by_side(wide, filling, chosen):
-                    yield chosen
+
+    # ------------------------------------------------------------ the candidates
+
+    def laid_out(self, chosen: Chosen) -> list[Share]:
+        """The shares of a combination as trainers lay them out. Actor and critic share no schedule if micro-batches are
+        cut by tokens."""
+        found = list(chosen)
+        if self._together and self._costs.work.micro_batch_tokens is None:
+            first, second = self._training
+            found[first], found[second] = side_by_side(found[first], found[second])
+        return found
+
+    def candidate(self, chosen: Chosen, schedule: Schedule) -> Candidate:
+        """The structure with these shares, in the order of `places`, on their GPUs."""
+        shares: dict[Task, list[Share]] = {}
+        for (task, slot), share in zip(self.ranking.places, self.laid_out(chosen), strict=True):
+            if task in INFERENCE:
+                share = self.beside_servers(slot, share, shares["generation"])
+            shares.setdefault(task, []).append(share.at(slot.first))
+        return replace(
+            self.ranking.structure,
+            **{task: tuple(mine) for task, mine in shares.items()},  # type: ignore[arg-type]
+            schedule=schedule,
+            migration=self._limits.migrations[0],
+            folded=self._limits.folded,
+            shared_body=self._limits.shared_body,
+            beside=True,
+        )
+
+    def beside_servers(self, slot: Share, share: Share, servers: Sequence[Share]) -> Share:
+        """The share of an inference task on `slot`, with a copy in the scorer of each server."""
+        sizes = (server.pp * server.tp for server in servers if server.pool == slot.pool)
+        copies = slot.gpus // next(sizes, 1)
+        return share if share.dp == copies else replace(share, dp=copies)
+
+    def schedules(self, chosen: Chosen) -> Sequence[Schedule]:
+        """The schedules by which the two trainings can share their GPUs."""
+        if self.ranking.structure.dedicated:
+            return ("Dedicated",)
+        actor, critic = chosen[self._training[0]], chosen[self._training[-1]]
+        if not self._together or critic.tp != actor.tp:
+            return ("Serial",)
+        high, low = max(actor.pp, critic.pp), min(actor.pp, critic.pp)
+        return self._limits.schedules if high > 1 and high % low == 0 else ("Serial",)
 
 
 def _within_servers(slot: Share, tp: int, placed: Iterable[tuple[tuple[Task, Share], Share]]) -> bool:

@@ -53,7 +53,7 @@ class Ranker:
     """Ranks the layouts of tasks. If there is plenty of memory, it skips the ways to save memory."""
 
     def __init__(self, limits: Limits, costs: GPUCosts) -> None:
-        self._limits, self._costs = limits, costs
+        self.limits, self.costs = limits, costs
 
     def rank(self, structure: Candidate, width: int = WIDTH) -> Ranking | Misfit:
         """The layouts of each task, or the reason why a task does not fit."""
@@ -88,7 +88,7 @@ class Ranker:
     def _fitting(self, task: Task, slot: Share, shared: bool) -> Ranked | Misfit:
         """The layouts that fit if nothing else ran on the GPUs, the fastest first. `shared`: the same GPUs also
         train."""
-        pool = self._costs.inventory[slot.pool]
+        pool = self.costs.inventory[slot.pool]
         found = [option for shares in self.options(task, slot, shared, pool) for option in self.ways(task, shares)]
         if fits := sorted((o for o in found if o.problem is None), key=_by_seconds):
             return fits
@@ -102,11 +102,11 @@ class Ranker:
         """Every share of `task` on `slot` that the model's shape and the batch sizes allow, whether or not it fits.
         Each list holds shares that differ only in how they save memory. The first saves nothing and the last saves
         most. `shared`: the same GPUs also train, so that other tasks may have to free their memory."""
-        limits, shape = self._limits, self._costs.work.needed(task)[0]
+        limits, shape = self.limits, self.costs.work.needed(task)[0]
         degrees = tensor_degrees(shape, slot, pool)
         size = limits.servers.get(pool.name)
         if task in TRAINING:
-            yield from training_shares(task, slot, degrees, shape, self._costs.work, limits)
+            yield from training_shares(task, slot, degrees, shape, self.costs.work, limits)
         elif task == "generation":
             ways = (True,) if pool.name in limits.asleep else _EITHER if shared else (False,)
             for tp, pp in stages(shape, slot, degrees):
@@ -125,15 +125,15 @@ class Ranker:
         """The options for `shares`, which differ only in how they save memory. The last one saves most. If even that
         one does not fit, it is the only option. If there is plenty of memory, the options that save nothing are
         returned, one for each ZeRO stage."""
-        least = self._costs.option(task, shares[-1])
+        least = self.costs.option(task, shares[-1])
         if least.problem is not None or len(shares) == 1:
             return [least]
-        first = self._costs.option(task, shares[0])
-        roomy = first.problem is None and first.need < ROOMY * self._costs.inventory[first.share.pool].gpu.memory
+        first = self.costs.option(task, shares[0])
+        roomy = first.problem is None and first.need < ROOMY * self.costs.inventory[first.share.pool].gpu.memory
         if task in TRAINING and roomy:
             plain = [s for s in shares[1:] if not (s.recompute or s.offload)]
-            return [first, *(self._costs.option(task, s) for s in plain)]
-        return [first, *(self._costs.option(task, s) for s in shares[1:-1]), least]
+            return [first, *(self.costs.option(task, s) for s in plain)]
+        return [first, *(self.costs.option(task, s) for s in shares[1:-1]), least]
 
 
 def _by_seconds(option: Option) -> tuple[float, str]:

@@ -8,15 +8,15 @@ best ones are varied one at a time."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
 
-from dovetail.planner.candidate import INFERENCE, Candidate, Placement, Schedule, Share, Task
+from dovetail.planner.candidate import Candidate, Placement, Task
 from dovetail.planner.costs.gpu import Estimate, GPUCosts, Option
 from dovetail.planner.inventory import Pool
-from dovetail.planner.placement.search.combine import Combiner, Filling
+from dovetail.planner.placement.search.combine import Chosen, Combinations
 from dovetail.planner.placement.search.limits import FINE_MIGRATIONS, MIGRATIONS, Limits
 from dovetail.planner.placement.search.ranking import EVERY, Ranker, Ranking
 from dovetail.planner.placement.search.structures import Sizes, Structures, sizes
@@ -97,22 +97,23 @@ def alternatives(result: Result, instead: Found) -> list[Rejected]:
 class Search:
     """One search. It is deterministic if `effort.expired` is deterministic."""
 
+    combine: type[Combinations] = Combinations
+
     def __init__(self, limits: Limits, costs: GPUCosts, effort: Effort) -> None:
         self.limits, self.costs, self.effort = limits, costs, effort
         self.ranker = Ranker(limits, costs)
-        self.combiner = Combiner(costs, self.ranker)
         self.result = Result()
         self._known: dict[Candidate, Estimate] = {}
-        self._finalists: list[tuple[float, int, Ranking, Found]] = []
+        self._finalists: list[tuple[float, int, Combinations, Found]] = []
         self._kinds: dict[tuple[Placement, str], Rejected] = {}
 
     def run(self) -> Result:
         """The best placement of all structures."""
         best = self._round(sizes, 0.5)
         if best is not None and not self._over():
-            self._round(partial(_near, {share.gpus for _, share in best.places}), 0.7, best)
-        for ranking, start in self._chosen():
-            self._descend(ranking, start)
+            self._round(partial(_near, {share.gpus for _, share in best.ranking.places}), 0.7, best)
+        for mine, start in self._chosen():
+            self._descend(mine, start)
         self._threshold()
         found = self.result.best
         chosen = None if found is None else found.candidate.kind
@@ -120,47 +121,46 @@ class Search:
         self.result.rejected = sorted(others, key=lambda r: (r.seconds is None, r.seconds or 0.0, r.candidate.kind))
         return self.result
 
-    def _round(self, grid: Sizes, until: float, best: Ranking | None = None) -> Ranking | None:
+    def _round(self, grid: Sizes, until: float, best: Combinations | None = None) -> Combinations | None:
         """Estimate each structure once, and then more combinations of the best structures, until the fraction `until`
-        of the effort is spent. It goes on longer only if nothing fits yet. Returns the ranking of the best one."""
+        of the effort is spent. It goes on longer only if nothing fits yet. Returns those of the best structure."""
         begun, glanced = self.result.estimates, []
         for order, ranking in enumerate(sorted(self._ranked(grid), key=lambda r: r.guess)):
             if self._over() or self._spent(begun, until / 2):
                 break
             if self.result.best is None or ranking.bound < self.result.best.seconds:
-                seconds, improved = self._glance(ranking)
-                best = ranking if improved else best
-                glanced.append((seconds, order, ranking))
-        for _, _, ranking in sorted(glanced, key=lambda g: g[:2]):
+                mine = self.combine(ranking, self.ranker)
+                seconds, improved = self._glance(mine)
+                best = mine if improved else best
+                glanced.append((seconds, order, mine))
+        for _, _, mine in sorted(glanced, key=lambda g: g[:2]):
             if self._over() or self._spent(0, until):
                 break
-            self._beam(ranking)
+            self._beam(mine)
         finalist = min(self._finalists, key=lambda f: f[:2], default=None)
         return best if finalist is None else finalist[2]
 
     def _spent(self, begun: int, share: float) -> bool:
         return self.result.best is not None and self.result.estimates - begun >= share * self.effort.estimates
 
-    def _glance(self, ranking: Ranking) -> tuple[float, bool]:
+    def _glance(self, mine: Combinations) -> tuple[float, bool]:
         """The seconds of the structure's first combination that fits, and whether it is the best so far. The seconds
         are infinite if none of a few fits. Schedule and threshold are those that are likely to be fast."""
         before = self.result.best
-        for chosen in (*self.combiner.few(ranking), self.combiner.least(ranking)):
+        for chosen in (*mine.few(), mine.least()):
             if chosen is None or self._over():
                 continue
-            found = self._once(ranking, chosen)
+            found = self._once(mine, chosen)
             if found.estimate.fits:
                 return found.seconds, self.result.best is not before
         return float("inf"), False
 
-    def _once(self, ranking: Ranking, chosen: Sequence[Share]) -> Found:
+    def _once(self, mine: Combinations, chosen: Chosen) -> Found:
         """Estimate a combination with the threshold of the best candidate so far and the schedule that is likely to be
         fastest."""
-        schedule = self.schedules(ranking, chosen)[-1]
         best, migrations = self.result.best, self.limits.migrations
         migration = best.candidate.migration if best else migrations[len(migrations) // 2]
-        candidate = replace(self.candidate(ranking, chosen, schedule), migration=migration)
-        return self.estimated(candidate)
+        return self.estimated(replace(mine.candidate(chosen, mine.schedules(chosen)[-1]), migration=migration))
 
     def _over(self) -> bool:
         # Some effort is kept for `_threshold`, which comes last.
@@ -187,74 +187,35 @@ class Search:
 
     # ------------------------------------------------------------ combinations
 
-    def _beam(self, ranking: Ranking) -> None:
+    def _beam(self, mine: Combinations) -> None:
         """Estimate the structure's best combinations. The best of them become finalists."""
         best = self.result.best
-        if best is not None and ranking.bound >= best.seconds:
+        if best is not None and mine.ranking.bound >= best.seconds:
             return
-        found: list[tuple[float, int, tuple[Share, ...]]] = []
-        for order, chosen in enumerate(self.combiner.many(ranking)):
+        found: list[tuple[float, int, Chosen]] = []
+        for order, chosen in enumerate(mine.many()):
             if self._over():
                 break
-            once = self._once(ranking, chosen)
+            once = self._once(mine, chosen)
             if once.estimate.fits:
                 found.append((once.seconds, order, chosen))
-        least = self.combiner.least(ranking)
+        least = mine.least()
         if not found and least is not None:
             found.append((0.0, 0, least))
         for _, _, chosen in sorted(found)[:STARTS]:
             if self._over():
                 break
-            tried = self._try(ranking, chosen)
+            tried = self._try(mine, chosen)
             if tried.estimate.fits:
-                self._finalists.append((tried.seconds, len(self._finalists), ranking, tried))
+                self._finalists.append((tried.seconds, len(self._finalists), mine, tried))
 
-    def _try(self, ranking: Ranking, chosen: Sequence[Share]) -> Found:
+    def _try(self, mine: Combinations, chosen: Chosen) -> Found:
         """Find the best schedule for a combination, and then the best migration threshold."""
-        schedules = self.schedules(ranking, chosen)
-        found = min((self.estimated(self.candidate(ranking, chosen, s)) for s in schedules), key=_order)
+        found = min((self.estimated(mine.candidate(chosen, each)) for each in mine.schedules(chosen)), key=_order)
         if found.estimate.fits:
             candidates = (replace(found.candidate, migration=m) for m in self.limits.migrations[1:])
             found = min([found, *map(self.estimated, candidates)], key=_order)
         return found
-
-    def candidate(self, ranking: Ranking, chosen: Sequence[Share], schedule: Schedule) -> Candidate:
-        """The structure with these shares, in the order of `places`, on their GPUs."""
-        shares: dict[Task, list[Share]] = {}
-        for (task, slot), share in zip(ranking.places, chosen, strict=True):
-            if task in INFERENCE:
-                share = self.beside_servers(slot, share, shares["generation"])
-            shares.setdefault(task, []).append(share.at(slot.first))
-        if shares.get("critic_training"):
-            (actor,), (critic,) = shares["actor_training"], shares["critic_training"]
-            mine, other = self.combiner.beside(actor, critic)
-            shares |= {"actor_training": [mine], "critic_training": [other]}
-        return replace(
-            ranking.structure,
-            **{task: tuple(mine) for task, mine in shares.items()},  # type: ignore[arg-type]
-            schedule=schedule,
-            migration=self.limits.migrations[0],
-            folded=self.limits.folded,
-            shared_body=self.limits.shared_body,
-            beside=True,
-        )
-
-    def beside_servers(self, slot: Share, share: Share, servers: Sequence[Share]) -> Share:
-        """The share of an inference task on `slot`, with a copy in the scorer of each server."""
-        sizes = (server.pp * server.tp for server in servers if server.pool == slot.pool)
-        copies = slot.gpus // next(sizes, 1)
-        return share if share.dp == copies else replace(share, dp=copies)
-
-    def schedules(self, ranking: Ranking, chosen: Sequence[Share]) -> Sequence[Schedule]:
-        """The schedules by which the two trainings can share their GPUs."""
-        by_task = {task: share for (task, _), share in zip(ranking.places, chosen, strict=True)}
-        actor, critic = by_task["actor_training"], by_task.get("critic_training")
-        if ranking.structure.dedicated:
-            return ("Dedicated",)
-        if critic is None or critic.tp != actor.tp:
-            return ("Serial",)
-        high, low = max(actor.pp, critic.pp), min(actor.pp, critic.pp)
-        return self.limits.schedules if high > 1 and high % low == 0 else ("Serial",)
 
     def estimated(self, candidate: Candidate) -> Found:
         """Estimate a candidate, unless it is known already, and keep it if it is the best so far."""
@@ -278,27 +239,27 @@ class Search:
 
     # ------------------------------------------------------------ the descent
 
-    def _descend(self, ranking: Ranking, start: Found) -> None:
+    def _descend(self, start_at: Combinations, current: Found) -> None:
         """Change the layout of one task or of two tasks at a time, among all that fit, while that helps."""
-        wide = self.ranker.rank(ranking.structure, EVERY)
+        wide = self.ranker.rank(start_at.ranking.structure, EVERY)
         assert isinstance(wide, Ranking)
-        filling, current, improved = self.combiner.filling(wide), start, True
+        mine, improved = self.combine(wide, self.ranker), True
         while improved and not self._over():
             before = current
             for at in range(len(wide.layouts)):
                 for option in self._within_slack(wide, current, at):
-                    current = self._vary(wide, filling, current, {at: option})
+                    current = self._vary(mine, current, {at: option})
             for one, other in _BESIDE:
                 for pair in self._pairs(wide, current, one, other):
-                    current = self._vary(wide, filling, current, pair)
+                    current = self._vary(mine, current, pair)
             improved = current is not before
             if improved and not self._over():
-                current = min(current, self._try(wide, _shares(current)), key=_order)
+                current = min(current, self._try(mine, _shares(current)), key=_order)
 
-    def _chosen(self) -> list[tuple[Ranking, Found]]:
+    def _chosen(self) -> list[tuple[Combinations, Found]]:
         """The best finalists, and the best of each kind of placement."""
-        ordered = [(ranking, found) for _, _, ranking, found in sorted(self._finalists, key=lambda f: f[:2])]
-        rest = {found.candidate.placement: (ranking, found) for ranking, found in reversed(ordered[FINALISTS:])}
+        ordered = [(mine, found) for _, _, mine, found in sorted(self._finalists, key=lambda f: f[:2])]
+        rest = {found.candidate.placement: (mine, found) for mine, found in reversed(ordered[FINALISTS:])}
         known = {found.candidate.placement for _, found in ordered[:FINALISTS]}
         return [*ordered[:FINALISTS], *(rest[kind] for kind in Placement if kind in rest and kind not in known)]
 
@@ -348,22 +309,20 @@ class Search:
             found += [each for each in alike.values() if each[1] not in known]
         return [pair for _, _, pair in found]
 
-    def _vary(self, wide: Ranking, filling: Filling, current: Found, changes: Mapping[int, Option]) -> Found:
+    def _vary(self, mine: Combinations, current: Found, changes: Mapping[int, Option]) -> Found:
         """The better of `current` and `current` with the changes."""
         if self._over():
             return current
         varied = tuple(changes[at].share if at in changes else share for at, share in enumerate(_shares(current)))
-        if not self.combiner.fits(wide, filling, varied):
-            return current
-        return min(current, self._once(wide, varied), key=_order)
+        return min(current, self._once(mine, varied), key=_order) if mine.fits(varied) else current
 
 
-def _shares(found: Found) -> list[Share]:
+def _shares(found: Found) -> Chosen:
     """The shares of a candidate, in the order of a ranking's places, as if each began at GPU 0."""
-    return [
+    return tuple(
         share.at(0) if share.pipelines == 1 else replace(share.at(0), pipelines=1)
         for _, share in found.candidate.placed
-    ]
+    )
 
 
 def _order(found: Found) -> tuple[bool, float]:
