@@ -118,8 +118,8 @@ def _pool(entry: Any, where: str, measured: Mapping[str, GPU] | None) -> Pool:
     return Pool(
         name=str(entry.get("name") or slug(product)),
         gpu=_gpu(product, measured, f"{where}.product of the inventory"),
-        nodes=_whole(entry, "nodes", 1, where),
-        per_node=_whole(entry, "gpusPerNode", 1, where),
+        nodes=_whole(entry, "nodes", where),
+        per_node=_whole(entry, "gpusPerNode", where),
         network=_positive(entry.get("networkGbps", NETWORK_GBPS), f"{where}.networkGbps") * 1e9 / 8,
         price=None if price is None else _positive(price, f"{where}.pricePerGPUHour"),
         life=None if life is None else _positive(life, f"{where}.meanLifetimeHours") * 3600,
@@ -155,8 +155,8 @@ def _gpu(product: str, measured: Mapping[str, GPU] | None, where: str) -> GPU:
         raise InventoryError(f"{where}: {error}") from error
 
 
-def _whole(entry: Mapping[str, Any], key: str, default: int, where: str) -> int:
-    value = entry.get(key, default)
+def _whole(entry: Mapping[str, Any], key: str, where: str) -> int:
+    value = entry.get(key, 1)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise InventoryError(f"{where}.{key} of the inventory is {value!r}; it must be a whole number above 0")
     return value

@@ -32,9 +32,10 @@ class Linear:
     bias: bool
     split: Literal["out", "in"] | None
 
-    @property
-    def parameters(self) -> int:
-        return self.inputs * self.outputs + self.bias * self.outputs
+    def parameters(self, tp: int) -> int:
+        """The parameters on one of `tp` tensor-parallel ranks."""
+        bias = self.bias * self.outputs
+        return self.inputs * self.outputs // tp + (bias // tp if self.split == "out" else bias)
 
 
 @hashed_once
@@ -132,10 +133,14 @@ class ModelShape:
 
     # ------------------------------------------------------------ parameters
 
+    @lru_cache(maxsize=4096)  # noqa: B019  the search of a placement asks for it a hundred thousand times
     def layer_parameters(self, tp: int = 1) -> int:
         """The parameters of one block on one of `tp` tensor-parallel ranks: its part of the linear layers, and all
         norms."""
-        return _layer_parameters(self, tp)
+        family = MODEL_FAMILIES[self.family]
+        linear = sum(each.parameters(tp) for each in self.linears)
+        norms = family.norms * (1 + family.layer_norm) * self.hidden + len(family.head_norms) * self.head_dim
+        return linear + norms + self.heads * family.sinks + _expert_parameters(self)
 
     def embedding_parameters(self, tp: int = 1) -> int:
         """The parameters before the first block, on one of `tp` tensor-parallel ranks."""
@@ -212,19 +217,6 @@ class ModelShape:
             context = context + self.windowed / self.layers * (min(context, self.window) - context)
         output = (head != "value") * self.vocabulary * (self.embedding or self.hidden) + (head != "lm") * self.hidden
         return tokens * (self.layers * (2 * self._matrices + 4 * self.queries * context) + 2 * output)
-
-
-# It is cached, because the search of a placement asks for it a hundred thousand times.
-@lru_cache(maxsize=4096)
-def _layer_parameters(shape: ModelShape, tp: int) -> int:
-    linear = 0
-    for each in shape.linears:
-        bias = each.bias * each.outputs
-        linear += each.inputs * each.outputs // tp + (bias // tp if each.split == "out" else bias)
-    family = MODEL_FAMILIES[shape.family]
-    norms = family.norms * (1 + family.layer_norm) * shape.hidden
-    sinks = shape.heads * family.sinks
-    return linear + norms + len(family.head_norms) * shape.head_dim + sinks + _expert_parameters(shape)
 
 
 def _expert_parameters(shape: ModelShape) -> int:

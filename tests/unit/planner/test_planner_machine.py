@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.local.calibrate.fit import FitError, MeasuredIteration, fit, nonnegative
-from dovetail.planner.costs.cpu import CpuStageTimes, IterationWork, chunk_seconds, seconds, training_seconds
+from dovetail.planner.costs.cpu import CpuStageTimes, IterationWork, best_stage, chunk_seconds, phases, training_seconds
 from dovetail.protocol.files.machine_profile import Cost, Machine
 from helpers.two_cores import MACHINE
 
@@ -50,7 +50,7 @@ def observed(each: IterationWork, machine: Machine = MACHINE) -> MeasuredIterati
     ]
     return MeasuredIteration(
         work=each,
-        phases=seconds(each, machine) | {"generation": stage.generated},
+        phases=phases(best_stage(each, machine), machine) | {"generation": stage.generated},
         finished=[(float(end), len(lengths) - i - 1) for i, end in enumerate(ends)],
         chunks=[
             (held, tokens, scoring * chunk_seconds(machine, held, tokens))
@@ -78,7 +78,7 @@ def test_costs_are_found_again_from_iterations() -> None:
         work(16, 2, 9, dp=2, micro_batch=2, scores=interleaved, fusion=(None, 0.0, 0.2)),
         work(64, 2, 10, pp=2, schedule="Serial"),
     ):
-        expected, got = seconds(other, MACHINE), seconds(other, found)
+        expected, got = (phases(best_stage(other, each), each) for each in (MACHINE, found))
         assert sum(got.values()) == pytest.approx(sum(expected.values()), rel=0.05)
         assert got["generation"] == pytest.approx(expected["generation"], rel=0.05)
         assert got["training"] == pytest.approx(expected["training"], rel=0.05)
@@ -131,15 +131,15 @@ def test_idle_scorers_work_while_others_generate() -> None:
 
 def test_sharing_costs_as_much_as_is_missing() -> None:
     """Two trainers that want 1.3 cores each, on two cores and on three."""
-    two = seconds(work(dp=2), MACHINE)["training"]
-    three = seconds(work(dp=2), MACHINE.model_copy(update={"cores": 3}))["training"]
+    two = training_seconds(work(dp=2), MACHINE)
+    three = training_seconds(work(dp=2), MACHINE.model_copy(update={"cores": 3}))
     costs = MACHINE.training
     fixed = costs.begin + 2 * (costs.step + costs.exchange)
     assert (two - fixed) / (three - fixed) == pytest.approx(1.3)
 
 
 def test_schedules_of_a_pipeline_rank_as_they_must() -> None:
-    times = [seconds(work(pp=2, schedule=family), MACHINE)["training"] for family in ("Fused", "TimeSharing", "Serial")]
+    times = [training_seconds(work(pp=2, schedule=family), MACHINE) for family in ("Fused", "TimeSharing", "Serial")]
     assert times == sorted(times)
     assert times[0] < times[2]
 
@@ -155,8 +155,8 @@ def test_values_of_a_shared_body_take_a_forward_pass_first() -> None:
 
 
 def test_ranks_of_their_own_save_the_pipeline_and_lose_by_uneven_models() -> None:
-    two = {s: seconds(work(pp=2, schedule=s), MACHINE)["training"] for s in ("Dedicated", "Fused", "Serial")}
+    two = {s: training_seconds(work(pp=2, schedule=s), MACHINE) for s in ("Dedicated", "Fused", "Serial")}
     assert two["Dedicated"] < two["Serial"]
     heavy = MACHINE.training.models | {"actor": Cost(fixed=0.1, each=2e-3)}
     uneven = MACHINE.model_copy(update={"training": MACHINE.training.model_copy(update={"models": heavy})})
-    assert seconds(work(pp=2, schedule="Dedicated"), uneven)["training"] > seconds(work(pp=2), uneven)["training"]
+    assert training_seconds(work(pp=2, schedule="Dedicated"), uneven) > training_seconds(work(pp=2), uneven)

@@ -209,11 +209,11 @@ def test_a_server_by_hand() -> None:
     cards = {name: gpu(f"NVIDIA-{name}") for name in ("A100-SXM4-80GB", "A10")}
     there = Inventory(tuple(Pool(name, card, 1, 8) for name, card in cards.items()))
     memory = GPUMemoryModel(work, there)
-    one = memory.alone("generation", Share("A100-SXM4-80GB")).room
+    one = memory.footprint("generation", Share("A100-SXM4-80GB")).room
     # 0.92 x 79.6 GiB less 12.6 of weights and 3.5 or so of the rest, at half a MiB a token.
     assert one == pytest.approx((73.2 - 12.6 - 3.6) * 2048, rel=0.02)
-    assert memory.alone("generation", Share("A100-SXM4-80GB", tp=4)).room > 4 * one
-    assert memory.alone("generation", Share("A10")).room < one / 10
+    assert memory.footprint("generation", Share("A100-SXM4-80GB", tp=4)).room > 4 * one
+    assert memory.footprint("generation", Share("A10")).room < one / 10
 
 
 def test_what_does_not_fit_is_said_in_one_sentence() -> None:

@@ -104,14 +104,14 @@ class _Scorer:
 
 
 class CpuStageTimes:
-    """Simulates one stage of generation and inference. All values are seconds. `generated`: when the last response
-    ended. `end`: when all samples were scored. `working`: how long a rollout generated or scored, as the mean over the
-    rollouts. `core_seconds`: how long the machine's cores were busy, summed over the cores.
+    """Simulates one stage of generation and inference. All values are seconds. `work`: the iteration. `generated`: when
+    the last response ended. `end`: when all samples were scored. `working`: how long a rollout generated or scored, as
+    the mean over the rollouts. `core_seconds`: how long the machine's cores were busy, summed over the cores.
 
     `fusion`: one of `IterationWork.fusion`."""
 
     def __init__(self, work: IterationWork, machine: Machine, fusion: float | None) -> None:
-        self._work, self._machine, self._fusion = work, machine, fusion
+        self.work, self._machine, self._fusion = work, machine, fusion
         count = len(work.responses)
         self._left = count
         self._tail = int((fusion or 0.0) * count)
@@ -142,7 +142,7 @@ class CpuStageTimes:
             taken = step * slowdown(busy, self._machine.cores)
             self._now += taken
             pairs = zip(self._servers, self._scorers, strict=True)
-            self.working += taken * sum(bool(s.ends) or c.left < NEVER for s, c in pairs) / self._work.rollouts
+            self.working += taken * sum(bool(s.ends) or c.left < NEVER for s, c in pairs) / self.work.rollouts
             self.core_seconds += taken * min(busy, self._machine.cores)
             for server in servers:
                 self._advance(server, step)
@@ -150,9 +150,9 @@ class CpuStageTimes:
                 scorer.left = NEVER if scorer.left - step <= _TINY else scorer.left - step
 
     def _fill(self, server: _Server) -> None:
-        while server.queue and len(server.ends) < self._work.max_concurrent:
+        while server.queue and len(server.ends) < self.work.max_concurrent:
             sample = server.queue.popleft()
-            heapq.heappush(server.ends, (server.steps + self._work.responses[sample], sample))
+            heapq.heappush(server.ends, (server.steps + self.work.responses[sample], sample))
             server.prefill += self._machine.generation.sample
 
     def _next(self, server: _Server) -> float:
@@ -172,7 +172,7 @@ class CpuStageTimes:
         self._fill(server)
 
     def _finished(self, sample: int) -> None:
-        tokens = self._work.prompts[sample] + self._work.responses[sample]
+        tokens = self.work.prompts[sample] + self.work.responses[sample]
         for waiting in self._waiting.values():
             heapq.heappush(waiting, -tokens)
         self._left -= 1
@@ -184,7 +184,7 @@ class CpuStageTimes:
     def _gather(self) -> None:
         """Move the remaining samples to the server that has most of them, if it has room for all. `plan_migration`
         does the same in that case."""
-        if self._left > self._work.max_concurrent:
+        if self._left > self.work.max_concurrent:
             return
         self._gathered = True
         most = max(self._servers, key=lambda s: len(s.ends) + len(s.queue))
@@ -219,13 +219,9 @@ def best_stage(work: IterationWork, machine: Machine) -> CpuStageTimes:
     return min((CpuStageTimes(work, machine, f) for f in work.fusion), key=lambda s: s.end)
 
 
-def seconds(work: IterationWork, machine: Machine) -> dict[str, float]:
-    """The seconds of the phases, one after the other, by the coordinator's names."""
-    return phases(best_stage(work, machine), work, machine)
-
-
-def phases(stage: CpuStageTimes, work: IterationWork, machine: Machine) -> dict[str, float]:
-    """The same as `seconds`, for an iteration with this stage."""
+def phases(stage: CpuStageTimes, machine: Machine) -> dict[str, float]:
+    """The seconds of the phases of an iteration with this stage, one after the other, by the coordinator's names."""
+    work = stage.work
     return {
         "generation": stage.generated,
         "inference": stage.end - stage.generated,

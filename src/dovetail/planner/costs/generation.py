@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
@@ -156,32 +156,22 @@ def expected_longest(lengths: Lengths, samples: int) -> float:
 # ------------------------------------------------------------ inference beside it
 
 
-def busiest(work: Iterable[tuple[Share, float]]) -> float:
-    """The seconds of the busiest GPU, if tasks that share a GPU take turns. `work`: the shares of all tasks with their
-    seconds."""
-    tasks = list(work)
-    most = 0.0
-    for share, _ in tasks:
-        # The sum can only grow at a GPU where a share begins.
-        total = sum(s for other, s in tasks if other.pool == share.pool and share.first in other.range)
-        most = max(most, total)
-    return most
-
-
 def exposed_inference(
     candidate: Candidate, batch: int, generated: GenerationTimes, scored: Sequence[tuple[Task, Share, float]]
 ) -> float:
-    """The seconds of inference that are left after generation.
+    """The seconds of inference that are left after generation, on the busiest GPU. Tasks that share a GPU take turns.
 
     With fusion, shares on GPUs of their own score while samples still come, all but the last ones. Shares on the
     servers' GPUs score from the gathering on, on the GPUs that are free by then. `batch`: the samples of an iteration.
     `scored`: each inference task's shares with the seconds of their part of the batch."""
-    if candidate.migration is None or not scored:
-        return busiest((share, seconds) for _, share, seconds in scored)
     most = 0.0
     for _, corner, _ in scored:
+        # The sum can only grow at a GPU where a share begins.
         here = [each for each in scored if each[1].pool == corner.pool and corner.first in each[1].range]
         total = sum(seconds for _, _, seconds in here)
+        if candidate.migration is None:
+            most = max(most, total)
+            continue
         early = [(share, seconds) for task, share, seconds in here if task != "actor_training"]
         # A pass over the last samples always remains.
         rest = sum(seconds * min(1.0, share.dp * share.micro_batch / batch) for share, seconds in early)

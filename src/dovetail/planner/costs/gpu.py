@@ -37,7 +37,6 @@ PHASES = ("generation", "inference", "training", "transfer", "swap")
 OPTIMIZER_BYTES = 28
 # The most requests of a vLLM server at once.
 MAX_SAMPLES = 256
-NOTHING = Footprint()
 
 
 @dataclass(frozen=True)
@@ -64,15 +63,18 @@ class Option:
     """A share of a task, as if nothing else ran on its GPUs.
 
     `seconds`: the time of the task in an iteration. `floor`: the least time of the task beside other tasks, with any
-    schedule. `need`: the bytes of one GPU. `footprint`: the parts of these bytes. `problem`: why the share cannot run
-    even alone. None if it can."""
+    schedule. `footprint`: the bytes of one GPU. `problem`: why the share cannot run even alone. None if it can."""
 
     share: Share
-    seconds: float
-    floor: float
-    need: float
+    footprint: Footprint
+    seconds: float = 0.0
+    floor: float = 0.0
     problem: str | None = None
-    footprint: Footprint = NOTHING
+
+    @property
+    def need(self) -> float:
+        """The bytes of one GPU, if nothing else runs there."""
+        return self.footprint.need
 
 
 class GPUCosts:
@@ -117,19 +119,18 @@ class GPUCosts:
     @known_share
     def option(self, task: Task, share: Share) -> Option:
         """The task as if this share did all of it, and nothing else ran on its GPUs."""
-        found, pool = self.memory.alone(task, share), self.inventory[share.pool]
-        need, mine = found.need, found.footprint
-        if need > pool.gpu.memory:
-            return Option(share, 0.0, 0.0, need, f"{task} on {self.memory.explanation(task, share)}")
+        mine = self.memory.footprint(task, share)
+        if mine.need > self.inventory[share.pool].gpu.memory:
+            return Option(share, Footprint(mine.need), problem=f"{task} on {self.memory.explanation(task, share)}")
         if task == "generation":
-            seconds = self.generated([(share, max(found.room, self.work.longest))], None).seconds
-            problem = self._no_room(share, found.room)
+            seconds = self.generated([(share, max(mine.room, self.work.longest))], None).seconds
+            problem = self._no_room(share, mine.room)
             # A tail that gathers on fewer servers may end a little sooner.
-            return Option(share, seconds + self.swap(task, share), 0.9 * seconds, need, problem, mine)
+            return Option(share, mine, seconds + self.swap(task, share), 0.9 * seconds, problem)
         if task in TRAINING:
             step, steps = self.step(task, share), self.work.steps
-            return Option(share, steps * step.alone, steps * (step.work + step.fixed), need, None, mine)
-        return Option(share, self.inference(task, share) + self.swap(task, share), 0.0, need, None, mine)
+            return Option(share, mine, steps * step.alone, steps * (step.work + step.fixed))
+        return Option(share, mine, self.inference(task, share) + self.swap(task, share))
 
     def _no_room(self, share: Share, room: int) -> str | None:
         """Why a server with `room` tokens of KV cache cannot generate. None if it can."""

@@ -89,26 +89,20 @@ class TaskMemory:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes of one GPU for one task, whatever else runs there.
+    """The bytes of one GPU for one task. `need`, `room`: the bytes, and the tokens of a server's KV cache, if nothing
+    else runs there.
 
     `kept`: bytes that stay all the time, with fragments, and with the smallest KV cache of a server that stays awake.
     `works`: further bytes while the task runs. `gradients`: the bytes of `works` that stay until the next iteration's
     server is awake. `serves`: the task generates. `awake`: its server keeps the KV cache while other tasks work."""
 
+    need: float
+    room: int = 0
     kept: float = 0.0
     works: float = 0.0
     gradients: float = 0.0
     serves: bool = False
     awake: bool = False
-
-
-@dataclass(frozen=True)
-class Alone:
-    """A task with GPUs of its own. `need`: the bytes of one GPU. `room`: the tokens of a server's KV cache."""
-
-    need: float
-    room: int
-    footprint: Footprint
 
 
 Loads = list[tuple[Task, Share, TaskMemory]]
@@ -122,24 +116,24 @@ class GPUMemoryModel:
 
     # ------------------------------------------------------------ one task
 
-    def alone(self, task: Task, share: Share) -> Alone:
-        """The same as `of` for a candidate that has only this share."""
+    def footprint(self, task: Task, share: Share) -> Footprint:
+        """The bytes of a task, without those that depend on other tasks of its GPUs."""
         load, pool = self.load(task, share), self.inventory[share.pool]
         kept, works = (1 + FRAGMENTS) * load.resident, load.transient
         need = kept + works + CONTEXT_BYTES
         if task != "generation":
-            return Alone(need, 0, Footprint(kept, works, load.gradients))
+            return Footprint(need, 0, kept, works, load.gradients)
         each = self._kv_bytes(share)
         room = int((UTILISATION * pool.gpu.memory - need) // each)
         need += self._cached_tokens(share, room) * each
         works += self.work.longest * each
-        if not self.awake(share):
-            return Alone(need, room, Footprint(kept, works, serves=True))
-        return Alone(need, room, Footprint(kept + works, 0.0, serves=True, awake=True))
+        if self.awake(share):
+            kept, works = kept + works, 0.0
+        return Footprint(need, room, kept, works, serves=True, awake=self.awake(share))
 
     def explanation(self, task: Task, share: Share) -> str:
         """The memory that a task with GPUs of its own needs, as one sentence."""
-        tasks, room = [(task, share, self.load(task, share))], self.alone(task, share).room
+        tasks, room = [(task, share, self.load(task, share))], self.footprint(task, share).room
         return self._peak(self.inventory[share.pool], share.range, tasks, {share: room}).explanation
 
     def rooms(self, tasks: Iterable[Task], pool: Pool) -> tuple[float, float]:

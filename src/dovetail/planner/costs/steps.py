@@ -70,9 +70,10 @@ def together(
     if schedule == "Serial" or max(actor.stages, critic.stages) == 1:
         return serial
     rest = actor.hops + critic.hops + actor.fixed + critic.fixed
-    if schedule == "TimeSharing" or filling is not None:
-        filled = max(actor.bubble, critic.bubble) * (1.0 if schedule == "TimeSharing" or filling is None else filling)
-        return min(serial, actor.work + critic.work + filled + rest)
+    if schedule == "TimeSharing":
+        filling = 1.0
+    if filling is not None:
+        return min(serial, actor.work + critic.work + filling * max(actor.bubble, critic.bubble) + rest)
     positions = math.lcm(actor.stages, critic.stages)
     way = 0.5 if schedule == "VShaped" else 1.0
     bound = max(s.work + (s.bubble if way == 1.0 else 0.0) for s in (actor, critic))

@@ -13,7 +13,15 @@ from dovetail.manifest.checks.batching import longest_sample, micro_batch_tokens
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.sizes import pod_count, trained_models, trainer_world
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Role, Stage
-from dovetail.planner.costs.cpu import IterationWork, best_stage, chunk_seconds, forward_seconds, phases, seconds
+from dovetail.planner.costs.cpu import (
+    CpuStageTimes,
+    IterationWork,
+    best_stage,
+    chunk_seconds,
+    forward_seconds,
+    phases,
+    training_seconds,
+)
 from dovetail.planner.placement.layouts import allowed_layouts
 from dovetail.planner.placement.placed import Placed, worth
 from dovetail.planner.placement.planned_job import PlannedJob
@@ -78,17 +86,17 @@ PlacementName = Literal["Flattening", "Interleaving", "Separation"]
 
 @dataclass(frozen=True)
 class PredictedIteration:
-    """An iteration with one placement and layout. `works`: iterations whose lengths are drawn at random. `phases`: mean
-    seconds by the coordinator's names."""
+    """An iteration with one placement and layout. `stages`: of iterations whose lengths are drawn at random. `phases`:
+    mean seconds by the coordinator's names."""
 
     placement: PlacementName
     layout: Parallelism
-    works: Sequence[IterationWork]
+    stages: Sequence[CpuStageTimes]
     phases: Mapping[str, float]
 
     @property
     def work(self) -> IterationWork:
-        return self.works[0]
+        return self.stages[0].work
 
     @property
     def seconds(self) -> float:
@@ -116,17 +124,17 @@ def predict_iteration(
     pinned = spec.model_copy(update={"plan": spec.plan.model_copy(update={"placement": placement})})
     rng = np.random.default_rng(spec.seed)
     works = [work_of(pinned, models, layout, *_lengths(spec, machine, rng)) for _ in range(DRAWS)]
-    found = [seconds(work, machine) for work in works]
-    return PredictedIteration(placement, layout, works, {n: sum(f[n] for f in found) / DRAWS for n in found[0]})
+    stages = [best_stage(work, machine) for work in works]
+    found = [phases(stage, machine) for stage in stages]
+    return PredictedIteration(placement, layout, stages, {n: sum(f[n] for f in found) / DRAWS for n in found[0]})
 
 
 def predicted_lanes(spec: RLHFJobSpec, machine: Machine, best: PredictedIteration) -> Lanes:
     """The same iterations as two lanes that share the machine's cores. With a lag the trainers recompute the old
     log-probabilities."""
     synchronous, lagged = [], []
-    for work in best.works:
-        stage = best_stage(work, machine)
-        found = phases(stage, work, machine)
+    for stage in best.stages:
+        work, found = stage.work, phases(stage, machine)
         made = {PHASE_NAMES.get(name, name): found[name] for name in ("weights", "generation", "inference")}
         learnt = {name: found[name] for name in ("training", "other")}
         cores = stage.core_seconds / stage.end, min(work.ranks * machine.training.cores, float(machine.cores))
@@ -236,5 +244,5 @@ def _tasks(spec: RLHFJobSpec, machine: Machine, best: PredictedIteration) -> Ite
         holders = sum(model in held for held in work.scores)
         yield task(model, rollouts, 1, holders, 1, chunk_seconds(machine, [model], tokens / holders))
     for model in work.models:
-        alone = {**best.phases, **seconds(replace(work, models=(model,)), machine)}
-        yield task(f"{model}_training", trainers, work.pp, work.dp, work.micro_batch, alone["training"])
+        alone = training_seconds(replace(work, models=(model,)), machine)
+        yield task(f"{model}_training", trainers, work.pp, work.dp, work.micro_batch, alone)
