@@ -14,7 +14,6 @@ from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.sizes import pod_count, trained_models, trainer_ranks, trainer_world, world_size
 from dovetail.manifest.training_types import AUTO_LAG
 from dovetail.manifest.types import Group, Parallelism, RLHFJobSpec, Role, Stage
-from dovetail.planner.candidate import INFERENCE
 from dovetail.planner.hardware.gpus import GPU
 from dovetail.planner.lag import chosen, excluded, with_lags
 from dovetail.planner.placement import data_parallel, on_cpus, on_gpus
@@ -26,6 +25,7 @@ from dovetail.planner.placement.planned_job import ConfigError, PlannedJob
 from dovetail.planner.placement.pods import pod_memory, too_small
 from dovetail.planner.placement.scorers import scorer_models
 from dovetail.planner.placement.stages_a_rank import chunks_alone, fitting, most_chunks, server_memory
+from dovetail.planner.simulate.drawn_iterations import drawn_hidden
 from dovetail.planner.streamed_parts import streamed, with_streaming
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Batching, Plan, Rollout, Task, TaskPlacement, TrainerRank
@@ -152,7 +152,9 @@ def _predicted(spec: RLHFJobSpec, placed: Placed, no_lag: str | None, parts: int
     if placed.prediction is None:
         return None
     found = with_lags(placed.prediction, no_lag, spec.ppo.lag, placed.lanes)
-    return with_streaming(found, placed.hidden(parts)) if parts and placed.hidden is not None else found
+    if not parts or placed.chosen is None:
+        return found
+    return with_streaming(found, drawn_hidden(placed.chosen.candidate, placed.chosen.costs, spec.seed, parts))
 
 
 def _checkpointed(job: PlannedJob, placed: Placed) -> frozenset[tuple[Stage, str]]:
@@ -228,7 +230,7 @@ def _rollouts(spec: RLHFJobSpec, placed: Placed, chunks: int) -> list[Rollout]:
     held = scorer_models(spec, len(places), placed.interleaved)
     tasks = [] if placed.prediction is None else placed.prediction.tasks
     stages = {(group, task.task): task.pp for task in tasks for group in task.group.split("+")}
-    memory = _server_memory(placed, chunks)
+    memory = {} if placed.chosen is None else server_memory(placed.chosen, chunks)
     return [
         Rollout(
             name=rollout_name(group, index),
@@ -240,22 +242,6 @@ def _rollouts(spec: RLHFJobSpec, placed: Placed, chunks: int) -> list[Rollout]:
         )
         for (group, index), scores in zip(places, held, strict=True)
     ]
-
-
-def _server_memory(placed: Placed, chunks: int) -> dict[str, float]:
-    """The fraction of a GPU's memory for the servers of each group that leaves some to others. The others are trainers
-    that keep their state there, and scorers that stay beside a server that is awake. `chunks`: see `Plan.chunks`."""
-    if placed.chosen is None:
-        return {}
-    candidate = placed.chosen.candidate
-    training = {share.pool for share in candidate.trained}
-    scored = [share for task in INFERENCE for share in candidate.shares(task)]
-    found: dict[str, float] = {}
-    for share, part in server_memory(placed.chosen, chunks).items():
-        beside = not share.offload and any(share.overlaps(other) for other in scored)
-        if share.pool in training or beside:
-            found |= dict.fromkeys(share.pool.split("+"), math.floor(100 * part) / 100)
-    return found
 
 
 def _tasks(spec: RLHFJobSpec) -> list[TaskPlacement]:

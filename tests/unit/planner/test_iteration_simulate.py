@@ -139,33 +139,6 @@ def test_trains_every_micro_batch_once() -> None:
     assert sorted(n for n in first if n != "optimizer") == sorted(wanted)
 
 
-def test_traces_are_those_of_real_runs() -> None:
-    work = workload(64)
-    played = simulate(flattened(), work, INVENTORY, np.full(64, 128), np.full(64, 100))
-    trace = played.trace(iteration=3)
-    names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
-    assert names == {"coordinator", *(f"a-{i}" for i in range(8))}
-    phases = [e for e in trace["traceEvents"] if e.get("cat") == "phases"]
-    assert [e["name"] for e in phases] == ["swap", "generation", "inference", "training", "weights"]
-    ends = [e["ts"] + e["dur"] for e in phases]
-    assert ends[-1] / 1e6 == pytest.approx(played.seconds, rel=1e-6)
-    assert all(e["args"]["iteration"] == 3 for e in phases)
-    assert trace["otherData"]["predicted"] is True
-    assert not [e for e in trace["traceEvents"] if e["name"] == "overlap"]
-
-
-def test_a_gathered_tail_is_in_the_trace() -> None:
-    rng = np.random.default_rng(2)
-    work = workload(128)
-    prompts, lengths = work.prompt.draw(128, rng), work.response.draw(128, rng)
-    played = simulate(flattened(migration=0.2), work, INVENTORY, prompts, lengths)
-    (overlap,) = [e for e in played.trace()["traceEvents"] if e["name"] == "overlap"]
-    assert overlap["args"]["migrated"] == played.migrated > 0
-    (generation,) = [e for e in played.trace()["traceEvents"] if e["name"] == "generation" and e["cat"] == "phases"]
-    assert generation["ts"] < overlap["ts"]
-    assert overlap["ts"] + overlap["dur"] == pytest.approx(generation["ts"] + generation["dur"], abs=1)
-
-
 def test_a_seed_gives_the_same_iterations() -> None:
     once, again, other = (
         [each.seconds for each in simulate_many(separated(), workload(64), 3, seed)] for seed in (4, 4, 5)

@@ -21,12 +21,16 @@ from dovetail.manifest.resolve import resolve, with_lag
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.lag import choose
 from dovetail.planner.make_plan import make_plan
-from dovetail.planner.simulate.lanes import Parts, steady
+from dovetail.planner.simulate.lanes import Lanes, Parts, Steady
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.prediction import PredictedLag, Prediction
 from helpers.example_jobs import EXAMPLES, hub_configs
 
 SECONDS = st.floats(0.1, 3.0)
+
+
+def steady(iterations: Sequence[Parts], lag: int, cores: int | None = None) -> Steady:
+    return Lanes(iterations, iterations, cores).steady(lag)
 
 
 def sums(iterations: Sequence[Parts]) -> tuple[float, float]:

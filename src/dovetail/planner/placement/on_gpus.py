@@ -20,9 +20,9 @@ from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.search import Effort, Result, Search, alternatives, search_fewest_stages
 from dovetail.planner.placement.stages_a_rank import held, most_chunks
-from dovetail.planner.simulate.drawn_iterations import drawn_hidden, drawn_lanes
+from dovetail.planner.simulate.drawn_iterations import drawn_lanes
 from dovetail.protocol.plan import Layout
-from dovetail.protocol.prediction import Alternative, PredictedStage, Prediction
+from dovetail.protocol.prediction import Alternative, PredictedStage
 
 # The search may estimate so many whole iterations. A manifest's groups leave few choices.
 EFFORT = 600
@@ -94,9 +94,22 @@ def _may_gain(plain: Chosen) -> bool:
 def taken(plain: Placed | None, why: str, found: Placed) -> Placed:
     """`found`, which gains enough over `plain`, or is all that fits (`why`: without ZeRO-3), with the other among its
     alternatives."""
-    if plain is None or plain.chosen is None:
-        return _with_alternative(found, None, why)
-    return _with_alternative(found, plain.chosen.prediction, None) if found.by_layer else plain
+    without = None if plain is None or plain.chosen is None else plain.chosen.prediction
+    if plain is not None and without is not None and not found.by_layer:
+        return plain
+    if found.chosen is None:
+        return found
+    other = Alternative(
+        placement=(without or found.chosen.prediction).placement,
+        note="without ZeRO-3",
+        seconds=None if without is None else without.iteration_seconds,
+        problem=why if without is None else None,
+    )
+    # The fastest first, then those that fail.
+    others = [other, *found.chosen.prediction.alternatives]
+    others.sort(key=lambda each: (each.seconds is None, each.seconds or 0.0))
+    prediction = found.chosen.prediction.model_copy(update={"alternatives": others})
+    return replace(found, prediction=prediction, chosen=replace(found.chosen, prediction=prediction))
 
 
 def _reached(job: PlannedJob, plain: Placed) -> float:
@@ -111,19 +124,6 @@ def _reached(job: PlannedJob, plain: Placed) -> float:
         return seconds
     chunks = most_chunks(job, plain, "Auto")
     return seconds if chunks == 1 else min(seconds, held(chosen, chunks).seconds)
-
-
-def _with_alternative(found: Placed, plain: Prediction | None, problem: str | None) -> Placed:
-    chosen = found.chosen
-    if chosen is None or found.prediction is None:
-        return found
-    placement = (plain or found.prediction).placement
-    seconds = None if plain is None else plain.iteration_seconds
-    other = Alternative(placement=placement, note="without ZeRO-3", seconds=seconds, problem=problem)
-    # The fastest first, then those that fail.
-    others = sorted([other, *found.prediction.alternatives], key=lambda a: (a.seconds is None, a.seconds or 0.0))
-    prediction = found.prediction.model_copy(update={"alternatives": others})
-    return replace(found, prediction=prediction, chosen=Chosen(chosen.candidate, chosen.costs, prediction))
 
 
 # ------------------------------------------------------------ one placement
@@ -164,7 +164,6 @@ def _place(job: PlannedJob, by_layer: bool, than: float | None = None, others: b
         dedicated=dedicated,
         chosen=found,
         lanes=lambda: drawn_lanes(found.candidate, found.costs, job.spec.seed),
-        hidden=lambda parts: drawn_hidden(found.candidate, found.costs, job.spec.seed, parts),
     )
     return _with_stages(job, placed, layouts)
 

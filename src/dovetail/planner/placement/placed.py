@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from dovetail.manifest.types import Parallelism, Stage
@@ -41,8 +41,7 @@ class Placed:
     checkpointing. `by_layer`: those to which the placement gives ZeRO-3. `prediction`: of a PPO iteration. None:
     nothing is predicted. `chosen`: the candidate and costs behind the prediction, on GPUs.
 
-    `lanes()`: iterations with other lengths, for a job whose trainers and rollouts share no GPUs. `hidden(parts)`: the
-    seconds of training of such a job that are hidden if samples are learnt in so many parts as they come. `stages`: the
+    `lanes()`: iterations with other lengths, for a job whose trainers and rollouts share no GPUs. `stages`: the
     predictions of DPO and of the stages before PPO, on GPUs. `warnings`: one sentence each."""
 
     layouts: Mapping[str, Parallelism]
@@ -52,7 +51,6 @@ class Placed:
     dedicated: Mapping[str, Layout] = field(default_factory=dict)
     chosen: Chosen | None = None
     lanes: Callable[[], Lanes] | None = None
-    hidden: Callable[[int], float] | None = None
     stages: tuple[PredictedStage, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -64,11 +62,6 @@ class Placed:
     def interleaved(self) -> bool:
         """Whether reference and reward run on halves of the rollouts."""
         return self.prediction is not None and self.prediction.placement == "Interleaving"
-
-
-def in_ppo(ways: Iterable[tuple[Stage, str]]) -> set[str]:
-    """The models of PPO among stages and models, such as `Placed.recompute`."""
-    return {model for stage, model in ways if stage is Stage.PPO}
 
 
 def worth(best: float, other: float, steps: int) -> bool:

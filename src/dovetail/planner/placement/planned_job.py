@@ -152,10 +152,6 @@ class PlannedJob:
 
     # ------------------------------------------------------------ training
 
-    def sequence_tokens(self, stage: Stage) -> int:
-        """The tokens of the longest sequence in a stage."""
-        return longest_sample(self.spec, stage) // sequences(stage)
-
     def pipelines(self, stage: Stage, layouts: Mapping[str, Parallelism], model: str) -> int:
         """The number of pipelines of a model that are side by side in a stage of the job. It is more than 1 only in
         PPO, if actor and critic have different numbers of stages on the same ranks. `layouts`: those of the stage's
@@ -196,7 +192,7 @@ class PlannedJob:
         `chunks`: the stages of the model on a rank. By default the manifest decides."""
         spec, ppo, shape = self.spec, rule.stage is Stage.PPO, self.shape(rule.model)
         lora, head = getattr(spec.models, rule.model).lora, self._head(rule.model)
-        longest = self.sequence_tokens(rule.stage)
+        longest = longest_sample(spec, rule.stage) // sequences(rule.stage)
         outputs = spec.generation.max_tokens if ppo else longest
         work = Workload(
             actor=shape,

@@ -3,15 +3,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from dovetail.manifest.checks.batching import BatchRule
-from dovetail.manifest.types import Parallelism
-from dovetail.planner.candidate import Schedule, Share
+from dovetail.manifest.types import Parallelism, Stage
+from dovetail.planner.candidate import INFERENCE, Schedule
 from dovetail.planner.costs.gpu import Estimate, GPUCosts
-from dovetail.planner.placement.placed import Chosen, Placed, in_ppo
+from dovetail.planner.placement.placed import Chosen, Placed
 from dovetail.planner.placement.planned_job import PlannedJob
 
 # The numbers of stages that are tried: a V, and two of them.
@@ -44,7 +45,8 @@ def most_chunks(job: PlannedJob, placed: Placed, schedule: str) -> int:
     if schedule != "Auto":
         return spec.plan.chunks if schedule == "VShaped" else 1
     trained = [model for model in ("actor", "critic") if model in placed.layouts]
-    several = SEVERAL[:1] if len(trained) == 1 or in_ppo(placed.recompute | placed.by_layer) else SEVERAL
+    whole = any(stage is Stage.PPO for stage, _ in placed.recompute | placed.by_layer)
+    several = SEVERAL[:1] if len(trained) == 1 or whole else SEVERAL
     stages = _even(job, {model: placed.layouts[model] for model in trained}, several)
     if not job.trains_on_gpus:
         return max(stages, default=1)
@@ -80,13 +82,22 @@ def held(chosen: Chosen, chunks: int) -> Estimate:
     return _costs(chosen, chunks).estimate(replace(chosen.candidate, schedule="VShaped"))
 
 
-def server_memory(chosen: Chosen, chunks: int) -> dict[Share, float]:
-    """The fraction of a GPU's memory that the servers of each generation share may take. It holds for every number of
+def server_memory(chosen: Chosen, chunks: int) -> dict[str, float]:
+    """The fraction of a GPU's memory for the servers of each group that leaves some to others. The others are trainers
+    that keep their state there, and scorers that stay beside a server that is awake. It holds for every number of
     stages on a rank up to `chunks`, because the schedules choose that number."""
-    found = dict(chosen.costs.memory.server_memory(chosen.candidate))
+    candidate = chosen.candidate
+    parts = chosen.costs.memory.server_memory(candidate)
     for count in (c for c in SEVERAL if c <= chunks):
-        several = _costs(chosen, count).memory.server_memory(replace(chosen.candidate, schedule="VShaped"))
-        found = {share: min(part, several[share]) for share, part in found.items()}
+        several = _costs(chosen, count).memory.server_memory(replace(candidate, schedule="VShaped"))
+        parts = {share: min(part, several[share]) for share, part in parts.items()}
+    training = {share.pool for share in candidate.trained}
+    scored = [share for task in INFERENCE for share in candidate.shares(task)]
+    found: dict[str, float] = {}
+    for share, part in parts.items():
+        beside = not share.offload and any(share.overlaps(other) for other in scored)
+        if share.pool in training or beside:
+            found |= dict.fromkeys(share.pool.split("+"), math.floor(100 * part) / 100)
     return found
 
 

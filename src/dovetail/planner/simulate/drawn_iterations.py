@@ -22,11 +22,10 @@ def _played(candidate: Candidate, costs: GPUCosts, seed: int, each: int) -> Iter
     """Prompt and response lengths of iterations, (batch,) each, and their generation and scoring, event by event.
     `each`: so many neighbours have the same prompt length."""
     work, rng = costs.work, np.random.default_rng(seed)
-    _, rooms = costs.memory.of(candidate)
     for _ in range(DRAWS):
         prompts = np.repeat(work.prompt.draw(work.batch // each, rng), each)
         responses = work.response.draw(work.batch, rng)
-        yield prompts, responses, play_rollout(candidate, costs, rooms, prompts, responses)
+        yield prompts, responses, play_rollout(candidate, costs, prompts, responses)
 
 
 def drawn_lanes(candidate: Candidate, costs: GPUCosts, seed: int) -> Lanes:

@@ -54,8 +54,10 @@ class Lanes:
     cores: int | None = None
 
     def steady(self, lag: int) -> Steady:
-        """The mean iteration with this lag."""
-        return steady(self.lagged if lag else self.synchronous, lag, self.cores)
+        """The mean iteration with this lag, of a job that repeats these iterations again and again."""
+        iterations = self.lagged if lag else self.synchronous
+        rounds = len(iterations) * -(-PLAYED // len(iterations))
+        return play(iterations, lag, self.cores, rounds // 2 + 1, rounds, rounds + lag)
 
 
 @dataclass(frozen=True)
@@ -147,12 +149,6 @@ class _Samples:
 
     def _of(self, number: int) -> Parts:
         return self._iterations[number % len(self._iterations)]
-
-
-def steady(iterations: Sequence[Parts], lag: int, cores: int | None = None) -> Steady:
-    """The mean iteration with `lag` of a job that repeats these `iterations` again and again. `cores`: see `Lanes`."""
-    rounds = len(iterations) * -(-PLAYED // len(iterations))
-    return play(iterations, lag, cores, rounds // 2 + 1, rounds, rounds + lag)
 
 
 def play(iterations: Sequence[Parts], lag: int, cores: int | None, first: int, last: int, total: int) -> Steady:

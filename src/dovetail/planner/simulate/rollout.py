@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dovetail.planner.candidate import INFERENCE, Candidate, Share
@@ -21,19 +21,18 @@ from dovetail.planner.workload import Ints
 
 @dataclass(frozen=True)
 class Rolled:
-    """`generated`, `scored`: when all samples are generated, and when all are scored. `begun`: when the tail gathered.
-    None: it did not. `migrated`: the number of samples that moved. `bars`: what each GPU does. `half`: when half of the
-    servers are no longer needed, if the others take what is left. `kept`: the mean fraction of the samples that is left
-    after that. `ready`: when each sample was scored. Times are seconds since the stage began."""
+    """`generated`, `scored`: when all samples are generated, and when all are scored. `migrated`: the number of samples
+    that moved when the tail gathered. `bars`: what each GPU does. `half`: when half of the servers are no longer
+    needed, if the others take what is left. `kept`: the mean fraction of the samples that is left after that. `ready`:
+    when each sample was scored. Times are seconds since the stage began."""
 
     generated: float
     scored: float
-    begun: float | None
     migrated: int
     bars: list[Bar]
     half: float
     kept: float
-    ready: Sequence[float] = ()
+    ready: Sequence[float]
 
     def busy(self, shares: Sequence[Share]) -> float:
         """The fraction of the stage in which the GPUs of these shares generate or score, as the mean over the GPUs."""
@@ -42,11 +41,10 @@ class Rolled:
         return min(1.0, worked / len(gpus) / self.scored) if self.scored else 1.0
 
 
-def play_rollout(
-    candidate: Candidate, costs: GPUCosts, rooms: Mapping[Share, int], prompts: Ints, lengths: Ints
-) -> Rolled:
-    """Simulates generation and inference of one iteration. `rooms`: the tokens of KV cache of each generation share's
-    servers. `prompts`, `lengths`, (batch,): the tokens of each sample's prompt and response."""
+def play_rollout(candidate: Candidate, costs: GPUCosts, prompts: Ints, lengths: Ints) -> Rolled:
+    """Simulates generation and inference of one iteration. `prompts`, `lengths`, (batch,): the tokens of each sample's
+    prompt and response."""
+    _, rooms = costs.memory.of(candidate)
     longest = costs.work.longest
     groups = [(share, costs.servers(share, max(rooms[share], longest))) for share in candidate.generation]
     places = [(share, i) for share, _ in groups for i in range(share.dp)]
@@ -68,7 +66,7 @@ def play_rollout(
     half = sorted(ends)[len(ends) // 2] if candidate.migration else sorted(idle)[len(idle) // 2]
     left = sum(max(0.0, end - half) for end in ends) / len(ends)
     kept = left / (generated - half) if generated > half else 0.0
-    return Rolled(generated, max(scored, generated), begun, migrated, bars + new, half, kept, ready)
+    return Rolled(generated, max(scored, generated), migrated, bars + new, half, kept, ready)
 
 
 def _decode(

@@ -44,10 +44,6 @@ class StagePrediction:
     def migrated(self) -> int:
         return len(self.moves)
 
-    @property
-    def speedup(self) -> float:
-        return ratio(self.serial_seconds, self.fused_seconds)
-
 
 def scan(
     lengths: Sequence[int],
