@@ -20,8 +20,8 @@ from dovetail.planner.placement.search.ranking import (
     Ranked,
     Ranker,
     front,
+    serving_degrees,
     stages,
-    tensor_degrees,
 )
 from dovetail.planner.placement.search.search import Effort, Search
 from dovetail.planner.placement.search.structures import HALVES, Sizes, Slots, Structures, joined
@@ -54,7 +54,7 @@ class FreeRanker(Ranker):
             yield from super().options(task, slot, shared, pool)
             return
         limits, shape = self._free, self.costs.work.needed(task)[0]
-        for tp, pp in stages(shape, slot, tensor_degrees(shape, slot, pool)):
+        for tp, pp in stages(shape, slot, serving_degrees(shape, slot, pool)):
             dp = slot.gpus // (pp * tp)
             if task == "generation":
                 if pp <= limits.serving_pp:

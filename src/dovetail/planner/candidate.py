@@ -104,6 +104,10 @@ class Share:
             self.pool == other.pool and self.first < other.first + other.gpus and other.first < self.first + self.gpus
         )
 
+    def same_ranks(self, other: Share) -> bool:
+        """Whether two models that train in these shares have the same ranks in the same tensor-parallel groups."""
+        return (self.pool, self.range, self.tp) == (other.pool, other.range, other.tp)
+
     def __str__(self) -> str:
         return f"{self.pool}[{self.first}:{self.first + self.gpus}] pp{self.pp} tp{self.tp} dp{self.dp}"
 
@@ -119,7 +123,7 @@ def pipelines(pp: int, other: int, dp: int) -> int:
 def side_by_side(actor: Share, critic: Share) -> tuple[Share, Share]:
     """The shares of actor and critic with the pipelines that they have in a schedule that both share. Shares that are
     not on the same GPUs stay as they are."""
-    if actor.pp == critic.pp or (actor.pool, actor.range, actor.tp) != (critic.pool, critic.range, critic.tp):
+    if actor.pp == critic.pp or not actor.same_ranks(critic):
         return actor, critic
     mine, other = pipelines(actor.pp, critic.pp, actor.dp), pipelines(critic.pp, actor.pp, critic.dp)
     return replace(actor, pipelines=mine), replace(critic, pipelines=other)
@@ -134,10 +138,9 @@ class Candidate:
     `schedule`: how actor and critic training share their GPUs. With Dedicated each has GPUs of its own. `migration`:
     the fraction of the samples left at which generation's tail gathers and inference begins on freed instances
     (inter-stage fusion). None: inference waits for the last sample. `folded`: the rollouts' own log-probabilities serve
-    as the old ones, so the actor needs no forward pass before training (APP section V-A1). `shared_body`: the critic is
-    a head on the actor's body (AC-share). Both have one forward and backward pass, and the critic has no other weights.
-    `beside`: each copy of an inference share is in the scorer of one vLLM server, on the first GPUs of that server.
-    `note`: what else a user should know about the placement.
+    as the old ones, so the actor needs no forward pass before training (APP section V-A1). `beside`: each copy of an
+    inference share is in the scorer of one vLLM server, on the first GPUs of that server. `note`: what else a user
+    should know about the placement.
 
     Before layouts are chosen it is a *structure*. A share then stands for `dp` GPUs, however the task will use them."""
 
@@ -151,7 +154,6 @@ class Candidate:
     schedule: Schedule = "Serial"
     migration: float | None = None
     folded: bool = True
-    shared_body: bool = False
     beside: bool = False
     note: str = field(default="", compare=False, repr=False)
 

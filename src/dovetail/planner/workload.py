@@ -142,6 +142,10 @@ class Workload:
         """The most tokens of a sample, prompt and response together."""
         return self.prompt.longest + self.response.longest
 
+    def lora(self, task: str) -> LoRA | None:
+        """The adapters of the model that a training task trains. None: all its weights are trained."""
+        return self.actor_lora if task == "actor_training" else self.critic_lora
+
     def model(self, task: str) -> tuple[ModelShape, Head] | None:
         """The shape and the head of the model that a task of `candidate.TASKS` runs. None if the job has no such
         task."""

@@ -193,10 +193,8 @@ class GPUCosts:
         mine, other = candidate.actor_training[0], candidate.critic_training[0]
         if not mine.overlaps(other):
             return self.work.steps * max(actor.alone, critic.alone)
-        same = mine.pool == other.pool and mine.range == other.range and mine.tp == other.tp
-        return self.work.steps * together(
-            actor, critic, candidate.schedule if same else "Serial", unsplit=candidate.unsplit
-        )
+        schedule = candidate.schedule if mine.same_ranks(other) else "Serial"
+        return self.work.steps * together(actor, critic, schedule, unsplit=candidate.unsplit)
 
     def steps(self, candidate: Candidate) -> tuple[StepTimes | None, StepTimes | None]:
         """The times of an optimizer step of the actor and of the critic. None for one that is not trained."""
@@ -216,7 +214,7 @@ class GPUCosts:
         over pipelines once in a step."""
         work, pool = self.work, self.inventory[share.pool].training
         shape, head = work.needed(task)
-        lora = work.actor_lora if task == "actor_training" else work.critic_lora
+        lora = work.lora(task)
         trained = 1.0 if lora is None else _trained(shape, head, lora.rank, tuple(lora.target_modules))
         tokens = work.prompt.mean + work.response.mean
         samples = work.samples_together(share.dp, share.micro_batch)
@@ -302,11 +300,10 @@ class GPUCosts:
         """The seconds to load weights of servers and scorers from host memory. Tasks on the same GPUs load one after
         the other. Others load at the same time."""
         spent: dict[tuple[str, int], float] = {}
-        for task in ("generation", *INFERENCE):
-            for share in candidate.shares(task):  # type: ignore[arg-type]
-                if share.offload:
-                    key = share.pool, share.first
-                    spent[key] = spent.get(key, 0.0) + self.swap(task, share)  # type: ignore[arg-type]
+        for task, share in candidate.placed:
+            if task not in TRAINING and share.offload:
+                key = share.pool, share.first
+                spent[key] = spent.get(key, 0.0) + self.swap(task, share)
         return max(spent.values(), default=0.0)
 
     def swap(self, task: Task, share: Share) -> float:

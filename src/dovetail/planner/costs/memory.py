@@ -186,7 +186,7 @@ def training_job(work: Workload, task: Task, share: Share, dtype: Dtype, stage: 
         tokens=tokens,
         micro_batches=count,
         in_flight=min(share.pp - (stage if chunks == 1 else 0), count),
-        lora=work.actor_lora if task == "actor_training" else work.critic_lora,
+        lora=work.lora(task),
         recompute=share.recompute,
         offload=share.offload,
         ema=work.ema and task == "actor_training",

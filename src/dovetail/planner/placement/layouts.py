@@ -12,7 +12,7 @@ from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.candidate import Task
 from dovetail.planner.placement.planned_job import PlannedJob
-from dovetail.planner.placement.search.limits import every_layout
+from dovetail.planner.placement.search.limits import every_layout, tensor_degrees
 from dovetail.protocol.plan import Layout
 
 TRAINING_TASKS: dict[str, Task] = {"actor": "actor_training", "critic": "critic_training"}
@@ -35,15 +35,12 @@ def pinned_shares(spec: RLHFJobSpec) -> dict[Task, tuple[Parallelism, ...]]:
 
 def trainable_layouts(job: PlannedJob, model: str) -> list[Parallelism]:
     """The `allowed_layouts` of a model on all GPUs of the trainers."""
-    return allowed_layouts(job, model, job.trainers.gpus, job.shape(model).layers, tensor_degrees(job, model))
+    return allowed_layouts(job, model, job.trainers.gpus, job.shape(model).layers, degrees_of(job, model))
 
 
-def tensor_degrees(job: PlannedJob, model: str) -> list[int]:
-    """The tensor-parallel degrees of a trained model. A degree stays within a node and cuts a layer into equal parts. A
-    model with adapters is not split."""
-    node, shape = job.trainers.per_node, job.shape(model)
-    most = 1 if getattr(job.spec.models, model).lora is not None else node
-    return [t for t in range(1, most + 1) if node % t == 0 and shape.split_problem(t) is None]
+def degrees_of(job: PlannedJob, model: str) -> list[int]:
+    """The tensor-parallel degrees of a trained model on the trainers' nodes."""
+    return tensor_degrees(job.shape(model), job.trainers.per_node, getattr(job.spec.models, model).lora)
 
 
 def most_stages(job: PlannedJob, layers: int) -> int:

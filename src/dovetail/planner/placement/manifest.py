@@ -15,9 +15,9 @@ from dovetail.planner.candidate import Placement, Schedule
 from dovetail.planner.hardware.gpus import GPU, UnknownProduct, gpu
 from dovetail.planner.placement.layouts import (
     TRAINING_TASKS,
+    degrees_of,
     most_stages,
     pinned_shares,
-    tensor_degrees,
     trainable_layouts,
 )
 from dovetail.planner.placement.planned_job import PlannedJob
@@ -119,7 +119,7 @@ def with_parts(job: PlannedJob, limits: Limits) -> Limits:
     micro_batches = spec.ppo.mini_batch_size // spec.ppo.micro_batch_size
     found = dict(limits.layouts)
     for model, task in TRAINING_TASKS.items():
-        degrees, stages = tensor_degrees(job, model), most_stages(job, job.shape(model).layers)
+        degrees, stages = degrees_of(job, model), most_stages(job, job.shape(model).layers)
         every = (e for part in part_sizes(job.trainers) for e in every_layout(part, degrees, stages))
         found[task] += pins[task] if pins else tuple(e for e in every if micro_batches % e.dp == 0)
     return replace(limits, layouts=found)
@@ -141,7 +141,6 @@ def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
         migrations=MIGRATIONS if fusion == "Auto" else (None if fusion == "Off" else float(fusion),),
         # With a shared body, the values come from the forward pass that a fold would save.
         folded=spec.ppo.old_log_probs == "Rollout" and not shares_body(spec),
-        shared_body=shares_body(spec),
         recompute=RECOMPUTE[spec.plan.recompute],
         fsdp=ZERO.get(spec.plan.zero3, limits.fsdp),
     )

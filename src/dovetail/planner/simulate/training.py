@@ -93,7 +93,7 @@ def _shared(candidate: Candidate, actor: StepTimes, critic: StepTimes) -> bool:
     """Whether one schedule can hold both models. They need the same GPUs and the same tp, and one pp must divide the
     other."""
     a, k = candidate.actor_training[0], candidate.critic_training[0]
-    if (a.pool, a.range, a.tp) != (k.pool, k.range, k.tp) or max(a.pp, k.pp) == 1:
+    if not a.same_ranks(k) or max(a.pp, k.pp) == 1:
         return False
     positions = math.lcm(a.pp, k.pp)
     if positions not in (a.pp, k.pp) or a.dp % (positions // a.pp) or k.dp % (positions // k.pp):

@@ -207,7 +207,6 @@ class Combinations:
             schedule=schedule,
             migration=self._limits.migrations[0],
             folded=self._limits.folded,
-            shared_body=self._limits.shared_body,
             beside=True,
         )
 

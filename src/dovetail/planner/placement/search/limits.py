@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dovetail.manifest.types import Parallelism
+from dovetail.manifest.types import LoRA, Parallelism
 from dovetail.planner.candidate import Placement, Schedule, Task
+from dovetail.planner.shape import ModelShape
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 MIGRATIONS = (None, 0.1, 0.2, 0.3)
@@ -38,7 +39,6 @@ class Limits:
     `fsdp`, `recompute`: the allowed values in training.
     `offload`: the allowed values by training task. It is open for a task that is not named.
     `folded`: the rollouts' log-probabilities serve as the old ones.
-    `shared_body`: the critic is a head on the actor.
     `dedicated`: whether actor and critic may train on GPUs of their own (True) or on the same GPUs (False)."""
 
     placements: tuple[Placement, ...] = tuple(Placement)
@@ -58,8 +58,14 @@ class Limits:
     schedules: tuple[Schedule, ...] = ("Serial", "TimeSharing", "Fused")
     migrations: tuple[float | None, ...] = MIGRATIONS
     folded: bool = True
-    shared_body: bool = False
     dedicated: tuple[bool, ...] = (False, True)
+
+
+def tensor_degrees(shape: ModelShape, per_node: int, lora: LoRA | None) -> list[int]:
+    """The tensor-parallel degrees of a trained model. A degree stays within a node of `per_node` GPUs and cuts a layer
+    into equal parts. A model with adapters is not split."""
+    most = 1 if lora is not None else per_node
+    return [t for t in range(1, most + 1) if per_node % t == 0 and shape.split_problem(t) is None]
 
 
 def every_layout(ranks: int, degrees: Iterable[int], layers: int) -> Iterator[Parallelism]:

@@ -12,7 +12,7 @@ from dovetail.planner.candidate import INFERENCE, TRAINING, Candidate, Share, Ta
 from dovetail.planner.costs.gpu import GPUCosts, Option
 from dovetail.planner.hashing import known_share
 from dovetail.planner.inventory import Pool
-from dovetail.planner.placement.search.limits import MICRO_BATCHES, MOST_STAGES, Limits, every_layout
+from dovetail.planner.placement.search.limits import MICRO_BATCHES, MOST_STAGES, Limits, every_layout, tensor_degrees
 from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Workload
 
@@ -103,13 +103,12 @@ class Ranker:
         Each list holds shares that differ only in how they save memory. The first saves nothing and the last saves
         most. `shared`: the same GPUs also train, so that other tasks may have to free their memory."""
         limits, shape = self.limits, self.costs.work.needed(task)[0]
-        degrees = tensor_degrees(shape, slot, pool)
         size = limits.servers.get(pool.name)
         if task in TRAINING:
-            yield from training_shares(task, slot, degrees, shape, self.costs.work, limits)
+            yield from training_shares(task, slot, pool, shape, self.costs.work, limits)
         elif task == "generation":
             ways = (True,) if pool.name in limits.asleep else _EITHER if shared else (False,)
-            for tp, pp in stages(shape, slot, degrees):
+            for tp, pp in stages(shape, slot, serving_degrees(shape, slot, pool)):
                 if size in (None, pp * tp) and pool.per_node % (pp * tp) == 0 and pp <= limits.serving_pp:
                     dp = slot.gpus // (pp * tp)
                     yield [Share(slot.pool, slot.first, pp, tp, dp, offload=asleep) for asleep in ways]
@@ -179,8 +178,8 @@ def orders(layouts: Sequence[Ranked]) -> Iterator[tuple[int, ...]]:
 # ------------------------------------------------------------ every layout
 
 
-def tensor_degrees(shape: ModelShape, slot: Share, pool: Pool) -> list[int]:
-    """The degrees of tensor parallelism. Its ranks are on one node."""
+def serving_degrees(shape: ModelShape, slot: Share, pool: Pool) -> list[int]:
+    """The tensor-parallel degrees of a task that does not train. The ranks are on one node."""
     degrees = range(1, min(pool.per_node, slot.gpus) + 1)
     return [t for t in degrees if pool.per_node % t == 0 and slot.gpus % t == 0 and shape.heads % t == 0]
 
@@ -195,15 +194,14 @@ def stages(shape: ModelShape, slot: Share, degrees: Sequence[int]) -> Iterator[t
 
 
 def training_shares(
-    task: Task, slot: Share, degrees: Sequence[int], shape: ModelShape, work: Workload, limits: Limits
+    task: Task, slot: Share, pool: Pool, shape: ModelShape, work: Workload, limits: Limits
 ) -> Iterator[list[Share]]:
     """Every layout of a training task, with every micro-batch size that divides a mini-batch."""
-    lora = work.actor_lora if task == "actor_training" else work.critic_lora  # adapters are not split
+    degrees = tensor_degrees(shape, pool.per_node, work.lora(task))
     micros = MICRO_BATCHES if limits.micro_batch is None else (limits.micro_batch,)
-    splits = (t for t in degrees if t == 1 or (lora is None and not shape.split_problem(t)))
     # Tuples are compared, because comparing pydantic models takes too long.
     allowed = {(layout.pp, layout.tp, layout.dp) for layout in limits.layouts.get(task, ())}
-    for layout in every_layout(slot.gpus, splits, shape.layers):
+    for layout in every_layout(slot.gpus, degrees, shape.layers):
         if task in limits.layouts and (layout.pp, layout.tp, layout.dp) not in allowed:
             continue
         if any(count % layout.dp for count in limits.batches.get(task, ())):

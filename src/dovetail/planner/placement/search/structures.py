@@ -97,10 +97,9 @@ class Structures:
 
     def _training(self, slot: Share, pool: Pool, dedicated: Collection[bool]) -> Iterator[tuple[Slots, Slots, str]]:
         """Actor and critic on the same GPUs, or on two parts of them. `dedicated`: see `Limits`."""
-        divisible = self.work.critic is not None and not self.limits.shared_body
-        if False in dedicated or not divisible:
+        if False in dedicated or self.work.critic is None:
             yield (slot,), (slot,), ""
-        if True in dedicated and divisible:
+        if True in dedicated and self.work.critic is not None:
             for at in self._parts(slot, pool):
                 actor, critic = slot.cut(at)
                 yield (actor,), (critic,), DEDICATED
