@@ -116,8 +116,8 @@ def test_what_remains_possible_without_a_product():
     then = {"train": 2, "a10": 1, "t4": 1}
     gone = news(every, then, {**then, "a10": 0})
     assert "no ready node with NVIDIA-A10" in gone.sentence
-    assert gone.sentence.endswith("generation is left to t4")
-    assert news(every, then, {"train": 2, "a10": 0, "t4": 0}).sentence.endswith("and generation with them")
+    assert gone.sentence.endswith("meanwhile only these groups generate: t4")
+    assert news(every, then, {"train": 2, "a10": 0, "t4": 0}).sentence.endswith("and generation waits with it")
     assert "its last checkpoint" in news(every, then, {**then, "train": 0}).sentence
     assert "have room for 1 of its 2 pods" in news(every, then, {**then, "train": 1}).sentence
 

@@ -200,9 +200,11 @@ def _lack(need: Need, wanted: Sequence[Need], now: Counts) -> str:
         return f"group {need.group}: nodes with {need.product} have room for {now[need.group]} of its {pods}"
     others = [n.group for n in wanted if not n.trains and n is not need and now[n.group] > 0]
     if need.trains:
-        then = "lost ones wait for one, and training then goes on from its last checkpoint"
+        then = "a pod that is lost waits for such a node, and then training goes on from its last checkpoint"
     elif others:
-        then = f"lost ones wait for one, and meanwhile generation is left to {', '.join(others)}"
+        then = (
+            f"a pod that is lost waits for such a node, and meanwhile only these groups generate: {', '.join(others)}"
+        )
     else:
-        then = "lost ones wait for one, and generation with them"
+        then = "a pod that is lost waits for such a node, and generation waits with it"
     return f"group {need.group}: no ready node with {need.product} has room for its pods; {then}"
