@@ -8,7 +8,6 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -33,7 +32,7 @@ from helpers.jobs import (
     tied_actor,
     tiny_job,
 )
-from helpers.nursery import NURSERY, NurserySpawner
+from helpers.nursery import forked_jobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
@@ -180,11 +179,7 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     job = tiny_job(**SMALLER)
     told: list[dict[str, Any]] = []
     functions = {"reward_function": reward, "advantage_function": advantages}
-    NURSERY.start()
-    with (
-        mock.patch("dovetail.local.launch.launcher.ForkSpawner", NurserySpawner),
-        Pipeline(job, tmp_path, **functions, on_progress=told.append) as pipeline,
-    ):
+    with forked_jobs(), Pipeline(job, tmp_path, **functions, on_progress=told.append) as pipeline:
         pipeline.run_sft()
         pipeline.begin_ppo()
         with pytest.raises(ValueError, match="1 prompts given, 16 expected"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -19,7 +20,7 @@ from dovetail.local.serving import served_result
 from dovetail.supervision.devices import cuda_devices
 from helpers import vllm_cli
 from helpers.jobs import history, summary
-from helpers.nursery import NURSERY, NurserySpawner
+from helpers.nursery import forked_jobs
 
 NOTEBOOKS = Path(__file__).parents[2] / "examples" / "notebooks"
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -56,11 +57,9 @@ class Folder:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory):
     path = tmp_path_factory.mktemp("notebooks")
-    if spawn_kind(os.environ, cuda_devices()) == "fork":
-        NURSERY.start()
-    with pytest.MonkeyPatch.context() as patch:
+    forked = spawn_kind(os.environ, cuda_devices()) == "fork"
+    with pytest.MonkeyPatch.context() as patch, forked_jobs() if forked else contextlib.nullcontext():
         patch.chdir(path)
-        patch.setattr("dovetail.local.launch.launcher.ForkSpawner", NurserySpawner)
         patch.setattr(served_result, "_started", vllm_cli.started)
         yield Folder(path)
 

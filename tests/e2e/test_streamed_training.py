@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
@@ -12,7 +11,7 @@ from dovetail.local.pipeline import Pipeline
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob
 from helpers.jobs import Fault, Injector, history, run_job, same_weights, summary, tiny_job
-from helpers.nursery import NURSERY, NurserySpawner
+from helpers.nursery import forked_jobs
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 # One iteration more than is disturbed: a phase may be over before anybody looks.
@@ -59,8 +58,7 @@ def scoring(iteration: int) -> Any:
 def test_training_on_samples_as_they_come_gives_the_bits_of_training_after_the_last(tmp_path: Path) -> None:
     """A loop of one's own trains after the last sample. The job itself streams; each process dies while it does."""
     made, after, streamed = job(tmp_path), tmp_path / "after", tmp_path / "streamed"
-    NURSERY.start()
-    with mock.patch("dovetail.local.launch.launcher.ForkSpawner", NurserySpawner), Pipeline(made, after) as pipeline:
+    with forked_jobs(), Pipeline(made, after) as pipeline:
         pipeline.begin_ppo()
         while not pipeline.over:
             pipeline.train(pipeline.generate_experience())

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
-from unittest import mock
 
 import numpy as np
 import psutil
@@ -27,7 +26,7 @@ from dovetail.manifest.types import RLHFJob
 from dovetail.planner.make_plan import make_plan
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.supervisor import Outcome
-from helpers.nursery import NURSERY, NurserySpawner
+from helpers.nursery import NURSERY, forked_jobs
 from helpers.whole_lines import whole_lines
 
 MANIFEST = """
@@ -240,15 +239,16 @@ def run_job(
 ) -> tuple[Outcome, list[str]]:
     """Run to the end; the outcome and what the launcher told. The launcher calls `injector` a few times a second.
 
-    The job's forkserver has the imports from one for all tests, unless it is to make its `own_imports`. Fails the test
-    if a process outlives the launcher."""
+    The job's processes have the imports from one for all tests, unless they are to make their `own_imports`. Fails the
+    test if a process outlives the launcher."""
     told: list[str] = []
-    if not own_imports and spawn_kind(os.environ, cuda_devices(os.environ)) == "fork":
+    forked = not own_imports and spawn_kind(os.environ, cuda_devices(os.environ)) == "fork"
+    if forked:
         NURSERY.start()
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     with contextlib.ExitStack() as stack:
-        if not own_imports:
-            stack.enter_context(mock.patch("dovetail.local.launch.launcher.ForkSpawner", NurserySpawner))
+        if forked:
+            stack.enter_context(forked_jobs())
         launcher = stack.enter_context(Launcher(job, make_plan(job.spec), run_dir, resume=resume, tell=told.append))
         if isinstance(injector, _Watcher):
             stack.callback(injector.close)

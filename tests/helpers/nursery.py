@@ -1,9 +1,10 @@
-"""A process that has imported torch and vLLM once, and from which all tests of a worker fork their jobs' forkservers
-and their vLLM servers: each would spend ten seconds or more of CPU on the same imports."""
+"""A process that has imported torch, vLLM and what a coordinator needs once, and from which all tests of a worker fork
+their jobs' processes and their vLLM servers: each would spend ten seconds or more of CPU on the same imports."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import gc
 import importlib
 import json
@@ -15,9 +16,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, cast
+from unittest import mock
 
 from dovetail.supervision import proctree, zygote
 from dovetail.supervision.spawn import PRELOAD, ForkSpawner
@@ -104,11 +106,24 @@ NURSERY = Nursery()
 
 
 class NurserySpawner(ForkSpawner):
-    """ForkSpawner, whose forkserver does not make the imports again."""
+    """The ForkSpawner or ExecSpawner of a launcher, whose processes do not make the imports again."""
 
     def _launch(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         adopted = NURSERY.fork(self._log, self._env, __name__, str(os.getpid()), keep=theirs.fileno())
         return cast("subprocess.Popen[bytes]", adopted)
+
+
+@contextlib.contextmanager
+def forked_jobs() -> Iterator[None]:
+    """All processes of jobs that begin meanwhile are forked from the nursery: also the coordinator, which `dovetail run`
+    starts as a new interpreter because it needs no torch."""
+    NURSERY.start()
+    launcher = "dovetail.local.launch.launcher"
+    with (
+        mock.patch(f"{launcher}.ForkSpawner", NurserySpawner),
+        mock.patch(f"{launcher}.ExecSpawner", NurserySpawner),
+    ):
+        yield
 
 
 def nothing() -> None:
@@ -175,12 +190,21 @@ def _become(request: dict[str, Any], parent: int, log: int, kept: int) -> NoRetu
     zygote._finish(code)
 
 
+def import_for_coordinators() -> None:
+    """What a coordinator imports, at its start and later."""
+    from datasets import Dataset  # noqa: F401
+    from tensorboard.summary import Writer  # noqa: F401
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
+
+
 def serve(channel: socket.socket, parent: int) -> None:
     """The process that has the imports, of a tests' process `parent`."""
     proctree.die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     module, _, function = PRELOAD.partition(":")
     getattr(importlib.import_module(module), function)()
+    import_for_coordinators()
+    assert threading.active_count() == 1, "a process with threads cannot be forked safely"
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and so copying, the shared pages
     channel.send(b"ready")
