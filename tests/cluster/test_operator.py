@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from helpers.cluster import KubeCluster, wait_for
-from helpers.jobs import MANIFEST
+from helpers.cluster_jobs import ClusterJob
+from helpers.jobs import MANIFEST, events
 from helpers.operator_process import OperatorProcess, established, install, kubeconfig, operator
 
 pytestmark = pytest.mark.timeout(3600)
@@ -274,19 +275,22 @@ def test_a_missing_model_fails_the_job_with_the_coordinators_sentence(
 def test_suspending_a_running_job_frees_its_gpus_and_it_goes_on_where_it_was(
     cluster: KubeCluster, namespace: str, leader: OperatorProcess
 ) -> None:
-    cluster.apply(
-        manifest(namespace, ppo={"iterations": 40, "globalBatchSize": 16, "miniBatchSize": 8}), namespace=namespace
-    )
+    """By hand; tests/cluster/test_kueue.py has a job with rollouts that is evicted."""
+    sft = yaml.safe_load(MANIFEST)["spec"]["sft"] | {"steps": 1000}
+    trainers, checkpoint = [g for g in GROUPS if "trainer" in g["roles"]], {"everySteps": 5, "keep": 2}
+    document = manifest(namespace, trainers, stages=["sft"], sft=sft, checkpoint=checkpoint)
+    cluster.apply(document, namespace=namespace)
 
-    def iteration() -> int:
+    def checkpoint_step() -> int:
         unless_failed(cluster, namespace, "Running")
-        status = job(cluster, namespace).get("status", {})
-        return int(status.get("iteration", 0)) if status.get("stage") == "ppo" else 0
+        return int(job(cluster, namespace).get("status", {}).get("lastCheckpoint", {}).get("step") or 0)
 
-    wait_for("the second iteration", lambda: iteration() >= 2, JOB_SECONDS, 1.0)
+    kept = wait_for("a checkpoint", checkpoint_step, JOB_SECONDS)
     cluster.kubectl("patch", "rlhfjob", "tiny", "-n", namespace, "--type=merge", "-p", '{"spec":{"suspend":true}}')
     wait_for("no pods", lambda: not (cluster.get("pods", "-n", namespace) or {}).get("items"), 300)
     wait_for("Suspended", lambda: condition(cluster, namespace, "Suspended").get("status") == "True")
     cluster.kubectl("patch", "rlhfjob", "tiny", "-n", namespace, "--type=merge", "-p", '{"spec":{"suspend":false}}')
     assert wait_end(cluster, namespace) == "Completed"
-    assert job(cluster, namespace)["status"]["iteration"] == 40
+    assert job(cluster, namespace)["status"]["iteration"] == 1000
+    loads = [e for e in events(ClusterJob(cluster, namespace).run_dir(), "trainers.load") if e["stage"] == "sft"]
+    assert kept <= loads[-1]["checkpoint_step"] < 1000

@@ -273,7 +273,10 @@ class Driver:
         return [self.ranks.processes[rank].wait(240) for rank in range(self.ranks.world_size)]
 
 
-@pytest.fixture(scope="module", params=[(1, 2), (2, 1)], ids=["dp2", "pp2"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((1, 2), id="dp2", marks=pytest.mark.nightly), pytest.param((2, 1), id="pp2")],
+)
 def undisturbed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[tuple[int, int], dict[str, dict[str, str]]]:

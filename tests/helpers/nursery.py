@@ -115,8 +115,8 @@ class NurserySpawner(ForkSpawner):
 
 @contextlib.contextmanager
 def forked_jobs() -> Iterator[None]:
-    """All processes of jobs that begin meanwhile are forked from the nursery: also the coordinator, which `dovetail run`
-    starts as a new interpreter because it needs no torch."""
+    """Jobs that begin meanwhile have all their processes forked from the nursery. So is the coordinator, which needs no
+    torch and which `dovetail run` starts as a new interpreter."""
     NURSERY.start()
     launcher = "dovetail.local.launch.launcher"
     with (
