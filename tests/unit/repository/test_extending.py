@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -37,6 +39,7 @@ from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command, ppo_batch
 
 PAGE = (Path(__file__).parents[3] / "docs" / "extending.md").read_text()
+SOURCES = Path(__file__).parents[3] / "src"
 MOST_LINES = 30
 
 
@@ -131,6 +134,24 @@ def test_a_data_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "rows.jsonl").write_text(json.dumps({**rows[0], "instruction": ""}) + "\n")
     with pytest.raises(DataError, match=r"rows.jsonl:1: field 'instruction' is missing or empty"):
         load(source, "prompts", **options)
+
+
+@pytest.mark.slow
+def test_a_data_source_in_its_place(tmp_path: Path) -> None:
+    """The file and the line in the list, as the page says: formats.py imports the file, so that must not import it."""
+    shutil.copytree(SOURCES / "dovetail/coordinator", tmp_path / "dovetail/coordinator")
+    data = tmp_path / "dovetail/coordinator/data"
+    module("A data source", data)
+    text = (data / "formats.py").read_text()
+    begin, entries = "\nfrom dovetail.", "    for each in (\n"
+    text = text.replace(begin, f"\nfrom dovetail.coordinator.data.alpaca import ALPACA{begin}", 1)
+    (data / "formats.py").write_text(text.replace(entries, f"{entries}        ALPACA,\n", 1))
+    row = {"instruction": "Add.", "input": "2 and 3", "output": "5"}
+    code = f"from dovetail.coordinator.data import formats; print(formats.__file__, formats.detect({row}, ''))"
+    command = [sys.executable, "-c", code]
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == [str(data / "formats.py"), "Alpaca"], done.stderr
 
 
 def test_the_manifest_names_the_formats_that_are_read() -> None:

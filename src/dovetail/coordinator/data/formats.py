@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.plain_fields import plain_fields
 from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, LaterTurn, Preference, Prompt, Record
+from dovetail.coordinator.data.row_format import Row, RowFormat
 from dovetail.coordinator.data.text.chat_template import (
     ASSISTANT,
     ASSISTANTS,
@@ -26,20 +26,6 @@ MESSAGE_FIELDS = ("messages", "conversations")
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 _PARTS = (Demonstration, LaterTurn, Preference, Labelled, Prompt)
-
-Row = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class RowFormat:
-    """One format of a row. `fits` says whether a row has it (`format: Auto`). `read(row, kind, chat, where)` makes the
-    record, or raises DataError whose message begins with `where`. `judged`: whether rows say which replies are good and
-    which are bad. Other formats give no preferences."""
-
-    name: str
-    fits: Callable[[Row], bool]
-    read: Callable[[Row, Kind, ChatFormat, str], Record]
-    judged: bool = False
 
 
 def detect(row: Row, where: str, kind: Kind | None = None) -> str:

@@ -1,0 +1,24 @@
+"""The description of a format of rows. `formats.py` lists the formats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dovetail.coordinator.data.records import Kind, Record
+from dovetail.coordinator.data.text.chat_template import ChatFormat
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """One format of a row. `fits` says whether a row has it (`format: Auto`). `read(row, kind, chat, where)` makes the
+    record, or raises DataError whose message begins with `where`. `judged`: whether rows say which replies are good and
+    which are bad. Other formats give no preferences."""
+
+    name: str
+    fits: Callable[[Row], bool]
+    read: Callable[[Row, Kind, ChatFormat, str], Record]
+    judged: bool = False
