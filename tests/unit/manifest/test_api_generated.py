@@ -111,7 +111,10 @@ def test_rules_read_fields_that_exist_and_that_defaults_fill_or_has_guards():
                 filled = "default" in node or step in parent.get("required", [])
                 if parent is top and "default" in top:
                     filled = False
-                assert filled or f"has({read})" in rule.rule, (rule.path, rule.rule, read)
+                assert filled or f"has({read})" in rule.rule, (
+                    f"the rule {rule.rule!r} of {rule.path} reads {read}, which may be missing: test it with "
+                    f"has({read}), or write the rule for spec (dovetail.manifest.checks.cel says why)"
+                )
             assert not has or steps[-1].strip("_") in node["properties"], (rule.path, reference)
 
 
