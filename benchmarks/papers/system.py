@@ -43,8 +43,6 @@ class System:
 class SystemCosts(GPUCosts):
     """Of one workload on one inventory, by a system's software."""
 
-    hides_gathering = True
-
     def __init__(self, work: Workload, inventory: Inventory, system: System) -> None:
         super().__init__(work, inventory, system.max_samples)
         self.memory = _Memory(work, inventory, system)
@@ -73,6 +71,10 @@ class SystemCosts(GPUCosts):
         end = max(_static(s, n, work.prompt, work.response) for s, n in dealt)
         count = sum(s.count for s in each)
         return GenerationTimes(end, end, count, count)
+
+    def exposed(self, share: Share, gathered: float, reduced: float) -> float:
+        """ZeRO-3 hides all of its messages behind passes."""
+        return 0.0 if share.gathers else super().exposed(share, gathered, reduced)
 
     def straggling(self, dp: int) -> float:
         """Dealt at random, the most of dp sums of k samples is about 1 + cv sqrt(2 ln dp / k) times their mean."""

@@ -97,12 +97,6 @@ class _Server:
         return not self.ends and not self.queue
 
 
-@dataclass
-class _Scorer:
-    models: tuple[str, ...]
-    left: float = NEVER
-
-
 class CpuStageTimes:
     """Simulates one stage of generation and inference. All values are seconds. `work`: the iteration. `generated`: when
     the last response ended. `end`: when all samples were scored. `working`: how long a rollout generated or scored, as
@@ -117,7 +111,7 @@ class CpuStageTimes:
         self._tail = int((fusion or 0.0) * count)
         self._gathered = work.rollouts < 2
         self._servers = [_Server(0.0, deque(range(i, count, work.rollouts))) for i in range(work.rollouts)]
-        self._scorers = [_Scorer(models) for models in work.scores]
+        self._scoring = [NEVER] * work.rollouts  # the seconds that are left of each scorer's chunk
         self._waiting: dict[tuple[str, ...], list[int]] = {models: [] for models in set(work.scores)}
         self._now = machine.generation.begin
         self.generated = self._now
@@ -133,21 +127,20 @@ class CpuStageTimes:
         while True:
             self._assign()
             servers = [s for s in self._servers if s.ends]
-            scorers = [s for s in self._scorers if s.left < NEVER]
-            if not servers and not scorers:
+            scoring_now = [left for left in self._scoring if left < NEVER]
+            if not servers and not scoring_now:
                 return
-            alone = [self._next(s) for s in servers] + [s.left for s in scorers]
+            alone = [self._next(s) for s in servers] + scoring_now
             step = max(0.0, min(alone))
-            busy = len(servers) * generation.cores + len(scorers) * scoring.cores
+            busy = len(servers) * generation.cores + len(scoring_now) * scoring.cores
             taken = step * slowdown(busy, self._machine.cores)
             self._now += taken
-            pairs = zip(self._servers, self._scorers, strict=True)
-            self.working += taken * sum(bool(s.ends) or c.left < NEVER for s, c in pairs) / self.work.rollouts
+            pairs = zip(self._servers, self._scoring, strict=True)
+            self.working += taken * sum(bool(s.ends) or left < NEVER for s, left in pairs) / self.work.rollouts
             self.core_seconds += taken * min(busy, self._machine.cores)
             for server in servers:
                 self._advance(server, step)
-            for scorer in scorers:
-                scorer.left = NEVER if scorer.left - step <= _TINY else scorer.left - step
+            self._scoring = [NEVER if left - step <= _TINY else left - step for left in self._scoring]
 
     def _fill(self, server: _Server) -> None:
         while server.queue and len(server.ends) < self.work.max_concurrent:
@@ -199,14 +192,13 @@ class CpuStageTimes:
 
     def _assign(self) -> None:
         """Give each free scorer that may work its next chunk."""
-        for scorer, server in zip(self._scorers, self._servers, strict=True):
-            waiting = self._waiting[scorer.models]
+        for i, (models, server) in enumerate(zip(self.work.scores, self._servers, strict=True)):
+            waiting = self._waiting[models]
             may = not self._left or (self._fusion is not None and server.idle)
-            if scorer.left == NEVER and waiting and may:
-                same = sum(s.models == scorer.models for s in self._scorers)
-                rows = max(1, chunk_target(-sum(waiting), same) // -waiting[0])
+            if self._scoring[i] == NEVER and waiting and may:
+                rows = max(1, chunk_target(-sum(waiting), self.work.scores.count(models)) // -waiting[0])
                 tokens = -sum(heapq.heappop(waiting) for _ in range(min(rows, len(waiting))))
-                scorer.left = chunk_seconds(self._machine, scorer.models, tokens)
+                self._scoring[i] = chunk_seconds(self._machine, models, tokens)
 
 
 def chunk_seconds(machine: Machine, models: Sequence[str], tokens: float) -> float:

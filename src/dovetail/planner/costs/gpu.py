@@ -83,9 +83,6 @@ class GPUCosts:
     Seconds and bytes are of one iteration. Methods of a share raise KeyError for a pool that the inventory lacks."""
 
     gradient_bytes = 4  # bytes of a gradient that crosses the network
-    # Whether ZeRO-3 hides all of its messages behind passes. ZeRO-2 is assumed to hide none. So a layout is never
-    # faster because of ZeRO-3, but it may fit only with it.
-    hides_gathering = False
 
     def __init__(self, work: Workload, inventory: Inventory, max_samples: int = MAX_SAMPLES) -> None:
         self.work, self.inventory = work, inventory
@@ -224,13 +221,11 @@ class GPUCosts:
         size, ring = shape.parameters(head) / (pp * tp), pool.ring(dp, tp)
         reduced = all_gather(self.gradient_bytes * trained * size, dp, ring)
         count = work.micro_batches(share.dp, share.micro_batch)
-        backwards, fixed = (3 if share.recompute else 2) * stage, 0.0
+        backwards = (3 if share.recompute else 2) * stage
         gathered = all_gather(ITEMSIZE[pool.gpu.dtype] * size, dp, ring)
         if share.gathers:
             backwards = max(backwards, gather + reduced)
-            fixed = 0.0 if self.hides_gathering else gathered + reduced
-        elif dp > 1:
-            fixed = reduced + (gathered if share.fsdp else reduced)  # without sharding gradients come back whole
+        fixed = self.exposed(share, gathered, reduced)
         # A gradient is added to the float32 sum: it is read, and the sum is read and written. Under ZeRO-3, too: there
         # each is written in float32 to be reduced, and a part of it is added up.
         added = (ITEMSIZE[pool.gpu.dtype] + 8) * (trained * size) / (MEMORY * pool.gpu.memory_bandwidth)
@@ -245,6 +240,14 @@ class GPUCosts:
         if work.micro_batch_tokens is not None:
             skew = max(1.0, longest / (tokens * samples))
         return StepTimes(pp, count, max(stage, gather), backwards, hop, fixed, skew, samples)
+
+    def exposed(self, share: Share, gathered: float, reduced: float) -> float:
+        """The seconds of an optimizer step's collectives that no pass hides. `gathered`, `reduced`: the seconds to
+        gather all weights and to reduce all gradients. All of it is assumed to be exposed. So a layout is never faster
+        because of ZeRO-3, but it may fit only with it."""
+        if share.shards == 1:
+            return 0.0
+        return reduced + (gathered if share.fsdp else reduced)  # without sharding gradients come back whole
 
     def straggling(self, dp: int) -> float:
         """The tokens of the data-parallel rank with most tokens of a mini-batch, over those of the mean rank."""

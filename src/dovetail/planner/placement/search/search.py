@@ -19,7 +19,7 @@ from dovetail.planner.inventory import Pool
 from dovetail.planner.placement.search.combine import Chosen, Combinations
 from dovetail.planner.placement.search.limits import FINE_MIGRATIONS, MIGRATIONS, Limits
 from dovetail.planner.placement.search.ranking import EVERY, Ranker, Ranking
-from dovetail.planner.placement.search.structures import Sizes, Structures, sizes
+from dovetail.planner.placement.search.structures import Sizes, Structures, joined, sizes
 
 # The descent tries layouts that alone take up to this factor longer than the one in use.
 SLACK = 1.25
@@ -340,23 +340,24 @@ def _near(cuts: set[int], pool: Pool, count: int) -> list[int]:
 def search_fewest_stages(limits: Limits, most: int, search: Callable[[Limits], Result]) -> tuple[Result, Limits]:
     """The result of `search` with the fewest pipeline stages of inference models with which anything fits, and the
     limits of that search. Powers of two up to `most` are tried. If nothing fits with any, the last result is returned.
-    The result also rejects fewer stages, with the reason.
+    The result also rejects fewer stages of the kind of placement that was found, with the reason.
 
     More stages would let more GPUs of a pod score at the same time, but only the cost model says so, and no
     measurement."""
-    failed: list[tuple[int, Result]] = []
+    failed: dict[int, Result] = {}
     stages = 1
     while True:
         tried = replace(limits, inference_pp=min(stages, limits.inference_pp))
         result = search(tried)
-        if result.best is None and 2 * stages <= min(most, limits.inference_pp):
-            failed.append((stages, result))
-            stages *= 2
-            continue
-        for count, other in failed if result.best is not None else ():
-            how = "inference models whole" if count == 1 else f"inference models on at most {count} GPUs"
-            for r in other.rejected:  # of the kind of placement that was found
-                if r.problem is not None and result.best is not None and r.candidate.kind == result.best.candidate.kind:
-                    note = "; ".join(n for n in (r.candidate.note, how) if n)
-                    result.rejected.append(Rejected(replace(r.candidate, note=note), problem=r.problem))
-        return result, tried
+        if result.best is not None or 2 * stages > min(most, limits.inference_pp):
+            break
+        failed[stages] = result
+        stages *= 2
+    best = result.best
+    for count, other in failed.items():
+        how = "inference models whole" if count == 1 else f"inference models on at most {count} GPUs"
+        for r in other.rejected:
+            if best is not None and r.problem is not None and r.candidate.kind == best.candidate.kind:
+                candidate = replace(r.candidate, note=joined(r.candidate.note, how))
+                result.rejected.append(Rejected(candidate, problem=r.problem))
+    return result, tried
