@@ -12,7 +12,7 @@ from typing import Literal
 from dovetail.planner.candidate import TRAINING, Candidate, Schedule, Share, Task
 from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.inventory import Pool
-from dovetail.planner.placement.search.combine import Chosen, Combinations
+from dovetail.planner.placement.search.combine import Combination, Combinations
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.ranking import (
     INFERENCE_MICRO_BATCH,
@@ -67,19 +67,19 @@ class FreeRanker(Ranker):
 
 
 class FreeCombinations(Combinations):
-    def agrees(self, chosen: Chosen) -> bool:
+    def agrees(self, chosen: Combination) -> bool:
         return True
 
     def alike(self) -> Iterator[list[Ranked]]:
         yield list(self.ranking.layouts)
 
-    def laid_out(self, chosen: Chosen) -> list[Share]:
+    def laid_out(self, chosen: Combination) -> list[Share]:
         return list(chosen)
 
     def beside_servers(self, slot: Share, share: Share, servers: Sequence[Share]) -> Share:
         return share
 
-    def candidate(self, chosen: Chosen, schedule: Schedule) -> Candidate:
+    def candidate(self, chosen: Combination, schedule: Schedule) -> Candidate:
         return replace(super().candidate(chosen, schedule), beside=False)
 
 

@@ -29,11 +29,6 @@ class Parts:
     tail: float = 0.0
     kept: float = 0.0
 
-    @property
-    def seconds(self) -> float:
-        """The seconds of the iteration if its parts follow each other."""
-        return sum(self.samples.values()) + sum(self.training.values())
-
     def in_order(self) -> Iterator[tuple[str, float]]:
         """The names and seconds of the parts of `samples`. The tail of generation is a part of its own."""
         for name, seconds in self.samples.items():

@@ -26,7 +26,7 @@ LEAST_BYTES = 1024.0
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
-Chosen = tuple[Share, ...]
+Combination = tuple[Share, ...]
 """A share for each of a ranking's places."""
 
 
@@ -44,7 +44,7 @@ class Combinations:
 
     # ------------------------------------------------------------ what is worth an estimate
 
-    def few(self) -> Iterator[Chosen]:
+    def few(self) -> Iterator[Combination]:
         """The fastest combination if it fits. Otherwise those that fit after the fewest changes."""
         first = next(self._agreeing(1), None)
         if first is not None:
@@ -52,12 +52,12 @@ class Combinations:
         else:
             yield from self._repaired()
 
-    def many(self) -> list[Chosen]:
+    def many(self) -> list[Combination]:
         """The fastest combinations, those of `few`, and those with few weights to move, each once."""
         found = islice(self._agreeing(PATIENCE), COMBINATIONS)
         return list(dict.fromkeys([*found, *self._repaired(), *self._aligned()]))
 
-    def least(self) -> Chosen | None:
+    def least(self) -> Combination | None:
         """The combination that keeps least of a GPU while other tasks work, and then needs least for each task. If any
         combination fits, this one does."""
         for layouts in self.alike():
@@ -70,12 +70,12 @@ class Combinations:
             return next((other for other in others if other and self._fit(other)), chosen)
         return None
 
-    def _least(self, layouts: list[Ranked]) -> Chosen | None:
+    def _least(self, layouts: list[Ranked]) -> Combination | None:
         if not all(layouts):
             return None
         return self._agreed([min(each, key=lambda o: (not o.share.offload, o.need)) for each in layouts])
 
-    def _agreeing(self, patience: int) -> Iterator[Chosen]:
+    def _agreeing(self, patience: int) -> Iterator[Combination]:
         """The fastest combinations that fit, among the first `patience` ones."""
         layouts = self.ranking.layouts
         coming = islice(orders(layouts), patience)
@@ -86,7 +86,7 @@ class Combinations:
                     if chosen is not None and self._fits_side_by_side(chosen):
                         yield chosen
 
-    def _repaired(self) -> Iterator[Chosen]:
+    def _repaired(self) -> Iterator[Combination]:
         """Combinations that fit after replacements. There is one for each pair of micro-batch size and tp, which actor
         and critic must have in common."""
         for layouts in self.alike():
@@ -100,7 +100,7 @@ class Combinations:
                 if (chosen := self._agreed(self._filling.repaired(alike))) is not None:
                     yield chosen
 
-    def _aligned(self) -> Iterator[Chosen]:
+    def _aligned(self) -> Iterator[Combination]:
         """If training and generation have the same GPUs: combinations with the same layout for both, because then no
         weights move."""
         structure = self.ranking.structure
@@ -125,11 +125,11 @@ class Combinations:
 
     # ------------------------------------------------------------ what can run together
 
-    def fits(self, chosen: Chosen) -> bool:
+    def fits(self, chosen: Combination) -> bool:
         """Whether a combination can run and fits, as far as that is known without an estimate of everything."""
         return self.agrees(chosen) and self._fit(chosen)
 
-    def agrees(self, chosen: Chosen) -> bool:
+    def agrees(self, chosen: Combination) -> bool:
         """Whether a combination can run. Actor and critic must have the same micro-batch size and tp. Inference must
         take whole servers. A scorer's stages must be in its server's pod, and so must the tensor-parallel ranks of
         trainers that share a server's GPUs."""
@@ -144,16 +144,16 @@ class Combinations:
         alike = len({_common(share) for _, share in trained}) == 1
         return whole and alike and all(_within_servers(slot, share.tp, placed) for slot, share in trained)
 
-    def _agreed(self, options: Sequence[Option] | None) -> Chosen | None:
+    def _agreed(self, options: Sequence[Option] | None) -> Combination | None:
         """The shares of these options if they can run together. None without options."""
         chosen = tuple(option.share for option in options or ())
         return chosen if options and self.agrees(chosen) else None
 
-    def _fit(self, chosen: Chosen) -> bool:
+    def _fit(self, chosen: Combination) -> bool:
         placed = zip(self.ranking.places, self.laid_out(chosen), strict=True)
         return self._filling.fits([self._costs.option(task, share) for (task, _), share in placed])
 
-    def _fits_side_by_side(self, chosen: Chosen) -> bool:
+    def _fits_side_by_side(self, chosen: Combination) -> bool:
         """Whether a combination fits if actor and critic have different numbers of stages. Its options fit alone."""
         return self.laid_out(chosen) == list(chosen) or self._fit(chosen)
 
@@ -185,7 +185,7 @@ class Combinations:
 
     # ------------------------------------------------------------ the candidates
 
-    def laid_out(self, chosen: Chosen) -> list[Share]:
+    def laid_out(self, chosen: Combination) -> list[Share]:
         """The shares of a combination as trainers lay them out. Actor and critic share no schedule if micro-batches are
         cut by tokens."""
         found = list(chosen)
@@ -194,7 +194,7 @@ class Combinations:
             found[first], found[second] = side_by_side(found[first], found[second])
         return found
 
-    def candidate(self, chosen: Chosen, schedule: Schedule) -> Candidate:
+    def candidate(self, chosen: Combination, schedule: Schedule) -> Candidate:
         """The structure with these shares, in the order of `places`, on their GPUs."""
         shares: dict[Task, list[Share]] = {}
         for (task, slot), share in zip(self.ranking.places, self.laid_out(chosen), strict=True):
@@ -216,7 +216,7 @@ class Combinations:
         copies = slot.gpus // next(sizes, 1)
         return share if share.dp == copies else replace(share, dp=copies)
 
-    def schedules(self, chosen: Chosen) -> Sequence[Schedule]:
+    def schedules(self, chosen: Combination) -> Sequence[Schedule]:
         """The schedules by which the two trainings can share their GPUs."""
         if self.ranking.structure.dedicated:
             return ("Dedicated",)

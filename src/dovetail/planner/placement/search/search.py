@@ -16,7 +16,7 @@ from itertools import product
 from dovetail.planner.candidate import Candidate, Placement, Task
 from dovetail.planner.costs.gpu import Estimate, GPUCosts, Option
 from dovetail.planner.inventory import Pool
-from dovetail.planner.placement.search.combine import Chosen, Combinations
+from dovetail.planner.placement.search.combine import Combination, Combinations
 from dovetail.planner.placement.search.limits import FINE_MIGRATIONS, MIGRATIONS, Limits
 from dovetail.planner.placement.search.ranking import EVERY, Ranker, Ranking
 from dovetail.planner.placement.search.structures import Sizes, Structures, joined, sizes
@@ -155,7 +155,7 @@ class Search:
                 return found.seconds, self.result.best is not before
         return float("inf"), False
 
-    def _once(self, mine: Combinations, chosen: Chosen) -> Found:
+    def _once(self, mine: Combinations, chosen: Combination) -> Found:
         """Estimate a combination with the threshold of the best candidate so far and the schedule that is likely to be
         fastest."""
         best, migrations = self.result.best, self.limits.migrations
@@ -192,7 +192,7 @@ class Search:
         best = self.result.best
         if best is not None and mine.ranking.bound >= best.seconds:
             return
-        found: list[tuple[float, int, Chosen]] = []
+        found: list[tuple[float, int, Combination]] = []
         for order, chosen in enumerate(mine.many()):
             if self._over():
                 break
@@ -209,7 +209,7 @@ class Search:
             if tried.estimate.fits:
                 self._finalists.append((tried.seconds, len(self._finalists), mine, tried))
 
-    def _try(self, mine: Combinations, chosen: Chosen) -> Found:
+    def _try(self, mine: Combinations, chosen: Combination) -> Found:
         """Find the best schedule for a combination, and then the best migration threshold."""
         found = min((self.estimated(mine.candidate(chosen, each)) for each in mine.schedules(chosen)), key=_order)
         if found.estimate.fits:
@@ -317,7 +317,7 @@ class Search:
         return min(current, self._once(mine, varied), key=_order) if mine.fits(varied) else current
 
 
-def _shares(found: Found) -> Chosen:
+def _shares(found: Found) -> Combination:
     """The shares of a candidate, in the order of a ranking's places, as if each began at GPU 0."""
     return tuple(
         share.at(0) if share.pipelines == 1 else replace(share.at(0), pipelines=1)

@@ -43,10 +43,11 @@ def part_sizes(pool: Pool) -> list[int]:
 
 def sizes(pool: Pool, count: int) -> list[int]:
     """Like `every_size`, but with many nodes only a grid, which is finer towards both ends."""
-    nodes = -(-count // pool.per_node)
-    coarse = nodes > EVERY_NODE
-    grid = _steps(nodes) if coarse else set()
-    return [s for s in every_size(pool, count) if not coarse or s < pool.per_node or s // pool.per_node in grid]
+    nodes, found = -(-count // pool.per_node), every_size(pool, count)
+    if nodes <= EVERY_NODE:
+        return found
+    grid = _steps(nodes)
+    return [size for size in found if size < pool.per_node or size // pool.per_node in grid]
 
 
 def _steps(nodes: int) -> set[int]:
