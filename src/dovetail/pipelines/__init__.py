@@ -10,8 +10,8 @@ each rank.
     Path("schedule.svg").write_text(svg(found))
     Path("schedule.json").write_text(json.dumps(document(found)))
 
-`choose` compares families and `pareto` memory limits. docs/schedules.md explains the problem, the families and the
-search. `simulate` describes the simulator's arrays, which hold stages in any placement on the ranks."""
+`choose` compares families. `pareto` compares memory limits. docs/schedules.md explains the problem, the families and
+the search. `simulate` describes the simulator's arrays, which hold stages in any placement on the ranks."""
 
 from dovetail.pipelines.bound import lower_bound
 from dovetail.pipelines.check import RankPass, ScheduleError, check_steps, steps

@@ -15,11 +15,11 @@ def lower_bound(instance: SearchInstance) -> float:
     """A makespan that no schedule of the instance beats (RLHFuse section 7.3; its printed values also need the bound of
     one model alone).
 
-    For each rank: the earliest arrival of a pass, plus all passes of both models, plus the least time after the last
-    pass. The same for the passes of one model alone. Where a rank holds several chunks, the earliest and the least are
-    taken over its chunks. Also the way of each micro-batch through all stages and back (`_turns`). Where the problem
-    limits memory, both know more.
-    Optimizer steps separate mini-batches: those of the same model in rolled families, else those of both."""
+    The bound is the largest of several bounds. The first bound adds three times of a rank: the earliest arrival of a
+    pass, all passes of both models, and the least time after the last pass. The second bound does the same for one
+    model alone. If a rank holds several chunks, both use the minimum over its chunks. The third bound is the time of
+    the micro-batches through all stages and back (`_turns`). A memory limit makes these bounds tighter.
+    Optimizer steps separate the mini-batches of the same model in rolled families, and of both models in others."""
     n, number = instance.problem.mini_batches, len(instance.problem.models)
     alone = np.zeros((number, n))
     both = np.zeros(n)

@@ -39,9 +39,10 @@ def steps(schedule: Schedule) -> list[list[RankPass]]:
 def check_steps(problem: ScheduleProblem, lists: Sequence[Sequence[RankPass]]) -> None:
     """Raise ScheduleError, with the reason, unless the lists train both models and cannot deadlock.
 
-    Every pass of every micro-batch must be there once, and each stage on one rank. Both ends of a channel must have the
-    same order of micro-batches. No pass may depend on itself. A mini-batch's forwards come after the model's optimizer
-    step. The memory limit holds. A rank goes on computing while its sends wait, as the executor does."""
+    Every pass of every micro-batch must occur exactly once, and each stage must be on one rank. Both ends of a channel
+    must have the same order of micro-batches. No pass may depend on itself. A mini-batch's forwards must come after the
+    model's optimizer step. No rank may exceed the memory limit. The check assumes that a rank continues to compute
+    while its sends wait, as the executor does."""
     stages = _stages(problem, lists)
     places = _places(problem, lists, stages)
     _channels(lists)

@@ -17,11 +17,14 @@ from dovetail.pipelines.simulate import KINDS, B, F, Ints, one_f_one_b
 
 @dataclass(frozen=True)
 class Family:
-    """`reverse`: the critic's pipelines run against the actor's. `chunks`: stages of a model on each of its ranks, laid
-    out as `shape` says. `split`: a backward is split into input gradient and weight gradient. `fixed`: a rule builds
-    the schedule; other families are searched. `capped`: the search starts from a rule's schedule, and keeps to the
-    memory that this takes. `seldom`: it is seldom the fastest, so `choose` searches it only if its bound is below what
-    the other families reached. `published`: the name under which others know it, or what it comes from."""
+    """A family of schedules.
+
+    `reverse`: the critic's pipelines run in the opposite direction to the actor's. `chunks`: the number of stages of a
+    model on each of its ranks; `shape` says how they are laid out. `split`: a backward is split into input gradient and
+    weight gradient. `fixed`: a rule builds the schedule; other families are searched. `capped`: the search starts from
+    a rule's schedule, and uses no more memory than this schedule. `seldom`: the family is seldom the fastest, so
+    `choose` searches it only if its bound is below the makespans of the other families. `published`: the published name
+    of the family, or the schedule that it is based on."""
 
     name: str
     description: str

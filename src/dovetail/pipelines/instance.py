@@ -12,7 +12,7 @@ from dovetail.pipelines.simulate import KINDS, B, F, Floats, Ints, W
 
 
 class Coupling(Enum):
-    """Which work a mini-batch's first forward waits for, beside its own model's optimizer step."""
+    """The work that a mini-batch's first forward waits for, in addition to its own model's optimizer step."""
 
     SERIAL = "serial"  # one model after the other
     MINI_BATCH = "mini-batch"  # both models start a mini-batch together
@@ -20,7 +20,7 @@ class Coupling(Enum):
 
 
 class Shape(Enum):
-    """Where the stages of a pipeline of p ranks are, if each rank holds several chunks. Stage s is in chunk s // p."""
+    """The stages' places in a pipeline of p ranks, if each rank holds several chunks. Stage s is in chunk s // p."""
 
     ZIGZAG = "zigzag"  # there and back again: 0 to p - 1, then p - 1 to 0. With two chunks this is a V
     LOOP = "loop"  # 0 to p - 1, again from 0: interleaved 1F1B (Narayanan et al. 2021, section 2.2)

@@ -1,9 +1,10 @@
 """The problem: two models trained at once on the same pipeline ranks (RLHFuse section 5.2), or one model alone.
 
-N pipeline ranks hold K pipelines (`pipelines`) of pp stages (`stages`) of each model: N = K1 * pp1 = K2 * pp2. Stages
-of pipeline k are on the ranks k * pp to (k + 1) * pp - 1. Both models train on the same sequences, so micro-batches
-fit together: K1 * M1 = K2 * M2. Or each model has ranks of its own, from `first` on: N = K1 * pp1 + K2 * pp2. Times,
-latency and activation sizes may be in any unit, but all in the same one."""
+N pipeline ranks hold K pipelines (`pipelines`) of each model, with pp stages (`stages`) each: N = K1 * pp1 = K2 * pp2.
+The stages of pipeline k are on the ranks k * pp to (k + 1) * pp - 1. Both models train on the same sequences, so their
+numbers of micro-batches match: K1 * M1 = K2 * M2. Alternatively each model has separate ranks, from `first` on:
+N = K1 * pp1 + K2 * pp2. Times and latencies may be in any unit, but must all use the same one. So must activation
+sizes."""
 
 from __future__ import annotations
 
@@ -26,15 +27,15 @@ class ProblemError(ValueError):
 class ModelPipelines:
     """One model's pipelines. Arrays broadcast to (pipelines, stages * parts, micro-batches of all mini-batches).
 
-    `stages`: ranks of a pipeline. `parts`: in how many equal shares of layers the arrays give each rank's stage. With 2
-    parts a placement of two chunks a rank uses the values as they are; one chunk a rank takes the sum of two. Where a
-    placement needs smaller shares than are given, it divides them evenly.
+    `stages`: the number of ranks of a pipeline. `parts`: the arrays divide each rank's stage into so many equal shares
+    of layers. With 2 parts, a placement of two chunks per rank uses the values unchanged, and a placement of one chunk
+    per rank uses the sum of two values. If a placement needs smaller shares, it divides the values evenly.
 
-    `forward`, `backward`: time of one micro-batch in one part. `input_gradient`: the part of `backward` that the
-    previous stage waits for, where the backward is split (default half); `weight_gradient`: the rest, where both take
-    longer or shorter than the whole. `activation`: memory one micro-batch holds in
-    a stage from its forward's start to its backward's end. `optimizer_step`: time between two mini-batches. `first`:
-    rank of the first pipeline's first stage."""
+    `forward`, `backward`: the time of one micro-batch in one part. `input_gradient`: if the backward is split, the time
+    that the previous stage waits for (default: half of `backward`). `weight_gradient`: the time of the other half, if
+    both halves together take longer or shorter than the whole backward. `activation`: the memory that one micro-batch
+    holds in a stage, from the start of its forward to the end of its backward. `optimizer_step`: the time between two
+    mini-batches. `first`: the rank of the first pipeline's first stage."""
 
     name: str
     stages: int
@@ -56,12 +57,12 @@ class ModelPipelines:
 
 @dataclass(frozen=True, eq=False)
 class ScheduleProblem:
-    """Two models, on the same ranks or each on its own; the first is the actor. Or one model. Raises ProblemError if
-    the numbers do not fit together.
+    """One model, or two models on the same or on separate ranks. The first of two models is the actor. Raises
+    ProblemError if the numbers do not fit together.
 
-    `communication`: time from the end of a pass to the start of the next stage's, without occupying either rank; one
-    number, or an array (N, N) from rank to rank where edges differ.
-    `memory_limit`: of activations, per rank."""
+    `communication`: the time from the end of a pass to the start of the pass in the next stage. Neither rank is busy in
+    this time. It is one number, or an array (N, N) from rank to rank if the links differ.
+    `memory_limit`: the largest activation memory of a rank."""
 
     models: tuple[ModelPipelines, ...]
     communication: float | Floats = 0.0
@@ -154,10 +155,10 @@ def fused_problem(
 ) -> ScheduleProblem:
     """A problem of uniform stages in the terms of RLHFuse's Table 3.
 
-    Forward times and activations are those of a stage where both models have max(actor_stages, critic_stages) stages; a
-    model with half as many has stages twice as long and twice as large. `micro_batches` is the actor's per pipeline;
-    the critic's follows from K1 * M1 = K2 * M2. Backward defaults to twice forward, the critic's activation to the
-    actor's in proportion to the forward times."""
+    Forward times and activations describe a stage if both models have max(actor_stages, critic_stages) stages. A model
+    with half as many stages has stages that are twice as long and twice as large. `micro_batches` counts the actor's
+    micro-batches per pipeline. The critic's number follows from K1 * M1 = K2 * M2. Backward defaults to twice forward.
+    The critic's activation defaults to the actor's activation, in proportion to the forward times."""
     for name, value in (
         ("actor stages", actor_stages),
         ("critic stages", critic_stages),

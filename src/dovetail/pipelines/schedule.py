@@ -29,10 +29,11 @@ class Pass(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """Orders (N, length) and what `simulate` says of them.
+    """Orders (N, length) and the times and memory that `simulate` computes for them.
 
-    `finish`: ends of passes, in the shape of `Instance.duration`. `peaks` (N,): activation memory. `how`: the method
-    that found it. `proved`: no schedule of the family within the problem's memory limit is faster than this."""
+    `finish`: the ends of passes, in the shape of `SearchInstance.duration`. `peaks` (N,): the peak activation memory of
+    each rank. `how`: the method that found the schedule. `proved`: no schedule of the family within the problem's
+    memory limit has a shorter makespan than this number."""
 
     family: str
     instance: SearchInstance

@@ -12,11 +12,12 @@ from dovetail.pipelines.schedule import Schedule
 def document(schedule: Schedule) -> dict[str, Any]:
     """What `dovetail schedule -o` writes.
 
-    `stages` of a model are all stages of a pipeline, and `ranks` names the rank of each of them, by pipeline: with two
-    chunks a rank each rank is named twice. Times and sizes are those of a stage: one number where they are uniform,
-    else a list by pipeline, stage and micro-batch. A model's `micro_batches` are those of one pipeline and mini-batch;
-    the numbers of actions count through all mini-batches. `coupling` says what a mini-batch's first forwards wait for,
-    beside their own model's optimizer step (`Coupling`); `optimizer_step` is given where it takes time."""
+    A model's `stages` is the number of stages in a pipeline. `ranks` names each stage's rank, by pipeline. With two
+    chunks per rank, it names each rank twice. Times and sizes describe one stage. They are one number if they are
+    uniform, and otherwise a list by pipeline, stage and micro-batch. A model's `micro_batches` counts the micro-batches
+    of one pipeline and mini-batch. The numbers of actions count through all mini-batches. `coupling` says what a
+    mini-batch's first forwards wait for, in addition to their own model's optimizer step (`Coupling`).
+    `optimizer_step` is given if it takes time."""
     problem, placement = schedule.instance.problem, schedule.instance.placement
     models = []
     for index, m in enumerate(problem.models):

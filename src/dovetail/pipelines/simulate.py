@@ -1,4 +1,4 @@
-"""The simulator: when every pass of a schedule runs, and what memory a rank holds.
+"""The simulator computes when every pass of a schedule runs, and how much memory each rank holds.
 
 Arrays describe what is simulated. Axes: C chunks, N ranks, Q micro-batches, kinds F, B, W. A chunk is the part of a
 model that ranks hold in one traversal of the pipeline, at most one stage on a rank. A model with one stage on each rank

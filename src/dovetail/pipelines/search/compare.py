@@ -43,12 +43,12 @@ class Choice:
 def choose(
     problem: ScheduleProblem, effort: SearchEffort, families: Sequence[str] | None = None, finder: Finder = _find
 ) -> Choice:
-    """The fastest of `families` (default: all) within the memory limit. Of equally fast ones the one of less memory is
-    taken, then the first.
+    """The fastest schedule of `families` (default: all) within the memory limit. If schedules are equally fast, the one
+    with less memory wins, and then the first one.
 
-    The searched families share `effort.seconds`. Those that are seldom the fastest come last. Each of them is searched,
-    in as much time as another, only if its bound is below what was reached. Else its best schedule by a rule is
-    compared. Raises ProblemError where no family fits."""
+    The searched families share `effort.seconds`. Families that are seldom the fastest come last. Such a family is
+    searched, for as long as any other, only if its bound is below the best makespan so far. Otherwise `choose` compares
+    its best schedule that a rule builds. Raises ProblemError if no family fits."""
     models = len(problem.models)
     names = list(families or [*family_names(problem), *([DEDICATED.name] if problem.ranks > 1 < models else [])])
     those = {name: family_of(name, models) for name in names}
@@ -86,12 +86,12 @@ def _by_rule(instance: SearchInstance, name: str) -> Schedule | None:
 def pareto(
     problem: ScheduleProblem, family: str, effort: SearchEffort, points: int = 6, finder: Finder = _find
 ) -> list[Schedule]:
-    """The front of makespan against peak activation memory of one family: no schedule of it is both faster and smaller
-    than another. The fastest comes first.
+    """The Pareto front of one family, makespan against peak activation memory: no schedule in the front is both faster
+    and smaller than another. The fastest comes first.
 
-    The first is the fastest within the problem's own limit. The others keep to limits that are evenly spaced from its
-    peak down to the least that any schedule needs. The `points` share `effort.seconds`. Raises ProblemError where
-    nothing fits."""
+    The first schedule is the fastest within the problem's own limit. The others keep to lower limits, evenly spaced
+    from its peak down to the least memory that any schedule needs. The `points` share `effort.seconds`. Raises
+    ProblemError if no schedule fits."""
     if points < 1:
         raise ProblemError(f"points is {points}; a front has at least 1")
     share = replace(effort, seconds=effort.seconds / points)

@@ -231,8 +231,8 @@ def find(problem: ScheduleProblem, family: Family, effort: SearchEffort, start: 
     """The family's best schedule within the problem's memory limit: the fastest, and of those the one with the lowest
     peak memory.
 
-    `start`: a known schedule to improve, for example one of the same problem with other times. It is ignored where it
-    does not hold the passes of this problem. Raises ProblemError where nothing within the limit was found."""
+    `start`: a known schedule to improve, for example a schedule of the same problem with other times. It is ignored if
+    it does not hold the passes of this problem. Raises ProblemError if no schedule within the limit is found."""
     started = effort.clock()
     if family.fixed:
         return replace(fixed_schedule(problem, family), seconds=effort.clock() - started)

@@ -39,10 +39,10 @@ Progress = Callable[[str, float, float], None]
 class SearchEffort:
     """How long and how hard to search.
 
-    The search ends `seconds` after its start by `clock`, within a tenth of a second or the time of the first and
-    smallest round, which is left out where it takes long and a schedule is known. `memory`: look for less memory once
-    the makespan is found. `enough`: peak memory below which the search looks for no less. `scale`: work of a round.
-    `exact`: use CP-SAT too, where it is installed."""
+    The search ends `seconds` after its start by `clock`. It may end later by a tenth of a second or by the time of the
+    first and smallest round. This round is left out if it takes long and a schedule is known. `memory`: look for less
+    memory once the makespan is found. `enough`: below this peak memory the search stops looking for less. `scale`: the
+    work of a round. `exact`: also use CP-SAT if it is installed."""
 
     seconds: float = 20.0
     clock: Clock = lambda: 0.0
