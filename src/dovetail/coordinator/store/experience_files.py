@@ -100,11 +100,11 @@ class ExperienceFiles:
         self._parts[key] = batch
 
     def part(self, key: str) -> bytes | None:
-        """What `show_part` was given; None: nothing."""
+        """The part that `show_part` was given. None if there is none."""
         return self._parts.get(key)
 
     def forget_parts(self) -> None:
-        """The iteration is made."""
+        """Forget all parts: the iteration is complete."""
         self._parts.clear()
 
     def has(self, iteration: int) -> bool:

@@ -35,10 +35,10 @@ def _array(data: bytes) -> NDArray[np.integer]:
 
 def first_wanted(prompt: int, kept: int, reported: int) -> int:
     """The first token for which a server must report experts. `kept` tokens of the response are from earlier servers.
-    `reported`: of how many tokens these said the experts, see `reported_tokens`. The last kept token was computed by
-    nobody yet. This server computes all earlier tokens again, so it also reports those of which a dead server said
-    nothing. Then the experts of a sample do not depend on when a server dies. The log-probabilities come from the first
-    computation."""
+    `reported`: the number of tokens whose experts these servers reported, see `reported_tokens`. No server has computed
+    the last kept token yet. This server computes all earlier tokens again, so it also reports the experts that a dead
+    server did not report. So the experts of a sample do not depend on when a server dies. The log-probabilities come
+    from the first computation."""
     return min(prompt + kept - 1, reported) if kept else 0
 
 

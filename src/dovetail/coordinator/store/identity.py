@@ -41,7 +41,7 @@ def has_store(run_dir: Path) -> bool:
 
 
 def check_complete(run_dir: Path) -> None:
-    """Call it before the store is opened, because opening makes an empty store. Raises StoreError if the run has
+    """Call this before the store is opened, because opening makes an empty store. Raises StoreError if the run has
     results but no store."""
     if has_store(run_dir):
         return

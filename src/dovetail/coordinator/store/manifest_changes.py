@@ -1,5 +1,5 @@
-"""Runs that are resumed with a changed manifest: what changed, after which step, and with which settings each step is
-run."""
+"""Handles runs that are resumed with a changed manifest. It records what changed, and after which step. It also gives
+each step its settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOT_FITTED = "spec.plan.zero3"
 
 
 class ChangeError(Exception):
-    """A change that a run cannot take; the message is one sentence that names the field."""
+    """The run does not allow this change. The message is one sentence that names the field."""
 
 
 class RunFacts(Protocol):
@@ -32,7 +32,7 @@ class RunFacts(Protocol):
 
 @dataclass(frozen=True)
 class RunPosition:
-    """The stage that the run is in, and the last step of it that is settled: its batch and facts are stored."""
+    """The run's current stage, and its last settled step: a step whose batch and facts are stored."""
 
     stage: Stage
     step: int
@@ -50,7 +50,7 @@ def position(stages: list[Stage], records: RunFacts) -> RunPosition:
 
 
 def check(spec: RLHFJobSpec, records: RunFacts, *, fitted: bool = False) -> None:
-    """Check that the run with these `records` can go on as `spec` says. Raises ChangeError if it cannot. `fitted`:
+    """Check that the run with these `records` can continue with `spec`. Raises ChangeError if it cannot. `fitted`:
     groups and plan may differ, but not ZeRO-3."""
     found = _found(spec, records)
     for change in found:
@@ -66,7 +66,7 @@ def check(spec: RLHFJobSpec, records: RunFacts, *, fitted: bool = False) -> None
 
 
 def remember(spec: dict[str, Any], records: RunFacts) -> None:
-    """Store the spec (a JSON document) that the run has had so far, if an earlier release began it and did not."""
+    """Store the run's spec so far (a JSON document), if an earlier release began the run and did not store it."""
     if records.get(SPEC) is None:
         records.put_all({SPEC: spec})
 

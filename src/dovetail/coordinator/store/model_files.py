@@ -1,5 +1,5 @@
-"""What a trained model's folder holds beside weights, configuration and tokenizer: generation_config.json, a chat
-template and README.md."""
+"""Writes the files of a trained model's folder that describe its use: generation_config.json, a chat template and
+README.md."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id
 
 
 def generation_config(base: Mapping[str, Any], generation: Generation, eos: int, pad: int | None) -> dict[str, Any]:
-    """generation_config.json of a model that was trained with these sampling settings. `base`: that of the model from
-    which the training began. Its end tokens stay, beside the tokenizer's `eos`."""
+    """The generation_config.json of a model that was trained with these sampling settings. `base`: the same file of the
+    model from which the training began. The result has its end tokens and the tokenizer's `eos`."""
     config = {name: base[name] for name in _KEPT if base.get(name) is not None}
     ends = config.get("eos_token_id", [])
     every = list(dict.fromkeys([eos, *(ends if isinstance(ends, list) else [ends])]))

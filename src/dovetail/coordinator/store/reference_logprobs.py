@@ -22,9 +22,9 @@ class ReferenceStore(Protocol):
 
 
 class ReferenceLogprobs:
-    """Each is computed once, by the weights that the stage starts from, and kept in the store.
+    """Each log-probability is computed once, with the weights from which the stage starts, and kept in the store.
 
-    They are known by their tokens, so a pair that comes again in a later epoch is not computed again."""
+    The tokens identify a response, so a pair that comes again in a later epoch is not computed again."""
 
     def __init__(self, records: ReferenceStore) -> None:
         self._records = records
@@ -35,7 +35,8 @@ class ReferenceLogprobs:
         return all(row in self._known for prefix in PREFIXES for row in _rows(arrays, prefix))
 
     def add(self, key: str, arrays: Arrays, logprobs: Sequence[float]) -> None:
-        """Keep those of the batch `key`: of its rows, then of its `kl_` rows. Raises ValueError for another number."""
+        """Store the log-probabilities of the batch `key`: first for its rows, then for its `kl_` rows. Raises
+        ValueError for a wrong number of them."""
         rows = [row for prefix in PREFIXES for row in _rows(arrays, prefix)]
         made = dict(zip(rows, map(float, logprobs), strict=True))
         self._records.put(f"{NAMESPACE}/{key}", made)

@@ -1,4 +1,4 @@
-"""What a job has achieved so far: kept in the store, and written as summary.json."""
+"""The results of a job so far. They are kept in the store, and written as summary.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECORDS = ("job/seconds", "ppo/totals", CHANGES, *STEPS.values())
 
 
 def summarise(records: Mapping[str, Any], state: str, reason: str | None = None) -> dict[str, Any]:
-    """summary.json of a store's records: facts, totals and how far the job is. Pure.
+    """The content of summary.json, from a store's records: facts, totals and the job's progress. Pure.
 
     `progress`: the last stage that began, and its last finished step (PPO: iteration)."""
     document = build({key.removeprefix("fact/"): value for key, value in records.items() if key.startswith("fact/")})
@@ -65,8 +65,8 @@ class Results:
     def add_iteration(
         self, samples: int, wall_seconds: float, phases: Mapping[str, float], synchronous: float | None = None
     ) -> None:
-        """Add one PPO iteration to the totals. `synchronous`: seconds of its phases one after the other, where they
-        overlap."""
+        """Add one PPO iteration to the totals. `synchronous`: the seconds that its phases would take one after the
+        other, if they overlap."""
         totals = self._store.get("ppo/totals") or {"samples": 0, "seconds": 0.0, "phases": {}}
         totals["samples"] += samples
         totals["seconds"] += wall_seconds
@@ -105,8 +105,8 @@ class Results:
 
 
 def write_final_summary(run_dir: Path, state: str, reason: str | None) -> None:
-    """Write summary.json in place of a coordinator that could not, from what can be read of its store. No coordinator
-    may have the store open. Raises OSError."""
+    """Write summary.json for a coordinator that could not write it. It uses the readable part of the store. No
+    coordinator may have the store open. Raises OSError."""
     document = summarise(_records(run_dir / "store.sqlite"), state, reason)
     # A pod's manifest is in another folder. And a damaged manifest may be the reason of the failure.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -1,6 +1,6 @@
-"""The samples of PPO iterations as text, for people: one file an iteration, `samples/iteration-000012.jsonl`.
+"""Keeps the samples of PPO iterations as text, for people: one file per iteration, `samples/iteration-000012.jsonl`.
 
-Training reads nothing of it."""
+Training does not read these files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 
 def weights_name(version: int) -> str:
-    """How messages call a version of the weights."""
+    """The name of a weight version in messages."""
     return "the weights before SFT" if version == BEFORE_SFT else f"weight version {version}"
 
 
@@ -70,14 +70,14 @@ def sample_rows(
 
 
 def _number(value: SupportsFloat) -> float | None:
-    """The number for JSON, which has no infinity and no NaN: None in their place."""
+    """The number for JSON. JSON has no infinity and no NaN, so these become None."""
     return float(value) if math.isfinite(value) else None
 
 
 def best_and_worst(rows: Sequence[Row]) -> list[tuple[str, Row]]:
-    """('best', row) and ('worst', row) by reward, of equal ones the first.
+    """('best', row) and ('worst', row) by reward. Among equal rewards the first row counts.
 
-    Only the best if all are equal, and nothing if no reward is finite."""
+    If all rewards are equal, the result has only the best row. It is empty if no reward is finite."""
     rewarded = [row for row in rows if isinstance(row.get("reward"), int | float)]
     if not rewarded:
         return []
@@ -101,21 +101,22 @@ class SampleFiles:
         self._lock = threading.Lock()
 
     def write(self, iteration: int, rows: Iterable[Row]) -> None:
-        """Write an iteration's file whole, in place of an older one, and delete what is too much. Raises OSError."""
+        """Write an iteration's file atomically, and replace an older one. Then delete files beyond the limit. Raises
+        OSError."""
         with self._lock:
             self._write(f"iteration-{iteration:06d}.jsonl", rows)
             self._tidy(iteration)
 
     def write_evaluation(self, version: int, rows: Iterable[Row]) -> None:
-        """Write the answers of an evaluation: of the weights after iteration `version`. Raises OSError."""
+        """Write the answers of an evaluation of the weights after iteration `version`. Raises OSError."""
         number = "before-sft" if version == BEFORE_SFT else f"{version:06d}"
         with self._lock:
             self._write(f"evaluation-{number}.jsonl", rows)
             self._tidy(None)
 
     def _tidy(self, newest: int | None) -> None:
-        """Delete the oldest files beyond the limit; never the iteration `newest`, nor the first and last evaluation,
-        nor the one before SFT. Evaluations are kept longer than iterations."""
+        """Delete the oldest files beyond the limit. The iteration `newest`, the first and the last evaluation, and the
+        evaluation before SFT are never deleted. Evaluations are kept longer than iterations."""
         evaluations, iterations = evaluation_files(self._dir.parent), files(self._dir.parent)
         left = self._keep
         versions = evaluations.keys() - {BEFORE_SFT}
@@ -142,8 +143,8 @@ def files(run_dir: Path) -> dict[int, Path]:
 
 
 def evaluation_files(run_dir: Path) -> dict[int, Path]:
-    """The files of a run's evaluations by the iteration after which the weights were evaluated. BEFORE_SFT: those of
-    the model before SFT."""
+    """The files of a run's evaluations, by the iteration after which the weights were evaluated. The key BEFORE_SFT has
+    the file of the model before SFT."""
     return _found(run_dir, "evaluation")
 
 
@@ -163,7 +164,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def rows_from(path: Path, start: int) -> Iterator[Row]:
-    """The rows from number `start` on; the ones before are not parsed. Raises what `read_rows` raises."""
+    """The rows from number `start` on. Earlier rows are not parsed. Raises the same errors as `read_rows`."""
     with path.open(encoding="utf-8") as file:
         for number, line in islice(enumerate(file, 1), start, None):
             try:

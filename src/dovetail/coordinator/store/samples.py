@@ -1,4 +1,4 @@
-"""The samples of PPO iterations and their table: each prompt is answered exactly once, whatever dies.
+"""The samples of PPO iterations and their table. Each sample is generated exactly once, whatever process dies.
 
     pending -> generating -> generated -> scored -> in_batch -> trained
                   |  ^ migrating: its request is being ended, and it will continue on another server
@@ -76,7 +76,7 @@ class NewSample:
 
 @dataclass(frozen=True)
 class Sample:
-    """`tokens` (R,) int32 and `logprobs` (R,) float32: the response so far; from the state `generated` on, all of it.
+    """`tokens` (R,) int32 and `logprobs` (R,) float32: the response so far. It is complete from `generated` on.
 
     `instance`, `incarnation`, `attempt`: the latest assignment. `first_version`, `weight_version`: the weights of the
     first token that was kept and of the latest assignment. They are equal unless the weights changed in between."""
@@ -101,7 +101,7 @@ class Sample:
 
     @property
     def finished(self) -> bool:
-        """Whether an end token or a stop string ended the response, and not its length."""
+        """Whether an end token or a stop string ended the response, and not the limit of its length."""
         return self.finish_reason == "stop"
 
 
@@ -178,7 +178,7 @@ class SampleTable:
     # ------------------------------------------------------------ life of an iteration
 
     def begin_iteration(self, iteration: int, samples: Sequence[NewSample]) -> bool:
-        """Store an iteration's samples as pending. Returns False if they are stored already, in whatever state. Raises
+        """Store an iteration's samples as pending. Returns False if they are stored already, in any state. Raises
         StoreError if the iteration was begun with other prompts or seeds."""
         if not samples:
             raise StoreError(f"iteration {iteration} has no prompts")
@@ -198,7 +198,7 @@ class SampleTable:
         return True
 
     def replace_prompts(self, iteration: int, gone: Iterable[int], samples: Sequence[NewSample]) -> None:
-        """Delete the prompts `gone` of an iteration with all that belongs to them, and store others as pending."""
+        """Delete the prompts `gone` of an iteration with all their data, and store other samples as pending."""
         rows = _new_rows(iteration, samples)
         with self._db.transaction() as db:
             for prompt in gone:
@@ -326,7 +326,7 @@ class SampleTable:
                     db.execute(f"UPDATE samples SET state=? WHERE {_WHERE}", (state, *key))
 
     def score(self, rows: Iterable[ScoreRow]) -> int:
-        """Generated -> scored. Returns how many. Samples that were scored before keep their first scores. Raises
+        """Generated -> scored. Returns the number of samples. Samples that already have scores keep them. Raises
         StoreError for lengths that do not fit the response, and for values that are not finite."""
         done = 0
         with self._db.transaction() as db:
@@ -361,8 +361,8 @@ class SampleTable:
         rewards: Mapping[Key, float],
         steps: Mapping[Key, Sequence[tuple[int, float]]] | None = None,
     ) -> None:
-        """Store what one call of a reward function returned. `steps`: of each response, characters up to a step's end
-        and its reward."""
+        """Store the results of one call of a reward function. `steps`: for each response, the characters up to a step's
+        end, and the reward of this step."""
         with self._db.transaction() as db:
             db.executemany(
                 "INSERT OR REPLACE INTO steps VALUES (?,?,?,?,?)",
@@ -400,8 +400,8 @@ class SampleTable:
         return found
 
     def experts(self, iteration: int, prompts: Sequence[int] | None = None) -> dict[Key, list[tuple[int, bytes]]]:
-        """The reports of servers on the experts of a sample's tokens, in order: each has its first token and a numpy
-        file. `prompts`: of these alone; None: of all."""
+        """The reports of servers on the experts of a sample's tokens, in order. Each has its first token and a numpy
+        file. `prompts`: only these prompts. None: all prompts."""
         found: dict[Key, list[tuple[int, bytes]]] = {}
         where = "iteration=?" + ("" if prompts is None else f" AND prompt_index IN ({','.join('?' * len(prompts))})")
         with self._db.reading() as db:
@@ -443,8 +443,8 @@ class SampleTable:
             return self._select(db, f"iteration=? AND prompt_index IN ({marks})", (iteration, *prompts))
 
     def progress(self, iteration: int) -> list[tuple[int, int, bool]]:
-        """Of each prompt: its number, the response tokens of its longest sample so far, and whether all its samples are
-        scored."""
+        """For each prompt, its number, the response tokens of its longest sample so far, and whether all its samples
+        are scored."""
         done = ",".join(f"'{state}'" for state in ORDER[1:])
         with self._db.reading() as db:
             rows = db.execute(

@@ -1,4 +1,4 @@
-"""Rewards of steps, which functions give at characters of a response, as arrays at its tokens."""
+"""Converts the rewards of steps: functions give them at characters of a response, and arrays have them at tokens."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def step_arrays(
 def last_tokens(
     tokens: NDArray[np.int32], ends: Sequence[int], text: Text, lengths: dict[int, int] | None = None
 ) -> list[int]:
-    """For each number of characters: the first token at which the text has at least as many, or the last token if it
-    never has."""
+    """For each number of characters, the first token up to which the text has at least so many characters. If the text
+    is shorter, this is the last token."""
     if not ends or not len(tokens):
         return []
     known: dict[int, int] = {} if lengths is None else lengths
