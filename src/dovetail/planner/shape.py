@@ -13,8 +13,7 @@ from typing import Any, Literal
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import problem
 from dovetail.planner.hashing import hashed_once
-
-Head = Literal["lm", "value", "lm+value"]
+from dovetail.protocol.messages import Head
 
 
 class ShapeError(ValueError):

@@ -29,8 +29,9 @@ from dovetail.planner.costs.passes import (
 from dovetail.planner.costs.steps import StepTimes, together
 from dovetail.planner.hashing import known_share
 from dovetail.planner.inventory import Inventory
-from dovetail.planner.shape import Head, ModelShape
+from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Workload
+from dovetail.protocol.messages import Head
 
 PHASES = ("generation", "inference", "training", "transfer", "swap")
 # An optimizer step reads float32 masters, two moments and gradients, and writes all but the last.
