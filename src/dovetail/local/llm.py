@@ -6,8 +6,8 @@ needs them.
             for completion in output.outputs:
                 print(completion.text, completion.cumulative_logprob)
 
-The names are those of vLLM's own LLM class. The servers are `dovetail serve`'s, the requests are those of a job's
-rollouts: no trainers, no scorers and no reward."""
+Classes and methods have the names of vLLM's own LLM class. The servers are the same as in `dovetail serve`, and the
+requests are the same as for a job's rollouts. There are no trainers, no scorers and no rewards."""
 
 from __future__ import annotations
 

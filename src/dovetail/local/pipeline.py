@@ -9,7 +9,7 @@
             print(pipeline.train(experience))
         pipeline.finish()
 
-It is the same code that `dovetail run` runs (`coordinator/loop/engines.py`): vLLM servers, scorers and trainer ranks
+This is the code that `dovetail run` also runs (`coordinator/loop/engines.py`): vLLM servers, scorers and trainer ranks
 are processes on this machine, and only the coordinator runs in your process."""
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Finds processes that hang. The launcher, or a pod's main process, then kills them.
 
-There are two signs. Both are of the process itself and not of its connections (docs/architecture.md, "Deadlines"):
+There are two signs. Both come from the process itself and not from its connections (docs/architecture.md, "Deadlines"):
 
 - *Stopped*: the process, or one below it (vLLM's engine core, a worker), is in the kernel's state T, as after SIGSTOP.
 - *Silent*: its pulse (`dovetail.protocol.process.pulse`) was not touched. The pulse may be late while the process uses

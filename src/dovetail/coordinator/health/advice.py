@@ -1,4 +1,4 @@
-"""Advice on how a healthy run could be faster or learn more, from its last iterations. Pure.
+"""Gives advice on how a healthy run could be faster or learn more. It uses the last iterations. Pure.
 
 Advice is given only for healthy runs. If a run learns nothing, its speed does not matter."""
 

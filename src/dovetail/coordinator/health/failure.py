@@ -24,7 +24,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def sentence(error: BaseException, run_dir: Path) -> str:
-    """The sentence for `error`. An unexpected error is told with its type and where it was raised."""
+    """The sentence for `error`. For an unexpected error it names the type and the place in the code that raised it."""
     if (full := disk_full(error)) is not None:
         where = full.filename if isinstance(full.filename, str) else run_dir
         return f"the disk that holds {where} is full; free some space, then resume the run"
@@ -45,7 +45,7 @@ def is_final(error: Exception) -> bool:
 
 
 def disk_full(error: BaseException) -> OSError | None:
-    """The error itself, or one of its causes, that says that a disk is full; else None."""
+    """The error itself or one of its causes, if it says that a disk is full. Otherwise None."""
     for seen in causes(error):
         if isinstance(seen, OSError) and seen.errno in FULL:
             return seen

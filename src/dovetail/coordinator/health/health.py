@@ -59,7 +59,7 @@ class UnhealthyError(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """`reason`: one of REASONS. `stops`: nothing learnt from the iteration is true, so the run ends whatever
+    """`reason`: one of REASONS. `stops`: the iteration's results cannot be trusted, so the run ends, whatever
     failurePolicy says."""
 
     reason: str
@@ -97,7 +97,7 @@ class Rules:
 def judge(
     metrics: Mapping[str, float], first: Mapping[str, float], previous: Mapping[str, float], rules: Rules
 ) -> list[Verdict]:
-    """The verdicts on an iteration, the worst first; an empty list for a healthy one.
+    """The verdicts on an iteration, the worst first. The list is empty if the iteration is healthy.
 
     `metrics`: its row of history.jsonl. `first`, `previous`: those of the first iteration that has an entropy and of
     the one before; empty where there is none. A metric that is missing is not judged."""
@@ -116,7 +116,7 @@ def judge(
 
 
 def kl_per_token(metrics: Mapping[str, float]) -> float | None:
-    """A metric in nats; None if the row lacks it."""
+    """The metric in nats. None if the row lacks it."""
     kl, length = metrics.get("kl"), metrics.get("response_length")
     if kl is None or not length or not math.isfinite(kl):
         return None

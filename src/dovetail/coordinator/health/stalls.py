@@ -1,4 +1,4 @@
-"""Looks for iterations, or phases of one, that take far longer than those before. Pure."""
+"""Looks for iterations and phases that take far longer than earlier ones. Pure."""
 
 from __future__ import annotations
 

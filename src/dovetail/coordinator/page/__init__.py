@@ -1,1 +1,1 @@
-"""What the run page shows of a run, as JSON documents made of its folder."""
+"""Makes the run page's JSON documents from a run's folder."""

@@ -1,4 +1,4 @@
-"""What a manifest asks for, in a few lines for people. Pure."""
+"""Summarises a manifest in a few lines for people. Pure."""
 
 from __future__ import annotations
 

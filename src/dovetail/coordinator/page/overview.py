@@ -1,4 +1,4 @@
-"""The run page's first document: how far a run is, whether it is well, and what there is to look at. Pure."""
+"""The run page's first document: a run's progress, its health, and the data that the page can show. Pure."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class SeenRun:
-    """What is known of a run. `rows`: those of history.jsonl. `alive`: whether its coordinator is at work; None:
-    unknown. `now`: seconds since the epoch. `kept`: what there is to look at, by kind."""
+    """The known facts about a run. `rows`: the rows of history.jsonl. `alive`: whether its coordinator is running.
+    None: unknown. `now`: seconds since the epoch. `kept`: the data that the page can show, by kind."""
 
     folder: str
     job: Mapping[str, Any]
@@ -36,7 +36,7 @@ class SeenRun:
 
 
 def last_of_each_step(rows: Sequence[Document], stage: str) -> dict[int, Document]:
-    """The rows of a stage by step; of a step that was replayed the last one."""
+    """The rows of a stage by step. If a step was repeated, its last row counts."""
     return {row["step"]: row for row in rows if row["stage"] == stage}
 
 
@@ -82,7 +82,7 @@ def job_name(job: Mapping[str, Any], folder: str) -> str:
 
 
 def group(job: Mapping[str, Any]) -> str:
-    """Equal for runs of one manifest that differ in their seed and name only."""
+    """A text that is equal for runs of one manifest that differ only in their seed and name."""
     spec = {name: value for name, value in _of(job, "spec").items() if name != "seed"}
     return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -128,8 +128,8 @@ COMPARED = 10
 
 
 def plan_against_actual(prediction: Mapping[str, Any] | None, metrics: Sequence[Mapping[str, float]]) -> list[Document]:
-    """Seconds of each phase: predicted, measured in the last iteration, and the mean of the last COMPARED. Without a
-    prediction in the plan, the coordinator's own of generation with inference is there."""
+    """The seconds of each phase: predicted, measured in the last iteration, and the mean of the last COMPARED. If the
+    plan has no prediction, the coordinator's own prediction of generation with inference is used."""
     if not metrics:
         return []
     last, recent = metrics[-1], metrics[-COMPARED:]
@@ -168,7 +168,7 @@ def _total(seen: SeenRun, stage: str | None) -> int | None:
 
 
 def _left(seen: SeenRun, found: Mapping[str, Any]) -> float | None:
-    """Seconds until the present stage ends, if its steps go on taking as long as the last ones."""
+    """The seconds until the current stage ends, if its next steps take as long as the last ones."""
     if found["total"] is None or found["stage"] is None:
         return None
     estimate = TimeLeft()

@@ -25,11 +25,11 @@ SAMPLE_BYTES = 4 << 20
 
 
 class NotKept(LookupError):
-    """The run has nothing of this, or no more. The message is one sentence for the user."""
+    """The run has no such data, or no longer keeps it. The message is one sentence for the user."""
 
 
 class PageDocuments:
-    """Answers about one run. Use from several threads is safe."""
+    """Answers the page's questions about one run. It may be used from several threads."""
 
     def __init__(self, folder: RunFolder) -> None:
         self.folder = folder

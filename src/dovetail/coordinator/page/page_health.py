@@ -1,4 +1,4 @@
-"""What the run page says first: is the run well, and what would make it better. Pure."""
+"""The first statement of the run page: whether the run is healthy, and what would make it better. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def health(
     now: float | None,
 ) -> Document:
     """`metrics`: (iteration, metrics) of the PPO iterations in order. `times`: when the steps of the run were finished.
-    `now`: None for a run that is over. Both in seconds since the epoch.
+    `now`: None for a run that has ended. Both are in seconds since the epoch.
 
     `verdicts`: on the last iteration, and on the silence since. `earlier`: by reason, the first and last iteration and
     their number. `advice`: sentences, only for a healthy run that has iterations."""

@@ -71,7 +71,7 @@ def _short(text: Any) -> str:
 
 
 def staleness(row: Mapping[str, Any]) -> int | None:
-    """Iterations between the weights that drew the sample and those that learn from it."""
+    """How many iterations older the weights that generated the sample are than the weights that learn from it."""
     iteration, version = row.get("iteration"), row.get("weight_version")
     return iteration - 1 - version if isinstance(iteration, int) and isinstance(version, int) else None
 
@@ -93,7 +93,7 @@ def turns(prompt: str, response: str) -> list[Document]:
 
 
 def life(row: Mapping[str, Any], moves: Sequence[Document]) -> Document:
-    """A sample's way over servers and weights.
+    """The servers and weight versions that generated a sample.
 
     `parts`: tokens `from` to `to` were made by `server` with weights `version`. `steps`: what happened in between, as
     sentences, with the time if it is known (seconds since the epoch)."""

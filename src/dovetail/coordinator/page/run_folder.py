@@ -1,4 +1,4 @@
-"""A run's folder, read while the run goes on or when it is over. Nothing in it is changed or locked."""
+"""Reads a run's folder, during the run or after it. It changes and locks nothing in the folder."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Document = dict[str, Any]
 
 
 class RunFolder:
-    """Files that grow are read on from where they were read to. Use from several threads is safe.
+    """A run's folder. Only the new part of a growing file is read. It may be used from several threads.
 
     What is missing or damaged is empty: a run that has just begun lacks most of its files. `given`: documents by the
     name of their file that are known already; in a pod job.json and plan.json are elsewhere."""
@@ -102,7 +102,7 @@ class RunFolder:
         return self._rows_from(files(self.path).get(iteration), offset)
 
     def evaluation_from(self, version: int, offset: int) -> Iterator[Row]:
-        """The same of an evaluation's answers."""
+        """The same as `samples_from`, for an evaluation's answers."""
         return self._rows_from(evaluation_files(self.path).get(version), offset)
 
     def batch(self, iteration: int) -> Arrays:
@@ -134,7 +134,7 @@ class RunFolder:
     # ------------------------------------------------------------ files that grow
 
     def rows(self) -> list[Document]:
-        """The rows of history.jsonl, of a step that was replayed each time."""
+        """The rows of history.jsonl. A step that was repeated has a row for each time."""
         with self._lock:
             for row in self._new_lines("history.jsonl"):
                 metrics = row.get("metrics")
@@ -156,11 +156,11 @@ class RunFolder:
             return list(self._moves.get(iteration, []))
 
     def sizes(self) -> Document:
-        """What changes when a step of the run has ended. Cheap, for many runs at once."""
+        """A value that changes when a step of the run has ended. It is cheap, even for many runs at once."""
         return {name: self._size(name) for name in ("history.jsonl", "summary.json")}
 
     def stamp(self) -> Document:
-        """What changes when the run goes on."""
+        """A value that changes while the run makes progress."""
         sizes = self.sizes() | {name: self._size(name) for name in ("events.jsonl", self._schedule_name())}
         newest = {"samples": max(files(self.path), default=0), "traces": max(self.trace_iterations(), default=0)}
         return sizes | newest | {"evaluations": len(self.evaluations())}

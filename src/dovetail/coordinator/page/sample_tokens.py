@@ -1,4 +1,4 @@
-"""A sample's tokens with their text and log-probabilities, out of the batch that the trainers learnt from."""
+"""Reads a sample's tokens, with their text and log-probabilities, from the batch that the trainers learnt from."""
 
 from __future__ import annotations
 

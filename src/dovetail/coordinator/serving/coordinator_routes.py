@@ -57,7 +57,7 @@ def _reply(message: BaseModel) -> web.Response:
 
 
 def make_app(host: Host, token: str, registry: CollectorRegistry, page: Page | None = None) -> web.Application:
-    """The routes of docs/architecture.md. Every one but /metrics and /healthz asks for the job's token. `page`: None
+    """The routes of docs/architecture.md. All routes except /metrics and /healthz require the job's token. `page`: None
     for hosts without a run's folder."""
     # Many viewers must not take the threads and the memory that the run needs.
     one_page = asyncio.Lock()

@@ -14,7 +14,7 @@ from dovetail.protocol.wire import Arrays, pack
 
 
 class NotPrepared(RuntimeError):
-    """The data are not prepared yet."""
+    """The data is not prepared yet."""
 
 
 class Batches:
@@ -23,14 +23,14 @@ class Batches:
     docs/architecture.md, "Batches". `references`: what is added to DPO's."""
 
     def __init__(self, prepared: Prepared | None, files: ExperienceFiles, store: Store) -> None:
-        """`prepared`: None as long as the data are being prepared."""
+        """`prepared`: None while the data is being prepared."""
         self._prepared, self._files, self._store = prepared, files, store
         self.references = ReferenceLogprobs(store)
         self._held_out: dict[Stage, list[Arrays]] = {}
         self._demonstrations: list[Arrays] | None = None
 
     async def fetch(self, key: str) -> bytes:
-        """`read`, but large files are read in a thread. Raises what `read` raises."""
+        """The same as `read`, but large files are read in a thread. Raises the errors of `read`."""
         stage, _, number = key.partition("/")
         if stage != "ppo" or not number.isdecimal():
             return self.read(key)
@@ -80,7 +80,7 @@ class Batches:
         return self._held_out[stage]
 
     def equal_pairs(self) -> str:
-        """A warning of pairs from which nothing is learnt, or ""."""
+        """A warning about pairs from which training learns nothing. Empty if there are none."""
         assert self._prepared is not None
         return self._prepared.equal_pairs()
 

@@ -65,7 +65,7 @@ def roughly(seconds: float) -> str:
 
 
 class HealthNews:
-    """Tells each verdict on iterations at its beginning and at its end."""
+    """Reports each verdict on iterations when it begins and when it ends."""
 
     def __init__(self) -> None:
         self._told: set[str] = set()
@@ -89,7 +89,7 @@ class HealthNews:
 
 
 class EvaluationNews:
-    """Tells each evaluation once."""
+    """Reports each evaluation once."""
 
     def __init__(self) -> None:
         self._told: int | None = None
