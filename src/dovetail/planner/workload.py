@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from dovetail.manifest.types import LoRA
 from dovetail.planner.hashing import hashed_once
-from dovetail.planner.shape import Head, ModelShape
+from dovetail.planner.shape import ModelShape
+from dovetail.protocol.messages import Head
 
 Ints = npt.NDArray[np.int64]
 # RLHFuse figure 2: the 99.9th percentile is about ten times the median, for models of every size. The limit on tokens

@@ -14,9 +14,10 @@ from typing import Literal
 
 from dovetail.manifest.types import Dtype, LoRA, Parallelism
 from dovetail.planner.candidate import Share, Task
-from dovetail.planner.shape import Head, ModelShape
+from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Workload
 from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES, OFFLOAD_NUMBERS
+from dovetail.protocol.messages import Head
 from dovetail.protocol.plan import stage_path, stages_at
 from dovetail.protocol.weights import layer_range
 

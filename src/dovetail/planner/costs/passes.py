@@ -15,9 +15,10 @@ from dovetail.planner.costs.generation import SATURATED, Floats, Servers, expect
 from dovetail.planner.costs.memory import ITEMSIZE
 from dovetail.planner.hardware.gpus import GPU
 from dovetail.planner.inventory import Pool
-from dovetail.planner.shape import Head, ModelShape
+from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Workload
 from dovetail.protocol.budgets import SCORER_TOKENS
+from dovetail.protocol.messages import Head
 
 # The number of samples that vLLM prefills together.
 PREFILLED = 16

@@ -18,9 +18,10 @@ from dovetail.planner.costs.gpu import GPUCosts
 from dovetail.planner.costs.memory import GIB, Training, training_job
 from dovetail.planner.hardware.gpus import GPU, gpu
 from dovetail.planner.inventory import NETWORK_GBPS, Inventory, Pool
-from dovetail.planner.shape import Head, ModelShape, ShapeError
+from dovetail.planner.shape import ModelShape, ShapeError
 from dovetail.planner.workload import Lengths, Workload
 from dovetail.protocol.files.machine_profile import Profile
+from dovetail.protocol.messages import Head
 
 # For each model, the models whose source it may start from, in order.
 _FROM = {
