@@ -1,4 +1,4 @@
-"""Published schedules of one model with several stages on a rank, as orders of one rank for one mini-batch.
+"""Published schedules of one model with several stages per rank. Each is the order of one rank for one mini-batch.
 
 Each rule takes an instance, a rank and the number of a model, and returns the rank's pass codes in order. Interleaved
 1F1B is Narayanan et al. 2021, section 2.2. ZB-V is Qi et al., arXiv 2401.10241, section 6. V-Half and V-Min are Qi et
@@ -16,7 +16,7 @@ from dovetail.pipelines.simulate import KINDS, B, F, W
 def interleaved(instance: SearchInstance, rank: int, m: int) -> list[int]:
     """Interleaved 1F1B: forwards of one chunk for as many micro-batches as there are ranks, then of the next chunk.
 
-    Where the micro-batches are no multiple of the ranks, the rounds are longer, as in torch."""
+    If the number of micro-batches is not a multiple of the ranks, the rounds are longer, as in torch."""
     p, place = instance.place(rank, m)
     chunks, count = list(instance.chunks(m)), instance.problem.models[m].micro_batches
     rounds = max(1, count // p)
@@ -66,7 +66,7 @@ def v_min(instance: SearchInstance, rank: int, m: int) -> list[int]:
 
 
 def one_by_one(instance: SearchInstance, rank: int, m: int) -> list[int]:
-    """One micro-batch after the other: the least memory of all, with any number of chunks."""
+    """One micro-batch after the other, with any number of chunks. No other schedule needs less memory."""
     chunks, count = list(instance.chunks(m)), instance.problem.models[m].micro_batches
     backwards = [KINDS * c + kind for c in chunks[::-1] for kind in range(B, instance.kinds)]
     return ([KINDS * c + F for c in chunks] + backwards) * count

@@ -171,8 +171,8 @@ DEDICATED = Family(
 
 
 def family_of(name: str, models: int = 2) -> Family:
-    """The family of a name, of problems of so many models; `interleaved-5` and the like too. Raises KeyError for
-    others."""
+    """The family with this name, for problems of so many models. Names such as `interleaved-5` are allowed too. Raises
+    KeyError for other names."""
     if match := _INTERLEAVED.fullmatch(name):
         return interleaved_family(int(match[1]), models)
     if models == 1:
@@ -200,7 +200,7 @@ def zero_bubble_limit(problem: ScheduleProblem) -> float:
 
 
 def starts(instance: SearchInstance) -> Iterator[Ints]:
-    """Orders that a rule builds of an instance's passes: what a search may start from, the fastest rules first."""
+    """Orders of an instance's passes that a rule builds. A search may start from them. The fastest come first."""
     chunks = instance.placement.chunks
     names = ["overlapped"] if chunks == 1 else ["one by one"]
     if chunks == 2 and instance.split:

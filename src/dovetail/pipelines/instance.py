@@ -28,8 +28,8 @@ class Shape(Enum):
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """Where the stages of the models are. `reverse`: the critic's pipelines run against the actor's, inside each block
-    of ranks. `chunks`: stages of a model on each of its ranks."""
+    """The places of the models' stages. `reverse`: the critic's pipelines run in the opposite direction to the actor's,
+    inside each block of ranks. `chunks`: the number of stages of a model on each of its ranks."""
 
     reverse: bool = False
     chunks: int = 1

@@ -1,4 +1,4 @@
-"""Many passes: dispatch rules, each of which lists a whole schedule at once.
+"""For many passes: dispatch rules. Each rule lists a whole schedule at once.
 
 `listing.list_schedule` looks at all ranks whenever one of them becomes free, and where memory is scarce most of its
 schedules of several chunks a rank end in a deadlock. This list scheduler looks only at the rank that becomes free or

@@ -1,4 +1,4 @@
-"""CP-SAT (OR-Tools) on the question: is there a schedule of this makespan within this memory?
+"""Asks CP-SAT (OR-Tools) whether there is a schedule of this makespan within this memory.
 
 Unlike the other searches, CP-SAT can prove that there is none. Micro-batches pass every stage in order. Memory is a
 cumulative constraint from the start of a forward to the end of its backward. OR-Tools is an optional dependency

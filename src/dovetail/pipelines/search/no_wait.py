@@ -1,4 +1,4 @@
-"""Many ranks and scarce memory: the larger model's micro-batches never wait on their way.
+"""For many ranks and scarce memory: schedules in which the larger model's micro-batches never wait.
 
 Where memory decides how often a micro-batch may enter, one that waits on its way holds memory for longer, and so all
 later ones enter later. In a V each rank passes micro-batches on in both directions, and those that meet would wait.

@@ -1,4 +1,4 @@
-"""Many ranks: a schedule of fewer, stretched.
+"""For many ranks: finds a schedule of fewer ranks, and stretches it.
 
 A search finds little in a pipeline of 64 ranks, because each listing of its passes takes long. With f times as many
 ranks and f times as many micro-batches a schedule looks the same from afar: its starts, divided by f, are nearly a

@@ -1,4 +1,4 @@
-"""Many micro-batches: a schedule of a few, whose steady state is repeated (after Tessel, arXiv 2311.15269).
+"""For many micro-batches: finds a schedule of a few, and repeats its steady state (as Tessel, arXiv 2311.15269).
 
 The cost of a search grows with the number of micro-batches, and a search finds less in a longer schedule. Between
 warm-up and cool-down a good schedule repeats itself. So a schedule of a few micro-batches is found first. Then a
