@@ -4,15 +4,13 @@ and in how many parts."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
 
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.planner.lag import COLOCATED
 from dovetail.planner.placement.placed import Placed
-from dovetail.planner.placement.planned_job import PlannedJob
+from dovetail.planner.placement.planned_job import PlannedJob, needed
 from dovetail.protocol.prediction import Prediction
 
 # With more parts, training begins earlier and less of it is left at the end. Each part costs a command, and an
@@ -31,7 +29,7 @@ def streamed(job: PlannedJob, placed: Placed) -> tuple[int, str]:
         problem = "actor and critic have trainer ranks of their own"
     if problem is None and any(layouts[model].pp > 1 for model in ("actor", "critic") if model in layouts):
         problem = "the trainers have pipeline stages, which each part would fill and empty anew"
-    problem = problem or _balancing(spec, job.configs)
+    problem = problem or _balancing(job)
     if problem is not None:
         return 0, problem
     ppo = spec.ppo
@@ -88,15 +86,15 @@ def obstacle(spec: RLHFJobSpec) -> str | None:
     return next((reason for holds, reason in reasons if holds), None)
 
 
-def _balancing(spec: RLHFJobSpec, configs: Mapping[str, Mapping[str, Any]]) -> str | None:
+def _balancing(job: PlannedJob) -> str | None:
     for name in ("actor", "critic"):
-        model = getattr(spec.models, name)
-        scratch = model.source.scratch if model.source is not None else None
-        config = configs.get(name, {}) if scratch is None else {**scratch.config, "model_type": scratch.architecture}
+        if not needed(job.spec, name):
+            continue
+        config = job.config(name) or {}
         family = MODEL_FAMILIES.get(config.get("model_type", ""))
         if family is None or family.experts is None:
             continue
-        asked = model.router_aux_loss_coef
+        asked = getattr(job.spec.models, name).router_aux_loss_coef
         if asked or (asked is None and config.get("output_router_logits")):
             return (
                 f"the load-balancing loss of the {name}'s experts is not divided by the number of tokens; set "

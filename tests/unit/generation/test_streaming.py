@@ -38,6 +38,7 @@ from dovetail.protocol.messages import Accumulate, CommandResult, Step
 from dovetail.protocol.wire import Arrays, pack, unpack
 from dovetail.trainer.steps.streamed_step import digest_of, rows_of
 from helpers.example_jobs import EXAMPLES, hub_configs
+from helpers.family_models import FAMILIES
 from helpers.jobs import tiny_job
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command, ppo_batch
@@ -180,6 +181,19 @@ def test_a_plan_says_in_how_many_parts_or_why_not() -> None:
         assert parts == 0
         assert words in why
         assert not why.endswith(".")
+
+
+@pytest.mark.parametrize("start", ["reward", "critic"])
+def test_a_critic_with_a_load_balancing_loss_is_found_wherever_it_starts_from(start: str) -> None:
+    """A critic without a source of its own is made from the reward model."""
+    experts = {"scratch": {"architecture": "qwen3_moe", "config": FAMILIES["qwen3_moe"]}}
+    settings = {"advantage": "gae", "samplesPerPrompt": 1, "whitenAdvantages": False, "microBatchSize": 2}
+    for coefficient in (0.01, 0.0):
+        models: dict[str, Any] = {"reward": {}, "critic": {"routerAuxLossCoef": coefficient}}
+        models[start]["source"] = experts
+        plan = make_plan(resolve(tiny_job(models=models, ppo={**CAN, **settings}).spec))
+        found = "spec.models.critic.routerAuxLossCoef" in plan.not_streamed, plan.streamed_parts
+        assert found == ((True, 0) if coefficient else (False, 4)), plan.not_streamed
 
 
 def test_actor_and_critic_both_cut_a_part_into_whole_micro_batches() -> None:

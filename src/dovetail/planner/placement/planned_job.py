@@ -66,16 +66,19 @@ class PlannedJob:
         for model in ("actor", "reference", "reward", "critic"):
             if not needed(spec, model):
                 continue
-            name = owner(spec, model)
-            source = getattr(spec.models, name).source if name is not None else None
-            config = None if source is None else _scratch(spec, source) or self.configs.get(str(name))
-            if config is None:
+            if (config := self.config(model)) is None:
                 return None
             try:
                 found[model] = ModelShape.of(config)
             except ShapeError as error:
-                raise ConfigError(f"spec.models.{name}.source: {error}") from error
+                raise ConfigError(f"spec.models.{owner(spec, model)}.source: {error}") from error
         return found
+
+    def config(self, model: str) -> Mapping[str, Any] | None:
+        """The configuration of the model that `model` starts from. None if it is not known."""
+        if (name := owner(self.spec, model)) is None:
+            return None
+        return _scratch(self.spec, getattr(self.spec.models, name).source) or self.configs.get(name)
 
     def shape(self, model: str) -> ModelShape:
         """The shape of one model. The shapes must be known."""
