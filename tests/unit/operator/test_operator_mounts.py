@@ -117,6 +117,29 @@ def test_kubelets_are_asked_about_stuck_pods_only_and_not_at_once(cluster):
     assert len(client.asked) == 4
 
 
+def test_the_newest_reason_why_jobs_are_not_made_is_told(cluster):
+    """A webhook that does not know the JobSet yet refuses the first Job once, with the words "not found"."""
+    start = 'job "demo-{}-0" creation failed with error: '
+    passing = start.format("coordinator") + 'admission webhook "mjob.kb.io" denied: JobSet "demo" not found'
+    lasting = start.format("train") + "Job.batch is invalid: dnsPolicy"
+    now, client = [100.0], Client()
+    uid = cluster.objects["JobSet", "demo"]["metadata"]["uid"]
+    for key in [key for key in cluster.objects if key[0] == "Job"]:
+        del cluster.objects[key]
+
+    async def answer(resource, namespace, selector="", fields=""):
+        times = (("2026-01-01T00:00:01Z", passing), ("2026-01-01T00:00:02Z", lasting))
+        said = [{"involvedObject": {"uid": uid}, "lastTimestamp": at, "message": text} for at, text in times]
+        return said if fields == "reason=JobCreationFailed" else []
+
+    client.list = answer
+    mounts = Mounts(client, lambda: now[0])
+    for _ in range(2):
+        found = asyncio.run(mounts.problems(KEY, Children(cluster.objects)))
+        now[0] += 10
+    assert found == {uid: lasting}
+
+
 def test_a_flood_of_events_is_not_read_to_its_end(cluster):
     """A tenant can make any number of them, about objects that are not there."""
     now, read = [100.0], []

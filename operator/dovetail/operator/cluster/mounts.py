@@ -19,6 +19,8 @@ from dovetail.operator.reconcile.rootcause import LOOK_SECONDS, LOOK_SELDOM_SECO
 
 # What else is asked for may stay as it is for days.
 _SOON = {"FailedMount", "FailedAttachVolume", "FailedCreate"}
+# A busy kubelet also complains of time-outs, which pass. They must not hide what is missing.
+_MOUNTS = {"FailedMount", "FailedAttachVolume"}
 # The API server reads all Events of a namespace for each answer: it is to spend a twentieth of its time on it at most.
 REST = 20.0
 
@@ -29,9 +31,10 @@ PATIENCE_SECONDS = 1.0
 KEPT_SECONDS = 600.0  # after the answer counts no more
 
 
-def _take(event: Object, said: dict[str, tuple[bool, str, str]]) -> int:
-    """Keep the message of an Event about its object, unless the one before is preferred: a message about something that
-    is missing is, and otherwise the newer one. Returns by how many characters `said` has grown."""
+def _take(event: Object, of_mounts: bool, said: dict[str, tuple[bool, str, str]]) -> int:
+    """Keep the message of an Event about its object, unless the one before is preferred. The newer one is preferred,
+    but if the Events are `of_mounts`, a message about something that is missing comes first. Returns by how many
+    characters `said` has grown."""
     at, about = str(event.get("lastTimestamp") or event.get("eventTime") or ""), event["involvedObject"]
     message = str(event.get("message") or "")[:MOST_CHARACTERS]
     found = {str(about.get("uid")): message}
@@ -41,8 +44,7 @@ def _take(event: Object, said: dict[str, tuple[bool, str, str]]) -> int:
     size = 0
     for key, text in found.items():
         size -= len(key) + len(said[key][2]) if key in said else 0
-        # A busy kubelet complains of time-outs, too, which pass.
-        said[key] = max(said.get(key, (False, "", "")), ("not found" in text, at, text))
+        said[key] = max(said.get(key, (False, "", "")), (of_mounts and "not found" in text, at, text))
         size += len(key) + len(said[key][2])
     return size
 
@@ -104,8 +106,8 @@ class Mounts:
         self._stuck.pop(key, None)
 
     async def _complaints(self, namespace: str, reason: str) -> dict[str, tuple[str, str]]:
-        """The newest message about each object, by uid. A message about something that is missing is preferred. Empty
-        if the Events cannot be read."""
+        """The newest message about each object, by uid. See `_take` for messages about mounts. Empty if the
+        Events cannot be read."""
 
         async def read(began: float) -> dict[str, tuple[str, str]]:
             said: dict[str, tuple[bool, str, str]] = {}
@@ -113,7 +115,7 @@ class Mounts:
             with suppress(KubeError):
                 async for page in self._client.pages(EVENT, namespace, fields=f"reason={reason}"):
                     for event in page.items:
-                        size += _take(event, said)
+                        size += _take(event, reason in _MOUNTS, said)
                     if len(said) >= MOST_COMPLAINTS or size >= MOST_TEXT or self._clock() - began >= MOST_SECONDS:
                         break
             return {uid: each[1:] for uid, each in said.items()}
