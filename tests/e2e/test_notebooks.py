@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
-import os
 import runpy
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
-from dovetail.local.launch.launcher import spawn_kind
 from dovetail.local.llm import LLM, SamplingParams
 from dovetail.local.sample_texts import read
 from dovetail.local.serving import served_result
-from dovetail.supervision.devices import cuda_devices
 from helpers import vllm_cli
 from helpers.jobs import history, summary
 from helpers.nursery import forked_jobs
@@ -57,8 +53,7 @@ class Folder:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory):
     path = tmp_path_factory.mktemp("notebooks")
-    forked = spawn_kind(os.environ, cuda_devices()) == "fork"
-    with pytest.MonkeyPatch.context() as patch, forked_jobs() if forked else contextlib.nullcontext():
+    with pytest.MonkeyPatch.context() as patch, forked_jobs():
         patch.chdir(path)
         patch.setattr(served_result, "_started", vllm_cli.started)
         yield Folder(path)

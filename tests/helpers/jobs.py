@@ -21,12 +21,11 @@ from safetensors.numpy import load_file
 
 from dovetail.coordinator.store.samples import Sample
 from dovetail.coordinator.store.store import Store
-from dovetail.local.launch.launcher import Launcher, spawn_kind
+from dovetail.local.launch.launcher import Launcher
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.make_plan import make_plan
-from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.supervisor import Outcome
-from helpers.nursery import NURSERY, forked_jobs
+from helpers.nursery import forked_jobs
 from helpers.whole_lines import whole_lines
 
 MANIFEST = """
@@ -242,13 +241,10 @@ def run_job(
     The job's processes have the imports from one for all tests, unless they are to make their `own_imports`. Fails the
     test if a process outlives the launcher."""
     told: list[str] = []
-    forked = not own_imports and spawn_kind(os.environ, cuda_devices(os.environ)) == "fork"
-    if forked:
-        NURSERY.start()
-    before = {p.pid for p in psutil.Process().children(recursive=True)}
     with contextlib.ExitStack() as stack:
-        if forked:
+        if not own_imports:
             stack.enter_context(forked_jobs())
+        before = {p.pid for p in psutil.Process().children(recursive=True)}
         launcher = stack.enter_context(Launcher(job, make_plan(job.spec), run_dir, resume=resume, tell=told.append))
         if isinstance(injector, _Watcher):
             stack.callback(injector.close)

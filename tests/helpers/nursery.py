@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 from unittest import mock
 
+from dovetail.local.launch.launcher import spawn_kind
 from dovetail.supervision import proctree, zygote
+from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.spawn import PRELOAD, ForkSpawner
 
 TESTS = Path(__file__).parents[1]
@@ -116,7 +118,10 @@ class NurserySpawner(ForkSpawner):
 @contextlib.contextmanager
 def forked_jobs() -> Iterator[None]:
     """Jobs that begin meanwhile have all their processes forked from the nursery. So is the coordinator, which needs no
-    torch and which `dovetail run` starts as a new interpreter."""
+    torch and which `dovetail run` starts as a new interpreter. On a machine with GPUs nothing is forked."""
+    if spawn_kind(os.environ, cuda_devices(os.environ)) != "fork":
+        yield
+        return
     NURSERY.start()
     launcher = "dovetail.local.launch.launcher"
     with (

@@ -15,12 +15,17 @@ from dovetail.operator.cluster.client import Client, Object
 from dovetail.operator.cluster.object_cache import Key
 from dovetail.operator.reconcile.children import Children
 from dovetail.operator.reconcile.queueing import waiting, why
-from dovetail.operator.reconcile.rootcause import LOOK_SECONDS, LOOK_SELDOM_SECONDS, claim_of, stuck, waiting_pods
+from dovetail.operator.reconcile.rootcause import (
+    LOOK_SECONDS,
+    LOOK_SELDOM_SECONDS,
+    UNMOUNTED,
+    claim_of,
+    stuck,
+    waiting_pods,
+)
 
 # What else is asked for may stay as it is for days.
-_SOON = {"FailedMount", "FailedAttachVolume", "FailedCreate"}
-# A busy kubelet also complains of time-outs, which pass. They must not hide what is missing.
-_MOUNTS = {"FailedMount", "FailedAttachVolume"}
+_SOON = {*UNMOUNTED, "FailedCreate"}
 # The API server reads all Events of a namespace for each answer: it is to spend a twentieth of its time on it at most.
 REST = 20.0
 
@@ -44,6 +49,7 @@ def _take(event: Object, of_mounts: bool, said: dict[str, tuple[bool, str, str]]
     size = 0
     for key, text in found.items():
         size -= len(key) + len(said[key][2]) if key in said else 0
+        # A busy kubelet also complains of time-outs, which pass. They must not hide what is missing.
         said[key] = max(said.get(key, (False, "", "")), (of_mounts and "not found" in text, at, text))
         size += len(key) + len(said[key][2])
     return size
@@ -115,7 +121,7 @@ class Mounts:
             with suppress(KubeError):
                 async for page in self._client.pages(EVENT, namespace, fields=f"reason={reason}"):
                     for event in page.items:
-                        size += _take(event, reason in _MOUNTS, said)
+                        size += _take(event, reason in UNMOUNTED, said)
                     if len(said) >= MOST_COMPLAINTS or size >= MOST_TEXT or self._clock() - began >= MOST_SECONDS:
                         break
             return {uid: each[1:] for uid, each in said.items()}

@@ -34,6 +34,8 @@ _TAKEN = re.compile(r'jobs\.batch "([^"]+)" already exists')
 _NO_CONFIG = re.compile(r'\b(?:secret|configmap) "[^"]*" not found|references non-existent (?:secret|config) key')
 _NO_CLAIM = re.compile(r'\bpersistentvolumeclaim "[^"]*" not found')
 NO_MOUNTS: Mapping[str, str] = {}
+# Reasons of Events.
+UNMOUNTED = ("FailedAttachVolume", "FailedMount")
 _UNBOUND = ("FailedBinding", "ProvisioningFailed")
 _CREATING = ("ContainerCreating", "PodInitializing")
 # Some causes are told in Events only: they are looked for when something has been stuck for so long.
@@ -160,7 +162,7 @@ def stuck(children: Children, claims: Iterable[str] = ()) -> dict[str, tuple[str
     found: dict[str, tuple[str, ...]] = {}
     for pod in children.of(POD.kind):
         if creating(pod):
-            found[_uid(pod)] = ("FailedAttachVolume", "FailedMount")
+            found[_uid(pod)] = UNMOUNTED
         elif unscheduled(pod):
             found[_uid(pod)] = ("FailedBinding", "NotTriggerScaleUp", "ProvisioningFailed", "TriggeredScaleUp")
     found |= {_uid(job): ("FailedCreate",) for job in lacking(children)}
