@@ -3,7 +3,6 @@ kernels. Attention stays one call outside of them, so new lengths of sequences c
 
 from __future__ import annotations
 
-import shutil
 from functools import cache
 from typing import Any
 
@@ -66,8 +65,3 @@ def use_compiled(stage: PipelineStage, wanted: bool) -> None:
     for layer in stage.body.layers.values():
         if isinstance(layer, _Compiled):
             layer.compiles = wanted
-
-
-def can_compile() -> bool:
-    """Whether this machine has a C compiler, which Triton needs."""
-    return any(shutil.which(name) for name in ("cc", "gcc", "clang"))

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from dovetail.gpus.compiler import can_compile
 from dovetail.models.layers.logprobs import Entropy, gather_logprobs, logprobs_and_entropy, wide_dtype
 from dovetail.models.layers.vocabulary import project, rows_of
 from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES
@@ -187,6 +188,21 @@ class _Sums(NamedTuple):
         return self.spread - self.mean
 
 
+def _kernels(hidden: Tensor) -> Any:
+    """The module of the kernels for logits of this dtype and device. None: torch's own operations compute."""
+    if not hidden.is_cuda or hidden.dtype == torch.float64 or not can_compile():
+        return None
+    from dovetail.models.layers import vocabulary_kernels
+
+    return vocabulary_kernels if vocabulary_kernels.runs_on(hidden.device) else None
+
+
+def _in_a_chunk(hidden: Tensor, chunk: int, kernels: Any) -> int:
+    """How many logits a chunk has: two float32 tensors of them are there at a time, or one in the compute dtype."""
+    wide: int = wide_dtype(hidden.dtype).itemsize
+    return chunk // wide if kernels is None else 2 * chunk // hidden.dtype.itemsize
+
+
 def _slices(count: int, step: int) -> Iterator[slice]:
     return (slice(start, min(count, start + step)) for start in range(0, count, step))
 
@@ -212,14 +228,21 @@ def _sums(
     here = (tokens >= part.first) & (tokens < part.first + size)
     place = (tokens - part.first).clamp(0, size - 1)
     index = None if rows is None else torch.from_numpy(rows).to(hidden.device, non_blocking=True)
-    for chunk in _slices(count, max(1, part.chunk // (dtype.itemsize * size))):
-        y = _bounded(F.linear(hidden[chunk], weight), part.bound).to(dtype)
+    kernels = _kernels(hidden)
+    for chunk in _slices(count, max(1, _in_a_chunk(hidden, part.chunk, kernels) // size)):
+        x = F.linear(hidden[chunk], weight)
+        begin, end = (chunk.start, chunk.stop) if rows is None else np.searchsorted(rows, [chunk.start, chunk.stop])
+        if kernels is not None:
+            kernels.row_sums(x, temperature, part.bound, entropy, top[chunk], total[chunk], mean[chunk])
+            local = torch.arange(len(x), device=x.device) if index is None else index[begin:end] - chunk.start
+            kernels.values_at(x, local, place[begin:end], temperature, part.bound, at[begin:end])
+            continue
+        y = _bounded(x, part.bound).to(dtype)
         if temperature != 1.0:
             y.div_(temperature)
-        if rows is None or index is None:
+        if index is None:
             at[chunk] = y.gather(1, place[chunk, None]).squeeze(1)
         else:
-            begin, end = np.searchsorted(rows, [chunk.start, chunk.stop])
             at[begin:end] = y[index[begin:end] - chunk.start, place[begin:end]]
         top[chunk] = y.amax(1)
         y.sub_(top[chunk, None])
@@ -289,11 +312,18 @@ class _Chunked(torch.autograd.Function):
         dtype = normaliser.dtype
         g, u = (each[:, None] / temperature for each in gradients)
         size, count = len(weight), max(1, len(hidden))
-        step = max(1, part.chunk // (dtype.itemsize * count) // _COLUMNS) * _COLUMNS
+        kernels = _kernels(hidden)
+        step = max(1, _in_a_chunk(hidden, part.chunk, kernels) // count // _COLUMNS) * _COLUMNS
 
         def of_logits(chunk: slice) -> Tensor:
             """The gradient of a chunk of the vocabulary, (n, columns) in the compute dtype."""
-            x = _bounded(F.linear(hidden, weight[chunk]), part.bound)
+            x = F.linear(hidden, weight[chunk])
+            place = tokens - (part.first + chunk.start)
+            if kernels is not None:
+                h = entropy if wanted == "gradient" else None
+                kernels.gradient_in_place(x, temperature, part.bound, normaliser, h, place, g.flatten(), u.flatten())
+                return x
+            x = _bounded(x, part.bound)
             logp = x.to(dtype, copy=True)
             if temperature != 1.0:
                 logp.div_(temperature)
@@ -304,7 +334,6 @@ class _Chunked(torch.autograd.Function):
             else:
                 d = logp.exp_().mul_(-g)
             columns = chunk.stop - chunk.start
-            place = tokens - (part.first + chunk.start)
             here = (place >= 0) & (place < columns)
             d.scatter_add_(1, place.clamp(0, columns - 1)[:, None], g * here[:, None])
             if part.bound is not None:

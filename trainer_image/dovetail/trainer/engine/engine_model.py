@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dovetail.gpus.compiler import can_compile
 from dovetail.manifest.types import Optimizer, TrainedModel
 from dovetail.models import ModelError, PipelineStage, load_config
 from dovetail.models.build import fill, open_source
-from dovetail.models.compiled import can_compile, compile_layers
+from dovetail.models.compiled import compile_layers
 from dovetail.models.recompute import recompute
 from dovetail.models.tensor_parallel import NOTHING, TensorSplit, split_stage
 from dovetail.protocol.messages import Head, ModelRef
