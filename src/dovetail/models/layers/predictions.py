@@ -313,7 +313,9 @@ class _Chunked(torch.autograd.Function):
         g, u = (each[:, None] / temperature for each in gradients)
         size, count = len(weight), max(1, len(hidden))
         kernels = _kernels(hidden)
-        step = max(1, _in_a_chunk(hidden, part.chunk, kernels) // count // _COLUMNS) * _COLUMNS
+        # A chunk's logits, and its product with the weight beside them, take no more than the logits of the forward pass.
+        beside = 0 if kernels is None else hidden.numel()
+        step = max(1, (_in_a_chunk(hidden, part.chunk, kernels) - beside) // count // _COLUMNS) * _COLUMNS
 
         def of_logits(chunk: slice) -> Tensor:
             """The gradient of a chunk of the vocabulary, (n, columns) in the compute dtype."""

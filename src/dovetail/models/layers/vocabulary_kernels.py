@@ -6,8 +6,6 @@ sums are in float32, and their order does not depend on timing, so the same logi
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -18,32 +16,32 @@ _TOKENS = 256
 
 
 @triton.jit
-def _scaled(x: Any, temperature: Any, bound: Any, is_bounded: tl.constexpr) -> Any:
+def _scaled(x, temperature, bound, is_bounded: tl.constexpr):
     if is_bounded:
         x = _bounded(x, bound)
     return x / temperature
 
 
 @triton.jit
-def _bounded(x: Any, bound: Any) -> Any:
+def _bounded(x, bound):
     # tanh(z) = 2 sigmoid(2 z) - 1
     return (2.0 * tl.sigmoid(2.0 * x / bound) - 1.0) * bound
 
 
 @triton.jit
 def _row_sums_kernel(
-    logits: Any,
-    stride: Any,
-    columns: Any,
-    temperature: Any,
-    bound: Any,
-    top_out: Any,
-    total_out: Any,
-    mean_out: Any,
+    logits,
+    stride,
+    columns,
+    temperature,
+    bound,
+    top_out,
+    total_out,
+    mean_out,
     is_bounded: tl.constexpr,
     with_entropy: tl.constexpr,
     block: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     top = tl.full((), float("-inf"), tl.float32)
     total = tl.full((), 0.0, tl.float32)
@@ -70,17 +68,17 @@ def _row_sums_kernel(
 
 @triton.jit
 def _values_kernel(
-    logits: Any,
-    stride: Any,
-    rows: Any,
-    place: Any,
-    count: Any,
-    temperature: Any,
-    bound: Any,
-    out: Any,
+    logits,
+    stride,
+    rows,
+    place,
+    count,
+    temperature,
+    bound,
+    out,
     is_bounded: tl.constexpr,
     block: tl.constexpr,
-) -> None:
+):
     number = tl.program_id(0) * block + tl.arange(0, block)
     inside = number < count
     row = tl.load(rows + number, mask=inside, other=0)
@@ -91,20 +89,20 @@ def _values_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    logits: Any,
-    stride: Any,
-    columns: Any,
-    temperature: Any,
-    bound: Any,
-    normaliser: Any,
-    entropy: Any,
-    place: Any,
-    of_logprob: Any,
-    of_entropy: Any,
+    logits,
+    stride,
+    columns,
+    temperature,
+    bound,
+    normaliser,
+    entropy,
+    place,
+    of_logprob,
+    of_entropy,
     is_bounded: tl.constexpr,
     with_entropy: tl.constexpr,
     block: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     inside = column < columns
