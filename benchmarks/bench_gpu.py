@@ -31,6 +31,7 @@ from gpu.scale import TINY, choose
 # In order of worth, with the longest that each may take, seconds.
 GROUPS = {
     "device": 60,
+    "numbers": 120,
     "training": 420,
     "logprobs": 60,
     "optimizer": 90,
@@ -41,13 +42,14 @@ GROUPS = {
     "pipeline": 90,
     "sleeping": 90,
     "checkpoints": 120,
+    "job": 300,
     "quickstart": 400,
 }
 # What runs where a command may take ten minutes only: the groups of each of so many commands, in about equal times.
 PARTS = (
     ("training", "logprobs", "optimizer"),
     ("scoring", "weights", "iteration", "predictions"),
-    ("pipeline", "sleeping", "checkpoints", "quickstart"),
+    ("numbers", "pipeline", "sleeping", "checkpoints", "job", "quickstart"),
 )
 PART_SECONDS = 560.0
 FAILED = 3

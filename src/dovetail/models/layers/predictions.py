@@ -313,7 +313,7 @@ class _Chunked(torch.autograd.Function):
         g, u = (each[:, None] / temperature for each in gradients)
         size, count = len(weight), max(1, len(hidden))
         kernels = _kernels(hidden)
-        # A chunk's logits, and its product with the weight beside them, take no more than the logits of the forward pass.
+        # With kernels, a chunk's logits and their product with the weight take no more than the forward pass's logits.
         beside = 0 if kernels is None else hidden.numel()
         step = max(1, (_in_a_chunk(hidden, part.chunk, kernels) - beside) // count // _COLUMNS) * _COLUMNS
 
