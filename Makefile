@@ -22,7 +22,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 DRILL_ARGS ?=
 
-.PHONY: help docs install tools demo drill test test-fast test-nightly lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-table3 bench-families bench-scale bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu clean
+.PHONY: help docs install tools demo drill test test-fast test-nightly lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-table3 bench-families bench-scale bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu test-gpu clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images images-push
 
 help: ## Show the targets
@@ -199,19 +199,22 @@ bench-predict: install ## Iterations on this machine, predicted and measured
 
 BENCH_GPU_ARGS ?=
 
-# Without a .venv, but with .wheels/, it runs with python3 as it is: see hack/bench_gpu.sh.
+# Without a .venv, but with .wheels/, it runs with python3 as it is: see hack/gpu_python.sh.
 bench-gpu: $(if $(wildcard .wheels),,install) ## Everything on one GPU, each figure beside an anchor; under 20 minutes
 	hack/bench_gpu.sh --json bench-gpu.json $(BENCH_GPU_ARGS)
 
+test-gpu: $(if $(wildcard .wheels),,install) ## Tests on a real GPU
+	hack/gpu_python.sh -m pytest -p no:cacheprovider tests/gpu
+
 # What bench-gpu needs beside torch, transformers, triton, numpy and safetensors; see docs/gpus.md.
-CARRIED := pydantic pydantic-core annotated-types typing-inspection typing-extensions
+CARRIED := pydantic pydantic-core annotated-types typing-inspection typing-extensions datasets dill multiprocess
 CARRIED_PYTHON ?= 3.12
 
 bench-gpu-wheels: $(STAMP) ## Wheels in .wheels/ for a machine without a package registry that runs bench-gpu
 	rm -rf .wheels
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --dest .wheels \
 		--python-version $(CARRIED_PYTHON) --implementation cp --platform manylinux_2_17_x86_64 \
-		$(foreach name,$(CARRIED),$$(grep -oE '^$(name)==[^ ;]+' requirements/trainer.txt))
+		$(foreach name,$(CARRIED),$$(grep -oE '^$(name)==[^ ;]+' requirements/cpu.txt))
 	@du -sh .wheels
 
 bench-memory-gpu: install ## Memory of 7B to 70B models on the null GPU, beside the planner's

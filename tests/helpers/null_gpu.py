@@ -1,8 +1,12 @@
-"""What tests on the null GPU see of a scenario (tests/nullgpu/conftest.py)."""
+"""Runs the scenarios of tests/nullgpu, and what tests see of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,3 +36,29 @@ class Ended:
 
 
 Run = Callable[..., Ended]
+WORKER = Path(__file__).parents[1] / "nullgpu/worker.py"
+
+
+@contextmanager
+def scenarios(folder: Path, environment: dict[str, str]) -> Iterator[Run]:
+    """`run(name, do, world=1, ...)` runs the scenario once, in ranks with this environment; see worker.py."""
+    with subprocess.Popen(
+        [sys.executable, str(WORKER), str(folder)],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as worker:
+        ended: dict[str, Ended] = {}
+
+        def run(name: str, do: str, **more: Any) -> Ended:
+            if name not in ended:
+                assert worker.stdin is not None
+                assert worker.stdout is not None
+                print(json.dumps({"name": name, "do": do, **more}), file=worker.stdin, flush=True)
+                answer = worker.stdout.readline()
+                assert answer, "the process that forks ranks has died"
+                ended[name] = Ended(folder / name, **json.loads(answer))
+            return ended[name]
+
+        yield run

@@ -3,19 +3,16 @@ ranks, so `make test` gives all files of this folder to one worker."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from helpers.null_gpu import Ended, Run
+from helpers.null_gpu import Run, scenarios
 
-WORKER = Path(__file__).with_name("worker.py")
 NULLGPU = Path(__file__).parents[2] / "hack/nullgpu"
 
 
@@ -44,24 +41,5 @@ def null_gpu_environment(null_gpu_library: Path) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def null_gpu(null_gpu_environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     """`null_gpu(name, do, world=1, ...)` runs the scenario once a session; see worker.py."""
-    folder = tmp_path_factory.mktemp("nullgpu")
-    with subprocess.Popen(
-        [sys.executable, str(WORKER), str(folder)],
-        env=null_gpu_environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as worker:
-        ended: dict[str, Ended] = {}
-
-        def run(name: str, do: str, **more: Any) -> Ended:
-            if name not in ended:
-                assert worker.stdin is not None
-                assert worker.stdout is not None
-                print(json.dumps({"name": name, "do": do, **more}), file=worker.stdin, flush=True)
-                answer = worker.stdout.readline()
-                assert answer, "the process that forks ranks has died"
-                ended[name] = Ended(folder / name, **json.loads(answer))
-            return ended[name]
-
+    with scenarios(tmp_path_factory.mktemp("nullgpu"), null_gpu_environment) as run:
         yield run

@@ -1,10 +1,11 @@
-"""Weights from trainer ranks to receivers, each a process on the null GPU. Data does not travel there. So the programs
-do not ask what arrives, but who gets all of it in time."""
+"""Weights from trainer ranks to receivers, each a process. On the null GPU data does not travel. So its tests do not
+ask what arrives, but who gets all of it in time. tests/gpu asks for the bytes too."""
 
 from __future__ import annotations
 
 import os
 import time
+import zlib
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,12 @@ from dovetail.rollout.weight_receiver import WeightReceiver
 from dovetail.trainer.weight_sender import WeightSender
 
 TENSORS = {f"layer.{n}": (64, 64) for n in range(8)}
+
+
+def content(name: str) -> torch.Tensor:
+    """A tensor's values, the same in every process. On the null GPU they are zeros."""
+    generator = torch.Generator("cuda").manual_seed(zlib.crc32(name.encode()))
+    return torch.randn(TENSORS[name], device="cuda", generator=generator)
 
 
 def wait_for(path: Path) -> str:
@@ -63,11 +70,13 @@ def publish(
     versions: dict[str, int] | None = None,
     fault: str = "",
     seconds: float = DEADLINE,
+    exact: bool = False,
 ) -> Any:
     """The first `trainers` ranks send; the others receive, each on its one of `gpus`.
 
     The last receiver has a `fault` in the first round, which has `seconds`; then there is a second round without it.
-    Without a fault both rounds are of all, in one epoch. `versions`: other versions of NCCL, by rank."""
+    Without a fault both rounds are of all, in one epoch. `versions`: other versions of NCCL, by rank. `exact`: only
+    tensors of one sender count that have its bytes."""
     names = [f"rollout-{n}" for n in range(len(gpus))]
     bad = names[-1] if fault else None
     rounds = [names, [name for name in names if name != bad]]
@@ -82,12 +91,12 @@ def publish(
         return send(replace(place, world=trainers), made, 2 if fault else 1, seconds)
     gpu, name = gpus[place.rank - trainers], names[place.rank - trainers]
     torch.cuda.set_device(gpu)
-    return take(place, made, name, torch.device("cuda", gpu), fault if name == bad else "")
+    return take(place, made, name, torch.device("cuda", gpu), fault if name == bad else "", exact)
 
 
 def send(place: Place, rounds: list[list[Receiver]], epochs: int, seconds: float) -> Any:
     groups: Any = Alone()
-    weights: dict[str, Any] = {"actor": lambda: [(n, torch.zeros(s, device="cuda")) for n, s in TENSORS.items()]}
+    weights: dict[str, Any] = {"actor": lambda: [(n, content(n)) for n in TENSORS]}
     engine = None
     if place.world > 1:
         layout = Parallelism(pp=place.world)
@@ -125,7 +134,9 @@ def send(place: Place, rounds: list[list[Receiver]], epochs: int, seconds: float
     return found
 
 
-def take(place: Place, rounds: list[list[Receiver]], name: str, device: torch.device, fault: str) -> Any:
+def take(
+    place: Place, rounds: list[list[Receiver]], name: str, device: torch.device, fault: str, exact: bool = False
+) -> Any:
     """What came of each round: the number of tensors, or the error."""
     receiver = WeightReceiver(device)
 
@@ -148,8 +159,8 @@ def take(place: Place, rounds: list[list[Receiver]], name: str, device: torch.de
             continue
         count = 0
         try:
-            for _ in receiver.receive(receive_for(offer, me, receivers)):
-                count += 1
+            for tensor_name, tensor in receiver.receive(receive_for(offer, me, receivers)):
+                count += exact is False or torch.equal(tensor.cuda(), content(tensor_name))
                 if fault.endswith("midway"):
                     end()
             found.append(count)
