@@ -83,7 +83,8 @@ def _make(family: str, folder: Path, tiny: bool) -> int:
         initializer_range=0.05,
     )
     torch.manual_seed(1)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    with torch.device("cuda"):
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     return vocabulary
 
 

@@ -78,9 +78,10 @@ class Nursery:
         assert self.refused is None, f"{self.refused} starts trainer ranks or vLLM servers: give it the mark slow"
         if self._channel is None:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "helpers.nursery", str(theirs.fileno()), str(os.getpid())],
-                env=os.environ | THREADS | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": str(TESTS)},
+                env=os.environ | THREADS | {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": path},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,

@@ -143,6 +143,6 @@ def ask(place: Place, fails: bool) -> dict[str, Any]:
         "info": info,
         "brought": brought,
         "shapes": {name: list(each.shape) for name, each in scored.items()},
-        "values": float(np.abs(scored["values"]).sum()),
+        "logprobs": float(scored["ref_logprobs"].sum()),
         "same": all(np.array_equal(again[name], each) for name, each in scored.items()),
     }
