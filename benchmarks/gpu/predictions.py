@@ -1,4 +1,5 @@
-"""Passes that `dovetail profile` measured of one layer, against training steps of a whole model."""
+"""Passes as `dovetail profile` measures them of one layer, and as the planner's formula has them, against training
+steps of a whole model."""
 
 from __future__ import annotations
 
@@ -7,6 +8,11 @@ import statistics
 import torch
 
 from dovetail.coordinator.schedules.stage_times import stage_times
+from dovetail.planner.costs.memory import ITEMSIZE
+from dovetail.planner.costs.passes import MEMORY, forward
+from dovetail.planner.hardware.gpus import UnknownProduct, gpu
+from dovetail.planner.shape import ModelShape
+from dovetail.protocol.messages import Head
 from dovetail.trainer.profile.pass_times import measure_model
 from gpu import models
 from gpu.report import Report
@@ -35,4 +41,20 @@ def run(scale: Scale, report: Report) -> None:
         predicted = scale.micro_batches * float(one["F"][0] + one["B"][0])
         errors.append(abs(predicted / measured - 1))
         report.add(f"{name}'s passes, predicted", 1e3 * predicted, "ms", "measured", 1e3 * measured)
+        try:
+            formula = _formula(scale, head)
+        except UnknownProduct as problem:
+            report.skip(f"{name}'s passes, planner's formula", str(problem))
+        else:
+            note = "docs/planner.md"
+            report.add(f"{name}'s passes, planner's formula", 1e3 * formula, "ms", "measured", 1e3 * measured, note)
     report.add("median error", statistics.median(errors), "", "target", 0.1, "of passes, without the optimizer's step")
+
+
+def _formula(scale: Scale, head: Head) -> float:
+    """Seconds of a mini-batch's passes by the planner's formula. Raises UnknownProduct."""
+    here = gpu(torch.cuda.get_device_name(0).replace(" ", "-"))
+    shape = ModelShape.of({"model_type": "llama", **scale.shape(scale.few_layers)})
+    passes = 3 * scale.micro_batches * forward(shape, head, scale.sequences * scale.tokens, scale.tokens / 2, here)
+    added = (ITEMSIZE[here.dtype] + 8) * shape.parameters(head) / (MEMORY * here.memory_bandwidth)
+    return passes + (scale.micro_batches - 1) * added

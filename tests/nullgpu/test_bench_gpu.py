@@ -18,7 +18,8 @@ def test_every_group_runs_to_its_end(null_gpu: Run) -> None:
     assert found["code"] == 0, ended.log + logs
     assert {name: group["state"] for name, group in groups.items()} == dict.fromkeys(groups, "done")
     skipped = {line["name"] for group in groups.values() for line in group["skipped"]}
-    assert skipped == {"job", "quickstart", "vLLM's sleep and wake"}
+    formula = {f"{name}'s passes, planner's formula" for name in ("actor", "critic")}  # it does not know the null GPU
+    assert skipped == {"job", "quickstart", "vLLM's sleep and wake", *formula}
     for name, group in groups.items():
         if name not in ("device", "job", "quickstart"):
             assert any(figure["beside"] is not None for figure in group["figures"]), f"{name} has no anchor"
