@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -39,11 +40,47 @@ class _Repeated(nn.Module):
         return found
 
 
+class _Scaled(torch.autograd.Function):
+    """A function written in Python, as the one of a language model's log-probabilities is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+class _InPython(nn.Module):
+    """Functions in Python below one of torch and, if `last`, at the very end too."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.below, self.above, self.last = nn.Parameter(torch.randn(4)), nn.Linear(4, 4), last
+        self.end = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.above(_Scaled.apply(x, self.below).tanh())
+        found: Tensor = _Scaled.apply(made, self.end)
+        return found if self.last else found.exp() * 2
+
+
+def _python_at_the_end() -> nn.Module:
+    return _InPython(True)
+
+
+def _python_inside() -> nn.Module:
+    return _InPython(False)
+
+
 def _chain() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4))
 
 
-@pytest.mark.parametrize("make", [_chain, _Siblings, _Repeated])
+@pytest.mark.parametrize("make", [_chain, _Siblings, _Repeated, _python_inside, _python_at_the_end])
 def test_both_halves_give_the_gradients_of_a_whole_backward(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
     module = make()
@@ -77,5 +114,5 @@ def test_weights_wait_for_their_half_and_the_graph_is_free_afterwards() -> None:
     assert all(p.grad is None for p in module.parameters())
     backward_weights(groups)
     assert all(p.grad is not None for p in module.parameters())
-    assert all(not group.nodes and not group.gradients for group in groups)
+    assert all(not group.nodes and not group.gradients and group.graph is None for group in groups)
     assert backward_input(torch.ones(3), None, inputs) == (None, [])

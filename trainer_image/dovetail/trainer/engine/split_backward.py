@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 _NOTHING: frozenset[Node] = frozenset()
 _NO_NODES: list[Node] = []  # of a node that is in its place
@@ -23,12 +24,13 @@ _NO_NODES: list[Node] = []  # of a node that is in its place
 class WeightGroup:
     """Weights whose gradients are computed together. `nodes`: where their branches leave the way from the output to the
     input. `leaves`: autograd's nodes of the weights. `gradients`: by node, what reached it in the first half.
-    `repeated`: some weight has several nodes."""
+    `repeated`: some weight has several nodes. `graph`: what keeps `nodes` usable."""
 
     nodes: list[Node]
     leaves: list[Node]
     gradients: list[tuple[Tensor | None, ...] | None] = field(default_factory=list)
     repeated: bool = False
+    graph: GradientEdge | None = None
 
 
 def backward_input(output: Tensor, gradient: Tensor | None, inputs: Tensor) -> tuple[Tensor | None, list[WeightGroup]]:
@@ -49,6 +51,11 @@ def backward_input(output: Tensor, gradient: Tensor | None, inputs: Tensor) -> t
     finally:
         for handle in handles:
             handle.remove()
+    # Up to torch 2.11 the node of a function written in Python does not keep its part of the graph.
+    if any(isinstance(node, BackwardCFunction) for group in groups for node in group.nodes):
+        whole = get_gradient_edge(output)
+        for group in groups:
+            group.graph = whole
     output.detach_()
     return found, groups
 
@@ -81,7 +88,7 @@ def backward_weights(groups: Sequence[WeightGroup]) -> None:
                 weight.grad = gradient
             else:
                 weight.grad += gradient
-        group.nodes, group.gradients = [], []
+        group.nodes, group.gradients, group.graph = [], [], None
 
 
 def _kept(group: WeightGroup, index: int) -> Any:
