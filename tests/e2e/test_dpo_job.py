@@ -14,7 +14,7 @@ from helpers.jobs import Fault, Injector, events, history, run_job, same_weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
-STEPS = 40
+STEPS = 20
 
 
 def reached(step: int) -> Any:
@@ -43,7 +43,7 @@ def test_killed_trainers_and_coordinators_change_no_bit(tmp_path: Path) -> None:
     peaceful, killed = tmp_path / "peaceful", tmp_path / "killed"
     outcome, _ = run_job(job, peaceful)
     assert outcome.succeeded, outcome.reason
-    faults = [Fault("trainer-1", reached(4)), Fault("coordinator", reached(14)), Fault("trainer-0", reached(25))]
+    faults = [Fault("trainer-1", reached(3)), Fault("coordinator", reached(8)), Fault("trainer-0", reached(13))]
     killer = Injector(faults)
     plan = job.spec.plan.model_copy(update={"intra_stage_fusion": "VShaped"})
     outcome, _ = run_job(job.model_copy(update={"spec": job.spec.model_copy(update={"plan": plan})}), killed, killer)

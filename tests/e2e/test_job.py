@@ -34,9 +34,9 @@ def job(iterations: int = 4, **spec: Any) -> RLHFJob:
 
 @pytest.fixture(scope="module")
 def peaceful(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A job that nobody disturbs, started as `dovetail run` does. It keeps all its samples."""
+    """A job that nobody disturbs. It keeps all its samples. (test_new_user.py has `dovetail run` itself.)"""
     run_dir = tmp_path_factory.mktemp("peaceful")
-    outcome, told = run_job(job(checkpoint={"everySteps": 100}), run_dir, own_imports=True)
+    outcome, told = run_job(job(checkpoint={"everySteps": 100}), run_dir)
     assert outcome.succeeded, outcome.reason
     assert told == []
     return run_dir
