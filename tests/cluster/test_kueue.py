@@ -23,6 +23,7 @@ SECONDS = 600.0
 ITERATIONS = 8
 QUOTA = {"a100": 1, "v100": 1, "a10": 2}
 SURPLUS = "kueue-surplus"
+SURPLUS_INSTANCES = {"a10-1", "a10-1-scorer"}
 
 
 def queues(namespace: str) -> list[dict[str, Any]]:
@@ -80,6 +81,12 @@ def urgent(cluster: KubeCluster, namespace: str, product: str) -> None:
     wait_for("its admission", lambda: not cluster.get(*words)["spec"]["suspend"], 300)
 
 
+def named(job: ClusterJob, event: str, **fields: str) -> set[str]:
+    """The instances of which the job has told such an event."""
+    found = (each for each in events(job.run_dir(), event) if each.items() >= fields.items())
+    return {str(each["instance"]) for each in found}
+
+
 def suspended(cluster: KubeCluster, *job: str) -> bool | None:
     found = cluster.get(*job)
     return None if found is None else bool(found["spec"]["suspend"])
@@ -112,11 +119,14 @@ def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
     job.pace(3000.0)  # however long what follows takes
     surplus = ("job", "tiny-a10-s1", "-n", namespace)
     wait_for("room for a surplus rollout", lambda: suspended(cluster, *surplus) is False, SECONDS)
+    wait_for("the surplus rollout joins", lambda: named(job, "instance.registered") >= SURPLUS_INSTANCES, SECONDS)
     wait_for("a checkpoint", lambda: job.document()["status"].get("lastCheckpoint", {}).get("step"), SECONDS)
 
     before = job.uids()
     urgent(cluster, namespace, "a10")
     wait_for("the surplus goes first", lambda: suspended(cluster, *surplus), 300)
+    # The preStop hook told the coordinator.
+    wait_for("it is retired", lambda: named(job, "instance.health", health="retired") == SURPLUS_INSTANCES, SECONDS)
     assert job.uids().items() >= {name: uid for name, uid in before.items() if name != "a10"}.items()
     assert job.condition("Suspended").get("status") == "False"
 
@@ -128,7 +138,8 @@ def test_quota_admits_all_or_nothing_and_who_is_evicted_resumes(
     assert done < ITERATIONS, "the job must outlast its eviction"
     assert cluster.get("rlhfjob", "tiny", "-n", namespace)["status"]["lastCheckpoint"]["step"] > 0
     job.pace(0)
-    cluster.kubectl("delete", "jobs", "-n", namespace, "urgent-a100", "urgent-a10")
+    # The other one leaves room for what the job needs, and none for a surplus rollout that would start in vain.
+    cluster.kubectl("delete", "jobs", "-n", namespace, "urgent-a100")
     wait_for("the end", lambda: is_true(job.document(), "Completed"), SECONDS)
     finished = [event["iteration"] for event in events(job.run_dir(), "iteration.finished")]
     assert finished == list(range(1, ITERATIONS + 1)), "each iteration once, in order"

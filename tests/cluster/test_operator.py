@@ -108,74 +108,73 @@ def test_a_job_runs_to_completion_on_three_kinds_of_nodes(
     assert cluster.kubectl("get", "pvc", "-n", namespace, *selector).strip() == "persistentvolumeclaim/tiny-files"
 
 
-def with_trainer(**more: Any) -> list[dict[str, Any]]:
-    """A trainer with this, and one rollout: what a pod that starts in vain imports takes long."""
-    return [GROUPS[0] | more, GROUPS[1]]
+def trainer_alone(namespace: str, more: dict[str, Any], **spec: Any) -> dict[str, Any]:
+    """A job of SFT whose trainer has this. A server that starts in vain beside it would import for long."""
+    return manifest(namespace, [GROUPS[0] | more], stages=["sft"], **spec)
 
 
 def container(**more: Any) -> dict[str, Any]:
     return {"spec": {"containers": [{"name": "dovetail", **more}]}}
 
 
-CAUSES = {
+# What the trainer has; the condition, its reason and its words.
+CAUSES: dict[str, tuple[dict[str, Any], str, str, str]] = {
     "a product that no node has": (
-        with_trainer(gpu={"product": "NVIDIA-H100-PCIe", "perPod": 1}),
+        {"gpu": {"product": "NVIDIA-H100-PCIe", "perPod": 1}},
         "Scheduled",
         "Unschedulable",
         "nodes are available",
     ),
     "more GPUs than a node has": (
-        with_trainer(gpu={"product": "NVIDIA-A100-SXM4-80GB", "perPod": 64}),
+        {"gpu": {"product": "NVIDIA-A100-SXM4-80GB", "perPod": 64}},
         "Scheduled",
         "Unschedulable",
         "Insufficient nvidia.com/gpu",
     ),
     "an image that does not exist": (
-        with_trainer(image="dovetail-dev/nothing:here"),
+        {"image": "dovetail-dev/nothing:here"},
         "Running",
         "ImagePullFailed",
         "dovetail-dev/nothing:here",
     ),
     "a secret that is missing": (
-        with_trainer(
-            podTemplate=container(
+        {
+            "podTemplate": container(
                 env=[{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "token"}}}]
             )
-        ),
+        },
         "Running",
         "SecretOrConfigMapMissing",
         'secret "hub" not found',
     ),
     "a secret to mount that is missing": (
-        with_trainer(
-            podTemplate={
+        {
+            "podTemplate": {
                 "spec": {
                     "volumes": [{"name": "keys", "secret": {"secretName": "hub-keys"}}],
                     "containers": [{"name": "dovetail", "volumeMounts": [{"name": "keys", "mountPath": "/keys"}]}],
                 }
             }
-        ),
+        },
         "Running",
         "SecretOrConfigMapMissing",
         'secret "hub-keys" not found',
     ),
     "a pod that no API server takes": (
-        with_trainer(podTemplate={"spec": {"dnsPolicy": "Nonsense"}}),
+        {"podTemplate": {"spec": {"dnsPolicy": "Nonsense"}}},
         "Scheduled",
         "PodsRefused",
         'JobSet tiny cannot make its Jobs: job "tiny-a100-0" creation failed with error: ',
     ),
     "a field that Kubernetes does not know": (
-        with_trainer(podTemplate={"spec": {"nodeselector": {"disk": "fast"}}}),
+        {"podTemplate": {"spec": {"nodeselector": {"disk": "fast"}}}},
         "Scheduled",
         "ObjectRejected",
         # The second part of the JobSet is that of a100.
         'unknown field "spec.replicatedJobs[1].template.spec.template.spec.nodeselector"',
     ),
     "a claim that is missing": (
-        with_trainer(
-            podTemplate={"spec": {"volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "hub"}}]}}
-        ),
+        {"podTemplate": {"spec": {"volumes": [{"name": "models", "persistentVolumeClaim": {"claimName": "hub"}}]}}},
         "Scheduled",
         "VolumeClaimMissing",
         'persistentvolumeclaim "hub" not found',
@@ -187,8 +186,8 @@ CAUSES = {
 def test_pods_that_cannot_start_are_explained(
     cluster: KubeCluster, namespace: str, leader: OperatorProcess, name: str
 ) -> None:
-    groups, kind, reason, words = CAUSES[name]
-    cluster.apply(manifest(namespace, groups), namespace=namespace)
+    more, kind, reason, words = CAUSES[name]
+    cluster.apply(trainer_alone(namespace, more), namespace=namespace)
     wait_for(reason, lambda: condition(cluster, namespace, kind).get("reason") == reason, 400)
 
     def explained() -> bool:
@@ -243,7 +242,8 @@ def test_what_admission_plug_ins_refuse_is_told(cluster: KubeCluster, namespace:
 def test_a_job_that_finds_no_node_gives_up_in_time_and_holds_no_gpus(
     cluster: KubeCluster, namespace: str, leader: OperatorProcess
 ) -> None:
-    groups = with_trainer(gpu={"product": "NVIDIA-H100-PCIe", "perPod": 1})
+    # The rollout finds its node, and must leave it.
+    groups = [GROUPS[0] | {"gpu": {"product": "NVIDIA-H100-PCIe", "perPod": 1}}, GROUPS[1]]
     document = manifest(namespace, groups, failurePolicy={"startTimeoutSeconds": 30})
     cluster.apply(document, namespace=namespace)
     assert wait_end(cluster, namespace, 600).startswith("Unschedulable: pod tiny-a100-0-0-")
@@ -253,10 +253,9 @@ def test_a_job_that_finds_no_node_gives_up_in_time_and_holds_no_gpus(
 def test_running_out_of_memory_fails_the_job_with_its_name(
     cluster: KubeCluster, namespace: str, leader: OperatorProcess
 ) -> None:
-    groups = with_trainer(
-        podTemplate=container(resources={kind: {"memory": "64Mi"} for kind in ("requests", "limits")})
-    )
-    document = manifest(namespace, groups, failurePolicy={"maxRestarts": 0})
+    memory = {kind: {"memory": "64Mi"} for kind in ("requests", "limits")}
+    more = {"podTemplate": container(resources=memory)}
+    document = trainer_alone(namespace, more, failurePolicy={"maxRestarts": 0})
     cluster.apply(document, namespace=namespace)
     end = wait_end(cluster, namespace, 600)
     assert end.startswith("OOMKilled: pod tiny-a100-0-0-"), end
@@ -266,7 +265,7 @@ def test_a_missing_model_fails_the_job_with_the_coordinators_sentence(
     cluster: KubeCluster, namespace: str, leader: OperatorProcess
 ) -> None:
     models = {"actor": {"source": {"path": "/models/nothing"}}, "tokenizer": {"path": "/models/nothing"}}
-    cluster.apply(manifest(namespace, models=models), namespace=namespace)
+    cluster.apply(trainer_alone(namespace, {}, models=models), namespace=namespace)
     end = wait_end(cluster, namespace, 600)
     assert end.startswith("CoordinatorFailed: pod tiny-coordinator-0-0-"), end
     assert "/models/nothing" in end

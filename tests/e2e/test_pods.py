@@ -1,4 +1,8 @@
-"""A job in the pods that the operator renders, run as processes with the pods' own commands and environment."""
+"""A job in the pods that the operator renders, run as processes with the pods' own commands and environment.
+
+Where clusters can run, this is a test of `make test-nightly`, and tests/cluster has the same on real kubelets in every
+run: test_faults.py a deleted and a killed trainer's pod, a drained rollout, and that nothing else restarts;
+test_kueue.py a surplus rollout that joins and is retired. A pod of two ranks is in tests/nullgpu."""
 
 from __future__ import annotations
 
@@ -13,10 +17,13 @@ from dovetail.manifest.resolve import resolve
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.context import RenderContext
 from dovetail.planner.make_plan import make_plan
+from helpers.cluster import unsupported
 from helpers.fake_kubelet import FakeKubelet
 from helpers.jobs import MANIFEST, events, history, paced_reward, set_pace, summary
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+if unsupported() is None:
+    pytestmark.append(pytest.mark.nightly)
 SECONDS = 1200.0
 ITERATIONS = 5
 # An iteration takes a second, a server far longer to start: one is held until the servers that come later are there.
