@@ -6,7 +6,7 @@ import os
 import shlex
 from keyword import iskeyword
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import click
 
@@ -15,11 +15,8 @@ from dovetail.cli.common.require_extras import require
 from dovetail.local.one_line import kubernetes_name
 from dovetail.local.starter import Method, starter
 from dovetail.manifest.checks.hub_names import hub_problem
-from dovetail.manifest.fixed_names import PARQUET
+from dovetail.manifest.fixed_names import PARQUET, DataKind
 from dovetail.supervision.errors import RunError, UsageError
-
-if TYPE_CHECKING:
-    from dovetail.coordinator.data.records import Kind
 
 
 def job_name(folder: Path) -> str:
@@ -37,7 +34,12 @@ def first_record(method: Method, data: Path) -> tuple[list[str], bool]:
     from dovetail.coordinator.data.text.chat_template import HumanAssistant, NoTools
     from dovetail.local.data_look import rows_of
 
-    kinds: dict[str, Kind] = {"sft": "demonstrations", "ppo": "preferences", "grpo": "prompts", "dpo": "preferences"}
+    kinds: dict[str, DataKind] = {
+        "sft": "demonstrations",
+        "ppo": "preferences",
+        "grpo": "prompts",
+        "dpo": "preferences",
+    }
     try:
         files = source_files(data, "--data")
         if files[0].name.endswith(PARQUET):

@@ -15,13 +15,14 @@ from dovetail.cli.common.plan_inputs import configurations, hardware, inventory,
 from dovetail.cli.common.plan_tables import plan_tables
 from dovetail.cli.common.prediction_tables import pod_memory_table, prediction_tables
 from dovetail.cli.job_arguments import load_job, manifest_argument, new_file, read_job, set_option
+from dovetail.manifest.starting_models import owner
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage
 from dovetail.planner.hardware.gpus import GPU
 from dovetail.planner.inventory import Inventory
 from dovetail.planner.placement.on_cpus import mismatch
 from dovetail.planner.placement.on_gpus import place
 from dovetail.planner.placement.placed import Chosen, Infeasible
-from dovetail.planner.placement.planned_job import ConfigError, PlannedJob, needed, owner
+from dovetail.planner.placement.planned_job import ConfigError, PlannedJob, needed
 from dovetail.planner.placement.recommend import Unknown, cheapest, fragment, recommend
 from dovetail.protocol.plan import Plan
 from dovetail.supervision.errors import UsageError

@@ -13,12 +13,12 @@ import numpy as np
 from dovetail.coordinator.data import jsonl
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import EMPTY, FORMATS, convert, detect, is_dialogue, unused_fields
-from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, Preference, Record, equal_pairs
+from dovetail.coordinator.data.records import Demonstration, Labelled, Preference, Record, equal_pairs
 from dovetail.coordinator.data.sources import hub_table, source_files
 from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, WithSystem, chat_format
 from dovetail.coordinator.data.text.conversations import table_row, tools_of
 from dovetail.coordinator.data.text.tokenize import Encoder
-from dovetail.manifest.fixed_names import PARQUET
+from dovetail.manifest.fixed_names import PARQUET, DataKind
 from dovetail.manifest.types import DataSource
 
 # Records in which fields are looked for that nothing reads.
@@ -48,7 +48,7 @@ class DataLook:
 
     files: Sequence[Path]
     format: str
-    kind: Kind
+    kind: DataKind
     records: int
     errors: int
     first_error: str | None
@@ -76,7 +76,7 @@ class _PartCounts:
 def look(
     path: Path,
     where: str,
-    kind: Kind | None = None,
+    kind: DataKind | None = None,
     fmt: str = "Auto",
     encoder: Encoder | None = None,
     chat: ChatFormat | None = None,
@@ -95,7 +95,7 @@ def look(
 def look_at_hub(
     source: DataSource,
     where: str,
-    kind: Kind | None = None,
+    kind: DataKind | None = None,
     encoder: Encoder | None = None,
     chat: ChatFormat | None = None,
     cache: Path | None = None,
@@ -112,7 +112,7 @@ def look_at_hub(
 
 
 def _read(
-    rows: Iterable[tuple[str, Any]], kind: Kind | None, fmt: str, encoder: Encoder | None, chat: ChatFormat | None
+    rows: Iterable[tuple[str, Any]], kind: DataKind | None, fmt: str, encoder: Encoder | None, chat: ChatFormat | None
 ) -> _Reading:
     found = _Reading(kind, fmt, chat or chat_format(None if encoder is None else encoder.tokenizer), encoder)
     for place, row in rows:
@@ -123,7 +123,7 @@ def _read(
 class _Reading:
     """Reads rows one by one and keeps the facts about them."""
 
-    def __init__(self, kind: Kind | None, fmt: str, chat: ChatFormat, encoder: Encoder | None) -> None:
+    def __init__(self, kind: DataKind | None, fmt: str, chat: ChatFormat, encoder: Encoder | None) -> None:
         self.kind, self.format, self.chat, self._encoder = kind, fmt, chat, encoder
         self.records = self.errors = 0
         self.first_error: str | None = None
@@ -215,7 +215,7 @@ class _Reading:
         )
 
 
-def kind_of(row: Any, fmt: str, chat: ChatFormat, where: str) -> Kind:
+def kind_of(row: Any, fmt: str, chat: ChatFormat, where: str) -> DataKind:
     """The kind that a record looks like: preferences, demonstrations, or else prompts. Raises DataError if it is none
     of them."""
     if FORMATS[fmt].judged:

@@ -12,7 +12,7 @@ from dovetail.coordinator.data.collection import needed
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.downloads.hub import Hub, read_json
 from dovetail.coordinator.data.prepare import Prepared, given_tokenizer, model_sources, prepare
-from dovetail.coordinator.data.records import Kind, equal_pairs
+from dovetail.coordinator.data.records import equal_pairs
 from dovetail.coordinator.data.sources import with_system
 from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.coordinator.data.text.chat_template import chat_format
@@ -25,6 +25,7 @@ from dovetail.gpus.nvidia_driver import Device, driver_devices
 from dovetail.local.data_look import DataLook, look, look_at_hub
 from dovetail.local.doctor.finding import Finding
 from dovetail.local.one_line import product_label
+from dovetail.manifest.fixed_names import DataKind
 from dovetail.manifest.types import DataSource, RLHFJob, RLHFJobSpec, Stage
 from dovetail.protocol.plan import Plan
 from dovetail.supervision.processes import gpu_slots
@@ -114,7 +115,7 @@ def _on_claims(spec: RLHFJobSpec) -> list[str]:
     return found + [f"{field}.pvc" for _, field, source in _sources(spec) if source.pvc is not None]
 
 
-def _sources(spec: RLHFJobSpec) -> Iterator[tuple[Kind, str, DataSource]]:
+def _sources(spec: RLHFJobSpec) -> Iterator[tuple[DataKind, str, DataSource]]:
     kinds = needed(spec)
     for kind in kinds:
         for i, source in enumerate(getattr(spec.data, kind)):
@@ -154,7 +155,7 @@ def _context(spec: RLHFJobSpec, folder: Path) -> Finding | None:
 
 
 def _data_found(
-    kind: Kind, field: str, source: DataSource, folder: Path, cache: Path, encoder: Encoder | None, tokenizer: Any
+    kind: DataKind, field: str, source: DataSource, folder: Path, cache: Path, encoder: Encoder | None, tokenizer: Any
 ) -> Finding:
     """Check the data sets. `cache`: the folder in which `prepare` looks for a hub's data sets, so that each is
     downloaded once."""

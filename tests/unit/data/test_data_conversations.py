@@ -10,10 +10,11 @@ import pytest
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import convert, detect
-from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, LaterTurn, Preference, Prompt
+from dovetail.coordinator.data.records import Demonstration, Labelled, LaterTurn, Preference, Prompt
 from dovetail.coordinator.data.sources import load, with_system
 from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, Template
 from dovetail.coordinator.data.text.conversations import conversation
+from dovetail.manifest.fixed_names import DataKind
 from dovetail.manifest.types import DataSource
 
 END = "<|im_end|>"
@@ -50,7 +51,7 @@ LONG = [say("user", "Hi"), say("assistant", "Hello!"), say("user", "Sum?"), say(
 CHATML, THINKS, PLAIN = Template(ChatML()), Template(ChatML(thinks=True)), HumanAssistant()
 
 
-def read(row: dict[str, Any], kind: Kind = "demonstrations", chat: ChatFormat = CHATML) -> Any:
+def read(row: dict[str, Any], kind: DataKind = "demonstrations", chat: ChatFormat = CHATML) -> Any:
     return convert(row, detect(row, "f:1"), kind, chat, "f:1")
 
 
@@ -187,7 +188,7 @@ class Refuses(ChatML):
 
 
 @pytest.mark.parametrize("kind", ["demonstrations", "prompts"])
-def test_what_a_template_refuses_is_named_with_its_line(kind: Kind) -> None:
+def test_what_a_template_refuses_is_named_with_its_line(kind: DataKind) -> None:
     system = [say("system", "Be brief."), *LONG]
     said = "f:1: the tokenizer's chat template refuses the conversation: System role not supported"
     with pytest.raises(DataError) as error:

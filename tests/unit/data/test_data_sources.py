@@ -17,9 +17,10 @@ from pyarrow import parquet
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import convert, detect
 from dovetail.coordinator.data.prepare import given_prompt
-from dovetail.coordinator.data.records import Demonstration, Kind, Preference, Prompt, Records
+from dovetail.coordinator.data.records import Demonstration, Preference, Prompt, Records
 from dovetail.coordinator.data.sources import load
 from dovetail.coordinator.data.text.chat_template import HumanAssistant, Template
+from dovetail.manifest.fixed_names import DataKind
 from dovetail.manifest.types import DataSource
 
 HH_NAME = "hh-rlhf-harmless-base-test.jsonl.gz"
@@ -36,7 +37,7 @@ def write(folder: Path, *rows: Any, name: str = "data.jsonl") -> Path:
     return path
 
 
-def read(path: Path, kind: Kind, chat: Any = None, **options: Any) -> Records[Any]:
+def read(path: Path, kind: DataKind, chat: Any = None, **options: Any) -> Records[Any]:
     source = DataSource.model_validate({"path": path.name, **options})
     return load(
         source,
@@ -213,7 +214,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
     assert read(path, "prompts")[0].prompt == "newer"
 
 
-BAD_LINES: list[tuple[Any, Kind, str]] = [
+BAD_LINES: list[tuple[Any, DataKind, str]] = [
     ("{'a'}", "prompts", "not valid JSON (Expecting property name enclosed in double quotes at column 2)"),
     ("[1]", "prompts", "each line must be an object"),
     ({"prompt": 3}, "prompts", "field 'prompt' must be a string, not a number"),
@@ -225,7 +226,7 @@ BAD_LINES: list[tuple[Any, Kind, str]] = [
 
 
 @pytest.mark.parametrize(("row", "kind", "message"), BAD_LINES)
-def test_a_bad_line_is_named(tmp_path: Path, row: Any, kind: Kind, message: str) -> None:
+def test_a_bad_line_is_named(tmp_path: Path, row: Any, kind: DataKind, message: str) -> None:
     good = {"prompt": "x", "response": "y"}
     path = write(tmp_path, good, good, row)
     with pytest.raises(DataError) as error:

@@ -12,10 +12,11 @@ from click.testing import CliRunner
 from dovetail.cli.main import cli
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import convert, detect
-from dovetail.coordinator.data.records import Demonstration, Kind, Preference, Prompt
+from dovetail.coordinator.data.records import Demonstration, Preference, Prompt
 from dovetail.coordinator.data.sources import load, with_system
 from dovetail.coordinator.data.text import tokenizer
 from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, Template
+from dovetail.manifest.fixed_names import DataKind
 from dovetail.manifest.types import DataSource
 from helpers.model_folder import save_model_folder
 
@@ -53,7 +54,7 @@ def chat() -> ChatFormat:
     return Template(with_template(TEMPLATE))
 
 
-def read(row: dict[str, Any], chat: ChatFormat, kind: Kind = "demonstrations") -> Any:
+def read(row: dict[str, Any], chat: ChatFormat, kind: DataKind = "demonstrations") -> Any:
     return convert(row, detect(row, "f:1"), kind, chat, "f:1")
 
 

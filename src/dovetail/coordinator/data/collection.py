@@ -11,9 +11,10 @@ from typing import Any, Generic, TypeVar, cast
 from dovetail.coordinator.data.blend import Blend, Indices, hold_out, split
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.fingerprints import Fingerprint, compare, fingerprint
-from dovetail.coordinator.data.records import STAGE_OF, Demonstration, Judged, Kind, Labelled, Prompt, Records
+from dovetail.coordinator.data.records import STAGE_OF, Demonstration, Judged, Labelled, Prompt, Records
 from dovetail.coordinator.data.sources import Rows, identity, load
 from dovetail.coordinator.data.text.chat_template import ChatFormat
+from dovetail.manifest.fixed_names import DataKind
 from dovetail.manifest.types import RLHFJobSpec, Stage
 
 R = TypeVar("R")
@@ -117,11 +118,11 @@ def _names(sources: Sequence[Records[Prompt]]) -> frozenset[str]:
     return frozenset().union(*(each.fields for each in sources if isinstance(each, Rows)))
 
 
-def needed(spec: RLHFJobSpec) -> list[Kind]:
+def needed(spec: RLHFJobSpec) -> list[DataKind]:
     """The lists that the job's stages read: demonstrations for SFT and ptx, preferences for the reward model and DPO,
     and prompts for PPO."""
     stages = set(spec.stages)
-    kinds: list[Kind] = []
+    kinds: list[DataKind] = []
     if Stage.SFT in stages or (Stage.PPO in stages and spec.ppo.ptx_coef > 0):
         kinds.append("demonstrations")
     if {Stage.REWARD, Stage.DPO} & stages:
@@ -144,7 +145,7 @@ def collect(
     A data set that only one list names is used completely. A data set that several lists name is split between their
     stages without overlap, in proportion to `spec.data.split`. Only stages that run count."""
     kinds = needed(spec)
-    users: dict[str, set[Kind]] = {}
+    users: dict[str, set[DataKind]] = {}
     prints: dict[str, Fingerprint] = {}
     for kind in kinds:
         sources = getattr(spec.data, kind)
@@ -153,7 +154,7 @@ def collect(
         for i, source in enumerate(sources):
             users.setdefault(identity(source, kind, i, base_dir), set()).add(kind)
 
-    def stage_data(kind: Kind) -> StageData[Any] | None:
+    def stage_data(kind: DataKind) -> StageData[Any] | None:
         if kind not in kinds:
             return None
         parts: list[SourcePart[Any]] = []
@@ -229,7 +230,7 @@ def _label(identity_key: str) -> str:
     return identity_key.rsplit("/", 1)[-1] if identity_key.startswith('["path"') else identity_key
 
 
-def _reader(kind: Kind, spec: RLHFJobSpec) -> str:
+def _reader(kind: DataKind, spec: RLHFJobSpec) -> str:
     if kind == "demonstrations" and Stage.SFT not in spec.stages:
         return "ppo (ptxCoef > 0)"
     if kind == "preferences" and Stage.DPO in spec.stages:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.plain_fields import plain_fields
-from dovetail.coordinator.data.records import Demonstration, Kind, Labelled, LaterTurn, Preference, Prompt, Record
+from dovetail.coordinator.data.records import Demonstration, Labelled, LaterTurn, Preference, Prompt, Record
 from dovetail.coordinator.data.row_format import Row, RowFormat
 from dovetail.coordinator.data.text.chat_template import (
     ASSISTANT,
@@ -19,6 +19,7 @@ from dovetail.coordinator.data.text.chat_template import (
     WithSystem,
 )
 from dovetail.coordinator.data.text.conversations import Conversation, conversation, demonstration, tools_of, type_name
+from dovetail.manifest.fixed_names import DataKind
 
 PROMPT_FIELDS = ("prompt", "instruction", "question", "query", "problem")
 RESPONSE_FIELDS = ("response", "completion", "output", "answer", "solution")
@@ -28,7 +29,7 @@ EMPTY: tuple[Any, ...] = (None, "", [], {})
 _PARTS = (Demonstration, LaterTurn, Preference, Labelled, Prompt)
 
 
-def detect(row: Row, where: str, kind: Kind | None = None) -> str:
+def detect(row: Row, where: str, kind: DataKind | None = None) -> str:
     """The name of a row's format, from its fields. `kind`: what a stage reads the row as, if it is known. For
     preferences, formats that judge replies come first, because a row may have a whole dialogue beside its pair. Raises
     DataError if no format fits."""
@@ -43,7 +44,7 @@ def detect(row: Row, where: str, kind: Kind | None = None) -> str:
     )
 
 
-def convert(row: Row, fmt: str, kind: Kind, chat: ChatFormat, where: str) -> Record:
+def convert(row: Row, fmt: str, kind: DataKind, chat: ChatFormat, where: str) -> Record:
     """The record of `kind` in the row. Raises DataError whose message begins with `where`: the file and line, or the
     data set and row."""
     chosen = FORMATS[fmt]
@@ -106,7 +107,7 @@ def _check_characters(text: str, where: str) -> None:
         ) from None
 
 
-def unused_fields(row: Row, fmt: str, kind: Kind, chat: ChatFormat, where: str) -> set[str]:
+def unused_fields(row: Row, fmt: str, kind: DataKind, chat: ChatFormat, where: str) -> set[str]:
     """The fields that hold something and of which nothing is in the record that `convert` makes of the row. Raises
     DataError as `convert` does."""
     record = convert(row, fmt, kind, chat, where)
@@ -125,7 +126,7 @@ def is_dialogue(row: Row) -> bool:
     return any(isinstance(row.get(name), list) for name in (*MESSAGE_FIELDS, *PROMPT_FIELDS, "chosen"))
 
 
-def _prompt_response(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
+def _prompt_response(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> Record:
     name = _need(row, PROMPT_FIELDS, where)
     if isinstance(row[name], list):
         return _prompt_messages(row, name, kind, chat, where)
@@ -146,7 +147,7 @@ def _prompt_text(row: Row, name: str, where: str) -> str:
     return prompt
 
 
-def _prompt_messages(row: Row, name: str, kind: Kind, chat: ChatFormat, where: str) -> Record:
+def _prompt_messages(row: Row, name: str, kind: DataKind, chat: ChatFormat, where: str) -> Record:
     """A prompt that is a list of messages. The response is a text, or the messages that follow. Only the response is
     learnt."""
     given = conversation(row[name], name, where)
@@ -160,7 +161,7 @@ def _prompt_messages(row: Row, name: str, kind: Kind, chat: ChatFormat, where: s
     return demonstration(given.unlearnt() + replies, answer, chat, where)
 
 
-def _labelled(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
+def _labelled(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> Record:
     label = row.get("label")
     if kind == "demonstrations" and label is False:
         raise DataError(f"{where}: field 'label' is false, so SFT must not learn this response; remove the record")
@@ -183,7 +184,7 @@ def _label(row: Row, where: str) -> bool:
     return label
 
 
-def _text(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
+def _text(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> Record:
     text = _filled(_string(row, _need(row, ("text",), where), where), "text", where)
     if kind == "prompts":
         return Prompt(text, _others(row, "text"))
@@ -192,7 +193,7 @@ def _text(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
     return Demonstration(text[:cut], text[cut:])
 
 
-def _messages(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
+def _messages(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> Record:
     name = _need(row, MESSAGE_FIELDS, where)
     dialogue = conversation(row[name], name, where)
     if kind == "prompts":
@@ -210,7 +211,7 @@ def _asked(dialogue: Conversation, name: str, where: str) -> list[Message]:
     return messages
 
 
-def _chosen_rejected(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
+def _chosen_rejected(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> Record:
     for name in ("chosen", "rejected"):
         if name not in row:
             raise DataError(f"{where}: field {name!r} is missing; the record has {_has(row)}")
@@ -259,7 +260,7 @@ def _is_hh(row: Row) -> bool:
     return "prompt" not in row and all(isinstance(text, str) and ASSISTANT in text for text in texts)
 
 
-def _read_hh(row: Row, kind: Kind, chat: ChatFormat, where: str) -> Record:
+def _read_hh(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> Record:
     return _from_pair(kind, *_hh(row, where))
 
 
@@ -282,7 +283,7 @@ def _common(a: str, b: str) -> str:
     return a[:end]
 
 
-def _from_pair(kind: Kind, prompt: str, chosen: str, rejected: str, fields: dict[str, Any] | None = None) -> Record:
+def _from_pair(kind: DataKind, prompt: str, chosen: str, rejected: str, fields: dict[str, Any] | None = None) -> Record:
     if kind == "preferences":
         return Preference(prompt, chosen, rejected)
     return Demonstration(prompt, chosen) if kind == "demonstrations" else Prompt(prompt, fields or {})

@@ -9,8 +9,7 @@ from typing import Any, Protocol, TypeVar
 from dovetail.manifest.fixed_names import DataKind
 from dovetail.manifest.types import Stage
 
-Kind = DataKind
-STAGE_OF: dict[Kind, Stage] = {
+STAGE_OF: dict[DataKind, Stage] = {
     "demonstrations": Stage.SFT,
     "preferences": Stage.REWARD,
     "prompts": Stage.PPO,

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dovetail.coordinator.data.records import Kind, Record
+from dovetail.coordinator.data.records import Record
 from dovetail.coordinator.data.text.chat_template import ChatFormat
+from dovetail.manifest.fixed_names import DataKind
 
 Row = Mapping[str, Any]
 
@@ -20,5 +21,5 @@ class RowFormat:
 
     name: str
     fits: Callable[[Row], bool]
-    read: Callable[[Row, Kind, ChatFormat, str], Record]
+    read: Callable[[Row, DataKind, ChatFormat, str], Record]
     judged: bool = False

@@ -12,10 +12,10 @@ from typing import Any, cast
 from dovetail.coordinator.data import jsonl, synthetic
 from dovetail.coordinator.data.data_error import DataError, causes
 from dovetail.coordinator.data.formats import convert, detect
-from dovetail.coordinator.data.records import ByIndex, Demonstration, Kind, Preference, Prompt, Record, Records
+from dovetail.coordinator.data.records import ByIndex, Demonstration, Preference, Prompt, Record, Records
 from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, WithSystem
 from dovetail.coordinator.data.text.conversations import table_row
-from dovetail.manifest.fixed_names import DATA_SUFFIXES, PARQUET
+from dovetail.manifest.fixed_names import DATA_SUFFIXES, PARQUET, DataKind
 from dovetail.manifest.types import DataSource
 
 # The version of the checks of JSON lines. Increase it when the checks change, so that lines are checked again.
@@ -31,7 +31,7 @@ class Rows:
     row: Callable[[Any], dict[str, Any]]
     where: Callable[[int], str]
     format: str
-    kind: Kind
+    kind: DataKind
     chat: ChatFormat
     fields: frozenset[str] = frozenset()
 
@@ -42,7 +42,7 @@ class Rows:
         return convert(self.row(self.table[index]), self.format, self.kind, self.chat, self.where(index))
 
 
-def identity(source: DataSource, kind: Kind, position: int, base_dir: Path) -> str:
+def identity(source: DataSource, kind: DataKind, position: int, base_dir: Path) -> str:
     """A value that is equal for two sources with the same records, which the stages must then share. Two synthetic
     sources are never equal, because each list and each entry has its own records."""
     if source.hugging_face:
@@ -54,7 +54,7 @@ def identity(source: DataSource, kind: Kind, position: int, base_dir: Path) -> s
 
 def load(
     source: DataSource,
-    kind: Kind,
+    kind: DataKind,
     *,
     field: str,
     base_dir: Path,
@@ -82,7 +82,7 @@ def with_system(chat: ChatFormat, source: DataSource) -> ChatFormat:
     return chat if source.system_prompt is None else WithSystem(chat, source.system_prompt)
 
 
-def _synthetic(kind: Kind, size: int, seed: int, field: str) -> Records[Record]:
+def _synthetic(kind: DataKind, size: int, seed: int, field: str) -> Records[Record]:
     key = f"{seed}/{field}"
 
     def demonstration(i: int) -> Record:
@@ -117,7 +117,9 @@ def source_files(path: Path, field: str) -> list[Path]:
     return files
 
 
-def _path(source: DataSource, path: Path, kind: Kind, field: str, cache_dir: Path, chat: ChatFormat) -> Records[Record]:
+def _path(
+    source: DataSource, path: Path, kind: DataKind, field: str, cache_dir: Path, chat: ChatFormat
+) -> Records[Record]:
     files = source_files(path, field)
     if files[0].name.endswith(PARQUET):
         return _parquet(source, files, kind, cache_dir, chat)
@@ -173,7 +175,9 @@ def _numbered(files: Sequence[Path]) -> Iterator[tuple[int, int, str]]:
             raise DataError(f"{file}: the file is empty; every line should hold one JSON record")
 
 
-def _parquet(source: DataSource, files: list[Path], kind: Kind, cache_dir: Path, chat: ChatFormat) -> Records[Record]:
+def _parquet(
+    source: DataSource, files: list[Path], kind: DataKind, cache_dir: Path, chat: ChatFormat
+) -> Records[Record]:
     import datasets
 
     with _quiet():
@@ -204,12 +208,12 @@ def hub_table(source: DataSource, field: str, cache_dir: Path | None = None) -> 
         return _raising(load_dataset, f"{field}.huggingFace: {source.hugging_face}")
 
 
-def _hub(source: DataSource, kind: Kind, field: str, cache_dir: Path, chat: ChatFormat) -> Records[Record]:
+def _hub(source: DataSource, kind: DataKind, field: str, cache_dir: Path, chat: ChatFormat) -> Records[Record]:
     table = hub_table(source, field, cache_dir)
     return _table(table, source, f"{source.hugging_face} ({source.split})", kind, chat)
 
 
-def _table(table: Any, source: DataSource, name: str, kind: Kind, chat: ChatFormat) -> Records[Record]:
+def _table(table: Any, source: DataSource, name: str, kind: DataKind, chat: ChatFormat) -> Records[Record]:
     if not len(table):
         raise DataError(f"{name}: the data set is empty")
     fmt = detect(table[0], f"{name}: record 1", kind) if source.format == "Auto" else source.format

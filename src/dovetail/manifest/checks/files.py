@@ -14,10 +14,9 @@ from dovetail.manifest.checks.scratch import SIZES, cpu_head_error, is_count
 from dovetail.manifest.fixed_names import DATA_SUFFIXES
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import problem, replay_error
+from dovetail.manifest.starting_models import TRAINED, owner
 from dovetail.manifest.types import ModelSource, RLHFJobSpec, Role, Stage
 
-# Whose source a trained model comes from: the first that has one.
-_OWNERS = {"actor": ("actor",), "reward": ("reward", "actor"), "critic": ("critic", "reward", "actor")}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
@@ -35,10 +34,10 @@ def layer_counts(spec: RLHFJobSpec, base_dir: Path) -> dict[str, int]:
 
     A critic without a source is made from the reward model, or from the actor. A reward model without a source is made
     from the actor."""
-    own = {name: _layers(getattr(spec.models, name).source, base_dir) for name in ("actor", "critic", "reward")}
+    own = {name: _layers(getattr(spec.models, name).source, base_dir) for name in TRAINED}
     found = {}
-    for name, candidates in _OWNERS.items():
-        first = next((c for c in candidates if getattr(spec.models, c).source is not None), None)
+    for name in TRAINED:
+        first = owner(spec, name)
         if first is not None and (count := own[first]) is not None:
             found[name] = count
     return found
@@ -133,7 +132,8 @@ def _models(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
 
 def _family_name(spec: RLHFJobSpec, name: str, base: Path) -> Any:
     """`model_type` of a trained model; None if the manifest's own folders and configurations do not say."""
-    source = next((s for m in _OWNERS[name] if (s := getattr(spec.models, m).source) is not None), None)
+    first = owner(spec, name)
+    source = None if first is None else getattr(spec.models, first).source
     if source is not None and source.scratch is not None:
         return source.scratch.architecture
     if source is not None and source.path is not None:
@@ -157,7 +157,7 @@ def _heads(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
 
 def _experts(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
     """Problems with settings for models with experts, in jobs whose model has none."""
-    for name in _OWNERS:
+    for name in TRAINED:
         family = MODEL_FAMILIES.get(_family_name(spec, name, base))
         if getattr(spec.models, name).router_aux_loss_coef and family is not None and family.experts is None:
             yield (

@@ -11,6 +11,7 @@ from dovetail.manifest.checks.batching import BatchRule, batch_rules, longest_sa
 from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.sizes import pod_count
+from dovetail.manifest.starting_models import owner
 from dovetail.manifest.types import Dtype, Group, ModelSource, Parallelism, RLHFJobSpec, Role, Stage
 from dovetail.planner import candidate
 from dovetail.planner.candidate import Share, Task
@@ -22,14 +23,6 @@ from dovetail.planner.shape import ModelShape, ShapeError
 from dovetail.planner.workload import Lengths, Workload
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.messages import Head
-
-# For each model, the models whose source it may start from, in order.
-_FROM = {
-    "actor": ("actor",),
-    "reference": ("reference", "actor"),
-    "reward": ("reward", "actor"),
-    "critic": ("critic", "reward", "actor"),
-}
 
 
 class ConfigError(ValueError):
@@ -243,11 +236,6 @@ class PlannedJob:
 def sequences(stage: Stage) -> int:
     """The sequences of one sample. A preference has two."""
     return 2 if stage.has_pairs else 1
-
-
-def owner(spec: RLHFJobSpec, model: str) -> str | None:
-    """The model whose source `model` starts from. None if none of them has a source."""
-    return next((name for name in _FROM[model] if getattr(spec.models, name).source is not None), None)
 
 
 def needed(spec: RLHFJobSpec, model: str) -> bool:
