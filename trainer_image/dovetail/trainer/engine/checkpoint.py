@@ -8,6 +8,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from dovetail.trainer.files.storage import causes, write_together
 
 STATE = "state.json"
 _LIST = ".metadata"
+# A rank with a GPU writes so many files at once, if it has the cores: copies, packing and the disk then overlap.
+_FILES = 4
 _FORMAT = 1
 
 
@@ -40,18 +44,22 @@ def save(engine: EngineState, path: Path, run: str = "") -> None:
 
     from dovetail.trainer.files.shards import digest
 
+    files = min(_FILES, os.cpu_count() or 1) if engine.groups.device.type == "cuda" else 1
+
     def write(folder: Path) -> tuple[str, dict[str, int], dict[str, str]]:
         tensors = _tensors(engine, saving=True)
         with peer_errors("writing a checkpoint"):
             # The writer flushes its files to the disk (sync_files).
             dcp.save(
                 tensors,
-                storage_writer=dcp.FileSystemWriter(folder),
+                storage_writer=dcp.FileSystemWriter(folder, thread_count=files),
                 process_group=engine.groups.control,
                 no_dist=engine.groups.world_size == 1,
             )
         # These are the names that the writer gives to a rank's files.
-        mine = {file.name: digest(file) for file in folder.glob(f"__{engine.groups.rank}_*")}
+        written = sorted(folder.glob(f"__{engine.groups.rank}_*"))
+        with ThreadPoolExecutor(files) as pool:
+            mine = {file.name: found for file, found in zip(written, pool.map(digest, written), strict=True)}
         return _rng(engine), {name: model.optimizer.steps for name, model in engine.models.items()}, mine
 
     def finish(folder: Path, ranks: list[tuple[str, dict[str, int], dict[str, str]]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from dovetail.models.transfer import checksum
 from dovetail.trainer.files.safe_metadata import SafeReader
 
 _CHUNK = 16 * 2**20
+# Of files that are verified at once.
+_THREADS = 4
 
 
 class Damaged(RuntimeError):
@@ -69,6 +72,7 @@ class CheckedReader(SafeReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         data: dict[Any, Any] = self.storage_data
-        for name in sorted({data[item.storage_index].relative_path for item in plan.items}):
-            verify(self._folder, name, self._expected)
+        names = sorted({data[item.storage_index].relative_path for item in plan.items})
+        with ThreadPoolExecutor(_THREADS) as pool:
+            list(pool.map(lambda name: verify(self._folder, name, self._expected), names))
         return super().read_data(plan, planner)
