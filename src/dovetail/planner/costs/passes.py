@@ -24,7 +24,8 @@ from dovetail.protocol.messages import Head
 PREFILLED = 16
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)
 # Assumed, and the same for all GPUs and models: the fractions of the peaks that are reached. MATRIX is of F in large
-# matrix products, MEMORY of W while weights and KV cache are read, and LINK of a link's bandwidth.
+# matrix products, MEMORY of W while weights and KV cache are read, and LINK of a link's bandwidth. With the first two,
+# training steps on an H200 were predicted within 8 % (docs/performance.md).
 MATRIX = 0.5
 MEMORY = 0.65
 LINK = 0.8
@@ -34,7 +35,7 @@ COLLECTIVE_SECONDS = 15e-6
 # The host's work, for which the GPU waits if a model is small. STEP_SECONDS is the least time of a step of vLLM
 # (scheduling, inputs, sampling, output). LAUNCH_SECONDS is the time of each kernel that PyTorch launches, and LAUNCHES
 # their number for a block in a forward pass. The launches are counted
-# (tests/unit/planner/test_planner_launches.py). Both times are assumed, because nothing was measured on a GPU.
+# (tests/unit/planner/test_planner_launches.py). Both times are assumed.
 STEP_SECONDS = 2.5e-3
 LAUNCH_SECONDS = 5e-6
 LAUNCHES = 36
