@@ -50,10 +50,14 @@ def gradients(stage: PipelineStage, lengths: tuple[int, ...]) -> dict[str, Tenso
 
 @pytest.mark.slow
 def test_a_compiled_stage_has_the_same_gradients(stages: tuple[PipelineStage, PipelineStage]) -> None:
-    """And compiles no more for other lengths, or another layer."""
+    """And compiles nothing twice, and no more for other lengths, or another layer."""
+    from torch._dynamo.utils import counters
+
     plain, compiled = stages
     assert list(dict(plain.named_parameters())) == list(dict(compiled.named_parameters()))
+    counters["aot_autograd"].clear()
     torch.testing.assert_close(gradients(compiled, (5, 9)), gradients(plain, (5, 9)))
+    assert counters["aot_autograd"]["total"] == counters["aot_autograd"]["ok"] == 4, "a graph was compiled in vain"
     with torch._dynamo.config.patch(error_on_recompile=True):
         for lengths in ((7, 3, 4), (11,), (6, 6)):
             torch.testing.assert_close(gradients(compiled, lengths), gradients(plain, lengths))
