@@ -6,6 +6,8 @@ sums are in float32, and their order does not depend on timing, so the same logi
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -127,7 +129,9 @@ def row_sums(
     `entropy` also `mean`, the sum of exp(y - top) (y - top), which is 0 otherwise. `logits` (n, V): float16, bfloat16
     or float32, contiguous rows."""
     count, columns = logits.shape
-    if count:
+    if count == 0:
+        return
+    with _on(logits):
         _row_sums_kernel[(count,)](
             logits,
             logits.stride(0),
@@ -149,7 +153,9 @@ def values_at(
 ) -> None:
     """Write y at the row and column of each of m tokens. `rows` and `place`: (m,) int64, inside of `logits` (n, V).
     `out`: (m,) float32."""
-    if len(rows):
+    if len(rows) == 0:
+        return
+    with _on(logits):
         _values_kernel[(triton.cdiv(len(rows), _TOKENS),)](
             logits,
             logits.stride(0),
@@ -181,7 +187,9 @@ def gradient_in_place(
     which may lie outside. g and u: `of_logprob` and `of_entropy`, (n,) each, divided by the temperature. `entropy`
     (n,): H. Without it the term of u is left out. All but `place` are float32 and contiguous."""
     count, columns = logits.shape
-    if count:
+    if count == 0:
+        return
+    with _on(logits):
         _gradient_kernel[(count, triton.cdiv(columns, _BLOCK))](
             logits,
             logits.stride(0),
@@ -198,6 +206,11 @@ def gradient_in_place(
             block=_BLOCK,
             num_warps=8,
         )
+
+
+def _on(tensor: Tensor) -> Any:
+    """A context in which Triton launches on the tensor's GPU. A scorer's stages are on several."""
+    return torch.cuda.device_of(tensor)
 
 
 def runs_on(device: torch.device) -> bool:
