@@ -26,13 +26,15 @@ OWN_CLUSTERS = {"test_getting_started.py", "test_multikueue.py"}
 # Of a run by several workers: the long ones first. The many short ones come last and fill up what is left.
 ORDER = {"cluster": 0, "e2e": 1, "own clusters": 2, "api server": 2, "schedules": 4, "vllm": 5, "unit": 6}
 # Tests that share something slow to begin with, which one worker alone does for all: numba compiles the schedules'
-# kernels, and vLLM is imported.
+# kernels, the examples' placements are searched, and vLLM is imported.
 TOGETHER = {
     "schedules": (
         "pipelines/",
         *("planner/test_activation_limit.py", "planner/test_division.py", "planner/test_placement_dedicated.py"),
         *(
             "planner/test_placement_examples.py",
+            "planner/test_placement_job.py",
+            "planner/test_planner_decisions.py",
             "planner/test_planner_schedules.py",
             "coordinator/test_training_schedule.py",
         ),

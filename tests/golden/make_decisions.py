@@ -14,7 +14,8 @@ import json
 import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.planner.inventory import read
 from dovetail.planner.make_plan import PlanError, make_plan
-from dovetail.planner.placement.placed import Infeasible
+from dovetail.planner.placement.placed import Chosen, Infeasible
 from dovetail.planner.placement.planned_job import PlannedJob
 from dovetail.planner.placement.recommend import recommend
 from dovetail.planner.simulate.profile import StageProfile
@@ -46,6 +47,7 @@ from dovetail.protocol.files.machine_profile import (
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from helpers.example_jobs import EXAMPLES, hub_configs
+from helpers.example_jobs import recommended as on_example
 
 FILE = Path(__file__).parent / "plan-decisions.json"
 PRODUCTS = ("NVIDIA-A100-SXM4-80GB", "NVIDIA-H100-80GB-HBM3", "NVIDIA-B200", "Tesla-V100-SXM2-32GB", "NVIDIA-A10")
@@ -80,7 +82,7 @@ def examples() -> Iterator[tuple[str, Record]]:
         yield path.stem, planned(spec, configs)
         for inventory in sorted((EXAMPLES / "inventories").glob("*.yaml")):
             if Stage.PPO in spec.stages and (path.stem == "rlhf-65b") == (inventory.stem == "a100x128"):
-                yield f"{path.stem} on {inventory.stem}", recommended(spec, inventory.read_text(), configs)
+                yield f"{path.stem} on {inventory.stem}", recommended(partial(on_example, path.stem, inventory.stem))
 
 
 def planned(spec: RLHFJobSpec, configs: Any = None, profile: Profile | None = None) -> Record:
@@ -90,10 +92,10 @@ def planned(spec: RLHFJobSpec, configs: Any = None, profile: Profile | None = No
         return digest(str(error))
 
 
-def recommended(spec: RLHFJobSpec, inventory: str, configs: Any = None, play: bool = False) -> Record:
+def recommended(search: Callable[[], Chosen], play: bool = False) -> Record:
     """`play`: also the iteration event by event, which compiles the search of schedules."""
     try:
-        chosen = recommend(spec, configs or {}, read(yaml.safe_load(inventory)))
+        chosen = search()
     except Infeasible as error:
         return digest(str(error))
     played = []
@@ -206,7 +208,7 @@ def plan_pins(rng: random.Random, groups: list[dict[str, Any]]) -> dict[str, Any
 
 def jobs(count: int, large: int, play: bool) -> Iterator[tuple[str, Record]]:
     """`count` drawn jobs on GPUs and as many on CPUs; of the first `large` also the best on an inventory."""
-    inventory = (EXAMPLES / "inventories" / "a100-v100-a10.yaml").read_text()
+    inventory = read(yaml.safe_load((EXAMPLES / "inventories" / "a100-v100-a10.yaml").read_text()))
     for gpus in (True, False):
         kind = "gpu" if gpus else "cpu"
         for seed in range(count):
@@ -215,7 +217,7 @@ def jobs(count: int, large: int, play: bool) -> Iterator[tuple[str, Record]]:
                 continue
             yield f"{kind} {seed}", planned(spec, profile=None if gpus or seed % 3 == 0 else profile(spec, seed))
             if gpus and seed < large and "ppo" in spec.stages:
-                yield f"{kind} {seed} on unlike GPUs", recommended(spec, inventory, play=play)
+                yield f"{kind} {seed} on unlike GPUs", recommended(partial(recommend, spec, {}, inventory), play)
 
 
 def profile(spec: RLHFJobSpec, seed: int) -> Profile:

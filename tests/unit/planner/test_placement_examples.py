@@ -12,14 +12,12 @@ import pytest
 import yaml
 
 from dovetail.manifest.types import RLHFJob
-from dovetail.planner.inventory import read
 from dovetail.planner.placement.on_gpus import place
 from dovetail.planner.placement.planned_job import PlannedJob
-from dovetail.planner.placement.recommend import recommend
 from dovetail.planner.simulate import training
 from dovetail.planner.simulate.iteration import simulate
 from dovetail.planner.workload import Ints, Lengths
-from helpers.example_jobs import EXAMPLES, hub_configs
+from helpers.example_jobs import EXAMPLES, hub_configs, recommended
 
 ITERATIONS = 6
 
@@ -69,8 +67,7 @@ def test_an_examples_estimate_is_within_3_percent_of_its_simulation(job: str, in
         placed = place(PlannedJob(spec, configs))
         chosen = placed.chosen if placed is not None else None
     else:
-        there = read(yaml.safe_load((EXAMPLES / "inventories" / inventory).read_text()))
-        chosen = recommend(spec, configs, there)
+        chosen = recommended(Path(job).stem, Path(inventory).stem)
     assert chosen is not None
     costs = chosen.costs
     work, rng = costs.work, np.random.default_rng(0)

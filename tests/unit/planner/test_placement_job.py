@@ -1,8 +1,5 @@
 """The placement of a manifest: on its own groups, and the groups that an inventory would allow."""
 
-from functools import cache
-from pathlib import Path
-
 import pytest
 import yaml
 
@@ -18,8 +15,8 @@ from dovetail.planner.placement.placed import Infeasible
 from dovetail.planner.placement.planned_job import ConfigError, PlannedJob
 from dovetail.planner.placement.recommend import Unknown, fragment, recommend
 from dovetail.protocol.plan import Plan
+from helpers.example_jobs import EXAMPLES, recommended
 
-EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 16, "num_attention_heads": 16}
 # Large enough for a decode step to be more than the host's own time, at which layouts tie.
 MEDIUM = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -208,12 +205,6 @@ def test_what_trainers_and_scorers_cannot_run_is_no_plan():
 
 def inventory(name):
     return read(yaml.safe_load((EXAMPLES / "inventories" / f"{name}.yaml").read_text()))
-
-
-@cache
-def recommended(job, there):
-    """The placement of an example on the example of an inventory."""
-    return recommend(resolve(parse(yaml.safe_load((EXAMPLES / f"{job}.yaml").read_text())).spec), {}, inventory(there))
 
 
 @pytest.mark.slow
