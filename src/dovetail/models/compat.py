@@ -39,6 +39,12 @@ PRIVATE = (
         "a layer that torch.compile cannot compile shall run as it is; torch.compiler has no such option",
     ),
     Private(
+        "torch._dynamo.config:specialize_float",
+        "torch 2.13",
+        "with the factor of the scores as a variable torch compiles a part of each layer twice, once in vain; "
+        "torch.compiler has no such option",
+    ),
+    Private(
         "transformers.integrations.moe:grouped_mm_experts_forward",
         "transformers 5.19",
         "on CPUs a scorer fills each expert's tokens up to a multiple before (layers/whole_experts.py)",
@@ -62,8 +68,10 @@ def gloo_group(store: dist.Store, rank: int, world: int, address: str, timeout: 
     return dist.ProcessGroupGloo(store, rank, world, options)
 
 
-def run_what_does_not_compile() -> None:
-    """Let torch.compile run code that it cannot compile as it is. Importing the compiler takes seconds."""
+def prepare_compiler() -> None:
+    """Let torch.compile run as it is what it cannot compile, and take floating-point numbers of layers as constants.
+    Importing the compiler takes seconds."""
     import torch._dynamo.config
 
     torch._dynamo.config.suppress_errors = True
+    torch._dynamo.config.specialize_float = True

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from dovetail.models.compat import run_what_does_not_compile
+from dovetail.models.compat import prepare_compiler
 from dovetail.models.layers.attention import NAME, attend
 from dovetail.models.model_stage import PipelineStage
 
@@ -55,10 +55,7 @@ def _prepare() -> None:
     compiler takes seconds."""
     from transformers import AttentionInterface
 
-    run_what_does_not_compile()
-    # The factor of the scores is the same in all layers. As a variable it makes torch compile a part of the layer
-    # twice and drop the first result.
-    torch._dynamo.config.specialize_float = True
+    prepare_compiler()
     AttentionInterface.register(NAME, torch.compiler.disable(attend))
 
 
