@@ -4,7 +4,8 @@ On a GPU logits are the largest tensor of a step. If they are larger than one ch
 sums of each row are computed for a chunk of rows at a time. The gradients are computed for a chunk of the vocabulary at
 a time, from logits that are computed again. This costs one more product with the vocabulary's weight (2 % of a training
 step of a 7B model). Each tensor-parallel rank computes with its own rows of that weight, and the ranks exchange four
-numbers for each row.
+numbers for each row. Triton kernels compute the sums and the gradients from logits in the compute dtype
+(`vocabulary_kernels`), where Triton runs.
 
 On a CPU the whole logits exist, because there memory is cheaper than the product."""
 
@@ -98,8 +99,8 @@ def predict(hidden: Tensor, vocabulary: Vocabulary, asked: Predictions) -> Predi
 def by_chunks(
     hidden: Tensor, vocabulary: Vocabulary, asked: Predictions, chunk: int = LOGPROB_CHUNK_BYTES
 ) -> Predicted:
-    """Does the same as `predict`, without the whole logits. About two float32 tensors of `chunk` bytes exist at a time,
-    or three with the entropy's gradient."""
+    """Does the same as `predict`, without the whole logits. Logits of about twice `chunk` bytes exist at a time. Without
+    kernels these are two float32 tensors, or three with the entropy's gradient."""
     weight, first, group = vocabulary.weight, 0, None
     if vocabulary.shared:
         (first, _), group = rows_of(weight), weight.device_mesh.get_group()
