@@ -99,8 +99,8 @@ def predict(hidden: Tensor, vocabulary: Vocabulary, asked: Predictions) -> Predi
 def by_chunks(
     hidden: Tensor, vocabulary: Vocabulary, asked: Predictions, chunk: int = LOGPROB_CHUNK_BYTES
 ) -> Predicted:
-    """Does the same as `predict`, without the whole logits. Logits of about twice `chunk` bytes exist at a time. Without
-    kernels these are two float32 tensors, or three with the entropy's gradient."""
+    """Does the same as `predict`, without the whole logits. Logits of about twice `chunk` bytes exist at a time.
+    Without kernels these are two float32 tensors, or three with the entropy's gradient."""
     weight, first, group = vocabulary.weight, 0, None
     if vocabulary.shared:
         (first, _), group = rows_of(weight), weight.device_mesh.get_group()
