@@ -39,12 +39,12 @@ class Share:
 
     Generation has dp vLLM servers of pp x tp GPUs each. Inference has dp copies of the model, each on pp x tp GPUs.
     `micro_batch`: the sequences of one forward pass of a data-parallel rank, in inference and training. `fsdp`: the
-    ZeRO stage over the dp ranks. 0: each rank has whole copies. 1: they share the optimizer state, 2: also gradients,
-    3: also weights. Inference and generation have 0 or 3, where 3 gathers each layer when it is used. `recompute`:
-    activation checkpointing in training. `offload`: memory of the task is on the host while it does not run. For
-    training these are the optimizer's moments, for inference the weights, and for generation weights and KV cache (vLLM
-    sleeps). `pipelines`: the pipelines of a trained model that are side by side in a schedule that another model shares
-    (`side_by_side`)."""
+    ZeRO stage over the dp ranks. With 0 each rank has whole copies. With 1 they share the optimizer state, with 2 also
+    gradients, and with 3 also weights. Inference and generation have 0 or 3, where 3 gathers each layer when it is
+    used. `recompute`: activation checkpointing in training. `offload`: memory of the task is on the host while it does
+    not run. For training these are the optimizer's moments, for inference the weights, and for generation weights and
+    KV cache (vLLM sleeps). `pipelines`: the pipelines of a trained model that are side by side in a schedule that
+    another model shares (`side_by_side`)."""
 
     pool: str
     first: int = 0
@@ -59,8 +59,8 @@ class Share:
 
     @property
     def shards(self) -> int:
-        """Data-parallel ranks that share what they hold. Those of other pipelines hold the same: they run their passes
-        in other orders, so they cannot gather weights together."""
+        """The number of data-parallel ranks that `fsdp` shards over. Ranks of other pipelines run their passes in other
+        orders, so they cannot gather weights together."""
         return self.dp // self.pipelines
 
     @property
@@ -184,7 +184,7 @@ class Candidate:
 
     @property
     def unsplit(self) -> bool:
-        """Whether schedules must run whole backward passes: a model has activation checkpointing or ZeRO-3."""
+        """Whether schedules must run whole backward passes, because a model has activation checkpointing or ZeRO-3."""
         return self.gathers or any(share.recompute for share in self.trained)
 
     @property

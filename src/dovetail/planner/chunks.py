@@ -13,7 +13,7 @@ STREAMED_PER_SCORER = 2
 
 def chunk_target(waiting: int, scorers: int, least: int = MIN_CHUNK_TOKENS, most: int = MAX_CHUNK_TOKENS) -> int:
     """The most tokens of the next chunk of one of `scorers` scorers, padded to its longest sample. A chunk always has
-    one sample.
+    at least one sample.
 
     It is about a third of a scorer's share of the `waiting` tokens, but at least `least` tokens and at most `most`. The
     last chunks are small, so all scorers end at about the same time. Where the shortest samples come first, each

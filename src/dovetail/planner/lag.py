@@ -17,7 +17,7 @@ NEAR = 0.03
 
 
 def excluded(spec: RLHFJobSpec) -> str | None:
-    """Why the job cannot have a lag, as a sentence without a full stop. None: it can have one.
+    """Why the job cannot have a lag, as a sentence without a full stop. None if it can have one.
 
     The manifest's rules refuse a lag for the same reasons. They also choose `ppo.oldLogProbs` if `ppo.lag` is a number,
     so it is checked here only if `ppo.lag` is Auto."""

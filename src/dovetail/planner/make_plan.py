@@ -39,7 +39,7 @@ class PlanError(ValueError):
 
 FOR_TWO = ("Fused", "TimeSharing", "Dedicated")
 """The values of plan.intraStageFusion that only actor and critic together can have."""
-MOST_RANKS = 4096  # as a degree of a layout
+MOST_RANKS = 4096  # the largest pp, tp or dp that a plan's layout may have
 
 
 def make_plan(
@@ -89,7 +89,7 @@ def make_plan(
 
 
 def _planned(job: PlannedJob, no_lag: str | None) -> Plan:
-    """The plan of a job. `no_lag`: why the job cannot have a lag. None: it can."""
+    """The plan of a job. `no_lag`: why the job cannot have a lag, or None if it can."""
     spec, placed = job.spec, _placed(job)
     checkpointed = _checkpointed(job, placed)
     if placed.chosen is not None and checkpointed - placed.recompute:
@@ -158,9 +158,8 @@ def _predicted(spec: RLHFJobSpec, placed: Placed, no_lag: str | None, parts: int
 
 
 def _checkpointed(job: PlannedJob, placed: Placed) -> frozenset[tuple[Stage, str]]:
-    """The stages and models with activation checkpointing. They are those that the manifest pins, or those that need it
-    according to the search. If memory is not known, as on CPUs, they are those whose activations are more than
-    spec.plan.activationMemory."""
+    """The stages and models with activation checkpointing: by the manifest's pin, or else by the search. If memory is
+    not known, as on CPUs, they are those whose activations exceed spec.plan.activationMemory."""
     if job.spec.plan.recompute != "Auto":
         return frozenset((r.stage, r.model) for r in job.rules if job.spec.plan.recompute == "Always")
     if Stage.PPO not in job.spec.stages:
@@ -170,8 +169,8 @@ def _checkpointed(job: PlannedJob, placed: Placed) -> frozenset[tuple[Stage, str
 
 
 def _gathered(job: PlannedJob, placed: Placed) -> frozenset[tuple[Stage, str]]:
-    """The stages and models under ZeRO-3. They are those that the manifest pins, or those for which the placement found
-    it faster or found that nothing else fits. They need data-parallel ranks that share the weights."""
+    """The stages and models under ZeRO-3, by the manifest's pin or by the placement. They need data-parallel ranks that
+    share the weights."""
     found = set()
     for rule in job.rules:
         layouts = placed.layouts_in(rule.stage)
@@ -223,7 +222,7 @@ def _trainers(spec: RLHFJobSpec) -> list[TrainerRank]:
 
 def _rollouts(spec: RLHFJobSpec, placed: Placed, chunks: int) -> list[Rollout]:
     """The servers with the models that their scorers hold. Their groups' prediction adds the stages of servers and of
-    scorers' models, and the memory. A predicted pool of several trainer groups has all their names."""
+    scorers' models, and the memory. A pool of several trainer groups has their names, joined by "+"."""
     places = [(group.name, index) for group in _groups(spec, Role.ROLLOUT) for index in range(pod_count(group))]
     if not places:
         raise PlanError("spec.groups has no group with the rollout role; PPO needs one to generate")

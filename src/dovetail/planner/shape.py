@@ -178,8 +178,8 @@ class ModelShape:
         - Attention: queries, keys, values, the output, and a float32 number for each head. If one layer makes queries,
           keys and values, all three are kept as long as the values are.
         - MLP: its inner tensors, which are gate, its activation, up and their product, or as many as the family says.
-        - Experts: each token's states, once more for each of its experts, before and after it, with their order and
-          weights; and the scores of all experts."""
+        - Experts: the states of a token before and after each of its experts, with their order and weights, and the
+          scores of all experts."""
         q, k, i, h, b = self.queries / tp, self.keys / tp, self.intermediate / tp, self.hidden, itemsize
         family = MODEL_FAMILIES[self.family]
         fused_kernel = not (family.bounded_scores or family.sinks)
@@ -210,8 +210,8 @@ class ModelShape:
     def forward_flops(self, tokens: float, context: float, head: Head = "lm") -> float:
         """The FLOPs of a forward pass over `tokens` positions, which attend to `context` tokens on average.
 
-        Each position costs two for each weight of a matrix; of experts only the token's own count. Attention scores and
-        their use cost 4 x queries x context, where a window limits the context."""
+        Each position costs 2 FLOPs for each weight of a matrix. Only the experts that the token gets count. Attention
+        scores and their use cost 4 x queries x context, where a window limits the context."""
         if self.windowed:
             context = context + self.windowed / self.layers * (min(context, self.window) - context)
         output = (head != "value") * self.vocabulary * (self.embedding or self.hidden) + (head != "lm") * self.hidden

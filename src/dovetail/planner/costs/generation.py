@@ -43,7 +43,7 @@ class Servers:
     arrival: float
 
     def slots(self, tokens: float) -> int:
-        """The number of samples of `tokens` tokens that a server generates at once. At least 1."""
+        """The number of samples of `tokens` tokens that a server generates at once. It is at least 1."""
         return max(1, min(len(self.steps) - 1, int(self.room // max(1.0, tokens))))
 
 
@@ -103,7 +103,7 @@ def _curve(server: Servers, samples: int, work: Workload) -> tuple[Floats, Float
 
 
 def _reached(server: Servers, samples: int, work: Workload, tokens: float) -> float:
-    """When a server has generated `tokens` tokens of each sample that is so long, in seconds since the begin."""
+    """The seconds until a server has generated `tokens` tokens of every sample that has so many."""
     lengths, ends = _curve(server, samples, work)
     first = float(ends[0]) - (float(lengths[0]) - 1.0) * float(server.steps[len(lengths)])
     return float(np.interp(tokens, np.concatenate(([1.0], lengths)), np.concatenate(([first], ends))))
@@ -161,9 +161,9 @@ def exposed_inference(
 ) -> float:
     """The seconds of inference that are left after generation, on the busiest GPU. Tasks that share a GPU take turns.
 
-    With fusion, shares on GPUs of their own score while samples still come, all but the last ones. Shares on the
-    servers' GPUs score from the gathering on, on the GPUs that are free by then. `batch`: the samples of an iteration.
-    `scored`: each inference task's shares with the seconds of their part of the batch."""
+    With fusion, shares on GPUs of their own score all samples but the last ones during generation. Shares on the
+    servers' GPUs score after the tail has gathered, on the GPUs that are free by then. `batch`: the samples of an
+    iteration. `scored`: each inference task's shares with the seconds of their part of the batch."""
     most = 0.0
     for _, corner, _ in scored:
         # The sum can only grow at a GPU where a share begins.

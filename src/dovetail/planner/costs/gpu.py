@@ -34,7 +34,7 @@ from dovetail.planner.workload import Workload
 from dovetail.protocol.messages import Head
 
 PHASES = ("generation", "inference", "training", "transfer", "swap")
-# An optimizer step reads float32 masters, two moments and gradients, and writes all but the last.
+# For each parameter a step reads its float32 master, two moments and gradient, and writes all but the gradient.
 OPTIMIZER_BYTES = 28
 # The most requests of a vLLM server at once.
 MAX_SAMPLES = 256
@@ -227,16 +227,16 @@ class GPUCosts:
         if share.gathers:
             backwards = max(backwards, gather + reduced)
         fixed = self.exposed(share, gathered, reduced)
-        # A gradient is added to the float32 sum: it is read, and the sum is read and written. Under ZeRO-3, too: there
-        # each is written in float32 to be reduced, and a part of it is added up.
+        # To add a gradient to the float32 sum, it is read, and the sum is read and written. ZeRO-3 costs as much: each
+        # gradient is written in float32 to be reduced, and a part of it is added up.
         added = (ITEMSIZE[pool.gpu.dtype] + 8) * (trained * size) / (MEMORY * pool.gpu.memory_bandwidth)
         fixed += (count - 1) * added
         fixed += self.optimizer(trained * size / (dp if share.fsdp else 1), share)
         across = pool.ring(share.pipelines, dp * pp * tp)
         fixed += all_reduce(self.gradient_bytes * trained * size / dp, share.pipelines, across)
-        # Of ranks with equal work the one with the longest sample of all ends last.
+        # If ranks have equal work, the one with the longest of all samples ends last.
         longest = expected_longest(work.response, self.longest_of(share.dp)) + work.prompt.mean
-        # Micro-batches that are cut by tokens are as long as each other, but for one with the longest sample alone.
+        # Micro-batches that are cut by tokens are equally long, except one that holds only the longest sample.
         skew = 1 + max(0.0, longest / tokens - 1) / samples
         if work.micro_batch_tokens is not None:
             skew = max(1.0, longest / (tokens * samples))
@@ -248,7 +248,7 @@ class GPUCosts:
         because of ZeRO-3, but it may fit only with it."""
         if share.shards == 1:
             return 0.0
-        return reduced + (gathered if share.fsdp else reduced)  # without sharding gradients come back whole
+        return reduced + (gathered if share.fsdp else reduced)  # without sharding, an all-reduce takes twice as long
 
     def straggling(self, dp: int) -> float:
         """The tokens of the data-parallel rank with most tokens of a mini-batch, over those of the mean rank."""

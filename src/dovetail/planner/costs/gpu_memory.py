@@ -92,7 +92,7 @@ class Footprint:
     """The bytes of one GPU for one task. `need`, `room`: the bytes, and the tokens of a server's KV cache, if nothing
     else runs there.
 
-    `kept`: bytes that stay all the time, with fragments, and with the smallest KV cache of a server that stays awake.
+    `kept`: bytes that stay all the time, including fragments and the smallest KV cache of a server that stays awake.
     `works`: further bytes while the task runs. `gradients`: the bytes of `works` that stay until the next iteration's
     server is awake. `serves`: the task generates. `awake`: its server keeps the KV cache while other tasks work."""
 
@@ -137,8 +137,8 @@ class GPUMemoryModel:
         return self._peak(self.inventory[share.pool], share.range, tasks, {share: room}).explanation
 
     def rooms(self, tasks: Iterable[Task], pool: Pool) -> tuple[float, float]:
-        """The bytes of a GPU for the footprints of these tasks: if none of them serves, and if one does. vLLM leaves
-        some memory free."""
+        """The bytes of a GPU for the footprints of these tasks: if none of them generates, and if one does (vLLM leaves
+        some free)."""
         contexts = self._contexts(tasks)
         return pool.gpu.memory - contexts, UTILISATION * pool.gpu.memory - contexts
 
@@ -198,14 +198,14 @@ class GPUMemoryModel:
         return self._with_activations(most) if both else most
 
     def _with_activations(self, loads: Loads) -> Loads:
-        """Adds the activations of actor and critic under one schedule to the loads of a rank. The actor has them. What
-        a pass needs besides is there for one model at a time."""
+        """Adds the activations of actor and critic under one schedule to the actor's load on a rank. The other memory
+        of a pass exists for one model at a time."""
         trained = {task: (share, load.works) for task, share, load in loads if task in TRAINING}
         passing = {task: sum(works.get(part, 0.0) for part in _PASSING) for task, (_, works) in trained.items()}
         larger = max(passing, key=lambda task: passing[task])
         steps = sum(works.get("optimizer, stepping", 0.0) for _, works in trained.values())
         kept = self._activations_together((task, share) for task, (share, _) in trained.items())
-        # Moments come back for the step when the passes are done.
+        # Moments in host memory are loaded for the step when the passes are done, so they take the activations' place.
         parts = {"activations of both models": kept, "optimizer, stepping": max(0.0, steps - kept)}
         found = []
         for task, share, load in loads:
@@ -227,8 +227,8 @@ class GPUMemoryModel:
 
     @known_share
     def _activation_bounds(self, task: Task, share: Share) -> tuple[float, float]:
-        """The bytes of activations of one model on a rank: at most under serial 1F1B, and of all micro-batches of a
-        mini-batch."""
+        """The bytes of activations of one model on a rank: the most under serial 1F1B, and those of all micro-batches
+        of a mini-batch."""
         job = self.training_job(task, share, 0)
         serial = serial_activations(job)
         return serial, serial / min(share.pp, job.micro_batches) * job.micro_batches

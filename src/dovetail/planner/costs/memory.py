@@ -109,7 +109,7 @@ def logit_bytes(shape: ModelShape, outputs: int, itemsize: int, tp: int = 1, tra
 class Training:
     """The training of one model, which decides a rank's memory.
 
-    `tokens`: the tokens of one micro-batch, padding included. `outputs`: how many of them need logits. None: all.
+    `tokens`: the tokens of one micro-batch, padding included. `outputs`: how many of them need logits. None means all.
     `micro_batches`: the micro-batches of a mini-batch. `in_flight`: the most micro-batches whose activations a rank
     holds at once under the schedule. 0: another model shares the schedule, and the activations of both are counted
     together. `recompute`: activation checkpointing, which keeps only the inputs of the blocks.
@@ -140,7 +140,7 @@ class Training:
 
     @property
     def shards(self) -> int:
-        """Data-parallel ranks that share what they hold."""
+        """See `Share.shards`."""
         return self.layout.dp // self.pipelines
 
     def ends(self, stage: int) -> bool:
@@ -176,7 +176,7 @@ def training_job(work: Workload, task: Task, share: Share, dtype: Dtype, stage: 
     shape, head = work.needed(task)
     tokens = work.longest_micro_batch(share.dp, share.micro_batch)
     count = work.micro_batches(share.dp, share.micro_batch, longest=True)
-    # Of rows the responses are known; what is cut by tokens may be responses for the most part.
+    # In micro-batches of so many samples, the share of responses is known. Those cut by tokens may be mostly responses.
     by_rows = work.micro_batch_tokens is None
     chunks = work.chunks if share.pp > 1 else 1
     return Training(
@@ -246,7 +246,7 @@ def training_memory(job: Training, stage: int) -> Memory:
     Gradients: they are whole in float32 while more micro-batches follow, and then a dp-th. Under ZeRO-3 they are never
     whole. With one rank there is only one copy.
     Moments: each rank has a dp-th of two float32 numbers for each trained weight.
-    Kept versions: each rank has as much of each as of the masters.
+    Kept versions: each rank has the same part of each version as of the masters.
 
     Ranks of different pipelines share nothing, so dp is `job.shards` here. On a GPU the parts are the memory that
     torch's allocator reserves, which is separate for each stream. Raises LayoutError if there are more stages than
@@ -336,7 +336,7 @@ def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> d
         if recomputed:
             parts["activations of a layer"] = recomputed
         if job.ends(stage) and job.head != "value":
-            # Of the micro-batch whose loss is computed, the logits and their gradient.
+            # The logits and their gradient exist for the micro-batch whose loss is computed.
             parts["logits"] = 2.0 * job.tokens * shape.vocabulary * b
         return parts
     # A layer's gradients in the compute dtype, and those of its activations. Gradients of embedding and head wait for
@@ -353,7 +353,7 @@ def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> d
 def serial_activations(job: Training) -> float:
     """The bytes of activations on the rank that holds most of them under serial 1F1B, where a rank has neighbouring
     stages. The search of schedules keeps to it on GPUs, also with stages in a V (`dovetail.pipelines.serial_memory`).
-    `job`: its `in_flight` makes no difference."""
+    `job.in_flight` makes no difference."""
     pp, chunks = job.layout.pp, job.chunks
     one = replace(job, layout=job.layout.model_copy(update={"pp": pp * chunks}), in_flight=1, chunks=1)
 

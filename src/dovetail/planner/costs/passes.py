@@ -23,13 +23,13 @@ from dovetail.protocol.messages import Head
 # The number of samples that vLLM prefills together.
 PREFILLED = 16
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 192, 256, 384, 512)
-# Assumed, and the same for all GPUs and models: the fractions of the peaks that are reached. MATRIX is of F in large
-# matrix products, MEMORY of W while weights and KV cache are read, and LINK of a link's bandwidth. With the first two,
-# training steps on an H200 were predicted within 8 % (docs/performance.md).
+# These fractions of the peaks are assumed, for all GPUs and models. MATRIX is the fraction of F in large matrix
+# products, MEMORY that of W while weights and KV cache are read, and LINK that of a link's bandwidth. With the first
+# two, training steps on an H200 were predicted within 8 % (docs/performance.md).
 MATRIX = 0.5
 MEMORY = 0.65
 LINK = 0.8
-# The time for launches and latencies: of one block in a decode step, and of one collective or message.
+# The times for launches and latencies, for one block in a decode step, and for one collective or message.
 LAYER_SECONDS = 20e-6
 COLLECTIVE_SECONDS = 15e-6
 # The host's work, for which the GPU waits if a model is small. STEP_SECONDS is the least time of a step of vLLM
@@ -72,8 +72,8 @@ def forward(shape: ModelShape, head: Head, tokens: float, context: float, gpu: G
 def decode_step(shape: ModelShape, batch: int, context: float, gpu: GPU, tp: int = 1) -> float:
     """The seconds of a decode step, which makes one token for each of `batch` samples with `context` tokens.
 
-    Weights and KV cache are read once, which takes (p b + batch x context x KV bytes) / W. Of experts only those that
-    are used are read. If the arithmetic takes longer, it counts. The step takes at least the host's time."""
+    Weights and KV cache are read once, which takes (p b + batch x context x KV bytes) / W. Only experts that are used
+    are read. If the arithmetic takes longer, it counts. The step takes at least the host's time."""
     b = ITEMSIZE[gpu.dtype]
     read = shape.read_parameters(batch) * b / tp + batch * context * shape.kv_bytes(b, tp)
     memory = read / (MEMORY * gpu.memory_bandwidth)
@@ -158,8 +158,8 @@ def shared_prompt(work: Workload, stages: int) -> float:
 
 @lru_cache(maxsize=8192)
 def straggling(work: Workload, dp: int) -> float:
-    """The tokens of the rank with most tokens of a mini-batch, over those of the mean rank. Samples are dealt by
-    length, so it is 1, or more if the longest sample alone is more than a rank's share."""
+    """The tokens of the rank with most tokens of a mini-batch, divided by the mean of the ranks. Samples are dealt by
+    length, so it is 1 unless the longest sample alone is more than a rank's share."""
     mini = min(work.mini_batch, work.batch)
     if dp == 1:
         return 1.0

@@ -86,8 +86,8 @@ PlacementName = Literal["Flattening", "Interleaving", "Separation"]
 
 @dataclass(frozen=True)
 class PredictedIteration:
-    """An iteration with one placement and layout. `stages`: of iterations whose lengths are drawn at random. `phases`:
-    mean seconds by the coordinator's names."""
+    """An iteration with one placement and layout. `stages`: generation and inference of iterations whose lengths are
+    drawn at random. `phases`: mean seconds by the coordinator's names."""
 
     placement: PlacementName
     layout: Parallelism
@@ -190,7 +190,7 @@ def work_of(
 
 
 def _micro_batch(spec: RLHFJobSpec, dp: int) -> int:
-    """The samples of a micro-batch. If micro-batches are cut by tokens, as many of the longest samples as they hold."""
+    """The samples of a micro-batch. If it is cut by tokens, they are as many of the longest samples as fit."""
     tokens = micro_batch_tokens(spec, Stage.PPO)
     if tokens is None:
         return spec.ppo.micro_batch_size

@@ -31,7 +31,7 @@ EFFORT = 600
 @dataclass(frozen=True)
 class Fitting:
     """A layout of a trained model that fits in each stage that trains it. `recompute`: the stages in which it fits only
-    with activation checkpointing. `by_layer`: the stages in which it fits only with ZeRO-3, or has it as asked."""
+    with activation checkpointing. `by_layer`: the stages in which it has ZeRO-3."""
 
     layout: Parallelism
     recompute: frozenset[Stage] = frozenset()
@@ -81,9 +81,9 @@ def _plain(job: PlannedJob) -> Placed | None:
 
 
 def _may_gain(plain: Chosen) -> bool:
-    """Whether ZeRO-3 may be faster than `plain`, which goes without. In the same layout it never is, by the cost model.
-    So there must be something that a model with less memory needs not: stages, tensor parallel ranks, ranks of its own,
-    activation checkpointing, small micro-batches, or a server beside it with little room."""
+    """Whether ZeRO-3 may be faster than `plain`, which goes without. By the cost model it never is in the same layout.
+    So `plain` must have something that a model with less memory does not need: pipeline stages, tensor-parallel ranks,
+    ranks of its own, activation checkpointing, small micro-batches, or a server beside it with little room."""
     candidate, work = plain.candidate, plain.costs.work
     beside = any(share.overlaps(server) for share in candidate.trained for server in candidate.generation)
     needs = any(share.pp * share.tp > 1 or share.recompute for share in candidate.trained)
@@ -92,8 +92,8 @@ def _may_gain(plain: Chosen) -> bool:
 
 
 def taken(plain: Placed | None, why: str, found: Placed) -> Placed:
-    """`found`, which gains enough over `plain`, or is all that fits (`why`: without ZeRO-3), with the other among its
-    alternatives."""
+    """`found`, with the placement without ZeRO-3 among its alternatives. It is `plain` if `found` has no ZeRO-3. `why`:
+    the reason if nothing fits without ZeRO-3."""
     without = None if plain is None or plain.chosen is None else plain.chosen.prediction
     if plain is not None and without is not None and not found.by_layer:
         return plain
@@ -105,7 +105,7 @@ def taken(plain: Placed | None, why: str, found: Placed) -> Placed:
         seconds=None if without is None else without.iteration_seconds,
         problem=why if without is None else None,
     )
-    # The fastest first, then those that fail.
+    # The fastest comes first. Those that fail come last.
     others = [other, *found.chosen.prediction.alternatives]
     others.sort(key=lambda each: (each.seconds is None, each.seconds or 0.0))
     prediction = found.chosen.prediction.model_copy(update={"alternatives": others})
@@ -130,9 +130,9 @@ def _reached(job: PlannedJob, plain: Placed) -> float:
 
 
 def _place(job: PlannedJob, by_layer: bool, than: float | None = None, others: bool | None = None) -> Placed | None:
-    """The fastest placement with or without ZeRO-3. `by_layer`: PPO's models train under ZeRO-3. `others`: those of
-    other stages do if they do not fit otherwise; None: as `by_layer`. `than`: the result is None unless its iterations
-    gain enough over so many seconds."""
+    """The fastest placement with or without ZeRO-3. `by_layer`: PPO's models train under ZeRO-3. `others`: models of
+    other stages do if they do not fit otherwise. None: the same as `by_layer`. `than`: the result is None unless its
+    iterations gain enough over so many seconds."""
     others = by_layer if others is None else others
     layouts = {model: supervised(job, model, by_layer, others) for model in trained_models(job.spec)}
     if not all(layouts.values()):
@@ -193,7 +193,7 @@ def _iteration(
     limits = replace(groups_limits(job), fsdp=(3,) if by_layer else (2,))
     fitting = {task: tuple(each.layout for each in layouts[m]) for m, task in TRAINING_TASKS.items() if m in layouts}
     if than is not None and False in limits.dedicated:
-        limits = replace(limits, dedicated=(False,))  # parts would only be slower: what needs them lacks memory
+        limits = replace(limits, dedicated=(False,))  # separate ranks only help if memory is short
     limits = with_parts(job, replace(limits, layouts=fitting))
     most = max(limits.servers[pool] for pool in limits.rollouts or ())
     result, limits = search_fewest_stages(limits, most, partial(_searched, costs))

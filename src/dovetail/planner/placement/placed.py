@@ -38,8 +38,8 @@ class Chosen:
 class Placed:
     """The placement of a job. `layouts`: the layout of each trained model on all ranks. `dedicated`: the layouts of
     actor and critic in PPO, if each has its own trainer ranks. `recompute`: the stages and models with activation
-    checkpointing. `by_layer`: those to which the placement gives ZeRO-3. `prediction`: of a PPO iteration. None:
-    nothing is predicted. `chosen`: the candidate and costs behind the prediction, on GPUs.
+    checkpointing. `by_layer`: those to which the placement gives ZeRO-3. `prediction`: that of a PPO iteration, or None
+    if nothing is predicted. `chosen`: the candidate and costs behind the prediction, on GPUs.
 
     `lanes()`: iterations with other lengths, for a job whose trainers and rollouts share no GPUs. `stages`: the
     predictions of DPO and of the stages before PPO, on GPUs. `warnings`: one sentence each."""

@@ -31,7 +31,8 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """What `make_plan` gets, with its names, of a job whose lag is known. What follows from it is computed once."""
+    """The arguments of `make_plan` for a job whose lag is known, under the same names. What follows from them is
+    computed once."""
 
     spec: RLHFJobSpec
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -53,8 +54,8 @@ class PlannedJob:
 
     @cached_property
     def shapes(self) -> dict[str, ModelShape] | None:
-        """The shapes of actor, reference, reward and critic, as far as the job has them. None if the configuration of
-        one is not known. Raises ConfigError."""
+        """The shapes of the models that the job has. None if the configuration of one is not known. Raises
+        ConfigError."""
         spec, found = self.spec, {}
         for model in ("actor", "reference", "reward", "critic"):
             if not needed(spec, model):
@@ -185,8 +186,8 @@ class PlannedJob:
         )
 
     def mini_batch(self, rule: BatchRule, chunks: int | None = None) -> tuple[Task, Workload]:
-        """The training task of `rule`'s model, and its work in one mini-batch of the longest samples of `rule`'s stage.
-        `chunks`: the stages of the model on a rank. By default the manifest decides."""
+        """The task and the work of one mini-batch of `rule`, with samples of the longest length. `chunks`: the stages
+        of the model on a rank. By default the manifest decides."""
         spec, ppo, shape = self.spec, rule.stage is Stage.PPO, self.shape(rule.model)
         lora, head = getattr(spec.models, rule.model).lora, self._head(rule.model)
         longest = longest_sample(spec, rule.stage) // sequences(rule.stage)

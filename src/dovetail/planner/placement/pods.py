@@ -97,7 +97,7 @@ def _named(task: str, parts: Mapping[str, float]) -> dict[str, float]:
 def _trainer(job: PlannedJob, placed: Placed, schedule: str, chunks: int) -> dict[str, float]:
     """The memory of the trainer rank that needs most. Actor and critic take turns with their activations, unless a
     schedule runs both."""
-    # Ranks of a model's own (Dedicated) share it among fewer, but hold no other: about the same, or less.
+    # With Dedicated a model has fewer ranks, but they hold no other model. So a rank needs about the same, or less.
     rules, layouts = [rule for rule in job.rules if rule.stage is Stage.PPO], placed.layouts
     ranks = []
     for stage in range(max((layouts[rule.model].pp for rule in rules), default=0)):
@@ -132,7 +132,7 @@ def _rollout(job: PlannedJob, group: Group, scores: Sequence[str]) -> dict[str, 
     actor, itemsize = job.shape("actor"), ITEMSIZE[dtype]
     generation = {
         "weights": itemsize * stage_parameters(actor, "lm", 1, 1, 0),
-        # At most: as the trainers hold them, in float32.
+        # At most the copy is in float32, as the trainers hold the weights.
         "received copy": 4.0 * stage_parameters(actor, "lm", 1, 1, 0) if relays_weights(spec, group) else 0.0,
         "a step": generation_step_bytes(actor, STEP_TOKENS, itemsize),
         "KV cache": spec.generation.max_concurrent * length * actor.kv_bytes(itemsize),

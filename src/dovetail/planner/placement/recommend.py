@@ -87,7 +87,7 @@ def recommend(
 
 
 def _gaining(plain: Chosen | str, gathering: Chosen | str) -> Chosen | str:
-    """The placement with ZeRO-3, where it gains enough or nothing else fits."""
+    """The placement with ZeRO-3 if it gains enough or nothing else fits. Otherwise the one without."""
     if isinstance(gathering, str):
         return plain
     if isinstance(plain, str):

@@ -66,8 +66,8 @@ def chunks_alone(job: PlannedJob, placed: Placed, rule: BatchRule) -> int:
 
 
 def _even(job: PlannedJob, layouts: Mapping[str, Parallelism], several: Sequence[int]) -> list[int]:
-    """Which of `several` numbers of stages on a rank divide the layers of all models evenly. None if the models have
-    unlike pipelines or no pipeline, or if adapters have dropout."""
+    """Which of `several` numbers of stages on a rank divide the layers of all models evenly. The list is empty if the
+    models have unlike pipelines or no pipeline, or if adapters have dropout."""
     spec, known, first = job.spec, job.shapes, next(iter(layouts.values()))
     adapters = [getattr(spec.models, model).lora for model in layouts]
     dropout = any(each is not None and each.dropout for each in adapters)

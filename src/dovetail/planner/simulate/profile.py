@@ -30,18 +30,18 @@ class StageProfile:
     `decode`: measured points (batch size, seconds of a decode step). Between points the time is interpolated. Below the
     first point it is constant. Beyond the last point the line through the last two points goes on; with one point the
     time is in proportion to the batch.
-    `prefill_seconds_per_token`: of a prefill.
-    `inference_seconds_per_token`: of reference, reward and critic together, per token of prompt and response. A prompt
-    counts for each of its samples, although they share its computation. So the measured value is lower.
+    `prefill_seconds_per_token`: the time of a prefill.
+    `inference_seconds_per_token`: the time of reference, reward and critic together, for a token of prompt and
+    response. A prompt counts for each of its samples, although they share its computation. So the value is lower.
     `inference_seconds_per_chunk`: the fixed seconds of a chunk of samples that are scored together.
-    `swap_in_seconds`: from the last decode step to the first scored batch, as far as nothing hides it.
-    `swap_out_seconds`: from the last scored batch until the server can generate again.
+    `swap_in_seconds`: the time from the last decode step to the first scored batch, as far as nothing hides it.
+    `swap_out_seconds`: the time from the last scored batch until the server can generate again.
     `max_samples`: the most requests at once.
     `kv_tokens`: the tokens that the KV cache holds. None: it holds enough.
-    `saturation`: BS_max, the largest batch whose step takes almost as long as that of one sample. None: `decode` tells.
-    `migration_seconds`: from the decision to stop a request until it arrives elsewhere.
-    `resume_seconds_per_token`: of the prefill at its destination. None: the same as of any prefill.
-    `kv_transfer_seconds_per_token`: of moving the KV cache in place of a prefill. None: it cannot be moved.
+    `saturation`: BS_max, the largest batch whose step takes almost as long as that of one sample. None: by `decode`.
+    `migration_seconds`: the time from the decision to stop a request until it arrives elsewhere.
+    `resume_seconds_per_token`: the time of the prefill at its destination. None: the same as for any prefill.
+    `kv_transfer_seconds_per_token`: the time to move the KV cache in place of a prefill. None: it cannot be moved.
     `chunk_tokens`: the fewest tokens that are scored together, if so many wait.
     `block_tokens`: scorers take unfinished samples in blocks of so many response tokens. None: they do not take them.
 

@@ -101,8 +101,8 @@ class Combinations:
                     yield chosen
 
     def _aligned(self) -> Iterator[Combination]:
-        """If training and generation have the same GPUs: combinations with the same layout for both, because then no
-        weights move."""
+        """Combinations with the same layout for training and generation, if both have the same GPUs. Then no weights
+        move."""
         structure = self.ranking.structure
         if structure.dedicated or structure.generation != structure.actor_training:
             return

@@ -32,7 +32,7 @@ class Limits:
     `micro_batch`: `Share.micro_batch` of training. None: it is open.
     `batches`: by training task, the numbers of micro-batches of the model's other stages. Its data-parallel ranks must
     share them evenly.
-    `layouts`: the allowed layouts by training task. All are allowed of a task that is not named.
+    `layouts`: the allowed layouts by training task. A task that is not named may have any layout.
     `servers`: the GPUs of a vLLM server, by pool. It is open for a pool that is not named.
     `asleep`: the pools whose servers sleep while others use the GPU. Their scorers' weights wait in host memory then.
     `serving_pp`, `inference_pp`: the most pipeline stages of a vLLM server, and in inference.

@@ -299,7 +299,8 @@ class Search:
         ]
         found = heapq.nsmallest(PAIRS, both, key=lambda p: p[:2])
         if trained and not divided:
-            # Also the fastest of each number of stages: what is on the way there, unlike pipelines, may be slow.
+            # The fastest pair of each equal number of stages is tried too. Single changes lead there through slow
+            # unlike pipelines.
             alike: dict[tuple[int, int], tuple[float, int, dict[int, Option]]] = {}
             for each in sorted(both, key=lambda p: p[:2]):
                 mine, theirs = (option.share for option in each[2].values())
@@ -340,10 +341,9 @@ def _near(cuts: set[int], pool: Pool, count: int) -> list[int]:
 def search_fewest_stages(limits: Limits, most: int, search: Callable[[Limits], Result]) -> tuple[Result, Limits]:
     """The result of `search` with the fewest pipeline stages of inference models with which anything fits, and the
     limits of that search. Powers of two up to `most` are tried. If nothing fits with any, the last result is returned.
-    The result also rejects fewer stages of the kind of placement that was found, with the reason.
+    Its rejected candidates then include those with fewer stages of the same kind of placement, with the reasons.
 
-    More stages would let more GPUs of a pod score at the same time, but only the cost model says so, and no
-    measurement."""
+    More stages would let more GPUs of a pod score at the same time. Only the cost model says so, and no measurement."""
     failed: dict[int, Result] = {}
     stages = 1
     while True:

@@ -51,7 +51,7 @@ def sizes(pool: Pool, count: int) -> list[int]:
 
 
 def _steps(nodes: int) -> set[int]:
-    """The grid: 1, 2, 3, 4, 6, 8, 12, 16, 24 ... nodes, and all nodes but so many."""
+    """The grid: 1, 2, 3, 4, 6, 8, 12, 16, 24 ... nodes, and all nodes less these numbers."""
     grid = {b * 2**i for b in (2, 3) for i in range(nodes.bit_length())} | {1}
     return {n for n in grid if n < nodes} | {nodes - n for n in grid if n < nodes}
 
