@@ -1,5 +1,5 @@
 """Decides which records a stage uses, and in which order. It is DeepSpeed-Chat's data abstraction as pure functions of
-the seed.
+the seed. (DeepSpeed-Chat, arXiv 2308.01320.)
 
 The records of each source are shuffled and split into disjoint parts for the stages (`split`). A share of each part is
 held out, and the rest is blended by weight (`Blend`). A batch depends only on (seed, step), so a job can resume from

@@ -23,8 +23,8 @@ HELD_OUT_LIMIT = 4096  # a stage evaluates at most this many records, because mo
 
 @dataclass(frozen=True)
 class SourcePart(Generic[R]):
-    """The records of one source in one list. `train`, `held_out`: the positions in the source of records to train on
-    and of held-out records, each (n,) int64."""
+    """The records of one source in one list. `train` has the positions in the source of the records to train on, and
+    `held_out` those of the held-out records. Each is (n,) int64."""
 
     records: Records[R]
     train: Indices
@@ -73,8 +73,8 @@ class StageData(Generic[R]):
 
 @dataclass(frozen=True)
 class Collection:
-    """The lists of a job. A list that no stage needs is None. `fingerprints`: the fingerprint of each source, by
-    manifest field. `evaluated`: the records of spec.evaluation.prompts, by source."""
+    """The lists of a job. A list that no stage needs is None. `fingerprints` has the fingerprint of each source, by
+    manifest field. `evaluated` has the records of spec.evaluation.prompts, by source."""
 
     demonstrations: StageData[Demonstration] | None
     preferences: StageData[Judged] | None
@@ -83,8 +83,8 @@ class Collection:
     evaluated: list[Records[Prompt]] = field(default_factory=list)
 
     def evaluation_prompts(self, held_out: int) -> list[Prompt]:
-        """The prompts that an evaluation answers. They are the first 4,096 that the manifest names for it, or else
-        `held_out` of the held-out ones."""
+        """The prompts that an evaluation answers. If the manifest names prompts for it, they are the first 4,096 of
+        them. Otherwise they are `held_out` of the held-out prompts."""
         if self.evaluated:
             every = (source[i] for source in self.evaluated for i in range(len(source)))
             return list(islice(every, HELD_OUT_LIMIT))
@@ -140,7 +140,7 @@ def collect(
     known: Mapping[str, Fingerprint] | None = None,
 ) -> Collection:
     """Load, split and blend the data. Raises DataError that names the manifest field. It is also raised if a source
-    differs from its fingerprint in `known`, which was taken when the run began.
+    differs from its fingerprint in `known`. These fingerprints were taken when the run began.
 
     A data set that only one list names is used completely. A data set that several lists name is split between their
     stages without overlap, in proportion to `spec.data.split`. Only stages that run count."""

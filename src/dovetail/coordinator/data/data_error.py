@@ -11,8 +11,8 @@ class DataError(ValueError):
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """The error, what caused it, what caused that, and so on, each once. Errors may name each other: an error that is
-    raised again while its own consequence is handled has that one as its context."""
+    """The error and the chain of errors that caused it, each once. The chain may be a circle: if an error is raised
+    again while an error that it caused is handled, each of the two names the other one."""
     told: list[BaseException] = []
     seen: BaseException | None = error
     while seen is not None and not any(seen is each for each in told):

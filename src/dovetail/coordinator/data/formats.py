@@ -30,9 +30,9 @@ _PARTS = (Demonstration, LaterTurn, Preference, Labelled, Prompt)
 
 
 def detect(row: Row, where: str, kind: DataKind | None = None) -> str:
-    """The name of a row's format, from its fields. `kind`: what a stage reads the row as, if it is known. For
-    preferences, formats that judge replies come first, because a row may have a whole dialogue beside its pair. Raises
-    DataError if no format fits."""
+    """The name of a row's format, which follows from its fields. `kind` is the kind of record that a stage needs, if it
+    is known. For preferences, formats that judge replies come first, because a row may have a whole dialogue beside its
+    pair. Raises DataError if no format fits."""
     fitting = [each for each in FORMATS.values() if each.fits(row)]
     if kind == "preferences":
         fitting.sort(key=lambda each: not each.judged)
@@ -45,8 +45,8 @@ def detect(row: Row, where: str, kind: DataKind | None = None) -> str:
 
 
 def convert(row: Row, fmt: str, kind: DataKind, chat: ChatFormat, where: str) -> Record:
-    """The record of `kind` in the row. Raises DataError whose message begins with `where`: the file and line, or the
-    data set and row."""
+    """The record of `kind` in the row. Raises DataError. Its message begins with `where`, which names the file and
+    line, or the data set and row."""
     chosen = FORMATS[fmt]
     if kind == "preferences" and not chosen.judged:
         if row.get("label") is not None and _first(row, RESPONSE_FIELDS) is not None:
@@ -85,7 +85,7 @@ def convert(row: Row, fmt: str, kind: DataKind, chat: ChatFormat, where: str) ->
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in a record. What a record leaves out of a row may be anything."""
+    """Every text in a record. Fields of the row that the record leaves out are not checked."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, _PARTS):
@@ -97,7 +97,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 def _check_characters(text: str, where: str) -> None:
-    """Raises DataError for a surrogate without the other half of its pair, which JSON can write and UTF-8 cannot."""
+    """Raises DataError for a surrogate without the other half of its pair. JSON can write it, but UTF-8 cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -108,8 +108,8 @@ def _check_characters(text: str, where: str) -> None:
 
 
 def unused_fields(row: Row, fmt: str, kind: DataKind, chat: ChatFormat, where: str) -> set[str]:
-    """The fields that hold something and of which nothing is in the record that `convert` makes of the row. Raises
-    DataError as `convert` does."""
+    """The fields that are not empty, but do not change the record that `convert` makes of the row. Raises DataError as
+    `convert` does."""
     record = convert(row, fmt, kind, chat, where)
 
     def same_without(name: str) -> bool:
@@ -142,7 +142,7 @@ def _prompt_text(row: Row, name: str, where: str) -> str:
     prompt = _filled(_string(row, name, where), name, where)
     context = row.get("input")
     if name == "instruction" and isinstance(context, str) and context:
-        # Alpaca's records: what the instruction is about.
+        # In Alpaca's records, the field `input` says what the instruction is about.
         prompt = f"{prompt}\n{context}"
     return prompt
 

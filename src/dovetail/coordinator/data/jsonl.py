@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, cast
 
 from dovetail.coordinator.data.data_error import DataError
 
-# What to do with a file that holds one list of all records, as other trainers take it.
+# Advice for a file that holds one list of all records. Other trainers read such files.
 ONE_LIST = "if the file holds one list of all records, this makes lines of it: jq -c '.[]' LIST.json > LINES.jsonl"
 
 
@@ -35,8 +35,8 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def ending(path: Path) -> str:
-    """What to do with a .json file, as the end of a sentence: it may have JSON lines already. Raises DataError for a
-    file that cannot be read."""
+    """Advice for a user who names a .json file, as the end of a sentence. Such a file may already have JSON lines.
+    Raises DataError for a file that cannot be read."""
     first = next(lines(path), (0, ""))[1]
     try:
         parse(first, str(path))

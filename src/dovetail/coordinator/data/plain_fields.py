@@ -1,4 +1,4 @@
-"""The fields of a prompt's record as JSON can write them: they go to reward functions and into the files of samples."""
+"""Turns the fields of a prompt's record into JSON values. Reward functions and the files of samples get them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
 
-# What tables hold and JSON does not. A datetime is a date, too, so it comes first.
+# Values that tables can hold and JSON cannot. A datetime is also a date, so it comes first.
 _NAMES: Mapping[type, str] = {
     datetime.datetime: "a timestamp",
     datetime.date: "a date",
@@ -22,8 +22,8 @@ _NAMES: Mapping[type, str] = {
 
 
 def plain_fields(fields: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The fields with null for numbers that are not finite, which JSON lacks. Raises DataError whose message begins
-    with `where` for a field that JSON cannot hold."""
+    """The fields, with null instead of numbers that are not finite, because JSON has no such numbers. Raises DataError
+    for a field that JSON cannot hold. Its message begins with `where`."""
     return {name: _plain(value, name, where) for name, value in fields.items()}
 
 

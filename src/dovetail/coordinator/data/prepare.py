@@ -45,8 +45,8 @@ EQUAL_LIMIT = 1024
 
 @dataclass(frozen=True)
 class PromptRecord:
-    """One prompt of an iteration. `index` counts from 0 in the iteration. `fields`: the record's other fields. One that
-    only other prompts of PPO have, or only others of the evaluations, is None."""
+    """One prompt of an iteration. `index` counts from 0 in the iteration. `fields` has the record's other fields. A
+    field that only other prompts of PPO or of the evaluations have is None."""
 
     index: int
     text: str
@@ -54,7 +54,7 @@ class PromptRecord:
     fields: dict[str, Any]
 
 
-# A prompt that a user gives: its text, or a record with the text in "prompt" and further fields for reward functions.
+# A user gives a prompt as its text, or as a record with the text in "prompt" and further fields for reward functions.
 GivenPrompt = str | Mapping[str, Any]
 
 
@@ -73,9 +73,9 @@ def given_prompt(given: GivenPrompt) -> tuple[str, dict[str, Any]]:
 class Prepared:
     """The batches of every stage, which depend only on the step, and the folders of the job's models.
 
-    `sources`: the source of each model that has one in the manifest. It is a folder with weights, or a configuration
-    for random weights. Steps and iterations count from 1. Methods raise DataError for a malformed record of a table,
-    and ValueError for a list that the job does not have."""
+    `sources` has the source of each model that has one in the manifest. A source is a folder with weights, or a
+    configuration for random weights. Steps and iterations count from 1. Methods raise DataError for a malformed record
+    of a table, and ValueError for a list that the job does not have."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Prepared:
         return own_model(self.spec, name, self.sources, self.tokenizer_dir)
 
     def steps_per_epoch(self, stage: Stage) -> int:
-        """The number of optimizer steps (PPO: iterations) that use every record once."""
+        """The number of optimizer steps that use every record once. For PPO it is the number of iterations."""
         if stage is Stage.SFT:
             return _have(self.data.demonstrations, "demonstrations").steps_per_epoch(self.spec.sft.batch_size)
         if stage.has_pairs:
@@ -116,8 +116,8 @@ class Prepared:
         return _have(self.data.prompts, "prompts").steps_per_epoch(self._prompts_per_iteration)
 
     def total_steps(self, stage: Stage) -> int:
-        """The number of optimizer steps of SFT, reward training or DPO (`steps`, or epochs over the data). For PPO it
-        is the number of iterations."""
+        """The number of optimizer steps of SFT, reward training or DPO. It follows from `steps` or from the epochs over
+        the data. For PPO it is the number of iterations."""
         if stage is Stage.PPO:
             return self.spec.ppo.iterations
         training = self.spec.supervised(stage)
@@ -144,7 +144,8 @@ class Prepared:
 
     def scored_demonstrations(self) -> list[Arrays]:
         """The demonstrations that centre the reward model's scores, at most 512, in batches of `reward.batchSize`. They
-        are held-out ones, or else the first ones to train on. Empty if the job reads no demonstrations."""
+        are held out. If none are held out, they are the first ones to train on. The list is empty if the job reads no
+        demonstrations."""
         data = self.data.demonstrations
         if data is None:
             return []
@@ -177,7 +178,8 @@ class Prepared:
         return dpo_batch(_pairs([rows for _, rows in batch]), pad, longest if self.spec.dpo.loss == "KTO" else None)
 
     def equal_pairs(self) -> str:
-        """A warning if pairs have equal replies, from which nothing is learnt; "" if none of the first 1,024 has."""
+        """A warning if some of the first 1,024 pairs have equal replies, because nothing is learnt from these. "" if
+        there are none."""
         preferences = _have(self.data.preferences, "preferences")
         first = preferences.batch(1, min(len(preferences), EQUAL_LIMIT))
         equal = sum(isinstance(record, Preference) and self.encoder.equal(record) for record in first)
@@ -234,8 +236,8 @@ class Prepared:
         return self.spec.ppo.global_batch_size // self.spec.ppo.samples_per_prompt
 
     def _filled(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """A prompt's fields, and None for those of PPO's other prompts. So a reward function gets the same names in
-        every iteration, whichever records a batch has."""
+        """A prompt's fields, and None for each field that only other prompts of PPO have. So a reward function gets the
+        same names in every iteration, whichever records a batch has."""
         return {**self._no_fields, **fields}
 
     @cached_property
@@ -255,7 +257,7 @@ def prepare(
 ) -> Prepared:
     """Create what is missing in the run directory, and load the data. Relative paths start from `base_dir`.
 
-    `known`: the fingerprints of the data with which the run began. Other data is refused. `hub`: downloads models by
+    `known` has the fingerprints of the data with which the run began. Other data is refused. `hub` downloads models by
     name. Writes `tokenizer/`, `models/actor-config/` and `cache/`, each completely or not at all. Raises DataError, and
     OSError if the disk fails."""
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -313,7 +315,8 @@ def own_model(
 
 
 def model_sources(spec: RLHFJobSpec, base_dir: Path, hub: Hub) -> dict[str, Path | ScratchModel]:
-    """The source of each model for which the manifest names one: a local folder, or a configuration for random weights.
+    """The source of each model for which the manifest names one. It is a local folder, or a configuration for random
+    weights.
 
     The weights of hub repositories are not downloaded yet. Relative paths start from `base_dir`. Raises DataError."""
     if spec.models.actor.source is None:

@@ -18,7 +18,7 @@ STAGE_OF: dict[DataKind, Stage] = {
 
 @dataclass(frozen=True, slots=True)
 class LaterTurn:
-    """A later turn of a conversation. `given`: the text before it. `response`: the assistant's text."""
+    """A later turn of a conversation. `given` is the text before it, and `response` is the assistant's text."""
 
     given: str
     response: str
@@ -49,7 +49,7 @@ class Preference:
 
 
 def equal_pairs(equal: int, of: str) -> str:
-    """A warning of pairs with equal replies. `of`: of how many pairs, in words."""
+    """A warning that `equal` pairs have equal replies. `of` says in words how many pairs were looked at."""
     return (
         f"{equal:,} of {of} have equal replies, perhaps because both are cut at maxTokens; nothing is learnt from them"
     )
@@ -66,7 +66,7 @@ class Labelled:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt. `fields`: the record's other fields, which reward functions get."""
+    """One prompt. `fields` has the record's other fields, which reward functions get."""
 
     prompt: str
     fields: dict[str, Any] = field(default_factory=dict)

@@ -16,8 +16,8 @@ Row = Mapping[str, Any]
 @dataclass(frozen=True)
 class RowFormat:
     """One format of a row. `fits` says whether a row has it (`format: Auto`). `read(row, kind, chat, where)` makes the
-    record, or raises DataError whose message begins with `where`. `judged`: whether rows say which replies are good and
-    which are bad. Other formats give no preferences."""
+    record, or raises DataError whose message begins with `where`. `judged` says whether rows tell good replies from bad
+    ones. Other formats give no preferences."""
 
     name: str
     fits: Callable[[Row], bool]

@@ -24,8 +24,8 @@ CHECKED = 6
 
 @dataclass(frozen=True)
 class Rows:
-    """The records of a table. Each is converted when it is requested. `fields`: every name that any prompt has in its
-    `fields`; empty for other kinds."""
+    """The records of a table. Each is converted when it is requested. `fields` has every name that any prompt has in
+    its `fields`. It is empty for other kinds of records."""
 
     table: Any
     row: Callable[[Any], dict[str, Any]]
@@ -64,9 +64,9 @@ def load(
 ) -> Records[Record]:
     """Records of `kind` from the source, in the source's own order.
 
-    `field`: the manifest field, for errors. `base_dir`: the folder from which relative paths start. `cache_dir`: the
-    folder for Arrow files. Every JSON line is checked here. In tables, only the first record is checked here, and each
-    other record when it is read. Raises DataError."""
+    `field` is the manifest field, for errors. Relative paths start from `base_dir`. Arrow files are written to
+    `cache_dir`. Every JSON line is checked here. In tables, only the first record is checked here, and each other
+    record when it is read. Raises DataError."""
     chat = with_system(chat or HumanAssistant(), source)
     if source.synthetic is not None:
         return _synthetic(kind, source.synthetic.size, seed, field)
@@ -191,7 +191,7 @@ def _parquet(
 
 
 def hub_table(source: DataSource, field: str, cache_dir: Path | None = None) -> Any:
-    """The table of a hub data set. `cache_dir` None: the cache of `datasets`. Raises DataError."""
+    """The table of a hub data set. If `cache_dir` is None, the cache of `datasets` is used. Raises DataError."""
     import datasets
 
     def load_dataset() -> Any:

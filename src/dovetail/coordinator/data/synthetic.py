@@ -191,8 +191,8 @@ def preference(index: int, seed: int | str, noise: float = 0.02, margin: float =
 
 
 def _mistaken(rng: random.Random, reply: str, topic: str) -> str:
-    """The reply with one more mistake: one fact too few or too many, a fact that is repeated, off the topic or vague,
-    all facts off the topic, no opening or a rude one, no closing, or a reply that is cut off."""
+    """The reply with one more mistake. It has one fact too few or too many, a fact that is repeated, off the topic or
+    vague, only facts off the topic, no opening or a rude one, or no closing, or it is cut off."""
     sentences = [s.strip() for s in _SENTENCE.findall(reply.strip())]
     opening = sentences[:1] if sentences[0] in _POLITE + _RUDE else []
     closing = sentences[-1:] if sentences[-1] in _CLOSING else []

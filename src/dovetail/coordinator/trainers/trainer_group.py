@@ -27,7 +27,7 @@ from dovetail.protocol.messages import (
 from dovetail.protocol.process.process_names import trainer_name
 
 POLL_SECONDS = 20.0
-# Ranks send a heartbeat every 2 s. One that has not for so long may be frozen.
+# Ranks send a heartbeat every 2 s. A rank that has sent none for this many seconds may be frozen.
 QUIET_SECONDS = 10.0
 
 
@@ -66,8 +66,8 @@ class _Running:
 
 @dataclass
 class TrainerGroup:
-    """The trainer ranks of a job. `generation`: the last generation. `formed`: whether it is still running.
-    `peer_timeout`: after so many seconds without a heartbeat a rank counts as lost. `clock`: monotonic seconds.
+    """The trainer ranks of a job. `generation` is the last generation, and `formed` says whether it is still running. A
+    rank counts as lost after `peer_timeout` seconds without a heartbeat. `clock` returns monotonic seconds.
     `record_result` stores a result. It is called before the rank gets its acknowledgement."""
 
     world_size: int
@@ -133,8 +133,8 @@ class TrainerGroup:
         )
 
     async def next(self, request: NextRequest) -> NextReply:
-        """Give rank 0 its next command, by a long poll. Its main thread asks, or the thread that sends kept weights.
-        Raises StaleGeneration."""
+        """Give rank 0 its next command, by a long poll. Rank 0 asks in its main thread, or in the thread that sends
+        kept weights. Raises StaleGeneration."""
         if request.generation != self.generation or not self.formed:
             raise StaleGeneration(f"generation {request.generation} is over; the current one is {self.generation}")
         lane = request.lane
@@ -219,7 +219,7 @@ class TrainerGroup:
 
     @property
     def position(self) -> TrainerPosition | None:
-        """What the ranks hold, as far as they have said. None: they are joining."""
+        """What the ranks hold, as far as they have reported it. None while they are joining."""
         return self._position if self.formed else None
 
     @property
@@ -239,9 +239,9 @@ class TrainerGroup:
             await self._wait_change(POLL_SECONDS)
 
     async def execute(self, command: Command, timeout: float, beside: bool = False) -> CommandResult:
-        """Run one command on all ranks. `beside`: the command is a publish of a kept version, and the main threads may
-        run another command meanwhile. Raises TrainerLost if a rank dies or no result comes within `timeout` seconds,
-        and TrainerError if the ranks refuse the command."""
+        """Run one command on all ranks. `beside` says that the command publishes a kept version. The main threads may
+        then run another command meanwhile. Raises TrainerLost if a rank dies or no result comes within `timeout`
+        seconds, and TrainerError if the ranks refuse the command."""
         lane: Lane = "weights" if beside else "main"
         if (before := self._running.get(lane)) is not None:
             raise RuntimeError(f"{before.command.id} is still running")

@@ -34,11 +34,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What the trainers need to run a stage. `models`: the source of each model. `total_optimizer_steps`: the number of
-    optimizer steps. `make_step(step)`: the command of a step. `layouts`: layouts that replace the plan's. `recompute`:
-    the models with activation checkpointing. `zero3`: the models under ZeRO-3. `can_replay(i, k)`: whether the batches
-    of steps i + 1 to k still exist. `lag`: how many steps the weights that are sent may be behind the newest. Above 0,
-    the ranks keep lag + 1 versions and send them while they train."""
+    """What the trainers need to run a stage. `models` has the source of each model. `total_optimizer_steps` is the
+    number of optimizer steps. `make_step(step)` returns the command of a step. `layouts` has layouts that replace the
+    plan's. `recompute` names the models with activation checkpointing, and `zero3` those under ZeRO-3. `can_replay(i,
+    k)` says whether the batches of steps i + 1 to k still exist. The weights that are sent may be up to `lag` steps
+    behind the newest. Above 0, the ranks keep lag + 1 versions and send them while they train."""
 
     stage: Stage
     models: dict[str, ModelRef]
@@ -73,8 +73,8 @@ class TrainerSession:
         log: Callable[..., None],
         run: str = "",
     ) -> None:
-        """`group`: the trainer ranks. `keep`: how many checkpoints are kept. `join_timeout`: how many seconds the ranks
-        may take to join. `run`: the run's id, which is written into its checkpoints and exports."""
+        """`group` has the trainer ranks, and `keep` checkpoints are kept. The ranks may take `join_timeout` seconds to
+        join. `run` is the run's id, which is written into its checkpoints and exports."""
         self._run = run
         self._group = group
         self._records = records
@@ -85,9 +85,10 @@ class TrainerSession:
         self._lock = asyncio.Lock()
         self._plan: StagePlan | None = None
         self._step = 0
-        # The oldest version that may be requested. Restored ranks must compute it again. None: only the newest.
+        # The oldest version that may be requested. Restored ranks must compute it again. If it is None, only the newest
+        # version may be requested.
         self._needed: int | None = None
-        # The generation of ranks that learnt a part last.
+        # The generation in which the ranks last learnt a part of a step's samples.
         self._with_parts: int | None = None
 
     # ------------------------------------------------------------ checkpoints
@@ -104,8 +105,9 @@ class TrainerSession:
     def oldest(self, stage: Stage) -> int:
         """The step of the oldest checkpoint that is kept. 0 if none is kept. No step before it is ever repeated.
 
-        It is also 0 while the oldest version that may be requested can be computed again from one checkpoint at most,
-        because that one may be damaged. If the job keeps one only, it is 0 while there is no such checkpoint."""
+        It is also 0 while at most one checkpoint allows the ranks to compute the oldest version that may be requested,
+        because that checkpoint may be damaged. If the job keeps only one checkpoint, it is 0 while there is no such
+        checkpoint."""
         last = self.checkpoint(stage)[0]
         kept = [step for step in self._kept(stage) if step <= last]
         starts = [step for step in kept if step <= self._step - self._lag]
@@ -124,12 +126,12 @@ class TrainerSession:
         # There can be checkpoints of later steps than the store knows, if a power failure lost the store's last
         # transactions.
         ours = [step for step in kept if step <= self._step]
-        # From these the oldest version that may be sent can be computed again. One of them may be damaged.
+        # The oldest version that may be sent can be computed again from any of these. One of them may be damaged.
         before = [step for step in ours if step <= self._step - self._lag][-min(2, self._keep) :]
         doomed = [step for step in ours[: -self._keep] if step not in before]
         for step in [*doomed, *(s for s in kept if s > self._step)]:
             await asyncio.to_thread(self._delete, self._path(plan.stage, step))
-        # Nothing is written now. So a temporary folder is left of a checkpoint during which all died.
+        # No rank writes now. A temporary folder was left by ranks that died while they wrote a checkpoint.
         for ending in ("old", "damaged", "tmp"):
             for rest in self._dir.glob(f"{plan.stage.value}-*.{ending}"):
                 await asyncio.to_thread(shutil.rmtree, rest, ignore_errors=True)
@@ -199,9 +201,9 @@ class TrainerSession:
         return self._step
 
     async def run_step(self) -> CommandResult:
-        """Run the next step once. If the ranks have run it already, its stored result is returned. Without one, because
-        a power failure lost it, the ranks go back to the last checkpoint: what the result says decides what comes next,
-        such as the coefficient of the KL penalty. Raises TrainerError."""
+        """Run the next step once. If the ranks have run it already, its stored result is returned. If a power failure
+        lost that result, the ranks go back to the last checkpoint, because later steps depend on the result. An example
+        is the coefficient of the KL penalty. Raises TrainerError."""
         plan, step = self._need_plan(), self._step + 1
         command = plan.make_step(step)
         async with self._lock:
@@ -221,8 +223,8 @@ class TrainerSession:
                 return result
 
     async def accumulate(self, command: Accumulate) -> CommandResult:
-        """Have the ranks learn a part of the next step's samples, before the others are there. Raises TrainerError, and
-        TrainerLost, after which the ranks hold no part: they were lost now, or since the part before."""
+        """Have the ranks learn a part of the next step's samples, before the others are there. Raises TrainerError.
+        Raises TrainerLost if the ranks are lost now or were lost since the part before. The ranks then hold no part."""
         async with self._lock:
             await self._bring(self._need_plan(), self._step)
             before, self._with_parts = self._with_parts, self._group.generation
@@ -231,8 +233,8 @@ class TrainerSession:
             return await self._group.execute(command, STEP_TIMEOUT_SECONDS)
 
     async def evaluate(self, batches: list[str], demonstrations: Sequence[str] = ()) -> dict[str, float]:
-        """The metrics of the current weights on whole batches. `demonstrations`: the batches that centre a reward
-        model."""
+        """The metrics of the current weights on whole batches. A reward model is centred with the batches
+        `demonstrations`."""
         plan = self._need_plan()
         command = Evaluate(
             id=self._id("evaluate"), stage=plan.stage, batches=batches, demonstrations=list(demonstrations)
@@ -247,8 +249,7 @@ class TrainerSession:
         return (await self.at_target(lambda: self._command(command))).logprobs
 
     async def export(self, model: str, path: Path, subtract: float = 0.0) -> None:
-        """Write the current weights as a Hugging Face folder. `subtract` is subtracted from each output of a value
-        head."""
+        """Write the current weights as a Hugging Face folder. Each output of a value head is lowered by `subtract`."""
         where = {"path": str(path), "subtract": subtract, "run": self._run}
         command = Export.model_validate({"id": self._id(f"export-{model}"), "model": model, **where})
         await self.at_target(lambda: self._command(command))
@@ -289,8 +290,8 @@ class TrainerSession:
         return None
 
     def can_send(self, version: int) -> bool:
-        """Whether the ranks can send this version of the weights now: they need not be restored first, and none of them
-        seems to be frozen."""
+        """Whether the ranks can send this version of the weights now. It is False if they must be restored first, or if
+        one of them seems to be frozen."""
         if self._group.quiet:
             return False
         if self._lag:
@@ -298,7 +299,7 @@ class TrainerSession:
         return self._plan is not None and self._group.position == TrainerPosition(self._plan.stage, version)
 
     def need(self, version: int | None) -> None:
-        """Set the oldest version that instances may ask for from now on. None: only the newest."""
+        """Set the oldest version that instances may ask for from now on. With None they may ask only for the newest."""
         self._needed = version
 
     # ------------------------------------------------------------ inner parts
@@ -341,8 +342,8 @@ class TrainerSession:
         return version < self._step - self._lag
 
     def _lacks(self, position: TrainerPosition) -> bool:
-        """Whether ranks that hold a step cannot provide the needed version: they do not keep it and will not compute
-        it."""
+        """Whether ranks that hold a step cannot provide the needed version, because they do not keep it and will not
+        compute it."""
         plan, version = self._plan, self._needed
         if plan is None or version is None or self._is_over(version) or position.stage is not plan.stage:
             return False

@@ -1,4 +1,5 @@
-"""Makes instances ready for work or weights, side by side: scorers load their models, and sleeping rollouts wake up."""
+"""Makes instances ready for work or weights, several at a time. Scorers load their models, and sleeping rollouts wake
+up."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ T = TypeVar("T", bound=OneProcess)
 
 
 class Preparing(Generic[T]):
-    """The processes that are made ready now. `prepare` does it for one. It may raise OSError or TimeoutError, and has a
-    deadline of its own. It is quick for a process that is ready."""
+    """The processes that are made ready now. `prepare` makes one process ready. It may raise OSError or TimeoutError,
+    and has a deadline of its own. It is quick for a process that is ready."""
 
     def __init__(self, prepare: Callable[[T], Awaitable[None]]) -> None:
         self._prepare = prepare
@@ -41,7 +42,7 @@ class Preparing(Generic[T]):
 
     async def ready(self, targets: Sequence[T], seconds: float) -> tuple[list[T], list[tuple[T, str]]]:
         """Make these processes ready. Returns those that are ready after at most `seconds`, and those that failed, each
-        with its error. The others go on by themselves: call this again for them when `running` is false."""
+        with its error. The others go on. Call this again for each of them when its `running` is false."""
         mine: list[tuple[T, asyncio.Task[str | None]]] = []
         for target in targets:
             task = self._tasks.get((target.name, target.incarnation))
@@ -63,7 +64,7 @@ class Preparing(Generic[T]):
         return [target for target, problem in outcomes if problem is None], failed
 
     async def close(self) -> None:
-        """Give up all of them."""
+        """Cancel all preparations."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()

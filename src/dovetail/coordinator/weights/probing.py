@@ -27,9 +27,9 @@ QUANTISED_TOLERANCE = 2.0
 
 @dataclass(frozen=True)
 class ProbedServer:
-    """What a probe needs to know about a server. `max_model_len`: its longest sequence in tokens. `dtype`: of its
-    weights. None: they are quantised, or the server does not say. `engines`: the number of its data-parallel engines.
-    Each engine has weights of its own."""
+    """What a probe needs to know about a server. `max_model_len` is its longest sequence in tokens. `dtype` is the
+    dtype of its weights. It is None if they are quantised or the server does not report it. `engines` is the number of
+    its data-parallel engines, each with weights of its own."""
 
     url: str
     max_model_len: int | None = None
@@ -43,8 +43,8 @@ def tolerance(trainers: str, server: str | None) -> float:
 
 
 def verdict(probe: Probe, answered: Sequence[float], server: str | None) -> str | None:
-    """One sentence that says what is wrong with a server's log-probabilities (nats), or None. They may cover only the
-    first tokens of the probe."""
+    """One sentence that says what is wrong with a server's log-probabilities (in nats), or None if they are right. They
+    may cover only the first tokens of the probe."""
     expected = probe.logprobs[: len(answered)]
     gaps = [abs(a - b) for a, b in zip(answered, expected, strict=True)]
     limit = tolerance(probe.dtype, server)

@@ -20,17 +20,18 @@ from dovetail.protocol.messages import CALLED_OFF, CommandResult, Offer, Probe, 
 # Receivers that fail within this time after the first failure may be the cause. Later ones only waited for them.
 # Receivers that report that the transfer was cancelled also only waited.
 BLAME_SECONDS = 1.0
-# How many versions' probes are kept, for servers that get a version from another one. No lag is as long.
+# The probes of this many versions are kept, for servers that get a version from another server. Every lag is shorter.
 MOST_PROBES = 16
-# Every JSON reader has whole numbers of this size.
+# Every JSON parser can read integers of this size.
 EPOCH_BITS = 50
 
 
 @dataclass(frozen=True)
 class Target:
     """An instance that will hold the new weights. A restarted process has another `incarnation`. `max_model_len`,
-    `dtype`, `engines`: see `dovetail.coordinator.weights.probing.ProbedServer`. `version`: the version that it must
-    hold. None: the current one. `sends`: it exchanges versions with other servers."""
+    `dtype` and `engines` are those of `dovetail.coordinator.weights.probing.ProbedServer`. `version` is the version
+    that it must hold. If it is None, that is the current one. `sends` says whether it exchanges versions with other
+    servers."""
 
     name: str
     kind: str
@@ -46,10 +47,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Published:
-    """The result of a publish. `errors`: by receiver, None if the whole version arrived and a server serves it.
-    `result`: None if the trainers failed to send. `blamed`: the receivers that failed first, which may have blocked the
-    others, and those that serve other weights. `byte_seconds`: how long the transfer of the bytes alone may have
-    taken."""
+    """The result of a publish. `errors` has the error of each receiver. It is None if the whole version arrived and a
+    server serves it. `result` is None if the trainers failed to send. `blamed` names the receivers that failed first,
+    which may have blocked the others, and those that serve other weights. The transfer of the bytes alone may have
+    taken `byte_seconds`."""
 
     errors: dict[str, str | None]
     result: CommandResult | None
@@ -58,8 +59,8 @@ class Published:
 
 
 def receivers_of(targets: Sequence[Target]) -> list[Receiver]:
-    """The receivers of the targets. Those of each model have ranks from 1 up. Rollouts take the actor, and scorers take
-    the critic."""
+    """The receivers of the targets. The receivers of each model have the ranks 1, 2 and so on. Rollouts take the actor,
+    and scorers take the critic."""
     offsets = {"actor": 1, "critic": 1}
     receivers = []
     for target in sorted(targets, key=lambda t: t.name):
@@ -79,30 +80,31 @@ def receivers_of(targets: Sequence[Target]) -> list[Receiver]:
 
 
 class Publisher:
-    """Publishes versions, and keeps the epoch of the communicators. `deadline_seconds`: how long a transfer may take in
-    addition to the time for its bytes, which the trainers add. A new epoch begins when the receivers, their
-    processes or the trainers' process groups change, and after each failure."""
+    """Publishes versions, and keeps the epoch of the communicators. A transfer may take `deadline_seconds` in addition
+    to the time for its bytes. The trainers add that time. A new epoch begins when the receivers, their processes or the
+    trainers' process groups change, and after each failure."""
 
     def __init__(self, trainers: TrainerGroup, session: aiohttp.ClientSession, deadline_seconds: float):
         self._trainers = trainers
         self._session = session
         self._deadline = deadline_seconds
-        # A restarted coordinator must not reuse an epoch: a receiver would keep the communicator that it has. Neither a
-        # clock that was set back nor many transfers a second can lead to that.
+        # A restarted coordinator must not reuse an epoch, because a receiver would then keep its old communicator. A
+        # random start stays safe if the clock is set back, and with many transfers a second.
         self._epoch = secrets.randbits(EPOCH_BITS)
         self._members: frozenset[tuple[str, str]] | None = None
         self._expected: dict[tuple[int, int], asyncio.Future[Offer]] = {}
         self._probes: dict[int, Probe | None] = {}
 
     def offer(self, message: Offer) -> None:
-        """Handle POST /v1/weights/offer. An offer that nobody waits for is dropped. Its deadline ends it."""
+        """Handle POST /v1/weights/offer. An offer that nobody waits for is dropped. The trainers give it up at its
+        deadline."""
         future = self._expected.get((message.version, message.epoch))
         if future is not None and not future.done():
             future.set_result(message)
 
     async def publish(self, version: int, targets: Sequence[Target], beside: bool = False) -> Published:
-        """Send `version` to all targets at once. `beside`: the trainers keep the version, and may train meanwhile. The
-        result has the failures of receivers. Raises TrainerLost."""
+        """Send `version` to all targets at once. `beside` says that the trainers keep the version and may train
+        meanwhile. The result has the failures of receivers. Raises TrainerLost."""
         members = frozenset({(t.name, t.incarnation) for t in targets} | {("trainers", str(self._trainers.generation))})
         epoch_is_new = members != self._members
         if epoch_is_new:
@@ -168,16 +170,16 @@ class Publisher:
 
     def has_probe(self, version: int) -> bool:
         """Whether a server can be asked to prove that it serves a version that another server has sent it. A restarted
-        coordinator has no probes: the trainers' next publish brings them."""
+        coordinator has no probes until the trainers publish again."""
         return version in self._probes
 
     async def relay(self, version: int, sender: Target, receiver: Target) -> str | None:
         """Let the rollout `sender`, which serves `version`, send it to the rollout `receiver`. Returns None if the
-        receiver serves it now, else the error, a sentence that names the sender."""
+        receiver serves it now. Otherwise it returns the error, a sentence that names the sender."""
         if version not in self._probes:
-            # It was there when the sender was chosen. The receiver may have taken minutes to wake up.
+            # The probe was there when the sender was chosen. The receiver may have taken minutes to wake up since then.
             return f"version {version} is not sent to {receiver.name} any more: too many newer ones were published"
-        # Versions that are published meanwhile may push it out.
+        # Versions that are published meanwhile may replace it.
         probe = self._probes[version]
         self._epoch += 1
         # The receiver leaves the communicators that it shared with others.

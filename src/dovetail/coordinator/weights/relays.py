@@ -1,4 +1,4 @@
-"""Sends a weight version from rollouts that hold it to those that came late, while the trainers cannot."""
+"""Sends a weight version from rollouts that hold it to rollouts that came late, while the trainers cannot send it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ class _Relay:
 
 class Relays:
     """The transfers between servers that run now. Each has one sender and one receiver, and ends by its own deadline.
-    So none of them holds up another, or a transfer from the trainers. `prepare` makes an instance ready for weights."""
+    So none of them delays another one, or a transfer from the trainers. `prepare` makes an instance ready for
+    weights."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Relays:
         self._failed: dict[tuple[int, Process], set[Process]] = {}
 
     def choose(self, version: int, receivers: Sequence[Target]) -> dict[Target, Target]:
-        """The sender of the version for each receiver: see `choose_senders`."""
+        """The sender of the version for each receiver, as `choose_senders` finds it."""
         if not self._publisher.has_probe(version):
             return {}
         failed = {receiver: senders for (of, receiver), senders in self._failed.items() if of == version}
@@ -74,8 +75,8 @@ class Relays:
         return any(not relay.task.done() for relay in self._running.values())
 
     def running(self, receiver: Target) -> bool:
-        """Whether a server is sending to this process. A transfer to another process of the same name, which this one
-        replaces, is given up. Raises what a transfer raised that should not."""
+        """Whether a server is sending to this process. A transfer to an older process of the same name is cancelled.
+        Raises the unexpected error of a transfer, if it had one."""
         relay = self._running.get(receiver.name)
         if relay is None:
             return False
@@ -99,11 +100,11 @@ class Relays:
             self._running[receiver.name] = _Relay(sender, receiver, task)
 
     def forget_failures(self, before: int) -> None:
-        """Forget who could not send versions before this one."""
+        """Forget which servers could not send versions older than this one."""
         self._failed = {key: senders for key, senders in self._failed.items() if key[0] >= before}
 
     async def close(self) -> None:
-        """Give up all transfers."""
+        """Cancel all transfers."""
         tasks = [*self._given_up, *(relay.task for relay in self._running.values())]
         for task in tasks:
             task.cancel()

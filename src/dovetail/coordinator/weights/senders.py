@@ -1,4 +1,4 @@
-"""Chooses the server that sends a weight version to one that came late. Pure."""
+"""Chooses the server that sends a weight version to a server that came late. It only computes, without I/O."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence, Set
 
 from dovetail.coordinator.weights.publishing import Target
 
-# A receiver that so many servers could not send to gets its weights from the trainers: it may be the cause itself.
+# If this many servers could not send to a receiver, the receiver may be the cause. It then gets its weights from the
+# trainers.
 MOST_SENDERS = 2
 
 # Name and incarnation of an instance.
@@ -19,8 +20,8 @@ def process_of(target: Target) -> Process:
 
 
 def same_bits(holder: Target, receiver: Target) -> bool:
-    """Whether what the holder received gives the receiver the bits that the trainers would give it. A server in 16 bits
-    may have received matrices in its own dtype; every other one received them as the trainers hold them."""
+    """Whether the holder's weights have the same bits for the receiver as the trainers' weights. A server in 16 bits
+    may have received matrices in its own dtype. Every other server received them as the trainers hold them."""
     return holder.dtype not in ("bfloat16", "float16") or holder.dtype == receiver.dtype
 
 

@@ -20,9 +20,10 @@ from dovetail.coordinator.weights.relays import Relays
 from dovetail.protocol.messages import Span
 
 RETRY_SECONDS = 0.25
-# A transfer waits so long for instances that must first load models or wake up. Later ones get a transfer of their own.
+# A transfer waits this many seconds for instances that must first load models or wake up. Later ones get a transfer of
+# their own.
 PREPARE_SECONDS = 10.0
-# A scorer may take so long to load its models before the time limit for weights begins to run.
+# A scorer may load its models for this many seconds before the time limit for weights begins to run.
 LOADING_SECONDS = 900.0
 # After a failed transfer to an unreliable instance alone, the pause is PAUSE times as long as the attempt. It doubles
 # after each further failure, because the trainers can do nothing else during an attempt.
@@ -57,8 +58,8 @@ class Receivers(Protocol):
 
 @dataclass(frozen=True)
 class _Doubt:
-    """A process whose transfer failed. `failures`: how often an attempt for it alone failed. `until`: the earliest time
-    of the next attempt, in monotonic seconds."""
+    """A process whose transfer failed. `failures` says how often an attempt for it alone failed. `until` is the
+    earliest time of the next attempt, in monotonic seconds."""
 
     incarnation: str
     failures: int
@@ -66,18 +67,19 @@ class _Doubt:
 
 
 class WeightSync:
-    """Sends weights to all instances that lack them. `prepare` makes an instance ready for weights: a scorer must first
-    load its models. It may raise OSError. `deadline_seconds`: the time limit for weights to running instances, in
-    addition to the time for their bytes. `start_seconds`: the time limit for the first instance of a kind to start. It
-    is infinity if something else limits that. `beside`: the trainers keep the versions that may be requested, and send
-    them while they train. `on_spans` gets the trainers' spans of each transfer. `clock`: monotonic seconds.
+    """Sends weights to all instances that lack them. `prepare` makes an instance ready for weights, because a scorer
+    must first load its models. It may raise OSError. Running instances must get their weights within
+    `deadline_seconds`, in addition to the time for their bytes. The first instance of a kind must start within
+    `start_seconds`. It is infinity if something else limits that. With `beside`, the trainers keep the versions that
+    may be requested, and send them while they train. `on_spans` gets the trainers' spans of each transfer. `clock`
+    returns monotonic seconds.
 
     A transfer goes to all instances that lack the version at once. An instance that cannot be reached would block all
     others each time. Therefore an instance whose transfer failed gets its weights alone, after the others. For the same
     reason a transfer does not wait for an instance that takes long to prepare.
 
-    While the trainers do not hold the version or send to others, a rollout gets it from a rollout that serves it
-    (`Relays`), if there is one."""
+    While the trainers do not hold the version, or while they send to others, a rollout gets it from a rollout that
+    serves it (`Relays`), if there is one."""
 
     def __init__(
         self,
@@ -107,7 +109,7 @@ class WeightSync:
         self._relays = Relays(fleet, publisher, prepare, log, clock)
         self._sending: frozenset[str] = frozenset()  # the instances of the trainers' transfer
         self._lock = asyncio.Lock()
-        # The seconds of all rounds in which bytes travelled, or in which the trainers had to come to the version.
+        # The total seconds in which bytes travelled, or in which the trainers had to be brought to the version.
         self._excused = 0.0
         self._version: int | None = None
         self._takers = kinds
@@ -138,11 +140,11 @@ class WeightSync:
     async def reach(
         self, version: int, missing_kinds: Callable[[], Sequence[str]], counts: Callable[[], bool] = lambda: True
     ) -> None:
-        """Send weights until no kind of instance is missing. `version`: the version that is needed.
+        """Send weights until no kind of instance is missing. `version` is the version that is needed.
 
         While no instance of a kind is running, the time counts against `start_seconds`, because its pod may wait for a
-        node or an image. The time in which bytes travel, or in which the trainers are restored, does not count, nor
-        that while `counts` returns False. Raises TimeoutError that names what is missing."""
+        node or an image. The time in which bytes travel or the trainers are restored does not count. Time while
+        `counts` returns False does not count either. Raises TimeoutError that names what is missing."""
         began, excused = self._clock(), self._excused
         absent = 0.0  # seconds in which no instance was running
         relaying = 0.0  # seconds in which servers sent to others
@@ -208,11 +210,11 @@ class WeightSync:
         return [t for t in stale if t.name not in self._sending and not self._relays.running(t)]
 
     def _relay(self, stale: Sequence[Target], busy: bool) -> list[Target]:
-        """Let servers send to those that the trainers cannot send to. `busy`: the trainers send to others. Returns the
-        instances that are left for the trainers."""
+        """Let servers send to those that the trainers cannot send to. `busy` says that the trainers send to others.
+        Returns the instances that are left for the trainers."""
         rest = list(stale)
         for version in sorted({self._wanted(target) for target in stale}):
-            # Nobody waits long for the model before SFT, which the trainers hold only then.
+            # Nobody waits long for the model before SFT. The trainers hold it only before SFT.
             if version == BEFORE_SFT or (not busy and self._session.can_send(version)):
                 continue
             chosen = self._relays.choose(version, [t for t in stale if self._wanted(t) == version])
@@ -285,10 +287,10 @@ class WeightSync:
         self._log("weights.published", version=version, errors={n: e for n, e in published.errors.items() if e})
 
     def _chosen(self, stale: Sequence[Target]) -> list[Target]:
-        """The instances of the next transfer: all but the doubted ones. If only doubted ones are left, it is half of
+        """The instances of the next transfer: all but the doubted ones. If only doubted ones are left, they are half of
         those that have not failed alone yet, so that a working one is found soon. Instances with no other at their
-        address come first, because usually a whole pod cannot be reached. Otherwise it is the one whose pause is
-        over."""
+        address come first, because usually a whole pod cannot be reached. If all have failed alone, it is the first one
+        whose pause is over."""
         stale = [target for target in stale if target.kind in self._takers]
         known = {target: self._doubts.get(target.name) for target in stale}
         doubtful = {t: doubt for t, doubt in known.items() if doubt is not None and doubt.incarnation == t.incarnation}
@@ -320,8 +322,8 @@ class WeightSync:
                     self._doubt(target, seconds if len(targets) == 1 else None)
 
     def _doubt(self, target: Target, alone: float | None) -> None:
-        """Doubt an instance. `alone`: the seconds of an attempt for this instance alone. None: others took part in the
-        attempt."""
+        """Doubt an instance. `alone` is the seconds of an attempt for this instance alone. It is None if others took
+        part in the attempt."""
         old, failures, pause = self._doubts.get(target.name), 0, 0.0
         if alone is not None:
             failures = 1 + (old.failures if old is not None and old.incarnation == target.incarnation else 0)

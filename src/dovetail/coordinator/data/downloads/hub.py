@@ -25,18 +25,17 @@ from dovetail.manifest.types import HubAccess as HubSpec
 
 COMMITS = "hub.json"
 MAIN = "main"
-# The seconds of waiting between attempts that bring no byte of progress. After the last one the hub counts as
-# unreachable.
+# The seconds to wait between attempts that bring no byte of progress. After the last one the hub counts as unreachable.
 WAITS = (2.0, 4.0, 8.0, 16.0)
-# The space that is kept free on a disk, for what a run writes before it reports that the disk is full.
+# This many bytes of a disk are kept free. A run needs them to write its last files and to report that the disk is full.
 SPARE_BYTES = 64 << 20
 GB = 1e9
 
 
 @dataclass
 class _Model:
-    """A repository in use. `files`: the name and size in bytes of all its files at the commit. Empty: they are
-    unknown."""
+    """A repository in use. `files` has the name and size in bytes of all its files at the commit. It is empty if they
+    are unknown."""
 
     field: str
     repository: str
@@ -47,10 +46,10 @@ class _Model:
 
 
 class Hub:
-    """Downloads the repositories of a run. `run_dir` None: nothing is recorded. `pods`: files go to the run directory,
-    which all pods can read. Otherwise they go to the user's own cache on this machine. `shared`: a cache of models that
-    all pods can read. `note` is called with a sentence about the progress of a download. `clock`: monotonic seconds.
-    Methods raise DataError with a sentence for the user."""
+    """Downloads the repositories of a run. If `run_dir` is None, nothing is recorded. With `pods`, files go to the run
+    directory, which all pods can read. Otherwise they go to the user's own cache on this machine. `shared` is a cache
+    of models that all pods can read. `note` is called with a sentence about the progress of a download. `clock` returns
+    monotonic seconds. Methods raise DataError with a sentence for the user."""
 
     def __init__(
         self,
@@ -74,8 +73,8 @@ class Hub:
         self._models: dict[str, _Model] = {}
 
     def describe(self, name: str, field: str, repository: str, revision: str | None, code: bool = False) -> Path:
-        """The folder of a repository, with the files that describe the model, and later its weights. `name`: the
-        model's name. `code`: whether to include the model's Python files."""
+        """The folder of a repository, with the files that describe the model, and later its weights. `name` is the
+        model's name. `code` says whether to include the model's Python files."""
         wanted = revision or MAIN
         known = self._known().get(f"{repository}@{wanted}", {})
         model = self._from_shared(field, repository, wanted, known.get("commit")) or self._from_record(
@@ -194,7 +193,7 @@ class Hub:
             self._sleep(min(waits.pop(0), max(0.0, deadline - self._clock())))
 
     def _run(self, request: Request, deadline: float, names: list[str], model: _Model | None) -> dict[str, Any] | None:
-        """One attempt. None: the deadline has passed."""
+        """The answer of one attempt. It is None if the deadline has passed."""
         process = subprocess.Popen(
             [sys.executable, "-P", "-m", hub_client.__name__],
             stdin=subprocess.PIPE,

@@ -32,8 +32,8 @@ FINAL = ("gated", "missing", "revision", "token", "forbidden", "full", "invalid"
 
 @dataclass(frozen=True)
 class Request:
-    """What to download. `cache_dir` None: use the user's own cache. `names` None: download the small files. Otherwise
-    download these files."""
+    """What to download. If `cache_dir` is None, the user's own cache is used. If `names` is None, the small files are
+    downloaded, and otherwise these files."""
 
     repository: str
     revision: str
@@ -53,8 +53,8 @@ def small_files(names: Iterator[str] | list[str], code: bool) -> list[str]:
 
 
 def weight_files(names: list[str], index: Any) -> list[str]:
-    """The files with the model's weights. `index`: the content of INDEX. Some repositories have the same weights again
-    in another format."""
+    """The files with the model's weights. `index` is the content of INDEX. Some repositories have the same weights
+    again in another format."""
     here = sorted(name for name in names if "/" not in name and name.endswith(WEIGHTS))
     if isinstance(index, dict) and isinstance(index.get("weight_map"), dict):
         return sorted({str(name) for name in index["weight_map"].values()})
@@ -114,7 +114,8 @@ def kind_of(error: BaseException) -> str:
 
 
 def make_room(request: Request) -> None:
-    """Delete incomplete downloads. They would keep a full disk full, so that the reason could not be written."""
+    """Delete incomplete downloads. Otherwise a full disk would stay full, and the reason for the failure could not be
+    written."""
     if request.cache_dir is not None:
         for path in Path(request.cache_dir).rglob("*.incomplete"):
             with contextlib.suppress(OSError):

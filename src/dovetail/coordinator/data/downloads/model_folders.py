@@ -18,7 +18,7 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def resolve(source: ModelSource, name: str, base_dir: Path, hub: Hub, trust_remote_code: bool = False) -> Path:
-    """The folder of a path or hub source. The weights of a hub model are there after `hub.download_weights`. `name`:
+    """The folder of a path or hub source. The weights of a hub model are there after `hub.download_weights`. `name` is
     actor, critic, reward or reference. Raises DataError that names the field."""
     field = f"spec.models.{name}"
     if source.path is not None:
@@ -52,10 +52,11 @@ def resolve(source: ModelSource, name: str, base_dir: Path, hub: Hub, trust_remo
 
 
 def check_scores(folder: Path, field: str) -> None:
-    """Raises DataError for a model without a head of scores, which would be zeros, and for one with several labels.
+    """Raises DataError for a model without a score head, because all its scores would be 0, and for one with several
+    labels.
 
-    Weights that are there say it: loading takes `score.weight`, whatever config.json calls the model. Before they are
-    downloaded, config.json says it."""
+    If the weights are there, they decide, because loading takes `score.weight` whatever config.json calls the model.
+    Before they are downloaded, config.json decides."""
     config = read_json(folder / "config.json")
     config = config if isinstance(config, dict) else {}
     kinds = [str(kind) for kind in config.get("architectures") or []]
@@ -66,7 +67,7 @@ def check_scores(folder: Path, field: str) -> None:
             labels = 0
         elif any("SequenceClassification" in kind for kind in kinds):
             named = config.get("id2label")
-            # transformers writes no labels where there are two, its default.
+            # transformers writes no labels if there are two, because that is its default.
             labels = len(named) if isinstance(named, dict) else config.get("num_labels", 2)
     if labels == 0:
         raise DataError(
@@ -84,7 +85,8 @@ _MOST_HEADER = 100_000_000  # bytes, as in the library safetensors
 
 
 def _labels(folder: Path) -> int | None:
-    """The rows of the weights' head of scores, or 0 if there is none. None if weights are not there or not whole."""
+    """The number of rows of the score head in the weights, or 0 if there is no head. None if the weights are missing or
+    incomplete."""
     tensors: dict[str, Any] = {}
     for name in weight_files([path.name for path in folder.iterdir()], read_json(folder / INDEX)):
         header = _header(folder / name)
@@ -95,7 +97,8 @@ def _labels(folder: Path) -> int | None:
 
 
 def _header(file: Path) -> dict[str, Any] | None:
-    """The header of a safetensors file: shape, dtype and place of each tensor. None if it cannot be read."""
+    """The header of a safetensors file, with the shape, dtype and byte offsets of each tensor. None if it cannot be
+    read."""
     try:
         with file.open("rb") as opened:
             size = int.from_bytes(opened.read(8), "little")

@@ -15,8 +15,8 @@ ASSISTANTS = ("assistant", "gpt")
 
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
-# role and content are texts. An assistant's message may have tool_calls, and what it thought; a tool's message names
-# the call that it answers.
+# role and content are texts. An assistant's message may have tool_calls and its reasoning. A tool's message names the
+# call that it answers.
 Message = dict[str, Any]
 
 # The Human/Assistant format as a chat template. It begins with a beginning-of-sequence token if the tokenizer writes
@@ -39,7 +39,7 @@ def human_assistant_template(tokenizer: Any) -> str:
 
 
 def with_options(template: str, options: Mapping[str, Any]) -> str:
-    """A chat template that takes these options as its defaults. Who renders it may still give others.
+    """A chat template with these options as its defaults. A caller that renders it may still give others.
 
     The values are JSON. The first text of the template keeps its white space: transformers removes the line break after
     a block (trim_blocks)."""
@@ -57,18 +57,18 @@ def _literal(value: Any) -> str:
         return "[" + ", ".join(map(_literal, value)) + "]"
     if value is None:
         return "none"
-    # Jinja reads the escapes of JSON. It does not join the two halves of a character beyond 16 bits.
+    # Jinja reads the escapes of JSON, but it does not join the two halves of a character beyond 16 bits.
     return json.dumps(value, ensure_ascii=False)
 
 
 def options_of(template: str) -> tuple[set[str], set[str]]:
-    """The names that a chat template may take from outside, and those of them that it never sets itself, or only if
-    they are missing. Raises ValueError if it cannot be parsed."""
+    """Two sets of names. The first has the names that a chat template may take from outside. The second has those of
+    them that it sets never, or only if they are missing. Raises ValueError if it cannot be parsed."""
     from jinja2 import Environment, TemplateSyntaxError, meta, nodes
     from jinja2.ext import loopcontrols
 
     try:
-        # transformers' own block for what an assistant says.
+        # Jinja alone does not know the block that marks what an assistant says. transformers adds it.
         parsed = Environment(extensions=[loopcontrols]).parse(_GENERATION.sub("", template))
     except TemplateSyntaxError as error:
         raise ValueError(str(error)) from error
@@ -102,13 +102,15 @@ class ChatFormat(Protocol):
         """The text up to the point where the assistant's next turn begins."""
 
     def reply(self, messages: Sequence[Message], answer: Message | str) -> str:
-        """The text of `answer`, the assistant's next turn, without the end-of-sequence token. A text is its content."""
+        """The text of `answer`, the assistant's next turn, without the end-of-sequence token. If `answer` is a string,
+        it is the content of the message."""
 
     def turn_length(self, messages: Sequence[Message], answer: Message, rest: str) -> int | None:
-        """The number of characters of `answer`, the assistant's turn after `messages`, in a longer conversation, with
-        the text that closes it.
+        """The length in characters of the assistant's turn `answer` in a longer conversation. It includes the text that
+        closes the turn. The turn follows `messages`.
 
-        `rest`: the conversation's text after `prompt(messages)`. None: `rest` does not begin with the turn."""
+        `rest` is the conversation's text after `prompt(messages)`. Returns None if `rest` does not begin with the
+        turn."""
 
 
 class HumanAssistant:
@@ -175,7 +177,7 @@ class WithSystem:
 
 
 class Template:
-    """The chat template of a Hugging Face tokenizer. `tools`: the function schemas that it gets."""
+    """The chat template of a Hugging Face tokenizer. It gets the function schemas in `tools`."""
 
     def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self._tokenizer, self._tools = tokenizer, list(tools)
@@ -198,7 +200,7 @@ class Template:
             options["tools"] = self._tools
         try:
             return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
-        except Exception as error:  # templates raise what they like, such as for a system message
+        except Exception as error:  # a template may raise any error, such as for a system message
             raise TemplateRefused(" ".join(str(error).split()) or type(error).__name__) from error
 
     def prompt(self, messages: Sequence[Message]) -> str:

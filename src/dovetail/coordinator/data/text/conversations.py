@@ -1,4 +1,4 @@
-"""Conversations in records: lists of messages, and which of their turns are learnt."""
+"""Reads conversations from records. A conversation is a list of messages, and some of its turns are learnt."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dovetail.coordinator.data.records import Demonstration, LaterTurn
 from dovetail.coordinator.data.text.chat_template import ASSISTANTS, ChatFormat, Message
 
 _PROMPT_ROLES = ("user", "human", "system", "tool")
-# What else of a message templates read.
+# The other fields of a message that templates read.
 _FURTHER = {"assistant": ("tool_calls", "reasoning_content", "thinking"), "tool": ("name", "tool_call_id")}
 _ROLES = {"human": "user", "gpt": "assistant"}
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a conversation. `learnt`: for each message, whether it is learnt. That is an assistant's message
-    without the mark "train": false or "weight": 0."""
+    """The messages of a conversation. `learnt` says for each message whether it is learnt. An assistant's message is
+    learnt unless it has the mark "train": false or "weight": 0."""
 
     messages: list[Message]
     learnt: list[bool]
@@ -62,8 +62,8 @@ def conversation(value: Any, name: str, where: str) -> Conversation:
 
 
 def _further(item: Mapping[str, Any], role: str, place: str) -> dict[str, Any]:
-    """The parts of a message beside its content. Templates want the arguments of a call as an object, and OpenAI's API
-    writes this object as a text."""
+    """The other fields of a message, which are not its content. Templates want the arguments of a call as an object,
+    but OpenAI's API writes this object as a text."""
     further = {name: item[name] for name in _FURTHER.get(role, ()) if item.get(name)}
     calls = further.get("tool_calls")
     if calls is None:
@@ -89,8 +89,8 @@ def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def tools_of(row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-    """The function schemas in a record's field `tools`: a list, or the same as a text in JSON, which tables often have.
-    Raises DataError whose message begins with `where`."""
+    """The function schemas in a record's field `tools`. The field is a list, or the list as a text in JSON, as tables
+    often have it. Raises DataError whose message begins with `where`."""
     given = row.get("tools")
     if isinstance(given, str):
         try:
@@ -108,8 +108,8 @@ def tools_of(row: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
 
 
 def table_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of a table. All tools and calls of a table have the same fields, so what one of them lacks is null there:
-    such fields are left out."""
+    """A row of a table without the fields that are null in its tools and calls. All tools and calls of a table have the
+    same fields, so a field that one of them lacks is null there."""
     return {name: _of_table(name, value) for name, value in row.items()}
 
 
@@ -128,7 +128,8 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _content(item: Mapping[str, Any]) -> Any:
-    """What a message says. It may be a list of parts, as in OpenAI's format; those of text are put together."""
+    """The content of a message. It may be a list of parts, as in OpenAI's format. Then the parts with text are
+    joined."""
     content = item.get("content", item.get("value"))
     if not isinstance(content, list) or not content:
         return content
@@ -138,7 +139,7 @@ def _content(item: Mapping[str, Any]) -> Any:
 
 
 def _marked(item: Mapping[str, Any], place: str) -> bool:
-    """Whether the marks of a message allow learning it. A table has null in a record without a mark."""
+    """Whether the marks of a message allow it to be learnt. In a table, a record without a mark has null."""
     for name, kinds, allowed in (("train", (bool,), (True, False)), ("weight", (int, float), (0, 1))):
         mark = item.get(name)
         if mark is None:

@@ -16,7 +16,7 @@ class Texts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        # One thread: what is asked first is answered first.
+        # There is one thread, so requests are answered in their order.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="texts")
 
     def of(self, tokens: NDArray[np.int32]) -> str:
@@ -28,5 +28,5 @@ class Texts:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self.of, tokens)
 
     def close(self) -> None:
-        """Decode nothing more. It may be called again."""
+        """Stop decoding. A second call does nothing."""
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -17,8 +17,8 @@ Tokens = list[int]
 
 @dataclass(frozen=True)
 class Encoded:
-    """One sequence of token ids. The first `prompt_length` tokens are context. So are the later ranges in `given`, as
-    (start, end). The other tokens are learnt."""
+    """One sequence of token ids. The first `prompt_length` tokens are context. The later ranges (start, end) in `given`
+    are context, too. The other tokens are learnt."""
 
     tokens: Tokens
     prompt_length: int
@@ -28,9 +28,9 @@ class Encoded:
 class Encoder:
     """A tokenizer with the job's limits.
 
-    `max_prompt_tokens`: longer prompts keep only their last tokens. `max_tokens`: the limit of prompt, response and end
-    token together. A longer sequence loses the end of its response, and also the end token, because the text does not
-    end there. A prompt leaves at least half of `max_tokens` to the response."""
+    Prompts longer than `max_prompt_tokens` keep only their last tokens. `max_tokens` is the limit of prompt, response
+    and end token together. A longer sequence loses the end of its response, and also the end token, because the text
+    does not end there. A prompt leaves at least half of `max_tokens` to the response."""
 
     def __init__(self, tokenizer: Any, max_prompt_tokens: int, max_tokens: int) -> None:
         self.tokenizer = tokenizer
@@ -48,7 +48,8 @@ class Encoder:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def prompt(self, text: str, limit: int | None = None) -> Tokens:
-        """The beginning-of-sequence token if the model has one, and the last tokens of the text, within `limit`."""
+        """The beginning-of-sequence token if the model has one, and then the text. Only its last tokens are kept if
+        there are more than `limit` in all."""
         limit = min(self.max_prompt_tokens, limit or self.max_prompt_tokens) - len(self.bos)
         ids = self.encode(text)
         return self.bos + (ids[-limit:] if limit > 0 else [])
@@ -132,8 +133,8 @@ def reward_batch(pairs: Sequence[tuple[Encoded, Encoded]], pad: int) -> Arrays:
 def dpo_batch(pairs: Sequence[tuple[Encoded, Encoded]], pad: int, mismatched: int | None) -> Arrays:
     """The arrays of an SFT batch of 2N sequences: the N chosen ones, then the N rejected ones.
 
-    KTO's estimate of the KL also needs each prompt with the response of the next row. `mismatched`: the limit of tokens
-    of these sequences. Their arrays have the prefix `kl_`. None: they are left out."""
+    KTO's estimate of the KL also needs each prompt with the response of the next row. `mismatched` limits the tokens of
+    each of these sequences. Their arrays have the prefix `kl_`. If it is None, they are left out."""
     rows = [c for c, _ in pairs] + [r for _, r in pairs]
     return sft_batch(rows, pad) | ({} if mismatched is None else _mismatched(rows, pad, mismatched))
 

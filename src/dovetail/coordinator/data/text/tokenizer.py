@@ -55,7 +55,7 @@ def train(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def load(name: str | Path, field: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """A Hugging Face tokenizer from a folder or hub name. `field`: the manifest field that names it. A missing pad
+    """A Hugging Face tokenizer from a folder or hub name. `field` is the manifest field that names it. A missing pad
     token is replaced by the end token. Raises DataError if it cannot be loaded or has no end token."""
     try:
         if _is_plain(Path(name)):
@@ -80,13 +80,13 @@ def load(name: str | Path, field: str, revision: str | None = None, trust_remote
     return tokenizer
 
 
-# The key of transformers' warning of a text that is longer than the model takes.
+# The key of transformers' warning that a text is longer than the model allows.
 _LONG = "sequence-length-is-longer-than-the-specified-maximum"
 
 
 def with_template_options(tokenizer: Any, options: Mapping[str, Any]) -> Any:
-    """The tokenizer, whose chat templates take `options` (data.chatTemplateKwargs) as their defaults. So does every
-    folder to which it is saved. Raises DataError if it has no template, or none that uses an option."""
+    """The tokenizer with chat templates that have `options` (data.chatTemplateKwargs) as their defaults. Every folder
+    to which it is saved has these templates. Raises DataError if it has no template, or none that uses an option."""
     if not options:
         return tokenizer
     field, templates = "spec.data.chatTemplateKwargs", getattr(tokenizer, "chat_template", None)
