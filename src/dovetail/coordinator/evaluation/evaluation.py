@@ -46,7 +46,7 @@ Answering = Callable[
 
 
 class Measures(Protocol):
-    """The measures of the answers: see `EvaluationMetrics`."""
+    """The measures of the answers. `EvaluationMetrics` implements them."""
 
     names: list[str]
 
@@ -58,8 +58,8 @@ class Measures(Protocol):
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """The results of one evaluation. `metrics`: the mean and ci95 (half-width of the 95% interval over prompts) of each
-    metric after iteration `version`."""
+    """The results of one evaluation, after iteration `version`. `metrics` has the mean and ci95 of each metric. ci95 is
+    half the width of the 95% interval over prompts."""
 
     version: int
     metrics: Mapping[str, Mapping[str, float]]
@@ -69,12 +69,13 @@ class EvaluationResult:
 
 
 def best_of(found: Sequence[EvaluationResult], metric: str) -> EvaluationResult | None:
-    """The evaluation with the highest mean of `metric`. Among equal ones it is the earliest. None if there is none."""
+    """The evaluation with the highest mean of `metric`. If several are equal, it is the earliest. None if there is
+    none."""
     return max(found, key=lambda one: (one.mean(metric), -one.version), default=None)
 
 
 def without_gain(found: Sequence[EvaluationResult], metric: str) -> int:
-    """How many evaluations since the best one have not raised the highest mean of `metric`."""
+    """The number of evaluations since the best one that have not raised the highest mean of `metric`."""
     best = best_of(found, metric)
     return 0 if best is None else sum(one.version > best.version for one in found)
 
@@ -84,7 +85,7 @@ class Evaluator:
 
     Facts: evaluation.prompts, evaluation.<metric>.before_ppo and .after_ppo, each {mean, ci95}. If the job runs SFT,
     there is also evaluation.<metric>.before_sft. With evaluations during PPO there is also evaluation.best {iteration,
-    metric, mean, ci95}. `clock`: monotonic seconds."""
+    metric, mean, ci95}. `clock` returns monotonic seconds."""
 
     def __init__(
         self,
@@ -154,8 +155,8 @@ class Evaluator:
         return found
 
     def found(self, through: int | None = None) -> list[EvaluationResult]:
-        """The results with the present settings, of versions up to `through`, ordered by version. None: of all
-        versions."""
+        """The results with the present settings, ordered by version. They are of versions up to `through`, or of all
+        versions if it is None."""
         stored = self._records.store.items(FOUND)
         every = [
             EvaluationResult(int(key.rpartition("/")[2]), one["metrics"])
@@ -264,7 +265,7 @@ class Evaluator:
         records.log("evaluation.finished", iteration=version, seconds=round(seconds, 3), **facts)
 
     def _show_start(self, found: EvaluationResult) -> None:
-        """Record the results of the model before SFT. They are no point of PPO's curves."""
+        """Record the results of the model before SFT. They are not a point of PPO's curves."""
         facts = {name: dict(value) for name, value in found.metrics.items()}
         for name, value in facts.items():
             self._records.results.fact(f"evaluation.{name}.{BEFORE_SFT_FACT}", value)

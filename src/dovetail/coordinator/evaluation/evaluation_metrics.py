@@ -23,7 +23,7 @@ REHEARSED_PROMPTS = 2
 
 @dataclass(frozen=True)
 class HeldOutAnswer:
-    """One answer to an evaluation prompt. `tokens`: the number of its tokens. `reward` is None if no rewards were
+    """One answer to an evaluation prompt. `tokens` is the number of its tokens. `reward` is None if no rewards were
     requested."""
 
     prompt: PromptRecord
@@ -35,8 +35,8 @@ class HeldOutAnswer:
 
 
 class EvaluationMetrics:
-    """The metrics of an evaluation. `folder`: the folder from which the user's functions are imported, unless
-    spec.models.reward.importPath names another."""
+    """The metrics of an evaluation. The user's functions are imported from `folder`, unless
+    spec.models.reward.importPath names another folder."""
 
     def __init__(self, spec: RLHFJobSpec, folder: Path, log: Callable[..., None]) -> None:
         self._spec = spec.evaluation

@@ -1,12 +1,14 @@
-"""The health of every rollout and scorer: one state machine per instance. It does no I/O, and its clock is injected.
+"""Tracks the health of every rollout and scorer with one state machine per instance. It does no I/O, and its clock is
+injected.
 
     restarting --ready--> stale --weights acknowledged--> healthy <--heartbeat after back-off-- suspect
                             ^                                |  failure, silence                   |
                             |                                +-------------------------------------+
                             +--- reports again --- dead <------- silence, too many failures -------+
 
-An instance becomes `healthy` only with the weight version that it must hold. That is the current version, or while
-several iterations are open, the version that `want` names for it. A `retired` instance never gets work again."""
+An instance becomes `healthy` only with the weight version that it must hold. That is the current version. While several
+iterations are open, it is the version that `want` names for the instance. A `retired` instance never gets work
+again."""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from dovetail.protocol.messages import Register
 
 # The maximum number of instances that a message describes.
 MOST_NAMED = 8
-# A process that slept before this coordinator knew it says so in its first report. Later, so many reports are believed.
+# A process that slept before this coordinator knew it says so in its first report. A later claim is believed after this
+# many reports in a row.
 ASLEEP_REPORTS = 2
 
 
@@ -49,13 +52,13 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Instance:
-    """What is known of one process. `weight_version`: the version that it holds, as far as is known. None: it holds no
-    complete version.
+    """What is known of one process. `weight_version` is the version that it holds, as far as is known. It is None if it
+    holds no complete version.
 
-    `until`: the end of the back-off after a failure, in monotonic seconds. `doubts`: how many reports in a row
-    contradict `weight_version`. `asleep`: it reported that it sleeps when it registered, or in so many reports in a row
-    since it was last woken. `updating`: a transfer of weights to it is running. `refused`: the last transfer failed
-    because of it."""
+    `until` is the end of the back-off after a failure, in monotonic seconds. `doubts` counts the reports in a row that
+    contradict `weight_version`. `asleep` counts the reports in a row since it was last woken that say that it sleeps. A
+    process that already slept when it registered is believed at once. `updating` says that a transfer of weights to it
+    is running, and `refused` that the last transfer failed because of it."""
 
     name: str
     kind: str
@@ -78,20 +81,21 @@ class Instance:
 
     @property
     def state(self) -> str:
-        """Its state in one word."""
+        """The state in one word."""
         return "draining" if self.draining else "asleep" if self.sleeps else self.health.value
 
     @property
     def sleeps(self) -> bool:
-        """Whether it surely sleeps. One report may have been written before it was woken."""
+        """Whether it surely sleeps. One report alone does not prove it, because it may have been written before the
+        process was woken."""
         return self.asleep >= ASLEEP_REPORTS
 
 
 class Fleet:
-    """The rollouts and scorers of a job. `clock`: monotonic seconds. `log(event, **fields)` gets every change.
-    `versioned`: the kinds whose instances must hold the current weight version before they may work. Scorers of a job
-    without a critic are not among them. `exempt`: the names of instances of these kinds that need no version, such as
-    scorers without a critic. `expected`: the names of each kind in the plan, for messages about instances that never
+    """The rollouts and scorers of a job. `clock` returns monotonic seconds. `log(event, **fields)` gets every change.
+    `versioned` has the kinds whose instances must hold the current weight version before they may work. Scorers of a
+    job without a critic are not among them. `exempt` names instances of these kinds that need no version, such as
+    scorers without a critic. `expected` has the names of each kind in the plan, for messages about instances that never
     reported."""
 
     def __init__(
@@ -195,7 +199,7 @@ class Fleet:
             self._set(replace(self._instances[name], updating=updating))
 
     def transfer_failed(self, name: str, incarnation: str, blamed: bool) -> None:
-        """Record that a transfer failed. `blamed`: whether this instance may be the cause. It is unknown which
+        """Record that a transfer failed. `blamed` says whether this instance may be the cause. It is unknown which
         version it holds until it has reported that twice."""
         instance = self._instances.get(name)
         if instance is not None and instance.incarnation == incarnation:
@@ -203,7 +207,7 @@ class Fleet:
             self._set(self._settled(unknown, self._clock()))
 
     def weights_acked(self, name: str, incarnation: str, version: int) -> None:
-        """Record that an instance holds a complete version. Ignored if the process has ended."""
+        """Record that an instance holds a complete version. The call is ignored if the process has ended."""
         instance = self._instances.get(name)
         if instance is None or instance.incarnation != incarnation:
             return
@@ -236,8 +240,9 @@ class Fleet:
             self._instances[name] = replace(instance, failures=0)
 
     def retire(self, name: str, host: str | None = None) -> None:
-        """Record that the instance will be removed. This incarnation never gets work again. `host`: the address of the
-        pod that will end; an instance at another address is its successor, and stays. None: whichever is there."""
+        """Record that the instance will be removed. This incarnation never gets work again. `host` is the address of
+        the pod that will end. An instance at another address is its successor, and stays. If it is None, the address
+        does not matter."""
         instance = self._instances.get(name)
         if instance is not None and host in (None, urlsplit(instance.url).hostname):
             self._set(replace(instance, health=InstanceHealth.RETIRED, reason="retired"))
@@ -248,8 +253,8 @@ class Fleet:
             self._set(replace(self._instances[name], draining=draining))
 
     def woken(self, name: str, incarnation: str) -> None:
-        """Record that a process was told to wake up. It may get work. One report that says otherwise may have been
-        written before that."""
+        """Record that a process was told to wake up. It may get work. A single report that it sleeps is ignored,
+        because it may have been written before."""
         instance = self._instances.get(name)
         if instance is not None and instance.incarnation == incarnation:
             self._set(replace(instance, draining=False, asleep=0))
@@ -316,8 +321,8 @@ class Fleet:
         return [_target(i, version) for i in self.eligible("rollout") if i.weight_version == version]
 
     def gone(self, name: str, incarnation: str) -> bool:
-        """Whether this process will never answer: it is dead, it has been silent for too long, or another process
-        replaced it."""
+        """Whether this process will never answer, because it is dead, it has been silent for too long, or another
+        process replaced it."""
         instance = self.get(name)
         return instance is None or instance.incarnation != incarnation or instance.health is InstanceHealth.DEAD
 
@@ -326,7 +331,7 @@ class Fleet:
         return self._instances.get(name)
 
     def instances(self, kind: str | None = None) -> list[Instance]:
-        """All known instances, ordered by name. `kind` None: of all kinds."""
+        """All known instances of a kind, ordered by name. If `kind` is None, they are of all kinds."""
         self.tick()
         return [i for _, i in sorted(self._instances.items()) if kind is None or i.kind == kind]
 

@@ -1,1 +1,1 @@
-"""Inter-stage fusion (RLHFuse section 4): it measures, decides and acts in the tail of each iteration."""
+"""Inter-stage fusion (RLHFuse section 4). It measures, decides and acts in the tail of each iteration."""

@@ -1,4 +1,5 @@
-"""Figures of an iteration's generation and inference: overlap, seconds saved and idle instances. Pure functions."""
+"""Computes figures of an iteration's generation and inference, such as overlap, seconds saved and idle instances. The
+functions are pure."""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ def clipped(spans: Iterable[Span], start: float, end: float) -> list[Interval]:
 
 @dataclass(frozen=True)
 class StageAccount:
-    """The figures of one iteration, in seconds. `hidden`: the time of inference while samples were still generated,
-    summed over the scorers. `saved`: the time that all scorers together would have needed for this work after
-    generation, as without fusion. The cost of migrations is not subtracted. `idle`: by rollout, the time in which
-    neither it nor its scorer worked."""
+    """The figures of one iteration, in seconds. `hidden` is the time of inference while samples were still generated,
+    summed over the scorers. `saved` is the time that all scorers together would have needed for this work after
+    generation, as without fusion. The cost of migrations is not subtracted. `idle` has for each rollout the time in
+    which neither it nor its scorer worked."""
 
     seconds: float
     generation: float
@@ -48,9 +49,9 @@ def account(
     scoring: Mapping[str, Sequence[Span]],
     scorers: int,
 ) -> StageAccount:
-    """The figures of one iteration. `begun`, `generated`, `ended`: when the stage began, when its last sample was
-    generated, and when it ended, in seconds since the epoch. `generating`: one span for each rollout. `scoring`: the
-    spans of inference, by the rollout beside the scorer. `scorers`: the number of scorers."""
+    """The figures of one iteration. The stage began at `begun`, its last sample was generated at `generated`, and it
+    ended at `ended`, in seconds since the epoch. `generating` has one span for each rollout. `scoring` has the spans of
+    inference, by the rollout beside the scorer. `scorers` is the number of scorers."""
     hidden = sum(union_seconds(clipped(spans, begun, generated)) for spans in scoring.values())
     names = {s.process for s in generating} | set(scoring)
     busy = {

@@ -17,7 +17,7 @@ from dovetail.coordinator.store.samples import Sample, SampleTable, State
 
 
 class Scoring(Protocol):
-    """Takes finished samples: see `dovetail.coordinator.scoring.scoring.Inference`."""
+    """Takes finished samples. `dovetail.coordinator.scoring.scoring.Inference` implements it."""
 
     def add(self, samples: Iterable[Finished]) -> None: ...
     def follow(self, left: int, growing: Callable[[], Sequence[Growing]]) -> None: ...
@@ -44,9 +44,9 @@ async def generate_and_score(
     """Generate and score an iteration. Returns when `on_scores` of `inference` has had every sample of the iteration
     that was not scored before.
 
-    `inference` must ask `fusion.may_score`. `deadline_seconds`: the longest time without a scored sample. `phase`
+    `inference` must ask `fusion.may_score`. `deadline_seconds` is the longest time without a scored sample. `phase`
     measures two times: "generation" until the last sample is generated, and "inference" after that. `on_progress(done,
-    total)` follows generation. `turn`: the iteration's place among several open ones. They are scored one after
+    total)` follows generation. `turn` is the iteration's place among several open ones. They are scored one after
     another, and the turn decides which servers draw which iteration. Raises what generation and inference raise."""
 
     def progress(done: int, total: int, tokens: int) -> None:

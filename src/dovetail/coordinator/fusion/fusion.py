@@ -36,8 +36,8 @@ class StageFusion:
     """The fusion of one iteration. `decision` is None if fusion is off, or while the decision is still being computed.
     Until then `provisional` and `roomy_before` are used.
 
-    `destinations`: the rollouts on which the tail was gathered. `freed`: the other rollouts. `remaining`: how many
-    samples were left then. `generated`: whether all samples are generated."""
+    The tail was gathered on the rollouts in `destinations`. `freed` has the other rollouts, and `remaining` says how
+    many samples were left then. `generated` says whether all samples are generated."""
 
     profiles: dict[str, StageProfile]
     kv_per_sample: int
@@ -52,13 +52,13 @@ class StageFusion:
 
     @property
     def threshold(self) -> int | None:
-        """The number of unfinished samples at which the tail is gathered. 0: it is never gathered. None: inference
-        waits until generation has ended."""
+        """The number of unfinished samples at which the tail is gathered. If it is 0, the tail is never gathered. If it
+        is None, inference waits until generation has ended."""
         return self.provisional if self.decision is None else self.decision.threshold
 
     @property
     def roomy(self) -> bool:
-        """Whether the destinations take as many samples as they have room for: see `Decision`."""
+        """Whether the destinations take as many samples as they have room for. `Decision.roomy` says when."""
         return self.roomy_before if self.decision is None else self.decision.roomy
 
     def gather(self, unfinished: Sequence[tuple[Key, str | None]], eligible: Collection[str]) -> Collection[str] | None:
@@ -84,7 +84,7 @@ class StageFusion:
 
 class Fusion:
     """Controls the threshold of a job. Its state is in the store, with a measured profile of each rollout group.
-    `shortest_first`: the scorers take short samples before longer ones."""
+    `shortest_first` says that the scorers take short samples before longer ones."""
 
     def __init__(self, spec: RLHFJobSpec, store: Store, log: Callable[..., None], shortest_first: bool = False) -> None:
         self._spec = spec
@@ -115,8 +115,9 @@ class Fusion:
         block_tokens: int | None = None,
     ) -> AsyncIterator[StageFusion]:
         """The fusion of one iteration. Its threshold is computed while generation begins. Until then the last one is
-        used. `prompt_lengths`: tokens. `block_tokens`: see `StageProfile`. With `ppo.lag`, servers without samples draw
-        the next iteration, so there is nothing to decide. Raises what the decision raises."""
+        used. `prompt_lengths` has the tokens of each prompt. `block_tokens` is that of `StageProfile`. With `ppo.lag`,
+        servers without samples draw the next iteration, so there is nothing to decide. Raises what the decision
+        raises."""
         longest = max(prompt_lengths) + self._spec.generation.max_tokens
         known = {i.name: self.measured(i.group).profile() for i in instances}
         stage = StageFusion({name: replace(p, block_tokens=block_tokens) for name, p in known.items()}, longest)
@@ -143,8 +144,8 @@ class Fusion:
             deciding.cancel()
 
     def learn(self, groups: Mapping[str, str], generated: Generated, scoring: Sequence[Span]) -> None:
-        """Learn the times of an iteration's requests. `groups`: the group of each rollout and scorer. `scoring`: one
-        span for each chunk."""
+        """Learn the times of an iteration's requests. `groups` has the group of each rollout and scorer. `scoring` has
+        one span for each chunk."""
         for name, activity in generated.instances.items():
             known = self.measured(groups.get(name, name))
             for batch, (steps, seconds) in sorted(activity.decode.items()):

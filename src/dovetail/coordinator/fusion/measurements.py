@@ -19,7 +19,7 @@ SPREAD = 0.02
 
 
 class Mean:
-    """A ratio of two sums: seconds per amount. Older measurements count less."""
+    """The mean seconds per amount, as a ratio of two sums. Older measurements count less."""
 
     def __init__(self) -> None:
         self._amount = 0.0
@@ -41,7 +41,8 @@ class Mean:
 
 
 class Line:
-    """A line fitted to (amount, seconds): fixed seconds, and seconds per amount. Older measurements count less.
+    """A line fitted to points (amount, seconds). It has fixed seconds, and seconds per amount. Older measurements count
+    less.
 
     If all amounts were equal, the fixed part is unknown. It is then 0. It is also 0 if the fit gives a negative
     value."""
@@ -67,8 +68,8 @@ class Line:
 
 
 class Measurements:
-    """The measurements of one instance, or of all instances of one kind. `assumed` is used for what was not measured
-    yet."""
+    """The measurements of one instance, or of all instances of one kind. Before a value is measured, that of `assumed`
+    is used."""
 
     def __init__(self, assumed: StageProfile) -> None:
         self._assumed = assumed
@@ -99,8 +100,8 @@ class Measurements:
         self._swap_out.add(1, seconds)
 
     def migrated(self, tokens: int, seconds: float) -> None:
-        """Add a measurement: samples with `tokens` prompt and response tokens moved at once to be prefilled. `seconds`:
-        from the decision to move them to the next token of the last one."""
+        """Add a measurement: samples with `tokens` prompt and response tokens moved at once to be prefilled. `seconds`
+        is the time from the decision to move them until the last of them got its next token."""
         self._migration.add(tokens, seconds)
 
     @property

@@ -1,5 +1,5 @@
-"""Puts servers to sleep, so that the scorer or the trainers on the same GPU can use it. It uses vLLM's sleep mode,
-level 1: weights go to host memory, and the KV cache is dropped.
+"""Puts servers to sleep, so that the scorer or the trainers on the same GPU can use it. It uses vLLM's sleep mode at
+level 1. Weights go to host memory, and the KV cache is dropped.
 
 Only a rollout that announces it can sleep (`abilities.sleep`). It runs with `--enable-sleep-mode`. On GPUs, the servers
 of groups that also train announce it. The scorer's own weights are loaded from host memory meanwhile
@@ -20,9 +20,9 @@ SECONDS = 120.0
 
 
 class Sleepers:
-    """The sleeping servers of a job. A sleeping server is drained in the fleet: it gets no requests until `wake`. A
-    server may also sleep because an earlier coordinator put it to sleep. It says so when it reports.
-    `session` sends the job's token.
+    """The sleeping servers of a job. A sleeping server is drained in the fleet, so it gets no requests until `wake`. A
+    server may also sleep because an earlier coordinator put it to sleep. It says so when it reports. `session` sends
+    the job's token.
 
     `on_swapped(name, way, seconds)` is called with the seconds that a change took. `way` is `in` when the server goes
     to sleep (the scorer moves in), and `out` when the server wakes."""
@@ -37,7 +37,7 @@ class Sleepers:
         self._fleet, self._session, self._log, self._on_swapped = fleet, session, log, on_swapped
         # For each rollout's name, the incarnation that sleeps, and the task that puts it to sleep.
         self._asleep: dict[str, tuple[str, asyncio.Task[bool]]] = {}
-        # By name and incarnation of a rollout that is waking up, what is set when it is awake.
+        # For the name and incarnation of each rollout that is waking up, an event. It is set when the rollout is awake.
         self._waking: dict[tuple[str, str], asyncio.Event] = {}
         # For each scorer, the incarnation that was told to load its models.
         self._expecting: dict[str, str] = {}
@@ -137,20 +137,20 @@ class Sleepers:
             await self._woken(name)
 
     async def wake_current(self) -> None:
-        """Wake the servers that hold the weights that they must hold. Nobody wakes them to send them any. One that does
-        not wake counts as failed in the fleet."""
+        """Wake the servers that hold the weights that they must hold. No transfer of weights wakes these. A server that
+        does not wake counts as failed in the fleet."""
         self._find()
         current = [i.name for i in self._fleet.instances("rollout") if i.health is InstanceHealth.HEALTHY]
         await asyncio.gather(*(self._woken(name) for name in current if name in self._asleep))
 
     async def wake_found(self) -> None:
-        """Wake the servers that hold the weights that they must hold, and that nobody here has put to sleep. One that
-        does not wake counts as failed in the fleet."""
+        """Wake the servers that hold the weights that they must hold, and that this coordinator has not put to sleep. A
+        server that does not wake counts as failed in the fleet."""
         current = [i for i in self._fleet.instances("rollout") if i.health is InstanceHealth.HEALTHY]
         await asyncio.gather(*(self._woken(i.name) for i in current if i.sleeps and not self._known(i)))
 
     def _find(self) -> None:
-        """Take over the servers that sleep, and that nobody here has put to sleep."""
+        """Take over the sleeping servers that this coordinator has not put to sleep."""
         for instance in self._fleet.instances("rollout"):
             waking = (instance.name, instance.incarnation) in self._waking
             if instance.sleeps and not waking and not self._known(instance):
@@ -179,7 +179,8 @@ class Sleepers:
         return asleep
 
     async def _go_to_sleep(self, instance: Instance, waking: asyncio.Event | None) -> bool:
-        """`waking`: is set when the server is awake, if it was still waking up. It would end up awake otherwise."""
+        """Put a server to sleep. Returns whether it sleeps. If the server is still waking up, `waking` is set when it
+        is awake. This call waits for that, because the server would end up awake otherwise."""
         if waking is not None:
             await waking.wait()
         return await self._post(instance, "/sleep?level=1", "in")
@@ -193,8 +194,9 @@ class Sleepers:
         return self._asleep.get(instance.name, ("", None))[0] == instance.incarnation
 
     async def _post(self, instance: Instance, route: str, way: str | None) -> bool:
-        """Send a POST request to an instance. Returns whether it succeeded. `way`: how the time is logged and measured
-        as a swap. None: the request is for a scorer, whose chunks would show a failure."""
+        """Send a POST request to an instance. Returns whether it succeeded. `way` is the direction under which the time
+        is logged and measured as a swap. It is None for a request to a scorer, because its chunks would show a
+        failure."""
         started = time.monotonic()
         error: str | None = None
         try:

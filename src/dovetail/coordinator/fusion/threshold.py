@@ -27,7 +27,7 @@ from dovetail.planner.workload import Ints, Lengths
 SCANNED = tuple(k / 100 for k in range(5, 100, 5))
 # A new choice must save this fraction of the stage over the one in use. Any choice must save it over no fusion.
 HYSTERESIS = 0.01
-# A choice is averaged over so many random draws of the lengths. For large batches there are fewer draws, so that they
+# A choice is averaged over this many random draws of the lengths. For large batches there are fewer draws, so that they
 # have no more than DRAWN_SAMPLES samples in all.
 DRAWS = 8
 DRAWN_SAMPLES = 2048
@@ -40,13 +40,14 @@ RECENT_ITERATIONS = 5
 
 @dataclass(frozen=True)
 class Decision:
-    """`threshold`: the number of unfinished samples at which these migrate. 0: none migrates, but free instances score.
-    None: fusion is off. `fraction`: the same as a fraction of the batch.
+    """The decision for one iteration. When `threshold` unfinished samples are left, they migrate. If it is 0, none
+    migrates, but free instances score. If it is None, fusion is off. `fraction` is the threshold as a fraction of the
+    batch.
 
-    `prediction`: the stage with one draw of the lengths. `serial_seconds`, `fused_seconds`: means of all draws.
-    `scanned`: mean seconds of the stage, by threshold as a fraction of the batch. `roomy`: a destination takes as many
-    samples as it has room for (`StageProfile.roomy`), because longer decode steps cost less than a freed instance
-    saves. Otherwise it takes at most BS_max."""
+    `prediction` is the stage with one draw of the lengths. `serial_seconds` and `fused_seconds` are means of all draws.
+    `scanned` has the mean seconds of the stage, by threshold as a fraction of the batch. If `roomy` is True, a
+    destination takes as many samples as it has room for (`StageProfile.roomy`), because longer decode steps cost less
+    than a freed instance saves. Otherwise it takes at most BS_max."""
 
     threshold: int | None
     fraction: float | None
@@ -63,9 +64,9 @@ class Decision:
 
 
 class ThresholdController:
-    """A job has one controller. `setting`: `plan.interStageFusion`, which is Auto, Off or a fraction of the batch.
-    `max_tokens`: the most tokens of a response. `shortest_first`: short samples are scored before longer ones, as with
-    `ppo.streaming`. Lengths are drawn from those of the last RECENT_ITERATIONS iterations.
+    """A job has one controller. `setting` is `plan.interStageFusion`, which is Auto, Off or a fraction of the batch. A
+    response has at most `max_tokens` tokens. `shortest_first` says that short samples are scored before longer ones, as
+    with `ppo.streaming`. Lengths are drawn from those of the last RECENT_ITERATIONS iterations.
 
     Raises ProfileError for a fraction that is not between 0 and 1."""
 
@@ -90,7 +91,8 @@ class ThresholdController:
 
     def decide(self, prompt_lengths: Sequence[int], profiles: Sequence[StageProfile]) -> Decision:
         """The decision for an iteration with these prompts on these instances. It is deterministic, given what was
-        observed before. `prompt_lengths`: tokens of each sample's prompt. `profiles`: one for each instance.
+        observed before. `prompt_lengths` has the tokens of each sample's prompt. `profiles` has one profile for each
+        instance.
 
         It takes 1 s for 512 samples on 16 instances and 5 s for 10,000 on 256. It takes longer if both rules for
         destinations are simulated. So it must not run in an event loop's own thread. Raises ProfileError for numbers
@@ -129,7 +131,8 @@ class ThresholdController:
         )
 
     def _draw(self, count: int, rng: np.random.Generator) -> Ints:
-        """Draw (count,) lengths: with replacement from the measured ones, or from the prior if none were measured."""
+        """Draw (count,) lengths in tokens. They are drawn with replacement from the measured ones, or from the prior if
+        none were measured."""
         if not self._recent:
             return Lengths.long_tailed(self._max_tokens).draw(count, rng)
         return rng.choice(np.concatenate([np.asarray(r) for r in self._recent]), count)
@@ -151,7 +154,7 @@ class ThresholdController:
             return OFF, "plan.interStageFusion is Off"
         if self._setting != "Auto":
             return (float(self._setting), True), "pinned by plan.interStageFusion"
-        # Among equals, the choice with the fewest migrations is taken.
+        # Of equal choices, the one with the fewest migrations is taken.
         best = min(seconds, key=lambda c: (seconds[c], c[0] is not None, c[0] or 0.0, c[1]))
         known = f"lengths of {len(self._recent)} iterations" if self._recent else "prior lengths"
         current = self._current if self._chosen and self._current in seconds else OFF
@@ -174,7 +177,7 @@ class ThresholdController:
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
-        """Take in the state that `as_json` gave."""
+        """Restore the state that `as_json` returned."""
         self._recent.clear()
         self._recent.extend([int(n) for n in lengths] for lengths in saved["recent"])
         self._decisions, self._chosen = saved["decisions"], saved["chosen"]

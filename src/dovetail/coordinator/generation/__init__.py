@@ -1,1 +1,1 @@
-"""Generation: samples are drawn on rollout servers."""
+"""Draws samples on rollout servers."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Left:
-    """What is left of an open iteration. `version`: the version of the weights that draw it. `total`: its number of
-    samples. `waiting`: how many unfinished samples wait for a server. `on`: how many unfinished samples each server
+    """What is left of an open iteration. `version` is the version of the weights that draw it, and `total` is its
+    number of samples. `waiting` says how many unfinished samples wait for a server, and `on` how many each server
     has."""
 
     iteration: int
@@ -29,23 +29,22 @@ class Left:
 
 
 class Allotment:
-    """The current division of servers between open iterations. `capacity`: the maximum number of samples on one server.
-    `gather`: whether samples may move, so that the tail of an iteration gathers on few servers. Otherwise a server
-    leaves an iteration only when it has none of its samples left."""
+    """The current division of servers between open iterations. `capacity` is the maximum number of samples on one
+    server. `gather` says whether samples may move, so that the tail of an iteration gathers on few servers. Otherwise a
+    server leaves an iteration only when it has none of its samples left."""
 
     def __init__(self, capacity: int, gather: bool) -> None:
         self._capacity, self._gather = capacity, gather
         self._of: dict[str, int] = {}
 
     def of(self, server: str) -> int | None:
-        """The iteration that a server draws, or will draw once it has the weights. None: no iteration needs it, or it
-        cannot work."""
+        """The iteration that a server draws, or will draw once it has the weights. None if no iteration needs it, or if
+        it cannot work."""
         return self._of.get(server)
 
     def settle(self, open_: Sequence[Left], servers: Mapping[str, int | None], fixed: Collection[str] = ()) -> None:
-        """Decide again. `servers`: the servers that can work once they have the right weights, with the version that
-        each holds. `fixed`: the servers among them that can work only with the weights that they hold, because a
-        transfer to them failed.
+        """Decide again. `servers` has the servers that can work once they have the right weights, with the version that
+        each holds. Those in `fixed` can work only with the weights that they hold, because a transfer to them failed.
 
         The result depends on the arguments and on the last decision, not on time. The oldest iteration with unfinished
         samples always has a server, if any server can work for it."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 # servers.
 TOLERANCE = 0.25
 SMOOTHING = 0.1
-# A difference counts for half after this many measurements, of a quarter of a second each. On a busy machine processes
+# After this many measurements, of a quarter of a second each, a difference counts for half. On a busy machine processes
 # run unevenly for moments, but a slower device is always slower.
 BELIEF = 10
 MIN_INTERVAL_SECONDS = 0.1
@@ -54,8 +54,8 @@ class Speeds:
 
 def place(count: int, loads: Mapping[str, int], speeds: Mapping[str, float], capacity: int) -> list[str]:
     """Choose instances for `count` more requests. Each request goes to the instance with the lowest load relative to
-    its speed. The list is shorter than `count` if all instances are full. `loads`: the number of requests on each
-    candidate. `capacity`: the maximum number of requests on one instance."""
+    its speed. The list is shorter than `count` if all instances are full. `loads` has the number of requests on each
+    candidate. `capacity` is the maximum number of requests on one instance."""
     heap = [((load + 1) / speeds[n], n, load + 1) for n, load in loads.items() if load < capacity]
     heapq.heapify(heap)
     placed: list[str] = []

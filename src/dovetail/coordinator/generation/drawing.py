@@ -42,17 +42,17 @@ MOST_FINISHED = 256
 TOKEN_BYTES = 4
 
 
-# The function gets the unfinished samples, each with its instance (None: it waits for one), and the instances that may
-# take work. It returns the instances on which the remaining samples gather, once it is time. Before that it returns
-# None or nothing.
+# The function gets the unfinished samples and the instances that may take work. Each sample comes with its instance, or
+# with None if it waits for one. It returns the instances on which the remaining samples gather, once it is time. Before
+# that it returns None or nothing.
 Tail = Callable[[Sequence[tuple[Key, str | None]], Collection[str]], Collection[str] | None]
 
 
 @dataclass
 class Shared:
-    """What the drawings of all iterations share. `clock`: monotonic seconds. `replay`: servers must report which
-    experts each token used. `leftovers`: by process, the ids of requests that an earlier coordinator left there.
-    `step`: seconds of a decode step in an earlier drawing."""
+    """What the drawings of all iterations share. `clock` returns monotonic seconds. With `replay`, servers must report
+    which experts each token used. `leftovers` has for each process the ids of requests that an earlier coordinator left
+    there. `step` is the seconds of a decode step in an earlier drawing."""
 
     store: Store
     fleet: Fleet
@@ -70,7 +70,7 @@ class Shared:
 
 
 class Drawing:
-    """One drawing: see `Generator.generate`. It is used once."""
+    """One call of `Generator.generate`. It is used once."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Drawing:
         generation: Generation | None = None,
         turn: Turn | None = None,
     ) -> None:
-        """`turn`: the iteration's place among the open ones. None: no other iteration is open."""
+        """`turn` is the iteration's place among the open ones. It is None if no other iteration is open."""
         self._shared = shared
         self._store, self._fleet, self._log, self._clock = shared.store, shared.fleet, shared.log, shared.clock
         self._settings, self._requests = shared.settings, shared.requests
@@ -136,7 +136,7 @@ class Drawing:
         return not self._pending and self._flying.idle(name)
 
     def left(self, name: str) -> bool:
-        """Whether an instance may end: see `Generator.left`."""
+        """Whether an instance may end, as `Generator.left` defines it."""
         waiting = self._pending if any(i.name != name for i in self._eligible()) else []
         return self._flying.idle(name) and not any(
             work.leave is not None and work.leave.instance == name for work in (*waiting, *self._flying)
@@ -321,8 +321,8 @@ class Drawing:
     def _started(
         self, work: Work, instance: Instance, now: float, moved: tuple[Mechanism, float] | None, nbytes: int
     ) -> None:
-        """Record the time to a request's first token, after a prefill or a migration. `nbytes`: the bytes of KV cache
-        that were moved."""
+        """Record the time to a request's first token, after a prefill or a migration. `nbytes` bytes of KV cache were
+        moved."""
         work.first = False
         tokens = len(work.prompt) + len(work.tokens)
         mechanism = Mechanism.TOKENS if moved is None else moved[0]

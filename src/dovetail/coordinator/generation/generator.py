@@ -26,9 +26,9 @@ from dovetail.manifest.types import Generation
 class Generator:
     """Generates the samples of a job. `drain` may be called while `generate` runs.
 
-    `token`: the job's token. `clock`: monotonic seconds. `decode` gives the text of tokens, with special tokens. It is
-    needed if the job has stop strings. `replay`: servers must report which experts each token used. Use it with `async
-    with`, or call `close`."""
+    `token` is the job's token. `clock` returns monotonic seconds. `decode` returns the text of tokens, with special
+    tokens. It is needed if the job has stop strings. With `replay`, servers must report which experts each token used.
+    Use it with `async with`, or call `close`."""
 
     def __init__(
         self,
@@ -82,16 +82,16 @@ class Generator:
         generation: Generation | None = None,
         turn: Turn | None = None,
     ) -> Generated:
-        """Generate every given sample (default: all pending ones of the iteration), and store it. Raises
+        """Generate every given sample, and store it. By default these are all pending ones of the iteration. Raises
         GenerationError or StoreError.
 
         `on_finished` gets each sample when it is stored as generated. It does not get samples that were generated
         before this call, or that are stored while the call is cancelled or fails. Ask the store for these.
         `progress(done, total, tokens)` is called after each flush. When `tail` names instances, all remaining samples
-        migrate to these, as long as one of them lives. `generation`: how these samples are drawn, if it differs from
-        the job's other samples. Its limit of tokens and its stop strings must be the job's. When the call is cancelled,
-        the requests end and the tokens are kept. `turn`: the iteration's place among several open ones. Without it no
-        other call may run."""
+        migrate to these, as long as one of them lives. `generation` says how these samples are drawn, if it differs
+        from the job's other samples. Its limit of tokens and its stop strings must be the job's. When the call is
+        cancelled, the requests end and the tokens are kept. `turn` is the iteration's place among several open ones.
+        Without it no other call may run."""
         if iteration in self._drawings or (self._drawings and turn is None):
             raise RuntimeError("generate is already running")
         chosen = self._shared.store.samples.samples(iteration, State.PENDING) if samples is None else samples
@@ -114,8 +114,8 @@ class Generator:
         return [] if drawing is None else drawing.growing()
 
     def left(self, name: str) -> bool:
-        """Whether an instance may end: it has no samples, and each sample that left it has its next token elsewhere, or
-        has no other instance to go to."""
+        """Whether an instance may end. It must have no samples. Each sample that left it must have its next token from
+        another instance, or have no other instance to go to."""
         return all(drawing.left(name) for drawing in self._drawings.values())
 
     async def drain(self, name: str) -> None:

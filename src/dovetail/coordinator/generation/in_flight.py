@@ -1,5 +1,5 @@
-"""The samples that servers are generating: the state of each, when a request is given up, and how new tokens are
-stored."""
+"""Follows the samples that servers are generating. It keeps the state of each, decides when a request is given up, and
+stores new tokens."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dovetail.coordinator.store.samples import Delta, Key, Sample
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.protocol.messages import Span
 
-# An event costs the coordinator about 30 microseconds of CPU time, and the server more, whether it carries one token or
-# eight. So an event carries one token for each SAMPLES_PER_TOKEN samples that are left. At 50 tokens per second the
-# coordinator then uses at most a tenth of a core.
+# An event costs the coordinator about 30 microseconds of CPU time, and the server more. It costs the same with one
+# token or eight. So an event carries one token for each SAMPLES_PER_TOKEN samples that are left. At 50 tokens per
+# second the coordinator then uses at most a tenth of a core.
 SAMPLES_PER_TOKEN = 64
 MOST_PER_EVENT = 64
 # Small models decode fast. Their tokens share events that cover this time. It costs little to lose them.
@@ -28,12 +28,12 @@ EVENT_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class GenerationSettings:
-    """Settings of generation. Times are in seconds. `stream_interval`: tokens per event. None: `interval` decides.
-    `max_fruitless`: how many attempts of a sample in a row may give no token.
+    """Settings of generation. Times are in seconds. `stream_interval` is the number of tokens per event. If it is None,
+    `interval` decides. Up to `max_fruitless` attempts of a sample in a row may give no token.
 
-    `stall`: a request is given up after this silence if its whole server is silent. If only the request is silent, it
-    is given up after ten times this time, because a server may queue requests. `suspect`: after this silence the
-    samples of a suspect server move to other servers."""
+    A request is given up after a silence of `stall` if its whole server is silent. If only the request is silent, it is
+    given up after ten times this time, because a server may queue requests. After a silence of `suspect` the samples of
+    a suspect server move to other servers."""
 
     flush: float = 0.25
     stall: float = 60.0
@@ -45,9 +45,9 @@ class GenerationSettings:
     max_fruitless: int = 50
 
     def interval(self, samples: int, step: float | None = None) -> int:
-        """The tokens per event when `samples` samples are left. `step`: seconds of a decode step, if known. The result
-        is usually 1, so that no token is lost when a server dies. It is larger if decode steps are short, or if one
-        core could not handle the events. Lost tokens are generated again with the same result."""
+        """The tokens per event when `samples` samples are left. `step` is the seconds of a decode step, if known. The
+        result is usually 1, so that no token is lost when a server dies. It is larger if decode steps are short, or if
+        one core could not handle the events. Lost tokens are generated again with the same result."""
         if self.stream_interval is not None:
             return self.stream_interval
         short = 1 if not step else int(EVENT_SECONDS / step)
@@ -58,8 +58,8 @@ class GenerationSettings:
 class Activity:
     """What one instance did in one call of `generate`.
 
-    `decode`: by batch size, the number of decode steps of single requests and their seconds. `prefills`: by the time of
-    submission, the number of tokens, and the seconds until the last request had its first token."""
+    `decode` has for each batch size the number of decode steps of single requests and their seconds. `prefills` has for
+    each time of submission the number of tokens, and the seconds until the last request had its first token."""
 
     start: float
     end: float
@@ -70,7 +70,7 @@ class Activity:
     prefills: dict[float, tuple[int, float]] = field(default_factory=dict)
 
     def span(self, name: str, iteration: int, version: int | None = None) -> Span:
-        """Its span on the timeline. `version`: the version of the weights, if several may be in use."""
+        """The span on the timeline. `version` is the version of the weights, if several may be in use."""
         args = {"samples": self.samples, "tokens": self.tokens}
         if version is not None:
             args["weights"] = version
@@ -88,9 +88,9 @@ class Activity:
 
 @dataclass
 class Generated:
-    """What one call of `generate` did. `retries`: how often a sample had to leave a server. `migrations`: the samples
-    that continued on another server. `tail`: (seconds since the epoch, samples left). `spans`: one for each instance
-    that worked."""
+    """What one call of `generate` did. `retries` says how often a sample had to leave a server. `migrations` has the
+    samples that continued on another server. `tail` has pairs (seconds since the epoch, samples left). `spans` has one
+    span for each instance that worked."""
 
     samples: int = 0
     tokens: int = 0
@@ -104,12 +104,12 @@ class Generated:
 
 @dataclass(eq=False)
 class Work:
-    """One sample that is being generated. `stored`: how many of `tokens` are in the store. `before`: how many tokens it
-    had when the current attempt began. `last_token`, `ending`: when its last token arrived, and when its request was
-    asked to end, in monotonic seconds. `reason`: the server's finish reason. `failure`, `refusal`: why its stream
-    broke. `fruitless`: attempts in a row without a token. `departure`: where its KV cache may still be. `interval`:
-    tokens per event. `experts`: the experts of the tokens from `experts_from` on, which are not stored yet. `reported`:
-    of how many tokens the experts are stored."""
+    """One sample that is being generated. `stored` of its `tokens` are in the store, and it had `before` tokens when
+    the current attempt began. Its last token arrived at `last_token`, and its request was asked to end at `ending`, in
+    monotonic seconds. `reason` is the server's finish reason. `failure` and `refusal` say why its stream broke.
+    `fruitless` counts attempts in a row without a token. `departure` says where its KV cache may still be. `interval`
+    is the number of tokens per event. `experts` has the experts of the tokens from `experts_from` on, which are not
+    stored yet. The experts of `reported` tokens are stored."""
 
     key: Key
     prompt: list[int]
@@ -175,10 +175,10 @@ def mean_step(activities: Iterable[Activity]) -> float | None:
 def reason_to_give_up(
     work: Work, instance: Instance | None, now: float, server_last_token: float, settings: GenerationSettings
 ) -> str | None:
-    """The reason to drop a request's connection, as a phrase. It is "" for a request that ignored its abort. None: the
-    connection is kept.
+    """The reason to drop a request's connection, as a phrase. It is "" for a request that ignored its abort. It is None
+    if the connection is kept.
 
-    `server_last_token`: when any request on its server last got a token, in monotonic seconds."""
+    A request on the same server last got a token at `server_last_token`, in monotonic seconds."""
     if instance is None or instance.incarnation != work.incarnation or instance.health is InstanceHealth.DEAD:
         return "its process is gone"
     if work.ending is not None and now - work.ending > settings.abort:
@@ -192,9 +192,9 @@ def reason_to_give_up(
 def reason_to_leave(
     instance: Instance | None, quiet: float, elsewhere: bool, settings: GenerationSettings
 ) -> str | None:
-    """The reason why the samples of a server that may still answer move to other servers. None: they stay. `drain`: its
-    pod will end, or the server was asked to drain. `suspect`: it does not report, its requests got no token for `quiet`
-    seconds, and there is another server (`elsewhere`)."""
+    """The reason why the samples of a server that may still answer move to other servers. None if they stay. The reason
+    `drain` means that its pod will end, or that the server was asked to drain. `suspect` means that it does not report,
+    its requests got no token for `quiet` seconds, and there is another server (`elsewhere`)."""
     if instance is None:
         return None
     if instance.draining or instance.health is InstanceHealth.RETIRED:
@@ -212,8 +212,8 @@ class GenerationError(Exception):
 
 
 class InFlight:
-    """The samples in flight. `activity`: what each instance did. `clock`: monotonic seconds. `speeds`: the speeds of
-    all instances, in all iterations."""
+    """The samples in flight. `activity` says what each instance did. `clock` returns monotonic seconds. `speeds` has
+    the speeds of all instances, in all iterations."""
 
     def __init__(
         self,
@@ -260,7 +260,8 @@ class InFlight:
         return self._speeds.relative(names)
 
     def begin(self, work: Work, now: float, wall: float) -> None:
-        """Record that an instance was given a sample. `now`: monotonic seconds. `wall`: seconds since the epoch."""
+        """Record that an instance was given a sample. `now` is in monotonic seconds, and `wall` in seconds since the
+        epoch."""
         work.last_token, work.begun, work.first = now, now, True
         self._works[work] = None
         self._counts[work.instance] += 1

@@ -38,8 +38,8 @@ def ability(instance: Instance) -> KVAbility | None:
 
 
 class KVMigration:
-    """The KV cache transfers of a job. `moves`: the number of samples that changed servers, by mechanism. `nbytes`: the
-    bytes of KV cache that were requested."""
+    """The KV cache transfers of a job. `moves` has the number of samples that changed servers, by mechanism. `nbytes`
+    is the number of bytes of KV cache that were requested."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -76,8 +76,8 @@ class KVMigration:
         return arrived
 
     def left(self, source: Instance, request_id: str) -> Departure | None:
-        """Where the KV cache is after `source` aborted a request that had generated tokens. `source` is as it was when
-        the request began."""
+        """Where the KV cache is after `source` aborted a request that had generated tokens. `source` is the state of
+        the instance when the request began."""
         if source.weight_version is None or ability(source) is None:
             return None
         return Departure(source, request_id, source.weight_version, self._clock())
@@ -95,8 +95,8 @@ class KVMigration:
     async def _pull(
         self, session: aiohttp.ClientSession, departure: Departure | None, target: Instance, tokens: list[int]
     ) -> dict[str, Any]:
-        """The kv_transfer_params for the resubmission of `tokens` (prompt and response so far) to `target`. Empty if
-        they are to be prefilled."""
+        """The kv_transfer_params for the resubmission of `tokens` (prompt and response so far) to `target`. They are
+        empty if the tokens are to be prefilled."""
         if departure is None or self._clock() - departure.time > FRESH_SECONDS:
             return {}
         there, here = ability(departure.source), ability(target)
@@ -131,9 +131,9 @@ class KVMigration:
 
 
 async def nixl_leg(session: aiohttp.ClientSession, url: str, tokens: list[int]) -> dict[str, Any]:
-    """The parameters of a NIXL transfer. NIXL gives away only the KV cache of requests that ended by their length. So
-    the old server generates one more token. Its prefix cache still has all but the last block. Its answer has the
-    parameters. They are empty if that fails."""
+    """The parameters of a NIXL transfer. NIXL sends only the KV cache of requests that ended by their length. So the
+    old server generates one more token. Its prefix cache still has all but the last block. Its answer has the
+    parameters. The result is empty if that fails."""
     body = {
         "model": "actor",
         "token_ids": tokens,

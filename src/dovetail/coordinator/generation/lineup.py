@@ -1,4 +1,4 @@
-"""The open iterations and the servers of each (`ppo.lag`). It carries out the decisions of the allotment."""
+"""Keeps the open iterations and the servers of each (`ppo.lag`). It carries out the decisions of the allotment."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Drawn(Protocol):
 
 
 class Turn:
-    """One open iteration. `version`: the version of the weights that draw and score it. `total`: its number of samples.
-    `unfinished`: how many of them are still to be drawn."""
+    """One open iteration. `version` is the version of the weights that draw and score it. `total` is its number of
+    samples, of which `unfinished` are still to be drawn."""
 
     def __init__(self, lineup: Lineup, iteration: int, version: int, total: int, unfinished: int) -> None:
         self._lineup = lineup
@@ -35,7 +35,7 @@ class Turn:
         self._drawing: Drawn | None = None
 
     def draws(self, drawing: Drawn, own: bool = True) -> None:
-        """Record that from now on `drawing` knows how many samples are left. `own`: whether it draws this
+        """Record that from now on `drawing` knows how many samples are left. `own` says whether it draws this
         iteration's own samples, and not others that come before them."""
         self._drawing = drawing
         self._unfinished = 0 if own else self._unfinished
@@ -64,7 +64,7 @@ class Turn:
         await self._is_first.wait()
 
     def give(self, first: bool = False) -> None:
-        """Record that this iteration has a server. `first`: it is now the oldest open one."""
+        """Record that this iteration has a server. `first` says that it is now the oldest open one."""
         self._given.set()
         if first:
             self._is_first.set()
@@ -88,8 +88,8 @@ class Turn:
         )
 
     def lost(self, name: str) -> str | None:
-        """The reason why the samples of this iteration leave a server: another iteration has it now. None: they
-        stay."""
+        """The reason why the samples of this iteration leave a server, which is that another iteration has it now. None
+        if they stay."""
         number = self._lineup.of(name)
         if number is None or number == self.iteration:
             return None
@@ -99,7 +99,7 @@ class Turn:
 class Lineup:
     """The open iterations of a job. It tells `fleet` which weights each server must hold. `on_first(version)` is called
     with the version of the oldest open iteration whenever that changes. Scorers take that version, and so do servers
-    that no iteration can use yet. `capacity`, `gather`: see `Allotment`."""
+    that no iteration can use yet. `capacity` and `gather` are those of `Allotment`."""
 
     def __init__(
         self,
@@ -116,8 +116,8 @@ class Lineup:
 
     @contextmanager
     def open(self, iteration: int, version: int, total: int, unfinished: int) -> Iterator[Turn]:
-        """Open an iteration. It stays open until this context ends. Until then its samples are drawn and scored.
-        `unfinished`: how many of its `total` samples are to be drawn."""
+        """Open an iteration. It stays open until this context ends. Until then its samples are drawn and scored. Of its
+        `total` samples, `unfinished` are to be drawn."""
         turn = self._turns[iteration] = Turn(self, iteration, version, total, unfinished)
         self._oldest_changed()
         try:
@@ -137,7 +137,7 @@ class Lineup:
         return self._fleet.eligible(KIND)
 
     def of(self, name: str) -> int | None:
-        """The iteration that a server draws, or will draw once it has the weights. None: it has no iteration."""
+        """The iteration that a server draws, or will draw once it has the weights. None if it has no iteration."""
         return self._allotment.of(name)
 
     def busy_elsewhere(self, name: str, turn: Turn) -> bool:

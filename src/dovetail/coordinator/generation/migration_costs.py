@@ -18,8 +18,8 @@ class Mechanism(StrEnum):
 @dataclass(frozen=True)
 class MigrationCosts:
     """The seconds from a sample's resubmission to its next token on the new server. They are a fixed part plus a
-    prefill, or a fixed part plus the transfer of the KV cache at `bytes_per_second`. `token_bytes`: bytes of KV cache
-    per token. The KV cache is moved in whole blocks of `block_tokens` tokens."""
+    prefill, or a fixed part plus the transfer of the KV cache at `bytes_per_second`. `token_bytes` is the bytes of KV
+    cache per token. The KV cache is moved in whole blocks of `block_tokens` tokens."""
 
     token_bytes: int
     block_tokens: int = 1
@@ -43,7 +43,7 @@ class MigrationCosts:
         return Mechanism.KV if cheaper else Mechanism.TOKENS
 
     def least_tokens(self) -> int | None:
-        """The smallest number of tokens for which moving the KV cache can be cheaper. None: it never is."""
+        """The smallest number of tokens for which moving the KV cache can be cheaper. None if it never is."""
         gain = self.prefill_seconds_per_token - self.token_bytes / self.bytes_per_second
         if gain <= 0:
             return None

@@ -1,4 +1,5 @@
-"""Samples that leave a server and continue on another one: which of their tokens are kept, and records of the move."""
+"""Samples that leave a server and continue on another one. It decides which of their tokens are kept, and records the
+moves."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from typing import Any
 from dovetail.coordinator.fleet.fleet import Instance
 from dovetail.coordinator.store.samples import Key
 
-# This many last tokens show whether the last character is complete. A character has at most four bytes.
+# The last tokens, this many of them, show whether the last character is complete. A character has at most four bytes.
 WINDOW = 8
 INCOMPLETE = "\ufffd"
 
 
 class StopStrings:
-    """Decides which tokens a sample keeps when it moves. `stop`: the job's stop strings. `decode`: gives the text of
-    tokens.
+    """Decides which tokens a sample keeps when it moves. `stop` has the job's stop strings. `decode` returns the text
+    of tokens.
 
     A server looks for stop strings only in the text that it generates itself. It would miss a stop string that began on
     the old server. So the last tokens are generated again, as many as the longest stop string has bytes, less one. The
@@ -29,7 +30,7 @@ class StopStrings:
         self._decode = decode if stop else None
 
     def kept(self, prompt: Sequence[int], tokens: Sequence[int]) -> int:
-        """How many of the response's tokens are kept. A job without stop strings keeps all."""
+        """The number of the response's tokens that are kept. A job without stop strings keeps all."""
         keep = max(0, len(tokens) - self._rewind)
         if self._decode is not None:
             before = list(prompt[-WINDOW:])
@@ -40,8 +41,8 @@ class StopStrings:
 
 @dataclass(frozen=True)
 class Leave:
-    """A sample left its server at `time` (monotonic seconds). `reason`: tail, drain, newcomer, suspect or older (an
-    older iteration needs the server) if the request was ended on purpose. It is failure if the request failed."""
+    """A sample left its server at `time` (monotonic seconds). If the request was ended on purpose, `reason` is tail,
+    drain, newcomer, suspect or older (an older iteration needs the server). It is failure if the request failed."""
 
     instance: str
     reason: str
@@ -50,9 +51,9 @@ class Leave:
 
 @dataclass(frozen=True)
 class Migration:
-    """A sample that continued on another server. `mechanism`: tokens or kv. `tokens`: the number of prompt and response
-    tokens. `nbytes`: the bytes that were sent. `seconds`: from the decision to the first new token. `ended`: when that
-    token came, in seconds since the epoch."""
+    """A sample that continued on another server. `mechanism` is tokens or kv. `tokens` is the number of prompt and
+    response tokens, and `nbytes` bytes were sent. The first new token came `seconds` after the decision, at `ended` in
+    seconds since the epoch."""
 
     key: Key
     source: str
@@ -79,8 +80,8 @@ class Migration:
 
 @dataclass(frozen=True)
 class Departure:
-    """Where a sample's KV cache was left: the server, the key, the version of the weights, and the time (monotonic
-    seconds)."""
+    """The place where a sample's KV cache was left. It has the server, the key, the version of the weights, and the
+    time (monotonic seconds)."""
 
     source: Instance
     key: str

@@ -1,4 +1,4 @@
-"""Requests to vLLM servers: one streamed request for each sample (`/inference/v1/generate`), and how to abort it."""
+"""Sends requests to vLLM servers, and aborts them. Each sample is one streamed request to `/inference/v1/generate`."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ NOT_A_NUMBER = -9999.0
 # With these statuses the request itself is wrong, so no server will accept it.
 REFUSALS = frozenset({400, 401, 403, 404, 413, 422})
 
-# Called with the new token ids and their log-probabilities. The last call also has the finish reason, and the experts
-# of the tokens if the server sends them.
+# It is called with the new token ids and their log-probabilities. The last call also has the finish reason, and the
+# experts of the tokens if the server sends them.
 OnTokens = Callable[[list[int], list[float], str | None, bytes | None], None]
 
 
@@ -43,9 +43,9 @@ class RequestRefused(Exception):
 async def stream(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any], on_tokens: OnTokens, version: int | None = None
 ) -> None:
-    """Send the request, and pass tokens to `on_tokens` as they arrive. `version`: the version of the weights that must
-    draw the sample. Returns after the event with a finish reason. Raises RequestRefused, or ServerFailure, also if the
-    stream ends early or cannot be read."""
+    """Send the request, and pass tokens to `on_tokens` as they arrive. `version` is the version of the weights that
+    must draw the sample. Returns after the event with a finish reason. Raises RequestRefused. Raises ServerFailure if
+    the server fails, or if the stream ends early or cannot be read."""
     headers = {} if version is None else {WEIGHTS_HEADER: str(version)}
     try:
         async with session.post(url + ROUTE, data=json.dumps(body).encode(), headers=headers) as response:
@@ -107,8 +107,8 @@ def _message(text: str) -> str:
 
 
 async def abort(session: aiohttp.ClientSession, url: str, request_ids: Sequence[str], seconds: float) -> str | None:
-    """Ask a server to abort requests. Their streams then end with the finish reason `abort`. `seconds`: the time limit.
-    Returns an error text, or None."""
+    """Ask a server to abort requests. Their streams then end with the finish reason `abort`. The time limit is
+    `seconds`. Returns an error text, or None."""
     body = {"request_ids": [ABORT_PREFIX + i for i in request_ids]}
     timeout = aiohttp.ClientTimeout(total=seconds)
     try:
@@ -124,8 +124,8 @@ MODEL = "actor"
 def body(
     work: Work, generation: Generation, instance: Instance, left: int, interval: int, replay: bool = False
 ) -> dict[str, Any]:
-    """The body of a request for `left` more tokens after the prompt and the tokens so far. `interval`: tokens per
-    event. `replay`: the server must report which experts each token used."""
+    """The body of a request for `left` more tokens after the prompt and the tokens so far. `interval` is the number of
+    tokens per event. With `replay`, the server must report which experts each token used."""
     sampler = instance.abilities.get("sampler", "counter")
     params = sampling_params(generation, work.seed, left, sampler, generated=len(work.tokens))
     params["stream_interval"] = interval

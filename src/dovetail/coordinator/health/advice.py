@@ -1,4 +1,4 @@
-"""Gives advice on how a healthy run could be faster or learn more. It uses the last iterations. Pure.
+"""Gives advice on how a healthy run could be faster or learn more. It uses the last iterations. The functions are pure.
 
 Advice is given only for healthy runs. If a run learns nothing, its speed does not matter."""
 
@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-# Iterations whose means count, and how many must be there. The first ones load kernels and fill caches.
+# Advice uses the means of the last iterations, and needs at least this many. The first iterations load kernels and fill
+# caches, so they do not count.
 LAST = 10
 LEAST = 4
 BUSY_SHARE = 0.6
@@ -21,8 +22,8 @@ CRITIC_ITERATIONS = 10
 
 
 def advice(rows: Sequence[Mapping[str, float]], lag: int = 0, predicted: float | None = None) -> list[str]:
-    """Sentences, at most one for each subject. `rows`: metrics of the PPO iterations. `lag`: spec.ppo.lag. `predicted`:
-    seconds of an iteration in the plan."""
+    """Sentences, at most one for each subject. `rows` has the metrics of the PPO iterations. `lag` is spec.ppo.lag.
+    `predicted` is the seconds of an iteration in the plan."""
     if len(rows) < LEAST:
         return []
     mean = _means(rows[-LAST:])

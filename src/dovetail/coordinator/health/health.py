@@ -1,5 +1,5 @@
-"""Judges an iteration's metrics: can they be trusted, and does the policy still learn? Each verdict is one sentence.
-Pure.
+"""Judges whether an iteration's metrics can be trusted, and whether the policy still learns. Each verdict is one
+sentence. The functions are pure.
 
 docs/health.md says what each verdict means, where its limit comes from and what to do."""
 
@@ -37,7 +37,7 @@ REWARDS_EQUAL = "RewardsEqual"
 GROUPS_EQUAL = "GroupRewardsEqual"
 CLIPPED = "RewardsClipped"
 STALE = "SamplesTooOld"
-# The worst first.
+# The worst reason comes first.
 REASONS = (
     MISMATCH,
     NOT_FINITE,
@@ -54,13 +54,13 @@ REASONS = (
 
 
 class UnhealthyError(Exception):
-    """The run ends because of an iteration's health; the message is one sentence for the user."""
+    """The run ends because of an iteration's health. The message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`reason`: one of REASONS. `stops`: the iteration's results cannot be trusted, so the run ends, whatever
-    failurePolicy says."""
+    """A verdict on an iteration. `reason` is one of REASONS. `stops` says that the iteration's results cannot be
+    trusted. The run then ends, whatever failurePolicy says."""
 
     reason: str
     message: str
@@ -74,9 +74,9 @@ class Verdict:
 class Rules:
     """The properties of a job that decide which verdicts make sense.
 
-    `exact`: nothing random lies between rollouts and trainers, so a mismatch is an error. `grouped`: advantages
-    compare the samples of one prompt. `distils`: the reference is a teacher, from which the policy may begin far away,
-    and rewards train nothing. `max_tokens`: the longest response."""
+    `exact` says that nothing random lies between rollouts and trainers, so a mismatch is an error. `grouped` says that
+    advantages compare the samples of one prompt. `distils` says that the reference is a teacher. The policy may then
+    begin far away from it, and rewards train nothing. `max_tokens` is the length of the longest response in tokens."""
 
     exact: bool = True
     grouped: bool = False
@@ -99,8 +99,8 @@ def judge(
 ) -> list[Verdict]:
     """The verdicts on an iteration, the worst first. The list is empty if the iteration is healthy.
 
-    `metrics`: its row of history.jsonl. `first`, `previous`: those of the first iteration that has an entropy and of
-    the one before; empty where there is none. A metric that is missing is not judged."""
+    `metrics` is its row of history.jsonl. `first` is the row of the first iteration that has an entropy, and `previous`
+    that of the iteration before this one. Each is empty if there is none. A metric that is missing is not judged."""
     verdicts = [
         _mismatch(metrics, rules),
         _not_finite(metrics),
@@ -210,7 +210,7 @@ def _responses_equal(metrics: Mapping[str, float]) -> Verdict | None:
 
 def _rewards_equal(metrics: Mapping[str, float]) -> Verdict | None:
     low, high = metrics.get("reward_min"), metrics.get("reward_max")
-    # Rewards of steps are not in these.
+    # These do not include the rewards of steps.
     if low is None or low != high or metrics.get("samples", 0.0) < 2 or metrics.get("steps", 0.0) > 0:
         return None
     return Verdict(

@@ -11,16 +11,16 @@ from dovetail.coordinator.health.health import REASONS, Rules, UnhealthyError, V
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import RLHFJobSpec
 
-FACT = "fact/health"  # what summary.json says
+FACT = "fact/health"  # the store's key of what summary.json says
 TREND = ("entropy", "kl", "response_length")
 
 
 class HealthWatch:
-    """`judge` an iteration, then `note` what was found. State is in the store: a restart changes no verdict, and an
-    iteration that is noted twice counts once.
+    """First `judge` an iteration, and then `note` the verdicts. The state is in the store. So a restart changes no
+    verdict, and an iteration that is noted twice counts once.
 
-    The summary's fact: `iterations` judged, `unhealthy` ones among them, the last verdicts, and by reason the `first`
-    and `last` iteration, their `count` and the last `message`."""
+    The summary's fact has the number of `iterations` judged, how many of them were `unhealthy`, and the last verdicts.
+    For each reason it has the `first` and `last` iteration, their `count` and the last `message`."""
 
     def __init__(self, spec: RLHFJobSpec, store: Store, log: Callable[..., None], gauge: Gauge) -> None:
         self._rules = Rules.of(spec)
@@ -32,12 +32,12 @@ class HealthWatch:
             gauge.labels(reason).set(0)
 
     def judge(self, iteration: int, metrics: Mapping[str, float]) -> list[Verdict]:
-        """Judge the iteration. Returns the verdicts, the worst first. Changes nothing."""
+        """Judge the iteration. Returns the verdicts, the worst first. It stores nothing."""
         before = self._trend(iteration)
         return judge(metrics, before["first"], before["previous"], self._rules)
 
     def note(self, iteration: int, metrics: Mapping[str, float], verdicts: list[Verdict]) -> dict[str, Any]:
-        """Store the verdicts and log those that are new. Returns `health` of the status."""
+        """Store the verdicts, and log those that are new. Returns the field `health` of the status."""
         fact = self._store.get(FACT) or {"iterations": 0, "unhealthy": 0, "verdicts": [], "reasons": {}}
         earlier = {entry["reason"] for entry in fact["verdicts"]}
         for verdict in verdicts:
@@ -65,7 +65,8 @@ class HealthWatch:
         return {"iteration": iteration, "verdicts": [verdict.as_json() for verdict in verdicts]}
 
     def status(self) -> dict[str, Any]:
-        """`health` of the status after a restart: that of the last iteration, empty before the first."""
+        """The field `health` of the status after a restart. It is that of the last iteration, and empty before the
+        first."""
         fact = self._store.get(FACT)
         if not fact:
             return {}
@@ -88,7 +89,7 @@ class HealthWatch:
             )
 
     def _trend(self, iteration: int) -> dict[str, Any]:
-        """The rows of the first iteration and of the one before `iteration`, even if `iteration` was noted already."""
+        """The rows of the first iteration and of the one before `iteration`, even if `iteration` is already noted."""
         trend = self._store.get("health/trend") or {"first": {}, "previous": {}, "last": [0, {}]}
         noted, last = trend["last"]
         return {"first": trend["first"], "previous": last if noted < iteration else trend["previous"]}

@@ -1,4 +1,4 @@
-"""Looks for iterations and phases that take far longer than earlier ones. Pure."""
+"""Looks for iterations and phases that take far longer than earlier ones. The functions are pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dovetail.coordinator.health.health import Verdict
 
 PHASE_STALLED = "PhaseStalled"
 RUN_SILENT = "RunSilent"
-# A phase stalls if it takes so many times its median, and so many seconds more.
+# A phase stalls if it takes this many times its median, and also this many seconds more.
 FACTOR = 6.0
 LEAST_SECONDS = 1.0
 # The median of fewer iterations says little.
@@ -20,7 +20,7 @@ PREFIX = "seconds_"
 
 
 def stalled_phases(rows: Sequence[Mapping[str, float]]) -> list[Verdict]:
-    """Verdicts on the last of some iterations' metrics: phases that took FACTOR times their median before."""
+    """Verdicts on the phases of the last row that took FACTOR times their median in the rows before it."""
     *before, last = rows or ({},)
     found = []
     for name, seconds in last.items():
@@ -43,8 +43,8 @@ def stalled_phases(rows: Sequence[Mapping[str, float]]) -> list[Verdict]:
 
 
 def silent(times: Sequence[float], now: float) -> Verdict | None:
-    """A verdict if a run that goes on has finished nothing for long. `times`: when its steps were finished, `now`: both
-    in seconds since the epoch."""
+    """A verdict if a running job has finished no step for a long time. `times` says when its steps were finished.
+    `times` and `now` are in seconds since the epoch."""
     gaps = [after - before for before, after in pairwise(times)]
     if len(gaps) < KNOWN:
         return None
