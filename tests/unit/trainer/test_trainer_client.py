@@ -24,7 +24,8 @@ JOIN = JoinRequest(name="trainer-0", rank=0, world_size=1, incarnation="a", host
 
 
 class Server:
-    """Answers requests from a list of (status, body); the last one is repeated."""
+    """Answers requests from a list of (status, body); the last one is repeated. With status 0 the body is all that is
+    sent."""
 
     def __init__(self) -> None:
         self.answers: list[tuple[int, bytes]] = [(200, b"{}")]
@@ -38,6 +39,10 @@ class Server:
                 server.requests.append((self.command, self.path, self.headers.get("Authorization"), body))
                 time.sleep(server.pause)
                 status, data = server.answers.pop(0) if len(server.answers) > 1 else server.answers[0]
+                if status == 0:  # a server that is killed after some bytes
+                    self.wfile.write(data)
+                    self.close_connection = True
+                    return
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
@@ -89,6 +94,19 @@ def test_requests_carry_the_token_and_are_tried_again_after_a_5xx(server: Server
     assert len(server.requests) == 3
     assert {request[2] for request in server.requests} == {"Bearer secret"}
     assert 0 < clock.now < 1
+
+
+HEAD = b"HTTP/1.1 200 OK\r\n"
+LENGTH = b"Content-Length: 6\r\n\r\n"
+
+
+@pytest.mark.parametrize("part", [HEAD, HEAD + LENGTH, HEAD + LENGTH + b"bat"])
+def test_an_answer_that_breaks_off_is_asked_for_again(server: Server, part: bytes) -> None:
+    """As when the coordinator is killed while it sends a batch."""
+    client, _ = make_client(server.port)
+    server.answers = [(0, part), (200, b"batch!")]
+    assert client.batch("ppo/2") == b"batch!"
+    assert len(server.requests) == 2
 
 
 def test_an_absent_coordinator_is_waited_for_as_long_as_patience_lasts() -> None:

@@ -148,11 +148,15 @@ class CoordinatorClient:
             connection.sock.settimeout(timeout)
             connection.request(method, self._base + path, body, headers)
             response = connection.getresponse()
+            length, chunked = response.length, response.chunked
             data = response.read(limit + 1)
         except (OSError, http.client.HTTPException) as error:
             raise _Transient(f"{type(error).__name__}: {error}") from error
         finally:
             connection.close()
+        # A coordinator that is killed meanwhile sends less, of which `read` says nothing.
+        if not chunked and (length is None or len(data) < min(length, limit + 1)):
+            raise _Transient(f"the answer broke off after {len(data)} bytes")
         if len(data) > limit:
             raise Refused(f"the coordinator's answer to {path} is larger than {limit} bytes")
         if response.status in (200, 409):
