@@ -20,8 +20,8 @@ def names_cuda(error: BaseException) -> bool:
 
 def context_is_lost(devices: Sequence[Any] = ()) -> bool:
     """Whether CUDA refuses all further work of this process on one of `devices` (default: the thread's device). It
-    waits until the devices have finished their work. A device that the process has not used would get a CUDA
-    context."""
+    waits until the devices have finished their work. Name only devices that the process uses, because others would
+    get a CUDA context."""
     import torch
 
     if not torch.cuda.is_initialized():

@@ -1,8 +1,9 @@
 """Checks whether the installed torch has kernels for the GPUs. Each process that uses GPUs does this first.
 
-    python -m dovetail.gpus.kernel_check 7.0
+This command fails if torch has no kernels for a GPU of that compute capability. The Dockerfiles run it.
 
-fails if torch has none for a GPU of that compute capability. The Dockerfiles run it."""
+    python -m dovetail.gpus.kernel_check 7.0
+"""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ class GPUGone(OSError):
 
 def my_capability() -> Capability | None:
     """The lowest compute capability of the GPUs that this process sees. None without GPUs. torch makes no CUDA context
-    for this. Raises ValueError if the installed torch cannot use one of the GPUs; a restart does not help. Raises
-    GPUGone if the process was given a GPU and there is none, because a CPU would compute other bits."""
+    for this. Raises ValueError if the driver does not work or the installed torch cannot use one of the GPUs. A restart
+    does not help then. Raises GPUGone if the process was given a GPU and there is none: a CPU would compute results
+    that differ in some bits."""
     try:
         driver = ask_driver()
     except NoDriver:
@@ -30,7 +32,7 @@ def my_capability() -> Capability | None:
     if not driver.devices:
         _refuse_cpus(os.environ.get("CUDA_VISIBLE_DEVICES", ""))
         return None
-    # The CUDA runtime would make a context in this process, and no process forked from it could use the GPU.
+    # Otherwise torch asks the CUDA runtime, which would make a context here. Forked processes could then use no GPU.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import torch
 
@@ -55,7 +57,7 @@ def architectures() -> list[str]:
     CUDA."""
     import torch
 
-    # On a machine without GPUs, where images are built, torch gives no list; its build settings name them, too.
+    # On a machine without GPUs torch gives no list. Images are built there, so we read torch's build settings instead.
     settings = torch.__config__.show() if torch.version.cuda else ""
     named = re.findall(r"code=\[?((?:sm|compute)_\d+[af]?)\b", settings)
     return torch.cuda.get_arch_list() or list(dict.fromkeys(named))
@@ -83,7 +85,8 @@ def torch_problem(driver: Driver, torch: str, cuda: str | None, built_for: Seque
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the compute capabilities in the arguments."""
+    """Check the compute capabilities in the arguments. Returns the exit code: 1 if torch has no kernels for one of
+    them, 2 if one is not a compute capability, else 0."""
     import torch
 
     built = architectures()

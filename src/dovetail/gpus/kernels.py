@@ -18,7 +18,7 @@ _CAPABILITY = re.compile(r"(\d+)\.(\d)$")
 
 
 def read_capability(text: str) -> Capability:
-    """`7.0` as (7, 0). Raises ValueError."""
+    """Turn `7.0` into (7, 0). Raises ValueError for other text."""
     found = _CAPABILITY.match(text.strip())
     if found is None:
         raise ValueError(f"{text!r} is no compute capability; write it as 8.0")
@@ -26,7 +26,7 @@ def read_capability(text: str) -> Capability:
 
 
 def show(capability: Capability) -> str:
-    """(7, 0) as `7.0`."""
+    """Turn (7, 0) into `7.0`."""
     return f"{capability[0]}.{capability[1]}"
 
 

@@ -35,7 +35,7 @@ class Device:
 
 @dataclass(frozen=True)
 class Driver:
-    """The driver and its GPUs. `cuda`: the newest CUDA version that the driver supports, as (13, 0)."""
+    """The driver and its GPUs. `cuda`: the newest CUDA version that the driver supports, such as (13, 0)."""
 
     cuda: tuple[int, int]
     devices: tuple[Device, ...]
