@@ -1,1 +1,1 @@
-"""Processes that are started, watched and started again."""
+"""Starts a job's processes, watches them, and restarts those that die."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 
 def cuda_devices(environ: Mapping[str, str] = os.environ, dev: Path = Path("/dev")) -> list[str]:
-    """Ids to put into CUDA_VISIBLE_DEVICES: what the user left visible, else one number per NVIDIA device file."""
+    """The ids to put into CUDA_VISIBLE_DEVICES. They are those that the user made visible, or else one number for each
+    NVIDIA device file."""
     present = sum(1 for path in dev.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name))
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or present == 0:

@@ -4,7 +4,7 @@ There are two signs. Both come from the process itself and not from its connecti
 
 - *Stopped*: the process, or one below it (vLLM's engine core, a worker), is in the kernel's state T, as after SIGSTOP.
 - *Silent*: its pulse (`dovetail.protocol.process.pulse`) was not touched. The pulse may be late while the process uses
-  the CPU or waits for a disk. Before the first beat it is not expected: a process may take any time to start if it does
+  the CPU or waits for a disk. Before its first beat, a process may be silent for any time as long as it does
   something."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 from dovetail.supervision import proctree
 from dovetail.supervision.proctree import Process, descendants
 
-# A process that waits for a stopped peer does nothing either, until that one has been killed: it gets twice the time,
-# and more than the 90 s of a trainer's collective.
+# A process that waits for a stopped peer is idle too, until the peer has been killed. So it gets twice the time, and
+# more than the 90 s that a trainer's collective waits at least.
 LEAST_SILENT_SECONDS = 180.0
 LEAST_BUSY_SECONDS = 1800.0
 # The polling and reporting threads of an idle server need less of a core than this.
@@ -34,8 +34,9 @@ _PREFIX, _LOCK = "dovetail-pulse-", "lock"
 
 @dataclass(frozen=True)
 class LivenessLimits:
-    """The seconds after which a process is killed. `stopped`: it is stopped. `silent`: it is silent and idle. `busy`:
-    it is silent and busy (this does not count while it starts). `starting`: it is idle before its first beat."""
+    """After how many seconds a process is killed. `stopped`: the limit for a process that is stopped. `silent`: for one
+    that is silent and idle. `busy`: for one that is silent and busy after its first beat. `starting`: for one that is
+    idle before its first beat."""
 
     stopped: float
     silent: float
@@ -62,9 +63,9 @@ class _Watched:
 
 
 class Pulses:
-    """The files of the pulses. They have a folder of their own below the one for temporary files, as the run directory
-    may be on a slow, shared disk. A launcher that is killed leaves its folder; the next `Pulses` of the same user
-    removes it. A lock, which ends with its process, shows whose folder is still in use."""
+    """The files of the pulses. They are in a folder of their own in the system's temporary folder, because the run
+    directory may be on a slow, shared disk. A launcher that is killed leaves its folder. The next `Pulses` of the same
+    user removes it. A lock, which ends with its process, shows whose folder is still in use."""
 
     def __init__(self) -> None:
         _remove_abandoned(Path(tempfile.gettempdir()))
@@ -82,7 +83,7 @@ class Pulses:
         return path
 
     def mark(self, name: str) -> int | None:
-        """A number that changes with every beat; None without a file."""
+        """A number that changes with every beat. None if there is no file."""
         try:
             return os.stat(self._folder / name).st_mtime_ns
         except OSError:
@@ -95,7 +96,7 @@ class Pulses:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove the folders of this user's pulses whose owner is gone. Leaves what it cannot remove."""
+    """Remove the folders of this user's pulses whose launcher is gone. Leaves what it cannot remove."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
@@ -109,9 +110,9 @@ class Liveness:
     """`begin` and `end` say which processes run. `look`, which must be called again and again, says which hang, and
     why.
 
-    `mark(name)` changes with every beat of a process's pulse. It is None for a process without a pulse, which is only
-    watched for being stopped. `clock`: monotonic seconds. Of the time between two looks at most LONGEST_PERIOD_SECONDS
-    count, so that no process is killed because the watcher itself was stopped."""
+    `mark(name)` changes with every beat of a process's pulse. It is None for a process without a pulse, which
+    hangs only if it is stopped. `clock` returns monotonic seconds. At most LONGEST_PERIOD_SECONDS of the time between
+    two looks count, so that no process is killed because the watcher itself was stopped."""
 
     def __init__(
         self,
@@ -134,8 +135,8 @@ class Liveness:
         self._watched.pop(name, None)
 
     def look(self) -> dict[str, str]:
-        """The processes that hang, each with a phrase that says how. Each is named once. It looks at most once a
-        period."""
+        """The processes that hang, each with a phrase that says how. Each is named once. Nothing is looked at if the
+        last look was less than `period` seconds ago."""
         now = self._clock()
         elapsed = now - self._looked
         if elapsed < self.period:
@@ -157,7 +158,7 @@ class Liveness:
     def _judge(self, name: str, watched: _Watched, tree: list[Process], elapsed: float) -> str | None:
         limits = self._limits
         stopped = [process for process in tree if process.state == "T"]
-        # Counted from the first look that found it stopped.
+        # The seconds count from the first look that found it stopped.
         watched.stopped = None if not stopped else 0.0 if watched.stopped is None else watched.stopped + elapsed
         if watched.stopped is not None and watched.stopped >= limits.stopped:
             whose = "" if any(p.pid == watched.pid for p in stopped) else f"its process {stopped[0].pid} "
@@ -166,7 +167,7 @@ class Liveness:
         if mark is None or stopped:
             return None
         cpu = sum(process.cpu for process in tree)
-        # The CPU seconds of a child that ended are missing now.
+        # The sum can fall, because the CPU seconds of a child that has ended are missing.
         used = max(0.0, cpu - watched.cpu)
         watched.cpu = cpu
         if mark != watched.mark:

@@ -1,4 +1,4 @@
-"""The last line of a dead process's log."""
+"""Finds the line of a dead process's log that says why it died."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ _TAIL_BYTES = 128 * 1024
 _EXCEPTION = re.compile(
     r"(?:^|[\s:])((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b(?:: .*|$))"
 )
-# vLLM's processes end with such a line about another one, which said before what was wrong.
+# Such a line of vLLM only points to an earlier line, in which another process says what is wrong.
 POINTER = re.compile(r"root cause", re.IGNORECASE)
 _CONTROL = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|[\x00-\x08\x0b-\x1f\x7f]")
 
 
 def size(path: Path) -> int:
-    """The size of a file in bytes; 0 if it does not exist."""
+    """The size of a file in bytes. 0 if it does not exist."""
     try:
         return path.stat().st_size
     except OSError:
@@ -23,8 +23,9 @@ def size(path: Path) -> int:
 
 
 def last_line(path: Path, start: int = 0, limit: int = 400) -> str | None:
-    """The line of a log, from byte `start` on, that tells best why its process ended: the last exception of a
-    traceback, else the last line that is not empty. It is cut to `limit` characters. None if there is no such line."""
+    """The line of a log that tells best why its process ended. It is the last exception of a traceback, or else the
+    last line that is not empty. `start`: the byte from which the log is read. `limit`: the number of characters to
+    which the line is cut. None if there is no such line."""
     try:
         with path.open("rb") as file:
             end = file.seek(0, 2)

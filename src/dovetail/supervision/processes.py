@@ -1,5 +1,5 @@
-"""The processes of a job on one machine, as a pure function of manifest and plan. (The operator renders pods
-likewise.)"""
+"""Makes the list of a job's processes on one machine from manifest and plan. Pure. The operator makes the list of pods
+in the same way."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from dovetail.protocol.process.process_names import (
 )
 
 HOST = "127.0.0.1"
-# Where the processes of one vLLM server meet. Else vLLM looks for a free port, closes it and opens it seconds later.
+# The port at which the processes of one vLLM server meet. Without it vLLM chooses a free port and opens it only seconds
+# later, when another process may have taken it.
 VLLM_PORT = "VLLM_PORT"
 
 
@@ -48,7 +49,7 @@ def process_names(plan: Plan) -> list[str]:
 
 
 def port_names(plan: Plan) -> list[str]:
-    """What needs a port: all processes, and the inside of each server."""
+    """The names for which ports are needed: all processes, and one more for the inside of each server."""
     return [*process_names(plan), *(_inside(rollout) for rollout in plan.rollouts)]
 
 
@@ -57,8 +58,8 @@ def _inside(rollout: Rollout) -> str:
 
 
 def gpu_slots(job: RLHFJob, plan: Plan) -> dict[str, tuple[int, ...]]:
-    """The GPUs of each trainer and rollout, numbered through all groups of the job; none on CPUs. In a group with both
-    roles trainers and rollouts have the same GPUs."""
+    """The GPUs of each trainer and rollout. Their numbers go on from group to group. Groups on CPUs are left out. In a
+    group with both roles, trainers and rollouts have the same GPUs."""
     slots: dict[str, tuple[int, ...]] = {}
     used = 0
     for group in job.spec.groups:
@@ -86,14 +87,14 @@ def render(
 ) -> list[ProcessSpec]:
     """The processes to start, the coordinator first.
 
-    `ports` has one free port for each name of `port_names`, where the process serves HTTP (trainers: metrics).
+    `ports` has one free port for each name of `port_names`. A process serves HTTP there, a trainer only its metrics.
     Every process inherits `base_env`. `devices` are the machine's GPUs. Each GPU of a group takes the next one; if
     there are too few, several share one. Processes of CPU groups see none. `threads`: OMP_NUM_THREADS, unless
     `base_env` sets it."""
     slots = gpu_slots(job, plan)
     coordinator = f"http://{HOST}:{ports[COORDINATOR]}"
     inherited = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    inherited["GLOO_SOCKET_IFNAME"] = "lo"  # else ranks listen at the machine's outer address, and ask for no token
+    inherited["GLOO_SOCKET_IFNAME"] = "lo"  # other hosts must not reach the ranks, which ask for no token
     inherited |= dict(base_env or {})
     inherited["PYTHONUNBUFFERED"] = "1"
 

@@ -20,8 +20,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Process(NamedTuple):
-    """A process in /proc: the ids of the process, its parent and its session; its state, a letter as in `ps`; and the
-    CPU seconds of all its threads so far."""
+    """A process in /proc. `parent`, `session`: the ids of its parent and of its session. `state`: a letter as in `ps`.
+    `cpu`: the CPU seconds of all its threads so far."""
 
     pid: int
     parent: int
@@ -64,7 +64,7 @@ def snapshot() -> list[Process]:
         if not entry.name.isdigit():
             continue
         try:
-            # "pid (command) state ppid pgrp session ...": the command may itself hold spaces and brackets.
+            # The line is "pid (command) state ppid pgrp session ...". The command may contain spaces and brackets.
             fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
         except OSError:
             continue

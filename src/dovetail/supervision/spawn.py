@@ -31,7 +31,7 @@ class Started:
 @dataclass(frozen=True)
 class Exited:
     """A process has ended, with all its descendants. `code` is negative for a signal, as in `subprocess`. `lost`: it
-    died because its spawner died, which is one fault, however many processes die."""
+    died because its spawner died. This is one fault, even if many processes die."""
 
     name: str
     code: int
@@ -44,8 +44,8 @@ Event = Started | Exited
 class Spawner:
     """Runs processes through a zygote. It starts the zygote on first use, and replaces it when it dies.
 
-    Use it from one thread, which must live at least until the zygote has started. `env` and `log` are the zygote's.
-    `name` is the spawner's name in messages."""
+    Use it from one thread, which must live at least until the zygote has started. `env` and `log` are the zygote's
+    environment and log file. `name` is the spawner's name in messages."""
 
     preload: str | None = None
 
@@ -65,7 +65,7 @@ class Spawner:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The process ids of what runs, by name."""
+        """The process ids of the running processes, by name."""
         return dict(self._pids)
 
     def last_log_line(self) -> str | None:
@@ -111,7 +111,7 @@ class Spawner:
             self._zygote.kill()
 
     def fileno(self) -> int | None:
-        """A file descriptor that is readable when `poll` has events; None before the zygote starts."""
+        """A file descriptor that is readable when `poll` has events. None before the zygote starts."""
         return None if self._channel is None else self._channel.fileno()
 
     def poll(self) -> list[Event]:
@@ -153,7 +153,7 @@ class Spawner:
             self._channel.close()
             self._channel = None
         if self._zygote is not None:
-            # Kill its children first: they are what matters, and a zygote that still imports has none.
+            # At SIGTERM it kills its children first. A zygote that still imports has none, so it may die at once.
             with contextlib.suppress(ProcessLookupError):
                 self._zygote.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -164,7 +164,7 @@ class Spawner:
 
     def _launch(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         """Start the zygote's process, whose end of the channel is `theirs`."""
-        # -P: a module in the current folder must not stand for one of ours or of a library.
+        # -P: a module in the current folder must not replace one of ours or of a library.
         command = [sys.executable, "-P", "-m", "dovetail.supervision.zygote", str(theirs.fileno()), str(os.getpid())]
         with self._log.open("ab") as log:
             return subprocess.Popen(
@@ -185,9 +185,9 @@ class Spawner:
             try:
                 data = data[self._channel.send(data) :]
             except BlockingIOError:
-                time.sleep(0.01)  # a zygote that preloads reads nothing, but its socket holds some 200 KB
+                time.sleep(0.01)  # a zygote reads nothing while it preloads; its socket holds about 200 KB
             except OSError:
-                return  # it died; `poll` says so
+                return  # the zygote died, and `poll` reports that
 
     def _bury(self) -> int:
         """Clean up after the zygote has ended: kill what it cannot kill any more. Returns its exit code."""
@@ -202,7 +202,7 @@ class Spawner:
         except subprocess.TimeoutExpired:
             zygote.kill()
             code = zygote.wait()
-        # Its children die with it (PR_SET_PDEATHSIG). Their children are ours now, and are found by their sessions.
+        # Its children die with it (PR_SET_PDEATHSIG). We have adopted their children, and find them by their sessions.
         sessions, below = self._sessions | {zygote.pid}, self._below
 
         def left(found: list[proctree.Process]) -> set[int]:

@@ -28,7 +28,7 @@ WINDOW_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the job ended: `reason` is a sentence, empty on success."""
+    """How the job ended. `reason` is a sentence. It is empty on success."""
 
     succeeded: bool
     reason: str = ""
@@ -48,7 +48,7 @@ class _Process:
 
 
 def how_it_ended(code: int) -> str:
-    """'exit code 3', 'signal SIGKILL'."""
+    """How a process ended, for example 'exit code 3' or 'signal SIGKILL'. `code` is negative for a signal."""
     if code < 0:
         with contextlib.suppress(ValueError):
             return f"signal {signal.Signals(-code).name}"
@@ -58,8 +58,8 @@ def how_it_ended(code: int) -> str:
 
 class Supervisor:
     """Runs `processes`, each with its spawner. The job succeeds when the process `coordinator` exits with 0. It fails
-    when that one exits with 3, when any process exits with 2, or when there were more than `max_restarts` restarts
-    within an hour, of all processes together (processes that died with their spawner count as one). Processes and
+    when the coordinator exits with 3, when any process exits with 2, or when all processes together would need more
+    than `max_restarts` restarts within an hour. Processes that died with their spawner count as one. Processes and
     spawners that hang, as `liveness` says, are killed and restarted. `tell` gets one-line events. Call all methods from
     one thread."""
 
@@ -85,14 +85,14 @@ class Supervisor:
 
     @property
     def restarts(self) -> int:
-        """Within the last hour."""
+        """The number of restarts within the last hour."""
         while self._restarted and self._restarted[0] <= self._clock() - WINDOW_SECONDS:
             self._restarted.popleft()
         return len(self._restarted)
 
     @property
     def pids(self) -> dict[str, int]:
-        """The process ids of what runs now, by name."""
+        """The process ids of the running processes, by name."""
         return {name: p.pid for name, p in self._processes.items() if p.pid is not None}
 
     @property
@@ -135,7 +135,7 @@ class Supervisor:
                 for event in spawner.poll():
                     process = self._processes[event.name]
                     process.pid = event.pid if isinstance(event, Started) else None
-                    if isinstance(event, Started):  # asked for before, started only now
+                    if isinstance(event, Started):  # it was asked for before SIGTERM and started only now
                         spawner.signal(event.name, signal.SIGTERM)
         for spawner in self._spawners:
             spawner.close()
@@ -160,7 +160,7 @@ class Supervisor:
         process.spawner.spawn(process.spec)
 
     def _end_hung(self) -> None:
-        """Send SIGKILL, which also ends a stopped process. Its zygote then ends the processes below it."""
+        """Send SIGKILL to processes that hang. It ends a stopped process too. The zygote then ends those below it."""
         if self._liveness is None:
             return
         for spawner in self._spawners:
@@ -212,7 +212,7 @@ class Supervisor:
             process.failures = 0
         delay = min(LONGEST_DELAY_SECONDS, FIRST_DELAY_SECONDS * 2 ** min(process.failures, 10))
         if event.code == 0 and process.spec.finishes:
-            # A trainer told to stop is done some moments before the coordinator is: don't start it in between.
+            # A trainer that was told to stop ends some moments before the coordinator. It must not be restarted there.
             delay = LONGEST_DELAY_SECONDS
         process.failures += 1
         process.due = self._clock() + delay
@@ -221,6 +221,6 @@ class Supervisor:
 
 
 def cpu_threads(processes_at_work: int) -> int:
-    """The OMP threads for each of `processes_at_work` processes that work at the same time on this machine."""
+    """The number of OMP threads for each of `processes_at_work` processes that work at the same time here."""
     cores = len(os.sched_getaffinity(0))
     return max(1, cores // max(1, processes_at_work))

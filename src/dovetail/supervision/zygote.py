@@ -3,8 +3,8 @@
     python -m dovetail.supervision.zygote FD PARENT_PID [PRELOAD]
 
 Without PRELOAD it starts its children as `python -m <module>`. With PRELOAD ("package.module:function") it calls this
-function once, and then forks children that run `<module>.main([])` and share the imports. To import torch and vLLM
-takes about 14 s of CPU, which each of N processes would need otherwise.
+function once, and then forks children that run `<module>.main([])` and share the imports. Otherwise each
+process would need about 14 s of CPU to import torch and vLLM.
 
 It speaks JSON lines on the inherited socket FD. Requests: spawn, signal. Events: ready, started, exit. When the
 launcher's end of the socket closes, for whatever reason, the zygote kills all its descendants and exits. It adopts
@@ -60,7 +60,7 @@ def _finish(code: int) -> NoReturn:
 
 
 def _child(request: dict[str, Any], zygote: int, fork: bool) -> NoReturn:
-    """Runs in the new process: makes a session, sends the streams to the log, and runs the module."""
+    """Called in the new process. Makes a session, sends the streams to the log, and runs the module."""
     try:
         os.setsid()
         die_with_parent()
@@ -92,7 +92,7 @@ def _child(request: dict[str, Any], zygote: int, fork: bool) -> NoReturn:
 
 
 class Zygote:
-    """The event loop. Requests come from the launcher's socket, deaths from SIGCHLD."""
+    """The event loop. The launcher's socket brings requests. SIGCHLD tells that a child has died."""
 
     def __init__(self, channel: socket.socket, parent: int, fork: bool) -> None:
         self._channel = channel
@@ -109,7 +109,7 @@ class Zygote:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.signal(signal.SIGTERM, self._on_term)
         self._wake = (wake_read, wake_write)
-        self._own = descendants(os.getpid(), snapshot())  # helpers that the preloaded libraries run
+        self._own = descendants(os.getpid(), snapshot())  # helper processes of the preloaded libraries
         self._send({"event": "ready"})
         pulse = Pulse.read()
         with selectors.DefaultSelector() as selector:
@@ -150,7 +150,7 @@ class Zygote:
             if request["op"] == "spawn":
                 self._spawn(request)
             elif request["op"] == "signal" and request["pid"] in self._children:
-                # Reaped here and nowhere else, so the id can't belong to another process yet.
+                # Children are reaped only by this thread, so the id cannot belong to another process yet.
                 os.kill(request["pid"], request["signal"])
 
     def _spawn(self, request: dict[str, Any]) -> None:
@@ -183,7 +183,7 @@ class Zygote:
             self._send({"event": "exit", "name": name, "pid": pid, "code": code})
 
     def _end_leftovers(self, session: int) -> None:
-        """Kill what a dead child left: its session, and orphans that made sessions of their own."""
+        """Kill the processes that a dead child left: its session, and orphans that made sessions of their own."""
         live = set(self._children)
         me = os.getpid()
 
@@ -203,13 +203,13 @@ def main(argv: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()
     if preload is not None:
-        die_with_parent()  # the loop below can't notice a closed socket yet, and there are no children to end
+        die_with_parent()  # a preload cannot notice a closed socket, and there are no children to end
         if os.getppid() != parent:
             return 1
         module, _, function = preload.partition(":")
         getattr(importlib.import_module(module), function)()
         gc.collect()
-        gc.freeze()  # keeps the collector from touching, and so copying, the shared pages
+        gc.freeze()  # the collector would touch the shared pages, and so copy them
         die_with_parent(0)
         threads = len(os.listdir("/proc/self/task"))
         if threads > 1:
