@@ -7,8 +7,8 @@
         job = cluster.wait(name, on_change=print)
         print([row.metrics["reward"] for row in cluster.metrics(name, stage="ppo")])
 
-It asks the status API for what a job does, and the Kubernetes API to make, stop and delete jobs: the status API changes
-nothing."""
+It reads the state of jobs from the status API, which changes nothing. It makes, stops and deletes jobs through the
+Kubernetes API."""
 
 from dovetail.client.cluster_client import ClientError, Cluster, ClusterJob, MetricsRow, SampleRow
 

@@ -25,15 +25,15 @@ except ModuleNotFoundError as error:
     raise import_error("dovetail.client", ["client"], error) from error
 
 SECONDS = 60.0
-# After these states nothing happens any more by itself.
+# A job in one of these states does nothing more by itself.
 ENDED = ("Completed", "Failed", "Suspended")
 NO_COORDINATOR = 502
 _MERGE = {"Content-Type": "application/merge-patch+json"}
 
 
 class ClientError(Exception):
-    """A request failed. `status`: the HTTP status of the answer. None: there was no answer. The message is one
-    sentence."""
+    """A request failed. The message is one sentence. `status`: the HTTP status of the answer. None if there was no
+    answer."""
 
     def __init__(self, sentence: str, status: int | None = None) -> None:
         super().__init__(sentence)
@@ -46,8 +46,8 @@ class _Answer(BaseModel):
 
 class ClusterJob(_Answer):
     """The status API's answer about a job. `state`: Completed, Failed, Suspended, Running, Scheduled, Planned or
-    Pending. `iteration` of `iterations`: the finished PPO iterations, or the finished steps of the stage. `kl` is in
-    nats per sample."""
+    Pending. `iteration`: how many PPO iterations, or steps of the stage, are finished. `iterations`: how many
+    there will be. `kl` is in nats per sample."""
 
     namespace: str
     name: str
@@ -140,7 +140,7 @@ class Cluster:
         self._api.close()
         self._kube.close()
 
-    # ------------------------------------------------------------ what changes jobs
+    # ------------------------------------------------------------ methods that change jobs
 
     def submit(self, manifest: Path | str | Mapping[str, Any]) -> str:
         """Create a job from a manifest, which is a file or its content. Returns the job's name. The manifest is checked
@@ -164,7 +164,7 @@ class Cluster:
         """Delete a job and its pods. The claim with its files stays unless spec.storage.retain is Delete."""
         self._kube.ask("DELETE", f"/{name}")
 
-    # ------------------------------------------------------------ what looks at jobs
+    # ------------------------------------------------------------ methods that read jobs
 
     def jobs(self) -> list[ClusterJob]:
         """All jobs of the namespace."""
@@ -273,7 +273,7 @@ class Cluster:
         return [SampleRow.model_validate(row) for row in found]
 
     def _where_samples_are(self, name: str) -> str:
-        """How the samples of a job that has ended are read; "" if it has not."""
+        """A sentence that says where the samples of a job are. Empty if the job has not ended."""
         document = self._api.document(f"/{name}")
         job = ClusterJob.model_validate(document)
         if not job.ended:

@@ -4,9 +4,9 @@ group.
 A pod of a trainer group runs one rank for each GPU. A pod of a rollout group runs a vLLM server and its scorer. They
 share the GPUs of one container, because Kubernetes gives a GPU to a single container.
 
-A server or scorer that dies after it has worked for a while is restarted beside the other one. If any other process
-dies, all processes are ended and the container exits with its code. Then the pod's Job replaces the pod, and the job's
-status quotes the last line. A process that hangs (`liveness`) is killed.
+A server or scorer that dies after it has worked for a while is restarted while the other one works on. If any other
+process dies, all processes are ended and the container exits with its code. Then the pod's Job replaces the pod, and
+the job's status quotes the last line. A process that hangs (`liveness`) is killed.
 
 `--drain` is the pod's preStop hook. It tells the coordinator to give this pod's instances no more work. It returns when
 their samples have moved."""
@@ -191,7 +191,7 @@ class Pod:
             await asyncio.sleep(self._liveness.period / 2)
 
     def _judge(self, process: PodProcess, code: int) -> int:
-        """0 for an expected end, else the exit code. `message` then has the reason."""
+        """Return 0 for an expected end, else the exit code. `message` then has the reason."""
         if code == 0 and process.finishes:
             return 0
         last = message_of(self._last.get(process.name, ""))
@@ -212,7 +212,7 @@ class Pod:
             print(json.dumps({"event": "process.restarted", "process": process.name, "message": text}), flush=True)
 
     def _may_restart(self, process: PodProcess, code: int, seconds: float) -> bool:
-        """Whether a process that has ended after so many seconds is restarted in this pod."""
+        """Whether a process that has ended after so many seconds is restarted in this pod. Counts the restart."""
         now = time.monotonic()
         while self._restarted and self._restarted[0] <= now - WINDOW_SECONDS:
             self._restarted.popleft()
@@ -296,8 +296,8 @@ class PodSettings:
 
 
 def read_pod(environ: Mapping[str, str]) -> PodSettings:
-    """Read the processes of this pod and the limits for hanging. Raises OSError. Raises ValueError too if the files are
-    no job or plan."""
+    """Read the processes of this pod and the limits for hanging. Raises OSError, and ValueError if
+    the files are no job or plan, or if they do not fit the pod."""
     base = ProcessEnv.read({env.NAME: "pod", **environ})
     job = RLHFJob.model_validate_json(base.job_file.read_text(encoding="utf-8"))
     plan = Plan.model_validate_json(base.plan_file.read_text(encoding="utf-8"))
@@ -309,7 +309,7 @@ def read_pod(environ: Mapping[str, str]) -> PodSettings:
     count = 2 if Role.ROLLOUT in group.roles else max(1, group.gpu.per_pod)
     policy = job.spec.failure_policy
     processes = pod_processes(job, plan, group, index, base, devices, cpu_threads(count))
-    # Beside trainers a server's memory is not free at any time.
+    # In a pod with trainers, the memory that a new server needs may be in use.
     restarts = 0 if Role.TRAINER in group.roles else policy.max_restarts
     return PodSettings(processes, base, LivenessLimits.of(policy.peer_timeout_seconds), restarts)
 
@@ -318,8 +318,8 @@ def drain(processes: Sequence[PodProcess], base: ProcessEnv) -> None:
     """Tell the coordinator to drain this pod's instances. Wait until no sample needs them. A KV cache is moved where
     that is cheaper than computing it again.
 
-    A coordinator that does not answer will find out by itself. It may read a request late. So each request has this
-    pod's address, because the pod that comes next has the same names."""
+    A coordinator that does not answer will find out by itself. It may read a request late. The pod that comes next has
+    the same names, so each request has this pod's address."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     instances = [process.name for process in processes if not process.finishes]
     for wait in (0, DRAIN_SECONDS):
@@ -357,7 +357,7 @@ def main(argv: list[str] | None = None, log: Path = TERMINATION_LOG) -> int:
         return 0
     code, message = asyncio.run(_run(settings, os.environ))
     if code == STOPPED and os.environ.get(env.SURPLUS) == "1":
-        return 0  # it was drained; its Job is done, and the operator makes another one
+        return 0  # the pod was drained, so its Job is done; the operator makes another one
     if message and log.exists():
         with contextlib.suppress(OSError):
             log.write_text(message[-4000:], encoding="utf-8")

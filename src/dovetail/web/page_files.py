@@ -8,7 +8,7 @@ from importlib import resources
 
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 INDEX = "index.html"
-# Scripts and styles come from this server only, and no text of a model can become one.
+# Browsers take scripts and styles from this server only, so that text of a model cannot run as a script.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
     "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -21,7 +21,7 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class PageFile:
-    """`kind`: the media type, without its charset."""
+    """A file of the page. `kind`: its media type, without the charset."""
 
     content: bytes
     kind: str
