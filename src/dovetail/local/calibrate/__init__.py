@@ -1,4 +1,4 @@
-"""Runs whole iterations of a job's models in a few shapes on this machine, to learn their costs."""
+"""Measures the costs of a job's models on this machine. It runs whole iterations of a few sizes."""
 
 from dovetail.local.calibrate.measure import measure_machine
 from dovetail.local.calibrate.observe import observe, run_lengths

@@ -11,7 +11,7 @@ import numpy as np
 from dovetail.planner.costs.cpu import CpuStageTimes, IterationWork, exposed_messages, training_seconds
 from dovetail.protocol.files.machine_profile import Cost, GenerationCosts, Machine, ScoringCosts, TrainingCosts
 
-# A process that shares nothing keeps one core busy; one that waits all the time none.
+# The numbers of busy cores that are tried. A process that has a core of its own and never waits keeps 1 busy.
 _CORES = np.linspace(0.3, 3.0, 109)
 
 
@@ -21,11 +21,11 @@ class FitError(ValueError):
 
 @dataclass(frozen=True)
 class MeasuredIteration:
-    """An iteration that was measured without fusion. `phases`: seconds by name. `finished`: the seconds since
-    generation began and the number of responses left, each time responses ended. `chunks`: the models, tokens and
-    seconds of what was scored together. `passes`: the seconds of a rank's forward and backward passes by model, as the
-    mean over ranks. `waited`: how many seconds longer the slowest rank's passes took, summed over the optimizer steps.
-    The ranks meet after each of these."""
+    """An iteration that was measured without fusion. `phases`: the seconds of each phase. `finished`: a row for each
+    time when responses ended, with the seconds since generation began and the number of responses left. `chunks`: the
+    models, tokens and seconds of each chunk that was scored at once. `passes`: the seconds of a rank's forward and
+    backward passes by model, as the mean over ranks. `waited`: how many seconds longer the slowest rank's passes took
+    than the mean, summed over the optimizer steps. The ranks wait for each other after each step."""
 
     work: IterationWork
     phases: Mapping[str, float]
@@ -36,9 +36,10 @@ class MeasuredIteration:
 
 
 def fit(seen: Sequence[MeasuredIteration], cores: int, end_rate: float | None = None) -> Machine:
-    """The costs of a machine. `seen`: iterations of three kinds. Some have one rollout and one rank, in at least two
-    shapes. They show what a process takes alone. Some have several rollouts and ranks. They show what sharing the
-    machine costs. Some have pipeline stages and scorers with different models. Raises FitError."""
+    """The costs of a machine. `seen`: iterations of three kinds. Those with one rollout and one rank, in at least two
+    sizes, show what a process takes alone. Those with several rollouts and ranks show what sharing the machine costs.
+    Others have pipeline stages, and scorers with different models. `end_rate`: see `end_rate` in measure.py. Raises
+    FitError."""
     alone = [o for o in seen if o.work.rollouts == 1 and o.work.ranks == 1]
     shared = [o for o in seen if o.work.rollouts > 1 and o.work.dp > 1]
     if not alone or not shared:
@@ -66,7 +67,7 @@ def fit(seen: Sequence[MeasuredIteration], cores: int, end_rate: float | None = 
         end_rate=end_rate,
     )
     machine = _trained(seen, machine)
-    # What two servers, then two scorers, want of the cores they share.
+    # Last, the cores that several servers use, and the rest of the scoring time.
     several = [o for o in seen if o.work.rollouts > 1]
     machine = _search(machine, several, "generation", lambda o, m: CpuStageTimes(o.work, m, None).generated)
     return _scored(machine, seen)
@@ -110,8 +111,8 @@ def _generation(alone: Sequence[MeasuredIteration]) -> GenerationCosts:
 
 
 def _scoring(seen: Sequence[MeasuredIteration], cores: int) -> ScoringCosts:
-    """Fit chunks of scorers with all models that run alone. A token's seconds are divided in the proportion in which
-    scorers with some of the models took them."""
+    """Fit the chunks of scorers that run alone and have all models. The seconds of a token are divided among the models
+    as in the chunks of scorers with some of the models."""
     everything = max((c[0] for o in seen for c in o.chunks), key=len)
     alone = [c for o in seen if o.work.rollouts == 1 for c in o.chunks]
     several = [c for o in seen if o.work.rollouts > 1 for c in o.chunks]
@@ -144,7 +145,8 @@ def _passes(alone: Sequence[MeasuredIteration]) -> dict[str, Cost]:
 
 
 def _busy(shared: Sequence[MeasuredIteration], alone: Sequence[MeasuredIteration], cores: int) -> float:
-    """The cores that a trainer rank uses: the time of passes on all ranks at once over that of passes alone."""
+    """The number of cores that a trainer rank uses. It follows from the time of passes on all ranks at once, divided by
+    the time of passes alone."""
     costs = _passes(alone)
     ratios = []
     for o in shared:
@@ -155,7 +157,7 @@ def _busy(shared: Sequence[MeasuredIteration], alone: Sequence[MeasuredIteration
 
 
 def _trained(seen: Sequence[MeasuredIteration], machine: Machine) -> Machine:
-    """The time of a training phase besides its passes."""
+    """Fit the time of a training phase besides its passes."""
     features, target = [], []
     for o in seen:
         work = o.work
@@ -172,7 +174,7 @@ def _search(
     phase: str,
     predict: Callable[[MeasuredIteration, Machine], float],
 ) -> Machine:
-    """The number of `cores` of the phase that gives the least squares of relative errors."""
+    """Find the `cores` of the phase for which the sum of squared relative errors is smallest."""
 
     def with_cores(cores: float) -> Machine:
         costs = getattr(machine, phase).model_copy(update={"cores": float(cores)})
@@ -186,7 +188,7 @@ def _search(
 
 
 def _scored(machine: Machine, seen: Sequence[MeasuredIteration]) -> Machine:
-    """The time of an inference phase besides its chunks."""
+    """Fit the time of an inference phase besides its chunks."""
     rest = []
     for o in seen:
         stage = CpuStageTimes(o.work, machine, None)

@@ -1,4 +1,4 @@
-"""Runs the short jobs one after the other."""
+"""Runs the short jobs one after the other, and fits the machine's costs to them."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ DEADLINE_SECONDS = 1800.0
 
 
 def measure_machine(job: RLHFJob, layers: int, folder: Path, tell: Callable[[str], None]) -> Machine:
-    """Run the short jobs and fit the machine's costs to them. `job`: the largest iterations have its sizes. `folder`:
-    the place of the run directories. Raises RunError."""
+    """Run the short jobs and fit the machine's costs to them. `job`: the largest iterations have its sizes. `layers`:
+    the layers of its models. `folder`: the place of the run directories. Raises RunError."""
     seen: list[MeasuredIteration] = []
     jobs = calibration_jobs(job, layers)
     for number, each in enumerate(jobs):
@@ -56,7 +56,8 @@ def cores() -> int:
 
 
 def end_rate(seen: list[MeasuredIteration]) -> float:
-    """The fraction of tokens that were the last of a response that ended before the limit."""
+    """The probability that a token ends its response. It is the number of responses shorter than the longest one of
+    their iteration, divided by the number of tokens."""
     ended = tokens = 0
     for each in seen:
         lengths = np.asarray(each.work.responses)

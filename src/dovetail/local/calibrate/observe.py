@@ -24,8 +24,8 @@ PHASES = ("generation", "inference", "training", "weights", "other")
 
 
 def observe(spec: RLHFJobSpec, plan: Plan, run_dir: Path, skip: int) -> list[MeasuredIteration]:
-    """All iterations of a run after the first `skip`. Its checkpoints must not have removed them. Raises OSError or
-    KeyError if a file is missing or not a run's."""
+    """All iterations of a run after the first `skip`. Their batches must still be there, although checkpoints remove
+    old ones. Raises OSError or KeyError if a file is missing or not a run's."""
     layout = plan.parallelism["actor"]
     placed = spec.model_copy(update={"plan": spec.plan.model_copy(update={"placement": _placement(plan)})})
     rows = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
@@ -37,8 +37,8 @@ def observe(spec: RLHFJobSpec, plan: Plan, run_dir: Path, skip: int) -> list[Mea
 
 
 def run_lengths(run_dir: Path) -> tuple[float, float] | None:
-    """The median and sigma of log-normal response lengths that have the mean and the longest length of a run's
-    iterations. None if there are no lengths."""
+    """The median and sigma of a log-normal distribution of response lengths, in tokens. Its mean and longest length are
+    those of the run's iterations. None if there are no lengths."""
     try:
         rows = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
         seen = [row["metrics"] for row in rows if row["stage"] == "ppo"]
@@ -91,8 +91,8 @@ def _actions(spans: list[dict[str, Any]], processes: dict[int, str], model: str)
 
 
 def _waited(spans: list[dict[str, Any]], processes: dict[int, str]) -> float:
-    """The seconds by which the passes of the slowest rank exceed the mean, over all mini-batches with a span of their
-    own. 0 if several mini-batches go through a pipeline together."""
+    """The seconds by which the passes of the slowest rank exceed the mean, summed over all mini-batches that have a
+    span of their own. 0 if several mini-batches go through a pipeline together."""
     taken: dict[str, dict[int, float]] = {}
     passes = [(e["pid"], e["ts"], e["dur"]) for model in ("actor", "critic") for e in _actions(spans, processes, model)]
     for step in spans:

@@ -7,18 +7,19 @@ from typing import Any, Literal
 
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Role, Stage
 
-# Measured, after those that are not.
+# The iterations of a job that are measured, after WARMUP or SEARCHES iterations that are not.
 ITERATIONS = 4
 WARMUP = 2
 # With pipeline stages a search of schedules runs beside the second, third and fifth iteration.
 SEARCHES = 5
-# No checkpoint takes an iteration's batch away before it is read.
+# A checkpoint would delete the batches of iterations before they are read.
 NEVER = 1_000_000
 
 
 @dataclass(frozen=True)
 class JobShape:
-    """The sizes of an iteration. `pp`: pipeline stages. The other trainer ranks are data-parallel."""
+    """The sizes of an iteration, and its layout. `pp`: pipeline stages. There are trainers / pp data-parallel copies of
+    the pipeline."""
 
     batch: int
     mini_batch: int
@@ -43,8 +44,8 @@ class JobShape:
 
 
 def variant(job: RLHFJob, shape: JobShape, iterations: int = ITERATIONS) -> RLHFJob:
-    """The job in another shape. It starts from its untrained models: it has no SFT, and one step of the reward model if
-    it trains one. `iterations`: the number of iterations that are measured."""
+    """The job with another shape. It trains the models as they are given: it has no SFT, and only one step of the
+    reward model if it trains one. `iterations`: the number of iterations that are measured."""
     document = job.model_dump(mode="json", by_alias=True)
     spec = document["spec"]
     spec["stages"] = [s for s in spec["stages"] if s != Stage.SFT.value]
@@ -57,7 +58,7 @@ def variant(job: RLHFJob, shape: JobShape, iterations: int = ITERATIONS) -> RLHF
         "microBatchSize": shape.micro_batch,
         "epochs": shape.epochs,
         "criticWarmupIterations": 0,
-        # The phases of an iteration follow each other.
+        # The phases of an iteration must not overlap.
         "lag": 0,
         "streaming": "Never",
     }
@@ -83,14 +84,14 @@ def variant(job: RLHFJob, shape: JobShape, iterations: int = ITERATIONS) -> RLHF
 
 
 def warmup(spec: RLHFJobSpec) -> int:
-    """The number of first iterations of a `variant` that do not count."""
+    """The number of iterations at the beginning of a `variant` that do not count."""
     layouts = spec.plan.parallelism
     return SEARCHES if layouts != "Auto" and layouts.actor.pp > 1 else WARMUP
 
 
 def calibration_jobs(job: RLHFJob, layers: int, iterations: int = ITERATIONS) -> list[RLHFJob]:
-    """The short jobs. Two have one rollout and one rank, in two shapes. One has two of both, which share the machine.
-    One has pipeline stages (for models with `layers` layers) and scorers with different models."""
+    """The short jobs. Two have one rollout and one rank, in two sizes. One has two rollouts and two ranks, which share
+    the machine. One has scorers with different models, and pipeline stages if the models have several `layers`."""
     ppo, longest = job.spec.ppo, job.spec.generation.max_tokens
     group = ppo.samples_per_prompt
     batch = ppo.global_batch_size

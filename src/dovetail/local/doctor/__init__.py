@@ -1,1 +1,1 @@
-"""Checks for `dovetail doctor`: whether a machine can run jobs, and how to repair it if not."""
+"""The checks of `dovetail doctor`. They find out whether a machine can run jobs, and say how to repair it."""

@@ -25,7 +25,7 @@ Ask = Callable[[Sequence[str]], Any]
 
 
 def kubectl(arguments: Sequence[str]) -> Any:
-    """The answer of `kubectl get ... -o json`. Raises KubectlFailed."""
+    """The answer of kubectl with `-o json`, parsed. Raises KubectlFailed."""
     command = ["kubectl", *arguments, "-o", "json", f"--request-timeout={SECONDS:.0f}s"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=2 * SECONDS, check=False)
@@ -39,7 +39,7 @@ def kubectl(arguments: Sequence[str]) -> Any:
 
 
 def check_cluster(ask: Ask = kubectl) -> Iterator[Finding]:
-    """Yields all findings as they come. If the cluster does not answer, there is one finding only."""
+    """Yields each finding as soon as it is known. If the cluster does not answer, there is one finding only."""
     try:
         version = ask(["version"])
         server = version.get("serverVersion")

@@ -11,9 +11,9 @@ State = Literal["ok", "warning", "problem", "skipped"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a check. `says` and `mend` are sentences without a full stop. `figures`: numbers and names for
-    programs, as JSON types. A problem keeps jobs from running on this machine. A warning makes them slower, or concerns
-    only some jobs."""
+    """The result of a check. `says`: what was found. `mend`: how to repair it. Both have no full stop. `figures`:
+    numbers and names for programs, as JSON types. A problem keeps jobs from running on this machine. A warning makes
+    them slower, or concerns only some jobs."""
 
     check: str
     state: State

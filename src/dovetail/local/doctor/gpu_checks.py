@@ -1,5 +1,5 @@
 """The checks of `dovetail doctor --gpu`, from the driver up to vLLM. A check runs only if what it needs was found.
-Functions that judge are separate from functions that ask, so that they can be tested without a GPU."""
+Functions that judge measurements are separate from those that measure, so that they can be tested without a GPU."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from dovetail.manifest.types import Dtype
 from dovetail.rollout.versions import installed, supported, version_problem
 
 GIB = 2**30
-# Copies of so many bytes, so often: some 50 ms a direction on PCIe 4.
+# The bytes of a copy, and the number of copies. They take about 50 ms in each direction on PCIe 4.
 COPIED_BYTES, COPIES = 256 * 2**20, 4
-# Half of PCIe 3.0 x16. What is slower is a link with too few lanes, or a machine that copies through something else.
+# Half the rate of PCIe 3.0 x16, in bytes per second. A slower link has too few lanes, or copies take a detour.
 SLOW_COPY = 6e9
-# Below this another process holds a good part of a GPU.
+# If a smaller share of a GPU's memory is free, another process holds a good part of it.
 FREE_SHARE = 0.9
-# NCCL and torch exchange data between processes there.
+# The least bytes of /dev/shm, where NCCL and torch exchange data between processes.
 SHARED_MEMORY = GIB
 SHARED = Path("/dev/shm")
 # Head widths of most models.
@@ -33,7 +33,7 @@ HEAD_WIDTHS = (64, 128)
 
 
 def check_gpus(clock: Callable[[], float] = time.perf_counter) -> Iterator[Finding]:
-    """Yields all findings as they come."""
+    """Yields each finding as soon as it is known."""
     try:
         driver = ask_driver()
     except NoDriver as error:
@@ -79,7 +79,7 @@ def driver_found(driver: Driver) -> Finding:
 
 
 def device_found(device: Device) -> Finding:
-    """Describes a GPU, and what Auto means on it."""
+    """Describes a GPU, and which dtypes Auto means on it."""
     serves = serving_dtype(Dtype.AUTO, Dtype.AUTO, device.capability).value
     trains = "bfloat16" if device.capability >= BFLOAT16 else "float32"
     figures = {
@@ -101,7 +101,7 @@ def device_found(device: Device) -> Finding:
 
 
 def vllm_found(found: tuple[str, str] | None) -> Finding:
-    """Judges the installed vLLM. `found`: its distribution and version."""
+    """Judges the installed vLLM. `found`: its distribution and version. None if vLLM is not installed."""
     if found is None:
         return Finding(
             "vLLM",
@@ -163,7 +163,7 @@ def memory_found(index: int, free: int, total: int) -> Finding:
 
 
 def copies_found(index: int, to_device: float, to_host: float) -> Finding:
-    """Judges the bytes per second of page-locked copies."""
+    """Judges the speed of page-locked copies, in bytes per second."""
     figures = {"to_device_gbps": round(to_device / 1e9, 2), "to_host_gbps": round(to_host / 1e9, 2)}
     says = f"page-locked copies reach {to_device / 1e9:.1f} GB/s to the GPU and {to_host / 1e9:.1f} GB/s back"
     if min(to_device, to_host) < SLOW_COPY:
@@ -193,8 +193,8 @@ def peers_found(count: int, without_access: Sequence[tuple[int, int]]) -> Findin
 
 
 def attention_found(index: int, widths: Sequence[int], error: str | None) -> Finding:
-    """Judges attention in one call. `widths`: the head widths whose sequences are computed in one call. `error`: the
-    error of that call."""
+    """Judges torch's variable-length attention. `widths`: the head widths for which all sequences are computed in one
+    call. `error`: the error of that call. None if it worked."""
     name, figures = f"GPU {index} attention", {"one_call": list(widths)}
     if error is not None:
         mend = "install the torch of Dovetail's lists (requirements/), or report this line"
@@ -252,7 +252,7 @@ def _nccl() -> Finding:
 
 
 def _compute(index: int) -> None:
-    """Compute something on the GPU. Raises RuntimeError."""
+    """Compute a matrix product on the GPU. Raises RuntimeError if that fails."""
     import torch
 
     dtype = torch.bfloat16 if torch.cuda.get_device_capability(index) >= BFLOAT16 else torch.float16

@@ -1,5 +1,5 @@
 """The checks of `dovetail doctor` on every machine: Python, packages, processors, memory, disk and ports. Functions
-that judge are separate from functions that ask, so that they can be tested on any machine."""
+that judge measurements are separate from those that measure, so that they can be tested on any machine."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from dovetail.supervision.errors import RunError
 from dovetail.supervision.ports import PortReservation
 
 GIB = 2**30
-# As pyproject.toml has it.
+# The same range as in pyproject.toml.
 PYTHON_FROM, PYTHON_BEFORE = (3, 11), (3, 13)
-# What the quickstart needs: two trainer ranks, two vLLM servers and two scorers of a tiny model.
+# The quickstart needs these. It has two trainer ranks, two vLLM servers and two scorers of a tiny model.
 LEAST_CPUS, LEAST_MEMORY = 2, 8 * GIB
-# A run keeps checkpoints and exports of each model; a hub's model of 1B parameters has 2 GB.
+# A run keeps checkpoints and exports of each model. A hub's model of 1B parameters has 2 GB.
 LITTLE_DISK, LEAST_DISK = 20 * GIB, GIB
-# The files of a coordinator with some hundred samples at once.
+# The open files of a coordinator that generates some hundred samples at once.
 OPEN_FILES = 1024
-# The processes of a job with a few groups.
+# The number of processes of a job with a few groups.
 PORTS = 16
 _LIMIT = Path("/sys/fs/cgroup/memory.max")
 
 
 def check_machine(missing: Callable[[], list[tuple[str, str]]], runs: Path) -> Iterator[Finding]:
-    """Yields all findings as they come. `missing`: the missing parts of the installation, each with the command that
-    installs it. `runs`: the folder of runs."""
+    """Yields each finding as soon as it is known. `missing` returns the missing parts of the installation, each with
+    the command that installs it. `runs`: the folder of runs."""
     yield python_found(sys.version_info[:2], sys.platform)
     yield packages_found(missing())
     if (found := installed()) is not None and (problem := version_problem(found[1])):
@@ -49,7 +49,8 @@ def check_machine(missing: Callable[[], list[tuple[str, str]]], runs: Path) -> I
 
 
 def check_gpus_if_any() -> Iterator[Finding]:
-    """Does `check_gpus` if there is a GPU or a driver. If not, it says in one line that jobs run on CPUs."""
+    """Yields the findings of `check_gpus` if there is a GPU or a driver. If not, it yields one that says that jobs run
+    on CPUs."""
     try:
         ask_driver()
     except NoDriver as error:
@@ -60,7 +61,7 @@ def check_gpus_if_any() -> Iterator[Finding]:
         return
     except BrokenDriver:
         pass  # check_gpus says why
-    # The size of /dev/shm is told already.
+    # check_machine tells the size of /dev/shm.
     yield from (finding for finding in check_gpus() if finding.check != "shared memory")
 
 
@@ -98,7 +99,7 @@ def memory_size(size: int) -> Finding:
 
 
 def disks(runs: Path) -> Iterator[Finding]:
-    """The folder of runs, and the folder of hub models if it is on another disk."""
+    """Checks the disk of runs, and the disk of hub models if it is another one."""
     home = os.environ.get("HF_HOME") or "~/.cache/huggingface"
     cache = os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub")
     seen: set[int] = set()
@@ -132,7 +133,7 @@ def files_found(soft: int, hard: int) -> Finding:
 
 
 def ports_found() -> Finding:
-    """Whether the processes of a job can listen on this machine."""
+    """Checks whether the processes of a job can listen on this machine."""
     reservation = PortReservation()
     try:
         reservation.reserve(map(str, range(PORTS)))
@@ -145,7 +146,7 @@ def ports_found() -> Finding:
 
 
 def _memory() -> int:
-    """The bytes of the machine's memory, or the limit of the container."""
+    """The bytes of the machine's memory, or the container's limit if that is lower."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(size, int(_LIMIT.read_text()))

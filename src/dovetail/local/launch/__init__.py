@@ -1,1 +1,1 @@
-"""Starts a job's processes on this machine, and follows them."""
+"""Starts a job's processes on this machine, and follows their progress."""

@@ -1,5 +1,5 @@
-"""Writes the files of a failed or interrupted run: summary.json and report.html with the reason, whichever process
-found it."""
+"""Writes summary.json and report.html of a failed or interrupted run. They give the reason, whichever process found
+it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dovetail.local.report.report import write_report
 from dovetail.supervision.errors import RunError
 from dovetail.supervision.supervisor import Outcome
 
-# With less than this no checkpoint, log or database can be written.
+# With fewer free bytes no checkpoint, log or database can be written.
 LEAST_BYTES = 1 << 20
 LOOK_SECONDS = 5.0
 RESERVE = ".reserve"
@@ -23,7 +23,7 @@ RESERVE_BYTES = 1 << 19
 
 
 def full_disk(folders: Iterable[Path]) -> Path | None:
-    """The first of the folders whose disk is full; None if none is."""
+    """The first of the folders whose disk is full. None if no disk is full."""
     for folder in folders:
         with contextlib.suppress(OSError):
             disk = os.statvfs(folder)
@@ -46,8 +46,8 @@ def give_back(run_dir: Path) -> None:
 
 
 class DiskWatch:
-    """Warns when a disk of the run becomes full: logs then lose lines, and the next checkpoint or transaction of the
-    store fails. `clock`: monotonic seconds."""
+    """Warns when a disk of the run becomes full. Then logs lose lines, and the next checkpoint or transaction of the
+    store fails. `clock` returns monotonic seconds."""
 
     def __init__(self, folders: Sequence[Path], tell: Callable[[str], None], clock: Callable[[], float]) -> None:
         self._folders = folders
@@ -68,8 +68,8 @@ class DiskWatch:
 
 
 def with_cause(outcome: Outcome, folders: Iterable[Path]) -> Outcome:
-    """The reason of a failure. If a disk is full it says so, because the process that failed may have had no space to
-    write that."""
+    """The outcome of a run. If the run failed and a disk is full, its reason becomes the full disk, because the process
+    that failed may have had no space to write that."""
     if outcome.succeeded or outcome.interrupted or (folder := full_disk(folders)) is None:
         return outcome
     said = f" (last: {outcome.reason})" if outcome.reason and "is full" not in outcome.reason else ""
@@ -78,8 +78,8 @@ def with_cause(outcome: Outcome, folders: Iterable[Path]) -> Outcome:
 
 
 def write_results(run_dir: Path, outcome: Outcome) -> None:
-    """Write both files if the disk has space. What the coordinator wrote about its failure stays. Call it after the
-    last process has ended."""
+    """Write both files if the disk has space. A summary in which the coordinator explained its failure stays. Call it
+    after the last process has ended."""
     give_back(run_dir)
     with contextlib.suppress(OSError):
         if outcome.interrupted:

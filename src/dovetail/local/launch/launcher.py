@@ -74,7 +74,7 @@ class Launcher:
         self._overwrite = overwrite
         self._profile = profile
         self._exclude = frozenset(exclude)
-        # torch and others read their own files in the locale's encoding, and fail where that is not UTF-8.
+        # torch and other libraries read their files in the locale's encoding, and fail if that is not UTF-8.
         self._environ = {**environ, "PYTHONUTF8": "1"}
         self._tell = tell
         self._grace = grace
@@ -103,7 +103,7 @@ class Launcher:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The process ids of what runs now, by name."""
+        """The process ids of the running processes, by name."""
         return {} if self._supervisor is None else self._supervisor.pids
 
     @property
@@ -173,7 +173,7 @@ class Launcher:
                 disks.look()
                 if self._interrupts:
                     outcome = Outcome(False, "interrupted", interrupted=True)
-            # Before the processes clean up while they end.
+            # Look at the disks before the processes end, because they free space then.
             outcome = with_cause(outcome, self._disks)
             self.stop()
             if not outcome.succeeded:
@@ -189,7 +189,7 @@ class Launcher:
                 signal.signal(sig, handler)
 
     def stop(self) -> None:
-        """End every process: with SIGTERM, and with SIGKILL after a few seconds or at one more interrupt."""
+        """End every process with SIGTERM. After a few seconds, or at one more interrupt, use SIGKILL."""
         if self._supervisor is not None:
             before = self._interrupts
             self._supervisor.stop(self._grace, impatient=lambda: self._interrupts > before)
@@ -229,7 +229,7 @@ class Launcher:
         self.specs = [replace(spec, env=spec.env | pulse(spec.name)) for spec in mine]
         zygote_env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | self._environ
         if kind == "fork":
-            # One OpenMP or BLAS thread pool in the zygote, and its children would wait for threads they don't have.
+            # If the zygote had an OpenMP or BLAS thread pool, its children would wait for threads that they don't have.
             zygote_env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         log = self._dir.logs / "spawner.log"
         direct: Spawner = ExecSpawner(zygote_env | pulse("spawner"), log, "spawner")
@@ -246,7 +246,7 @@ class Launcher:
         )
 
     def _failure_reason(self) -> str | None:
-        """What the coordinator wrote into summary.json before it exited with 1."""
+        """The reason that the coordinator wrote into summary.json before it exited because the job had failed."""
         try:
             summary = json.loads((self.run_dir / "summary.json").read_text())
         except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Raises the limit of open files. A job's processes need more than some machines allow, and would fail one after the
+"""Raises the limit of open files. Some machines allow fewer than a job's processes need. They would fail one after the
 other."""
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dovetail.manifest.types import RLHFJobSpec
 from dovetail.protocol.plan import Plan
 from dovetail.supervision.errors import UsageError
 
-# The open files of a process without samples: libraries, sockets of vLLM and of the trainers, logs.
+# The open files of a process without samples. They are libraries, logs, and sockets of vLLM and of the trainers.
 BASE_FILES = 256
 
 
 def files_needed(spec: RLHFJobSpec, plan: Plan) -> int:
-    """The number of open files that the coordinator needs, which needs the most. It has a connection for each sample
-    that is generated."""
+    """The number of open files that the coordinator needs. It needs the most of all processes, because it has a
+    connection for each sample that is generated."""
     streams = len(plan.rollouts) * spec.generation.max_concurrent
     return BASE_FILES + 16 * len(plan.trainers) + min(streams, spec.ppo.global_batch_size)
 

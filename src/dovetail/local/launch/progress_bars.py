@@ -38,7 +38,7 @@ def describe_metrics(stage: Stage, metrics: Mapping[str, Any]) -> str:
 
 
 def labels(spec: RLHFJobSpec) -> dict[Stage, str]:
-    """The usual names of the stages: DPO by its loss, PPO by its method."""
+    """The names of the stages for users. DPO has the name of its loss, and PPO that of its method."""
     return {
         Stage.SFT: "SFT",
         Stage.REWARD: "Reward model",
@@ -48,8 +48,8 @@ def labels(spec: RLHFJobSpec) -> dict[Stage, str]:
 
 
 def time_left(status: Mapping[str, Any]) -> str:
-    """'about 3 min left'. If nothing is known of later stages, 'about 40 s left in this stage'. '' if nothing is
-    known."""
+    """The time left as text, such as 'about 3 min left'. If later stages are unknown, it is 'about 40 s left in this
+    stage'. Empty if nothing is known."""
     whole, stage = status.get("seconds_left"), status.get("stage_seconds_left")
     if isinstance(whole, int | float):
         return f"about {roughly(whole)} left"
@@ -57,7 +57,7 @@ def time_left(status: Mapping[str, Any]) -> str:
 
 
 def roughly(seconds: float) -> str:
-    """'40 s', '3 min', '2 h 10 min'."""
+    """A rounded duration, such as '40 s', '3 min' or '2 h 10 min'."""
     if seconds < 90:
         return f"{max(1, round(seconds / 5) * 5 if seconds > 10 else round(seconds))} s"
     minutes = round(seconds / 60)
@@ -116,7 +116,7 @@ class EvaluationNews:
 
 class Display(Protocol):
     """Shows a run. `update` takes status documents, `tell` takes one-line events. Both may be called from any thread.
-    `finish` is called when the job has succeeded, with its summary: the last status may be older than its end."""
+    `finish` is called with the summary when the job has succeeded, because the last status may be older than that."""
 
     def update(self, status: Mapping[str, Any]) -> None: ...
     def finish(self, summary: Mapping[str, Any]) -> None: ...
@@ -207,8 +207,8 @@ class Bars:
             self._complete(bar)
 
     def _enter(self, stage: Stage) -> None:
-        """Enter a stage. Stages run in order, so all stages before it are complete. A resumed run may never have shown
-        them."""
+        """Show that a stage has begun. Stages run in order, so all stages before it are complete. If the run was
+        resumed, their bars may not have moved yet."""
         for earlier, bar in self._bars.items():
             if earlier is stage:
                 break
@@ -279,7 +279,7 @@ class Lines:
             return
         stage, done, total = place
         new_stage = self._shown is None or self._shown[0] is not stage
-        # Iterations are worth a line each; SFT and reward steps come too fast for that.
+        # Each iteration gets a line. The steps of other stages come too fast for that.
         due = stage is Stage.PPO or self._clock() - self._shown_at >= self._every or (total > 0 and done >= total)
         if not new_stage and not due:
             return

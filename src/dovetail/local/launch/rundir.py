@@ -27,13 +27,13 @@ from dovetail.supervision.errors import RunError, UsageError
 
 # Any of these files shows that a run has begun here.
 SIGNS = ("job.json", "plan.json", "run.json", "store.sqlite")
-# It exists from before the first file of an earlier run is deleted until after the last one is.
+# This file exists while the files of an earlier run are deleted.
 DELETING = ".deleting"
 
 
 @contextlib.contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn OSErrors (disk full, not allowed, not a directory, ...) into RunErrors that name the path."""
+    """Turn OSErrors, such as a full disk or a missing permission, into RunErrors that name the path."""
     try:
         yield
     except OSError as error:
@@ -107,8 +107,8 @@ class RunDir:
 
     def write_job(self, job: RLHFJob, plan: Plan, *, resume: bool) -> None:
         """Write run.json, job.json and plan.json. With `resume` the manifest must be the run's, except for fields that
-        may change (`dovetail.manifest.checks.changes`). Files that are lost are written again. Raises UsageError that
-        names the first field that differs and may not."""
+        may change (`dovetail.manifest.checks.changes`). Files that are lost are written again. Raises UsageError,
+        which names the first field that differs although it may not."""
         new = job.model_dump(mode="json", by_alias=True)
         path = self.path / "job.json"
         if resume:
@@ -126,8 +126,8 @@ class RunDir:
             write_text(self.path / "profile.json", profile.model_dump_json(by_alias=True, indent=2) + "\n")
 
     def token(self) -> str:
-        """The run's secret. It is made on first use, and only its owner can read it. Raises UsageError if the file
-        holds no token."""
+        """The run's secret token. It is made on first use, and only the user can read its file. Raises UsageError if
+        the file holds no token."""
         path = self.path / "token"
         with explained(self.path):
             if not path.exists():
@@ -138,7 +138,8 @@ class RunDir:
         return token
 
     def _check_same(self, job: RLHFJob, old: dict[str, Any] | None) -> None:
-        """Compare the manifest with job.json and with the one in the store. Raises UsageError or RunError."""
+        """Compare the manifest with job.json and with the one in the store. Raises UsageError if a field differs that
+        may not, and RunError if the store cannot be read."""
         try:
             if old is not None and old.get("metadata", {}).get("name") != job.metadata.name:
                 raise ChangeError(
@@ -169,7 +170,7 @@ class RunDir:
         signs = self._signs()
         results = [f"{name}/" for name in RESULTS if _holds_files(self.path / name)]
         if results and not has_store(self.path) and not (overwrite and signs):
-            # Without its store a run would start from zero among the files of the old one.
+            # Without the store a run would start from zero among the files of the old one.
             way = "delete the rest with --overwrite" if signs else "move them away"
             raise UsageError(
                 f"{self.path} has {' and '.join(results)} of an earlier run, but its store.sqlite is missing or "
@@ -184,8 +185,8 @@ class RunDir:
             )
 
     def _empty(self) -> None:
-        """Delete everything but the lock. If this is stopped at any moment, the next `open` completes it, so that files
-        of the old run are never taken for those of a new one."""
+        """Delete everything but the lock. If this is interrupted, the next `open` completes it, so that files of the
+        old run are never taken for those of a new one."""
         mark = self.path / DELETING
         mark.touch()
         sync(self.path)
@@ -225,8 +226,8 @@ def lag_of_run(run_dir: Path) -> int | None:
 
 
 def zero3_of_run(run_dir: Path) -> bool | None:
-    """Whether PPO's models train under ZeRO-3 in the run in a folder, by its plan.json. None if there is no run with
-    PPO or its plan cannot be read."""
+    """Whether PPO's models train with ZeRO-3 in the run in a folder. It is read from plan.json. None if there is no run
+    with PPO, or if the plan cannot be read."""
     with contextlib.suppress(RunError, KeyError, TypeError):
         rows = _read_json(run_dir / "plan.json")["batching"]
         found = [bool(row.get("zero3")) for row in rows if row["stage"] == Stage.PPO.value]

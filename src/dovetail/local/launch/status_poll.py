@@ -17,7 +17,7 @@ TIMEOUT_SECONDS = 2.0
 def fetch_status(url: str, token: str, timeout: float = TIMEOUT_SECONDS) -> dict[str, Any] | None:
     """The status document, or None while there is no answer."""
     request = urllib.request.Request(f"{url}/v1/status", headers={"Authorization": f"Bearer {token}"})
-    # The coordinator runs here: a proxy named in the environment must not be asked.
+    # The coordinator runs on this machine, so a proxy from the environment must not be used.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(request, timeout=timeout) as reply:

@@ -13,8 +13,8 @@ WRITE_SECONDS = 5.0
 
 
 class Stopwatch:
-    """Measures from its creation on. Call `look` again and again. If the launcher is killed, at most `WRITE_SECONDS`
-    are lost."""
+    """Measures from its creation on, and adds the time of earlier resumes. Call `look` again and again. If the launcher
+    is killed, at most `WRITE_SECONDS` are lost."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path, self._clock = path, clock
