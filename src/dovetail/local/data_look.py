@@ -21,14 +21,14 @@ from dovetail.coordinator.data.text.tokenize import Encoder
 from dovetail.manifest.fixed_names import PARQUET, DataKind
 from dovetail.manifest.types import DataSource
 
-# Records in which fields are looked for that nothing reads.
+# The number of records that are searched for fields that nothing reads.
 SEARCHED = 32
 
 
 @dataclass(frozen=True)
 class PartLengths:
-    """The token counts of one part of the records. `limit`: the length at which longer ones are cut. `cut`: how many
-    are cut."""
+    """The token counts of one part of the records. `limit`: the maximum length in tokens. Longer ones are cut. `cut`:
+    how many are cut."""
 
     part: str
     median: int
@@ -40,11 +40,11 @@ class PartLengths:
 
 @dataclass(frozen=True)
 class DataLook:
-    """What was found. `files`: empty for a data set of a hub. `records`: the number of good records. `first_error`:
-    names file and line. `errors`: the number of bad lines. `template`: how dialogues become text. `example`: the first
-    good record. `lengths`: empty without a tokenizer. `tools`: the number of records that name tools. `equal`: the
-    number of pairs with equal replies, perhaps because both are cut. `unused`: the fields that none of the
-    first records needs."""
+    """What was found. `files` is empty for a data set of a hub. `records`: the number of good records. `errors`: the
+    number of bad lines. `first_error` names its file and line. `template`: how dialogues become text. `example`: the
+    first good record. `lengths` is empty without a tokenizer. `tools`: the number of records that name tools. `equal`:
+    the number of pairs with equal replies, perhaps because both are cut. `unused`: the fields that none of the first
+    records needs."""
 
     files: Sequence[Path]
     format: str
@@ -81,10 +81,10 @@ def look(
     encoder: Encoder | None = None,
     chat: ChatFormat | None = None,
 ) -> DataLook:
-    """Read every record of a file or folder. `where`: the name for errors about the whole. `kind`: the kind of the
-    records. None: the kind that the first good record looks like. `encoder`: counts tokens. `chat`: writes dialogues.
-    None: the encoder's tokenizer writes them. Raises DataError for a file that is missing, empty or of no known
-    kind."""
+    """Read every record of a file or folder. `where`: the name of the data in errors about the whole. `kind`: the kind
+    of the records. None: the kind that the first good record looks like. `encoder` counts tokens. `chat` writes
+    dialogues. None: the encoder's tokenizer writes them. Raises DataError for a file that is missing, empty or of no
+    known kind."""
     files = source_files(path, where)
     found = _read(rows_of(files), kind, fmt, encoder, chat)
     if not found.records and not found.errors:
@@ -130,7 +130,7 @@ class _Reading:
         self._example: Record | None = None
         self._turns = False
         self._tools = self._equal = 0
-        # Each name of a field in the first records, and whether it was needed.
+        # For the name of each field in the first records: whether a record needed it.
         self._needed: dict[str, bool] = {}
         self._counts: dict[str, _PartCounts] = {}
 
@@ -168,7 +168,7 @@ class _Reading:
                 self._counts.setdefault(part, _PartCounts(limit, part)).lengths.append(tokens)
                 cut += part != "prompt" and tokens > limit
         if isinstance(record, Preference):
-            # Replies that are both cut may be equal up to there.
+            # If both replies are cut, what is left of them may be equal.
             same = cut == 2 and self._encoder is not None and self._encoder.equal(record)
             self._equal += same or record.chosen == record.rejected
 
@@ -229,7 +229,8 @@ def kind_of(row: Any, fmt: str, chat: ChatFormat, where: str) -> DataKind:
 
 
 def rows_of(files: Sequence[Path]) -> Iterator[tuple[str, Any]]:
-    """The place of each row, and the row or a DataError. After an error of a whole file, the next file follows."""
+    """Yields the place of each row, and the row or a DataError. If a whole file cannot be read, it goes on with the
+    next one."""
     for file in files:
         try:
             yield from _of_parquet(file) if file.name.endswith(PARQUET) else _of_lines(file)
@@ -262,7 +263,8 @@ def _of_parquet(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parts(record: Record, encoder: Encoder) -> Iterator[tuple[str, int, int]]:
-    """(name, tokens, limit) of the parts of a record that have a limit. Nothing is cut yet."""
+    """Yields (name, tokens, limit) for each part of a record that has a limit. `tokens` counts before the part is
+    cut."""
     given = len(encoder.bos) + len(encoder.encode(record.prompt))
     yield "prompt", given, encoder.max_prompt_tokens
     if isinstance(record, Demonstration):

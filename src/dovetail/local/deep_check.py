@@ -1,5 +1,5 @@
-"""The checks of `dovetail validate --deep`: every line of the data, the tokenizer, the user's functions and the GPUs.
-It loads no weights. Of a hub's model it downloads only the small files."""
+"""The checks of `dovetail validate --deep`. They read every line of the data, load the tokenizer, call the user's
+functions and count the GPUs. They load no weights. They download only the small files of a hub's model."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ from dovetail.manifest.types import DataSource, RLHFJob, RLHFJobSpec, Stage
 from dovetail.protocol.plan import Plan
 from dovetail.supervision.processes import gpu_slots
 
-# Above this share of cut records, or of pairs with equal replies, the user has probably not meant it.
+# A larger share of records that are cut, or of pairs with equal replies, is probably a mistake.
 CUT_SHARE = 0.05
 EQUAL_SHARE = 0.01
 
 
 class _SmallFiles(Hub):
-    """A hub of which only the small files are fetched."""
+    """A hub from which only the small files are downloaded."""
 
     def download_weights(self) -> None:
         return None
 
 
 def check_deeply(job: RLHFJob, plan: Plan, folder: Path, scratch: Path) -> Iterator[Finding]:
-    """Yields all findings as they come. A sentence about a field begins with the field. `job`: has absolute paths.
-    `folder`: the place of the functions. `scratch`: an empty folder to write to."""
+    """Yields each finding as soon as it is known. A sentence about a field begins with the field. `job` has absolute
+    paths. `folder`: the place of the user's functions. `scratch`: an empty folder to write to."""
     spec = job.spec
     yield gpus_found(job, plan, driver_devices())
     if remote := _on_claims(spec):
@@ -83,7 +83,7 @@ def check_deeply(job: RLHFJob, plan: Plan, folder: Path, scratch: Path) -> Itera
 
 
 def gpus_found(job: RLHFJob, plan: Plan, devices: Sequence[Device]) -> Finding:
-    """Whether this machine has the GPUs of the plan. `devices`: this machine's GPUs."""
+    """Checks whether this machine has the GPUs of the plan. `devices`: this machine's GPUs."""
     slots = gpu_slots(job, plan)
     wanted = max((slot for each in slots.values() for slot in each), default=-1) + 1
     have = len(devices)
@@ -134,7 +134,7 @@ def _tokenizer_found(tokenizer: Any) -> Finding:
 
 
 def _context(spec: RLHFJobSpec, folder: Path) -> Finding | None:
-    """A problem if sequences may be longer than the model allows."""
+    """Returns a problem if sequences may be longer than the model allows."""
     config = read_json(folder / "config.json")
     limit = config.get("max_position_embeddings") if isinstance(config, dict) else None
     if not isinstance(limit, int):
@@ -157,7 +157,7 @@ def _context(spec: RLHFJobSpec, folder: Path) -> Finding | None:
 def _data_found(
     kind: DataKind, field: str, source: DataSource, folder: Path, cache: Path, encoder: Encoder | None, tokenizer: Any
 ) -> Finding:
-    """Check the data sets. `cache`: the folder in which `prepare` looks for a hub's data sets, so that each is
+    """Check one data set. `cache`: the folder in which `prepare` looks for a hub's data sets, so that each is
     downloaded once."""
     name = field.removeprefix("spec.")
     chat = with_system(chat_format(tokenizer), source)
@@ -194,7 +194,7 @@ def _described(name: str, found: DataLook) -> Finding:
 
 
 def _whole(prepared: Prepared, given: Any) -> Iterator[Finding]:
-    """The blended lists of records. Raises DataError."""
+    """Describes the lists of records as a run would use them. Raises DataError."""
     if given is None:
         tokenizer = tokenizers.load(prepared.tokenizer_dir, "spec.models.tokenizer")
         yield Finding("tokenizer", "ok", f"{len(tokenizer):,} tokens, trained on the job's records")
@@ -205,7 +205,7 @@ def _whole(prepared: Prepared, given: Any) -> Iterator[Finding]:
 
 
 def _functions(spec: RLHFJobSpec, prepared: Prepared, folder: Path) -> Iterator[Finding]:
-    """Call the user's functions on two prompts, in processes of their own, as a run does."""
+    """Call the user's functions on two prompts. They run in processes of their own, as in a run."""
 
     async def rewards() -> list[str]:
         calls = Calls(Workers(spec.models.reward, folder), 0, lambda *_, **__: None)

@@ -23,8 +23,8 @@ def push_model(
 ) -> str:
     """Upload the folder to `repository` (owner/name). The repository is created if it does not exist. Returns the
     commit's address. `revision`: a branch, which is created too. Files that are only in the repository stay.
-    `endpoint`, `token`: those of the hub. Without them huggingface_hub reads them from its environment. Raises
-    UsageError for a name that is not valid, and RunError with one sentence."""
+    `endpoint`, `token`: the hub's address, and a token for it. Without them huggingface_hub reads its environment
+    variables. Raises UsageError for a name that is not valid, and RunError with one sentence."""
     if not _REPOSITORY.fullmatch(repository):
         raise UsageError(f"{repository!r} is no repository of a hub; write owner/name")
     from huggingface_hub import HfApi
@@ -52,7 +52,7 @@ def push_model(
         cause = error.__cause__ or error
         raise RunError(f"the model could not be sent to {api.endpoint}: {_first(str(cause)) or repr(cause)}") from error
     except Exception as error:
-        # The HTTP library's own errors, whichever one this release of the client uses.
+        # The client's HTTP library has errors of its own. It is httpx, or a successor whose name begins so.
         if not type(error).__module__.partition(".")[0].startswith("httpx"):
             raise
         raise RunError(f"{api.endpoint} does not answer: {_first(str(error)) or type(error).__name__}") from error

@@ -17,9 +17,9 @@ from dovetail.manifest.types import HubAccess
 def named_tokenizer(
     name: str, field: str, options: Mapping[str, Any] = MappingProxyType({}), on_hub: bool = False
 ) -> Any:
-    """The tokenizer of a model's folder or of a hub's repository, without the weights. `field`: the manifest's field
-    that names it. `options`: the options of its chat template, data.chatTemplateKwargs. `on_hub`: the name is known
-    to be a hub's, whatever folders are here. Raises DataError."""
+    """The tokenizer of a model's folder or of a hub's repository. No weights are downloaded. `field`: the manifest's
+    field that names it. `options`: the options of its chat template, data.chatTemplateKwargs. `on_hub`: the name is one
+    of a hub, even if a folder here has the same name. Raises DataError."""
     folder = Path(name).expanduser()
     if on_hub or not folder.is_dir():
         if not on_hub and (problem := hub_problem(name, "folder, and no model", Path())) is not None:
