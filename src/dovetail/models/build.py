@@ -44,9 +44,9 @@ def open_source(ref: ModelRef, stage: PipelineStage) -> Source:
 def fill(stage: PipelineStage, source: Source, names: dict[str, str]) -> None:
     """Copy the source's tensors into the stage's parameters, sharded or not, and cast them to the parameters' dtype.
 
-    `names`: by parameter name, its name in the stage without wrappers. If the source has no value head, it is set to 0.
-    If it has no vocabulary projection, the embedding is read (tied checkpoints). Raises `ModelError` if another tensor
-    is missing, or if a head differs from the embedding to which it is tied."""
+    `names` maps each parameter's name to its name in the stage without wrappers. If the source has no value head, it is
+    set to 0. If it has no vocabulary projection, the embedding is read (tied checkpoints). Raises `ModelError` if
+    another tensor is missing, or if a head differs from the embedding to which it is tied."""
     parameters = dict(stage.named_parameters())
     for name, plain in names.items():
         parameter = parameters[name]

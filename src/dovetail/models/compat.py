@@ -1,4 +1,4 @@
-"""Gathers the parts of torch and transformers that the models use and these do not promise to keep.
+"""Gathers the private parts of torch and transformers that the models use. These libraries do not promise to keep them.
 tests/unit/rollout/test_compat.py fails if one of them has moved.
 
 `PRIVATE` lists each part with the last version that had it, and the reason for using it. The packages that build on
@@ -69,8 +69,8 @@ def gloo_group(store: dist.Store, rank: int, world: int, address: str, timeout: 
 
 
 def prepare_compiler() -> None:
-    """Let torch.compile run as it is what it cannot compile, and take floating-point numbers of layers as constants.
-    Importing the compiler takes seconds."""
+    """Set torch.compile's options. Code that it cannot compile runs uncompiled. Floating-point numbers of layers are
+    constants. Importing the compiler takes seconds."""
     import torch._dynamo.config
 
     torch._dynamo.config.suppress_errors = True

@@ -29,8 +29,8 @@ class _Compiled:
 
 @cache
 def _function(plain: Any, backend: str, deterministic: bool) -> Any:
-    """The compiled function, once for all layers that have this forward function. `deterministic`: the compiler makes
-    no choice that changes numbers from measured times."""
+    """The compiled forward function `plain`. All layers that have it share the result. With `deterministic`, the
+    compiler makes no choice from measured times that changes numbers."""
     options: Any = {"deterministic": True} if deterministic and backend == "inductor" else None
     return torch.compile(plain, backend=backend, dynamic=True, options=options)
 

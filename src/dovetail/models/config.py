@@ -37,8 +37,8 @@ def load_config(ref: ModelRef) -> Any:
 
 
 def check_config(config: Any, where: str) -> None:
-    """Raise `ModelError` if stages cannot compute the model (`dovetail.manifest.model_families.support`). `where`: the
-    name of the model in the message."""
+    """Raise `ModelError` if stages cannot compute the model (`dovetail.manifest.model_families.support`). `where` names
+    the model in the message."""
     if (why := problem(config.to_dict(), MODEL_FAMILIES)) is not None:
         raise ModelError(f"{where}: {why}")
 
@@ -61,8 +61,8 @@ def is_tied(config: Any) -> bool:
 def balance_coefficient(config: Any, asked: float | None) -> float:
     """The factor of the load-balancing loss. It is 0 for models without experts.
 
-    `asked`: the manifest's value. If it is None, the model's configuration decides: it is its `router_aux_loss_coef`
-    with `output_router_logits`, else 0."""
+    `asked` is the manifest's value. If it is None, the model's configuration decides. With `output_router_logits` the
+    factor is its `router_aux_loss_coef`. Otherwise it is 0."""
     if MODEL_FAMILIES[config.model_type].experts is None:
         return 0.0
     if asked is not None:
@@ -97,7 +97,7 @@ def _from_scratch(ref: ModelRef) -> Any:
         raise ModelError("a scratch model needs a tokenizer folder or vocab_size in its configuration")
     try:
         return AutoConfig.for_model(ref.scratch.architecture, **fields)
-    except Exception as error:  # configuration classes raise many kinds of errors, all because of the user's values
+    except Exception as error:  # the user's values make configuration classes raise many kinds of errors
         raise ModelError(f"scratch configuration of {ref.scratch.architecture}: {error}") from error
 
 

@@ -29,7 +29,7 @@ _TOKENIZER_FILES = (
     "chat_template.json",
     "generation_config.json",
 )
-# The folder of a tokenizer's chat templates beside the default one, such as one for tools.
+# A tokenizer's folder of further chat templates, such as one for tools.
 _TEMPLATES = "additional_chat_templates"
 
 
@@ -94,8 +94,8 @@ class HuggingFaceWriter:
         tokenizer: Path | None,
         subtract: float = 0.0,
     ) -> None:
-        """Give the shards their standard names, and write index, config.json and the tokenizer's files. `subtract`: for
-        a model with head `value`, this is subtracted from each of its values."""
+        """Give the shards their standard names, and write index, config.json and the tokenizer's files. `subtract` is
+        subtracted from each value of a model with head `value`."""
         files = [file for manifest in manifests for file in manifest["files"]]
         weight_map: dict[str, str] = {}
         for number, file in enumerate(files, start=1):
@@ -123,8 +123,8 @@ class HuggingFaceWriter:
 
 
 def exported_config(config: Any, head: Head, dtype: torch.dtype, subtract: float = 0.0) -> dict[str, Any]:
-    """The config.json of the trained model. It is the source's, with the architecture, dtype and head of the trained
-    model. `subtract`: see `HuggingFaceWriter.finish`."""
+    """The config.json of the trained model. It is the source's config.json with the trained model's architecture, dtype
+    and head. `subtract`: see `HuggingFaceWriter.finish`."""
     fields: dict[str, Any] = config.to_dict()
     family = MODEL_FAMILIES[config.model_type]
     fields["architectures"] = [family.classifier if head == "value" else family.causal_lm]

@@ -21,11 +21,11 @@ from dovetail.protocol.messages import Head
 from dovetail.protocol.plan import stages_at
 
 VALUE_HEAD = "score"
-# A field of config.json of a model with a value head. It is added to every value. transformers' `score` has no bias, so
-# it cannot be a weight. transformers ignores the field, which shifts all scores by the same number.
+# A field in the config.json of a model with a value head. It is added to every value. It cannot be a weight, because
+# transformers' `score` has no bias. transformers ignores the field, and so its scores all differ by the same number.
 SCORE_BIAS = "score_bias"
-# The file of the value head, below the folder of a language model. vLLM reads all weights in the folder itself, and
-# must not read this one.
+# The file of the value head, in a subfolder of a language model's folder. vLLM reads all weights in the folder itself,
+# and must not read this one.
 VALUE_HEAD_FILE = "value_head/model.safetensors"
 
 
@@ -58,11 +58,12 @@ class PipelineStage(nn.Module):
 
     Head `value` is `score`, a linear map without bias from the final hidden state to one number. It has the name and
     shape of transformers' `...ForSequenceClassification` with `num_labels=1`. The configuration's `score_bias` is added
-    if there is one. Head `lm+value` is both heads on one body.
+    if there is one. Head `lm+value` gives both heads on one body.
 
-    With several `chunks` it holds so many of the chunks * pp_size stages. The stages go down the ranks and up again
-    (`dovetail.protocol.plan.stage_path`), with `loop` always down. A rank that holds both ends of the model has both
-    halves of a tied pair, so that the order of the two stages' passes changes no bit of their sum.
+    With several `chunks` it holds this many of the chunks * pp_size stages. The stages go from the first rank to the
+    last and back again (`dovetail.protocol.plan.stage_path`). With `loop` each chunk goes from the first rank to the
+    last. A rank that holds both ends of the model has both halves of a tied pair, so that the order of the two stages'
+    passes changes no bit of their sum.
 
     Dropout is off. Training and evaluation mode differ only in the adapters' dropout."""
 
@@ -88,7 +89,7 @@ class PipelineStage(nn.Module):
         self.hidden_size = int(config.hidden_size)
         self.score_bias = float(getattr(config, SCORE_BIAS, 0.0)) if head == "value" else 0.0
         with torch.device("meta"):
-            # Master weights are float32, whatever the files hold; transformers would take the dtype of config.json.
+            # Master weights are float32, whatever the files hold. transformers would take the dtype of config.json.
             whole = AutoModelForCausalLM.from_config(
                 without_dropout(config), dtype=torch.float32, attn_implementation=NAME
             )
@@ -179,19 +180,19 @@ class PipelineStage(nn.Module):
     ) -> Tensor | Predicted | Outputs:
         """Runs a stage. Attention is causal. `chunk`: the index of the stage among those of this rank.
 
-        `inputs`: token ids, int64, for the first stage, and the output of the stage before for others. With `lengths`
-        they are (1, total) or (1, total, H): sequences of these lengths, one after the other. A sequence may continue
-        another one (`prefixes`: see `dovetail.models.layers.packing`). Without `lengths` they are (B, T) or (B, T, H):
-        every row is a sequence with padding on the right. Outputs at padding mean nothing.
+        `inputs` are token ids, int64, for the first stage. For others they are the output of the stage before. With
+        `lengths` they are (1, total) or (1, total, H), and hold sequences of these lengths, one after another. A
+        sequence may continue another one (`prefixes`: see `dovetail.models.layers.packing`). Without `lengths` they are
+        (B, T) or (B, T, H), and every row is a sequence with padding on the right. Outputs at padding mean nothing.
 
-        `routing`, (total, layers of the whole model, experts of a token) of whole numbers: the experts to use. -1 lets
-        the model choose. `balance`: the factor of the mean of all layers' load-balancing losses in the gradients
-        (`dovetail.models.layers.expert_routing`). `pasts`: for each sequence the KV cache that it continues and adds
+        `routing`, (total, layers of the whole model, experts of a token) integers, has the experts to use. -1 lets the
+        model choose. `balance` is the factor of the mean of all layers' load-balancing losses in the gradients
+        (`dovetail.models.layers.expert_routing`). `pasts` has for each sequence the KV cache that it continues and adds
         to, or None. They need a pass without gradients.
 
         Returns hidden states (B, T, H). The last stage returns logits (B, T, V) in the compute dtype (head `lm`),
         values (B, T) float32 (head `value`), or both. `wanted`, (n,) int64: positions among all B x T. With it only
-        their outputs are returned, (n, V) or (n,). `predictions`: needs `wanted`. The predictions take the place of
+        their outputs are returned, (n, V) or (n,). `predictions` needs `wanted`, and its results take the place of
         logits."""
         body, device = self.body, inputs.device
         extra: dict[str, Any] = {}
@@ -222,7 +223,7 @@ class PipelineStage(nn.Module):
         return self.config.layer_types[layer] if hasattr(self.rotary, "layer_types") else None
 
     def _rotations(self, hidden: Tensor, positions: Tensor) -> dict[str | None, Any]:
-        """The cosines and sines of the positions, by the kind of attention. Empty if positions are learnt."""
+        """The cosines and sines of the positions, by the kind of attention. It is empty if positions are learnt."""
         if self.rotary is None:
             return {}
         kinds = {self._kind(layer) for layer in self.layer_ids}

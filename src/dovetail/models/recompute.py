@@ -36,10 +36,10 @@ def _recomputed(cls: type[Any]) -> type[Any]:
 
 
 def recompute(stage: PipelineStage) -> None:
-    """Turn activation checkpointing on for the stage's layers. Call it before the layers are sharded. The gradients are
-    the same bits. The names of the parameters do not change.
+    """Turn activation checkpointing on for the stage's layers. Call it before the layers are sharded. The gradients
+    stay the same to the last bit. The names of the parameters do not change.
 
-    Backward passes must not be split then, because the gradient of each weight would run its layer again."""
+    Then backward passes must not be split, because the gradient of each weight would run its layer again."""
     for layer in stage.body.layers.values():
         layer.__class__ = _recomputed(type(layer))
         layer.draws = any(isinstance(module, nn.Dropout) and module.p > 0 for module in layer.modules())

@@ -47,7 +47,8 @@ class Folder:
             files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
         else:
             files = sorted(f.name for f in path.glob("*.safetensors") if f.name != "adapter_model.safetensors")
-            # As in transformers. What lies beside it may be an average of the weights, or those in another format.
+            # transformers does the same. Other files may hold an average of the weights, or the weights in another
+            # format.
             files = [WHOLE] if WHOLE in files else files
         if not files:
             if any(path.glob("*.bin")) or any(path.glob("*.pt")) or any(path.glob("*.pth")):
@@ -109,7 +110,7 @@ class Folder:
 
 class Seed:
     """Makes random weights as Hugging Face initialises these families. Matrices are normal with the configuration's
-    standard deviation. Biases, sinks and the padding row are 0. Norms are 1, or 0 if the family adds 1.
+    standard deviation. Biases, sinks and the padding row are 0. The weights of norms are 1, or 0 if the family adds 1.
 
     Each tensor has its own generator, which is seeded by (seed, name). So it does not depend on the pipeline split, nor
     on the other tensors of a rank."""

@@ -11,9 +11,8 @@ from dovetail.manifest.model_families import ModelFamily
 
 
 def stacked(family: ModelFamily, name: str) -> tuple[str, tuple[str, ...]] | None:
-    """Says how files hold the parameter of all experts (experts, rows, columns) that is called `name`. Returns the
-    beginning of the experts' names, and the names of the matrices whose rows make up one expert. None for other
-    parameters."""
+    """Says how files hold `name`, a parameter of all experts (experts, rows, columns). Returns the beginning of the
+    experts' names, and the names of the matrices whose rows make up one expert. Returns None for other parameters."""
     owner, _, kind = name.rpartition(".")
     if family.experts is None or not owner.endswith(".experts") or kind not in family.experts.matrices:
         return None
@@ -21,7 +20,7 @@ def stacked(family: ModelFamily, name: str) -> tuple[str, tuple[str, ...]] | Non
 
 
 def saved_name(family: ModelFamily, name: str) -> str:
-    """The name in files of a tensor that files hold as a whole."""
+    """The name that a tensor has in files, if these hold it as a whole."""
     return f"{family.saved_head}.{name.removeprefix('lm_head.')}" if name.startswith("lm_head.") else name
 
 

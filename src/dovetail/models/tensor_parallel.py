@@ -80,5 +80,5 @@ def split_stage(stage: PipelineStage, mesh: Any) -> TensorSplit:
     named = dict(stage.named_parameters())
     placed = {name: p.placements[0] for name, p in named.items() if isinstance(p, DTensor)}
     shared = {name: place.dim for name, place in placed.items() if isinstance(place, Shard)}
-    # Every rank holds the norms of heads, but its gradient is only that of its own heads.
+    # Every rank holds the norms of heads, but its gradient comes only from its own heads.
     return TensorSplit(shared, frozenset(name for name in named if name.split(".")[-2] in stage.family.head_norms))

@@ -38,9 +38,9 @@ _CONNECTING = "while its ranks were connecting"
 
 
 class Part(NamedTuple):
-    """The part of a tensor that one rank holds. `shape`: the shape of the whole tensor. `box`: where the part is in it.
-    `tensor`: the elements of the part. `tp_dim`: the dimension that tensor-parallel ranks share. None: each rank holds
-    the whole tensor."""
+    """The part of a tensor that one rank holds. `shape`: the shape of the whole tensor. `box`: the place of the part in
+    it. `tensor`: the elements of the part. `tp_dim`: the dimension that tensor-parallel ranks share, or None if each
+    rank holds the whole tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -95,7 +95,7 @@ class Channel:
         meeting.wait(everyone, deadline, late, "while its ranks were still meeting")
 
     def _connect(self, meeting: Rendezvous, host: str, device: torch.device, deadline: Deadline) -> None:
-        """Make this rank's link for each way that is used."""
+        """Make this rank's link of each kind that is used."""
         mapped = None
         if self.rank == 0:
             ways = self._choose(meeting, device, deadline)
@@ -116,8 +116,8 @@ class Channel:
             self._links.append(GlooLink(store, ranks.index(self.rank), len(ranks), host, deadline))
 
     def _choose(self, meeting: Rendezvous, device: torch.device, deadline: Deadline) -> dict[int, Way]:
-        """Chooses the way to each receiver, by rank; the sender does this. A receiver that cannot map the sender's
-        memory, because it is in another container for example, gets its weights by Gloo."""
+        """Chooses the kind of link to each receiver, by rank. The sender does this. A receiver that cannot map the
+        sender's memory, because it is in another container for example, gets its weights by Gloo."""
         places = [read_place(meeting, rank) for rank in range(self.world)]
         ways = routes(places)
         near = [rank for rank, way in ways.items() if way == "ipc"]
@@ -139,7 +139,8 @@ class Channel:
         return ways
 
     def _map(self, meeting: Rendezvous, device: torch.device, deadline: Deadline) -> IpcReceiver | None:
-        """Maps the sender's memory if this receiver is on the same GPU. None if it is not, or if that fails."""
+        """Maps the sender's memory if this receiver is on the same GPU. Returns None if it is not, or if mapping
+        fails."""
         meeting.wait([_NEAR], deadline, lambda: _late("choose its links", deadline), _CONNECTING)
         near, handle = json.loads(meeting.get(_NEAR))
         if self.rank not in near:
@@ -176,7 +177,7 @@ class Channel:
         self._met.wait(everyone, deadline, late, "before its receivers were ready")
 
     def late(self) -> list[int]:
-        """The receivers that are not ready for the version that the sender waits with. Empty if the store is gone."""
+        """The receivers that are not ready for the sender's next version. It is empty if the store is gone."""
         try:
             return [r for r in range(1, self.world) if not self._met.has([f"ready/{self._version}/{r}"])]
         except TransferError:
@@ -236,7 +237,7 @@ def read_place(meeting: Rendezvous, rank: int) -> Place:
 
 
 def absent_ranks(store: dist.Store, world: int) -> list[int]:
-    """The ranks that have not come to the rendezvous. Empty if the store is gone."""
+    """The ranks that have not come to the rendezvous. It is empty if the store is gone."""
     try:
         return [rank for rank in range(world) if not store.check([f"joined/{rank}"])]
     except RuntimeError:
@@ -292,7 +293,7 @@ def store_on(
 
 
 def call(host: str, port: int, deadline: Deadline) -> dist.TCPStore:
-    """Connect to a sender's rendezvous. Raises TransferError if it does not answer within ANSWER_SECONDS: a sender
+    """Connect to a sender's rendezvous. Raises TransferError if it does not answer within ANSWER_SECONDS. A sender
     listens before it makes its offer."""
     left = deadline.left()
     patience = min(left, timedelta(seconds=rendezvous.ANSWER_SECONDS))

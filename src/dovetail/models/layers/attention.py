@@ -23,15 +23,16 @@ _LARGEST_HEAD = 192
 
 
 class Reach(NamedTuple):
-    """Says which keys a query attends to: those up to its own place, and with a `window` only the last `window` of
-    these. `before`: the number of keys before the first query, as a number, or as (B, 1, 1, 1) on the device."""
+    """Says which keys a query attends to. They are the keys up to its own position. With a `window` they are only the
+    last `window` of these. `before` is the number of keys before the first query. It is an int, or a (B, 1, 1, 1)
+    tensor on the device."""
 
     before: int | Tensor
     window: int | None
 
     def mask(self, rows: slice, keys: slice, device: torch.device) -> Tensor:
-        """The mask of these queries and keys, bool: (rows, keys), or (B, 1, rows, keys) if sequences begin at different
-        places."""
+        """The mask of these queries and keys, bool. It is (rows, keys), or (B, 1, rows, keys) if sequences begin at
+        different positions."""
         where = self.before + torch.arange(rows.start, rows.stop, device=device).view(-1, 1)
         of_keys = torch.arange(keys.start, keys.stop, device=device)
         mask = of_keys <= where
@@ -47,10 +48,10 @@ class Reach(NamedTuple):
 
 
 class ScoreSettings(NamedTuple):
-    """Says how attention scores are computed. `scaling`: the factor of the products of queries and keys. None: the
-    width of a head decides. `window`: a token attends to itself and the `window` - 1 tokens before it. None: to all
-    before it. `softcap`: tanh keeps the scores within this bound. `sinks` (heads,): the scores of a key that has no
-    value."""
+    """Says how attention scores are computed. `scaling` is the factor of the products of queries and keys. If it is
+    None, the width of a head decides. A token attends to itself and the `window` - 1 tokens before it, or to all tokens
+    before it if `window` is None. tanh keeps the scores within `softcap`. `sinks` (heads,) are the scores of a key that
+    has no value."""
 
     scaling: float | None = None
     window: int | None = None
@@ -77,9 +78,10 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Computes attention for a transformers layer. There is no dropout.
 
-    `query` (1, heads, total, D), `key` and `value` (1, key heads, total, D): sequences as `packing` says. Without
-    `packing` they are (B, heads, T, D), and every row is a sequence. Returns (1, total, heads, D) or (B, T, heads, D),
-    as transformers wants it. transformers gives the names of the last three arguments: see `ScoreSettings`."""
+    `query` (1, heads, total, D), and `key` and `value` (1, key heads, total, D), hold the sequences that `packing`
+    describes. Without `packing` they are (B, heads, T, D), and every row is a sequence. Returns (1, total, heads, D) or
+    (B, T, heads, D), as transformers wants it. transformers gives the names of the last three arguments: see
+    `ScoreSettings`."""
     scores = ScoreSettings(scaling, sliding_window, softcap, s_aux)
     if packing is None:
         return _rows(module, query, key, value, attention_mask, scores), None
@@ -93,7 +95,7 @@ def attend(
         return flash(query, key, value, packing, scaling, sliding_window), None
     if query.is_cuda:
         return by_blocks(query, key, value, packing, scores), None
-    # On a CPU sequences run one by one. That is as fast as a block of them, and needs no padding.
+    # On a CPU, sequences run one by one. That is as fast as a block of them, and needs no padding.
     return _by_sequences(query, _joined(module, key, value, packing), packing, scores), None
 
 
@@ -109,8 +111,8 @@ def _with_pasts(
 
 
 def _joined(module: nn.Module, key: Tensor, value: Tensor, packing: Packing) -> list[tuple[Tensor, Tensor]]:
-    """The keys and values that each sequence attends to, (1, key heads, n, D): those of its cache or prefix, and its
-    own. Afterwards the caches hold them."""
+    """The keys and values that each sequence attends to, (1, key heads, n, D). They are those of its cache or prefix,
+    and its own. Afterwards the caches hold them."""
     lengths = packing.lengths
     keys, values = (x.split(lengths, dim=2) for x in (key, value))
     prefixes = packing.prefixes or (None,) * len(lengths)
@@ -135,9 +137,9 @@ def _number(module: nn.Module) -> int:
 def _by_sequences(
     query: Tensor, joined: Sequence[tuple[Tensor, Tensor]], packing: Packing, scores: ScoreSettings
 ) -> Tensor:
-    """Does the work of `attend` for one sequence after the other. The tokens after a prefix or cache are computed in
-    blocks (`RESPONSE_BLOCK`). The operands of each block have the same shapes and strides, in whatever parts the
-    sequence comes."""
+    """Does the work of `attend` for one sequence after another. The tokens after a prefix or cache are computed in
+    blocks (`RESPONSE_BLOCK`). The operands of each block have the same shapes and strides, however the sequence is
+    divided into parts."""
     outputs = []
     for q, (k, v), before in zip(query.split(packing.lengths, dim=2), joined, packing.before, strict=True):
         if not before:
@@ -166,8 +168,8 @@ def _rows(
 
 
 def _one(query: Tensor, key: Tensor, value: Tensor, before: int | None, scores: ScoreSettings) -> Tensor:
-    """The attention of one sequence, or of rows of the same length. `before`: the tokens before it that have only keys
-    and values, or None."""
+    """The attention of one sequence, or of rows of the same length. `before` is the number of tokens before it that
+    have only keys and values, or None."""
     plain = before is None and scores.fused(key.shape[2])
     return _masked(query, key, value, None if plain else Reach(before or 0, scores.window), scores)
 
@@ -192,8 +194,8 @@ def by_blocks(query: Tensor, key: Tensor, value: Tensor, packing: Packing, score
 
 
 def _masked(query: Tensor, key: Tensor, value: Tensor, reach: Reach | None, scores: ScoreSettings) -> Tensor:
-    """The output of attention, (B, T, heads, D). `reach`: the keys that a query attends to. None: attention is
-    causal."""
+    """The output of attention, (B, T, heads, D). `reach` says which keys a query attends to. If it is None, attention
+    is causal."""
     if reach is not None and (scores.softcap is not None or scores.sinks is not None):
         scaling = scores.scaling or query.shape[-1] ** -0.5
         return torch.as_tensor(_Unfused.apply(query, key, value, scores.sinks, reach, scaling, scores.softcap))
@@ -211,8 +213,8 @@ def _shares_keys(function: Callable[..., Any]) -> bool:
 
 
 class _Unfused(torch.autograd.Function):
-    """Attention whose scores no kernel of torch computes. The scores are computed for some queries at a time, and again
-    in the backward pass. So memory does not grow with the square of the length."""
+    """Attention with scores that no kernel of torch computes. The scores are computed for some queries at a time, and
+    again in the backward pass. So memory does not grow with the square of the length."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
@@ -258,7 +260,7 @@ class _Unfused(torch.autograd.Function):
 
 
 def _part(tensor: Tensor, at: slice) -> Tensor:
-    """The positions `at` of queries, keys or values. Of sinks it is all of them."""
+    """The positions `at` of queries, keys or values. Sinks are returned whole."""
     return tensor[:, :, at] if tensor.dim() == 4 else tensor
 
 
@@ -279,8 +281,8 @@ def _chunks(query: Tensor, key: Tensor, reach: Reach) -> list[tuple[slice, slice
 def _unfused(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, mask: Tensor, scaling: float, softcap: float | None
 ) -> Tensor:
-    """The output of attention, (B, T, heads, D). `mask`, bool: the keys that a query attends to, (T, keys) or (B, 1, T,
-    keys)."""
+    """The output of attention, (B, T, heads, D). `mask`, bool, marks the keys that a query attends to. It is (T, keys)
+    or (B, 1, T, keys)."""
     repeats = query.shape[1] // key.shape[1]
     longer, values = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     found = query @ longer.transpose(2, 3) * scaling
@@ -315,7 +317,7 @@ def flash(
     elif packing.prefixes is not None:
         index, key_starts = packing.keys
         k, v, longest_keys = k[index], v[index], packing.longest
-    # Attention is causal. With more keys than queries their ends are aligned (flash attention since 2.1).
+    # Attention is causal. If there are more keys than queries, their ends are aligned (flash attention since 2.1).
     causal = (-1 if window is None else window - 1, 0)
     options: dict[str, Any] = {"scale": scaling, "window_size": causal}
     if (repeats := q.shape[1] // k.shape[1]) > 1:

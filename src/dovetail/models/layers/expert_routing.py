@@ -39,9 +39,10 @@ class _Router(nn.Module):
     given: Tensor | None
     balance: float
     over_chosen: bool
-    # (2,): in passes with `given`, the experts that the router would not have chosen itself, and all given experts.
+    # (2,): the number of given experts that the router would not have chosen itself, and the number of all given
+    # experts.
     counts: Tensor | None
-    # The sum of the load-balancing losses, and the number of passes that it is of.
+    # The sum of the load-balancing losses, and the number of passes in the sum.
     unbalance: Tensor | None
     passes: int
 
@@ -91,8 +92,8 @@ class _With(torch.autograd.Function):
 
 
 def balance_loss(logits: Tensor, chosen: Tensor) -> Tensor:
-    """The load-balancing loss of one layer, a scalar in float32. `logits`: (tokens, experts). `chosen`, of whole
-    numbers: (tokens, experts of a token)."""
+    """The load-balancing loss of one layer, a scalar in float32. `logits`: (tokens, experts). `chosen`: (tokens,
+    experts of a token) integers."""
     experts = logits.shape[1]
     # bincount would make the host wait for the device.
     counts = (chosen.reshape(-1, 1) == torch.arange(experts, device=chosen.device)).sum(0)
@@ -111,9 +112,9 @@ def _before(base: type[Any], module: nn.Module) -> None:
 
 
 def replays(layer: nn.Module, experts: Experts) -> None:
-    """Let a decoder layer take two more arguments. `routing`, (tokens, experts of a token) of whole numbers: the
-    experts to use. -1 marks tokens whose experts the layer chooses itself; None means all tokens. `balance`: the factor
-    of the layer's load-balancing loss in the loss."""
+    """Let a decoder layer take two more arguments. `routing`, (tokens, experts of a token) integers, has the experts to
+    use. -1 marks tokens whose experts the layer chooses itself. If it is None, the layer chooses for all tokens.
+    `balance` is the factor of the layer's load-balancing loss in the loss."""
     router: Any = layer.get_submodule(f"mlp.{experts.router}")
     router.given, router.counts, router.over_chosen = None, None, experts.over_chosen
     router.balance, router.unbalance, router.passes = 0.0, None, 0

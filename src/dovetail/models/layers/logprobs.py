@@ -1,8 +1,8 @@
 """Computes log-probabilities of tokens and entropies from logits, for a bounded number of rows at a time.
 
 A float32 copy of the (batch, time, vocabulary) logits would be the largest tensor of a step. Here only a chunk of rows
-is in float32 at a time, in the forward and in the backward pass. Autograd keeps the given logits and two numbers per
-row."""
+is in float32 at a time, both in the forward and in the backward pass. Autograd keeps the given logits and two numbers
+per row."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import Tensor
 
 from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES
 
-# What is computed of the entropy: nothing, its value, or also its gradient.
+# Says what is computed: no entropy, its value, or also its gradient.
 Entropy = Literal["none", "value", "gradient"]
-# The bytes of float32 logits at a time on a CPU, whose cache holds them. A GPU takes LOGPROB_CHUNK_BYTES, which keep it
-# busy.
+# The bytes of a chunk of float32 logits on a CPU. Its cache holds so much. A GPU takes LOGPROB_CHUNK_BYTES, which keep
+# it busy.
 CPU_CHUNK_BYTES = 2**20
 
 
@@ -27,7 +27,7 @@ def _rows(logits: Tensor, itemsize: int) -> int:
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which logits of `dtype` are computed with: float64 for float64, else float32."""
+    """The dtype of computations with logits of `dtype`. It is float64 for float64, and float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -11,19 +11,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# On CPUs a scorer's forward pass is filled up to a multiple of this many tokens, and so are the outputs that are read,
-# and the tokens of each expert: a float32 matrix product then gives each row the same bits however many there are and
-# wherever it is. Attention runs sequence by sequence. So a sample's scores are the same to the last bit whatever it is
-# scored with, and neither inter-stage fusion nor the number of scorers changes a run.
+# On CPUs a scorer's forward pass is padded to a multiple of this many tokens. So are the outputs that are read, and the
+# tokens of each expert. Then a float32 matrix product gives a row the same bits, whatever the number of rows and its
+# place among them. Attention runs sequence by sequence. So a sample's scores are the same to the last bit, whichever
+# other samples are scored with it. Neither inter-stage fusion nor the number of scorers changes a run.
 ROWS = 16
 # A sequence in a block counts as at least this long. For shorter ones a separate block costs more than padding.
 _SHORT = 64
 
 
 class Block(NamedTuple):
-    """B sequences that are padded to one length. `queries` (B, T) int64, `keys` (B, K) int64: the places of the tokens
-    of their queries and keys. Padding repeats a sequence's last token. `before` (B,) int64: the tokens of each
-    sequence's prefix. If no sequence has a prefix it is None, and T equals K."""
+    """B sequences that are padded to one length. `queries` (B, T) and `keys` (B, K), int64, are the places of the
+    tokens of their queries and keys. Padding repeats a sequence's last token. `before` (B,) int64 is the number of
+    tokens of each sequence's prefix. If no sequence has a prefix, it is None, and T equals K."""
 
     queries: Tensor
     keys: Tensor
@@ -31,7 +31,7 @@ class Block(NamedTuple):
 
 
 class KVCache:
-    """The keys and values of one sequence's tokens. `layers`: by the number of the layer, two tensors (1, key heads,
+    """The keys and values of one sequence's tokens. `layers` maps the number of a layer to two tensors (1, key heads,
     tokens, D)."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Packing:
     `pasts[i]`: the KV cache that sequence i continues and adds to, or None. A cache that holds tokens replaces a
     prefix. Without `pasts` no sequence has one."""
 
-    # It is no dataclass, because FSDP2 copies dataclasses in every layer, without their cached properties.
+    # This is no dataclass, because FSDP2 copies dataclasses in every layer, without their cached properties.
     def __init__(
         self,
         lengths: Sequence[int],
@@ -82,7 +82,7 @@ class Packing:
 
     @cached_property
     def before(self) -> tuple[int, ...]:
-        """The tokens of each sequence's prefix or cache."""
+        """The number of tokens of each sequence's prefix or cache."""
         prefixes = self.prefixes or (None,) * len(self.lengths)
         found = [0 if prefix is None else self.lengths[prefix] for prefix in prefixes]
         pasts = self.pasts or (None,) * len(self.lengths)
@@ -90,12 +90,12 @@ class Packing:
 
     @property
     def longest(self) -> int:
-        """The tokens of the longest sequence, with its prefix or cache."""
+        """The number of tokens of the longest sequence, with its prefix or cache."""
         return max(b + n for b, n in zip(self.before, self.lengths, strict=True))
 
     @cached_property
     def starts(self) -> Tensor:
-        """Where each sequence begins, and the total, (sequences + 1,) int32 on the device."""
+        """The place where each sequence begins, and the total, (sequences + 1,) int32 on the device."""
         return self._moved(self._starts.to(torch.int32))
 
     def _moved(self, tensor: Tensor) -> Tensor:
@@ -108,8 +108,8 @@ class Packing:
 
     @property
     def key_starts(self) -> Tensor:
-        """Where the keys of each sequence begin, (sequences + 1,) int32. They are those of its prefix or cache, and its
-        own."""
+        """The place where the keys of each sequence begin, (sequences + 1,) int32. Its keys are those of its prefix or
+        cache, and its own."""
         counts = torch.tensor([b + n for b, n in zip(self.before, self.lengths, strict=True)])
         return self._moved(F.pad(counts.cumsum(0), (1, 0)).to(torch.int32))
 
@@ -121,8 +121,8 @@ class Packing:
 
     @cached_property
     def keys(self) -> tuple[Tensor, Tensor]:
-        """The tokens that each sequence attends to, sequence after sequence, (n,) int64, and where those of each
-        sequence begin, (sequences + 1,) int32. They are the tokens of its prefix, and its own."""
+        """The tokens that each sequence attends to, sequence after sequence, (n,) int64, and the place where those of
+        each sequence begin, (sequences + 1,) int32. They are the tokens of its prefix, and its own."""
         spans = [torch.arange(a, b) for a, b in self._starts.unfold(0, 2, 1).tolist()]
         prefixes = self.prefixes or (None,) * len(spans)
         parts = [s if p is None else torch.cat([spans[p], s]) for p, s in zip(prefixes, spans, strict=True)]

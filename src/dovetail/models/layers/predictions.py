@@ -1,4 +1,4 @@
-"""Computes what a last stage returns in place of logits: log-probabilities of tokens, and entropies.
+"""Computes log-probabilities of tokens, and entropies. A last stage returns them in place of logits.
 
 On a GPU logits are the largest tensor of a step. If they are larger than one chunk, they never exist as a whole. The
 sums of each row are computed for a chunk of rows at a time. The gradients are computed for a chunk of the vocabulary at
@@ -7,7 +7,7 @@ step of a 7B model). Each tensor-parallel rank computes with its own rows of tha
 numbers for each row. Triton kernels compute the sums and the gradients from logits in the compute dtype
 (`vocabulary_kernels`), where Triton runs.
 
-On a CPU the whole logits exist, because there memory is cheaper than the product."""
+On a CPU the whole logits exist, because memory is cheaper there than the product."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dovetail.models.layers.logprobs import Entropy, gather_logprobs, logprobs_a
 from dovetail.models.layers.vocabulary import project, rows_of
 from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES
 
-# The bytes of a float32 chunk of a CPU's logits that several tokens read. A CPU's caches hold so much.
+# The bytes of a float32 chunk of logits on a CPU, if several tokens read a row. A CPU's caches hold so much.
 _CPU_CHUNK_BYTES = 4 * 2**20
 # The columns of a chunk of the vocabulary are a multiple of this, which makes the matrix product fast.
 _COLUMNS = 128
@@ -37,9 +37,9 @@ _COLUMNS = 128
 class Predicted(NamedTuple):
     """The predictions of `tokens`, (m,) int64, in the order in which they were asked for.
 
-    `logprobs` (m,). `entropy` (n,): of each wanted position, in nats. It means nothing if it was not asked for.
-    `plain` (m,): the log-probabilities at temperature 1; None if they were not asked for. All are float32, or float64
-    for float64 logits."""
+    `logprobs` (m,) are log-probabilities. `entropy` (n,) is that of each wanted position, in nats. It means nothing if
+    it was not asked for. `plain` (m,) are the log-probabilities at temperature 1, or None if they were not asked for.
+    All are float32, or float64 for float64 logits."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -52,9 +52,9 @@ class Predictions:
     """Says what to compute for `tokens`, (m,) int64.
 
     Without `rows` there is one token for each of the n wanted positions. With `rows`, (m,) int64 and ascending, token i
-    is at the position `rows[i]` among them, and there are no gradients. `temperature` divides the logits. `entropy`: no
-    entropy, its value, or also its gradient. `plain`: the log-probabilities at temperature 1 too, without gradients.
-    Raises ValueError unless the temperature is above 0."""
+    is at the position `rows[i]` among them, and there are no gradients. `temperature` divides the logits. `entropy`
+    asks for no entropy, its value, or also its gradient. `plain` asks for the log-probabilities at temperature 1 too,
+    without gradients. Raises ValueError unless the temperature is above 0."""
 
     tokens: Tensor
     temperature: float = 1.0
@@ -69,8 +69,8 @@ class Predictions:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The projection to logits. `weight` (V, H): a whole tensor, or a DTensor whose rows tensor-parallel ranks share.
-    `bound`: tanh keeps the logits within this bound. None: they have none."""
+    """The projection to logits. `weight` (V, H) is a whole tensor, or a DTensor whose rows tensor-parallel ranks share.
+    tanh keeps the logits within `bound`. If it is None, they have no bound."""
 
     weight: Any
     bound: float | None = None
@@ -88,7 +88,7 @@ def predict(hidden: Tensor, vocabulary: Vocabulary, asked: Predictions) -> Predi
     """The predictions that `asked` asks for, from `hidden` (n, H). They are differentiable in `hidden` and in the
     vocabulary's weight."""
     size = int(vocabulary.weight.shape[0])
-    # By chunks every tensor-parallel rank must have rows of the weight.
+    # `by_chunks` needs rows of the weight on every tensor-parallel rank.
     ranks = vocabulary.weight.device_mesh.size() if vocabulary.shared else 1
     small = ranks == 1 and 4 * len(hidden) * size <= LOGPROB_CHUNK_BYTES
     if not hidden.is_cuda or small or size < ranks * ranks:
@@ -159,7 +159,8 @@ def _of_rows(logits: Tensor, rows: Tensor, tokens: Tensor, temperature: float) -
 @dataclass(frozen=True)
 class _Part:
     """The part of the vocabulary with which this rank computes. `first`: its first row. `group`: the ranks that share
-    the vocabulary. None: this rank has all of it. `bound`: see `Vocabulary`. `chunk`: bytes."""
+    the vocabulary, or None if this rank has all of it. `bound`: see `Vocabulary`. `chunk`: the size of a chunk in
+    bytes."""
 
     first: int
     group: Any
@@ -190,7 +191,7 @@ class _Sums(NamedTuple):
 
 
 def _kernels(hidden: Tensor) -> Any:
-    """The module of the kernels for logits of this dtype and device. None: torch's own operations compute."""
+    """The module of the kernels for logits of this dtype and device, or None if torch's own operations compute them."""
     if not hidden.is_cuda or hidden.dtype == torch.float64 or not can_compile():
         return None
     from dovetail.models.layers import vocabulary_kernels
@@ -199,7 +200,7 @@ def _kernels(hidden: Tensor) -> Any:
 
 
 def _in_a_chunk(hidden: Tensor, chunk: int, kernels: Any) -> int:
-    """How many logits a chunk has: two float32 tensors of them are there at a time, or one in the compute dtype."""
+    """The number of logits of a chunk. Two float32 tensors of them exist at a time, or one in the compute dtype."""
     wide: int = wide_dtype(hidden.dtype).itemsize
     return chunk // wide if kernels is None else 2 * chunk // hidden.dtype.itemsize
 
@@ -270,7 +271,7 @@ def _over_ranks(top: Tensor, total: Tensor, mean: Tensor, at: Tensor, group: Any
     return top, (totals * odds).sum(0), (odds * (means + above * totals)).sum(0), ats.sum(0)
 
 
-# The gradients that the running backward pass wants. Autograd asks for all gradients of a function, also if a split
+# The gradients that the running backward pass wants. Autograd asks for all gradients of a function, even if a split
 # backward wants some of them now and the others later.
 _wanted = {"hidden": True, "weight": True}
 
@@ -314,7 +315,8 @@ class _Chunked(torch.autograd.Function):
         g, u = (each[:, None] / temperature for each in gradients)
         size, count = len(weight), max(1, len(hidden))
         kernels = _kernels(hidden)
-        # With kernels, a chunk's logits and their product with the weight take no more than the forward pass's logits.
+        # With kernels, a chunk's logits and their product with the weight take no more memory than the logits of the
+        # forward pass.
         beside = 0 if kernels is None else hidden.numel()
         step = max(1, (_in_a_chunk(hidden, part.chunk, kernels) - beside) // count // _COLUMNS) * _COLUMNS
 

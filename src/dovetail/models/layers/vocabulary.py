@@ -12,8 +12,8 @@ from dovetail.models.compat import local_box
 
 
 class SplitEmbedding(nn.Embedding):
-    """An embedding whose weight is a DTensor, of which each rank holds some rows. Each rank looks up the tokens that it
-    has. The sum over the ranks equals the result of the whole embedding."""
+    """An embedding whose weight is a DTensor. Each rank holds some of its rows, and looks up the tokens of these rows.
+    The sum over the ranks equals the result of the whole embedding."""
 
     def forward(self, input: Tensor) -> Tensor:
         """The embeddings (..., H) of token ids `input` (...), int64, as a whole tensor on each rank."""
@@ -33,8 +33,8 @@ class SplitEmbedding(nn.Embedding):
 
 
 def project(hidden: Tensor, weight: Tensor) -> Tensor:
-    """The logits of the whole vocabulary, (..., V): `hidden` (..., H) times the transpose of `weight` (V, H), which is
-    a whole tensor or a DTensor of rows."""
+    """The logits of the whole vocabulary, (..., V). They are `hidden` (..., H) times the transpose of `weight` (V, H).
+    The weight is a whole tensor or a DTensor of rows."""
     if not hasattr(weight, "device_mesh"):
         return F.linear(hidden, weight)
     from torch.distributed.tensor import DTensor, Replicate
@@ -46,7 +46,7 @@ def project(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def rows_of(weight: Any) -> tuple[int, int]:
-    """The rows of a DTensor that this rank holds, as the first row and the one after the last."""
+    """The rows of a DTensor that this rank holds, as (first row, row after the last)."""
     shape, offset = local_box(weight)
     return offset[0], offset[0] + shape[0]
 

@@ -1,5 +1,5 @@
-"""Triton kernels for logits on a GPU: the sums of a row in one pass over it, and the gradient of a chunk of logits in
-place. Import this module only on a machine that runs Triton.
+"""Triton kernels for logits on a GPU. They compute the sums of a row in one pass over it, and the gradient of a chunk
+of logits in place. Import this module only on a machine that runs Triton.
 
 x is a matrix of logits (n, V), and y = bounded(x) / temperature, where bounded(x) is x, or tanh(x / bound) * bound. All
 sums are in float32, and their order does not depend on timing, so the same logits give the same bits."""
@@ -58,7 +58,8 @@ def _row_sums_kernel(
         odds = tl.exp(y - shift)
         before = tl.exp(top - shift)
         if with_entropy:
-            # The terms so far were taken from a lower top. Without any, `top - shift` is -inf, and they are zeros.
+            # The terms so far are relative to a lower top. Before the first term, `top - shift` is -inf, and the sums
+            # are zeros.
             moved = tl.where(total > 0, mean + (top - shift) * total, 0.0)
             mean = moved * before + tl.sum(tl.where(odds > 0, odds * (y - shift), 0.0), 0)
         total = total * before + tl.sum(odds, 0)
@@ -125,9 +126,9 @@ def _gradient_kernel(
 def row_sums(
     logits: Tensor, temperature: float, bound: float | None, entropy: bool, top: Tensor, total: Tensor, mean: Tensor
 ) -> None:
-    """Write three sums of each row, (n,) float32 each: `top`, the largest y, `total`, the sum of exp(y - top), and with
-    `entropy` also `mean`, the sum of exp(y - top) (y - top), which is 0 otherwise. `logits` (n, V): float16, bfloat16
-    or float32, contiguous rows."""
+    """Write three numbers of each row, (n,) float32 each. `top` is the largest y. `total` is the sum of exp(y - top).
+    With `entropy`, `mean` is the sum of exp(y - top) (y - top), and 0 otherwise. `logits` (n, V): float16, bfloat16 or
+    float32, contiguous rows."""
     count, columns = logits.shape
     if count == 0:
         return
@@ -183,9 +184,9 @@ def gradient_in_place(
     """Replace `logits` (n, columns) by their gradient g ([column is place] - p) - u p (log p + H), times the bound's
     own derivative.
 
-    `normaliser` (n,): log sum exp(y) over the whole vocabulary. `place` (n,) int64: the column of each row's token,
-    which may lie outside. g and u: `of_logprob` and `of_entropy`, (n,) each, divided by the temperature. `entropy`
-    (n,): H. Without it the term of u is left out. All but `place` are float32 and contiguous."""
+    `normaliser` (n,): log sum exp(y) over the whole vocabulary. `place` (n,) int64: the column of each row's token. It
+    may lie outside of the columns. g and u: `of_logprob` and `of_entropy`, (n,) each, divided by the temperature.
+    `entropy` (n,): H. Without it the term of u is left out. All but `place` are float32 and contiguous."""
     count, columns = logits.shape
     if count == 0:
         return

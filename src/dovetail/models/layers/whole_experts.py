@@ -2,7 +2,7 @@
 
 A matrix product gives each row the same bits only if the number of rows is a multiple of ROWS. How many tokens an
 expert gets depends on all tokens of the pass. So tokens of zeros are added until each expert has a multiple of ROWS.
-What they give is dropped."""
+Their outputs are dropped."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def use_whole_experts(model: nn.Module) -> None:
 
 
 def whole_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """transformers' `grouped_mm`. `hidden_states`: (tokens, width). `top_k_index`, `top_k_weights`: (tokens, experts of
-    a token)."""
+    """Computes what transformers' `grouped_mm` computes. `hidden_states`: (tokens, width). `top_k_index`,
+    `top_k_weights`: (tokens, experts of a token)."""
     tokens, each = top_k_index.shape
     added = _added(top_k_index, int(self.num_experts), each)
     filled = grouped_mm_experts_forward(

@@ -67,8 +67,8 @@ def _slots(at: int, device: torch.device) -> list[torch.Tensor]:
 
 @cache
 def _mailbox(device: torch.device) -> tuple[str, list[torch.Tensor]]:
-    """The handle by which other processes map this process's slots on a GPU, and the slots. They stay until the process
-    ends, because CUDA does not allow a process to free memory that another one may still have mapped."""
+    """The handle by which other processes map this process's slots on a GPU, and the slots. The slots stay until the
+    process ends, because CUDA does not allow a process to free memory that another one may still have mapped."""
     at, handle = ctypes.c_void_p(), _MemoryHandle()
     with torch.cuda.device(device):
         _expect(_cuda().cudaMalloc(ctypes.byref(at), SLOTS * SLOT_BYTES), "allocate memory to share")
@@ -144,7 +144,7 @@ class IpcSender(_Queue):
         super().__init__(meeting, device)
         self._ranks = ranks
         self._slots = _mailbox(device)[1]
-        self._ends: dict[int, int] = {}  # by message, the number of chunks sent when it was sent
+        self._ends: dict[int, int] = {}  # maps a message to the number of chunks that were sent when it was through
 
     def advance(self) -> bool:
         if not self._waiting or self._chunks - self._taken() >= SLOTS:

@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 import torch
 
 T = TypeVar("T")
-# Seconds between two looks at a transfer in C, at most.
+# The longest pause between two checks of a transfer, in seconds.
 LONGEST_PAUSE = 0.001
 
 
@@ -26,8 +26,8 @@ class TransferError(RuntimeError):
 
 
 class Deadline:
-    """A time limit of `seconds` that starts now. `extra`: further seconds that messages do not mention. `clock`: tests
-    replace it."""
+    """A time limit of `seconds` that starts now. `extra` are further seconds that messages do not mention. Tests
+    replace `clock`."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic, extra: float = 0.0):
         self._clock = clock
@@ -44,8 +44,9 @@ class Deadline:
 
 
 def in_time(work: Callable[[], T], seconds: float, late: str) -> T:
-    """The result of `work`, a call that takes no deadline of its own. Past `seconds` it raises TransferError, and
-    leaves the call behind in its thread. A store whose process is frozen, or whose node is gone, never answers."""
+    """The result of `work`, a call that takes no deadline of its own. After `seconds` it raises TransferError with the
+    sentence `late`, and leaves the call behind in its thread. A store whose process is frozen, or whose node is gone,
+    never answers."""
     future: Future[T] = Future()
 
     def run() -> None:

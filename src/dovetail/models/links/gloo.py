@@ -20,7 +20,7 @@ class GlooLink:
         """`host`: the address of the sender. Raises TransferError."""
         self._rank = rank
         try:
-            # It asks the store, which may be frozen.
+            # The call asks the store, which may be frozen.
             late = f"the ranks met but did not connect within {deadline.seconds:g} s"
             left = deadline.left()
             self._group: Any = in_time(

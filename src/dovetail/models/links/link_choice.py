@@ -10,9 +10,9 @@ Way = Literal["ipc", "nccl", "gloo"]
 
 
 class Place(NamedTuple):
-    """The place of a rank's tensors. `gpu`: the UUID of its GPU, or of its MIG slice. None: it has none. `nccl`: the
-    version of its NCCL, such as 22907. None: it has none. `board`: what NCCL takes for the GPU (`nccl.board_of`). All
-    MIG slices of a GPU have the same. None: it is not known."""
+    """The place of a rank's tensors. `gpu`: the UUID of its GPU or MIG slice, or None without a GPU. `nccl`: the
+    version of its NCCL, such as 22907, or None without NCCL. `board`: the GPU as NCCL identifies it (`nccl.board_of`),
+    or None if it is not known. All MIG slices of a GPU have the same board."""
 
     gpu: str | None = None
     nccl: int | None = None
@@ -22,8 +22,8 @@ class Place(NamedTuple):
 def routes(places: Sequence[Place]) -> dict[int, Way]:
     """The link for each receiver, by rank. `places[0]` is the sender's place.
 
-    NCCL refuses two ranks on one GPU, also if these are on unlike MIG slices of it, and ranks of different versions. A
-    receiver on the sender's GPU or slice maps the sender's memory (CUDA IPC). All other receivers that NCCL would
+    NCCL refuses two ranks on one GPU, even on different MIG slices of it. It also refuses ranks of different versions.
+    A receiver on the sender's GPU or slice maps the sender's memory (CUDA IPC). All other receivers that NCCL would
     refuse get their weights through host memory (Gloo)."""
     sender = places[0]
     ways: dict[int, Way] = {}

@@ -1,7 +1,7 @@
 """Sends messages over NCCL, from GPU to GPU.
 
 When a peer is lost, the watchdog of torch's own NCCL groups ends the process, or a call never returns. Here the
-communicator does not block. It is polled until a deadline and then aborted, so a failure is an exception. vLLM and
+communicator does not block. It is polled until a deadline and then aborted. So a failure raises an exception. vLLM and
 SGLang also call NCCL through ctypes, because torch offers nothing public for this."""
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def nccl_version() -> int | None:
 
 
 def board_of(device: torch.device) -> str:
-    """What NCCL takes for one GPU: the machine and the PCI address. It refuses a second rank there. All MIG slices of a
-    GPU have the same, but UUIDs of their own."""
+    """The machine and the PCI address, by which NCCL identifies a GPU. It refuses a second rank there. All MIG slices
+    of a GPU have the same address, but UUIDs of their own."""
     properties = torch.cuda.get_device_properties(device)
     address = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
     if None in address:
@@ -144,7 +144,7 @@ class NcclLink:
         return _Pending(self, event, deadline)
 
     def wait(self, event: Any, deadline: Deadline) -> None:
-        """Wait until the message before `event` is through. Raises TransferError."""
+        """Wait until the message before `event` has been sent or received. Raises TransferError."""
 
         def done() -> bool:
             self._error("carry a message")
@@ -159,7 +159,7 @@ class NcclLink:
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def close(self) -> None:
-        """See `Link`. It aborts what runs on this GPU, and does not tell the peers."""
+        """See `Link`. It aborts the calls that run on this GPU, and does not tell the peers."""
         comm, self._comm = self._comm, ctypes.c_void_p()
         if comm.value is not None:
             with suppress(OSError):
@@ -176,7 +176,7 @@ class NcclLink:
             try:
                 self._meeting.look("before all ranks had all of it")
             except TransferError:
-                # A sender may close after its last message, as soon as that has left.
+                # A sender may close its end as soon as its last message has left.
                 if done():
                     return
                 raise
@@ -185,7 +185,7 @@ class NcclLink:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _late(self) -> list[int]:
-        """The ranks that have started the fewest messages, if that is fewer than this rank has started."""
+        """The ranks that have started the fewest messages. It is empty if this rank has started no more than they."""
         started = {rank: self._meeting.count(f"{_STARTED}/{rank}", -1) for rank in self._ranks}
         least = min(started.values())
         return [rank for rank, messages in started.items() if messages == least < self._messages]

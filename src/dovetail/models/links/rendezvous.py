@@ -12,7 +12,7 @@ from dovetail.models.links.deadline import Deadline, T, TransferError, first_lin
 from dovetail.protocol.messages import CALLED_OFF
 
 ABORT = "abort"
-# A rank that waits for a GPU checks so often whether the transfer was called off.
+# A rank that waits for a GPU checks at this interval whether the transfer was called off.
 LOOK_SECONDS = 0.02
 # How long the store may take to answer. A thread of the sender does nothing else.
 ANSWER_SECONDS = 20.0
@@ -40,7 +40,7 @@ class Rendezvous:
         return self._ask(lambda: bytes(self.store.get(key)))
 
     def count(self, key: str, default: int = 0) -> int:
-        """The number at a key, or `default` if the key does not exist yet."""
+        """The number stored at a key, or `default` if the key does not exist yet."""
         return int(self.get(key)) if self.has([key]) else default
 
     def has(self, keys: Iterable[str]) -> bool:
@@ -57,8 +57,9 @@ class Rendezvous:
         ranks: Callable[[], Iterable[int]] | None = None,
     ) -> None:
         """Wait until all the keys exist. Raises TransferError after the deadline, with the sentence that `late` gives
-        and the `ranks` that are late. Raises it also if the transfer was called off; `when` ends that sentence. After
-        the deadline a caller that gives `ranks` names them even if others have called the transfer off meanwhile."""
+        and the `ranks` that are late. It also raises it if the transfer was called off. Then `when` ends the sentence.
+        After the deadline the error names the `ranks` that a caller gives, even if others have called the transfer off
+        meanwhile."""
         keys, pause = list(keys), 0.0005
         while not self.has(keys):
             try:
@@ -101,7 +102,8 @@ class Rendezvous:
 
 @contextmanager
 def broken_rendezvous() -> Iterator[None]:
-    """A context that turns the store's errors into TransferError: the sender, whose store it is, has gone."""
+    """A context that turns the store's errors into TransferError. They mean that the sender, which serves the store, is
+    gone."""
     try:
         yield
     except RuntimeError as error:
