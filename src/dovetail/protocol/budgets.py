@@ -1,22 +1,23 @@
-"""Sizes that a process keeps to and that the planner counts on."""
+"""Limits of sizes. Processes keep to them, and the planner relies on them."""
 
-# Tokens of one forward pass of a scorer, on GPUs; one prompt's samples may be in a pass of that many on CPUs, too.
+# The most tokens in one forward pass of a scorer on GPUs. On CPUs the samples of one prompt may also take so many.
 SCORER_TOKENS = 8192
-# On CPUs larger passes are slower: what they compute does not fit into the caches.
+# The most tokens in one pass on CPUs. Larger passes are slower there, because their results do not fit into the caches.
 SCORER_CPU_TOKENS = 2048
-# A scorer's logits stay below this, bytes in the model's dtype.
+# The most bytes of a scorer's logits, in the model's dtype.
 SCORER_LOGIT_BYTES = 512 * 2**20
-# A block of vLLM's KV cache on CPUs, tokens.
+# The tokens of a block of vLLM's KV cache on CPUs.
 KV_BLOCK_TOKENS = 128
-# On CPUs attention computes the tokens after a prefix or a cache in blocks of so many tokens, counted from the end of
-# the prompt. So a response that comes in parts gives the same bits, if each part but the last ends at the end of a
-# block.
+# On CPUs attention computes the tokens after a prefix or a cache in blocks of so many tokens. Blocks are counted from
+# the end of the prompt. So a response that comes in parts gives the same bits, if each part but the last ends at the
+# end of a block.
 RESPONSE_BLOCK = 64
-# A trainer rank on a GPU computes log-probabilities in chunks of float32 logits of this size.
+# The bytes of a chunk of float32 logits. A trainer rank on a GPU computes log-probabilities in such chunks.
 LOGPROB_CHUNK_BYTES = 256 * 2**20
-# On a GPU that a sender of weights shares with a receiver: what both map (CUDA IPC).
+# The bytes of GPU memory that a sender of weights and a receiver on the same GPU both map (CUDA IPC).
 SHARED_WEIGHT_BYTES = 128 * 2**20
-# Numbers of each of an optimizer's two moments that are on the GPU at a time where the moments live in host memory.
+# If an optimizer's two moments live in host memory, so many numbers of each are on the GPU at a time.
 OFFLOAD_NUMBERS = 64 * 2**20
-# Scores of attention (float32) that are computed at a time where no kernel of torch computes them (bounds, sinks).
+# The bytes of attention scores (float32) that are computed at a time if no kernel of torch computes them (bounds,
+# sinks).
 SCORE_BYTES = 64 * 2**20

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def error_text(error: BaseException) -> str:
-    """The error's message, or the name of its class where it has none: timeouts and cancellations often have none."""
+    """The error's message, or the name of its class if it has none. Timeouts and cancellations often have none."""
     return str(error) or type(error).__name__

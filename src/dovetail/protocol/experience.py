@@ -1,5 +1,5 @@
-"""The samples of one iteration as a user's code sees them: in a training loop of your own, and in advantage
-functions."""
+"""The samples of one iteration as a user's code sees them. They are given to a training loop of your own and to
+advantage functions."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Experience:
 
     @property
     def values(self) -> FloatArray | None:
-        """The critic's value before each response token, (N,R) float32. None without a critic. Also None in a loop of
-        your own where the critic shares the actor's body, because the trainers then compute the values."""
+        """The critic's value before each response token, (N,R) float32. None without a critic. They are also None in a
+        loop of your own if the critic shares the actor's body, because then the trainers compute them."""
         return self.arrays["values"].astype(np.float32) if "values" in self.arrays else None
 
     @property
@@ -83,9 +83,9 @@ class Experience:
 
     @property
     def logprobs(self) -> FloatArray:
-        """Log-probabilities under the policy with which the iteration's training begins, (N, R) float32. They are the
-        trainers' if the trainers recompute them (`oldLogProbs`, and always with `ppo.lag`). In a loop of your own they
-        are the rollouts'."""
+        """Log-probabilities under the policy with which the iteration's training begins, (N, R) float32. They come from
+        the trainers if these recompute them (`oldLogProbs`, and always with `ppo.lag`). In a loop of your own they come
+        from the rollouts."""
         name = "old_logprobs" if "old_logprobs" in self.arrays else "rollout_logprobs"
         return self.arrays[name].astype(np.float32)
 
@@ -101,8 +101,8 @@ class Experience:
 
     @property
     def kl(self) -> FloatArray:
-        """KL of each sample against the reference in nats, (N,) float32: the sum of differences of log-probabilities
-        (k1)."""
+        """KL of each sample against the reference in nats, (N,) float32. It is the sum of differences of
+        log-probabilities (k1)."""
         return kl_per_sample(self.arrays)
 
     @property
@@ -143,7 +143,7 @@ class Experience:
             self.arrays[name] = array
 
 
-# Advantages of an iteration's samples, (N,R), or these and the returns that the critic learns, (N,R).
+# Returns the advantages of an iteration's samples, (N, R), or these and the returns that the critic learns, (N, R).
 AdvantageFunction = Callable[[Experience], Any]
 
 

@@ -15,7 +15,7 @@ HOLD_SECONDS = 30.0
 
 
 class KVAbility(Message):
-    """`Register.abilities["kv"]`: this rollout can hand a sample's KV cache to another one of equal layout."""
+    """`Register.abilities["kv"]`: this rollout can hand a sample's KV cache to another rollout with the same layout."""
 
     transport: Literal["tcp", "nixl"]
     host: str = ""

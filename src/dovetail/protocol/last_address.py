@@ -1,4 +1,5 @@
-"""The address behind a name. While no name server answers, the last one is used for as long as it answers."""
+"""Finds the addresses of a host name. While no name server answers, the last known address is used for as long as it
+answers."""
 
 from __future__ import annotations
 
@@ -9,17 +10,17 @@ import threading
 import time
 from collections.abc import Callable
 
-# A name server that is away may cost glibc half a minute a lookup. Who knows an address does not wait for that.
+# If a name server is down, a lookup may take glibc half a minute. A process that knows an address does not wait so
+# long.
 WAIT_SECONDS = 1.0
 UNKNOWN_SECONDS = 10.0
-# The address of a pod that has ended goes to another pod one day, and that must not get the job's token.
+# The address of a pod that has ended goes to another pod later. That pod must not get the job's token.
 KEEP_SECONDS = 30.0
 
 
 class LastAddress:
-    """Looks up a host's addresses, each time anew. Any thread may use it.
-
-    `lookup`: raises OSError, and may take long. `clock`: monotonic seconds."""
+    """Looks up a host's addresses each time they are asked for. Any thread may use it. `lookup` may raise OSError, and
+    may take long. `clock` gives monotonic seconds."""
 
     def __init__(
         self,
@@ -38,8 +39,8 @@ class LastAddress:
         self._good = 0.0
 
     def find(self) -> list[str]:
-        """The host's addresses. If a lookup fails or takes long, those of the last one, if one of them has answered
-        lately. Raises OSError."""
+        """The host's addresses. If a lookup fails or takes long, they are those of the last lookup, provided that one
+        of them has answered lately. Raises OSError."""
         if _is_address(self.host):
             return [self.host]
         with self._lock:
@@ -55,7 +56,7 @@ class LastAddress:
             with self._lock:
                 self._known, self._good = running.found, self._clock()
             return running.found
-        # That there is no such name is an answer, too: the coordinator's Service has no pod now.
+        # "No such name" is an answer, too. It means that the coordinator's Service has no pod now.
         if known and not _no_such_name(running.error):
             return known
         raise running.error
@@ -73,7 +74,7 @@ class LastAddress:
             running.done.wait()
 
     def connect(self, port: int, timeout: float) -> socket.socket:
-        """A connection to the first address that takes it. `timeout`: seconds for each. Raises OSError."""
+        """A connection to the first address that accepts it. `timeout`: seconds for each address. Raises OSError."""
         error: OSError = socket.gaierror(socket.EAI_NONAME, f"{self.host} has no address")
         for address in self.find():
             try:
@@ -108,14 +109,14 @@ class _Lookup:
             self.found = lookup(host)
         except OSError as error:
             self.error = error
-        except Exception as error:  # a host that is no name; nobody may wait for ever
+        except Exception as error:  # the host may be no valid name, and nobody may wait for ever
             self.error = OSError(f"{host!r} can't be looked up: {error}")
         finally:
             self.done.set()
 
 
 def addresses(host: str) -> list[str]:
-    """What the name servers say now. Raises OSError."""
+    """The addresses that the name servers give now. Raises OSError."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))
 

@@ -19,7 +19,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-# What a model computes at each position: logits of the vocabulary, one value, or both.
+# A model computes at each position logits of the vocabulary, one value, or both.
 Head = Literal["lm", "value", "lm+value"]
 
 
@@ -78,8 +78,8 @@ class ModelRef(Message):
 
 
 class Action(Message):
-    """One entry of a rank's schedule. Micro-batches are counted through all mini-batches of the schedule. `chunk`:
-    which of the rank's stages of the model, in the order of the stages."""
+    """One entry of a rank's schedule. Micro-batches are counted through all mini-batches of the schedule. `chunk` is
+    the index of the stage among the rank's stages of the model."""
 
     model: str
     micro_batch: int
@@ -261,8 +261,8 @@ class StageTimes(Message):
 
 
 class Probe(Message):
-    """Log-probabilities under the weights of a version. A server must compute the same ones before it may serve these
-    weights."""
+    """Log-probabilities under the weights of a version. A server must compute the same log-probabilities before it may
+    serve these weights."""
 
     version: int
     tokens: list[int]
@@ -344,7 +344,7 @@ class HeartbeatReply(Message):
 # ---------------------------------------------------------------- weight transfer
 
 CALLED_OFF = "the transfer was called off"
-"""In the error of a rank that gave up because another rank had failed or the sender was told to."""
+"""The error of a rank contains this text if it gave up because another rank had failed or the sender was told to."""
 
 
 class Bucket(Message):
@@ -388,7 +388,8 @@ class Offer(Message):
 
 
 class Receive(Message):
-    """POST /v1/weights on a scorer, and the update_info of our vLLM engine. The receiver takes all segments or none."""
+    """POST /v1/weights on a scorer, and the `update_info` of our weight transfer engine in vLLM. The receiver takes all
+    segments or none."""
 
     offer: Offer
     rank_offset: int

@@ -24,7 +24,7 @@ Task = Literal[
     "critic",
 ]
 Scored = Literal["reference", "reward", "critic"]
-"""Models that scorers run."""
+"""The models that scorers run."""
 
 
 class Coordinates(NamedTuple):
@@ -36,7 +36,7 @@ class Coordinates(NamedTuple):
 
 
 class Layout(Parallelism):
-    """A layout with the place of its stages among the ranks of a schedule that two models share.
+    """A layout, and the place of its stages among the ranks of a schedule that two models share.
 
     There are N = pp * pipelines positions of D = dp / pipelines * tp ranks each. N and D are the same for both models.
     Pipeline k has the positions [k * pp, (k + 1) * pp). If `reverse` is true, its first stage is at the last of them.
@@ -100,13 +100,13 @@ def loops(layout: Parallelism) -> bool:
 @lru_cache(maxsize=4096)
 def stage_path(pp: int, chunks: int = 1, loop: bool = False) -> tuple[int, ...]:
     """The place in a pipeline (`Coordinates.pp`) of every stage. The first chunk goes from 0 to pp - 1, the second one
-    goes back, and so on. With `loop` each chunk goes from 0 to pp - 1."""
+    goes back from pp - 1 to 0, and so on. With `loop` each chunk goes from 0 to pp - 1."""
     there = range(pp)
     return tuple(place for chunk in range(chunks) for place in (there[::-1] if chunk % 2 and not loop else there))
 
 
 def stages_at(place: int, pp: int, chunks: int = 1, loop: bool = False) -> list[int]:
-    """The stages at a place of a pipeline: one of each chunk."""
+    """The stages at a place of a pipeline. There is one of each chunk."""
     return [stage for stage, each in enumerate(stage_path(pp, chunks, loop)) if each == place]
 
 
@@ -193,7 +193,7 @@ class Batching(Model):
 
 
 class Plan(Model):
-    """What runs where and how. It is written once, and every process reads it."""
+    """Says which process runs where, and how. The planner writes it once, and every process reads it."""
 
     version: Literal[1] = 1
     world_size: int = Field(description="Trainer ranks.")

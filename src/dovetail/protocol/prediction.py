@@ -68,7 +68,7 @@ class PodMemory(Model):
         return sum(self.parts.values())
 
 
-# What a coordinator calls the planner's phases, where it is something else.
+# The coordinator's names of those planner phases that it calls by another name.
 MEASURED_NAMES = {"transfer": "weights"}
 
 

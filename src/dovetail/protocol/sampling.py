@@ -28,7 +28,7 @@ TOP_P = "dt_top_p"
 OUTPUT_DELTA = 1
 
 
-# Tells a server's workers by what the model's logits are divided (`served_temperature`).
+# This variable tells a server's workers the number by which the model's logits are divided (`served_temperature`).
 SERVED_TEMPERATURE = "DOVETAIL_SERVED_TEMPERATURE"
 
 
@@ -43,8 +43,8 @@ def served_temperature(spec: RLHFJobSpec) -> float:
 
 
 def asked_of_servers(spec: RLHFJobSpec, temperature: float | None = None) -> Generation:
-    """`spec.generation` as requests to servers have it. Its temperature is relative to the one that the servers apply.
-    `temperature`: use this temperature and not the job's."""
+    """`spec.generation` in the form for requests to servers. Its temperature is relative to the temperature that the
+    servers apply. `temperature` replaces the job's temperature."""
     wanted = spec.generation.temperature if temperature is None else temperature
     return spec.generation.model_copy(update={"temperature": wanted / served_temperature(spec)})
 
@@ -71,12 +71,12 @@ def sampling_params(
     }
     if generation.stop:
         params["stop"] = list(generation.stop)
-        # Sent back in full: the tokens of the stop string are part of what the policy chose.
+        # The policy also chose the tokens of the stop string, so they are sent back too.
         params["include_stop_str_in_output"] = True
     if generation.temperature == 0.0:
         params["temperature"] = 0.0
     elif sampler == "counter":
-        # To vLLM the request is greedy; the processor's noise makes its argmax an exact sample.
+        # vLLM takes the request for greedy. The processor's noise makes its argmax an exact sample.
         params["temperature"] = 0.0
         params["extra_args"] = {
             SEED: seed,

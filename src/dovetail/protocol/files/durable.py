@@ -1,4 +1,4 @@
-"""Writes to the disk what must survive a power failure."""
+"""Flushes files that must survive a power failure to the disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def sync(path: Path) -> None:
-    """Flush a file to the disk. Of a folder, flush the entries that were made, renamed or deleted."""
+    """Flush a file to the disk. For a folder, flush the entries that were made, renamed or deleted."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

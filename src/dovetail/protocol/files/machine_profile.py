@@ -13,7 +13,7 @@ Seconds = Annotated[float, Field(ge=0.0)]
 
 
 class PassTimes(Model):
-    """The times of one micro-batch through one part of a model. A time that cannot be told from 0 is 0."""
+    """The times of one micro-batch through one part of a model. A time too short to measure is 0."""
 
     micro_batch: PositiveInt = Field(description="Sequences.")
     forward: Seconds
@@ -24,7 +24,7 @@ class PassTimes(Model):
 
 
 class ModelTimes(Model):
-    """The times of a model's parts, each by micro-batch size. `head` holds the final norm, the head and the loss."""
+    """The times of a model's parts at each micro-batch size. `head` covers the final norm, the head and the loss."""
 
     head: Head
     layers: PositiveInt

@@ -6,5 +6,5 @@ from __future__ import annotations
 from dovetail.manifest.types import Stage
 
 EVALUATION = "evaluation"
-# What a row's `stage` may be. The step of an evaluation is the iteration after which the weights were evaluated.
+# The values of a row's `stage`. The step of an evaluation is the iteration after which the weights were evaluated.
 ROW_STAGES = (*(stage.value for stage in Stage), EVALUATION)

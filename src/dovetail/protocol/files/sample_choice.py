@@ -1,4 +1,4 @@
-"""Filters and sorts samples for `dovetail samples` and `Cluster.samples`. Pure."""
+"""Filters and sorts samples for `dovetail samples` and `Cluster.samples`. The functions are pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# The figures of a row that samples can be sorted by.
+# Samples can be sorted by these figures of a row.
 ORDERS = ("reward", "kl", "tokens")
 _TEXTS = ("prompt", "response")
 

@@ -1,4 +1,5 @@
-"""Writes spans as a Chrome trace. Perfetto (https://ui.perfetto.dev) and chrome://tracing open this JSON. Pure."""
+"""Writes spans as a Chrome trace. Perfetto (https://ui.perfetto.dev) and chrome://tracing open this JSON. The functions
+are pure."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import Any
 from dovetail.protocol.messages import Span
 from dovetail.protocol.process.process_names import COORDINATOR
 
-# Perfetto sorts processes by this index: who decides first, then who trains, then who generates.
+# Perfetto sorts processes by this index. The coordinator comes first, then the trainers, then the rollouts.
 _ORDER = (COORDINATOR, "trainer")
 
 
@@ -20,8 +21,8 @@ def _rank(process: str) -> tuple[int, str]:
 
 
 def _tracks(spans: list[Span]) -> list[tuple[Span, str]]:
-    """Each span of one lane with the name of its track. The spans of a track may be nested but must not overlap partly.
-    Spans that would overlap go to a second track `lane #2`, and so on."""
+    """Each span of one lane, with the name of its track. The spans of a track may be nested but must not overlap
+    partly. So a span that would overlap partly goes to a second track `lane #2`, and so on."""
     stacks: list[list[float]] = []
     placed = []
     for span in sorted(spans, key=lambda s: (s.start, -s.end)):
@@ -46,8 +47,8 @@ def chrome_trace(
     spans: Iterable[Span], metadata: dict[str, Any] | None = None, counters: Mapping[str, Curve] | None = None
 ) -> dict[str, Any]:
     """The trace document of some spans, with a process for each `Span.process` and a thread for each lane. Times are in
-    microseconds since the earliest start. `otherData.start_seconds` has this start in seconds since the epoch. A span
-    that ends before it starts counts as empty, because a clock was set back. `counters`: the coordinator's curves as
+    microseconds since the earliest start. `otherData.start_seconds` has this start in seconds since the epoch. If a
+    clock was set back, a span may end before it starts. It counts as empty. `counters`: the coordinator's curves as
     (seconds since the epoch, value)."""
     lanes: dict[tuple[str, str], list[Span]] = {}
     for span in spans:

@@ -16,7 +16,7 @@ class HeaderDeadline(asyncio.Protocol):
     waits for its next request has uvicorn's own limit (`timeout_keep_alive`)."""
 
     header_seconds = HEADER_SECONDS
-    # These are uvicorn's.
+    # uvicorn's classes have these attributes.
     loop: asyncio.AbstractEventLoop
     transport: asyncio.Transport
     cycle: Any

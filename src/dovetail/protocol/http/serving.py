@@ -12,9 +12,9 @@ from aiohttp import web
 from dovetail.protocol.http.header_deadline import HEADER_SECONDS
 
 BODY_SECONDS = 60.0
-# Connections that have brought a request. Later ones on them have aiohttp's keep-alive time.
+# Connections that have brought a request. Later requests on them have aiohttp's keep-alive time.
 _ASKED: web.AppKey[set[object]] = web.AppKey("asked", set)
-# What every server of ours answers without the job's token.
+# Every server of a job answers these paths without the job's token.
 OPEN_PATHS = frozenset({"/metrics", "/healthz"})
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

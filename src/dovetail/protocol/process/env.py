@@ -18,8 +18,8 @@ METRICS_PORT = "DOVETAIL_METRICS_PORT"
 GROUP = "DOVETAIL_GROUP"
 RANK = "DOVETAIL_RANK"
 WORLD_SIZE = "DOVETAIL_WORLD_SIZE"
-# In pods alone: the folder of the mounted job.json and plan.json, the pod's number in its group, and 1 for a rollout
-# that may come and go (its end after a drain is a success).
+# Only pods have these: the folder of the mounted job.json and plan.json, the pod's number in its group, and 1 for a
+# rollout that may come and go (its end after a drain is a success).
 CONFIG_DIR = "DOVETAIL_CONFIG_DIR"
 INDEX = "DOVETAIL_INDEX"
 SURPLUS = "DOVETAIL_SURPLUS"
@@ -27,7 +27,8 @@ SURPLUS = "DOVETAIL_SURPLUS"
 # Where pods mount a cache of hub models (spec.hub.cacheClaim).
 HUB_CACHE = "/var/dovetail-hub"
 
-# Ports of pods, each of which has an address of its own. Trainer rank i of a pod serves metrics on the first plus i.
+# The ports of pods. Each pod has an address of its own. Trainer rank i of a pod serves metrics on TRAINER_METRICS_PORT
+# + i.
 COORDINATOR_PORT = 8000
 SERVER_PORT = 8001
 SCORER_PORT = 8002

@@ -1,6 +1,5 @@
-"""The optional parts of the installation, with one sentence that names a missing one.
-
-`pip install dovetail-rlhf` installs what checks and plans a job. Everything else is an extra in pyproject.toml."""
+"""Says which optional parts of the installation a job needs, and names missing ones in one sentence. `pip install
+dovetail-rlhf` installs all that is needed to check and plan a job. Everything else is an extra in pyproject.toml."""
 
 from __future__ import annotations
 
@@ -43,8 +42,8 @@ def needed_extras(job: RLHFJob, plan: Plan) -> list[Extra]:
 
 
 def missing_extras(what: str, extras: Collection[Extra], installed: Callable[[str], bool] = is_installed) -> str | None:
-    """One sentence that names those of `extras` that are not installed, and the command that installs them. None: all
-    are installed. `what` needs them, for example "dovetail run"."""
+    """One sentence that names those of `extras` that are not installed, and the command that installs them. It is None
+    if all are installed. `what` names the thing that needs them, for example "dovetail run"."""
     missing = [extra for extra in extras if not all(map(installed, MARKS[extra]))]
     if "rollout-cpu" in missing or "rollout-gpu" in missing:
         missing = [extra for extra in missing if extra != "trainer"]  # both bring it along
@@ -59,5 +58,5 @@ def missing_extras(what: str, extras: Collection[Extra], installed: Callable[[st
 
 
 def import_error(what: str, extras: Collection[Extra], error: ModuleNotFoundError) -> ImportError:
-    """The error of a module of the Python API whose imports failed. It names the missing extras."""
+    """The error to raise if a module of the Python API cannot be imported. It names the missing extras."""
     return ImportError(missing_extras(what, extras) or str(error))

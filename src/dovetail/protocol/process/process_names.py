@@ -1,4 +1,4 @@
-"""The processes of a job: what each is called, and which module it runs. A new kind of process is added here.
+"""The name of each process of a job, and the module that it runs. A new kind of process is added here.
 
 Names are the same in logs, metrics, traces and messages, on one machine and in pods."""
 
@@ -20,17 +20,17 @@ _TRAINER, _SCORER = "trainer-", "-scorer"
 
 
 def trainer_name(rank: int) -> str:
-    """A trainer rank, such as trainer-0."""
+    """The name of a trainer rank, such as trainer-0."""
     return f"{_TRAINER}{rank}"
 
 
 def rollout_name(group: str, index: int) -> str:
-    """The vLLM server of pod `index` of a group, such as rollouts-0."""
+    """The name of the vLLM server of pod `index` of a group, such as rollouts-0."""
     return f"{group}-{index}"
 
 
 def scorer_name(rollout: str) -> str:
-    """The scorer beside a vLLM server, such as rollouts-0-scorer."""
+    """The name of the scorer beside a vLLM server, such as rollouts-0-scorer."""
     return f"{rollout}{_SCORER}"
 
 
@@ -45,5 +45,5 @@ def is_scorer(name: str) -> bool:
 
 
 def rollout_of(scorer: str) -> str:
-    """The vLLM server that a scorer sits beside."""
+    """The name of the vLLM server beside a scorer."""
     return scorer.removesuffix(_SCORER)

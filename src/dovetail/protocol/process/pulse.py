@@ -1,6 +1,6 @@
 """Shows the starter of a process that the process still works. The process touches a file of its own, its *pulse*. The
-thread that does the work touches the file, or another thread that has checked on it. The starter watches the file.
-`dovetail.supervision.liveness` and docs/architecture.md say when a process counts as silent."""
+thread that does the work touches the file, or another thread does so after it has checked on that thread. The starter
+watches the file. `dovetail.supervision.liveness` and docs/architecture.md say when a process counts as silent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 PULSE = "DOVETAIL_PULSE"
 BEAT_SECONDS = 1.0
-# A thread that polls or serves metrics needs less of a core than this.
+# A share of a core. A thread that only polls or serves metrics needs less.
 AT_WORK = 0.01
 
 
@@ -45,9 +45,9 @@ class Pulse:
 
 
 class ThreadProgress:
-    """Tells whether a thread does anything. A blocked thread uses no CPU time at all. `ident`: the thread. It may wait
-    for helper threads. So threads that together use more than AT_WORK of a core count as well, except for the one that
-    asks. The clocks give seconds."""
+    """Tells whether thread `ident` does anything. A blocked thread uses no CPU time at all. But the thread may wait for
+    helper threads. So it also counts as moving if other threads together use more than AT_WORK of a core. The thread
+    that asks is left out. The clocks give seconds."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Plans the transfer of weights from one layout to another (PUZZLE section 5.2): which rank sends which part of a
-tensor to which ranks. Pure.
+"""Plans the transfer of weights from one layout to another (PUZZLE section 5.2). The plan says which rank sends which
+part of a tensor to which ranks. The functions are pure.
 
 PUZZLE's Algorithm 1 is right only for equal dp and equal pp x tp. Here a layout gives each rank a set of N-dimensional
 boxes, and the routing table has the overlaps of these boxes. So any pair of layouts works. The planner uses it to

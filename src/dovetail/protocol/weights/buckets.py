@@ -1,4 +1,5 @@
-"""Plans the buckets of weight transfers: the place of each tensor in the packed buffers. Pure, without torch."""
+"""Plans the buckets of weight transfers, with the place of each tensor in the packed buffers. The functions are pure
+and need no torch."""
 
 from __future__ import annotations
 
@@ -34,8 +35,8 @@ _ITEM_BYTES = {
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The name of a tensor, its torch dtype without the prefix, and its shape. `box`: the part of the tensor that is
-    meant. None: all of it."""
+    """The name of a tensor, its torch dtype without the prefix, and its shape. `box` is the part of the tensor that is
+    meant, or None for all of it."""
 
     name: str
     dtype: str
@@ -65,7 +66,7 @@ def aligned(nbytes: int) -> int:
 
 
 def layer_of(name: str) -> str:
-    """Prefix up to the first number in a parameter's name: its decoder layer; '' for embeddings, norms and heads.
+    """The decoder layer of a parameter: its name up to the first number. It is '' for embeddings, norms and heads.
 
     >>> layer_of("model.layers.3.mlp.experts.7.w1")
     'model.layers.3'
@@ -78,7 +79,7 @@ def layer_of(name: str) -> str:
 
 
 def _parent(name: str) -> str:
-    """The module that holds a projection: q, k and v (gate and up) share it, and receivers fuse them."""
+    """The module that holds a projection. It holds q, k and v together (or gate and up), and receivers fuse these."""
     return ".".join(name.split(".")[:-2])
 
 
@@ -155,9 +156,8 @@ def bucket_specs(bucket: Bucket) -> list[TensorSpec]:
 def share_buckets(
     buckets: Sequence[Bucket], layout: RankGrid, tp_dims: Mapping[str, int] | None = None
 ) -> dict[int, list[Bucket]]:
-    """The buckets that each rank of a stage sends, by rank. It has the ranks that send anything, and rank 0.
-
-    `layout`: how the ranks of the stage (one stage) hold each tensor. `tp_dims`: the dimension of those tensors that
+    """The buckets that each rank of a stage sends, by rank. Ranks that send nothing are left out, except rank 0.
+    `layout` says how the ranks of this one stage hold each tensor. `tp_dims` gives the dimension of those tensors that
     tensor-parallel ranks share. Every element is sent once, to all receivers, by a rank that holds it. The senders'
     shares are balanced (`dovetail.protocol.weights.route`). Rank 0's buckets name every tensor, even if its own part is
     empty."""

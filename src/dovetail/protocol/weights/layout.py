@@ -1,4 +1,4 @@
-"""Says what each rank of a (pp, tp, dp) layout holds of each tensor."""
+"""Says which part of each tensor a rank of a (pp, tp, dp) layout holds."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-# Half-open interval of each dimension.
+# One half-open interval for each dimension.
 Box = tuple[tuple[int, int], ...]
 
 
 class LayoutError(ValueError):
-    """A layout cannot hold a model. The message names the numbers."""
+    """A layout cannot hold a model. The message says which numbers do not fit."""
 
 
 @dataclass(frozen=True)
 class Tensor:
-    """A parameter. `layer`: its transformer layer. The embedding belongs to layer 0, the head and the last norm to the
-    last layer. `tp_dim`: the dimension that tensor-parallel ranks share. None: each holds all of it. `itemsize` is in
-    bytes."""
+    """A parameter. `layer`: its transformer layer. The embedding belongs to layer 0, and the head and the last norm
+    belong to the last layer. `tp_dim`: the dimension that tensor-parallel ranks share, or None if each holds all of it.
+    `itemsize` is in bytes."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,8 +31,8 @@ class Tensor:
 class RankGrid:
     """pp x dp x tp ranks from `first` on. tp changes fastest, then dp, as in PUZZLE's Algorithm 1. `sharded`: the dp
     ranks share each tensor's first dimension (FSDP). Without it each holds a copy. With `copies`, there are this many
-    sets of dp / copies neighbours, and the ranks of each set share the dimension. Uneven parts are like torch's chunks:
-    each has ceil(n / k) entries, and the last ones are shorter or empty."""
+    sets of dp / copies neighbours, and the ranks of each set share the dimension. Uneven parts are like torch's chunks.
+    Each has ceil(n / k) entries, and the last ones are shorter or empty."""
 
     pp: int = 1
     tp: int = 1
@@ -75,7 +75,7 @@ class RankGrid:
             for tp in range(self.tp):
                 box = whole if tensor.tp_dim is None else _part(whole, tensor.tp_dim, tp, self.tp)
                 if self.sharded and box:
-                    # FSDP shards what tensor parallelism has left.
+                    # FSDP shards the part that tensor parallelism gives to this rank.
                     box = _part(box, 0, dp % shards, shards)
                 if volume(box):
                     held.setdefault(box, []).append(self.rank(stage, dp, tp))
@@ -106,7 +106,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def volume(box: Box) -> int:
-    """The number of elements."""
+    """The number of elements of a box."""
     return math.prod(stop - start for start, stop in box)
 
 

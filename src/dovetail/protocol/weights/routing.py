@@ -10,14 +10,14 @@ from functools import cached_property
 
 from dovetail.protocol.weights.layout import Box, RankGrid, Tensor, overlap, pieces, volume
 
-# Parts smaller than this are not split further to balance the senders: a message has a cost of its own.
+# Parts smaller than this are not split further to balance the senders, because each message has a cost of its own.
 MIN_PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """`box` of `tensor` goes from rank `source` to all of `destinations`. One destination is a send, several are a
-    broadcast."""
+    """`box` of `tensor` goes from rank `source` to all of `destinations`. With one destination it is a send. With
+    several it is a broadcast."""
 
     tensor: str
     box: Box
@@ -53,15 +53,15 @@ class RoutingTable:
 
     @property
     def bytes(self) -> int:
-        """All bytes that are sent. A broadcast counts once. A table of `route` has the fewest possible."""
+        """All bytes that are sent. A broadcast counts once. A table that `route` makes has the fewest possible."""
         return sum(t.bytes for t in self.transfers)
 
     def seconds(
         self, ranks_per_node: int, node_bandwidth: float, network_bandwidth: float, latency: float = 0.0
     ) -> float:
-        """The seconds of the switch if the links are the limit: the sends, receipts and messages of the busiest rank.
-        The arguments are bytes per second of one rank in one direction, within a node and between nodes. A broadcast
-        leaves its source once, because a chain or tree of receivers passes it on."""
+        """The seconds of the switch if the links are the limit. They are those of the busiest rank's sends, receipts
+        and messages. The arguments are bytes per second of one rank in one direction, within a node and between nodes.
+        A broadcast leaves its source once, because a chain or tree of receivers passes it on."""
         out: Counter[int] = Counter()
         into: Counter[int] = Counter()
         for t in self.transfers:
@@ -95,8 +95,8 @@ def route(
 ) -> RoutingTable:
     """The routing table of a switch. A rank in both layouts keeps what it holds and needs. Each element leaves its
     holders once, to all ranks that lack it. Of its holders, the one that has the least to send so far sends it. With
-    `ranks_per_node`, holders on the receivers' node come first. Large parts are divided among their holders.
-    Deterministic. Raises LayoutError."""
+    `ranks_per_node`, holders on the receivers' node come first. Large parts are divided among their holders. The result
+    is deterministic. Raises LayoutError."""
     kept: list[tuple[str, Box, int]] = []
     cells: list[tuple[int, Tensor, Box, list[int], tuple[int, ...]]] = []
     for order, tensor in enumerate(tensors):
@@ -114,7 +114,8 @@ def route(
     share = sum(volume(c[2]) * c[1].itemsize for c in cells) / max(1, len({r for c in cells for r in c[3]}))
     found: list[tuple[int, Transfer]] = []
     sent: Counter[int] = Counter()
-    # The largest first, to whom has least: the classical balance of loads on unlike machines.
+    # The largest transfer goes first to the least loaded holder. This is the classical way to balance loads on unlike
+    # machines.
     for order, tensor, box, holders, missing in sorted(
         cells, key=lambda c: (-volume(c[2]) * c[1].itemsize, c[0], c[2])
     ):
