@@ -10,10 +10,10 @@ from dovetail.pipelines.instance import Coupling, SearchInstance
 from dovetail.pipelines.simulate import B, F, Floats, W
 
 
-@lru_cache(maxsize=8)  # a search asks again and again; instances are compared by identity
+@lru_cache(maxsize=8)  # a search asks for it often; instances are compared by identity
 def lower_bound(instance: SearchInstance) -> float:
-    """A makespan that no schedule of the instance beats (RLHFuse section 7.3; its printed values also need the bound of
-    one model alone).
+    """A makespan that no schedule of the instance beats (RLHFuse section 7.3). The values that the paper prints also
+    need the bound of one model alone.
 
     The bound is the largest of several bounds. The first bound adds three times of a rank: the earliest arrival of a
     pass, all passes of both models, and the least time after the last pass. The second bound does the same for one
@@ -62,7 +62,8 @@ def lower_bound(instance: SearchInstance) -> float:
 
 
 def _arrivals(instance: SearchInstance, m: int, q: int) -> Floats:
-    """The earliest start of each forward of a model's micro-batch q, (chunks, N). Infinite if a rank holds no stage."""
+    """The earliest start of each forward of a model's micro-batch q, (chunks, N). It is infinite if a rank holds no
+    stage."""
     starts = np.full((len(instance.total), instance.ranks), np.inf)
     for c, rank in instance.nodes(m):
         p, back = instance.before[c, rank]
@@ -83,9 +84,11 @@ def _returns(instance: SearchInstance, m: int, first: int, last: int) -> Floats:
 
 
 def _areas(instance: SearchInstance, m: int, first: int, last: int) -> Floats:
-    """What a model's micro-batches hold on each rank, at least, times how long, divided by the limit of memory: (N,).
+    """The least time in which each rank can hold a model's micro-batches within the memory limit, (N,).
 
-    Counted from starts of forwards to ends of B, so that it lies between the first arrival and the least tail of B."""
+    It is the sum of each micro-batch's memory times the least time that it is held, divided by the limit. This time is
+    counted from the start of a forward to the end of its B, so it lies between the first arrival and the least tail of
+    B."""
     mine, limit = slice(instance.chunks(m).start, instance.chunks(m).stop), instance.problem.memory_limit or 0.0
     sizes = instance.activation[mine, :, first:last]
     area: Floats = (sizes * _returns(instance, m, first, last)).sum(axis=(0, 2)) / limit
@@ -93,22 +96,23 @@ def _areas(instance: SearchInstance, m: int, first: int, last: int) -> Floats:
 
 
 def least_interval(instance: SearchInstance, m: int) -> float:
-    """The least mean time between two micro-batches of a model that enter, if only memory limits them."""
+    """The least mean time between the entries of two micro-batches of a model, if only memory limits them."""
     count = int(instance.total[instance.chunks(m).start])
     return float(_areas(instance, m, 0, count).max()) / count
 
 
 def _turns(instance: SearchInstance, m: int, first: int, last: int) -> float:
-    """How long micro-batches take from the first stage to the last and back, each after the forwards of those before,
-    if those that do not fit in the memory together wait for each other.
+    """The least time in which micro-batches run through all stages and back. Each one follows the forwards of those
+    before it. Those that do not fit in memory together wait for each other.
 
     A rank that starts the forward of its k-th stage holds the micro-batch in its stages 1 to k until that stage's B
-    ends, and at least one of them for a weight gradient more. Micro-batches pass a stage in order. So where those from
-    i to j do not fit together, j starts after i has ended. This gives the earliest starts one after the other.
+    ends. It holds at least one of them until a weight gradient ends too. Micro-batches pass a stage in order. So if
+    those from i to j do not fit together, j starts after i has ended. This gives the earliest starts one after the
+    other.
 
-    The rank itself is busy between the first B of i and the start of j. Of all these forwards only those that fit are
-    over when that B begins, and of what is held only what fits is not released when j starts. The others run between,
-    one after the other."""
+    The rank itself is busy between the first B of i and the start of j. When that B begins, only as many of these
+    forwards have ended as fit in memory. When j starts, all but as many as fit have been released. The other passes run
+    between, one after the other."""
     mine = slice(instance.chunks(m).start, instance.chunks(m).stop)
     limit = (instance.problem.memory_limit or np.inf) * (1 + 1e-9)
     duration = instance.duration[mine, :, :, first:last]
@@ -125,7 +129,7 @@ def _turns(instance: SearchInstance, m: int, first: int, last: int) -> float:
         if absent[c].any():
             continue
         together = np.concatenate([np.zeros((instance.ranks, 1)), sizes[c].cumsum(axis=1)], axis=1)
-        # The rank runs one pass at a time: all earlier forwards, and those of stages before this one.
+        # The rank runs one pass at a time. First come all earlier forwards, and those of the stages before this one.
         passed = begun[:, None] + forwards[c].cumsum(axis=1) - duration[c, F]
         start = np.maximum(arrivals[c], passed)
         end = np.zeros_like(start)

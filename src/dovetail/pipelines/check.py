@@ -51,7 +51,7 @@ def check_steps(problem: ScheduleProblem, lists: Sequence[Sequence[RankPass]]) -
 
 
 def _stages(problem: ScheduleProblem, lists: Sequence[Sequence[RankPass]]) -> dict[str, int]:
-    """Stages of each model's pipelines: as many as a pipeline has ranks, or a multiple where ranks hold chunks."""
+    """The number of stages of each model's pipelines. It must be a multiple of the ranks of a pipeline."""
     highest = {m.name: m.stages - 1 for m in problem.models}
     for step in itertools.chain.from_iterable(lists):
         highest[step.model] = max(highest.get(step.model, 0), step.stage)
@@ -147,7 +147,7 @@ def _cycles(
     places: dict[Key, tuple[int, int]],
     stages: dict[str, int],
 ) -> None:
-    """No pass may depend on itself: Kahn's algorithm on the graph of passes."""
+    """No pass may depend on itself. Kahn's algorithm checks this on the graph of passes."""
     models = {m.name: m for m in problem.models}
     last_of: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for key, place in places.items():
@@ -155,8 +155,8 @@ def _cycles(
             last_of.setdefault((key[0], key[3] // models[key[0]].micro_batches), []).append(place)
     follow: dict[tuple[int, int], list[tuple[int, int]]] = {place: [] for place in places.values()}
     missing = dict.fromkeys(follow, 0)
-    # An optimizer step is a node of its own, at a rank below 0. Edges from each pass before it to each pass after it
-    # would be the square of the passes.
+    # An optimizer step is a node of its own, at a rank below 0. Without it, the edges from each pass before the step to
+    # each pass after it would be the square of the passes.
     step_of = {name: -1 - index for index, name in enumerate(models)}
     for (name, block), ends in last_of.items():
         missing[step_of[name], block] = len(ends)

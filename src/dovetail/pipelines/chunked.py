@@ -14,7 +14,8 @@ from dovetail.pipelines.simulate import KINDS, B, F, W
 
 
 def interleaved(instance: SearchInstance, rank: int, m: int) -> list[int]:
-    """Interleaved 1F1B: forwards of one chunk for as many micro-batches as there are ranks, then of the next chunk.
+    """Interleaved 1F1B. A rank runs forwards of one chunk for as many micro-batches as there are ranks, and then those
+    of the next chunk.
 
     If the number of micro-batches is not a multiple of the ranks, the rounds are longer, as in torch."""
     p, place = instance.place(rank, m)
@@ -33,12 +34,12 @@ def interleaved(instance: SearchInstance, rank: int, m: int) -> list[int]:
 
 
 def zb_v(instance: SearchInstance, rank: int, m: int) -> list[int]:
-    """ZB-V. Without bubbles after the warm-up where forward, input gradient and weight gradient take equal times. Where
+    """ZB-V. It has no bubbles after the warm-up if forward, input gradient and weight gradient take equal times. If
     backwards are whole, the weight gradients are left out."""
     p, place = instance.place(rank, m)
     down, up = (KINDS * c for c in instance.chunks(m))
     count = instance.problem.models[m].micro_batches
-    many = max(2 * p - 1, count)  # the rule is for as many as fill the pipeline; those too many are left out
+    many = max(2 * p - 1, count)  # the rule must fill the pipeline; surplus micro-batches are left out below
     order = [down + F] * (2 * (p - place) - 1) + [up + F, down + F] * place + [up + F, up + B, up + W] * (p - place)
     while order.count(up + F) < many:
         if order.count(down + F) < many:
@@ -86,11 +87,12 @@ def _repeated(instance: SearchInstance, rank: int, m: int, distances: tuple[int,
 
 @lru_cache(maxsize=64)
 def _building_block(p: int, distances: tuple[int, int]) -> list[dict[tuple[int, int], int]]:
-    """Starts of the six passes of one micro-batch on each rank, by (chunk, kind), in units of time.
+    """The starts of the six passes of one micro-batch on each rank, by (chunk, kind), in units of time.
 
     `distances`: the time from one rank to the next, in the forward of the first chunk and in that of the second. The
-    input gradients use the same two, in the second chunk first. The three turns are delayed as little as is needed so
-    that passes of micro-batches with `PERIOD` units of time between them never meet."""
+    input gradient of the second chunk takes the first of these times, and that of the first chunk takes the second. The
+    three turns are delayed as little as possible. Micro-batches with `PERIOD` units of time between them must never
+    meet."""
     slow, fast = distances
     for delays in sorted(itertools.product(range(PERIOD), repeat=3), key=sum):
         block = []

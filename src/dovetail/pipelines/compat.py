@@ -18,7 +18,7 @@ UNCOMPILED_PASSES = 10_000
 class kernel:  # noqa: N801 - a decorator
     """A function that numba compiles when it is first called. It then releases the GIL.
 
-    Importing numba takes a second, which those that only read or draw schedules need not wait for."""
+    Importing numba takes a second. A process that only reads or draws schedules does not wait for it."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -45,8 +45,8 @@ class kernel:  # noqa: N801 - a decorator
 
 class light_kernel(kernel):  # noqa: N801 - a decorator
     """A kernel that returns a number and whose first argument is the orders of passes. A process that has little to
-    simulate, as the coordinator of a job without pipelines, runs it uncompiled and does not import numba. The results
-    are the same bits."""
+    simulate, such as the coordinator of a job without pipelines, runs it uncompiled and does not import numba. The
+    results are the same bits."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function)

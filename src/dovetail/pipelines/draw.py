@@ -7,7 +7,8 @@ from html import escape
 
 from dovetail.pipelines.schedule import Pass, Schedule
 
-# A model has one colour, light for forward and dark for backward. Grey prints and colour-blind readers can tell them.
+# A model has one colour, light for forward and dark for backward. They differ in grey prints too, and for colour-blind
+# readers.
 _FILL = {
     (0, "F"): "#9ecae9",
     (0, "B"): "#2f6ea5",
@@ -22,7 +23,7 @@ _DARK = {"B", "I"}
 
 
 def svg(schedule: Schedule, title: str = "", width: int = 1100) -> str:
-    """The timeline as a self-contained SVG document: one row for each rank, time to the right."""
+    """The timeline as a self-contained SVG document. Each rank has a row, and time runs to the right."""
     names = [m.name for m in schedule.instance.problem.models]
     left, top, row = 62, 34, 22
     ranks = schedule.instance.ranks
@@ -81,9 +82,10 @@ def _ticks(end: float) -> list[float]:
 
 
 def text_rows(schedule: Schedule, width: int = 100) -> list[list[tuple[str, int | None]]]:
-    """The timeline for a terminal: for each rank a list of (character, model or None), one for each column.
+    """The timeline for a terminal. Each rank has a list of (character, model or None), one for each column.
 
-    A column shows the pass that fills most of it, if the rank computes for at least half of it. Else it shows a dot."""
+    A column shows the pass that fills most of it, if the rank computes for at least half of it. Otherwise it shows a
+    dot."""
     names = [m.name for m in schedule.instance.problem.models]
     rows: list[list[tuple[str, int | None]]] = []
     passes: list[list[Pass]] = [[] for _ in range(schedule.instance.ranks)]

@@ -167,7 +167,7 @@ DEDICATED = Family(
     fixed=True,
     published="dedicated devices (PUZZLE), interleaving (APP)",
 )
-"""Beside `FAMILIES`, in which both models share all ranks."""
+"""The only family in which the models do not share ranks. It is not part of `FAMILIES`."""
 
 
 def family_of(name: str, models: int = 2) -> Family:
@@ -181,8 +181,8 @@ def family_of(name: str, models: int = 2) -> Family:
 
 
 def family_names(problem: ScheduleProblem, chunked: bool = False) -> list[str]:
-    """The families that make sense for the problem: rolled ones need a border to roll over. `chunked`: also those that
-    lay several stages on a rank."""
+    """The families that make sense for the problem. Rolled ones need a border between mini-batches. `chunked`: include
+    those that lay several stages on a rank."""
     if len(problem.models) == 1:
         return [name for name, family in ALONE.items() if chunked or family.chunks == 1]
     names = [*FAMILIES, *(CHUNKED if chunked else ())]
@@ -212,8 +212,8 @@ def starts(instance: SearchInstance) -> Iterator[Ints]:
 
 
 def fixed_schedule(problem: ScheduleProblem, family: Family) -> Schedule:
-    """The schedule of a family that is built by rule. Raises ProblemError for other families, and where it exceeds the
-    problem's memory limit."""
+    """The schedule of a family that is built by rule. Raises ProblemError for other families, and if the schedule
+    exceeds the problem's memory limit."""
     if family is DEDICATED:
         return dedicated(problem)
     instance = family_instance(problem, family)
@@ -231,7 +231,8 @@ _Rule = Callable[[SearchInstance, int, int], list[int]]
 
 
 def fixed_orders(instance: SearchInstance, family: Family) -> Ints:
-    """The orders (N, length) of a family that is built by rule and shares all ranks."""
+    """The orders (N, length) of a family that is built by rule and shares all ranks. Raises ProblemError for other
+    families."""
     mini_batches = instance.problem.mini_batches
     rows: list[list[int]] = []
     for rank in range(instance.ranks):
@@ -257,8 +258,8 @@ def _one_f_one_b(instance: SearchInstance, rank: int, m: int) -> list[int]:
 def _stitched(instance: SearchInstance, rank: int, mini_batches: int) -> list[int]:
     """One 1F1B over the micro-batches of actor and critic in turn (PUZZLE section 4.2, figure 5b).
 
-    Where one model has no forwards left, the next model's forwards fill its cool-down. Where the models have different
-    numbers of stages, a rank keeps as many micro-batches in flight as the model needs whose forward is due."""
+    When one model has no forwards left, the next model's forwards fill its cool-down. If the models have different
+    numbers of stages, a rank keeps as many micro-batches in flight as the model of the next forward needs."""
     group = instance.group
     turns = [m for _ in range(mini_batches) for m in (0, 1) for _ in range(int(group[m]))]
     room = [int(instance.stages[m] - instance.position[m, rank]) for m in (0, 1)]
@@ -267,7 +268,7 @@ def _stitched(instance: SearchInstance, rank: int, mini_batches: int) -> list[in
     for m in turns:
         while sum(forwards) < len(turns):
             due = turns[sum(forwards)]
-            # A model's next mini-batch waits for its optimizer step, so for its own backwards.
+            # A model's next mini-batch waits for its optimizer step, and so for its own backwards.
             stepped = backwards[due] >= forwards[due] // group[due] * group[due]
             if sum(forwards) - sum(backwards) >= max(1, room[due]) or not stepped:
                 break
@@ -290,12 +291,12 @@ _RULES: dict[str, _Rule] = {
 
 
 def dedicated(problem: ScheduleProblem) -> Schedule:
-    """Each model on ranks of its own, both at once: the fastest division of the ranks of a problem whose models share
-    all ranks (PUZZLE section 3: single-model-dedicated-device; APP: interleaving).
+    """The fastest schedule with each model on ranks of its own, for a problem whose models share all ranks. Both models
+    train at the same time (PUZZLE section 3: single-model-dedicated-device; APP: interleaving).
 
     Each model has one pipeline. Its layers are divided evenly, and each micro-batch takes the mean time. Neither model
-    waits for the other, so 1F1B is optimal for whole backwards, and only the division is searched. Raises ProblemError
-    where no division fits the memory limit."""
+    waits for the other, so 1F1B is optimal for whole backwards, and only the division of the ranks is searched. Raises
+    ProblemError if no division fits the memory limit."""
     found = []
     for actor in range(1, problem.ranks):
         try:
@@ -311,8 +312,8 @@ def dedicated(problem: ScheduleProblem) -> Schedule:
 
 
 def dedicated_schedule(problem: ScheduleProblem) -> Schedule:
-    """1F1B of both models of a problem in which each model has ranks of its own. Raises ProblemError above the memory
-    limit."""
+    """1F1B of both models of a problem in which each model has ranks of its own. Raises ProblemError if it exceeds the
+    memory limit."""
     instance = family_instance(problem, DEDICATED)
     rows = [
         _one_f_one_b(instance, rank, index) * problem.mini_batches

@@ -1,4 +1,4 @@
-"""A problem under one family's rules, as arrays for the kernels, and its mirror image in time."""
+"""Describes a problem under one family's rules as arrays for the kernels, and makes its mirror image in time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Coupling(Enum):
 
     SERIAL = "serial"  # one model after the other
     MINI_BATCH = "mini-batch"  # both models start a mini-batch together
-    ROLLED = "rolled"  # only the own model counts: work of one model crosses the other's mini-batch borders
+    ROLLED = "rolled"  # nothing else, so work of one model crosses the other's mini-batch borders
 
 
 class Shape(Enum):
@@ -47,12 +47,12 @@ class StagePlacement:
 
 @dataclass(frozen=True, eq=False)
 class SearchInstance:
-    """What `simulate` takes, and what a search needs beside. With v chunks a rank, chunks 0 to v - 1 are the actor's,
-    and v to 2v - 1 the critic's.
+    """The arrays that `simulate` takes, and what else a search needs. With v chunks a rank, chunks 0 to v - 1 are the
+    actor's, and v to 2v - 1 the critic's.
 
-    `position` (C, N): stage on a rank, -1 where a rank holds none. `stages` (C,): of a pipeline. `tail` (C, 3, N, Q):
-    least time from a pass's end to the last end that depends on it. `mirrored`: the kinds are in the order of the
-    mirror image in time. For the other arrays see `simulate`."""
+    `position` (C, N): the stage on a rank, or -1 if the rank holds none. `stages` (C,): the stages of a pipeline.
+    `tail` (C, 3, N, Q): the least time from a pass's end to the last end that depends on it. `mirrored`: the kinds are
+    in the order of the mirror image in time. For the other arrays see `simulate`."""
 
     problem: ScheduleProblem
     placement: StagePlacement
@@ -82,13 +82,13 @@ class SearchInstance:
 
     @property
     def form(self) -> int:
-        """Order of kinds, for the list scheduler. 0: F, B. 1: F, I, W. 2: the mirror image of 1, that is W, I, F. There
+        """The order of kinds, for the list scheduler. 0: F, B. 1: F, I, W. 2: W, I, F, the mirror image of 1. With 2
         the second kind waits for the previous stage and the third for the next stage."""
         return 0 if not self.split else 2 if self.mirrored else 1
 
     @property
     def length(self) -> int:
-        """Passes of one rank."""
+        """The number of passes of one rank."""
         return int(self.kinds * self.total.sum())
 
     def chunks(self, model: int) -> range:
@@ -96,11 +96,11 @@ class SearchInstance:
         return range(model * self.placement.chunks, (model + 1) * self.placement.chunks)
 
     def place(self, rank: int, model: int) -> tuple[int, int]:
-        """Ranks of a model's pipeline, and the place of this rank among them in the order of the first chunk."""
+        """The number of ranks of a model's pipeline, and the place of this rank in the order of the first chunk."""
         return self.problem.models[model].stages, int(self.position[self.chunks(model).start, rank])
 
     def nodes(self, model: int) -> list[tuple[int, int]]:
-        """Chunk and rank of each stage of a model's pipelines, in the order of stages."""
+        """The chunk and the rank of each stage of a model's pipelines, in the order of stages."""
         held = [(c, rank) for c in self.chunks(model) for rank in range(self.ranks) if self.position[c, rank] >= 0]
         return sorted(held, key=lambda node: int(self.position[node]))
 
@@ -117,7 +117,7 @@ class SearchInstance:
 def make_instance(
     problem: ScheduleProblem, placement: StagePlacement, *, split: bool, coupling: Coupling
 ) -> SearchInstance:
-    """Arrays of a problem whose stages are where `placement` says."""
+    """The arrays of a problem whose stages are where `placement` says."""
     n, count, v = problem.ranks, problem.mini_batches, placement.chunks
     owner = np.repeat(range(len(problem.models)), v)
     total = np.array([problem.models[m].micro_batches * count for m in owner], dtype=np.int64)
@@ -195,7 +195,7 @@ def _fill_tails(instance: SearchInstance) -> None:
 
 
 def work(problem: ScheduleProblem, placement: StagePlacement) -> Floats:
-    """Time of all passes of all models, for each rank (N,)."""
+    """The time of all passes of all models on each rank, (N,)."""
     result = np.zeros(problem.ranks)
     for index, m in enumerate(problem.models):
         fields = ("forward", "backward")
@@ -225,6 +225,6 @@ def mirror(instance: SearchInstance) -> SearchInstance:
 
 
 def unmirror(instance: SearchInstance, orders: Ints) -> Ints:
-    """Orders of the instance itself, from those of its mirror image."""
+    """The orders of the instance itself, from those of its mirror image."""
     codes = orders[:, ::-1]
     return np.ascontiguousarray(KINDS * (codes // KINDS) + instance.kinds - 1 - codes % KINDS)

@@ -78,12 +78,12 @@ class ScheduleProblem:
 
     @property
     def latencies(self) -> Floats:
-        """Latency from rank to rank, (N, N)."""
+        """The latency from rank to rank, (N, N)."""
         return np.broadcast_to(np.asarray(self.communication, dtype=np.float64), (self.ranks, self.ranks))
 
     def array(self, model: int, field: str) -> Floats:
-        """A model's times or sizes as (ranks, micro-batches), with one chunk a rank: rank first + r holds stage
-        r % stages of pipeline r // stages; 0 where a rank holds nothing of it."""
+        """A model's times or sizes as (ranks, micro-batches), with one chunk a rank. Rank first + r holds stage r %
+        stages of pipeline r // stages. The values are 0 on ranks that hold nothing of the model."""
         m = self.models[model]
         own = self.along(model, field).reshape(len(m.ranks), -1)
         result = np.zeros((self.ranks, own.shape[1]))
@@ -91,8 +91,8 @@ class ScheduleProblem:
         return result
 
     def along(self, model: int, field: str, chunks: int = 1) -> Floats:
-        """A model's times or sizes along its pipelines, (pipelines, stages * chunks, micro-batches), where each rank
-        holds `chunks` stages of equal numbers of layers."""
+        """A model's times or sizes along its pipelines, (pipelines, stages * chunks, micro-batches), if each rank holds
+        `chunks` stages of equal numbers of layers."""
         m = self.models[model]
         value: Any = getattr(m, field)
         if field == "input_gradient" and value is None:
@@ -110,13 +110,13 @@ class ScheduleProblem:
 
     @property
     def least_memory(self) -> float:
-        """The activation memory that every schedule with one stage a rank needs: that of the largest micro-batch in one
+        """The activation memory that every schedule with one stage a rank needs, for the largest micro-batch in one
         stage."""
         return self.least_memory_of(1)
 
     def least_memory_of(self, chunks: int, loop: bool = False) -> float:
         """The activation memory that every schedule with so many stages a rank needs. A rank holds a micro-batch in all
-        of its stages when it has run the last one forward. `loop`: stages go round and not back."""
+        of its stages when it has run the last one forward. `loop`: the stages are placed as in `Shape.LOOP`."""
         most = 0.0
         for index, m in enumerate(self.models):
             each = self.along(index, "activation", chunks).reshape(m.pipelines, chunks, m.stages, -1)
@@ -272,7 +272,7 @@ def _check_values(problem: ScheduleProblem, index: int, m: ModelPipelines) -> No
 
 
 def serial_memory(problem: ScheduleProblem) -> float:
-    """Peak activation memory of a rank under serial 1F1B: the first stage holds min(M, pp) micro-batches."""
+    """The peak activation memory of a rank under serial 1F1B. The first stage holds min(M, pp) micro-batches."""
     peak = 0.0
     for index, m in enumerate(problem.models):
         sizes = problem.array(index, "activation")

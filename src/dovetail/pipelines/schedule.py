@@ -1,4 +1,4 @@
-"""A schedule: the orders of passes on all ranks, their times and their memory."""
+"""Defines a schedule: the orders of passes on all ranks, their times and their memory."""
 
 from __future__ import annotations
 
@@ -99,6 +99,7 @@ def timing_arguments(i: SearchInstance) -> tuple[object, ...]:
 
 
 def steps_argument(i: SearchInstance) -> object:
-    """The optimizer steps for the kernels: a tuple where ranks hold two chunks, one of each model or two of one, which
-    makes them faster, and else an array. So they are compiled for these two cases, not for each number of chunks."""
+    """The optimizer steps for the kernels. They are a tuple if ranks hold two chunks in all, because that makes the
+    kernels faster. Otherwise they are an array. So kernels are compiled for two cases, not for each number of
+    chunks."""
     return tuple(i.step) if len(i.step) == 2 else i.step

@@ -1,4 +1,4 @@
-"""A schedule as a JSON document."""
+"""Writes a schedule as a JSON document."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dovetail.pipelines.schedule import Schedule
 
 
 def document(schedule: Schedule) -> dict[str, Any]:
-    """What `dovetail schedule -o` writes.
+    """The document that `dovetail schedule -o` writes.
 
     A model's `stages` is the number of stages in a pipeline. `ranks` names each stage's rank, by pipeline. With two
     chunks per rank, it names each rank twice. Times and sizes describe one stage. They are one number if they are

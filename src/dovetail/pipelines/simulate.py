@@ -7,7 +7,7 @@ placement of any shape can be simulated:
 
 - `duration` (C, 3, N, Q): time of each pass. With whole backwards B is the backward. With split backwards B is the
   input gradient and W the weight gradient.
-- `before`, `after` (C, N, 2): chunk and rank of the previous and the next stage; -1 where there is none. `before[0, 3]`
+- `before`, `after` (C, N, 2): chunk and rank of the previous and the next stage, or -1 if there is none. `before[0, 3]`
   is the stage that sends activations to the stage of chunk 0 on rank 3.
 - `latency` (C, 2, N): time of the message from the previous stage before F, and from the next stage before B.
 - `total` (C,): micro-batches of all mini-batches; `group` (C,): micro-batches of one mini-batch.
@@ -34,17 +34,18 @@ KINDS = 3
 
 
 def one_f_one_b(stages: int, stage: int, micro_batches: int, backward: Sequence[int] = (B,)) -> list[int]:
-    """Kinds of passes of one stage under 1F1B (PipeDream-Flush; Narayanan et al. 2021, section 2.2).
+    """The kinds of passes of one stage under 1F1B (PipeDream-Flush; Narayanan et al. 2021, section 2.2).
 
-    Warm-up of `stages - stage` forwards, then one backward and one forward in turn, then the remaining backwards. At
-    most `stages - stage` micro-batches are in flight. `backward`: the kinds that make up a backward."""
+    The warm-up has `stages - stage` forwards. Then one backward and one forward run in turn, and then the remaining
+    backwards. At most `stages - stage` micro-batches are in flight. `backward`: the kinds that make up a backward."""
     warm_up = min(stages - stage, micro_batches)
     back = list(backward)
     return [F] * warm_up + [*back, F] * (micro_batches - warm_up) + back * warm_up
 
 
 def simulate_1f1b(forward: Floats, backward: Floats, latency: float = 0.0) -> Floats:
-    """Ends of all passes of one pipeline under 1F1B, (2, stages, micro-batches): forwards, then backwards.
+    """The ends of all passes of one pipeline under 1F1B, (2, stages, micro-batches), first of forwards and then of
+    backwards.
 
     `forward`, `backward`: times of the passes, (stages, micro-batches). `latency`: time of a message to a neighbouring
     stage. The makespan is the largest end. A pass starts at its end less its time."""
@@ -67,13 +68,13 @@ def simulate_1f1b(forward: Floats, backward: Floats, latency: float = 0.0) -> Fl
 def run_orders(  # type: ignore[no-untyped-def]
     orders, duration, before, after, total, group, wait, step, latency, split, finish
 ):
-    """Fill `finish` (C, 3, N, Q) with the ends of all passes; returns the makespan, or -1 where the orders deadlock."""
+    """Fill `finish` (C, 3, N, Q) with the ends of all passes. Returns the makespan, or -1 if the orders deadlock."""
     n, length = orders.shape
     chunks = len(step)
     place = np.zeros(n, np.int64)
     free = np.zeros(n)
     count = np.zeros((n, 3 * chunks), np.int64)
-    # Ranks that have finished a mini-batch of a chunk; those that do not hold the chunk count from the start.
+    # The ranks that have finished a mini-batch of a chunk. Those that do not hold the chunk count from the start.
     closed = np.full((chunks, wait.shape[1]), n, np.int64)
     closing = np.zeros((chunks, wait.shape[1]))
     stack = np.zeros(n, np.int64)
@@ -164,8 +165,8 @@ def run_orders(  # type: ignore[no-untyped-def]
 
 @light_kernel
 def order_peak(order, x, activation, split):  # type: ignore[no-untyped-def]
-    """Peak activation memory of rank x; -1 where a backward comes before its forward. `activation` (C, N, Q) is held
-    from the start of F to the end of B, or of W with split backwards."""
+    """The peak activation memory of rank x, or -1 if a backward comes before its forward. `activation` (C, N, Q) is
+    held from the start of F to the end of B, or of W with split backwards."""
     memory = 0.0
     peak = 0.0
     count = np.zeros(3 * activation.shape[0], np.int64)

@@ -1,4 +1,4 @@
-"""Kernel: simulated annealing by moves on the critical path, under a limit of activation memory.
+"""The kernel of simulated annealing by moves on the critical path, under a limit of activation memory.
 
 A move takes one pass some places forward or back within its rank's order. Two things make a move fast. The peak memory
 of a rank depends on its order alone, so a move that exceeds the limit is rejected before any time is computed. Times
@@ -18,10 +18,12 @@ def anneal(  # type: ignore[no-untyped-def]
     orders, duration, before, after, total, group, wait, step, latency, split, tail, activation, limit,
     target, moves, hot, cold, reach, seed, stop, task, best_orders,
 ):  # fmt: skip
-    """Minimise the makespan of `orders`, which are within `limit`; fills `best_orders` and returns their makespan.
+    """Minimise the makespan of `orders`, which keep to the memory limit `limit`. Fills `best_orders` and returns their
+    makespan.
 
-    Temperatures `hot` to `cold` in units of time, over `moves` moves of up to `reach` places. Stops at `target`, or
-    where stop[i] is set for some i < task. The last element of `stop` says that the time is up."""
+    The temperature falls from `hot` to `cold`, in units of time, over `moves` moves of up to `reach` places. The kernel
+    stops at the makespan `target`, or if stop[i] is set for some i < task. The last element of `stop` says that the
+    time is up."""
     np.random.seed(seed)
     n, length = orders.shape
     chunks = len(step)
@@ -45,7 +47,7 @@ def anneal(  # type: ignore[no-untyped-def]
         stop[task] = 1
         return best
     last_kind = 2 if split else 1
-    # Whether a micro-batch is the first or the last one of a mini-batch: a look-up is faster than a division.
+    # Tables of the first and the last micro-batches of mini-batches. A look-up is faster than a division.
     first = np.zeros((chunks, duration.shape[3]), np.bool_)
     final = np.zeros((chunks, duration.shape[3]), np.bool_)
     for m in range(chunks):
@@ -279,7 +281,8 @@ def _critical_path(  # type: ignore[no-untyped-def]
     order, index, where, finish, duration, before, after, group, wait, step, latency, makespan, last_kind,
     path_x, path_i,
 ):  # fmt: skip
-    """Positions of one path, chosen at random at each fork, that determines the makespan. Returns its length."""
+    """Fills `path_x` and `path_i` with the ranks and places of one critical path, chosen at random at each fork.
+    Returns its length."""
     n, length = order.shape
     x = np.random.randint(n)
     for _ in range(n):

@@ -19,7 +19,7 @@ from dovetail.pipelines.search.find import find
 from dovetail.pipelines.search.rounds import SearchEffort
 
 VERSION = 2
-"""Of the search. Answers that an older search has kept are not used."""
+"""The version of the search. Answers that an older version has kept are not used."""
 Finder = Callable[[ScheduleProblem, str, SearchEffort], Schedule]
 
 
@@ -36,7 +36,7 @@ class Choice:
     refused: dict[str, str]
 
     def loss(self, family: str) -> float:
-        """How much longer the family takes than the best one: 0.08 is 8 % longer."""
+        """The fraction by which the family takes longer than the best one. 0.08 means 8 % longer."""
         return self.schedules[family].makespan / self.best.makespan - 1
 
 
@@ -86,7 +86,7 @@ def _by_rule(instance: SearchInstance, name: str) -> Schedule | None:
 def pareto(
     problem: ScheduleProblem, family: str, effort: SearchEffort, points: int = 6, finder: Finder = _find
 ) -> list[Schedule]:
-    """The Pareto front of one family, makespan against peak activation memory: no schedule in the front is both faster
+    """The Pareto front of one family, makespan against peak activation memory. No schedule in the front is both faster
     and smaller than another. The fastest comes first.
 
     The first schedule is the fastest within the problem's own limit. The others keep to lower limits, evenly spaced
@@ -99,7 +99,7 @@ def pareto(
     least, step = problem.least_memory, (found[0].peak - problem.least_memory) / max(1, points - 1)
     limit = found[0].peak
     while step > 0 and limit > least * (1 + 1e-9) and len(found) < points:
-        # Beside the even steps, never what was reached already.
+        # The limits fall in even steps, and always below the peak that was reached already.
         limit = max(least, min(limit - step, found[-1].peak * (1 - 1e-6)))
         try:
             found.append(finder(replace(problem, memory_limit=limit), family, share))
@@ -137,7 +137,7 @@ def cached_find(
 
 
 def _read(problem: ScheduleProblem, family: str, text: str | None) -> Schedule | None:
-    """A kept answer, or None where it does not belong to the problem."""
+    """A kept answer, or None if it does not belong to the problem."""
     try:
         entry = json.loads(text or "")
         instance = family_instance(problem, family_of(family, len(problem.models)))
