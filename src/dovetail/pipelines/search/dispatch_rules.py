@@ -1,12 +1,12 @@
-"""For many passes: dispatch rules. Each rule lists a whole schedule at once.
+"""Searches schedules of many passes by dispatch rules. Each rule lists a whole schedule at once.
 
-`listing.list_schedule` looks at all ranks whenever one of them becomes free, and where memory is scarce most of its
-schedules of several chunks a rank end in a deadlock. This list scheduler looks only at the rank that becomes free or
-gets a message. It keeps room for what is on its way, and it fills a wait with passes that end in time. A rule is a few
-numbers, so good rules of large problems are found in a few hundred listings.
+`listing.list_schedule` looks at all ranks whenever one of them becomes free. If memory is scarce, most of its schedules
+of several chunks a rank end in a deadlock. This list scheduler looks only at the rank that becomes free or gets a
+message. It keeps memory for micro-batches that are on their way, and it fills a wait with passes that end in time. A
+rule is a few numbers, so good rules of large problems are found in a few hundred listings.
 
 Passes that are nearer to the end of their micro-batch go first (last buffer first served: Kumar, Re-entrant lines,
-1993). They shorten the stay of what is in memory. Weight gradients and the smaller model fill the rest."""
+1993). So activations stay in memory for a shorter time. Weight gradients and the smaller model fill the rest."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from dovetail.pipelines.instance import SearchInstance
 from dovetail.pipelines.simulate import KINDS, F, Floats, Ints, W
 
 ROUND = 8
-"""Rules that are listed at once."""
+"""The number of rules that are listed at once."""
 KEPT = 6
-"""Rules that the search goes on from."""
+"""The number of rules that the search goes on from."""
 UNLIMITED = 1e300
 
 
@@ -34,15 +34,15 @@ def dispatch(  # type: ignore[no-untyped-def]
     duration, before, after, total, latency, activation, split, each, limit, keys, slope, release, room, spare, look,
     stop_at, finish, orders,
 ):  # fmt: skip
-    """Fill `orders` (N, length) and `finish` (C, 3, N, Q); returns the makespan, or -1 where all ranks wait or the
-    schedule would end after `stop_at`. For one mini-batch, in which no model waits for the other.
+    """Fill `orders` (N, length) and `finish` (C, 3, N, Q). Returns the makespan, or -1 if all ranks wait or the
+    schedule would end after `stop_at`. There is one mini-batch, in which no model waits for the other.
 
     A free rank takes the pass of the lowest priority among those that are ready within `look` (C, 3), and waits for it.
     A pass that ends before that is run first. The priority is `keys` (N, C, 3) plus `slope` (C, 3) times the progress
-    through the micro-batches. A micro-batch enters a model's first stage (of `each` chunks a model) not before
-    `release` (C, Q). A forward starts where the rank holds fewer than `room` (C) micro-batches in this chunk, and where
-    the memory leaves `spare` (C) and room for one micro-batch in each chunk that some are on their way to. So some
-    micro-batch can always end where the limit is enough for one of each model."""
+    through the micro-batches. Each model has `each` chunks. A micro-batch does not enter the first stage before
+    `release` (C, Q). A forward starts only if the rank holds fewer than `room` (C) micro-batches in this chunk. The
+    memory must also leave `spare` (C), and room for one micro-batch in each chunk that some are on their way to. So
+    some micro-batch can always end if the limit is enough for one of each model."""
     n, length = orders.shape
     chunks = keys.shape[1]
     far = 1e300
@@ -95,7 +95,8 @@ def dispatch(  # type: ignore[no-untyped-def]
         spare_best = far  # the best of those that are ready now
         spare_choice = -1
         for attempt in range(2):
-            # First the best pass; then, where that is not ready yet, the best that ends before.
+            # The first attempt takes the best pass. If that is not ready yet, the second one takes the best that ends
+            # before.
             if attempt == 1 and (choice < 0 or choice_ready <= t):
                 break
             for c in range(chunks):
@@ -119,7 +120,7 @@ def dispatch(  # type: ignore[no-untyped-def]
                         if need > limit:
                             continue
                         for o in range(chunks):
-                            # What is on its way and will need room here; else two models wait for each other.
+                            # Keep room for what is on its way here. Otherwise two models wait for each other.
                             m = o // each
                             if o == c or held[x, o] > 0 or count[x, o, 0] >= total[o]:
                                 continue
@@ -185,12 +186,13 @@ def dispatch(  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, eq=False)
 class DispatchRule:
-    """Priorities and limits of one listing; see `dispatch`.
+    """The priorities and limits of one listing (see `dispatch`).
 
-    `base`, `place`, `slope` (C, 3): the priority of a kind of passes, how it changes along the pipeline, and through
-    the micro-batches. `look` (C, 3), `room` (C), `spare` (C) as in `dispatch`; `look` in times of the model's longest
-    forward. `stream` (2, 4): when a model's micro-batches enter. A share of them enters from the beginning on, at some
-    distance in time, and the others from some time on, at some distance: share, distance, time, distance."""
+    `base`, `place`, `slope` (C, 3): the priority of a kind of passes, how it changes along the pipeline, and how it
+    changes through the micro-batches. `look` (C, 3), `room` (C), `spare` (C): as in `dispatch`, but `look` is a
+    multiple of the model's longest forward. `stream` (2, 4): for each model a share, a distance, a time and a second
+    distance. The share of its micro-batches enters from the beginning on, at the first distance in time. The others
+    enter from that time on, at the second distance."""
 
     base: Floats
     place: Floats
@@ -202,10 +204,10 @@ class DispatchRule:
 
 
 class DispatchSearch:
-    """Rules of an instance: first some that are good for many problems, then changes of the best.
+    """Searches rules for an instance. It first tries some that are good for many problems, and then changes the best.
 
-    A round lists a fixed number of rules, each on a thread. The best few are kept. So the answer depends on the seed
-    and on the number of rounds, not on the number of threads."""
+    A round lists a fixed number of rules, each on a thread, and the best few are kept. So the answer depends on the
+    seed and on the number of rounds, not on the number of threads."""
 
     def __init__(self, instance: SearchInstance, seed: int) -> None:
         self.instance = instance
@@ -222,7 +224,7 @@ class DispatchSearch:
 
     @property
     def best(self) -> Ints | None:
-        """The fastest orders so far, or None where none fits."""
+        """The fastest orders so far, or None if none fits."""
         return self._kept[0][3] if self._kept else None
 
     @property
@@ -267,7 +269,7 @@ class DispatchSearch:
         small = int(self._work[1] <= self._work[0])
         big = 1 - small
         stages, count = i.problem.models[big].stages, int(i.total[big * v])
-        # What memory allows at best: so long after one another micro-batches of the larger model enter.
+        # The least time that memory allows between the entries of two micro-batches of the larger model.
         limited = self._limit < UNLIMITED
         interval = least_interval(i, big) if limited else 0.0
         busy = self._work[big] / count / i.ranks
@@ -300,9 +302,10 @@ class DispatchSearch:
 
     def _ramps(self, small: int, interval: float) -> Iterator[DispatchRule]:
         """Rules for scarce memory. In the steady state the larger model fills it, and each micro-batch of the smaller
-        model takes the place of one of its. So the smaller model runs while the memory fills and empties: a part of its
-        micro-batches enters from the beginning on, no faster than a rank can run them, and the others near the end. Its
-        passes only fill gaps. `interval`: the time between micro-batches of the larger model that memory allows."""
+        model would take the place of one of the larger. So the smaller model runs while the memory fills and empties. A
+        part of its micro-batches enters from the beginning on, no faster than a rank can run them. The others enter
+        near the end. Its passes only fill gaps. `interval`: the time between micro-batches of the larger model that
+        memory allows."""
         i, v, chunks = self.instance, self._each, len(self._owner)
         busy = self._work[small] / int(i.total[small * v]) / i.ranks
         for (late, share), look, factor, spare, later in itertools.product(

@@ -18,7 +18,7 @@ from dovetail.pipelines.simulate import KINDS, B, F, Ints, W
 
 _SCALES = (1, 2, 4, 5, 8, 10, 20, 25, 40, 50, 100, 1000, 10_000)
 _TIMES, _SIZES = 1e6, 1e4
-"""Steps of the target and of the limit, where values have no common unit."""
+"""The numbers of steps that divide the target and the limit, if values have no common unit."""
 
 
 def available() -> bool:
@@ -28,18 +28,18 @@ def available() -> bool:
 
 @dataclass(frozen=True)
 class Proof:
-    """`orders` of a schedule, or None. `impossible`: it is proved that there is none."""
+    """`orders`: those of a schedule, or None. `impossible`: it is proved that there is none."""
 
     orders: Ints | None
     impossible: bool = False
 
 
 class ExactSearch:
-    """One question. `stop` may be called from another thread while `run` is running, and ends it soon.
+    """One question to CP-SAT. Another thread may call `stop` while `run` is running. Then `run` ends soon.
 
-    `target`: largest makespan allowed. `limit`: largest activation memory of a rank, or None. Times without a common
-    unit are rounded up to a millionth of the target, and sizes to a ten-thousandth of the limit. What is then found is
-    valid, but nothing is proved."""
+    `target`: the largest makespan allowed. `limit`: the largest activation memory of a rank, or None. Times without a
+    common unit are rounded up to a millionth of the target, and sizes to a ten-thousandth of the limit. What is then
+    found is valid, but nothing is proved."""
 
     def __init__(self, instance: SearchInstance, target: float, limit: float | None) -> None:
         from ortools.sat.python import cp_model
@@ -68,7 +68,8 @@ class ExactSearch:
             self._rank(rank, limit)
 
     def run(self, work: float, seed: int, stopped: Callable[[], bool] = lambda: False) -> Proof:
-        """The answer, by one thread. `work`: limit in CP-SAT's deterministic seconds, each some seconds of a core.
+        """The answer, by one thread. `work`: the limit in CP-SAT's deterministic seconds. Each of them takes some
+        seconds of a core.
 
         Equal arguments give equal answers, unless `stopped` or `stop` ends the run."""
         if stopped():
@@ -84,7 +85,7 @@ class ExactSearch:
         self._solver.stop_search()
 
     def _window(self, m: int) -> dict[tuple[int, int, int, int], tuple[int, int]]:
-        """Earliest and latest start of each of a model's passes, as if it ran alone. Keys: chunk, kind, rank and
+        """The earliest and the latest start of each of a model's passes, as if it ran alone, by chunk, kind, rank and
         micro-batch.
 
         One recursion gives both: the latest starts are those of the problem run backwards in time."""
@@ -200,7 +201,7 @@ class ExactSearch:
 
 
 def time_unit(instance: SearchInstance) -> float | None:
-    """A unit of which all times are multiples, and so is every makespan; None where there is none."""
+    """A unit of which all times, and so every makespan, are multiples. None if there is none."""
     scale, exact = _scale(_times(instance), 1.0, _TIMES)
     return 1 / scale if exact else None
 
@@ -210,7 +211,8 @@ def _times(instance: SearchInstance) -> Any:
 
 
 def _scale(values: Any, largest: float, steps: float) -> tuple[float, bool]:
-    """A factor that makes all `values` whole numbers, and True. Else one that gives them enough digits, and False."""
+    """A factor that makes all `values` whole numbers, and True. If there is none, a factor that gives them enough
+    digits, and False."""
     for scale in _SCALES:
         scaled = values * scale
         if (np.abs(scaled - np.round(scaled)) <= 1e-6).all():

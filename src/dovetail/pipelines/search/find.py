@@ -1,10 +1,11 @@
-"""The search: the shortest makespan first, then less memory at that makespan (RLHFuse, section 5.2, anneals instead).
+"""Searches for the shortest makespan, and then for less memory at that makespan. RLHFuse (section 5.2) anneals instead.
 
-1. Random priority rules for a list scheduler, on the problem and on its mirror image in time.
-2. From the best of those: justification, where backwards are split, and annealing on the critical path, under a limit
-   of activation memory. For many micro-batches: a schedule of a few, whose steady state is repeated. For many ranks:
-   dispatch rules, a schedule of fewer ranks, stretched, and where memory is scarce one whose larger model never waits.
-3. CP-SAT, where OR-Tools is installed, on what these do not reach. It also proves that nothing is faster."""
+1. A list scheduler lists the problem and its mirror image in time, by random priority rules.
+2. The best of these schedules are improved under a limit of activation memory, by justification if backwards are split,
+   and by annealing on the critical path. If there are many micro-batches, a schedule of a few is found, and its steady
+   state is repeated. For many ranks there are dispatch rules and a schedule of fewer ranks that is stretched. If memory
+   is scarce too, there is a schedule whose larger model never waits.
+3. If OR-Tools is installed, CP-SAT tries what these do not reach. It also proves that nothing is faster."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ class _Search(Rounds):
                 continue
             self.rounds += 1
             instance = family_instance(replace(fewer, memory_limit=None), self.family)
-            # Without limits: what the limit adds to the bound of the whole problem is not there in a part of it.
+            # Both bounds are without limits. What the limit adds to the bound of the whole problem does not hold for a
+            # part.
             whole = family_instance(replace(self.instance.problem, memory_limit=None), self.family)
             shift = lower_bound(whole) - lower_bound(instance)
             effort = replace(self.effort, seconds=self.left(), seed=self.seed(number), progress=None)
@@ -104,7 +106,7 @@ class _Search(Rounds):
         return replace(self.best, proved=self.proved)
 
     def _starts(self, cap: float, known: Sequence[Known]) -> Iterable[Known]:
-        """Known schedules, and one model after the other by a rule, where they fit. The search never ends with less."""
+        """The known schedules and those that a rule builds, if they fit. The search never ends with a worse one."""
         for start, how in (*known, *((orders, "rule") for orders in starts(self.instance))):
             try:
                 if evaluate(self.instance, start).fits(cap):
@@ -137,8 +139,8 @@ class _Search(Rounds):
                 return
 
     def _less_memory(self, serial: float) -> None:
-        """Less memory at the same makespan, down to that of serial 1F1B or to what is enough: a bisection between the
-        limit that failed and the one that was reached.
+        """Search for less memory at the same makespan, down to that of serial 1F1B or to what is enough. The search is
+        a bisection between the limit that failed and the one that was reached.
 
         What can be found is often found at once, and a failure takes a whole round. So rounds begin small."""
         assert self.best is not None
@@ -212,7 +214,7 @@ def _known(
     """Orders that the search of a large problem starts from."""
     problem = instance.problem
     large = instance.ranks * instance.length > LARGE
-    # Where the models meet between mini-batches of equal times, nothing is faster than the best of one repeated.
+    # If the models meet between mini-batches of equal times, nothing is faster than to repeat the best one.
     if problem.mini_batches > 1 and (large or instance.coupling is not Coupling.ROLLED):
         yield _repeated(problem, family, effort), "rule"
     yield _unrolled(problem, family, effort, pool), "period"
@@ -228,8 +230,8 @@ def _known(
 
 
 def find(problem: ScheduleProblem, family: Family, effort: SearchEffort, start: Schedule | None = None) -> Schedule:
-    """The family's best schedule within the problem's memory limit: the fastest, and of those the one with the lowest
-    peak memory.
+    """The family's fastest schedule within the problem's memory limit. Of equally fast ones it has the lowest peak
+    memory.
 
     `start`: a known schedule to improve, for example a schedule of the same problem with other times. It is ignored if
     it does not hold the passes of this problem. Raises ProblemError if no schedule within the limit is found."""

@@ -1,4 +1,4 @@
-"""The levels of a search: cheap methods first, then more work for what they did not find."""
+"""Lists the levels of a search. Cheap methods come first, and then more work for what they did not find."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 
 class Level(NamedTuple):
-    """What one level tries. `part`: of a round's work. `rules`, `justifying`, `annealing`: number of rounds. `work`: of
-    each of `runs` runs of CP-SAT, in its deterministic seconds. `thin`: tries without the larger model's steady state.
-    `near`: anneal where the best schedule is this near to the target."""
+    """What one level tries. `part`: the fraction of a round's work. `rules`, `justifying`, `annealing`: the numbers of
+    rounds. `work`: the limit of each of `runs` runs of CP-SAT, in its deterministic seconds. `thin`: the number of
+    tries without the larger model's steady state. `near`: such a try anneals only if its best schedule is within this
+    factor of the target."""
 
     part: float = 1.0
     rules: int = 0
@@ -61,11 +62,12 @@ THINNED = (
     Level(rules=1),
 )
 SPARES = (2, 1, 2, 3)
-"""Quarters of its stages that the larger model keeps as micro-batches beyond its warm-up, in turn."""
+"""The micro-batches that the larger model keeps beyond its warm-up, in quarters of its stages. They are tried in
+turn."""
 POLISH = 1.01
 """A repeated steady state that ends within this factor of the target is annealed."""
 CLOSING = Level(work=2.5, runs=4)
 NEAR = 1.05
-"""CP-SAT looks for a schedule at the bound only where the best one is within this factor of it."""
+"""CP-SAT looks for a schedule at the bound only if the best one is within this factor of it."""
 DISPATCH_ROUNDS = 1000
-"""Rounds of dispatch rules where the time does not end them."""
+"""The rounds of dispatch rules with `SearchEffort.scale` 1, if time does not end them before."""

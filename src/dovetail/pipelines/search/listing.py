@@ -1,4 +1,4 @@
-"""Kernels: a list scheduler, and two searches on top of it: random priority rules and justification."""
+"""The kernels of a list scheduler and of two searches on top of it, by random priority rules and by justification."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ def list_schedule(  # type: ignore[no-untyped-def]
     duration, before, after, total, group, wait, step, latency, activation, form, limit, room, keys, patience, window,
     look, stop_at, finish, orders,
 ):  # fmt: skip
-    """Fill `orders` (N, length) and `finish` (C, 3, N, Q); returns the makespan, or -1 where the limits block all ranks
-    or a pass ends after `stop_at`.
+    """Fill `orders` (N, length) and `finish` (C, 3, N, Q). Returns the makespan, or -1 if the limits block all ranks or
+    a pass ends after `stop_at`.
 
     A free rank takes the pass of the lowest priority among those that are ready within `look` (C, 3), and waits for it.
     The priority is `keys` (C, 3, N, Q) plus `patience` times the wait. No pass starts earlier than `window` before its
     key. A rank holds at most `limit` of activations and `room` (N, C) micro-batches of each chunk. `form`: see
-    `Instance.form`."""
+    `SearchInstance.form`."""
     n = orders.shape[0]
     chunks = len(step)
     mini = wait.shape[1]
@@ -163,11 +163,12 @@ def search_rules(  # type: ignore[no-untyped-def]
     duration, before, after, total, group, wait, step, latency, split, position, stages, activation, limit,
     tries, seed, target, unit, stop, task, best_orders,
 ):  # fmt: skip
-    """`tries` random and mutated rules; fills `best_orders` and returns their makespan, 1e300 where none fits.
+    """Try `tries` random and mutated rules. Fills `best_orders` and returns their makespan, or 1e300 if none fits.
 
     A rule gives each pass the priority `base` + `slope` times the progress within the mini-batch + `patience` times the
-    wait + `lateness` times the number of the mini-batch. It also sets `room` and `look` of `list_schedule`. Stops at
-    `target`, or where stop[i] is set for some i < task. The last element of `stop` says that the time is up."""
+    wait + `lateness` times the number of the mini-batch. It also sets `room` and `look` of `list_schedule`. The kernel
+    stops at the makespan `target`, or if stop[i] is set for some i < task. The last element of `stop` says that the
+    time is up."""
     np.random.seed(seed)
     n = best_orders.shape[0]
     chunks = len(step)
@@ -256,7 +257,7 @@ def search_rules(  # type: ignore[no-untyped-def]
                 if np.random.random() < 0.1:
                     lateness = abs(lateness + np.random.normal())
             else:
-                # A change to a few ranks: blocks of pipelines and bottlenecks need rules of their own.
+                # A change to a few ranks, because blocks of pipelines and bottlenecks need rules of their own.
                 for _ in range(1 + np.random.randint(4)):
                     x = np.random.randint(n)
                     code = np.random.randint(codes)
@@ -300,16 +301,16 @@ def justify(  # type: ignore[no-untyped-def]
     duration, before, after, total, group, wait, step, latency, activation, forms, limit, start, tries, seed, target,
     unit, stop, task, best_orders,
 ):  # fmt: skip
-    """Forward-backward improvement (Valls, Ballestin and Quintanilla, 2005, for project scheduling): `tries` listings
-    from `start` (C, 3, N, Q), the ends of a schedule.
+    """Improve a schedule forward and backward (Valls, Ballestin and Quintanilla, 2005, for project scheduling). There
+    are `tries` listings from `start` (C, 3, N, Q), the ends of a schedule.
 
     Passes are listed in the order of their starts, alternately from the front and, on the mirror image in time, from
     the back. What a list scheduler decides badly at one end, it decides well from the other. The starts are perturbed a
     little, so that the search goes on where neither direction improves the schedule.
 
-    `duration`, `activation`, `latency` and `forms` have one more axis in front: the instance, its mirror image. Fills
-    `best_orders` and returns their makespan, 1e300 where nothing is faster than `start`. Stops at `target`, or where
-    stop[i] is set for some i < task. The last element of `stop` says that the time is up."""
+    `duration`, `activation`, `latency` and `forms` have one more axis in front, for the instance and its mirror image.
+    Fills `best_orders` and returns their makespan, or 1e300 if nothing is faster than `start`. The kernel stops at the
+    makespan `target`, or if stop[i] is set for some i < task. The last element of `stop` says that the time is up."""
     np.random.seed(seed)
     n, length = best_orders.shape
     chunks = len(step)

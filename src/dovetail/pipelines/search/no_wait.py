@@ -1,14 +1,14 @@
-"""For many ranks and scarce memory: schedules in which the larger model's micro-batches never wait.
+"""Builds schedules for many ranks and scarce memory, in which the larger model's micro-batches never wait.
 
-Where memory decides how often a micro-batch may enter, one that waits on its way holds memory for longer, and so all
-later ones enter later. In a V each rank passes micro-batches on in both directions, and those that meet would wait.
-They never meet if each pass and its message take one slot of time, as in a systolic array. A template then says in
-which slot after its entry a micro-batch is where. Two micro-batches share no slot if the distance of their entries is
+If memory decides how often a micro-batch may enter, one that waits on its way holds memory for longer. So all later
+ones enter later. In a V each rank passes micro-batches on in both directions, and those that meet would wait. They
+never meet if each pass and its message take one slot of time, as in a systolic array. A template then says on which
+rank a micro-batch is in each slot after its entry. Two micro-batches share no slot if the distance of their entries is
 right (no-wait flow shops: Hall and Sriskandarajah, 1996).
 
 Micro-batches of the larger model enter as early as template and memory allow. The passes of the smaller model take the
-time between: its micro-batches run as early as the rest of the memory allows, until the memory is full, and the others,
-backwards in time, as late as the end allows."""
+time between. Its first micro-batches run as early as the rest of the memory allows. The others are placed backwards in
+time, as late as the end allows."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from dovetail.pipelines.schedule import DeadlockError, evaluate
 from dovetail.pipelines.simulate import KINDS, Floats, Ints
 
 LATE = (2, 1, 3, 4)
-"""Slots from an input gradient to its weight gradient."""
+"""The numbers of slots from an input gradient to its weight gradient that are tried."""
 SPACINGS = (1.004, 0.95, 0.955, 0.96, 0.965, 0.97, 0.975, 0.98, 0.985, 0.99, 0.995, 0.94, 0.93, 0.9, 0.0)
-"""How evenly micro-batches enter: their least distance, as a share of the mean distance that memory allows. With 1 they
-enter evenly, with 0 in bursts."""
+"""The least distance between entries, as a share of the mean distance that memory allows. With 1 micro-batches enter
+evenly, and with 0 in bursts."""
 LONGER = (0.0, 0.001, 0.002, 0.004, 0.01, 0.03, 0.1)
-"""By how much the end may be later, in turn, where the smaller model does not fit before it."""
+"""The fractions by which the end may be later if the smaller model does not fit before it. They are tried in turn."""
 
 
 def no_wait(instance: SearchInstance, left: Callable[[], float]) -> Ints | None:
-    """The fastest orders in which the larger model does not wait, or None where memory is not scarce.
+    """The fastest orders in which the larger model does not wait, or None if memory is not scarce.
 
-    Ends when no time is `left`, but tries once."""
+    It ends when no time is `left`, but tries at least once."""
     i, v, limit = instance, instance.placement.chunks, instance.problem.memory_limit
     owner = np.arange(len(i.total)) // v
     works = [float(i.duration[owner == m].sum()) for m in (0, 1)]
@@ -62,8 +62,8 @@ def no_wait(instance: SearchInstance, left: Callable[[], float]) -> Ints | None:
 
 
 class _Listing:
-    """`template` (chunks, 3, N): the slots of a micro-batch's passes, from its entry on; -1 where a rank has no stage.
-    It is the one whose micro-batches enter at the least distance, or None where none fits in the memory."""
+    """`template` (chunks, 3, N): the slots of a micro-batch's passes, counted from its entry, or -1 if a rank has no
+    stage. It is the template whose micro-batches enter at the least distance, or None if none fits in the memory."""
 
     def __init__(self, instance: SearchInstance, big: int, limit: float) -> None:
         i, v = instance, instance.placement.chunks
@@ -83,14 +83,15 @@ class _Listing:
                 self.template, self._distance = template, float(entered[0][-1]) / max(1, self._count - 1)
 
     def _enter(self, template: Ints, distance: float) -> tuple[Ints, Floats] | None:
-        """The slots in which micro-batches enter, and what each rank holds in each slot."""
+        """The slots in which micro-batches enter, and the memory that each rank holds in each slot. None if they do not
+        fit."""
         i, work = self._instance, 3 * len(template)
         held = np.zeros((i.ranks, 4 * self._count * work + 2 * int(template.max()) + 2))
         entries = np.zeros(self._count, np.int64)
         return (entries, held) if _enter(template, self._sizes, self._limit, work, distance, held, entries) else None
 
     def orders(self, spacing: float) -> Ints | None:
-        """Orders of both models, or None where the smaller one does not fit."""
+        """The orders of both models, or None if the smaller one does not fit."""
         assert self.template is not None
         entered = self._enter(self.template, spacing * self._distance)
         if entered is None:
@@ -105,7 +106,7 @@ class _Listing:
         return None
 
     def _filled(self, entries: Ints, held: Floats) -> Floats | None:
-        """Starts of all passes (C, 3, N, Q), or None where the smaller model does not fit before the end of `held`."""
+        """The starts of all passes (C, 3, N, Q), or None if the smaller model does not fit before the end of `held`."""
         i, slot, template = self._instance, self._slot, self.template
         assert template is not None
         starts = np.full(i.duration.shape, np.inf)
@@ -122,7 +123,7 @@ class _Listing:
                 nodes, i.duration, i.latency, i.activation, np.arange(few), False, end / 2, self._limit, slot, begins,
                 ends, held, starts,
             )  # fmt: skip
-            # The others backwards in time.
+            # The others are placed backwards in time.
             late = np.full_like(starts, np.inf)
             begins_late, ends_late = (np.full_like(begins, np.inf) for _ in range(2))
             for x in range(i.ranks):
@@ -154,10 +155,11 @@ def _orders(i: SearchInstance, starts: Floats) -> Ints:
 
 @kernel
 def _enter(template, sizes, limit, work, distance, held, entries):  # type: ignore[no-untyped-def]
-    """The earliest `entries` at which no two passes meet and memory is enough; whether there are any.
+    """Fills `entries` with the earliest slots in which no two passes meet and memory is enough. Returns whether there
+    are any.
 
-    `work`: slots that a micro-batch needs on a rank. Entry q is not before q times `distance`. `held` (N, slots): to be
-    filled with what a rank holds."""
+    `work`: the slots that a micro-batch needs on a rank. Entry q is not before q times `distance`. `held` (N, slots):
+    is filled with the memory that each rank holds."""
     chunks, kinds, n = template.shape
     last = 0
     for c in range(chunks):
@@ -215,7 +217,7 @@ def _enter(template, sizes, limit, work, distance, held, entries):  # type: igno
 
 @kernel
 def _occupy(starts, duration, count, begins, ends):  # type: ignore[no-untyped-def]
-    """Each rank's busy times in ascending order."""
+    """Fills `begins` and `ends` with each rank's busy times in ascending order."""
     chunks, _, n, _ = starts.shape
     for x in range(n):
         size = 0
@@ -234,7 +236,7 @@ def _occupy(starts, duration, count, begins, ends):  # type: ignore[no-untyped-d
 
 @kernel
 def _insert(begins, ends, at, length):  # type: ignore[no-untyped-def]
-    """The start of a pass of `length` in the first gap of a rank from `at` on, which it then takes."""
+    """Puts a pass of `length` into the first gap of a rank from `at` on. Returns its start."""
     k = np.searchsorted(ends, at, side="right")
     start = at
     while start + length > begins[k] + 1e-12:
@@ -265,7 +267,7 @@ def _fill(  # type: ignore[no-untyped-def]
     """Put micro-batches of one pipeline of the smaller model into the gaps, each as early as memory allows.
 
     `nodes`: chunk and rank of each stage. `numbers`: the micro-batches, in the order in which they enter. `mirrored`:
-    time runs backwards. `starts` (C, 3, N, Q): to be filled. Returns how many end before `until`."""
+    time runs backwards. `starts` (C, 3, N, Q): is filled. Returns how many micro-batches end before `until`."""
     stages = len(nodes)
     entry = 0.0
     before = -1

@@ -1,8 +1,8 @@
-"""Rounds of a search on one instance: rules, justification, annealing and CP-SAT.
+"""Runs the rounds of a search on one instance: rules, justification, annealing and CP-SAT.
 
 A round is a fixed amount of work in a few tasks, each with a seed of its own. Any number of threads may run them, as
 the kernels release the GIL. So the answer depends on the seed and the effort, but not on the number of cores. Only the
-end of the time changes it: that ends a round with the best schedule so far."""
+time limit changes it, because it ends a round with the best schedule so far."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ Progress = Callable[[str, float, float], None]
 class SearchEffort:
     """How long and how hard to search.
 
-    The search ends `seconds` after its start by `clock`. It may end later by a tenth of a second or by the time of the
-    first and smallest round. This round is left out if it takes long and a schedule is known. `memory`: look for less
-    memory once the makespan is found. `enough`: below this peak memory the search stops looking for less. `scale`: the
-    work of a round. `exact`: also use CP-SAT if it is installed."""
+    The search ends `seconds` after its start by `clock`. It may end a tenth of a second later, or after its first and
+    smallest round. This round is left out if it takes long and a schedule is known. `memory`: look for less memory once
+    the makespan is found. `enough`: below this peak memory the search stops looking for less. `scale`: the work of a
+    round. `exact`: also use CP-SAT if it is installed."""
 
     seconds: float = 20.0
     clock: Clock = lambda: 0.0
@@ -84,7 +84,7 @@ class Rounds:
 
     @property
     def long(self) -> bool:
-        """Whether a round takes long, and is not needed, as a schedule is known."""
+        """Whether a round takes long and is not needed, because a schedule is known."""
         return self.best is not None and self.size > LARGE
 
     def report(self, what: str) -> None:
@@ -99,11 +99,11 @@ class Rounds:
         return found
 
     def attempt(self, limit: float, target: float, level: Level) -> Schedule | None:
-        """The fastest schedule within `limit`, stopping at `target`, or None."""
+        """The fastest schedule that is found within `limit`, or None. The search stops at the makespan `target`."""
         top: list[Schedule] = []
         if self.best is not None and self.best.peak <= limit * (1 + 1e-9):
             top.append(self.best)
-        # Where one rule takes long, a few random ones find less than a schedule that is known already.
+        # If one rule takes long, a few random ones find nothing better than a schedule that is known already.
         work = [] if top and self.size > LARGE else ["rules"] * level.rules
         if self.mirrored is not None:
             work += ["justification"] * level.justifying
@@ -183,7 +183,7 @@ class Rounds:
     def exact(self, limit: float, target: float, work: float, tasks: int) -> Proof:
         """CP-SAT's answer. A schedule that it finds is kept.
 
-        Its times to an answer differ by orders of magnitude, so `tasks` short runs of different seeds find more than a
+        The time to an answer differs by orders of magnitude. So `tasks` short runs of different seeds find more than a
         long one."""
         work *= self.effort.scale
         if (
@@ -226,7 +226,7 @@ class Rounds:
         self, task: Callable[[int, Ints], T], count: int, poll: Callable[[Ints], None] | None = None
     ) -> Iterable[T]:
         """The results of task(number, stop), in order. Task i sets stop[i] once the later ones need not go on. The last
-        element is set here when the time is up, but in the first round only if that is a long one."""
+        element is set here when the time is up. In the first round it is set only if that is a long one."""
         stop = np.zeros(count + 1, np.int64)
         futures: list[Future[T]] = [self.pool.submit(task, number, stop) for number in range(count)]
         pending = set(futures)
@@ -242,8 +242,8 @@ class Rounds:
         return (self.effort.seed * 1_000_003 + self.rounds * 101 + task * 7919) % (2**31 - 1)
 
     def _kept(self, task: Callable[[int, Ints], tuple[float, Ints]], target: float, how: str) -> list[Schedule]:
-        """Schedules of the tasks' orders, up to the first that reached the target. When the later tasks were stopped
-        depends on the cores."""
+        """The schedules of the tasks' orders, up to the first that reached the target. Later ones do not count, because
+        the moment when they were stopped depends on the cores."""
         found = []
         for end, orders in self._run(task, TASKS):
             if end < UNLIMITED:
@@ -254,5 +254,5 @@ class Rounds:
 
 
 def rank(schedule: Schedule) -> tuple[float, float]:
-    """Key for sorting: makespan, then peak memory. Makespans that differ by rounding only are equal."""
+    """A key for sorting by makespan, and then by peak memory. Makespans that differ by rounding only are equal."""
     return (float(f"{schedule.makespan:.9g}"), schedule.peak)

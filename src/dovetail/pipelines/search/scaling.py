@@ -1,4 +1,4 @@
-"""For many ranks: finds a schedule of fewer ranks, and stretches it.
+"""Finds a schedule of few ranks, and stretches it for many.
 
 A search finds little in a pipeline of 64 ranks, because each listing of its passes takes long. With f times as many
 ranks and f times as many micro-batches a schedule looks the same from afar: its starts, divided by f, are nearly a
@@ -19,11 +19,11 @@ from dovetail.pipelines.search.listing import list_schedule
 from dovetail.pipelines.simulate import Floats, Ints
 
 SMALL = 16
-"""Ranks that a search handles well."""
+"""The most ranks that a search handles well."""
 LEAST = 4
-"""Ranks below which a problem says little of a large one."""
+"""The fewest ranks with which a problem says much about a large one."""
 WINDOWS = (1e300, 10.0)
-"""How much earlier than its interpolated start a pass may start, in times of the longest forward."""
+"""How much earlier than its interpolated start a pass may start, as multiples of the longest forward."""
 
 
 def many_ranks(problem: ScheduleProblem) -> bool:
@@ -32,10 +32,11 @@ def many_ranks(problem: ScheduleProblem) -> bool:
 
 
 def fewer_ranks(problem: ScheduleProblem, family: Family) -> ScheduleProblem | None:
-    """The problem with at most `SMALL` ranks, of which each stands for several, and as many fewer micro-batches.
+    """The problem with at most `SMALL` ranks, each of which stands for several. Micro-batches are fewer by the same
+    factor.
 
-    None where the problem is small enough, or where stages or micro-batches cannot be divided so, or where less memory
-    than the small problem needs is left. Times and sizes are means."""
+    None if the problem is small enough, if stages or micro-batches cannot be divided so, or if the divided memory
+    limit is below what the small problem needs. Times and sizes are means."""
     counts = [(m.stages, m.micro_batches) for m in problem.models]
     factors = [f for f in range(2, problem.ranks // LEAST + 1) if problem.ranks <= f * SMALL]
     factor = next((f for f in factors if all(s % f == 0 == q % f for s, q in counts)), None)
@@ -56,9 +57,9 @@ def fewer_ranks(problem: ScheduleProblem, family: Family) -> ScheduleProblem | N
 
 
 def stretch(instance: SearchInstance, small: Schedule) -> list[Ints]:
-    """Orders of `instance` in the order of the starts of `small`, a schedule of its problem with fewer ranks.
+    """Orders of `instance` by the starts of `small`, a schedule of its problem with fewer ranks.
 
-    Empty where no such order keeps to the memory limit of the instance."""
+    The list is empty if no such order keeps to the memory limit of the instance."""
     keys = _interpolated(instance, small)
     limit = instance.problem.memory_limit
     unit = float(instance.duration[:, 0].max())
@@ -78,7 +79,8 @@ def stretch(instance: SearchInstance, small: Schedule) -> list[Ints]:
 
 
 def _interpolated(instance: SearchInstance, small: Schedule) -> Floats:
-    """Starts (C, 3, N, Q) of the passes of `instance`, between those of `small`, in the time of `instance`."""
+    """The starts (C, 3, N, Q) of the passes of `instance`, interpolated between those of `small`, in the time of
+    `instance`."""
     s = small.instance
     factor = instance.ranks // s.ranks
     starts, keys = small.finish - s.duration, np.zeros_like(instance.duration)
@@ -86,7 +88,7 @@ def _interpolated(instance: SearchInstance, small: Schedule) -> Floats:
     for c in range(len(instance.total)):
         model = c // instance.placement.chunks
         stages, few = instance.problem.models[model].stages, s.problem.models[model].stages
-        # Between ranks of one pipeline only: neighbouring pipelines have nothing to do with each other.
+        # Interpolate only between ranks of one pipeline. Neighbouring pipelines have nothing to do with each other.
         first = ranks // stages * few
         low, high, part = _between(instance.ranks, factor, first, first + few - 1)
         count, fewer = int(instance.total[c]), int(s.total[c])
@@ -98,7 +100,8 @@ def _interpolated(instance: SearchInstance, small: Schedule) -> Floats:
 
 
 def _between(count: int, factor: int, lowest: Ints, highest: Ints) -> tuple[Ints, Ints, Floats]:
-    """For each of `count` places the two of count / factor places around it, and how near it is to the second."""
+    """For each of `count` places, the two of the count / factor places that are around it. The third array says how
+    near it is to the second of them, from 0 to 1."""
     place = (np.arange(count) + 0.5) / factor - 0.5
     low = np.clip(np.floor(place).astype(np.int64), lowest, highest)
     return low, np.clip(low + 1, lowest, highest), np.clip(place - low, 0.0, 1.0)

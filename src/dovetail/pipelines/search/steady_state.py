@@ -1,8 +1,8 @@
-"""For many micro-batches: finds a schedule of a few, and repeats its steady state (as Tessel, arXiv 2311.15269).
+"""Finds a schedule of few micro-batches, and repeats its steady state for many (as Tessel, arXiv 2311.15269).
 
 The cost of a search grows with the number of micro-batches, and a search finds less in a longer schedule. Between
 warm-up and cool-down a good schedule repeats itself. So a schedule of a few micro-batches is found first. Then a
-stretch of each rank's order is repeated, which holds the same passes on all ranks."""
+stretch of each rank's order is repeated. It holds the same passes on all ranks."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _CUTS = 24
 
 
 def shorten(problem: ScheduleProblem, family: Family) -> ScheduleProblem | None:
-    """The problem with fewer micro-batches, from whose schedule one of `problem` can be unrolled, or None.
+    """The problem with fewer micro-batches, or None. Its schedule can be unrolled to one of `problem`.
 
-    Only for one mini-batch with at least five times as many micro-batches as there are ranks. Times are the mean over
+    The problem needs one mini-batch with at least five times as many micro-batches as ranks. Times are the mean over
     micro-batches."""
     unit = _unit(problem)
     # Three times the ranks, for warm-up, steady state and cool-down; a multiple of the unit.
@@ -43,7 +43,7 @@ def one_mini_batch(problem: ScheduleProblem) -> ScheduleProblem:
 
 
 def unroll(problem: ScheduleProblem, family: Family, short: Schedule) -> Schedule | None:
-    """The best schedule of `problem` that repeats a stretch of `short`, or one stretch of each model. None where no
+    """The best schedule of `problem` that repeats a stretch of `short`, or one stretch of each model. None if no
     stretch can be repeated."""
     instance, unit, old = family_instance(problem, family), _unit(problem), short.instance
     missing = [
@@ -72,9 +72,9 @@ def unroll(problem: ScheduleProblem, family: Family, short: Schedule) -> Schedul
 
 
 def drop(problem: ScheduleProblem, spare: int = 1) -> ScheduleProblem | None:
-    """The problem without the larger model's steady state, or None where this leaves out only a few micro-batches.
+    """The problem without the larger model's steady state, or None if this leaves out only a few micro-batches.
 
-    Where memory is scarce, the larger model runs 1F1B, and the smaller one fits in its warm-up and cool-down. Between
+    If memory is scarce, the larger model runs 1F1B, and the smaller one fits in its warm-up and cool-down. Between
     them, in the steady state, the larger model runs alone. The problem keeps as many of its micro-batches as its
     pipeline has stages, and `spare` quarters of that more. Times are the mean over micro-batches."""
     work = [
@@ -113,7 +113,7 @@ def restore(instance: SearchInstance, short: Schedule, limit: float) -> Ints | N
 def _fastest(
     instance: SearchInstance, tried: Iterable[Ints | None], limit: float | None, family: str = "", how: str = "rule"
 ) -> Schedule | None:
-    """The fastest schedule of these orders that runs and fits, and of equally fast ones the one of least memory."""
+    """The fastest schedule of these orders that runs and fits. Of equally fast ones it has the least memory."""
     best: Schedule | None = None
     for orders in tried:
         if orders is None:
@@ -129,7 +129,7 @@ def _fastest(
 
 
 def _unit(problem: ScheduleProblem) -> list[int]:
-    """Micro-batches of the models' pipelines that belong together: K1 * M1 = K2 * M2."""
+    """The least numbers of micro-batches of the models' pipelines that belong together: K1 * M1 = K2 * M2."""
     k = [m.pipelines for m in problem.models]
     common = math.lcm(*k)
     return [common // each for each in k]
@@ -157,7 +157,7 @@ Spans = list[tuple[int, int]] | None
 
 
 def _stretches(short: Schedule, ends: list[Floats], period: list[int], moment: float) -> Spans:
-    """On each rank the stretch of the passes of exactly `period` micro-batches that begins nearest to `moment`."""
+    """The stretch of each rank that has the passes of exactly `period` micro-batches and begins nearest to `moment`."""
     i = short.instance
     wanted = np.zeros(KINDS * len(i.total), dtype=np.int64)
     for c in range(len(i.total)):
@@ -172,7 +172,7 @@ def _stretches(short: Schedule, ends: list[Floats], period: list[int], moment: f
 
 
 def _repeat(i: SearchInstance, orders: Ints, stretches: list[Spans], copies: int) -> Ints | None:
-    """The orders with these stretches repeated, or None where they overlap."""
+    """The orders with these stretches repeated, or None if they overlap."""
     rows = []
     for rank in range(i.ranks):
         order, last = orders[rank], orders.shape[1]
