@@ -1,2 +1,2 @@
-"""The training loop: it decides in which order samples are drawn, scored and trained on, and when weights are
+"""The training loop. It decides in which order samples are drawn, scored and trained on, and when weights are
 published."""

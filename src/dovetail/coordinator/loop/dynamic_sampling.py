@@ -18,9 +18,9 @@ Further = Callable[[int, int, Collection[str]], list[PromptRecord]]
 
 
 class IterationPrompts:
-    """The prompts of one iteration. `records`: all prompts by their position in the table of samples. A replaced prompt
-    keeps its position. `current`: the positions of the prompts that count. `newest`: the positions of the prompts of
-    the last round. `round`: the number of the last round, 0 for the first."""
+    """The prompts of one iteration. `records` has all prompts by their position in the table of samples. A replaced
+    prompt keeps its position. `current` has the positions of the prompts that count, and `newest` those of the last
+    round. `round` is the number of the last round, counted from 0."""
 
     def __init__(
         self,
@@ -31,8 +31,8 @@ class IterationPrompts:
         rounds: int = 0,
         further: Further | None = None,
     ) -> None:
-        """`samples_of` makes the samples of a prompt from its position. `rounds`: the maximum number of further rounds.
-        `further` gives their prompts."""
+        """`samples_of` makes the samples of a prompt from its position. `rounds` is the maximum number of further
+        rounds. `further` gives their prompts."""
         self._iteration, self._store, self._samples_of = iteration, store, samples_of
         self._rounds = 0 if further is None else rounds
         self._further = further
@@ -45,7 +45,7 @@ class IterationPrompts:
 
     @property
     def replaced(self) -> int:
-        """How many prompts were replaced so far."""
+        """The number of prompts that were replaced so far."""
         return len(self.records) - len(self.current)
 
     def samples(self) -> list[NewSample]:

@@ -1,4 +1,4 @@
-"""The engines of a job: everything that a training loop calls. `dovetail run` and the Python API both use this class.
+"""The engines of a job, which a training loop calls. `dovetail run` and the Python API both use this class.
 
     async with Engines(spec, plan, settings) as engines:
         await engines.run_sft()
@@ -68,21 +68,21 @@ from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.env import HUB_CACHE
 from dovetail.protocol.process.process_names import scorer_name
 
-# How long the trainers may take to join, and a first rollout to start, where the manifest sets no limit.
+# The time that the trainers may take to join, and a first rollout to start, if the manifest sets no limit.
 START_SECONDS = 900.0
 WEIGHTS_SECONDS = 300.0
-# How long another process may take to leave the coordinator's port.
+# The time that another process may take to leave the coordinator's port.
 PORT_SECONDS = 60.0
-# How long running requests may take at the end. Trainers always wait for their next command, and they ask again.
+# The time that running requests may take at the end. Trainers always wait for their next command, and they ask again.
 CLOSE_SECONDS = 1.0
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class CoordinatorSettings:
-    """Where the coordinator serves and keeps its files. `job`: the job's name. `reward_function`: a function of this
-    process that replaces the manifest's reward. None: the manifest decides. `pods`: the other processes are pods. Then
-    the operator limits how long they may take to start."""
+    """Where the coordinator serves and keeps its files. `job` is the job's name. `reward_function` is a function of
+    this process that replaces the manifest's reward. If it is None, the manifest decides. `pods` says that the other
+    processes are pods. Then the operator limits how long they may take to start."""
 
     run_dir: Path
     token: str
@@ -95,7 +95,7 @@ class CoordinatorSettings:
 
 
 class Engines:
-    """See the module's docstring. Not thread-safe: use from one event loop."""
+    """The module's docstring shows how to use it. It is not thread-safe, so use it from one event loop only."""
 
     def __init__(self, spec: RLHFJobSpec, plan: Plan, settings: CoordinatorSettings, log: Callable[..., None]) -> None:
         self.spec = spec
@@ -248,7 +248,7 @@ class Engines:
             maker,
             evaluation,
         )
-        # Last: with it everything that `__aexit__` closes is there.
+        # This is set last. It says that everything that `__aexit__` closes is there.
         self._prepared = prepared
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._hold())]
         method = {"method": spec.ppo.method} if Stage.PPO in spec.stages else {}
@@ -336,7 +336,7 @@ class Engines:
         self.fleet.register(message)
 
     def retire(self, name: str, host: str | None = None) -> None:
-        """Record that the instance's pod will end soon. It gets no more work. `host`: see `Fleet.retire`."""
+        """Record that the instance's pod will end soon. It gets no more work. `host` is that of `Fleet.retire`."""
         self.fleet.retire(name, host)
 
     def left(self, name: str) -> bool:
@@ -367,7 +367,7 @@ class Engines:
         return self.records.timeline.read(iteration)
 
     async def batch(self, key: str) -> bytes:
-        """The packed arrays of a batch: see `Batches.read`."""
+        """The packed arrays of a batch, as `Batches.read` returns them."""
         return await self._batches.fetch(key)
 
     def _page(self, question: str) -> bytes:
@@ -385,7 +385,7 @@ class Engines:
     # ------------------------------------------------------------ reward functions
 
     def _reward_calls(self) -> Calls | None:
-        """The reward functions of the job. None: a reward model gives the rewards."""
+        """The reward functions of the job. None if a reward model gives the rewards."""
         reward, given = self.spec.models.reward, self.settings.reward_function
         if given is None and not reward.calls:
             return None
@@ -440,7 +440,7 @@ class Engines:
 
     @property
     def over(self) -> bool:
-        """Whether PPO has ended: all iterations are done, or spec.evaluation.stopAfterNoGain ends it."""
+        """Whether PPO has ended, because all iterations are done or spec.evaluation.stopAfterNoGain ends it."""
         return self._ppo.over
 
     async def begin_ppo(self) -> None:
@@ -448,7 +448,7 @@ class Engines:
         await self._ppo.begin()
 
     async def evaluate(self) -> dict[str, dict[str, float]]:
-        """Evaluate the newest weights; see `PPOStage.evaluate`."""
+        """Evaluate the newest weights, as `PPOStage.evaluate` does."""
         return await self._ppo.evaluate()
 
     async def generate_experience(
@@ -457,9 +457,9 @@ class Engines:
         """Generate and score responses to the next iteration's prompts. These are `prompts`, or the job's own if it is
         None.
 
-        `stream`: the experience will be passed to `train` unchanged. With `ppo.streaming` the trainers then learn from
-        its first samples while the others are generated. With `ppo.lag`, `prompts` must be None. The samples of the
-        next iterations are then generated in the background from now on.
+        `stream` says that the experience will be passed to `train` unchanged. With `ppo.streaming` the trainers then
+        learn from its first samples while the others are generated. With `ppo.lag`, `prompts` must be None. The samples
+        of the next iterations are then generated in the background from now on.
 
         After a crash, results that the store already holds are not computed again. Raises ValueError for `prompts` in a
         job with `ppo.lag`."""

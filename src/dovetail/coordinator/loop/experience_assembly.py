@@ -18,8 +18,8 @@ from dovetail.protocol.wire import Arrays
 class ExperienceAssembly:
     """It only reads the store. Thousands of long samples take seconds, so call its methods in a thread.
 
-    `pad`: the token that fills short rows. `calls`: the job's reward functions. None: a reward model gives the
-    rewards."""
+    `pad` is the token that fills short rows. `calls` has the job's reward functions. It is None if a reward model gives
+    the rewards."""
 
     def __init__(self, samples: SampleTable, texts: Texts, pad: int, calls: Calls | None) -> None:
         self._samples, self._texts, self._pad, self._calls = samples, texts, pad, calls
@@ -34,8 +34,8 @@ class ExperienceAssembly:
         return arrays
 
     def experience(self, iteration: int, version: int, prompts: Sequence[PromptRecord]) -> Experience:
-        """The experience of an iteration whose samples are all scored. `version`: the version of the weights that must
-        have drawn them. `prompts`: by position. Raises StoreError."""
+        """The experience of an iteration whose samples are all scored. `version` is the version of the weights that
+        must have drawn them. `prompts` has the prompts by position. Raises StoreError."""
         samples = self._samples.experience(iteration)
         for held in (v for s in samples for v in (s.first_version, s.weight_version)):
             if held is not None and held != version:

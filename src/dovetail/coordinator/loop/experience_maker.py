@@ -1,5 +1,5 @@
-"""Makes the experience of an iteration: generation on the rollouts, inference on the scorers, and the arrays to train
-on."""
+"""Makes the experience of an iteration. It runs generation on the rollouts and inference on the scorers, and builds the
+arrays to train on."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def _together(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
 class ExperienceMaker:
     """Runs generation and inference of the PPO stage. All state is in the store.
 
-    `calls`: the reward functions, which replace a reward model. `published()`: whether PPO has begun to publish
-    weights. `start_seconds`: how long a first rollout may take to start. `on_first(version)`: called with `ppo.lag`
-    when the oldest open iteration uses another version than the one before. `facts`: by iteration, metrics of
+    `calls` has the reward functions, which replace a reward model. `published()` says whether PPO has begun to publish
+    weights. A first rollout may take `start_seconds` to start. With `ppo.lag`, `on_first(version)` is called when the
+    oldest open iteration uses another version than the one before. `facts` has for each iteration the metrics of
     inter-stage fusion and of each reward function. The caller removes them."""
 
     def __init__(
@@ -257,8 +257,8 @@ class ExperienceMaker:
         total: int,
         turn: Turn | None,
     ) -> None:
-        """Generate and score those of the iteration's `total` samples that the store lacks. `prompts`: all prompts by
-        position. `newest`: the positions of this round's prompts."""
+        """Generate and score those of the iteration's `total` samples that the store lacks. `prompts` has all prompts
+        by position, and `newest` the positions of this round's prompts."""
         records, fleet = self._records, self._fleet
         scoring: list[Span] = []
         if self._calls is not None:
@@ -339,9 +339,9 @@ class ExperienceMaker:
         rewarded: bool,
     ) -> list[HeldOutAnswer]:
         """The answers to evaluation prompts, drawn with the weights `version`, which the rollouts and scorers hold.
-        They are not trained on. `seeds`: the seeds of each prompt's samples. `temperature`: None for the job's own.
-        `rewarded`: whether the answers get rewards. The result is ordered by prompt and sample. The scorers hold
-        version 0 when the answers of BEFORE_SFT get their rewards.
+        They are not trained on. `seeds` has the seeds of each prompt's samples. If `temperature` is None, the job's own
+        is used. `rewarded` says whether the answers get rewards. The result is ordered by prompt and sample. The
+        scorers hold version 0 when the answers of BEFORE_SFT get their rewards.
 
         Answers that the store already holds are not drawn again. Raises StoreError if an answer was drawn with another
         version, and what generation and inference raise."""
@@ -412,8 +412,8 @@ class ExperienceMaker:
         collect: Callable[[list[Scores]], None],
         on_span: Callable[[Span], None],
     ) -> Inference:
-        """Inference of the models `want`, on the scorers that hold the lane's models and are `allowed`. `version`: the
-        critic's, for scorers that hold a critic."""
+        """Inference of the models `want`, on the scorers that hold the lane's models and are `allowed`. `version` is
+        the critic's version, for scorers that hold a critic."""
         fleet = self._fleet
         return Inference(
             self._session,
@@ -493,8 +493,8 @@ class ExperienceMaker:
             (known.swapped_in if way == "in" else known.swapped_out)(seconds)
 
     def _reward_means(self, iteration: int) -> dict[str, float]:
-        """The metric reward/<name> of each reward function: its mean over the iteration's samples, before its weight is
-        applied."""
+        """The metric reward/<name> of each reward function. It is the mean over the iteration's samples, before the
+        function's weight is applied."""
         by_function: dict[str, list[float]] = {}
         for given in self._samples.rewards(iteration).values():
             for title, reward in given.items():

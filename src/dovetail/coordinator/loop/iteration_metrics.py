@@ -1,4 +1,5 @@
-"""The metrics of one PPO iteration: statistics of rewards, KL and responses. Pure functions."""
+"""Computes the metrics of one PPO iteration, which are statistics of rewards, KL and responses. The functions are
+pure."""
 
 from __future__ import annotations
 
@@ -16,8 +17,8 @@ from dovetail.protocol.wire import Arrays
 def iteration_metrics(
     arrays: Arrays, trained: Mapping[str, float], temperature: float = 1.0, lag: int = 0
 ) -> dict[str, float]:
-    """One row of history.jsonl without the times: rewards, KL (nats), response lengths (tokens) and the trainers' own
-    metrics."""
+    """One row of history.jsonl without the times. It has rewards, KL (nats), response lengths (tokens) and the
+    trainers' own metrics."""
     scores = arrays["scores"].tolist()
     reward, kl = mean_ci95(scores), mean_kl(arrays, trained, temperature, lag)
     lengths = arrays["response_lengths"].astype(np.float64)
@@ -47,9 +48,10 @@ def times(samples: int, phases: Mapping[str, float], wall_seconds: float | None)
 
 
 def mean_kl(arrays: Arrays, trained: Mapping[str, float], temperature: float, lag: int = 0) -> dict[str, float]:
-    """The mean KL to the reference per sample, in nats, and the half-width of its 95% interval. The trainers' KL is
-    used at a temperature other than 1, because rollouts then report log-probabilities at temperature 1, and with a lag,
-    because theirs are of older weights. It is that of the weights with which the iteration's training begins."""
+    """The mean KL to the reference per sample, in nats, and the half-width of its 95% interval. At a temperature other
+    than 1 the trainers' KL is used, because rollouts then report log-probabilities at temperature 1. With a lag it is
+    used, too, because the rollouts' log-probabilities are of older weights. The trainers' KL is that of the weights
+    with which the iteration's training begins."""
     if (temperature != 1.0 or lag > 0) and "kl" in trained:
         return {"mean": trained["kl"], "ci95": trained.get("kl_ci95", 0.0)}
     return mean_ci95(kl_per_sample(arrays).tolist())
@@ -63,8 +65,8 @@ def distinct_responses(arrays: Arrays) -> int:
 
 
 def equal_groups(arrays: Arrays) -> float:
-    """The fraction of the prompts with several samples whose samples all have the same score, and whose steps, if
-    there are any, all have the same reward. 0 without such prompts."""
+    """The fraction of the prompts with several samples whose samples all have the same score, and whose steps, if there
+    are any, all have the same reward. It is 0 if there are no such prompts."""
     _, group, sizes = np.unique(arrays["groups"], return_inverse=True, return_counts=True)
     several = sizes > 1
     same = _equal(group, arrays["scores"], len(sizes))
@@ -75,7 +77,7 @@ def equal_groups(arrays: Arrays) -> float:
 
 
 def _equal(group: NDArray[np.intp], values: NDArray[Any], groups: int) -> NDArray[np.bool_]:
-    """Whether all values of a group are equal, for each group. `group`, `values` (n,)."""
+    """Whether all values of a group are equal, for each group, as (groups,) bool. `group` and `values` are (n,)."""
     low, high = np.full(groups, np.inf), np.full(groups, -np.inf)
     np.minimum.at(low, group, values)
     np.maximum.at(high, group, values)

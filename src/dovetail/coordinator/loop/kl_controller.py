@@ -1,4 +1,4 @@
-"""The coefficient of the KL penalty: fixed or adaptive (Ziegler et al. 2019, section 2.2)."""
+"""The coefficient of the KL penalty. It is fixed or adaptive (Ziegler et al. 2019, section 2.2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ERROR_LIMIT = 0.2
 @dataclass
 class KLController:
     """Holds the KL coefficient `coef`. With a `target` (KL per sample in nats, summed over its tokens), `update` adapts
-    `coef` to reach the target. `horizon`: a number of samples.
+    `coef` to reach the target. `horizon` is a number of samples.
 
     The KL is always the k1 estimate, whatever `kl.in` and the penalty's estimator are. verl's controller uses the mean
     over tokens, so its targets are smaller by the factor of the response length. `coef` is the whole state. A new
@@ -25,7 +25,8 @@ class KLController:
 
     @staticmethod
     def from_config(config: KL, coef: float | None = None) -> KLController:
-        """The controller for `spec.ppo.kl`. `coef`: the coefficient of a checkpoint. None: the manifest's."""
+        """The controller for `spec.ppo.kl`. `coef` is the coefficient of a checkpoint. If it is None, the manifest's is
+        used."""
         return KLController(config.coef if coef is None else coef, config.target, config.horizon)
 
     def update(self, kl: float, samples: int) -> float:

@@ -11,13 +11,13 @@ from dovetail.protocol.messages import ModelRef
 
 
 class ModelSources:
-    """The weights from which each model starts: a folder or a random initialisation. They depend on the stages that the
-    job runs."""
+    """The weights from which each model starts. They are a folder or a random initialisation, and depend on the stages
+    that the job runs."""
 
     def __init__(
         self, spec: RLHFJobSpec, run_dir: Path, own: Callable[[str], ModelRef | None], has_reward_model: bool
     ) -> None:
-        """`own(name)`: the source that the manifest gives the model, or None."""
+        """`own(name)` returns the source that the manifest gives the model, or None."""
         self._stages = spec.stages
         self._shares_body = shares_body(spec)
         self._has_reward_model = has_reward_model

@@ -13,7 +13,7 @@ class OpenIterations(Generic[T]):
     """The open iterations of a job. `make(iteration)` makes the experience of an iteration in the background. `make`
     decides which servers each iteration uses.
 
-    `lag`: how many iterations after the taken one may be open. `last`: the job's last iteration. Which iterations are
+    Up to `lag` iterations after the taken one may be open. `last` is the job's last iteration. Which iterations are
     open depends only on which were taken, never on time. When iteration i is taken, all iterations up to i + lag are
     open."""
 

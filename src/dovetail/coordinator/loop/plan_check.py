@@ -18,7 +18,7 @@ ITERATIONS = 3
 
 @dataclass(frozen=True)
 class Expected:
-    """The expected seconds of an iteration and of each phase, by the coordinator's phase names. `measured`: whether
+    """The expected seconds of an iteration and of each phase, by the coordinator's phase names. `measured` says whether
     they come from measurements and not from the plan."""
 
     seconds: float
@@ -47,7 +47,7 @@ class PlanCheck:
         self._recent: deque[tuple[float, Mapping[str, float]]] = deque(maxlen=ITERATIONS)
 
     def observe(self, seconds: float, phases: Mapping[str, float]) -> None:
-        """Record that an iteration took `seconds` seconds. `phases`: the seconds of each phase."""
+        """Record that an iteration took `seconds` seconds. `phases` has the seconds of each phase."""
         wrong = off(self.expected.seconds, seconds)
         if self._recent and wrong != off(self.expected.seconds, self._recent[-1][0]):
             self._recent.clear()

@@ -52,7 +52,7 @@ def stored_step(
 ) -> Step:
     """The command that trains one iteration. It is made of the facts that were stored when it first ran.
 
-    `layouts`: the layouts of models that are not where the plan puts them."""
+    `layouts` has the layouts of models that are not where the plan puts them."""
     facts = StepFacts(**records.get(f"ppo/{iteration}/facts"))
     step = settled.settle(ppo_step(spec, plan, iteration, facts, layouts))
     return scheduled(step, facts.schedule, plan.world_size)
@@ -178,8 +178,8 @@ class PPOStage:
         self, prompts: Sequence[GivenPrompt] | None = None, stream: bool = False
     ) -> Experience:
         """Generate and score responses to the next iteration's prompts. These are `prompts`, or the job's own if it is
-        None. `stream`: the experience will be passed to `train` unchanged, so the trainers may learn from its first
-        samples while the others are generated, if the plan says so.
+        None. `stream` says that the experience will be passed to `train` unchanged. If the plan says so, the trainers
+        may then learn from its first samples while the others are generated.
 
         With `ppo.lag` this also opens the iterations after this one. Their samples are generated in the background.
 
@@ -278,7 +278,8 @@ class PPOStage:
 
     @property
     def over(self) -> bool:
-        """Whether PPO has ended: all iterations are done, or the last evaluations brought no gain for long enough.
+        """Whether PPO has ended, because all iterations are done or the last evaluations brought no gain for long
+        enough.
 
         With `ppo.lag`, only evaluations of versions count that have certainly drawn samples. So the answer depends on
         the iteration alone."""

@@ -30,9 +30,9 @@ def record(
 ) -> dict[str, float]:
     """Record the fusion of an iteration that ends now. Returns its `fusion_...` metrics.
 
-    `setting`: `spec.plan.interStageFusion`. `scorers`: the number of scorers. `begun`, `generated`: when the stage
-    began and when its last sample was generated, in seconds since the epoch. `scoring`: one span for each scored chunk.
-    `lane`: the timeline's lane if other iterations are open at the same time. A server without samples of this
+    `setting` is `spec.plan.interStageFusion`, and `scorers` is the number of scorers. The stage began at `begun`, and
+    its last sample was generated at `generated`, in seconds since the epoch. `scoring` has one span for each scored
+    chunk. `lane` is the timeline's lane if other iterations are open at the same time. A server without samples of this
     iteration is then not idle."""
     by_rollout: dict[str, list[Span]] = {}
     for span in scoring:

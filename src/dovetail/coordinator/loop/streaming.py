@@ -30,8 +30,8 @@ LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class PromptProgress:
-    """The state of one prompt. `longest`: the number of response tokens of its longest sample so far. `scored`: whether
-    all its samples are scored."""
+    """The state of one prompt. `longest` is the number of response tokens of its longest sample so far. `scored` says
+    whether all its samples are scored."""
 
     prompt: int
     longest: int
@@ -61,17 +61,17 @@ def in_learning_order(arrays: Arrays) -> Arrays:
 
 @dataclass
 class Streamed:
-    """What the trainers did for an iteration while its samples were made, since they were last lost.
+    """What the trainers did for an iteration while its samples were made. It counts from the last loss of the trainers.
 
-    `parts`: the number of parts that they learnt. `seconds`: how long that took until the last sample was there."""
+    They learnt `parts` parts. Until the last sample was there, that took `seconds`."""
 
     seconds: float = 0.0
     parts: int = 0
 
 
 class Streaming:
-    """`parts`: into how many an iteration is cut. `arrays_of(iteration, samples)`: the batch of some of its samples.
-    `step(iteration)`: the command of the whole step."""
+    """Lets the trainers learn from parts of an iteration. An iteration is cut into `parts` parts. `arrays_of(iteration,
+    samples)` returns the batch of some of its samples, and `step(iteration)` the command of the whole step."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Streaming:
             over.set()
             last = clock.now()
             await task
-            # What a part takes after the last sample is not gained.
+            # The time that a part takes after the last sample is no gain.
             found.seconds = max(0.0, found.seconds - (clock.now() - last))
         finally:
             task.cancel()

@@ -29,11 +29,11 @@ STEPS_PER_CHECKPOINT_UNIT = 10
 
 @dataclass(frozen=True)
 class SupervisedStage:
-    """One supervised stage. `recompute`: the models with activation checkpointing. `zero3`: the models under ZeRO-3.
-    `references`: runs before everything else. It computes what the stage needs of its initial weights. `centred`: the
-    stage trains a reward model, whose scores are centred in the export. Their mean over `demonstrations` becomes 0.
-    Without demonstrations it is the mean over the preferred responses. `schedules`: those of its steps. None: they run
-    the serial one."""
+    """One supervised stage. `recompute` names the models with activation checkpointing, and `zero3` those under ZeRO-3.
+    `references` runs before everything else. It computes what the stage needs of its initial weights. `centred` says
+    that the stage trains a reward model, whose scores are centred in the export. Their mean over `demonstrations`
+    becomes 0. Without demonstrations it is the mean over the preferred responses. `schedules` has the schedules of its
+    steps. If it is None, they run the serial one."""
 
     stage: Stage
     model: str
@@ -53,7 +53,7 @@ class SupervisedStage:
 
 @dataclass
 class Hooks:
-    """The functions that a stage calls while it runs. `wall_seconds`: the seconds that the job has run, over all
+    """The functions that a stage calls while it runs. `wall_seconds` returns the seconds that the job has run, over all
     restarts."""
 
     on_step: Callable[[Stage, int, int, CommandResult], None]
@@ -119,7 +119,7 @@ class SupervisedStages:
     """The job's SFT, reward-model and DPO stages. Each continues at the step that the store names. A finished stage is
     skipped.
 
-    `steps(stage)`: the number of steps of a stage. `run_id`: the run whose exported models are accepted."""
+    `steps(stage)` returns the number of steps of a stage. Only exported models of the run `run_id` are accepted."""
 
     def __init__(
         self,

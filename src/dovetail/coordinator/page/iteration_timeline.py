@@ -1,4 +1,5 @@
-"""An iteration's trace as bars on lanes, and its training schedule as it was drawn and as it was run. Pure."""
+"""Turns an iteration's trace into bars on lanes, and shows its training schedule as planned and as run. The functions
+are pure."""
 
 from __future__ import annotations
 
@@ -7,14 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 Document = dict[str, Any]
-# Bars of one timeline. A browser draws so many without delay.
+# The maximum number of bars of one timeline. A browser draws this many without delay.
 BARS = 6000
 _ACTION = re.compile(r"(actor|critic) ([FBIW])(\d+)")
 
 
 def timeline(trace: Mapping[str, Any], most: int | None = None) -> Document:
-    """`lanes`: process, lane, and bars [name, start, end, detail] in seconds from the iteration's beginning. `curves`:
-    counters as [seconds, value]. `left_out`: the number of the shortest bars beyond `most`; None: all are kept."""
+    """The timeline of a trace. Each of `lanes` has a process, a lane, and bars [name, start, end, detail] in seconds
+    from the iteration's beginning. `curves` has counters as [seconds, value]. If there are more than `most` bars, the
+    shortest ones are left out, and `left_out` is their number. If `most` is None, all are kept."""
     events = [event for event in trace.get("traceEvents") or [] if isinstance(event, Mapping)]
     processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
@@ -62,7 +64,8 @@ def drawn(schedule: Mapping[str, Any]) -> list[list[Document]]:
 
 
 def as_run(timeline: Mapping[str, Any]) -> list[list[Document]]:
-    """The actions of the first run of mini-batches in a timeline by trainer rank, from its beginning."""
+    """The actions of the first run of mini-batches in a timeline, by trainer rank. Times count from the beginning of
+    that run."""
     lanes = [lane for lane in timeline["lanes"] if str(lane["process"]).startswith("trainer")]
     runs = [bar for lane in lanes if lane["lane"] == "phases" for bar in lane["bars"] if "mini-batches" in bar[0]]
     if not runs:
@@ -93,10 +96,10 @@ def as_run(timeline: Mapping[str, Any]) -> list[list[Document]]:
 
 
 def schedule_document(schedule: Mapping[str, Any], run: list[list[Document]], iteration: int | None) -> Document:
-    """Serial 1F1B and the chosen family as they were drawn, and the last as it was run in `iteration`.
+    """Serial 1F1B and the chosen family as planned, and the chosen one as it was run in `iteration`.
 
-    All times are in seconds where `in_seconds`, else those drawn are in units of the default times, and the run is left
-    out. {} without a schedule."""
+    If `in_seconds` is true, all times are in seconds. Otherwise the planned times are in units of the default times,
+    and the run is left out. The result is {} without a schedule."""
     if not schedule:
         return {}
     in_seconds = bool(schedule.get("measured") or schedule.get("profiled"))

@@ -1,4 +1,4 @@
-"""Summarises a manifest in a few lines for people. Pure."""
+"""Summarises a manifest in a few lines for people. The functions are pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dovetail.manifest.types import RLHFJob, RLHFJobSpec, Stage, TrainedModel
 
 
 def manifest_facts(job: RLHFJob) -> list[tuple[str, str]]:
-    """(what, how) of the job's models, batches and learning rates."""
+    """Lines (what, how) about the job's models, batches and learning rates."""
     spec = job.spec
     names = {Stage.SFT: "SFT", Stage.REWARD: "reward model", Stage.DPO: spec.dpo.loss, Stage.PPO: spec.ppo.method}
     rows = [

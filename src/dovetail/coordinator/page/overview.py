@@ -1,4 +1,5 @@
-"""The run page's first document: a run's progress, its health, and the data that the page can show. Pure."""
+"""Makes the run page's first document. It has a run's progress, its health, and the data that the page can show. The
+functions are pure."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class SeenRun:
-    """The known facts about a run. `rows`: the rows of history.jsonl. `alive`: whether its coordinator is running.
-    None: unknown. `now`: seconds since the epoch. `kept`: the data that the page can show, by kind."""
+    """The known facts about a run. `rows` has the rows of history.jsonl. `alive` says whether its coordinator is
+    running, and is None if that is unknown. `now` is in seconds since the epoch. `kept` has the data that the page can
+    show, by kind."""
 
     folder: str
     job: Mapping[str, Any]
@@ -41,8 +43,8 @@ def last_of_each_step(rows: Sequence[Document], stage: str) -> dict[int, Documen
 
 
 def state(seen: SeenRun) -> str:
-    """`succeeded`, `failed` or `interrupted` as the run itself said; else `running`, or `stopped` if its processes are
-    gone without a word."""
+    """The run's state. It is `succeeded`, `failed` or `interrupted` if the run itself has recorded that. Otherwise it
+    is `running`, or `stopped` if its coordinator has ended without a record."""
     said = str(seen.summary.get("state") or "")
     if said:
         return said
@@ -123,13 +125,13 @@ def overview(seen: SeenRun) -> Document:
     }
 
 
-# Iterations whose mean is compared with the plan.
+# The mean of this many last iterations is compared with the plan.
 COMPARED = 10
 
 
 def plan_against_actual(prediction: Mapping[str, Any] | None, metrics: Sequence[Mapping[str, float]]) -> list[Document]:
-    """The seconds of each phase: predicted, measured in the last iteration, and the mean of the last COMPARED. If the
-    plan has no prediction, the coordinator's own prediction of generation with inference is used."""
+    """The seconds of each phase, as predicted, as measured in the last iteration, and as the mean of the last COMPARED
+    iterations. If the plan has no prediction, the coordinator's own prediction of generation with inference is used."""
     if not metrics:
         return []
     last, recent = metrics[-1], metrics[-COMPARED:]

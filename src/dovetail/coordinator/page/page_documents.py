@@ -1,4 +1,4 @@
-"""The run page's questions about a run, answered from its folder. A question is a path such as `samples/12`."""
+"""Answers the run page's questions about a run from its folder. A question is a path such as `samples/12`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dovetail.manifest.types import Stage
 from dovetail.protocol.http.page_questions import QUESTION
 
 Document = dict[str, Any]
-# Rows of history in one answer. A row has up to 3 KB, and the status API takes answers of 8 MiB.
+# The maximum number of rows of history in one answer. A row has up to 3 KB, and the status API takes answers of 8 MiB.
 ROWS = 2000
-# Bytes of samples in one answer.
+# The maximum number of bytes of samples in one answer.
 SAMPLE_BYTES = 4 << 20
 
 
@@ -49,7 +49,8 @@ class PageDocuments:
         return line(self._seen(now, alive, {}))
 
     def answer(self, question: str, now: float, alive: bool | None) -> bytes:
-        """JSON. `now`: seconds since the epoch. `alive`: whether the run's coordinator is at work; None: unknown.
+        """The answer to a question, as JSON. `now` is in seconds since the epoch. `alive` says whether the run's
+        coordinator is running, and is None if that is unknown.
 
         Raises NotKept."""
         if not re.fullmatch(QUESTION, question):
@@ -64,7 +65,7 @@ class PageDocuments:
         return encode(self._answers[kind](*numbers))
 
     def _kept(self) -> Document:
-        """What there is to look at, by kind."""
+        """The data that the page can show, by kind."""
         folder = self.folder
         return {
             "sample_iterations": folder.sample_iterations(),
@@ -152,7 +153,7 @@ _SHOWN = (
 
 
 def _place(rows: list[Document], index: int) -> list[int] | None:
-    """The [prompt, sample] of a row that there may be."""
+    """The [prompt, sample] of row `index`, or None if there is no such row."""
     return [rows[index]["prompt_index"], rows[index]["sample_index"]] if 0 <= index < len(rows) else None
 
 
@@ -166,9 +167,9 @@ def _no_answers(version: int) -> NotKept:
 
 
 def part_of(rows: Iterator[Row], offset: int, problem: NotKept) -> Document:
-    """The first of these whole rows, which begin with number `offset`: at least one, and no more than have SAMPLE_BYTES
-    together. `next`: the offset of the following rows; `more`: whether there are any. Raises `problem` if there are no
-    rows at all, or one cannot be read."""
+    """The first of these rows, which begin with number `offset`. There is at least one. Together they have at most
+    SAMPLE_BYTES, unless the first one alone is larger. `next` is the offset of the following rows, and `more` says
+    whether there are any. Raises `problem` if the file has no rows, or if one cannot be read."""
     part: list[Row] = []
     size, more = 0, False
     try:
@@ -186,7 +187,7 @@ def part_of(rows: Iterator[Row], offset: int, problem: NotKept) -> Document:
 
 
 def encode(document: Any) -> bytes:
-    """JSON. Numbers that are not finite, which JSON lacks, become null."""
+    """The document as JSON. Numbers that are not finite become null, because JSON has no such numbers."""
     try:
         return json.dumps(document, ensure_ascii=False, allow_nan=False).encode(errors="replace")
     except ValueError:

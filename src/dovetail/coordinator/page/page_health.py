@@ -1,4 +1,4 @@
-"""The first statement of the run page: whether the run is healthy, and what would make it better. Pure."""
+"""Says on the run page whether the run is healthy, and what would make it better. The functions are pure."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ def health(
     predicted: float | None,
     now: float | None,
 ) -> Document:
-    """`metrics`: (iteration, metrics) of the PPO iterations in order. `times`: when the steps of the run were finished.
-    `now`: None for a run that has ended. Both are in seconds since the epoch.
+    """The health of a run. `metrics` has (iteration, metrics) of the PPO iterations in order. `times` says when the
+    steps of the run were finished. `now` is None for a run that has ended. Both are in seconds since the epoch.
 
-    `verdicts`: on the last iteration, and on the silence since. `earlier`: by reason, the first and last iteration and
-    their number. `advice`: sentences, only for a healthy run that has iterations."""
+    In the result, `verdicts` are on the last iteration, and on the silence since then. `earlier` has for each earlier
+    reason the first and last iteration and their number. `advice` has sentences. It is given only for a healthy run
+    that has iterations."""
     judged = _judged(metrics, rules)
     present = judged[-1][1] if judged else []
     if now is not None and (quiet := silent(times, now)) is not None:
@@ -46,7 +47,7 @@ def health(
 
 
 def _judged(metrics: Sequence[tuple[int, Mapping[str, float]]], rules: Rules) -> list[tuple[int, list[Verdict]]]:
-    """The verdicts on each iteration, those on stalls first."""
+    """The verdicts on each iteration. Those on stalls come first."""
     first: Mapping[str, float] = {}
     previous: Mapping[str, float] = {}
     found = []

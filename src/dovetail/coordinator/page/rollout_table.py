@@ -1,4 +1,4 @@
-"""The samples of an iteration as a table, and the life of one of them. Pure."""
+"""Shows the samples of an iteration as a table, and the life of one of them. The functions are pure."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from dovetail.coordinator.store.sample_files import Row
 
 Document = dict[str, Any]
-# Rows of one table, and characters of a text in it.
+# The maximum number of rows of one table, and of characters of a text in it.
 ROWS = 2000
 TEXT = 160
-# How prompts mark who speaks: a chat template's roles, or the words of Anthropic's HH data.
+# Prompts mark who speaks with a chat template's roles, or with the words of Anthropic's HH data.
 _TURN = re.compile(
     r"<\|im_start\|>(?P<chatml>\w+)\n|<\|start_header_id\|>(?P<llama>\w+)<\|end_header_id\|>\n*"
     r"|(?:^|\n\n)(?P<hh>Human|Assistant|User|System):[ \n]?"
@@ -22,9 +22,10 @@ _END = re.compile(r"\s*(?:<\|im_end\|>|<\|eot_id\|>)\s*$")
 
 
 def table(rows: Sequence[Row], moves: Sequence[Document]) -> Document:
-    """The first ROWS samples, with what happened to them on their way. `moves`: events of the iteration's samples.
+    """The first ROWS samples, with what happened to them on their way. `moves` has the events of the iteration's
+    samples.
 
-    `equal_groups` of `groups` prompts have samples with one and the same reward; groups of one sample do not count."""
+    Of the `groups` prompts with several samples, `equal_groups` have samples with equal rewards."""
     by_sample: dict[tuple[int, int], list[Document]] = {}
     for event in moves:
         by_sample.setdefault(tuple(event["sample"][1:]), []).append(event)
@@ -71,14 +72,15 @@ def _short(text: Any) -> str:
 
 
 def staleness(row: Mapping[str, Any]) -> int | None:
-    """How many iterations older the weights that generated the sample are than the weights that learn from it."""
+    """The number of iterations by which the weights that generated the sample are older than the weights that learn
+    from it."""
     iteration, version = row.get("iteration"), row.get("weight_version")
     return iteration - 1 - version if isinstance(iteration, int) and isinstance(version, int) else None
 
 
 def turns(prompt: str, response: str) -> list[Document]:
-    """The turns of the prompt with their speakers, by the prompt's own marks, and the response. Only the response is
-    learnt."""
+    """The turns of the prompt with their speakers, and then the response. The prompt's own marks divide it into turns.
+    Only the response is learnt."""
     marks = list(_TURN.finditer(prompt))
     found = []
     head = prompt[: marks[0].start()] if marks else prompt
@@ -95,8 +97,8 @@ def turns(prompt: str, response: str) -> list[Document]:
 def life(row: Mapping[str, Any], moves: Sequence[Document]) -> Document:
     """The servers and weight versions that generated a sample.
 
-    `parts`: tokens `from` to `to` were made by `server` with weights `version`. `steps`: what happened in between, as
-    sentences, with the time if it is known (seconds since the epoch)."""
+    Each of `parts` says that `server` made the tokens `from` to `to` with weights `version`. `steps` says in sentences
+    what happened in between, with the time if it is known (seconds since the epoch)."""
     moved = sorted((e for e in moves if e["event"] == "sample.moved"), key=lambda event: event.get("time") or 0.0)
     last_version, tokens = row.get("weight_version"), int(row.get("tokens") or 0)
     first_version = row.get("first_version", last_version)

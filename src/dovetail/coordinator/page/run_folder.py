@@ -19,14 +19,14 @@ from dovetail.coordinator.store.sample_files import Row, evaluation_files, files
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.wire import Arrays, unpack
 
-# Events that are kept for the page, beside the moves of samples.
+# The number of events that are kept for the page, beside the moves of samples.
 EVENTS = 200
-# Too many and of too little interest for a list of events.
+# These events are too many and of too little interest for a list.
 _UNLISTED = frozenset({"sample.moved", "sample.retried", "sample.shown", "iteration.finished", "requests.aborted"})
 _MOVES = frozenset({"sample.moved", "sample.retried"})
-# Iterations that may be drawn before the first file of samples is written.
+# This many iterations may be drawn before the first file of samples is written.
 AHEAD = 16
-# The first one that is there is shown.
+# The page shows the first of these files that exists.
 SCHEDULES = ("schedule.json", "schedule-dpo.json", "schedule-sft.json", "schedule-reward.json")
 _TRACE = re.compile(r"iteration-(\d{1,9})\.json")
 _BATCH = re.compile(r"(\d{1,9})\.safetensors")
@@ -36,8 +36,8 @@ Document = dict[str, Any]
 class RunFolder:
     """A run's folder. Only the new part of a growing file is read. It may be used from several threads.
 
-    What is missing or damaged is empty: a run that has just begun lacks most of its files. `given`: documents by the
-    name of their file that are known already; in a pod job.json and plan.json are elsewhere."""
+    A missing or damaged file counts as empty, because a run that has just begun lacks most of its files. `given` has
+    documents that are already known, by the name of their file. In a pod, job.json and plan.json are elsewhere."""
 
     def __init__(self, path: Path, given: Mapping[str, Document] | None = None) -> None:
         self.path = path
@@ -56,7 +56,7 @@ class RunFolder:
         return self._json("job.json")
 
     def parsed_job(self) -> RLHFJob | None:
-        """job.json as a manifest; None if it is of another release, or not there."""
+        """job.json as a manifest. None if it is of another release, or missing."""
         try:
             return RLHFJob.model_validate(self.job())
         except ValidationError:
@@ -69,7 +69,7 @@ class RunFolder:
         return self._json("summary.json")
 
     def schedule(self) -> Document:
-        """The schedule of PPO, else that of another stage; {} for a run with only one possible schedule."""
+        """The schedule of PPO, or else that of another stage. {} for a run with only one possible schedule."""
         found = self._json(self._schedule_name())
         return found if "after" in found and "before" in found else {}
 
@@ -77,7 +77,8 @@ class RunFolder:
         return next((name for name in SCHEDULES if (self.path / name).exists()), SCHEDULES[0])
 
     def has_schedule(self) -> bool:
-        """Whether there is a `schedule`. With many ranks its file is large, so it is read again only if it changed."""
+        """Whether there is a `schedule`. With many ranks its file is large, so it is read again only if it has
+        changed."""
         try:
             found = (self.path / self._schedule_name()).stat()
         except OSError:
@@ -106,7 +107,7 @@ class RunFolder:
         return self._rows_from(evaluation_files(self.path).get(version), offset)
 
     def batch(self, iteration: int) -> Arrays:
-        """The iteration's tokens, log-probabilities and values; {} if the run does not keep them any more."""
+        """The iteration's tokens, log-probabilities and values. {} if the run does not keep them any more."""
         try:
             return unpack((self.path / "experience" / f"{iteration:06d}.safetensors").read_bytes())
         except (OSError, SafetensorError):
@@ -144,7 +145,7 @@ class RunFolder:
             return list(self._rows)
 
     def events(self) -> list[Document]:
-        """The newest events that tell of the run as a whole, in order."""
+        """The newest events about the run as a whole, in order."""
         with self._lock:
             self._read_events()
             return list(self._events)
@@ -156,7 +157,7 @@ class RunFolder:
             return list(self._moves.get(iteration, []))
 
     def sizes(self) -> Document:
-        """A value that changes when a step of the run has ended. It is cheap, even for many runs at once."""
+        """A value that changes when a step of the run has ended. It is cheap to compute, even for many runs at once."""
         return {name: self._size(name) for name in ("history.jsonl", "summary.json")}
 
     def stamp(self) -> Document:

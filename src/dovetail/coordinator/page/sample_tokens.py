@@ -12,12 +12,12 @@ from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.wire import Arrays
 
 Document = dict[str, Any]
-# Tokens that are shown of a prompt and of a response, each.
+# The maximum number of tokens that are shown of a prompt, and of a response.
 TOKENS = 4000
 
 
 def token_texts(run_dir: Path, ids: list[int]) -> list[str] | None:
-    """The text of each token, so that together they are the whole text. None without the run's tokenizer."""
+    """The text of each token. Joined they are the whole text. None without the run's tokenizer."""
     path = run_dir / "tokenizer" / "tokenizer.json"
     try:
         from tokenizers import Tokenizer
@@ -30,20 +30,21 @@ def token_texts(run_dir: Path, ids: list[int]) -> list[str] | None:
     if tokenizer is None:
         return None
     stream = DecodeStream(skip_special_tokens=False)
-    # A token that ends within a character has no text of its own; the next one has it.
+    # A token that ends within a character has no text. The next token has the whole character.
     return [stream.step(tokenizer, token) or "" for token in ids]
 
 
 def batch_row(arrays: Arrays, prompt: int, number: int) -> int:
-    """The batch's row of a prompt's sample, which is the prompt's `number`-th. -1: it has none. Rows are in the order
-    in which they were learnt, which with ppo.streaming is not that of the prompts."""
+    """The row of the batch with the prompt's `number`-th sample, or -1 if there is none. Rows are in the order in which
+    they were learnt. With ppo.streaming that is not the order of the prompts."""
     rows = np.flatnonzero(arrays["groups"] == prompt) if arrays else np.empty(0, np.intp)
     return int(rows[number]) if number < len(rows) else -1
 
 
 def token_document(arrays: Arrays, row: int, run_dir: Path) -> Document:
-    """`prompt` and `response`: the texts of their tokens. For each token of the response: `logprob` as it was sampled,
-    `reference` and `value`, where there are any. {} if the batch or the tokenizer is not there."""
+    """A sample's tokens. `prompt` and `response` have the texts of their tokens. For each token of the response there
+    are its `logprob` when it was sampled, and its `reference`, `value` and `advantage`, if the batch has them. {} if
+    the batch or the tokenizer is missing."""
     if not arrays or not 0 <= row < len(arrays["tokens"]):
         return {}
     begin, count = int(arrays["prompt_lengths"][row]), int(arrays["response_lengths"][row])

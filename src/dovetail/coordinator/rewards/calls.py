@@ -1,4 +1,4 @@
-"""Calls of reward functions: the arguments of a function, how a call can fail, and when it is repeated."""
+"""Calls reward functions. It defines the arguments of a call, how a call can fail, and when it is repeated."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class RewardError(Exception):
 
 @dataclass(eq=False)
 class CallFailed(Exception):
-    """A call of a function failed. `what`: what the function did, as a verb phrase. `retry`: whether another call may
-    succeed. `outside`: whether a connection or a file failed, and not the code. `frames`: the last frames of the
-    traceback, each "file:line in name"."""
+    """A call of a function failed. `what` says what the function did, as a verb phrase. `retry` says whether another
+    call may succeed. `outside` says whether a connection or a file failed, and not the code. `frames` has the last
+    frames of the traceback, each as "file:line in name"."""
 
     what: str
     frames: Sequence[str] = ()
@@ -31,8 +31,8 @@ class CallFailed(Exception):
 
 @dataclass(frozen=True)
 class Function:
-    """A reward function. `where`: its file and line. `needs`: the samples of one call, Sample or Group. `what`: how
-    messages name it."""
+    """A reward function. `where` is its file and line. `needs` names the samples of one call, Sample or Group. Messages
+    call it `what`."""
 
     title: str
     weight: float
@@ -43,9 +43,9 @@ class Function:
 
 @dataclass(frozen=True)
 class Call:
-    """The arguments of one call: lists of equal length of prompts, responses and the record's other fields. All
-    responses answer one prompt. `prompt`: the prompt's number in the iteration, from 0. `sample`: the sample's number
-    if there is only one. `iteration`: below 1 in an evaluation (`evaluation_slot`)."""
+    """The arguments of one call. They are lists of equal length of prompts, responses and the record's other fields.
+    All responses answer one prompt. `prompt` is the prompt's number in the iteration, from 0. `sample` is the sample's
+    number if there is only one. `iteration` is below 1 in an evaluation (`evaluation_slot`)."""
 
     iteration: int
     prompt: int
@@ -57,8 +57,8 @@ class Call:
 
 @dataclass(frozen=True)
 class RewardAnswer:
-    """The result of a call: one reward for each response, and the steps of each response if the function gave any.
-    `started` and `ended` are in seconds since the epoch."""
+    """The result of a call. It has one reward for each response, and the steps of each response if the function gave
+    any. `started` and `ended` are in seconds since the epoch."""
 
     rewards: list[float]
     started: float

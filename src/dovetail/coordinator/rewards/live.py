@@ -20,7 +20,7 @@ RewardCallable = Callable[..., Sequence[float] | Awaitable[Sequence[float]]]
 
 
 class LiveFunction:
-    """A reward function of the Python API. `seconds`: the deadline of a call. A call that misses it continues in its
+    """A reward function of the Python API. A call must end within `seconds`. A call that takes longer continues in its
     thread, because a thread cannot be ended."""
 
     def __init__(self, function: RewardCallable, seconds: float) -> None:

@@ -29,7 +29,7 @@ Steps = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Returned:
-    """One reward for each response. `steps`: the steps of each response. None: the function gave none."""
+    """One reward for each response. `steps` has the steps of each response. It is None if the function gave none."""
 
     rewards: list[float]
     steps: list[Steps] | None = None
@@ -104,8 +104,9 @@ def one_line(text: str) -> str:
 
 
 def describe(function: Callable[..., Any]) -> dict[str, Any]:
-    """The `file` and `line` of a function, the `digest` of the file (SHA-256; None if it cannot be read), and the value
-    of its attribute `needs` (None without one). Raises ValueError if `needs` is neither Sample nor Group."""
+    """The `file` and `line` of a function, the `digest` of the file (SHA-256), and the value of its attribute `needs`.
+    `digest` is None if the file cannot be read, and `needs` is None without the attribute. Raises ValueError if `needs`
+    is neither Sample nor Group."""
     needs = getattr(function, "needs", None)
     if needs not in (None, "Sample", "Group"):
         raise ValueError(f"its attribute `needs` is {needs!r}; write 'Sample' or 'Group'")
@@ -132,8 +133,8 @@ def _digest(file: str) -> str | None:
 
 
 def raised(error: BaseException, own: Iterable[str]) -> dict[str, Any]:
-    """An exception as JSON: `what` it was, its last `frames`, and whether it came from `outside` (a connection or a
-    file). The frames before the user's own code, in the files of `own` and in asyncio, are left out."""
+    """An exception as JSON. It says `what` it was, its last `frames`, and whether it came from `outside` (a connection
+    or a file). The frames before the user's own code, in the files of `own` and in asyncio, are left out."""
     own = set(own)
     found = traceback.extract_tb(error.__traceback__)
     first = next((i for i, f in enumerate(found) if f.filename not in own and not _asyncio(f.filename)), len(found))

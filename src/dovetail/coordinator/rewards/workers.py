@@ -23,7 +23,7 @@ from dovetail.protocol.process.env import TOKEN
 
 # The time limit of a worker's start. A module may import large libraries and load models, which takes time.
 START_SECONDS = 300.0
-# How long to wait for the last output and the exit status of a worker that is being ended.
+# The time to wait for the last output and the exit status of a worker that is being ended.
 END_SECONDS = 2.0
 LINE_BYTES = 1 << 26
 TAIL_LINES = 200
@@ -121,7 +121,7 @@ class _Worker:
         return f"crashed its worker process ({name})", self._frames()
 
     def _frames(self, whole: bool = False) -> list[str]:
-        """The frames in the output of faulthandler. `whole`: return none if the output is incomplete."""
+        """The frames in the output of faulthandler. With `whole` there are none if the output is incomplete."""
         found: list[str] = []
         for line in self._said:
             if "(most recent call first)" in line:
@@ -151,9 +151,9 @@ class _Worker:
 
 class Workers:
     """Up to `reward.workers` processes. Each is started when it is first needed. A process that fails is replaced.
-    Functions are imported from `reward.import_path`, or else from `folder`, before PYTHONPATH. `fields`: where the
-    manifest names each function, for messages. The default is spec.models.reward. `read` is called with a function's
-    name, file and digest, whenever a process has imported it."""
+    Functions are imported from `reward.import_path`, or else from `folder`, before PYTHONPATH. `fields` has the
+    manifest field that names each function, for messages. The default is spec.models.reward. `read` is called with a
+    function's name, file and digest, whenever a process has imported it."""
 
     def __init__(
         self,

@@ -79,9 +79,9 @@ class ScheduleRecords(Protocol):
 
 @dataclass(frozen=True)
 class KeptPlacement:
-    """The placement that a run keeps. `reverse`: whether the critic's stages run in the opposite direction to the
-    actor's. `chunks`: how many stages of each model a rank holds. `own`: the layouts of models that have ranks of their
-    own. `loop`: see `Layout`."""
+    """The placement that a run keeps. `reverse` says whether the critic's stages run in the opposite direction to the
+    actor's. A rank holds `chunks` stages of each model. `own` has the layouts of models that have ranks of their own.
+    `loop` is that of `Layout`."""
 
     reverse: bool
     chunks: int = 1
@@ -143,12 +143,12 @@ class Scheduling:
             and spec.plan.intra_stage_fusion == "Auto"
             and plan.schedule in ("TimeSharing", "Serial")
         ):
-            # The plan found no room on the GPUs for the other ones.
+            # The plan found no room on the GPUs for the other families.
             self._allowed = tuple(dict.fromkeys((*PINS["Serial"], *PINS[plan.schedule])))
         rows = (row for row in plan.batching if row.stage is stage)
         self._most_chunks = max(plan.chunks, spec.plan.chunks) if ppo else max((row.chunks for row in rows), default=1)
         if not ppo and self._most_chunks == 1:
-            # A V is pinned, and this stage's model has too few layers for it.
+            # The manifest pins a V-shaped schedule, but this stage's model has too few layers for it.
             self._allowed = self._all
 
     def _family(self, name: str) -> Family:
@@ -161,7 +161,7 @@ class Scheduling:
 
     @property
     def _unsplit(self) -> str:
-        """Why no backward pass can be split. Empty if it can be split."""
+        """The reason why no backward pass can be split. Empty if it can be split."""
         if self._recomputed:
             return SPLIT_RECOMPUTES
         return SPLIT_GATHERS if self._plan.gathered_by_layer(self._stage) else ""
@@ -245,7 +245,7 @@ class Scheduling:
         return placeable(self._family(family), self._kept.reverse, self._kept.chunks, self._kept.loop)
 
     def _limited(self) -> bool:
-        """Whether memory is limited: on GPUs, a job that fits when the models train one after the other must also fit
+        """Whether memory is limited. On GPUs, a job that fits when the models train one after the other must also fit
         when they train at once."""
         return any(Role.TRAINER in group.roles and not group.on_cpu for group in self._spec.groups)
 
@@ -301,7 +301,7 @@ class Scheduling:
             self._kept = KeptPlacement(family.reverse, family.chunks, own, family.shape is Shape.LOOP)
         here = {n: s for n, s in found.items() if self._runs(n)}
         if not here:
-            # What fits now would need the stages elsewhere, and a job keeps to their places.
+            # The schedules that fit now need the stages on other ranks, but a job keeps its placement.
             raise ProblemError(
                 "no schedule can run where the job's stages are: " + "; ".join(dict.fromkeys(choice.refused.values()))
             )
@@ -341,7 +341,7 @@ class Scheduling:
         schedules: dict[str, Schedule] = {}
         refused: dict[str, str] = {}
         placed = {n: (self._family(n).chunks, self._family(n).shape is Shape.LOOP) for n in names}
-        # CP-SAT takes most of a search. It is worth its time where times are known, and for what can run.
+        # CP-SAT takes most of a search. It is worth that only if times are known, and only for families that can run.
         known = times.measured or times.profiled
         quick = {n for n in names if not known or n not in self._allowed or (self._kept and not self._runs(n))}
         for chunks, loop in sorted(set(placed.values())):
@@ -428,9 +428,9 @@ class Scheduling:
     # ------------------------------------------------------------ report
 
     def _write(self, choice: Choice, serial: Schedule, limit: float | None, in_bytes: bool) -> None:
-        """Write schedule.json for the report: the time and memory of every family, and the timelines before and
-        after. `limit` is the job's: that of the chosen schedule may be less, because families as V-Half have their
-        own."""
+        """Write schedule.json for the report. It has the time and memory of every family, and the timelines before and
+        after. `limit` is the job's limit. That of the chosen schedule may be less, because families such as V-Half have
+        their own."""
         current = self._current
         assert current is not None
         write_json(

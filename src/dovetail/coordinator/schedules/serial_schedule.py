@@ -21,12 +21,12 @@ def serial_1f1b(
     world: int | None = None,
     split: bool = True,
 ) -> list[list[Action]]:
-    """The actions of each rank: 1F1B of one model after another, in `order`. A rank has the actions of the models that
-    it holds. A model with several stages per rank uses ZB-V or interleaved 1F1B instead of 1F1B.
+    """The actions of each rank, which run 1F1B of one model after another, in `order`. A rank has the actions of the
+    models that it holds. A model with several stages per rank uses ZB-V or interleaved 1F1B instead of 1F1B.
 
-    `micro_batches[model]`: the number of micro-batches of one data-parallel rank. `world`: the number of ranks. It is
-    needed if models have ranks of their own. `split`: whether backward passes may be split. Raises ScheduleError if the
-    layouts have different numbers of ranks and `world` is None, or if a model has no micro-batch."""
+    `micro_batches[model]` is the number of micro-batches of one data-parallel rank. `world` is the number of ranks. It
+    is needed if models have ranks of their own. `split` says whether backward passes may be split. Raises ScheduleError
+    if the layouts have different numbers of ranks and `world` is None, or if a model has no micro-batch."""
     sizes = {model: world_size(layout) for model, layout in layouts.items()}
     if world is None and len(set(sizes.values())) != 1:
         raise ScheduleError(f"all models must occupy the same trainer ranks; these layouts occupy {sizes}")

@@ -8,7 +8,8 @@ from dovetail.coordinator.schedules.scheduling import Scheduling
 
 
 class StageSchedules(Scheduling):
-    """The store keeps from which step on each schedule runs, so a step that is run again has the same one."""
+    """The schedules of a stage's steps. The store keeps the first step of each schedule, so a step that is run again
+    has the same one."""
 
     async def decide(self, step: int) -> None:
         """Decide the schedule of a step that has not run yet. Raises what a finished search raised."""
@@ -18,7 +19,8 @@ class StageSchedules(Scheduling):
             self._records.put(self._key, [*(each for each in known if each[0] < step), [step, current.as_json()]])
 
     def of(self, step: int) -> dict[str, Any] | None:
-        """The schedule that was decided for a step, as `StoredSchedule.as_json` makes it. None: the serial one."""
+        """The schedule that was decided for a step, as `StoredSchedule.as_json` makes it. None stands for the serial
+        one."""
         return next((schedule for first, schedule in reversed(self._known()) if first <= step), None)
 
     @property

@@ -10,7 +10,7 @@ from dovetail.pipelines import Floats, ProblemError
 from dovetail.protocol.files.machine_profile import ModelTimes, PassTimes, Profile
 from dovetail.protocol.weights import layer_range
 
-# Seconds. It replaces times that are 0, because a schedule problem needs times above 0.
+# This many seconds replace times that are 0, because a schedule problem needs times above 0.
 _NO_TIME = 1e-9
 
 
@@ -18,8 +18,8 @@ def stage_times(name: str, times: ModelTimes, pp: int, size: int) -> dict[str, F
     """The times and the activations of a micro-batch of `size` sequences, by kind of pass, as (pp,) float64 arrays.
 
     F is the forward pass and B the whole backward pass. I is the input gradient and W the weight gradient of a split
-    backward pass. All four are in seconds. `bytes`: the activations that a stage keeps. Raises ProblemError if the
-    model has fewer layers than stages."""
+    backward pass. All four are in seconds. `bytes` has the bytes of the activations that a stage keeps. Raises
+    ProblemError if the model has fewer layers than stages."""
     layers = stage_layers(name, times.layers, pp)
     embedding, layer, head = (_at(part, size) for part in (times.embedding_times, times.layer_times, times.head_times))
 
@@ -42,14 +42,15 @@ def stage_times(name: str, times: ModelTimes, pp: int, size: int) -> dict[str, F
 def transfer_seconds(profile: Profile, name: str, micro_batch: int) -> float:
     """The seconds that a micro-batch's hidden states need to reach the next stage. 0 if the link was not measured.
 
-    `name`: the model. `micro_batch`: sequences."""
+    `name` is the model's name. `micro_batch` is the number of sequences."""
     model, link = profile.models[name], profile.link
     boundary = micro_batch * profile.tokens * model.hidden_size * model.bytes_per_value
     return 0.0 if link is None else link.latency + boundary / link.bytes_per_second
 
 
 def stage_layers(name: str, layers: int, stages: int) -> list[int]:
-    """The number of layers of each stage, as the trainer splits them. `name`: the model, for the error's sentence.
+    """The number of layers of each stage, as the trainer splits them. `name` is the model's name, for the error's
+    sentence.
 
     Raises ProblemError if there are more stages than layers."""
     if stages > layers:
@@ -60,7 +61,8 @@ def stage_layers(name: str, layers: int, stages: int) -> list[int]:
 
 
 def _at(measured: Sequence[PassTimes], size: int) -> PassTimes:
-    """The times of a micro-batch of `size` sequences: as measured, or on a line through the two nearest sizes."""
+    """The times of a micro-batch of `size` sequences. They are as measured, or on a line through the two nearest
+    sizes."""
     points = sorted(measured, key=lambda p: p.micro_batch)
     for point in points:
         if point.micro_batch == size:

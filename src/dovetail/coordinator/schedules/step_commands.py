@@ -28,9 +28,9 @@ def schedule(
     placed: Mapping[str, Parallelism] | None = None,
     parts: int = 0,
 ) -> dict[str, Any]:
-    """The fields of a step that say how a mini-batch is divided, and the actions of each rank for it: 1F1B of one model
-    after another. `placed`: layouts that replace the plan's. `parts`: the number of parts in which a mini-batch is
-    learnt. With parts, the actions are those of one part."""
+    """The fields of a step that say how a mini-batch is divided, and the actions of each rank for it. The ranks run
+    1F1B of one model after another. `placed` has layouts that replace the plan's. `parts` is the number of parts in
+    which a mini-batch is learnt. With parts, the actions are those of one part."""
     rules = {rule.model: rule for rule in batch_rules(spec) if rule.stage is stage}
     layouts = {name: (placed or {}).get(name) or plan.parallelism[name] for name in models}
     rows = {name: rules[name].batch // max(1, parts) for name in models}
@@ -45,8 +45,8 @@ def schedule(
 
 @dataclass(frozen=True)
 class StepFacts:
-    """The facts that make an exact replay of a PPO step possible. `schedule`: a `StoredSchedule` as JSON. None: the
-    serial schedule."""
+    """The facts that make an exact replay of a PPO step possible. `schedule` is a `StoredSchedule` as JSON, or None for
+    the serial schedule."""
 
     kl_coef: float
     train_actor: bool
@@ -63,7 +63,7 @@ def ppo_step(
     facts: StepFacts,
     placed: Mapping[str, Parallelism] | None = None,
 ) -> Step:
-    """The command that trains one iteration with the serial schedule. `placed`: layouts that replace the plan's."""
+    """The command that trains one iteration with the serial schedule. `placed` has layouts that replace the plan's."""
     models = ["actor"] if facts.train_actor else []
     if has_critic(spec):
         models.append("critic")
@@ -82,7 +82,7 @@ def ppo_step(
 def supervised_step(
     spec: RLHFJobSpec, plan: Plan, stage: Stage, step: int, placed: Mapping[str, Parallelism] | None = None
 ) -> Step:
-    """The command of one SFT, reward or DPO step with the serial schedule. `placed`: see `ppo_step`."""
+    """The command of one SFT, reward or DPO step with the serial schedule. `placed` is that of `ppo_step`."""
     return Step(
         id=f"{stage.value}/{step}/step",
         stage=stage,

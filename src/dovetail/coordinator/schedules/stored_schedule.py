@@ -1,4 +1,4 @@
-"""The stored form of a training schedule: one string of letters for each trainer rank."""
+"""The stored form of a training schedule, which is one string of letters for each trainer rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ LETTERS: dict[str, tuple[str, Kind]] = {
 
 
 def trained_layouts(plan: Plan, stage: Stage = Stage.PPO) -> dict[str, Parallelism]:
-    """The plan's layouts of the models that the stage trains: actor and critic in PPO, else one model."""
+    """The plan's layouts of the models that the stage trains. These are actor and critic in PPO, and one model in other
+    stages."""
     names = ("actor", "critic") if stage is Stage.PPO else (stage.model,)
     return {name: plan.parallelism[name] for name in names if name in plan.parallelism}
 
@@ -39,8 +40,8 @@ def applies(spec: RLHFJobSpec, plan: Plan, stage: Stage = Stage.PPO) -> bool:
 
 @dataclass(frozen=True)
 class StoredSchedule:
-    """A schedule that the store keeps. `encoded`: one string for each trainer rank, with one letter for each action. F,
-    B, I and W are the actor's kinds of action (`Kind`), f, b, i and w are the critic's, and G, C, J and X the reward
+    """A schedule that the store keeps. `encoded` has one string for each trainer rank, with one letter for each action.
+    F, B, I and W are the actor's kinds of action (`Kind`), f, b, i and w are the critic's, and G, C, J and X the reward
     model's. A number after the letter is the chunk. Without a number it is the first chunk. The micro-batches of each
     letter and chunk ascend."""
 

@@ -41,8 +41,8 @@ from dovetail.protocol.plan import Coordinates, Layout, coordinates, holds, rank
 
 # The extra time of a split backward pass, as a fraction of the whole backward pass, if it was not measured.
 SPLIT_OVERHEAD = 0.1
-# The fraction of a split backward pass that is the first stage's input gradient. It is hardly any, because no stage
-# waits for that gradient and it is not computed.
+# The fraction of a split backward pass that is the first stage's input gradient. It is almost 0, because no stage waits
+# for that gradient and it is not computed.
 NO_INPUT_GRADIENT = 1e-3
 # The fraction of a split backward pass that is its first half, if it was not measured.
 EARLY = 0.5
@@ -59,8 +59,8 @@ PINS = {
 
 
 def pinned_families(pin: str, models: int) -> tuple[str, ...]:
-    """The families that the trainers can run and that a value of plan.intraStageFusion allows for so many models. A
-    value that makes no sense for one model allows what Auto does."""
+    """The families that the trainers can run and that a value of plan.intraStageFusion allows for `models` models. If a
+    value makes no sense for one model, it allows what Auto allows."""
     if models > 1 or pin == "Serial":
         return PINS[pin]
     in_v = tuple(f.name for f in ALONE.values() if f.chunks == 2 and f.shape is Shape.ZIGZAG)
@@ -71,8 +71,8 @@ def shared_layouts(
     layouts: Mapping[str, Parallelism], reverse: bool, chunks: int = 1, loop: bool = False
 ) -> dict[str, Layout]:
     """The layouts of the models on the positions that they share. With `reverse` the critic's stages are in the
-    opposite order. `chunks`: the stages of each model on a rank. `loop`: see `Layout`. The layout of a model that
-    trains alone says only these two.
+    opposite order. A rank holds `chunks` stages of each model. `loop` is that of `Layout`. A model that trains alone
+    uses only these two.
 
     Raises ValueError unless the models have the same ranks and the same tp."""
     if len(layouts) == 1:
@@ -93,7 +93,7 @@ def shared_layouts(
 
 
 def mini_batches_together(optimizer_steps: int) -> int:
-    """The number of mini-batches that one schedule holds: the largest divisor of `optimizer_steps` up to
+    """The number of mini-batches that one schedule holds. It is the largest divisor of `optimizer_steps` up to
     MAX_MINI_BATCHES."""
     return max(n for n in range(1, MAX_MINI_BATCHES + 1) if optimizer_steps % n == 0)
 
@@ -135,9 +135,9 @@ class Times:
         self._profiled_transfer = max(transfer_seconds(profile, name, micro_batch) for name in layouts)
 
     def expect(self, sizes: Mapping[str, Sequence[int]], again: Sequence[str] = ()) -> None:
-        """Use these bytes of a micro-batch's activations if they are neither measured nor profiled. `sizes`: by model,
-        for each rank's stage or each of its chunks (`Plan.activation_bytes`). `again`: the models with activation
-        checkpointing (`Plan.recomputed`)."""
+        """Use these bytes of a micro-batch's activations if they are neither measured nor profiled. `sizes` has for
+        each model the bytes of each rank's stage, or of each of its chunks (`Plan.activation_bytes`). `again` names the
+        models with activation checkpointing (`Plan.recomputed`)."""
         self._sizes = {model: list(each) for model, each in sizes.items()}
         self.again = frozenset(again)
 
@@ -166,9 +166,9 @@ class Times:
         """The seconds of a kind of pass, or its `bytes`, (pipelines, stages, micro-batches of all mini-batches)
         float64. The slowest copy counts. None if a stage was neither measured nor profiled.
 
-        `count`: the micro-batches of a mini-batch. If the measurements have another layout, they are converted. If only
-        the number of stages on a rank differs, they are added up or divided evenly. Otherwise the same work is divided
-        evenly over stages and micro-batches."""
+        `count` is the number of micro-batches of a mini-batch. If the measurements have another layout, they are
+        converted. If only the number of stages on a rank differs, they are added up or divided evenly. Otherwise the
+        same work is divided evenly over stages and micro-batches."""
         stages = layout.pp * layout.chunks
         measured = self._measured.get(model)
         if measured is not None and _cut(measured) != _cut(layout):
@@ -215,12 +215,13 @@ class Times:
         return np.tile(each[kind][None, :, None], (layout.pipelines, 1, count))
 
     def complete(self, kind: str, layouts: Mapping[str, Layout], counts: Mapping[str, int]) -> bool:
-        """Whether `array` knows this kind for all models. `counts`: the micro-batches of a mini-batch, by model."""
+        """Whether `array` knows this kind for all models. `counts` has the number of micro-batches of a mini-batch, by
+        model."""
         return all(self.array(m, kind, layouts[m], counts[m], 1) is not None for m in layouts)
 
     def communication(self, positions: int, apart: bool = False) -> float | Floats:
         """The seconds of a message from position to position, (N, N) float64, of the slower model. It is one number if
-        messages were not measured. `apart`: the models have ranks of their own."""
+        messages were not measured. `apart` says that the models have ranks of their own."""
         if not self._transfers:
             return self._profiled_transfer
         slowest = {edge: max(found.values()) for edge, found in self._transfers.items()}
@@ -244,10 +245,10 @@ def training_problem(
 ) -> ScheduleProblem:
     """The schedule problem of the models of `layouts`, which are actor and critic or one model.
 
-    `micro_batches[model]`: the micro-batches of one rank and mini-batch. `communication`: the seconds of a message. By
-    default `times` tells. `memory_limit`: the most bytes of activations on a rank. `whole`: the time of a whole model's
-    forward pass if no times are known. By default it is the number of positions. Raises ProblemError if the numbers do
-    not fit together."""
+    `micro_batches[model]` is the number of micro-batches of one rank and mini-batch. `communication` is the seconds of
+    a message. By default it comes from `times`. A rank may hold at most `memory_limit` bytes of activations. `whole` is
+    the time of a whole model's forward pass if no times are known. By default it is the number of positions. Raises
+    ProblemError if the numbers do not fit together."""
 
     known = times or Times()
     sizes, sized = known, known.complete("bytes", layouts, micro_batches)
@@ -306,9 +307,9 @@ def profiled_problem(
 ) -> ScheduleProblem:
     """The schedule problem of actor and critic with a profile's times, in seconds and bytes.
 
-    `stages`: the pipeline stages of actor and critic. `micro_batches`: the micro-batches of an actor pipeline and
-    mini-batch, with `micro_batch` sequences each. Those of the critic follow from K1 * M1 = K2 * M2, where K is the
-    number of pipelines. Raises ProblemError for numbers that do not fit, and for times that were not measured."""
+    `stages` has the numbers of pipeline stages of actor and critic. An actor pipeline has `micro_batches` micro-batches
+    in a mini-batch, with `micro_batch` sequences each. Those of the critic follow from K1 * M1 = K2 * M2, where K is
+    the number of pipelines. Raises ProblemError for numbers that do not fit, and for times that were not measured."""
     ranks, layouts, counts = max(stages), {}, {}
     total = ranks // stages[0] * micro_batches
     for name, pp in zip(("actor", "critic"), stages, strict=True):
@@ -334,10 +335,10 @@ def choose_schedule(
     loop: bool = False,
     quick: Container[str] = (),
 ) -> Choice:
-    """The fastest schedule of `families` that fits. `reverse`: only families whose critic runs that way are taken. A
-    serial schedule runs both ways. None: any. `chunks`: the stages of a model on each rank. `loop`: see `Layout`.
-    `quick`: of these families nothing is proved, and no schedule of less memory is looked for. Raises ProblemError if
-    none fits."""
+    """The fastest schedule of `families` that fits. Only families whose critic runs in the direction `reverse` are
+    taken, or any family if it is None. A serial schedule runs both ways. Each rank holds `chunks` stages of a model.
+    `loop` is that of `Layout`. For the families in `quick` nothing is proved, and no schedule with less memory is
+    searched. Raises ProblemError if none fits."""
     known = [n for n in family_names(problem, chunked=True) if n in families]
     models = len(problem.models)
     names = [n for n in known if placeable(family_of(n, models), reverse, chunks, loop)]
@@ -362,8 +363,8 @@ def choose_dedicated(
 ) -> tuple[Schedule, dict[str, Layout]]:
     """The schedule of the fastest of `divisions` that fits, and that division. Raises ProblemError if none fits.
 
-    `divisions`: as `dovetail.planner.placement.layouts.divisions` makes them. `micro_batches`: those of a mini-batch on
-    all ranks together. `whole`: see `training_problem`."""
+    `divisions` are as `dovetail.planner.placement.layouts.divisions` makes them. `micro_batches` is the number of
+    micro-batches of a mini-batch on all ranks together. `whole` is that of `training_problem`."""
     found, reasons = [], ["there are too few ranks for either to have some alone"]
     for layouts in divisions:
         counts = {name: micro_batches // layout.dp for name, layout in layouts.items()}
@@ -383,8 +384,8 @@ def is_serial(family: Family) -> bool:
 
 
 def placeable(family: Family, reverse: bool | None, chunks: int = 1, loop: bool = False) -> bool:
-    """Whether the trainers can run the family with this direction of the critic's stages (None: any), and with `chunks`
-    stages of a model on each rank, placed in a `loop` or not."""
+    """Whether the trainers can run the family with this placement. `reverse` is the direction of the critic's stages,
+    or None for any. Each rank holds `chunks` stages of a model, placed in a `loop` or not."""
     if family is DEDICATED or family.chunks != chunks or (family.shape is Shape.LOOP) != loop:
         return False
     return reverse is None or is_serial(family) or family.reverse == reverse
@@ -407,7 +408,7 @@ def _regrouped(values: Floats, stages: int) -> Floats:
 
 def _spread(values: Floats, shape: tuple[int, int, int], alike: bool) -> Floats:
     """Converts `values`, (pipelines, other stages, other micro-batches), to the pipelines, stages and micro-batches of
-    `shape`. `alike`: only the number of stages differs. Otherwise the same work is divided evenly."""
+    `shape`. `alike` says that only the number of stages differs. Otherwise the same work is divided evenly."""
     return _regrouped(values, shape[1]) if alike else np.full(shape, float(values.sum(axis=1).mean()) / shape[1])
 
 
@@ -418,7 +419,7 @@ def _early(first: Floats, second: Floats) -> float:
 
 
 def _halves(whole: Floats, early: float) -> tuple[Floats, Floats]:
-    """Divides backward passes of `whole` seconds, (pipelines, stages, micro-batches), into both halves. `early`: the
+    """Divides backward passes of `whole` seconds, (pipelines, stages, micro-batches), into both halves. `early` is the
     fraction of the first half."""
     share = np.full(whole.shape, early)
     share[:, 0, :] = NO_INPUT_GRADIENT
