@@ -1,7 +1,8 @@
 """The coordinator process: `python -m dovetail.coordinator.main`.
 
-Exit codes: 0: the job succeeded. 3: the job failed; summary.json and the last log line say why. 143: the process was
-told to stop. 2: the configuration is wrong. 1: any other error; a restarted coordinator continues from its store."""
+The exit code is 0 if the job succeeded. It is 3 if the job failed, and summary.json and the last log line then say why.
+It is 143 if the process was told to stop, and 2 if the configuration is wrong. It is 1 for any other error. A restarted
+coordinator then continues from its store."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ from dovetail.protocol.process.exit_codes import JOB_FAILED
 from dovetail.protocol.process.pulse import Pulse
 
 CRASHED = 1
-# In a pod, Kubernetes reads the reason of a failure, or the last figures, from this file.
+# In a pod, Kubernetes reads the reason for a failure, or the last figures, from this file.
 TERMINATION_LOG = Path(fixed_names.TERMINATION_LOG)
 TERMINATION_BYTES = 4000
 FIGURES = ("reward", "kl", "samples_per_second", "iteration_seconds")
@@ -59,7 +60,7 @@ def final_figures(status: Mapping[str, Any]) -> str:
 
 def verdict(status: Mapping[str, Any], error: Exception) -> str:
     """One line with the last health verdicts, to be written before the reason of a failure. It is needed because the
-    status may not have been read since that iteration. Empty if the failure has another cause."""
+    status may not have been read since that iteration. It is empty if the failure has another cause."""
     if not isinstance(error, UnhealthyError) or not status["health"]:
         return ""
     return json.dumps({"health": {**status["health"], "verdicts": status["health"]["verdicts"][:1]}}) + "\n"

@@ -1,1 +1,1 @@
-"""Scoring: the reference, the reward model and the critic score finished samples."""
+"""Scores finished samples with the reference, the reward model and the critic."""

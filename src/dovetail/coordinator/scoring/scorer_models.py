@@ -1,4 +1,4 @@
-"""The models of each scorer. A scorer loads them before it takes weights or samples."""
+"""Keeps the models of each scorer. A scorer loads them before it takes weights or samples."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.process.process_names import rollout_of
 
 LOAD_SECONDS = 600.0
-# How long `load_all` waits for scorers before it looks for others.
+# The time that `load_all` waits for scorers before it looks for others.
 LOOK_SECONDS = 0.5
 
 
 class ScorerModels:
-    """Loads the models of scorers. `sources`: the source of each model that scorers hold. `plan_holds`: by rollout, the
-    models that the plan gives its scorer. A scorer that the plan does not know (of a surplus rollout) holds all models.
-    `session`: sends the job's token."""
+    """Loads the models of scorers. `sources` has the source of each model that scorers hold. `plan_holds` has for each
+    rollout the models that the plan gives its scorer. A scorer that the plan does not know (of a surplus rollout) holds
+    all models. `session` sends the job's token."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class ScorerModels:
         self._loaded[scorer.name] = scorer.incarnation
 
     async def load_all(self) -> None:
-        """Let every scorer that may take work load its models. It does not wait long: call it again and again. A scorer
+        """Let every scorer that may take work load its models. It does not wait long, so call it repeatedly. A scorer
         that fails to load them counts as failed in the fleet."""
         eligible = [Scorer(i.name, i.url, i.incarnation) for i in self._fleet.eligible("scorer")]
         lacking = [s for s in eligible if not self.has_loaded(s.name, s.incarnation) and not self._loading.running(s)]
@@ -65,11 +65,11 @@ class ScorerModels:
             self._fleet.failed(scorer.name, f"could not load its models: {problem}")
 
     async def close(self) -> None:
-        """Give up the loading of models."""
+        """Stop the loading of models."""
         await self._loading.close()
 
     def scorers(self, lane: Lane, version: int) -> list[Scorer]:
-        """The scorers that can score with all models of the lane now. `version`: the critic's weight version, for
+        """The scorers that can score with all models of the lane now. `version` is the critic's weight version, for
         scorers that hold a critic."""
         return [
             Scorer(i.name, i.url, i.incarnation, int(i.abilities.get("room") or 0))

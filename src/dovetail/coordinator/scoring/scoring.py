@@ -1,5 +1,5 @@
-"""Reference, reward and critic inference. Scorers take finished samples in chunks, the longest first. If the trainers
-learn from the samples meanwhile, the shortest come first, in the trainers' order.
+"""Runs reference, reward and critic inference. Scorers take finished samples in chunks, the longest first. If the
+trainers learn from the samples meanwhile, the shortest come first, in the trainers' order.
 
 Samples may be added while others are scored. Inter-stage fusion (RLHFuse section 4) adds them as they finish. A scorer
 takes its next chunk when it has finished the last one, so faster devices score more. If a scorer fails, its chunk goes
@@ -37,8 +37,8 @@ LOOK_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Scorer:
-    """A scorer's process. A restarted one has another `incarnation`. `room`: the number of tokens of unfinished samples
-    that it can keep."""
+    """A scorer's process. A restarted one has another `incarnation`. It can keep `room` tokens of unfinished
+    samples."""
 
     name: str
     url: str
@@ -147,7 +147,8 @@ class Waiting:
 
 
 def _cut(group: Sequence[Finished], rows: int, least: int) -> int:
-    """How many of a prompt's samples go into a chunk with room for `rows` samples: see `Waiting.take`."""
+    """The number of a prompt's samples that go into a chunk with room for `rows` samples, as `Waiting.take`
+    describes."""
     prompt = len(group[0].prompt)
     enough = max(prompt, least - prompt)
     taken = sum(len(sample.response) for sample in group[:rows])
@@ -163,7 +164,7 @@ def _cut(group: Sequence[Finished], rows: int, least: int) -> int:
 async def load_models(
     session: aiohttp.ClientSession, scorer: Scorer, models: dict[str, ModelRef], timeout: float
 ) -> None:
-    """Tell a scorer which models to load. `timeout`: seconds. Raises aiohttp.ClientError or TimeoutError."""
+    """Tell a scorer which models to load. `timeout` is in seconds. Raises aiohttp.ClientError or TimeoutError."""
     body = {"models": {name: ref.model_dump() for name, ref in models.items()}}
     async with session.post(
         f"{scorer.url}/v1/load", json=body, timeout=aiohttp.ClientTimeout(total=timeout)
@@ -175,11 +176,11 @@ async def load_models(
 class Inference:
     """Scores samples as they are added. It is an async context manager. Outside of it nothing runs.
 
-    `want`: some of "reference", "reward" and "critic". `scorers` returns the scorers that may take a chunk now. `poke`
-    says that its answer may have changed. `everyone` returns the number of all scorers, which decides the size of
-    chunks. `gone` says that a process will never answer. Then its chunk goes to another one. `on_scores` gets the
-    scores of each chunk. `chunk_seconds`: the time limit of a chunk. `clock`: monotonic seconds. `check` and `finish`
-    raise what these functions raised."""
+    `want` has some of "reference", "reward" and "critic". `scorers` returns the scorers that may take a chunk now.
+    `poke` says that its answer may have changed. `everyone` returns the number of all scorers, which decides the size
+    of chunks. `gone` says that a process will never answer. Then its chunk goes to another one. `on_scores` gets the
+    scores of each chunk. `chunk_seconds` is the time limit of a chunk. `clock` returns monotonic seconds. `check` and
+    `finish` raise what these functions raised."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Inference if scorers hold different models. Each sample goes to one scorer of each kind, and the answers are merged.
+"""Runs inference on scorers that hold different models. Each sample goes to one scorer of each kind, and the answers
+are merged.
 
 A *lane* is a set of models that are always requested together. If every scorer holds all models, there is one lane."""
 
@@ -19,7 +20,7 @@ Lane = tuple[str, ...]
 
 def lanes_of(want: Sequence[str], holders: Sequence[Collection[str]]) -> list[Lane]:
     """Divide the models of `want` into as few lanes as possible, so that each scorer holds all models of a lane or none
-    of them. `holders`: the models of each scorer. Raises ValueError for a model that no scorer holds."""
+    of them. `holders` has the models of each scorer. Raises ValueError for a model that no scorer holds."""
     lanes: dict[frozenset[int], list[str]] = {}
     for model in want:
         where = frozenset(index for index, held in enumerate(holders) if model in held)

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from dovetail.coordinator.store.samples import Key
 from dovetail.protocol.budgets import RESPONSE_BLOCK
 
-# The maximum number of tokens that a scorer computes in one such request, unless a single sample has more. A sample
-# that is finished meanwhile waits for it.
+# The maximum number of tokens that a scorer computes in one request for parts of samples, unless a single sample has
+# more. A sample that is finished meanwhile waits for it.
 LOOK_TOKENS = 256
 
 
 @dataclass(frozen=True)
 class Growing:
-    """A sample that is being generated: the token ids of its prompt, and of its response so far."""
+    """A sample that is being generated. It has the token ids of its prompt, and of its response so far."""
 
     key: Key
     prompt: Sequence[int]
@@ -30,8 +30,8 @@ class Growing:
 
 @dataclass
 class _Home:
-    """The home of a sample. `scorer`: its name and incarnation. `held`: how many response tokens it has computed.
-    `prompt`: the number of prompt tokens."""
+    """The home of a sample, which is the scorer that has computed a part of it. `scorer` is its name and incarnation.
+    It has computed `held` response tokens. `prompt` is the number of prompt tokens."""
 
     scorer: tuple[str, str]
     prompt: int
@@ -66,7 +66,7 @@ class Streams:
             self.end([key])
 
     def end(self, keys: Collection[Key]) -> None:
-        """Forget the homes of these samples: they are scored, or any scorer will score them."""
+        """Forget the homes of these samples, because they are scored, or because any scorer may score them."""
         for key in keys:
             self._homes.pop(key, None)
 
@@ -79,7 +79,7 @@ class Streams:
     ) -> list[Growing]:
         """The samples that a scorer computes next, the longest first. Each has a new block, and at least `least` tokens
         that no scorer has computed. The scorer gets the samples whose home it is, and its share of those without a
-        home, as one of `idle` scorers. The tokens that it keeps then stay within `room`. The request is short: at most
+        home, as one of `idle` scorers. The tokens that it keeps then stay within `room`. The request has at most
         `LOOK_TOKENS` tokens, or one sample."""
         alone = [g for g in growing if g.key not in self._homes and g.blocks]
         new = sorted(alone, key=lambda g: (-len(g.response), g.key))[: -(-len(alone) // max(1, idle))]

@@ -1,1 +1,1 @@
-"""What the coordinator serves to the job's other processes over HTTP."""
+"""Serves the job's other processes over HTTP."""

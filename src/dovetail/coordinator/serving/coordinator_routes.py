@@ -1,5 +1,5 @@
-"""The coordinator's HTTP server: the routes for trainers, rollouts and scorers, status and metrics. It has no logic of
-its own."""
+"""The coordinator's HTTP server. It has the routes for trainers, rollouts and scorers, status and metrics. It has no
+logic of its own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Host(Protocol):
     def trace(self, iteration: int) -> bytes: ...
 
 
-# Answers a question of the run page with JSON. Raises NotKept. Called in a thread.
+# It answers a question of the run page with JSON, and raises NotKept. It is called in a thread.
 Page = Callable[[str], bytes]
 
 
@@ -57,9 +57,10 @@ def _reply(message: BaseModel) -> web.Response:
 
 
 def make_app(host: Host, token: str, registry: CollectorRegistry, page: Page | None = None) -> web.Application:
-    """The routes of docs/architecture.md. All routes except /metrics and /healthz require the job's token. `page`: None
-    for hosts without a run's folder."""
-    # Many viewers must not take the threads and the memory that the run needs.
+    """The routes of docs/architecture.md. All routes except /metrics and /healthz require the job's token. `page` is
+    None for hosts without a run's folder."""
+    # The page's questions are answered one at a time, so that many viewers do not take the threads and the memory that
+    # the run needs.
     one_page = asyncio.Lock()
 
     @web.middleware
@@ -100,7 +101,8 @@ def make_app(host: Host, token: str, registry: CollectorRegistry, page: Page | N
             raise web.HTTPConflict(text=str(error)) from error
         except NotPrepared as error:
             raise web.HTTPServiceUnavailable(text=str(error)) from error
-        # In pieces: the event loop could not turn while it hands hundreds of megabytes to a connection.
+        # The batch is sent in pieces, because the event loop would be blocked while it hands hundreds of megabytes to a
+        # connection.
         response = web.StreamResponse(headers={"Content-Type": CONTENT_TYPE, "Content-Length": str(len(body))})
         await response.prepare(request)
         for start in range(0, len(body), PIECE_BYTES):

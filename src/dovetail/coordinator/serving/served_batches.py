@@ -18,12 +18,13 @@ class NotPrepared(RuntimeError):
 
 
 class Batches:
-    """`sft/<step>`, `reward/<step>`, `dpo/<step>`, `ppo/<iteration>`, `ppo-part/<iteration>/<part>`; for evaluations
-    `sft-eval/<i>`, `reward-eval/<i>`, `dpo-eval/<i>` and `demonstrations/<i>`. The arrays are those of
-    docs/architecture.md, "Batches". `references`: what is added to DPO's."""
+    """The batches by their names, which are `sft/<step>`, `reward/<step>`, `dpo/<step>`, `ppo/<iteration>` and
+    `ppo-part/<iteration>/<part>`. Those for evaluations are `sft-eval/<i>`, `reward-eval/<i>`, `dpo-eval/<i>` and
+    `demonstrations/<i>`. The arrays are those of docs/architecture.md, "Batches". `references` adds the reference's
+    log-probabilities to DPO's batches."""
 
     def __init__(self, prepared: Prepared | None, files: ExperienceFiles, store: Store) -> None:
-        """`prepared`: None while the data is being prepared."""
+        """`prepared` is None while the data is being prepared."""
         self._prepared, self._files, self._store = prepared, files, store
         self.references = ReferenceLogprobs(store)
         self._held_out: dict[Stage, list[Arrays]] = {}
@@ -37,8 +38,8 @@ class Batches:
         return await asyncio.to_thread(self.read, key)
 
     def read(self, key: str) -> bytes:
-        """Raises LookupError for an unknown key, ValueError for a damaged batch, NotPrepared while data are being
-        prepared. It may be called in any thread for batches of PPO."""
+        """The packed arrays of a batch. Raises LookupError for an unknown key, ValueError for a damaged batch, and
+        NotPrepared while the data is being prepared. For batches of PPO it may be called in any thread."""
         if (part := self._files.part(key)) is not None:
             return part
         stage, _, number = key.partition("/")
@@ -92,5 +93,5 @@ class Batches:
         return self._demonstrations
 
     def forget_demonstrations(self) -> None:
-        """Drop the demonstrations from memory: the reward model is trained."""
+        """Drop the demonstrations from memory. Call it when the reward model is trained."""
         self._demonstrations = None

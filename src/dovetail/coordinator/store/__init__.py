@@ -1,1 +1,1 @@
-"""What a run keeps on its disk."""
+"""Keeps the data of a run on its disk."""

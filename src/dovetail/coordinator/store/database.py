@@ -83,13 +83,13 @@ CREATE TABLE IF NOT EXISTS experts (
 
 
 class StoreError(Exception):
-    """The store cannot be used as asked; the message is one sentence for the user."""
+    """The store cannot be used as asked. The message is one sentence for the user."""
 
 
 class Database:
     """`run_dir/store.sqlite`, opened by one coordinator at a time.
 
-    It uses WAL with synchronous=NORMAL: a commit writes to the log without fsync. A killed process loses nothing,
+    It uses WAL with synchronous=NORMAL, so a commit writes to the log without fsync. A killed process loses nothing,
     because the operating system has the pages. A power failure can lose the newest transactions, each as a whole. The
     run then goes on from the state before them and computes the same bits again.
 
@@ -104,7 +104,7 @@ class Database:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock_file = self._lock()
         try:
-            # Autocommit; transactions are explicit. Waits 5 s for a reader's checkpoint lock.
+            # This is autocommit mode, because transactions are explicit. It waits 5 s for a reader's checkpoint lock.
             self._connection = sqlite3.connect(path, isolation_level=None, timeout=5.0)
             with self._explained():
                 self._connection.execute("PRAGMA journal_mode=WAL")
@@ -120,7 +120,8 @@ class Database:
             raise
 
     def _lock(self) -> int:
-        # A POSIX lock of its own file: released by the kernel however the process ends, and not inherited by forks.
+        # This is a POSIX lock on a file of its own. The kernel releases it however the process ends, and forks do not
+        # inherit it.
         path = self.path.with_suffix(".lock")
         try:
             file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -173,8 +174,8 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """Run the block's queries. Another thread than the one that opened the store sees what was committed, over a
-        connection of its own. sqlite errors become StoreError."""
+        """Run the block's queries. A thread that did not open the store uses a connection of its own, and sees what was
+        committed. sqlite errors become StoreError."""
         with self._explained():
             if threading.get_ident() == self._owner:
                 yield self._connection

@@ -1,4 +1,4 @@
-"""Copies the trained models to where spec.output says."""
+"""Copies the trained models to the place that spec.output names."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 from dovetail.manifest.types import TRAINED_MODELS, ObjectStorage, Output
 
-# A folder without it is no model, so it is written last.
+# A folder without this file does not count as a model, so it is written last.
 LAST = "config.json"
 CHUNK = 16 << 20
-# What AWS's SDK calls errors that come again.
+# AWS's SDK uses these words for errors that every further attempt would meet again.
 _HOPELESS = (
     *("ACCESS_DENIED", "NO_SUCH_BUCKET", "INVALID_ACCESS_KEY_ID", "INVALID_SIGNATURE", "SIGNATURE_DOES_NOT_MATCH"),
     *("MISSING_AUTHENTICATION_TOKEN", "INVALID_CLIENT_TOKEN_ID", "HTTP status 403", "HTTP status 404"),
@@ -45,7 +45,7 @@ def check(output: Output | None) -> None:
             files, mark_name = _connect(output.s3), _key(output.s3, ".dovetail")
             with files.open_output_stream(mark_name) as file:
                 file.write(b"Dovetail may write here.\n")
-            with contextlib.suppress(OSError):  # whoever may write need not be allowed to delete
+            with contextlib.suppress(OSError):  # a user who may write may lack the right to delete
                 files.delete_file(mark_name)
 
 
@@ -89,7 +89,7 @@ def _key(storage: ObjectStorage, name: str) -> str:
 
 
 def _connect(storage: ObjectStorage) -> Any:
-    """Copy models to object storage. Credentials come from the environment. Files of any size are sent in parts."""
+    """The connection to object storage. Credentials come from the environment. Files of any size are sent in parts."""
     from pyarrow import fs  # its SDK takes a second to load
 
     scheme, _, server = (storage.endpoint or "https://").rstrip("/").partition("://")

@@ -1,4 +1,4 @@
-"""An iteration's finished and scored samples as a batch, kept on disk until a checkpoint covers it."""
+"""Keeps an iteration's finished and scored samples as a batch on disk, until a checkpoint covers it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def experience_arrays(
     samples: Sequence[Sample], pad: int, experts: Mapping[Key, Sequence[tuple[int, bytes]]] | None = None
 ) -> Arrays:
     """The arrays of scored samples, as docs/architecture.md, "Batches", ppo describes them. `groups` are the prompts'
-    positions. `experts`: the experts of samples' tokens, if servers reported them (`SampleTable.experts`)."""
+    positions. `experts` has the experts of samples' tokens, if servers reported them (`SampleTable.experts`)."""
     arrays = ppo_batch([s.prompt_tokens for s in samples], [s.tokens for s in samples], pad)
     longest = max(len(s.tokens) for s in samples)
 
@@ -61,7 +61,8 @@ def routed_experts(
 
 
 class ExperienceFiles:
-    """Batches `ppo/<iteration>` as files, written whole or not at all, so that a step can be replayed bit for bit."""
+    """The batches `ppo/<iteration>` as files, so that a step can be replayed bit for bit. A file is written completely
+    or not at all."""
 
     def __init__(self, run_dir: Path) -> None:
         self._dir = run_dir / "experience"
@@ -104,7 +105,7 @@ class ExperienceFiles:
         return self._parts.get(key)
 
     def forget_parts(self) -> None:
-        """Forget all parts: the iteration is complete."""
+        """Forget all parts. Call it when the iteration is complete."""
         self._parts.clear()
 
     def has(self, iteration: int) -> bool:
@@ -112,7 +113,7 @@ class ExperienceFiles:
         return self._path(iteration).is_file()
 
     def forget_through(self, iteration: int) -> None:
-        """Drop iterations up to and including this one: a checkpoint covers them."""
+        """Drop the iterations up to and including this one. Call it when a checkpoint covers them."""
         for path in self._dir.glob("*.safetensors"):
             if int(path.stem) <= iteration:
                 path.unlink(missing_ok=True)

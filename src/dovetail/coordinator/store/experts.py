@@ -1,5 +1,5 @@
-"""The experts that a rollout chose for the tokens of a sample (routing replay). They have three forms: the messages of
-servers, the rows of the store, and one array."""
+"""Converts the experts that a rollout chose for the tokens of a sample (routing replay). They have three forms, which
+are the messages of servers, the rows of the store, and one array."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ UNKNOWN = -1
 
 
 def rows_of(encoded: str) -> bytes:
-    """The array (tokens, layers, experts of a token) in a server's answer, which is a numpy file of whole numbers.
-    Raises ValueError."""
+    """The store's form of the array (tokens, layers, experts of a token) in a server's answer, which is a numpy file of
+    integers. Raises ValueError."""
     try:
         data = base64.b64decode(encoded, validate=True)
     except binascii.Error as error:
@@ -35,10 +35,10 @@ def _array(data: bytes) -> NDArray[np.integer]:
 
 def first_wanted(prompt: int, kept: int, reported: int) -> int:
     """The first token for which a server must report experts. `kept` tokens of the response are from earlier servers.
-    `reported`: the number of tokens whose experts these servers reported, see `reported_tokens`. No server has computed
-    the last kept token yet. This server computes all earlier tokens again, so it also reports the experts that a dead
-    server did not report. So the experts of a sample do not depend on when a server dies. The log-probabilities come
-    from the first computation."""
+    `reported` is the number of tokens whose experts these servers reported, as `reported_tokens` counts them. No server
+    has computed the last kept token yet. This server computes all earlier tokens again, so it also reports the experts
+    that a dead server did not report. So the experts of a sample do not depend on when a server dies. The
+    log-probabilities come from the first computation."""
     return min(prompt + kept - 1, reported) if kept else 0
 
 
@@ -48,8 +48,8 @@ def tokens_of(data: bytes) -> int:
 
 
 def reported_tokens(pieces: Sequence[tuple[int, bytes]]) -> int:
-    """How many tokens have known experts, counted from the first token without a gap. `pieces`: as `whole` takes
-    them."""
+    """The number of tokens with known experts, counted from the first token up to the first gap. `pieces` are those of
+    `whole`."""
     end = 0
     for start, data in pieces:
         if start <= end:

@@ -14,12 +14,12 @@ RESULTS = ("checkpoints", "experience", "models")
 
 
 def new_id() -> str:
-    """A new run's id: sixteen hexadecimal digits."""
+    """A new run's id. It has sixteen hexadecimal digits."""
     return secrets.token_hex(8)
 
 
 def read_id(run_dir: Path) -> str | None:
-    """The id in run.json; None if there is no such file. Raises StoreError."""
+    """The id in run.json. None if there is no such file. Raises StoreError."""
     path = run_dir / "run.json"
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["id"])

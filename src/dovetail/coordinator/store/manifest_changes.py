@@ -13,8 +13,8 @@ from dovetail.manifest.types import Optimizer, RLHFJobSpec, Stage
 from dovetail.protocol.messages import Step
 
 SPEC, CHANGES = "run/spec", "run/changes"
-# The operator adapts groups and plan to the nodes. Results do not depend on them, except on ZeRO-3, which adds up
-# gradients in another order.
+# The operator adapts groups and plan to the nodes. Results do not depend on them. ZeRO-3 is an exception, because it
+# adds up gradients in another order.
 FITTED = ("spec.groups", "spec.plan")
 NOT_FITTED = "spec.plan.zero3"
 
@@ -32,7 +32,7 @@ class RunFacts(Protocol):
 
 @dataclass(frozen=True)
 class RunPosition:
-    """The run's current stage, and its last settled step: a step whose batch and facts are stored."""
+    """The run's current stage, and its last settled step. A step is settled when its batch and facts are stored."""
 
     stage: Stage
     step: int
@@ -50,7 +50,7 @@ def position(stages: list[Stage], records: RunFacts) -> RunPosition:
 
 
 def check(spec: RLHFJobSpec, records: RunFacts, *, fitted: bool = False) -> None:
-    """Check that the run with these `records` can continue with `spec`. Raises ChangeError if it cannot. `fitted`:
+    """Check that the run with these `records` can continue with `spec`. Raises ChangeError if it cannot. With `fitted`,
     groups and plan may differ, but not ZeRO-3."""
     found = _found(spec, records)
     for change in found:
@@ -58,7 +58,7 @@ def check(spec: RLHFJobSpec, records: RunFacts, *, fitted: bool = False) -> None
         if not change.allowed and not (fitted and adapted):
             raise ChangeError(change.sentence)
     done = int((records.get("ppo/progress") or {"step": 0})["step"])
-    # A loop of one's own (the Python API) may do more than the manifest says.
+    # A user's own loop (the Python API) may run more iterations than the manifest says.
     if spec.ppo.iterations < done and any(change.field == "spec.ppo.iterations" for change in found):
         raise ChangeError(
             f"spec.ppo.iterations is {spec.ppo.iterations}, but the run has done {done}; set it to {done} or more"
@@ -73,8 +73,8 @@ def remember(spec: dict[str, Any], records: RunFacts) -> None:
 
 def adopt(spec: RLHFJobSpec, records: RunFacts, log: Callable[..., None], *, guarded: bool = False) -> None:
     """Use `spec` from now on, and record what changed since the run's last manifest. Raises ChangeError for a change
-    that is not allowed, unless `guarded` is true. On a cluster it is: there only the defaults of a new release can
-    differ, and that is no reason to end a job."""
+    that is not allowed, unless `guarded` is true. It is true on a cluster, because only the defaults of a new release
+    can differ there, and that is no reason to end a job."""
     if not guarded:
         check(spec, records, fitted=True)
     found = _found(spec, records)

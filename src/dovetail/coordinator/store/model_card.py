@@ -1,4 +1,5 @@
-"""README.md of a trained model: what it is, how it was trained, and how to use it. Pure."""
+"""Makes README.md of a trained model. It says what the model is, how it was trained, and how to use it. The functions
+are pure."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _WHAT = {
     "actor-ema": "the moving average of the actor's weights",
     "critic": "the critic",
 }
-# How a model was trained. What a cluster needs to run the job is nobody else's business.
+# These fields say how a model was trained. The card leaves out the fields that only a cluster needs to run the job.
 _SHOWN = (
     *("seed", "stages", "models", "data", "sft", "reward", "dpo", "ppo", "generation", "evaluation", "groups", "plan"),
     "trainer",
@@ -32,7 +33,7 @@ _PLACES = ("path", "pvc", "importPath", "code")
 
 @dataclass(frozen=True)
 class ListSize:
-    """A source of one of the job's lists, and how many of its records were trained on and held out."""
+    """A source of one of the job's lists, and the numbers of its records that were trained on and held out."""
 
     list: str
     source: str
@@ -42,7 +43,7 @@ class ListSize:
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What the cards of a run's models say. `summary`: the content of summary.json."""
+    """The facts that the cards of a run's models show. `summary` is the content of summary.json."""
 
     job: str
     spec: RLHFJobSpec
@@ -61,8 +62,8 @@ def source_name(source: DataSource) -> str:
 
 
 def model_card(facts: CardFacts, name: str, step: int | None, own_template: bool) -> str:
-    """README.md of the model `name`, as Markdown with the metadata that hubs read. `step`: after which it was exported,
-    if that is known. `own_template`: whether its chat template came with the tokenizer."""
+    """README.md of the model `name`, as Markdown with the metadata that hubs read. `step` is the step after which it
+    was exported, if that is known. `own_template` says whether its chat template came with the tokenizer."""
     return "\n".join([*_metadata(facts, name), *_about(facts, name, step), *_use(name, own_template), *_how(facts)])
 
 
@@ -151,7 +152,7 @@ def _how(facts: CardFacts) -> Iterator[str]:
 
 
 def shown_manifest(job: str, spec: RLHFJobSpec) -> dict[str, Any]:
-    """The manifest as a card shows it: what decides the training."""
+    """The manifest as a card shows it, with the fields that decide the training."""
     document = spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     shown = {name: _without_places(document[name]) for name in _SHOWN if name in document}
     for group in shown.get("groups", []):

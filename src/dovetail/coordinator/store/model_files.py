@@ -18,26 +18,26 @@ from dovetail.manifest.types import Generation
 
 GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
-# The settings that are copied from the base model. The manifest says how samples are drawn.
+# These settings are copied from the base model. The manifest says how samples are drawn.
 _KEPT = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id", "suppress_tokens")
 
 
 def generation_config(base: Mapping[str, Any], generation: Generation, eos: int, pad: int | None) -> dict[str, Any]:
-    """The generation_config.json of a model that was trained with these sampling settings. `base`: the same file of the
-    model from which the training began. The result has its end tokens and the tokenizer's `eos`."""
+    """The generation_config.json of a model that was trained with these sampling settings. `base` is the same file of
+    the model from which the training began. The result has its end tokens and the tokenizer's `eos`."""
     config = {name: base[name] for name in _KEPT if base.get(name) is not None}
     ends = config.get("eos_token_id", [])
     every = list(dict.fromkeys([eos, *(ends if isinstance(ends, list) else [ends])]))
     config["eos_token_id"] = every[0] if len(every) == 1 else every
     if pad is not None:
         config["pad_token_id"] = pad
-    # 0 says that top_k is off. Without it transformers would take 50.
+    # The value 0 turns top_k off. Without it transformers would use 50.
     sampling = {"do_sample": True, "temperature": generation.temperature, "top_p": generation.top_p}
     return config | sampling | {"top_k": generation.top_k}
 
 
 def list_sizes(prepared: Prepared) -> list[ListSize]:
-    """How many records the job takes from each source."""
+    """The number of records that the job takes from each source."""
     found = []
     for name in DATA_KINDS:
         data, sources = getattr(prepared.data, name), getattr(prepared.spec.data, name)
@@ -64,7 +64,7 @@ def describe_models(models: Path, facts: CardFacts, tokenizer: Any) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object; {} if there is none."""
+    """The JSON object in a file. {} if there is none."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The reference's log-probabilities of the responses that DPO learns from."""
+"""Keeps the reference's log-probabilities of the responses that DPO learns from."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class ReferenceLogprobs:
         return all(row in self._known for prefix in PREFIXES for row in _rows(arrays, prefix))
 
     def add(self, key: str, arrays: Arrays, logprobs: Sequence[float]) -> None:
-        """Store the log-probabilities of the batch `key`: first for its rows, then for its `kl_` rows. Raises
-        ValueError for a wrong number of them."""
+        """Store the log-probabilities (nats) of the batch `key`. Those of its rows come first, and then those of its
+        `kl_` rows. Raises ValueError for a wrong number of them."""
         rows = [row for prefix in PREFIXES for row in _rows(arrays, prefix)]
         made = dict(zip(rows, map(float, logprobs), strict=True))
         self._records.put(f"{NAMESPACE}/{key}", made)
@@ -63,7 +63,7 @@ class ReferenceLogprobs:
 
 
 def _rows(arrays: Arrays, prefix: str) -> Iterator[str]:
-    """The key of each sequence: a hash of its tokens and of its response mask."""
+    """The key of each sequence, which is a hash of its tokens and of its response mask."""
     if f"{prefix}tokens" not in arrays:
         return
     parts = (arrays[f"{prefix}{name}"] for name in ("tokens", "lengths", "loss_mask"))

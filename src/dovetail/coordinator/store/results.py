@@ -15,15 +15,16 @@ from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.telemetry.summary import build, write_json
 
 NOTE_SECONDS = 5.0
-# Records beside the facts. Stages are in the order in which they run.
+# The records that are not facts. Stages are in the order in which they run.
 STEPS = {"sft": "sft/step", "reward": "reward/step", "dpo": "dpo/step", "ppo": "ppo/progress"}
 RECORDS = ("job/seconds", "ppo/totals", CHANGES, *STEPS.values())
 
 
 def summarise(records: Mapping[str, Any], state: str, reason: str | None = None) -> dict[str, Any]:
-    """The content of summary.json, from a store's records: facts, totals and the job's progress. Pure.
+    """The content of summary.json, from a store's records. It has facts, totals and the job's progress. The function is
+    pure.
 
-    `progress`: the last stage that began, and its last finished step (PPO: iteration)."""
+    `progress` has the last stage that began, and its last finished step. For PPO that is an iteration."""
     document = build({key.removeprefix("fact/"): value for key, value in records.items() if key.startswith("fact/")})
     document["state"] = state
     if reason is not None:
@@ -48,7 +49,7 @@ def summarise(records: Mapping[str, Any], state: str, reason: str | None = None)
 class Results:
     """Facts by dotted name (`sft.loss_before`), totals of the PPO iterations, and the job's wall time over restarts.
 
-    `clock`: seconds that never go back."""
+    `clock` returns seconds that never go back."""
 
     def __init__(self, store: Store, run_dir: Path, seed: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._store = store
@@ -65,8 +66,8 @@ class Results:
     def add_iteration(
         self, samples: int, wall_seconds: float, phases: Mapping[str, float], synchronous: float | None = None
     ) -> None:
-        """Add one PPO iteration to the totals. `synchronous`: the seconds that its phases would take one after the
-        other, if they overlap."""
+        """Add one PPO iteration to the totals. If its phases overlap, `synchronous` is the seconds that they would take
+        one after the other."""
         totals = self._store.get("ppo/totals") or {"samples": 0, "seconds": 0.0, "phases": {}}
         totals["samples"] += samples
         totals["seconds"] += wall_seconds
@@ -82,14 +83,14 @@ class Results:
         self._store.put("ppo/totals", totals)
 
     def note_time(self) -> None:
-        """Store the wall time now and then, so that the time of a coordinator that is killed counts too."""
+        """Store the wall time from time to time, so that the time of a coordinator that is killed counts too."""
         now = self._clock()
         if now - self._noted >= NOTE_SECONDS:
             self._noted = now
             self._store.put("job/seconds", self.wall_seconds())
 
     def write(self, state: str, reason: str | None = None) -> dict[str, Any]:
-        """Write summary.json; returns its content. Raises OSError."""
+        """Write summary.json. Returns its content. Raises OSError."""
         document = self.document(state, reason)
         write_json(self._path, document)
         return document
@@ -108,16 +109,16 @@ def write_final_summary(run_dir: Path, state: str, reason: str | None) -> None:
     """Write summary.json for a coordinator that could not write it. It uses the readable part of the store. No
     coordinator may have the store open. Raises OSError."""
     document = summarise(_records(run_dir / "store.sqlite"), state, reason)
-    # A pod's manifest is in another folder. And a damaged manifest may be the reason of the failure.
+    # A pod's manifest is in another folder, and a damaged manifest may be the reason for the failure.
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         document["seed"] = json.loads((run_dir / "job.json").read_text(encoding="utf-8"))["spec"]["seed"]
     write_json(run_dir / "summary.json", document)
 
 
 def _records(path: Path) -> dict[str, Any]:
-    """Everything that `summarise` needs; {} if the store is missing or cannot be read."""
+    """Everything that `summarise` needs. {} if the store is missing or cannot be read."""
     try:
-        # Not `Store`, which would recover the samples of a dead coordinator.
+        # This does not use `Store`, which would recover the samples of a dead coordinator.
         with contextlib.closing(sqlite3.connect(path.resolve().as_uri() + "?mode=ro", uri=True, timeout=5.0)) as db:
             marks = ",".join("?" * len(RECORDS))
             rows = db.execute(

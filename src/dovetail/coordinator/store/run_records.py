@@ -43,7 +43,7 @@ class RunRecords:
         log: Callable[..., None],
         predicted: float | None = None,
     ) -> RunRecords:
-        """The records of the run in `run_dir`. `registry` holds its metrics. `predicted`: the predicted seconds of an
+        """The records of the run in `run_dir`. `registry` holds its metrics. `predicted` is the predicted seconds of an
         iteration, or None."""
         megabytes = spec.samples.keep_megabytes
         return RunRecords(

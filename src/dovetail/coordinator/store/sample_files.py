@@ -1,4 +1,5 @@
-"""Keeps the samples of PPO iterations as text, for people: one file per iteration, `samples/iteration-000012.jsonl`.
+"""Keeps the samples of PPO iterations as text for people. Each iteration has one file, such as
+`samples/iteration-000012.jsonl`.
 
 Training does not read these files."""
 
@@ -25,7 +26,7 @@ _NAME = re.compile(r"(iteration|evaluation)-(\d+|before-sft)\.jsonl")
 # This version stands for the model before SFT. Its weights are no version of PPO.
 BEFORE_SFT = -1
 
-# Texts in logs are cut to so many characters.
+# Texts in logs are cut to this many characters.
 SHOWN = 400
 
 Row = dict[str, Any]
@@ -39,11 +40,12 @@ def weights_name(version: int) -> str:
 def sample_rows(
     experience: Experience, samples: Sequence[Sample], rewards: Mapping[Key, Mapping[str, float]]
 ) -> list[Row]:
-    """One JSON object for each sample, in order of (prompt, sample). Pure.
+    """One JSON object for each sample, in order of (prompt, sample). The function is pure.
 
-    `samples` are those of the experience, in the same order. `rewards` are what reward functions returned, by sample
-    and function; they become `rewards`, and `reward` is the score that was trained on. `kl` is in nats, summed over
-    the response. `first_version` and `weight_version` are the weights of the first token and of the last server."""
+    `samples` are those of the experience, in the same order. `rewards` has the rewards that reward functions returned,
+    by sample and function. The rows have them as `rewards`. Their `reward` is the score that was trained on. `kl` is in
+    nats, summed over the response. `first_version` and `weight_version` are the weights of the first token and of the
+    last server."""
     scores, kl = experience.scores, experience.kl
     return [
         {
@@ -92,8 +94,8 @@ def shortened(text: str, limit: int = SHOWN) -> str:
 
 
 class SampleFiles:
-    """Keeps the files of the newest iterations, together at most `keep_bytes`, but always the newest one. It may be
-    called in any thread."""
+    """Keeps the files of the newest iterations. Together they have at most `keep_bytes`, but the newest one is always
+    kept. It may be called in any thread."""
 
     def __init__(self, run_dir: Path, keep_bytes: int) -> None:
         self._dir = run_dir / FOLDER
@@ -138,7 +140,7 @@ class SampleFiles:
 
 
 def files(run_dir: Path) -> dict[int, Path]:
-    """The files of a run's iterations by their number; {} if it has none."""
+    """The files of a run's iterations by their number. {} if it has none."""
     return _found(run_dir, "iteration")
 
 

@@ -3,8 +3,8 @@
     pending -> generating -> generated -> scored -> in_batch -> trained
                   |  ^ migrating: its request is being ended, and it will continue on another server
 
-Tokens are stored as they stream in. Every assignment of a sample to a server has a number (`attempt`). What an older
-assignment still sends is refused, so no token is stored twice."""
+Tokens are stored as they stream in. Every assignment of a sample to a server has a number (`attempt`). Tokens that an
+older assignment still sends are refused, so no token is stored twice."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from dovetail.coordinator.store.database import Database, StoreError
 
-# SQLite takes this limit for none.
+# SQLite reads this limit as no limit.
 ALL = -1
 _TABLES = ("chunks", "samples", "rewards", "steps", "experts")
 _WHERE = "iteration=? AND prompt_index=? AND sample_index=?"
@@ -65,7 +65,8 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class NewSample:
-    """`prompt_tokens` (P,) token ids. `seed`: 0 <= seed < 2**63. `fields`: the prompt record's other fields, JSON."""
+    """A sample to be drawn. `prompt_tokens` has the token ids (P,). The seed is 0 <= `seed` < 2**63. `fields` has the
+    prompt record's other fields, as JSON values."""
 
     prompt: int
     sample: int
@@ -76,10 +77,12 @@ class NewSample:
 
 @dataclass(frozen=True)
 class Sample:
-    """`tokens` (R,) int32 and `logprobs` (R,) float32: the response so far. It is complete from `generated` on.
+    """A stored sample. `tokens` (R,) int32 and `logprobs` (R,) float32 (nats) are the response so far. It is complete
+    from `generated` on.
 
-    `instance`, `incarnation`, `attempt`: the latest assignment. `first_version`, `weight_version`: the weights of the
-    first token that was kept and of the latest assignment. They are equal unless the weights changed in between."""
+    `instance`, `incarnation` and `attempt` describe the latest assignment. `first_version` is the version of the
+    weights of the first token that was kept, and `weight_version` that of the latest assignment. They are equal unless
+    the weights changed in between."""
 
     key: Key
     state: State
@@ -108,7 +111,7 @@ class Sample:
 @dataclass(frozen=True)
 class Assignment:
     """Give a sample to an instance with its first `keep` response tokens. Stored tokens after these are generated
-    again; stop strings need that (`generation.migrations.StopStrings`)."""
+    again, because stop strings need that (`generation.migrations.StopStrings`)."""
 
     key: Key
     instance: str
@@ -120,8 +123,8 @@ class Assignment:
 @dataclass(frozen=True)
 class Delta:
     """Response tokens from position `start` on, streamed for the assignment `attempt`. The last delta has the
-    `finish_reason`. `experts`: which the tokens got from one on, of prompt and response together, as a file of numpy's
-    (`store.experts`)."""
+    `finish_reason`. `experts` has the number of a token, counted over prompt and response, and the experts of the
+    tokens from there on, as a numpy file (`store.experts`)."""
 
     key: Key
     attempt: int
@@ -134,7 +137,8 @@ class Delta:
 
 @dataclass(frozen=True)
 class ScoreRow:
-    """`ref_logprobs` and `values` (R,) float32, each None if it is not wanted. `reward` is in the scorer's units."""
+    """The scores of one sample. `ref_logprobs` (nats) and `values` are (R,) float32. Each is None if it is not wanted.
+    `reward` is in the scorer's units."""
 
     key: Key
     ref_logprobs: Floats | None
@@ -207,8 +211,8 @@ class SampleTable:
             db.executemany(_INSERT, rows)
 
     def recover(self) -> list[Sample]:
-        """Call it after a crash: samples that were being generated are pending again, with their tokens. Returns these
-        samples as they were before, so that their requests can be aborted."""
+        """Call it after a crash. Samples that were being generated become pending again, with their tokens. Returns
+        these samples as they were before, so that their requests can be aborted."""
         busy = (State.GENERATING, State.MIGRATING)
         with self._db.transaction() as db:
             interrupted = self._select(db, "state IN (?,?)", busy)
@@ -254,7 +258,8 @@ class SampleTable:
     # ------------------------------------------------------------ generation
 
     def assign(self, assignments: Sequence[Assignment]) -> list[int]:
-        """Pending or migrating -> generating, for all assignments or none. Returns the attempt numbers in order."""
+        """Move samples from pending or migrating to generating, for all assignments or none. Returns the attempt
+        numbers in order."""
         attempts = []
         with self._db.transaction() as db:
             for a in assignments:
@@ -310,12 +315,13 @@ class SampleTable:
         return accepted
 
     def migrate(self, keys: Iterable[tuple[Key, int]]) -> None:
-        """Generating -> migrating for each (key, attempt). Its stream may still deliver tokens until it ends."""
+        """Move the sample of each (key, attempt) from generating to migrating. Its stream may still deliver tokens
+        until it ends."""
         self._leave(keys, State.MIGRATING)
 
     def release(self, keys: Iterable[tuple[Key, int]]) -> None:
-        """Generating or migrating -> pending for each (key, attempt), with its tokens. Assignments that are over are
-        skipped."""
+        """Move the sample of each (key, attempt) from generating or migrating to pending, with its tokens. Assignments
+        that are over are skipped."""
         self._leave(keys, State.PENDING)
 
     def _leave(self, keys: Iterable[tuple[Key, int]], state: State) -> None:
@@ -326,8 +332,8 @@ class SampleTable:
                     db.execute(f"UPDATE samples SET state=? WHERE {_WHERE}", (state, *key))
 
     def score(self, rows: Iterable[ScoreRow]) -> int:
-        """Generated -> scored. Returns the number of samples. Samples that already have scores keep them. Raises
-        StoreError for lengths that do not fit the response, and for values that are not finite."""
+        """Move samples from generated to scored. Returns the number of samples. Samples that already have scores keep
+        them. Raises StoreError for lengths that do not fit the response, and for values that are not finite."""
         done = 0
         with self._db.transaction() as db:
             for row in rows:
@@ -361,8 +367,8 @@ class SampleTable:
         rewards: Mapping[Key, float],
         steps: Mapping[Key, Sequence[tuple[int, float]]] | None = None,
     ) -> None:
-        """Store the results of one call of a reward function. `steps`: for each response, the characters up to a step's
-        end, and the reward of this step."""
+        """Store the results of one call of a reward function. `steps` has for each step of a response the number of
+        characters up to its end, and its reward."""
         with self._db.transaction() as db:
             db.executemany(
                 "INSERT OR REPLACE INTO steps VALUES (?,?,?,?,?)",
@@ -401,7 +407,7 @@ class SampleTable:
 
     def experts(self, iteration: int, prompts: Sequence[int] | None = None) -> dict[Key, list[tuple[int, bytes]]]:
         """The reports of servers on the experts of a sample's tokens, in order. Each has its first token and a numpy
-        file. `prompts`: only these prompts. None: all prompts."""
+        file. If `prompts` is given, only these prompts are included."""
         found: dict[Key, list[tuple[int, bytes]]] = {}
         where = "iteration=?" + ("" if prompts is None else f" AND prompt_index IN ({','.join('?' * len(prompts))})")
         with self._db.reading() as db:
@@ -414,7 +420,8 @@ class SampleTable:
         return found
 
     def samples(self, iteration: int, *states: State) -> list[Sample]:
-        """An iteration's samples in order of (prompt, sample): all, or those in one of `states` if any are given."""
+        """An iteration's samples in order of (prompt, sample). If `states` are given, only samples in one of these are
+        included."""
         where = "iteration=?" + (f" AND state IN ({','.join('?' * len(states))})" if states else "")
         with self._db.reading() as db:
             return self._select(db, where, (iteration, *states))

@@ -1,4 +1,4 @@
-"""Converts the rewards of steps: functions give them at characters of a response, and arrays have them at tokens."""
+"""Converts the rewards of steps. Functions return them at characters of a response, and arrays have them at tokens."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ def step_arrays(
     weights: Mapping[str, float],
     text: Text,
 ) -> Arrays:
-    """`step_rewards` (N,R) float32 and `step_ends` (N,R) uint8, 1 at the tokens that end a step; {} without steps.
+    """The arrays `step_rewards` (N,R) float32 and `step_ends` (N,R) uint8, which is 1 at the tokens that end a step. {}
+    without steps.
 
-    `steps`: by sample and function, characters up to a step's end, and its reward. `weights`: of the functions, by
-    which rewards are multiplied. Rewards at one token are added up. `text` decodes a response."""
+    `steps` has, by sample and function, the number of characters up to each step's end, and its reward. The rewards of
+    each function are multiplied by its weight in `weights`. Rewards at one token are added up. `text` decodes a
+    response."""
     if not any(found for of_sample in steps.values() for found in of_sample.values()):
         return {}
     shape = len(samples), max(len(s.tokens) for s in samples)
@@ -42,8 +44,8 @@ def step_arrays(
 def last_tokens(
     tokens: NDArray[np.int32], ends: Sequence[int], text: Text, lengths: dict[int, int] | None = None
 ) -> list[int]:
-    """For each number of characters, the first token up to which the text has at least so many characters. If the text
-    is shorter, this is the last token."""
+    """For each number of characters in `ends`, the first token up to which the text has at least that many characters.
+    If the text is shorter, this is the last token."""
     if not ends or not len(tokens):
         return []
     known: dict[int, int] = {} if lengths is None else lengths

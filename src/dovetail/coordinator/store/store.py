@@ -1,4 +1,4 @@
-"""The coordinator's store, `run_dir/store.sqlite`: all that a restarted coordinator must know."""
+"""The coordinator's store, `run_dir/store.sqlite`. It has everything that a restarted coordinator must know."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dovetail.coordinator.store.database import Database, StoreError
 from dovetail.coordinator.store.samples import NewSample, Sample, SampleTable
 
 __all__ = ["KeyValues", "Store", "StoreError", "in_slices", "open_records"]
-# How many rows a long change of the store changes between two turns of the event loop.
+# A long change of the store changes this many rows between two turns of the event loop.
 AT_ONCE = 256
 
 
@@ -30,7 +30,7 @@ class KeyValues:
         return None if row is None else json.loads(row[0])
 
     def put(self, key: str, value: object) -> None:
-        """Store a JSON value; None deletes the key. Raises TypeError for what JSON cannot hold."""
+        """Store a JSON value. None deletes the key. Raises TypeError for a value that JSON cannot hold."""
         text = json.dumps(value)
         with self._db.transaction() as db:
             if value is None:
@@ -56,8 +56,8 @@ class KeyValues:
         return {key: json.loads(value) for key, value in rows}
 
     def sync(self) -> None:
-        """When it returns, everything that was put survives a power failure. Call it before you delete what an older
-        state of the store would still need."""
+        """When it returns, everything that was put survives a power failure. Call it before you delete data that an
+        older state of the store would still need."""
         self._db.sync()
 
     def close(self) -> None:
@@ -72,10 +72,10 @@ def open_records(run_dir: Path) -> KeyValues:
 
 
 class Store(KeyValues):
-    """Opening the store recovers from a crash: samples that were being generated are pending again, with their tokens,
-    and `take_interrupted` says which requests may still run on servers.
+    """The store of a running job. When it is opened after a crash, samples that were being generated become pending
+    again, with their tokens. `take_interrupted` then says which requests may still run on servers.
 
-    `samples`: the iterations' samples. Every method is one transaction; all raise StoreError with one sentence when
+    `samples` has the iterations' samples. Every method is one transaction. All raise StoreError with one sentence if
     the disk is full, read-only or damaged. One thread changes the store. Others may read it meanwhile."""
 
     def __init__(self, run_dir: Path) -> None:
@@ -110,9 +110,9 @@ class Store(KeyValues):
 
 
 async def in_slices(change: Callable[[int], bool]) -> None:
-    """Call `change(rows)` until it returns True. The event loop goes on between two calls. `rows`: how many rows it may
-    change. If the process is killed meanwhile, some slices are done. So a restarted coordinator must do all of it
-    again, with the same result."""
+    """Call `change(rows)` until it returns True. It may change `rows` rows. The event loop goes on between two calls.
+    If the process is killed meanwhile, some slices are done. So a restarted coordinator must do all of it again, with
+    the same result."""
     done = change(AT_ONCE)
     while not done:
         await asyncio.sleep(0)

@@ -8,5 +8,6 @@ _EPOCH = time.time() - time.monotonic()
 
 
 def now() -> float:
-    """The time in seconds since the epoch: that at the start of this process plus the monotonic seconds since then."""
+    """The time in seconds since the epoch. It is the time at the start of this process plus the monotonic seconds since
+    then."""
     return _EPOCH + time.monotonic()

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON line for each event, on stderr and in the run's events.jsonl."""
+"""Writes structured logs, with one JSON line for each event, to stderr and the run's events.jsonl."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 class EventLog:
     """The event log of a process. Call it as `log("iteration.finished", iteration=3, reward=0.4)`. Names are noun.verb,
-    and values are JSON scalars. `clock`: seconds since the epoch.
+    and values are JSON scalars. `clock` returns seconds since the epoch.
 
     If a line cannot be written (for example on a full disk), only that line is lost. Logging never raises."""
 
@@ -41,7 +41,8 @@ class EventLog:
             self._write((line + "\n").encode())
 
     def _write(self, line: bytes) -> None:
-        # This writes without a buffer. In a buffer, a line that did not fit would fail again with each later line.
+        # This writes without a buffer. A line that did not fit on the disk would stay in a buffer and fail again with
+        # each later line.
         line = b"\n" + line if self._cut else line
         try:
             self._cut = os.write(self._file, line) < len(line)

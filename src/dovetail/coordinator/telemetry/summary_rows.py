@@ -1,4 +1,4 @@
-"""The rows of a run's results, which compare before and after. Pure functions."""
+"""Makes the rows of a run's results, which compare before and after. The functions are pure."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def evaluation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """The rows (measure, before, after) of the answers to held-out prompts: by SFT if the model before it answered too,
-    and by PPO. Empty if none were measured."""
+    """The rows (measure, before, after) of the answers to held-out prompts. They compare before and after PPO, and
+    before and after SFT if the model before SFT answered too. Empty if none were measured."""
     found = []
     for name, value in (get(summary, "evaluation") or {}).items():
         start, before, after = (interval(get(value, when)) for when in ("before_sft", "before_ppo", "after_ppo"))

@@ -1,4 +1,5 @@
-"""The output of a run: Prometheus metrics, TensorBoard event files, history.jsonl and the live status."""
+"""Writes the output of a run, which is Prometheus metrics, TensorBoard event files, history.jsonl and the live
+status."""
 
 from __future__ import annotations
 
@@ -125,7 +126,7 @@ class MetricsHistory:
         self._board = Writer(str(run_dir / "tensorboard"))
 
     def add(self, stage: str, step: int, metrics: dict[str, float]) -> None:
-        """Add the entry of one step. `stage`: one of ROW_STAGES."""
+        """Add the entry of one step. `stage` is one of ROW_STAGES."""
         line = {"stage": str(stage), "step": step, "time": round(time.time(), 3), "metrics": metrics}
         self._file.write(json.dumps(line) + "\n")
         for name, value in metrics.items():
@@ -151,8 +152,8 @@ class MetricsHistory:
 
 
 class Status:
-    """The document of GET /v1/status. `stages`: the job's stages. `iterations`: the number of PPO iterations.
-    `predicted`: the predicted seconds of one iteration, or None. `clock`: monotonic seconds."""
+    """The document of GET /v1/status. `stages` has the job's stages, and `iterations` is the number of PPO iterations.
+    `predicted` is the predicted seconds of one iteration, or None. `clock` returns monotonic seconds."""
 
     def __init__(
         self,
@@ -196,7 +197,7 @@ class Status:
         return {**self._fields, **self._left(), "instances": instances}
 
     def _left(self) -> dict[str, float | None]:
-        """The expected remaining seconds of the stage and of the job. None: unknown."""
+        """The expected remaining seconds of the stage and of the job. Each is None if it is unknown."""
         place = position(self._fields)
         if place is None or self._fields["state"] != "running":
             return {"stage_seconds_left": None, "seconds_left": None}

@@ -1,4 +1,4 @@
-"""The progress of a job, and an estimate of the remaining time from its last steps. It does no I/O."""
+"""Computes the progress of a job, and estimates the remaining time from its last steps. It does no I/O."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from dovetail.manifest.types import Stage
 
-# The estimate uses the mean time of so many last steps.
+# The estimate uses the mean time of this many last steps.
 STEPS = 20
 # These phases are between two iterations.
 _BETWEEN = (None, "export", "checkpoint", "evaluation")
 
 
 def position(status: Mapping[str, Any]) -> tuple[Stage, int, int] | None:
-    """The stage of a status document, the number of its finished steps (PPO: iterations), and their total. None before
-    the first stage and for unknown stages."""
+    """The stage of a status document, the number of its finished steps (iterations in PPO), and their total. None
+    before the first stage and for unknown stages."""
     try:
         stage = Stage(status.get("stage") or "")
     except ValueError:

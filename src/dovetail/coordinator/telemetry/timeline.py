@@ -14,7 +14,7 @@ from dovetail.protocol.process.process_names import COORDINATOR
 
 
 class Timeline:
-    """Collects the spans of one iteration at a time. These end between two calls of `begin`. `phases`: the
+    """Collects the spans of one iteration at a time. These end between two calls of `begin`. `phases` has the
     coordinator's own phases, in seconds.
 
     If generation runs while the trainers train, a phase may belong to another iteration than the one that ends next.

@@ -46,7 +46,8 @@ class OtlpClient:
 
 
 def spans_of(document: Mapping[str, Any], settings: TrackerSettings) -> list[ReadableSpan]:
-    """The spans of a Chrome trace (`dovetail.protocol.files.trace`). Each process is a service instance. No I/O."""
+    """The spans of a Chrome trace (`dovetail.protocol.files.trace`). Each process is a service instance. It does no
+    I/O."""
     events = document["traceEvents"]
     origin = float(document["otherData"]["start_seconds"])
     iteration = int(document["otherData"]["iteration"])

@@ -17,7 +17,7 @@ from dovetail.coordinator.trackers.tracker_clients import CLIENTS
 from dovetail.manifest.types import RLHFJobSpec, Tracker
 from dovetail.protocol.process.env import TOKEN
 
-# How long trackers may take to send the rest when a run has ended.
+# The time that trackers may take to send the rest when a run has ended.
 FINISH_SECONDS = 30.0
 # A failed process is started again after this time. The time doubles after each failure, up to a maximum.
 AGAIN_SECONDS, LONGEST_SECONDS = 30.0, 600.0
@@ -42,7 +42,7 @@ def _is_installed(module: str) -> bool:
 
 
 class TrackerProcesses:
-    """The tracker processes of a job. `run`: the run's id. The folder `logs` has the log of each process,
+    """The tracker processes of a job. `run` is the run's id. The folder `logs` has the log of each process,
     `tracker-<kind>.log`."""
 
     def __init__(self, spec: RLHFJobSpec, run_dir: Path, run: str, log: Callable[..., None]) -> None:

@@ -13,8 +13,8 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class TrackerSettings:
-    """The settings of a tracker. `run`: the run's id. `manifest`: the spec without default values. `folder`: the folder
-    for the client's own files."""
+    """The settings of a tracker. `run` is the run's id, and `manifest` is the spec without default values. The client's
+    own files go to `folder`."""
 
     project: str
     name: str
