@@ -22,7 +22,7 @@ from dovetail.planner.inventory import Inventory, Pool
 START_SECONDS = 120.0
 # The time that a dead server costs: its unsent tokens are generated again, and its samples are prefilled elsewhere.
 LOST_SECONDS = 2.0
-# The capacity of a fleet is counted in so many equal steps.
+# The number of equal steps in which the capacity of a fleet is counted.
 GRID = 240
 HOUR = 3600.0
 

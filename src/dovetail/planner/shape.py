@@ -134,7 +134,7 @@ class ModelShape:
 
     @lru_cache(maxsize=4096)  # noqa: B019  the search of a placement asks for it a hundred thousand times
     def layer_parameters(self, tp: int = 1) -> int:
-        """The parameters of one block on one of `tp` tensor-parallel ranks: its part of the linear layers, and all
+        """The parameters of a block on one of `tp` tensor-parallel ranks: a part of the linear layers, and all
         norms."""
         family = MODEL_FAMILIES[self.family]
         linear = sum(each.parameters(tp) for each in self.linears)

@@ -19,8 +19,7 @@ MOST_PARTS = 16
 
 
 def streamed(job: PlannedJob, placed: Placed) -> tuple[int, str]:
-    """The number of parts, and the reason if it is 0. The reason is empty if the manifest does not ask for
-    streaming."""
+    """The number of parts, and the reason if it is 0. It is empty if the manifest does not ask for streaming."""
     spec, layouts = job.spec, placed.layouts_in(Stage.PPO)
     if spec.ppo.streaming == "Never" or Stage.PPO not in spec.stages:
         return 0, ""

@@ -71,9 +71,9 @@ class Workload:
     function. Actor and reference have a language-model head. Critic and reward have a head with one value per token.
     With `value_head` the actor has both heads in training. `prompt`, `response`: the distributions of lengths.
     `per_prompt`: the samples of each prompt. `actor_lora`, `critic_lora`: adapters are trained in place of all weights.
-    `ema`: averaged weights of the actor are kept in host memory. `kept_versions`: so many versions of actor and critic
+    `ema`: averaged weights of the actor are kept in host memory. `kept_versions`: how many versions of actor and critic
     are kept in host memory, to be sent while training goes on. `micro_batch_tokens`: training cuts micro-batches by
-    tokens, and a share's `micro_batch` counts units of so many tokens. None: it counts samples. `chunks`: the stages of
+    tokens, and a share's `micro_batch` counts units of this size. None: it counts samples. `chunks`: the stages of
     actor and critic on each rank of their pipelines. `activation_limit`: the bytes of activations that schedules of
     actor and critic keep to on a rank. None: what serial 1F1B takes."""
 
@@ -98,15 +98,13 @@ class Workload:
     activation_limit: float | None = None
 
     def longest_micro_batch(self, dp: int, micro: int) -> int:
-        """The most tokens of a micro-batch in training, of a share with so many data-parallel ranks (`dp`) and such a
-        `Share.micro_batch` (`micro`)."""
+        """The most tokens of a micro-batch in training. `dp`: the data-parallel ranks. `micro`: `Share.micro_batch`."""
         if self.micro_batch_tokens is None:
             return min(micro, self._rows(dp)) * self.longest
         return min(micro * self.micro_batch_tokens, self._rows(dp) * self.longest)
 
     def micro_batches(self, dp: int, micro: int, longest: bool = False) -> int:
-        """The micro-batches of a data-parallel rank in an optimizer step. `longest`: all samples have the longest
-        length."""
+        """The micro-batches of a rank in an optimizer step. `longest`: all samples have the longest length."""
         if self.micro_batch_tokens is None:
             return -(-self._rows(dp) // micro)
         tokens = self.longest if longest else self.tokens
@@ -148,8 +146,7 @@ class Workload:
         return self.actor_lora if task == "actor_training" else self.critic_lora
 
     def model(self, task: str) -> tuple[ModelShape, Head] | None:
-        """The shape and the head of the model that a task of `candidate.TASKS` runs. None if the job has no such
-        task."""
+        """The shape and the head of the model of a task of `candidate.TASKS`. None if the job has no such task."""
         shapes: dict[str, tuple[ModelShape | None, Head]] = {
             "generation": (self.actor, "lm"),
             "actor_training": (self.actor, "lm+value" if self.value_head else "lm"),

@@ -266,6 +266,5 @@ def _on(work: IterationWork, step: StepTimes, ranks: int) -> float:
 
 
 def exposed_messages(work: IterationWork) -> int:
-    """The number of messages that nothing hides. In every optimizer step of each model they go through the stages once
-    and come back."""
+    """The number of messages that nothing hides. In each step of each model they go through all stages and back."""
     return 2 * (work.pp - 1) * work.steps * len(work.models)

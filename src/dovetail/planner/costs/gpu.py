@@ -43,8 +43,7 @@ MAX_SAMPLES = 256
 @dataclass(frozen=True)
 class Estimate:
     """`phases`: seconds by name of PHASES, one after the other. `inference` is the part that fusion does not hide.
-    `memory`: the memory of every GPU that has a task. `problem`: why the candidate cannot run, as one sentence. None if
-    it can."""
+    `memory`: that of every GPU with a task. `problem`: why it cannot run, as one sentence. None if it can."""
 
     phases: Mapping[str, float]
     memory: tuple[GPUMemory, ...]
@@ -259,8 +258,7 @@ class GPUCosts:
         return min(self.work.mini_batch, self.work.batch)
 
     def optimizer(self, parameters: float, share: Share) -> float:
-        """The seconds of the optimizer step of these parameters on one GPU. Moments in host memory are loaded for
-        it."""
+        """The seconds of the optimizer step of these parameters on one GPU. Moments on the host are loaded."""
         gpu = self.inventory[share.pool].gpu
         seconds = OPTIMIZER_BYTES * parameters / (MEMORY * gpu.memory_bandwidth)
         return seconds + (2 * 8 * parameters / (LINK * gpu.pcie) if share.offload else 0.0)
@@ -311,8 +309,7 @@ class GPUCosts:
         return max(spent.values(), default=0.0)
 
     def swap(self, task: Task, share: Share) -> float:
-        """The seconds to load the weights of one task from host memory. The moments of training count with its
-        steps."""
+        """The seconds to load a task's weights from host memory. The moments of training count with its steps."""
         model = self.work.model(task)
         if model is None or not share.offload:
             return 0.0

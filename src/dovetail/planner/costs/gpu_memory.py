@@ -43,8 +43,7 @@ _PROCESS = {"generation": "vLLM", **dict.fromkeys(INFERENCE, "scorer"), **dict.f
 
 @dataclass(frozen=True)
 class GPUMemory:
-    """The bytes by part of each of the GPUs `range` of a pool, at the peak of an iteration. `capacity`: the bytes of a
-    GPU."""
+    """The bytes by part of each GPU in `range` of a pool, at an iteration's peak. `capacity`: the bytes of a GPU."""
 
     pool: str
     range: range
@@ -137,8 +136,7 @@ class GPUMemoryModel:
         return self._peak(self.inventory[share.pool], share.range, tasks, {share: room}).explanation
 
     def rooms(self, tasks: Iterable[Task], pool: Pool) -> tuple[float, float]:
-        """The bytes of a GPU for the footprints of these tasks: if none of them generates, and if one does (vLLM leaves
-        some free)."""
+        """The bytes of a GPU for these tasks: if none of them generates, and if one does (vLLM leaves some free)."""
         contexts = self._contexts(tasks)
         return pool.gpu.memory - contexts, UTILISATION * pool.gpu.memory - contexts
 
@@ -227,8 +225,7 @@ class GPUMemoryModel:
 
     @known_share
     def _activation_bounds(self, task: Task, share: Share) -> tuple[float, float]:
-        """The bytes of activations of one model on a rank: the most under serial 1F1B, and those of all micro-batches
-        of a mini-batch."""
+        """The bytes of a model's activations on a rank: the most under serial 1F1B, and those of a whole mini-batch."""
         job = self.training_job(task, share, 0)
         serial = serial_activations(job)
         return serial, serial / min(share.pp, job.micro_batches) * job.micro_batches
@@ -286,8 +283,7 @@ class GPUMemoryModel:
         return self.processes(here) * CONTEXT_BYTES + shares * SHARED_WEIGHT_BYTES
 
     def _cached_tokens(self, share: Share, room: int) -> float:
-        """The tokens of a server's KV cache: those of its part of the batch if there is room, and at least one
-        sample's."""
+        """The tokens of a server's KV cache: its part of the batch if there is room, but at least one sample."""
         work = self.work
         wanted = -(-work.batch // share.dp) * (work.prompt.mean + work.response.mean)
         return max(float(work.longest), min(float(room), max(wanted, work.longest)))
@@ -318,8 +314,7 @@ class GPUMemoryModel:
 
     @known_share
     def training_load(self, task: Task, share: Share, stage: int | None, both: bool) -> TaskMemory:
-        """The memory of a training task on a rank of pipeline stage `stage`. None: the stage that holds most. `both`:
-        see `load`."""
+        """The memory of a training task on a rank of pipeline stage `stage`. For None and `both` see `load`."""
         # The first stage keeps most micro-batches, and the last one has the logits.
         stages = {0, share.pp - 1} if stage is None else {stage}
         jobs = [(self.training_job(task, share, each), each) for each in stages]

@@ -52,8 +52,7 @@ class Memory:
 
 
 def shortage(name: str, parts: Mapping[str, float], capacity: float, where: str = "") -> str:
-    """The memory that `name` needs of a GPU with `capacity` bytes, and its three largest parts, as one sentence without
-    a full stop."""
+    """One sentence without full stop: what `name` needs of a GPU with `capacity` bytes, and the three largest parts."""
     largest = ", ".join(f"{part} {size / GIB:.1f}" for part, size in sorted(parts.items(), key=lambda p: -p[1])[:3])
     need, there = sum(parts.values()) / GIB, capacity / GIB
     return f"{name} needs {need:.1f} GiB per GPU{where}, {there:.1f} GiB there (most: {largest})"
@@ -171,12 +170,11 @@ class Training:
 
 
 def training_job(work: Workload, task: Task, share: Share, dtype: Dtype, stage: int = 0) -> Training:
-    """The job of a training share as its pipeline stage `stage` runs it under 1F1B, with samples of the longest
-    length."""
+    """The job of pipeline stage `stage` of a training share under 1F1B, with samples of the longest length."""
     shape, head = work.needed(task)
     tokens = work.longest_micro_batch(share.dp, share.micro_batch)
     count = work.micro_batches(share.dp, share.micro_batch, longest=True)
-    # In micro-batches of so many samples, the share of responses is known. Those cut by tokens may be mostly responses.
+    # In micro-batches of whole samples the share of responses is known. Those cut by tokens may be mostly responses.
     by_rows = work.micro_batch_tokens is None
     chunks = work.chunks if share.pp > 1 else 1
     return Training(
@@ -248,9 +246,8 @@ def training_memory(job: Training, stage: int) -> Memory:
     Moments: each rank has a dp-th of two float32 numbers for each trained weight.
     Kept versions: each rank has the same part of each version as of the masters.
 
-    Ranks of different pipelines share nothing, so dp is `job.shards` here. On a GPU the parts are the memory that
-    torch's allocator reserves, which is separate for each stream. Raises LayoutError if there are more stages than
-    layers."""
+    Ranks of different pipelines share nothing, so dp is `job.shards` here. On a GPU the parts are what torch's
+    allocator reserves, separately for each stream. Raises LayoutError if there are more stages than layers."""
     total, trained = trained_parameters(job, stage)
     b, layers = ITEMSIZE[job.dtype], max(1, job.layers(stage))
     dp = job.shards if job.fsdp else 1
@@ -339,8 +336,7 @@ def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> d
             # The logits and their gradient exist for the micro-batch whose loss is computed.
             parts["logits"] = 2.0 * job.tokens * shape.vocabulary * b
         return parts
-    # A layer's gradients in the compute dtype, and those of its activations. Gradients of embedding and head wait for
-    # the end.
+    # Gradients of a layer and of its activations are in the compute dtype. Those of embedding and head stay to the end.
     backward = b * (layer + outer) + job.tokens * b * (2 * shape.intermediate / tp + 2 * shape.hidden) + recomputed
     logits = 0.0
     if job.ends(stage) and job.head != "value":
@@ -370,8 +366,7 @@ def serial_activations(job: Training) -> float:
 
 
 def worst(job: Training) -> Memory:
-    """The memory of the stage that needs most. It is the first, the last, or the second, which has most layers of those
-    between."""
+    """The memory of the stage that needs most: the first, the last, or the second, with most of the other layers."""
     last = job.layout.pp - 1
     stages = (training_memory(job, stage) for stage in sorted({0, min(1, last), last}))
     return max(stages, key=lambda memory: memory.device_bytes)

@@ -59,8 +59,7 @@ def all_gather(size: float, ranks: int, bandwidth: float) -> float:
 
 def forward(shape: ModelShape, head: Head, tokens: float, context: float, gpu: GPU, tp: int = 1) -> float:
     """The seconds of a forward pass over `tokens` positions, which attend to `context` tokens on average. It is the
-    longest of arithmetic, reading the weights, and launching the kernels. With tp each block adds two all-reduces of
-    the activations."""
+    longest of arithmetic, reading the weights, and launching kernels. With tp each block adds two all-reduces."""
     b = ITEMSIZE[gpu.dtype]
     arithmetic = shape.forward_flops(tokens, context, head) / (tp * MATRIX * gpu.flops[gpu.dtype])
     reading = shape.read_parameters(tokens, head) * b / (tp * MEMORY * gpu.memory_bandwidth)

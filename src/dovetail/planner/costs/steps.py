@@ -36,8 +36,7 @@ class StepTimes:
 
     @property
     def hops(self) -> float:
-        """The seconds of waiting for boundary tensors. For every pp micro-batches, messages go through the pipeline and
-        back once."""
+        """The seconds of waiting for boundary tensors. For every pp micro-batches they go there and back once."""
         return 2 * (self.stages - 1) * self.hop * max(1.0, self.micro_batches / self.stages)
 
     @property

@@ -89,8 +89,7 @@ def gpu(product: str, measured: Mapping[str, GPU] | None = None) -> GPU:
 
 
 def _slice(whole: GPU, name: str, seventh: int, gigabytes: int) -> GPU:
-    """A MIG slice. It has so many of a GPU's seven parts (`seventh`), and memory of its own. NVLink does not join
-    slices."""
+    """A MIG slice with `seventh` of a GPU's seven parts and memory of its own. NVLink does not join slices."""
     memory = min(whole.memory, int(gigabytes * 1e9))
     return replace(
         whole,

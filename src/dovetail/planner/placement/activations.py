@@ -17,8 +17,8 @@ def activation_bytes(job: PlannedJob, placed: Placed, chunks: int | None = None)
     """The bytes that autograd keeps of one micro-batch of the longest sequences, by trained model and by pipeline rank.
     The result is empty if a model's configuration is not known.
 
-    `placed`: the layouts, and the models with activation checkpointing. `chunks`: if it is given, each rank has so many
-    stages, and the result is by stage. Raises ConfigError."""
+    `placed`: the layouts, and the models with activation checkpointing. `chunks`: the number of stages of each rank. If
+    it is given, the result is by stage. Raises ConfigError."""
     layouts = placed.layouts_in(Stage.PPO)
     rules = [rule for rule in job.rules if rule.stage is Stage.PPO]
     if job.shapes is None or any(job.shape(rule.model).layers < layouts[rule.model].pp for rule in rules):

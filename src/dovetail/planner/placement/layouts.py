@@ -44,7 +44,7 @@ def degrees_of(job: PlannedJob, model: str) -> list[int]:
 
 
 def most_stages(job: PlannedJob, layers: int) -> int:
-    """The most pipeline ranks of a model with so many layers."""
+    """The most pipeline ranks of a model with `layers` layers."""
     return max(1, layers // job.spec.plan.chunks)
 
 

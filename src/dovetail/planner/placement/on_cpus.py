@@ -31,7 +31,7 @@ from dovetail.planner.workload import Lengths
 from dovetail.protocol.files.machine_profile import Machine
 from dovetail.protocol.prediction import MEASURED_NAMES, Alternative, PredictedTask, Prediction
 
-# A prediction is the mean of so many iterations, whose lengths are drawn at random.
+# The number of iterations with random lengths whose mean is the prediction.
 DRAWS = 8
 # The fractions of the samples at which a tail may gather, if `plan.interStageFusion` is Auto.
 THRESHOLDS = (None, 0.0, 0.1, 0.2, 0.3, 0.5)
@@ -168,8 +168,7 @@ def work_of(
     prompts: tuple[int, ...],
     responses: tuple[int, ...],
 ) -> IterationWork:
-    """The work of an iteration with samples of these lengths. `spec.plan.placement` says which models each scorer
-    holds."""
+    """The work of an iteration with these lengths. `spec.plan.placement` says which models each scorer holds."""
     rollouts = sum(pod_count(g) for g in spec.groups if Role.ROLLOUT in g.roles)
     fusion = spec.plan.inter_stage_fusion
     return IterationWork(

@@ -24,7 +24,7 @@ from dovetail.planner.simulate.drawn_iterations import drawn_lanes
 from dovetail.protocol.plan import Layout
 from dovetail.protocol.prediction import Alternative, PredictedStage
 
-# The search may estimate so many whole iterations. A manifest's groups leave few choices.
+# The most whole iterations that the search may estimate. A manifest's groups leave few choices.
 EFFORT = 600
 
 
@@ -113,8 +113,7 @@ def taken(plain: Placed | None, why: str, found: Placed) -> Placed:
 
 
 def _reached(job: PlannedJob, plain: Placed) -> float:
-    """Seconds of an iteration without ZeRO-3, with several stages on each rank if that is faster and the job permits
-    it."""
+    """Seconds of an iteration without ZeRO-3, with several stages a rank if that is faster and the job permits it."""
     assert plain.chosen is not None
     spec, chosen = job.spec, plain.chosen
     actor, critic = chosen.candidate.actor_training, chosen.candidate.critic_training
@@ -131,8 +130,8 @@ def _reached(job: PlannedJob, plain: Placed) -> float:
 
 def _place(job: PlannedJob, by_layer: bool, than: float | None = None, others: bool | None = None) -> Placed | None:
     """The fastest placement with or without ZeRO-3. `by_layer`: PPO's models train under ZeRO-3. `others`: models of
-    other stages do if they do not fit otherwise. None: the same as `by_layer`. `than`: the result is None unless its
-    iterations gain enough over so many seconds."""
+    other stages do if they do not fit otherwise. None: the same as `by_layer`. `than`: seconds. The result is None
+    unless its iterations gain enough over them."""
     others = by_layer if others is None else others
     layouts = {model: supervised(job, model, by_layer, others) for model in trained_models(job.spec)}
     if not all(layouts.values()):
@@ -234,8 +233,7 @@ def _worth(found: Result, plainer: Result, steps: int) -> Result:
 
 
 def _least_split(layouts: Sequence[Parallelism], ranks: int) -> tuple[Parallelism, ...]:
-    """Among the layouts on all ranks, the one that splits the model least. Among those on fewer ranks, the ones that do
-    not split it."""
+    """The layout on all ranks that splits the model least, and those on fewer ranks that do not split it."""
     whole = [layout for layout in layouts if world_size(layout) == ranks]
     parts = (layout for layout in layouts if world_size(layout) < ranks and layout.pp == layout.tp == 1)
     return (*sorted(whole, key=lambda layout: (layout.pp * layout.tp, layout.pp))[:1], *parts)
@@ -322,8 +320,7 @@ def _ways(job: PlannedJob, rule: BatchRule, layout: Parallelism, by_layer: bool,
 
 
 def _step_seconds(job: PlannedJob, rule: BatchRule, share: Share, reference: bool = False) -> float:
-    """The seconds of an optimizer step on a mini-batch of the longest sequences. `reference`: with a forward pass over
-    them."""
+    """The seconds of an optimizer step on the longest sequences. `reference`: with a forward pass over them."""
     task, work = job.mini_batch(rule)
     costs = GPUCosts(work, Inventory((job.trainers,)))
     step = costs.step(task, share)

@@ -31,8 +31,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class PlannedJob:
-    """The arguments of `make_plan` for a job whose lag is known, under the same names. What follows from them is
-    computed once."""
+    """The arguments of `make_plan` for a job whose lag is known. What follows from them is computed once."""
 
     spec: RLHFJobSpec
     configs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -54,8 +53,7 @@ class PlannedJob:
 
     @cached_property
     def shapes(self) -> dict[str, ModelShape] | None:
-        """The shapes of the models that the job has. None if the configuration of one is not known. Raises
-        ConfigError."""
+        """The shapes of the job's models. None if the configuration of one is not known. Raises ConfigError."""
         spec, found = self.spec, {}
         for model in ("actor", "reference", "reward", "critic"):
             if not needed(spec, model):
@@ -152,8 +150,7 @@ class PlannedJob:
 
     def pipelines(self, stage: Stage, layouts: Mapping[str, Parallelism], model: str) -> int:
         """The number of pipelines of a model that are side by side in a stage of the job. It is more than 1 only in
-        PPO, if actor and critic have different numbers of stages on the same ranks. `layouts`: those of the stage's
-        models."""
+        PPO, if actor and critic have different numbers of stages on the same ranks. `layouts`: by model."""
         other = layouts.get({"actor": "critic", "critic": "actor"}.get(model, ""))
         if stage is not Stage.PPO or other is None or self.spec.ppo.micro_batch_tokens is not None:
             return 1

@@ -22,7 +22,7 @@ from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.placement.search.search import Effort, Found, Result, Search, alternatives, search_fewest_stages
 from dovetail.planner.placement.search.structures import ALONE
 
-# The search may estimate so many whole iterations. The least is enough for 64 GPUs; more GPUs get more.
+# The least number of whole iterations that the search may estimate. It is enough for 64 GPUs; more GPUs get more.
 LEAST_EFFORT = 1500
 EFFORT_PER_GPU = 12
 

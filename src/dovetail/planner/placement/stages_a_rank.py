@@ -78,7 +78,7 @@ def _even(job: PlannedJob, layouts: Mapping[str, Parallelism], several: Sequence
 
 
 def held(chosen: Chosen, chunks: int) -> Estimate:
-    """The estimate of a placement on GPUs if each rank holds so many stages."""
+    """The estimate of a placement on GPUs if each rank holds `chunks` stages."""
     return _costs(chosen, chunks).estimate(replace(chosen.candidate, schedule="VShaped"))
 
 

@@ -14,13 +14,13 @@ from dovetail.planner.simulate.lanes import Lanes, Parts
 from dovetail.planner.simulate.rollout import Rolled, play_rollout
 from dovetail.planner.workload import Ints
 
-# So many iterations are drawn.
+# The number of iterations that are drawn.
 DRAWS = 4
 
 
 def _played(candidate: Candidate, costs: GPUCosts, seed: int, each: int) -> Iterator[tuple[Ints, Ints, Rolled]]:
     """Prompt and response lengths of iterations, (batch,) each, and their generation and scoring, event by event.
-    `each`: so many neighbours have the same prompt length."""
+    `each`: the number of neighbours with the same prompt length."""
     work, rng = costs.work, np.random.default_rng(seed)
     for _ in range(DRAWS):
         prompts = np.repeat(work.prompt.draw(work.batch // each, rng), each)
@@ -91,8 +91,7 @@ def hidden(
     `scored` (N,): when each sample was scored. `lengths` (N,): response tokens. `tokens` (N,): tokens of prompt and
     response; the time of training is in proportion to them. `each`: the samples of a prompt, which are neighbours.
     `parts`: the number of parts of the iteration. They are learnt in the order of the prompts' longest responses.
-    `training`: the seconds of training all samples. `end`: when the stage ends. Times are seconds since the stage
-    began."""
+    `training`: the seconds of training all samples. `end`: when the stage ends. Times are seconds since its begin."""
     prompts = range(len(lengths) // each)
     longest = {p: max(lengths[p * each : (p + 1) * each]) for p in prompts}
     order = sorted(prompts, key=lambda p: (longest[p], p))

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-# At least so many iterations are simulated. The first half does not count, because the lanes are not in step yet.
+# The least number of simulated iterations. The first half does not count, because the lanes are not in step yet.
 PLAYED = 256
 TAIL = "tail"
 
@@ -59,8 +59,7 @@ class Lanes:
 class Steady:
     """The mean iteration of a job that runs for long. `trainer_idle`: the fraction of the time in which the trainers do
     not train. `rollout_idle`: the fraction in which a rollout neither takes weights nor generates nor scores, as the
-    mean over the rollouts. `phases`: seconds by name; they overlap. In the phase `waiting` the trainers have no samples
-    to learn from."""
+    mean over the rollouts. `phases`: seconds by name; they overlap. In `waiting` the trainers have no samples."""
 
     lag: int
     seconds: float

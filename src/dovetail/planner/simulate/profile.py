@@ -42,8 +42,8 @@ class StageProfile:
     `migration_seconds`: the time from the decision to stop a request until it arrives elsewhere.
     `resume_seconds_per_token`: the time of the prefill at its destination. None: the same as for any prefill.
     `kv_transfer_seconds_per_token`: the time to move the KV cache in place of a prefill. None: it cannot be moved.
-    `chunk_tokens`: the fewest tokens that are scored together, if so many wait.
-    `block_tokens`: scorers take unfinished samples in blocks of so many response tokens. None: they do not take them.
+    `chunk_tokens`: the fewest tokens that are scored together, if as many wait.
+    `block_tokens`: the response tokens of a block, by which scorers take unfinished samples. None: they do not.
 
     Raises ProfileError for impossible values."""
 

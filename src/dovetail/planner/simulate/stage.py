@@ -60,11 +60,11 @@ def scan(
 
     `lengths` (N,), `prompt_lengths` (N,): tokens. `profiles`: one for each instance. `thresholds`: the number of
     unfinished samples at which these migrate. 0: none migrates. None: inference follows generation. `max_tokens`: the
-    most tokens of a response. The KV cache keeps room for so many. By default it is the longest of `lengths`. `early`:
-    an instance that has nothing left to generate scores at once, also before the threshold. If it is False, scoring
-    begins at the threshold, as in the paper. `roomy`: for each threshold, whether the destinations take all samples
-    that they have room for (`StageProfile.roomy`). By default they do not. `shortest_first`: short samples are scored
-    before longer ones.
+    most tokens of a response. The KV cache keeps room for them. By default it is the longest of `lengths`. `early`: an
+    instance that has nothing left to generate scores at once, also before the threshold. If it is False, scoring begins
+    at the threshold, as in the paper. `roomy`: for each threshold, whether the destinations take all samples that they
+    have room for (`StageProfile.roomy`). By default they do not. `shortest_first`: short samples are scored before
+    longer ones.
 
     Raises ProfileError for numbers that are impossible."""
     thresholds = list(thresholds)
@@ -111,8 +111,7 @@ def scan(
 
 
 def _gathered(decode: Decode, longest: int, destinations: Sequence[StageProfile]) -> MigrationPlan[int, int] | None:
-    """Go on until the samples that are left fit on fewer instances than there are, as the coordinator does. None if
-    they never do."""
+    """Go on until the samples that are left fit on fewer instances, as the coordinator does. None if they never do."""
     if len(destinations) == 1:
         return None
     profiles = dict(enumerate(destinations))

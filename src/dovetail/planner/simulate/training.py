@@ -48,8 +48,7 @@ class Bar(NamedTuple):
 def play_training(candidate: Candidate, costs: GPUCosts, tokens: Ints, begun: float = 0.0) -> tuple[float, list[Bar]]:
     """Simulates training, which begins at second `begun`. Returns its seconds, and what the GPUs do.
 
-    `tokens`, (batch,): the tokens of each sample, prompt and response together. Mini-batches take the samples in
-    order."""
+    `tokens`, (batch,): the tokens of each sample's prompt and response. Mini-batches take the samples in order."""
     work = costs.work
     plain = replace(work, response=_flat(work.response), prompt=_flat(work.prompt))
     actor, critic = GPUCosts(plain, costs.inventory).steps(candidate)
@@ -90,8 +89,7 @@ def deal(relative: Floats, share: Share, step: StepTimes) -> list[Floats]:
 
 
 def _shared(candidate: Candidate, actor: StepTimes, critic: StepTimes) -> bool:
-    """Whether one schedule can hold both models. They need the same GPUs and the same tp, and one pp must divide the
-    other."""
+    """Whether one schedule can hold both models. They need the same GPUs and tp, and one pp must divide the other."""
     a, k = candidate.actor_training[0], candidate.critic_training[0]
     if not a.same_ranks(k) or max(a.pp, k.pp) == 1:
         return False

@@ -19,7 +19,7 @@ from dovetail.planner.placement.search.ranking import EVERY, Ranked, Ranker, Ran
 COMBINATIONS = 8
 PATIENCE = 200
 AT_ONCE = 32
-# A change costs at least so many seconds, so that one without a cost is not infinitely good.
+# The least seconds that a change costs, so that one without a cost is not infinitely good.
 LEAST_SECONDS = 1e-6
 # Smaller savings do not count, because sums in another order differ by as much.
 LEAST_BYTES = 1024.0
@@ -31,8 +31,7 @@ Combination = tuple[Share, ...]
 
 
 class Combinations:
-    """The combinations of one ranking's layouts: which of them fit, and the candidates that they make. `ranker`: finds
-    further layouts."""
+    """Knows which combinations of one ranking's layouts fit, and makes candidates. `ranker`: finds further layouts."""
 
     def __init__(self, ranking: Ranking, ranker: Ranker) -> None:
         self.ranking = ranking
@@ -101,8 +100,7 @@ class Combinations:
                     yield chosen
 
     def _aligned(self) -> Iterator[Combination]:
-        """Combinations with the same layout for training and generation, if both have the same GPUs. Then no weights
-        move."""
+        """Combinations with one layout for training and generation, if they share GPUs. Then no weights move."""
         structure = self.ranking.structure
         if structure.dedicated or structure.generation != structure.actor_training:
             return
@@ -186,8 +184,8 @@ class Combinations:
     # ------------------------------------------------------------ the candidates
 
     def laid_out(self, chosen: Combination) -> list[Share]:
-        """The shares of a combination as trainers lay them out. Actor and critic share no schedule if micro-batches are
-        cut by tokens."""
+        """The shares as trainers lay them out. Actor and critic share no schedule if micro-batches are cut by
+        tokens."""
         found = list(chosen)
         if self._together and self._costs.work.micro_batch_tokens is None:
             first, second = self._training
@@ -228,8 +226,7 @@ class Combinations:
 
 
 def _within_servers(slot: Share, tp: int, placed: Iterable[tuple[tuple[Task, Share], Share]]) -> bool:
-    """Whether each group of `tp` trainer ranks on `slot` is in one pod. If servers share the GPUs, each pod has one
-    server."""
+    """Whether each group of `tp` trainer ranks on `slot` is in one pod. If servers share the GPUs, each pod has one."""
     return tp == 1 or all(
         server.pp * server.tp % tp == 0
         for (task, other), server in placed
@@ -247,8 +244,7 @@ def _common(share: Share) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Cell:
-    """Places that share GPUs. `room`: the bytes of one GPU for all of them. `serving`: the same if one of them
-    generates."""
+    """Places that share GPUs. `room`: the bytes of one GPU for all of them. `serving`: the same if one generates."""
 
     places: tuple[int, ...]
     room: float
@@ -256,8 +252,7 @@ class _Cell:
 
 
 class Filling:
-    """Knows which places of one ranking share a GPU, and checks what fits there together, without an estimate of the
-    iteration."""
+    """Knows which places of one ranking share a GPU, and checks what fits there, without an estimate."""
 
     def __init__(self, ranking: Ranking, costs: GPUCosts) -> None:
         self._tables: dict[int, tuple[Ranked, _Table]] = {}

@@ -14,8 +14,7 @@ MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 MIGRATIONS = (None, 0.1, 0.2, 0.3)
 # These are tried for the best placement, once it is found.
 FINE_MIGRATIONS = tuple(k / 100 for k in range(5, 100, 5))
-# The most pipeline stages of a server and in inference. Each stage adds a message, and far fewer stages make a stage's
-# memory small.
+# The most pipeline stages of a server and in inference. Each adds a message, and far fewer make a stage's memory small.
 MOST_STAGES = 16
 
 

@@ -17,14 +17,14 @@ from dovetail.planner.shape import ModelShape
 from dovetail.planner.workload import Workload
 
 INFERENCE_MICRO_BATCH = 8
-# So many of the fastest layouts of a task are kept, and all that need less memory than every faster one.
+# The number of a task's fastest layouts that are kept. All that need less memory than every faster one are kept too.
 WIDTH = 4
 EVERY = 10**9
 # Training that needs less than this fraction of a GPU's memory does not try to need less.
 ROOMY = 0.25
 _EITHER = (False, True)
 
-# Fastest first.
+# The fastest comes first.
 Ranked = list[Option]
 
 
@@ -73,8 +73,7 @@ class Ranker:
 
     @known_share
     def _kept(self, task: Task, slot: Share, shared: bool, width: int) -> Ranked | Misfit:
-        """The options of a task that are kept. Actor and critic must have the same tp, so the best of each tp are
-        kept."""
+        """The options of a task to keep. Actor and critic must have the same tp, so the best of each tp are kept."""
         ranked = self._fitting(task, slot, shared)
         if isinstance(ranked, Misfit):
             return ranked
@@ -86,8 +85,7 @@ class Ranker:
 
     @known_share
     def _fitting(self, task: Task, slot: Share, shared: bool) -> Ranked | Misfit:
-        """The layouts that fit if nothing else ran on the GPUs, the fastest first. `shared`: the same GPUs also
-        train."""
+        """The layouts that fit if nothing else runs there, the fastest first. `shared`: the same GPUs also train."""
         pool = self.costs.inventory[slot.pool]
         found = [option for shares in self.options(task, slot, shared, pool) for option in self.ways(task, shares)]
         if fits := sorted((o for o in found if o.problem is None), key=_by_seconds):
@@ -185,8 +183,7 @@ def serving_degrees(shape: ModelShape, slot: Share, pool: Pool) -> list[int]:
 
 
 def stages(shape: ModelShape, slot: Share, degrees: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """The (tp, pp) of a task that does not train. Only powers of two are tried as pp, because each is combined with all
-    other choices."""
+    """The (tp, pp) of a task that does not train. Only powers of two are tried as pp, to limit the combinations."""
     for tp in degrees:
         ranks = slot.gpus // tp
         most = min(shape.layers, ranks, MOST_STAGES)

@@ -34,14 +34,13 @@ _BESIDE: tuple[tuple[Task, Task], ...] = (
     ("generation", "actor_training"),
     ("critic", "critic_training"),
 )
-# The sizes of the best structure are varied by up to so many nodes, if not all sizes were tried.
+# The most nodes by which the sizes of the best structure are varied, if not all sizes were tried.
 NEAR = 3
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Says when the search stops: after so many `estimates` of whole iterations, or once `expired()` is True, which is
-    asked between them."""
+    """The search ends after `estimates` whole iterations, or once `expired()`, asked between them, is True."""
 
     estimates: int = 1500
     expired: Callable[[], bool] = lambda: False
@@ -78,8 +77,7 @@ class Rejected:
 
 @dataclass
 class Result:
-    """The result of a search. `best`: None if nothing fits. `estimates`: the number of whole iterations that were
-    estimated."""
+    """The result of a search. `best`: None if nothing fits. `estimates`: the number of estimated iterations."""
 
     best: Found | None = None
     rejected: list[Rejected] = field(default_factory=list)
@@ -156,8 +154,7 @@ class Search:
         return float("inf"), False
 
     def _once(self, mine: Combinations, chosen: Combination) -> Found:
-        """Estimate a combination with the threshold of the best candidate so far and the schedule that is likely to be
-        fastest."""
+        """Estimate a combination with the best candidate's threshold and the schedule that is likely to be fastest."""
         best, migrations = self.result.best, self.limits.migrations
         migration = best.candidate.migration if best else migrations[len(migrations) // 2]
         return self.estimated(replace(mine.candidate(chosen, mine.schedules(chosen)[-1]), migration=migration))
@@ -231,8 +228,7 @@ class Search:
         return found
 
     def _kind(self, found: Rejected) -> None:
-        """Keep the best candidate of each kind of placement: the fastest that fits, or else the one that is nearest to
-        fitting."""
+        """Keep the best candidate of each kind of placement: the fastest that fits, or the one nearest to fitting."""
         old = self._kinds.get(found.candidate.kind)
         if old is None or found.better(old):
             self._kinds[found.candidate.kind] = found

@@ -14,7 +14,7 @@ from dovetail.planner.inventory import Inventory, Pool
 from dovetail.planner.placement.search.limits import Limits
 from dovetail.planner.workload import Workload
 
-# Up to so many nodes every size is tried. Beyond, a grid is tried, and the search refines the best sizes node by node.
+# The most nodes with which every size is tried. With more, a grid is tried, and the best sizes are refined by nodes.
 EVERY_NODE = 16
 HALVES = "reference and reward on halves"
 DEDICATED = "actor and critic on dedicated GPUs"
