@@ -1,1 +1,1 @@
-"""A run's report and its figures."""
+"""Makes a run's report and the figures in it."""

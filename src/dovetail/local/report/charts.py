@@ -1,5 +1,5 @@
-"""Small SVG charts for the report: lines with bands, a stacked bar and a Gantt chart. Pure functions from numbers to
-markup."""
+"""Draws small SVG charts for the report: lines with bands, a stacked bar and a Gantt chart. All functions are pure and
+return markup."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-# Told apart by people with any kind of colour vision (Okabe and Ito).
+# The first six can be told apart with any kind of colour vision (Okabe and Ito).
 COLOURS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"),
     *("#7f7f7f", "#8c6d31", "#5e3c99", "#80b1d3", "#b3de69", "#a6761d", "#e7298a", "#1b9e77", "#666699", "#c49c94"),
@@ -20,7 +20,8 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 14, 10, 38
 
 @dataclass(frozen=True)
 class Series:
-    """A line: y over x, optionally within y ± band. Points that aren't finite are left out."""
+    """A line of y over x. With `band` there is also an area from y - band to y + band. Points that are not finite are
+    left out."""
 
     label: str
     x: Sequence[float]
@@ -28,15 +29,15 @@ class Series:
     band: Sequence[float] | None = None
 
     def points(self) -> list[tuple[float, float, float]]:
-        """(x, y, half-width of the band)."""
+        """The finite points as (x, y, half the width of the band)."""
         bands = self.band or [0.0] * len(self.x)
         rows = zip(self.x, self.y, bands, strict=True)
         return [(x, y, b if math.isfinite(b) else 0.0) for x, y, b in rows if math.isfinite(x) and math.isfinite(y)]
 
 
 def ticks(low: float, high: float, wanted: int = 5, *, whole: bool = False) -> list[float]:
-    """Round numbers within [low, high], about `wanted` of them, 1, 2, 2.5 or 5 times a power of ten apart; integers if
-    `whole`."""
+    """About `wanted` round numbers within [low, high]. Their distance is 1, 2, 2.5 or 5 times a power of ten. `whole`:
+    only integers."""
     if not high > low:
         return [low]
     rough = (high - low) / max(1, wanted)
@@ -55,7 +56,7 @@ def number(value: float) -> str:
 
 
 def labels(values: Sequence[float]) -> list[str]:
-    """Tick labels with as many digits as it takes to tell them apart."""
+    """Labels of ticks, with enough digits to tell them apart."""
     for digits in range(3, 12):
         found = [f"{value:.{digits}g}" for value in values]
         if len(set(found)) == len(set(values)) or digits == 11:
@@ -64,7 +65,7 @@ def labels(values: Sequence[float]) -> list[str]:
 
 
 def _exponent(text: str) -> str:
-    """'1e-05' as '1e-5', '2e+03' as '2000'."""
+    """Turn '1e-05' into '1e-5', and '2e+03' into '2000'."""
     if "e" not in text:
         return text
     mantissa, _, power = text.partition("e")
@@ -76,7 +77,7 @@ def _text(x: float, y: float, label: str, *, anchor: str = "middle", cls: str = 
 
 
 def line_chart(title: str, x_label: str, series: Sequence[Series]) -> str:
-    """A chart with a legend, or '' if no series has a point. Points have tooltips."""
+    """A chart with a tooltip at each point, and a legend if there are several lines. Empty if no series has a point."""
     drawn = [(s, p) for s in series if (p := s.points())]
     if not drawn:
         return ""
@@ -132,7 +133,7 @@ def _legend(entries: Sequence[tuple[str, str]]) -> str:
 
 
 def share_bar(title: str, parts: Sequence[tuple[str, float]], unit: str = "s") -> str:
-    """One bar split by shares, with the numbers in its legend; '' if they add up to nothing."""
+    """One bar split by shares, with the numbers in its legend. Empty if their sum is 0."""
     total = math.fsum(value for _, value in parts)
     if total <= 0:
         return ""
@@ -157,7 +158,7 @@ def share_bar(title: str, parts: Sequence[tuple[str, float]], unit: str = "s") -
 
 
 def _kind(name: str) -> str:
-    """'sample 12' and 'sample 13' are one kind, 'sample'."""
+    """The name without its number. 'sample 12' and 'sample 13' are of the kind 'sample'."""
     return re.sub(r"[\s/#:._-]*\d.*$", "", name) or name
 
 
@@ -180,10 +181,10 @@ def gantt(
     end: float | None = None,
     axis: str = "seconds",
 ) -> str:
-    """Bars by track, tracks in order of first appearance, coloured by name (`kinds` come first, in fixed colours).
-    `end`: where the scale ends, if not with the last bar.
+    """A Gantt chart. It has a row for each track, in the order in which the tracks appear. Bars are coloured by kind,
+    and `kinds` come first. `end`: the end of the scale. None: the end of the last bar. `axis`: the label of the scale.
 
-    Short bars are kept visible, and at most 4000 bars drawn, the longest."""
+    Only the 4000 longest bars are drawn. Even a short bar is visible."""
     if not bars:
         return ""
     kept = sorted(bars, key=lambda b: b.start - b.end)[:4000]
@@ -193,7 +194,7 @@ def gantt(
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
     end = end or max(b.end for b in kept) or 1.0
     left, top = 170, 6
-    # Hundreds of running samples are hundreds of tracks. They are thin then, and named only where a process begins.
+    # Hundreds of running samples are hundreds of tracks. They are thin then, and those of samples have no label.
     row = 22.0 if len(tracks) <= 40 else max(2.5, 880 / len(tracks))
     height = top + row * len(tracks) + 34
     scale = (width - left - 14) / end

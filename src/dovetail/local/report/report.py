@@ -1,5 +1,5 @@
-"""report.html: one file that shows a run, without scripts or files to load. It is made from summary.json, history.jsonl
-and the iterations' traces."""
+"""Makes report.html, which shows a run in one file, without scripts and without other files to load. It is made from
+summary.json, history.jsonl and the iterations' traces."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ td.text{text-align:left;white-space:pre-wrap;overflow-wrap:anywhere;vertical-ali
 .legend i{display:inline-block;width:10px;height:10px;border-radius:2px;margin-right:5px}
 """
 
-# Title, x axis, then (label, metric, metric with the interval's half-width or None) for each line.
+# The title, the label of the x axis, and a tuple for each line: its label, its metric, and the metric that has half the
+# width of its interval. None if there is no interval.
 _Chart = tuple[str, str, tuple[tuple[str, str, str | None], ...]]
 CHARTS: dict[str, tuple[_Chart, ...]] = {
     "sft": (("SFT: loss", "step", (("loss", "loss", None),)),),
@@ -113,8 +114,8 @@ def chart_metrics(stage: str) -> set[str]:
 
 
 def read_history(run_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
-    """history.jsonl as {stage: {step: metrics}}. The last line of a step counts. A line that a crash cut off is
-    skipped."""
+    """Read history.jsonl as {stage: {step: metrics}}. If a step has several lines, the last one counts. A line that a
+    crash cut off is skipped."""
     found: dict[str, dict[int, dict[str, float]]] = {}
     try:
         lines = (run_dir / "history.jsonl").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -137,8 +138,8 @@ def series(steps: Mapping[int, Mapping[str, Any]], label: str, metric: str, band
 
 
 def last_trace(run_dir: Path) -> tuple[str, dict[str, Any]] | None:
-    """The name and content of the trace to show. If there are several, it is that of the last iteration but one,
-    because the last one also holds the final checkpoint."""
+    """The name and content of the trace to show. It is that of the last iteration but one, if there is one, because the
+    last iteration also has the final checkpoint. None if there is no trace."""
     files = sorted(p for p in (run_dir / "traces").glob("iteration-*.json") if re.fullmatch(r"iteration-\d+", p.stem))
     for path in [*files[-2:-1], *files[-1:], *reversed(files[:-2])]:
         try:
@@ -151,7 +152,7 @@ def last_trace(run_dir: Path) -> tuple[str, dict[str, Any]] | None:
 
 
 def trace_bars(lanes: Iterable[Mapping[str, Any]]) -> list[ChartBar]:
-    """The bars of a timeline's lanes, on tracks 'process / lane'."""
+    """The bars of a timeline's lanes. A lane becomes the track 'process / lane'."""
     bars = []
     for lane in lanes:
         track = lane["process"] if lane["lane"] == "main" else f"{lane['process']} / {lane['lane']}"
@@ -209,8 +210,8 @@ def render_report(
     samples: str = "",
     run: str = "",
 ) -> str:
-    """The page. `schedule` is empty if there was no choice. `samples` is the section on responses, `run` that on the
-    manifest. Pure."""
+    """The page as HTML. `schedule`: the content of schedule.json. It is empty if no schedule was chosen. `samples`: the
+    section on responses. `run`: the section on the manifest. Pure."""
     facts: list[str] = []
     if summary.get("wall_seconds") is not None:
         facts.append(duration(float(summary["wall_seconds"])))

@@ -20,22 +20,22 @@ from dovetail.coordinator.store.sample_files import (
 )
 from dovetail.local.sample_texts import facts_of
 
-# Prompts for evaluation in the report.
+# The maximum number of evaluation prompts in the report.
 PROMPTS = 4
 
 
 @dataclass(frozen=True)
 class SampleTexts:
-    """`iterations`: the samples of the first and the last iteration that are kept. `evaluations`: for each moment of
-    the run, the answers to the prompts that are kept for evaluation, in the order of the prompts."""
+    """The texts that the report shows. `iterations`: the samples of the first and the last iteration that are kept.
+    `evaluations`: the answers to the prompts for evaluation at each moment of the run, in the order of the prompts."""
 
     iterations: dict[int, list[Row]] = field(default_factory=dict)
     evaluations: dict[str, list[Row]] = field(default_factory=dict)
 
 
 def read_samples(run_dir: Path, method: str = "PPO") -> SampleTexts:
-    """What the run kept. `method`: the usual name of the stage ppo. A file that is missing or damaged counts as
-    empty."""
+    """Read the texts that the run kept. `method`: the usual name of the stage ppo. A file that is missing or damaged
+    counts as empty."""
 
     def rows(path: Path) -> list[Row]:
         with contextlib.suppress(OSError, ValueError):
@@ -66,7 +66,7 @@ def _moment(version: int, method: str, sft: bool) -> str:
 
 
 def samples_section(texts: SampleTexts) -> str:
-    """The section as HTML, or nothing if the run kept no text. Pure."""
+    """The section as HTML, or '' if the run kept no text. Pure."""
     parts = [_held_out(texts.evaluations), _extremes(texts.iterations)]
     body = "".join(part for part in parts if part)
     return f"<h2>What the model says</h2>{body}" if body else ""

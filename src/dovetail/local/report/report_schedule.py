@@ -12,7 +12,7 @@ _KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight g
 
 
 def schedule_bars(document: Mapping[str, Any]) -> list[ChartBar]:
-    """A schedule document (`dovetail schedule -o`) as bars, one track for each rank."""
+    """The bars of a schedule document (`dovetail schedule -o`). Each rank is a track."""
     bars = []
     for rank, actions in enumerate(document["actions"]):
         for action in actions:
@@ -23,7 +23,7 @@ def schedule_bars(document: Mapping[str, Any]) -> list[ChartBar]:
 
 
 def schedule_section(found: Mapping[str, Any]) -> str:
-    """The report's section on the schedule, or '' without one. Pure."""
+    """The report's section on the schedule, or '' if there is no schedule. Pure."""
     if not found:
         return ""
     mini = int(found["mini_batches"])
@@ -33,7 +33,7 @@ def schedule_section(found: Mapping[str, Any]) -> str:
     if _in_seconds(found):
         source = "times measured in this run" if found["measured"] else "the times of profile.json"
     before, after = schedule_bars(found["before"]), schedule_bars(found["after"])
-    # Both on one scale: the shorter one is seen to be shorter.
+    # Both charts have the same scale, so that one sees which schedule is shorter.
     end = max((bar.end for bar in (*before, *after)), default=0.0)
     axis = "seconds" if _in_seconds(found) else "units of time"
     return (

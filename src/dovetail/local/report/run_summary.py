@@ -32,7 +32,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
 
 
 def duration(seconds: float) -> str:
-    """'4 min 07 s', '12.3 s', '2 h 05 min'."""
+    """A duration as text, such as '12.3 s', '4 min 07 s' or '2 h 05 min'."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -42,7 +42,7 @@ def duration(seconds: float) -> str:
 
 
 def how_it_ended(summary: Mapping[str, Any]) -> list[str]:
-    """Lines for a run that did not succeed: its state, the reason, and what it finished."""
+    """Lines about a run that did not succeed. They tell its state, the reason, and what it finished."""
     state = str(summary.get("state") or "")
     if state in ("", "succeeded"):
         return []
@@ -56,7 +56,7 @@ def how_it_ended(summary: Mapping[str, Any]) -> list[str]:
 
 
 def health_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows (what, first iteration, last one or count) of the iterations' health; none for a run without PPO."""
+    """Rows (what, first iteration, last one or count) of the iterations' health. Empty for a run without PPO."""
     iterations, unhealthy = get(summary, "health.iterations"), get(summary, "health.unhealthy")
     if not iterations:
         return []
@@ -76,7 +76,7 @@ def health_sentences(summary: Mapping[str, Any]) -> list[str]:
 
 
 def fusion_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows (what, "", value) of inter-stage fusion; none if it was off."""
+    """Rows (what, "", value) of inter-stage fusion. Empty if it was off."""
     fusion = get(summary, "fusion")
     if not isinstance(fusion, Mapping) or fusion.get("setting") == "Off":
         return []
@@ -97,7 +97,7 @@ def fusion_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def overlap_sentence(summary: Mapping[str, Any]) -> str:
-    """What a run gained from a lag or from streaming. "" for a run with neither."""
+    """A sentence on what a run gained from a lag or from streaming. Empty for a run with neither."""
     count, seconds, other = (
         get(summary, f"overlap.{name}") for name in ("iterations", "seconds", "synchronous_seconds")
     )
@@ -110,7 +110,7 @@ def overlap_sentence(summary: Mapping[str, Any]) -> str:
 
 
 def stage_seconds(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """(stage, seconds) in the order in which stages run."""
+    """Rows (stage, seconds) in the order in which stages run."""
     found = {k: float(v) for k, v in (get(summary, "stages") or {}).items() if isinstance(v, int | float)}
     return sorted(found.items(), key=lambda item: STAGES.index(item[0]) if item[0] in STAGES else len(STAGES))
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 RECORDING = "demo.json.xz"
-# How long a step of PPO takes in the demo, and one of the stages before it. In seconds.
+# The seconds of a PPO iteration in the demo, and those of a step of the stages before it.
 PPO_SECONDS, STEP_SECONDS = 2.5, 0.05
 Pause = Callable[[float], Awaitable[None]]
 

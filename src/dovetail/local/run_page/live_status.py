@@ -10,7 +10,7 @@ from dovetail.local.launch.status_poll import fetch_status
 
 HOST = "127.0.0.1"
 SECONDS = 1.0
-# What the page shows of a status document.
+# The fields of a status document that the page shows.
 SHOWN = (
     *("stage", "phase", "step", "total_steps", "iteration", "total_iterations", "samples_done", "samples_total"),
     *("message", "seconds_left", "stage_seconds_left", "weight_version", "instances"),
@@ -18,8 +18,8 @@ SHOWN = (
 
 
 def coordinator_port(events: Sequence[Mapping[str, Any]]) -> int | None:
-    """The port of the run's last coordinator, by the run's events. None if it is not on this machine's loopback,
-    because the run's token must not be sent elsewhere."""
+    """The port of the run's last coordinator, from the run's events. None if the coordinator is not on this machine's
+    loopback, because the run's token must not be sent elsewhere."""
     ready = [event for event in events if event.get("event") == "coordinator.ready"]
     if not ready or ready[-1].get("host") != HOST or not isinstance(ready[-1].get("port"), int):
         return None

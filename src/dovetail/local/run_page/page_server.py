@@ -21,16 +21,16 @@ from dovetail.supervision.errors import RunError
 from dovetail.web.page_files import HEADERS, INDEX, PageFile, page_files
 
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-# How often files are looked at for a page that is open, and how often a quiet stream says that it is there.
+# The seconds between two looks at the files for an open page, and between two signs of life of a quiet stream.
 LOOK_SECONDS = 0.5
 KEEP_ALIVE_SECONDS = 15.0
 RunHandler = Callable[[web.Request, PageDocuments], Awaitable[web.StreamResponse]]
 
 
 def make_page_app(runs: RunList, about: dict[str, Any], *, any_host: bool = False) -> web.Application:
-    """The routes. `about`: what the page shows about this server. Unless `any_host` is true, a request must use a
-    loopback name of this machine. Otherwise a page of another site could read the runs through a name that resolves to
-    this machine."""
+    """Make the web application. `about`: what the page shows about this server. Unless `any_host` is true, a request
+    must use a loopback name of this machine. Otherwise a page of another site could read the runs through a name that
+    resolves to this machine."""
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -111,7 +111,8 @@ def make_page_app(runs: RunList, about: dict[str, Any], *, any_host: bool = Fals
 
 
 async def _stream(request: web.Request, stamp: Callable[[], Any]) -> web.StreamResponse:
-    """Server-sent events: `changed` with the cause, at the beginning and whenever files change."""
+    """Send server-sent events. The event `changed` comes at the beginning and whenever files change. Its data is what
+    `stamp` returns."""
     reply = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream", "Cache-Control": "no-store"})
     said, spoke = "", 0.0
     with contextlib.suppress(ConnectionError):  # the browser has gone

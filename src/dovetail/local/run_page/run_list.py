@@ -15,7 +15,7 @@ SIGNS = ("job.json", "history.jsonl")
 
 
 def at_work(run_dir: Path) -> bool | None:
-    """Whether a coordinator holds the run's store. None if that cannot be known. Takes no lock itself."""
+    """Whether a coordinator holds the lock of the run's store. None if that cannot be known. Takes no lock itself."""
     try:
         file = os.open(run_dir / "store.lock", os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -23,7 +23,7 @@ def at_work(run_dir: Path) -> bool | None:
     except OSError:
         return None
     try:
-        # struct flock: type, whence, start, length, pid.
+        # The fields of struct flock are type, whence, start, length and pid.
         asked = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
         answer = fcntl.fcntl(file, fcntl.F_GETLK, asked)
         return bool(struct.unpack("hhqqi4x", answer)[0] != fcntl.F_UNLCK)
@@ -72,5 +72,6 @@ class RunList:
 
 
 def _is_run(path: Path) -> bool:
-    """False for a folder that this user may not read. Path.is_file would raise PermissionError there."""
+    """Whether a folder is a run. False for a folder that this user may not read, where Path.is_file would raise
+    PermissionError."""
     return any(os.path.isfile(path / name) for name in SIGNS)
