@@ -1,1 +1,1 @@
-"""Serves a run's result: a vLLM server, a chat in the terminal, and the HTTP API of a chat."""
+"""Uses a run's model. It starts vLLM servers, and holds chats in the terminal with local or served models."""

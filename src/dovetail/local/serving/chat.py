@@ -13,7 +13,7 @@ from dovetail.coordinator.data.text.chat_template import HumanAssistant, Message
 from dovetail.local.serving.served_result import model_folder
 from dovetail.supervision.errors import RunError
 
-# What ends a reply in the dialogue format of Anthropic's HH data, which the built-in data uses as well.
+# These strings end a reply in the dialogue format of Anthropic's HH data, which the built-in data uses too.
 REPLY_ENDS = ("\n\nHuman:", "\n\nAssistant:")
 
 
@@ -33,12 +33,12 @@ class Replier(Protocol):
     """A model to talk with."""
 
     def reply(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[str]:
-        """The pieces of the assistant's next reply, as they are generated. Closing the iterator ends the reply. Raises
-        RunError."""
+        """Yields the pieces of the assistant's next reply as they are generated. Closing the iterator ends the reply.
+        Raises RunError."""
 
 
 def until_stop(pieces: Iterable[str], stops: tuple[str, ...] = REPLY_ENDS) -> Iterator[str]:
-    """The pieces of a text up to the first stop string, which is left out. A stop string may span several pieces."""
+    """Yields the pieces of a text before the first stop string. A stop string may span several pieces."""
     held = ""
     longest = max(len(stop) for stop in stops)
     for piece in pieces:
@@ -76,14 +76,14 @@ class ChatModel:
         self._model.eval()
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """The dialogue in the form of the model's training: the tokenizer's chat template if there is one, else HH
-        text. Raises RunError if the template refuses it."""
+        """The dialogue as the text that the model was trained on. The tokenizer's chat template makes it, or else it
+        has the format of HH. Raises RunError if the template refuses the dialogue."""
         if getattr(self._tokenizer, "chat_template", None):
             try:
                 return str(
                     self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
                 )
-            except Exception as error:  # templates raise what they like, such as for a system message
+            except Exception as error:  # a template may raise any error, for example for a system message
                 raise RunError(f"the tokenizer's chat template refuses the dialogue: {error}") from error
         return HumanAssistant().prompt(messages)
 

@@ -14,16 +14,16 @@ from dovetail.protocol.error_text import error_text
 from dovetail.supervision.errors import RunError
 
 CONNECT_SECONDS = 10.0
-# Between two pieces of a reply. A busy server lets requests wait.
+# The longest time between two pieces of a reply. A busy server lets requests wait.
 PIECE_SECONDS = 300.0
 # How servers say that a dialogue is longer than the model takes.
 _TOO_LONG = ("context length", "maximum context", "max_model_len", "too long", "longer than")
 
 
 class ServedModel:
-    """`url`: the server's address, with or without /v1. `model`: its name there. None: the first model that the server
-    lists. `key`: sent as a bearer token. `stop`: strings that end a reply. Raises RunError if the server does not
-    answer, or has no such model."""
+    """A model on a server. `url`: the server's address, with or without /v1. `model`: its name there. None: the first
+    model that the server lists. `key`: sent as a bearer token. `stop`: strings that end a reply. Raises RunError if the
+    server does not answer, or has no such model."""
 
     def __init__(self, url: str, model: str | None = None, key: str | None = None, stop: Sequence[str] = ()) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")

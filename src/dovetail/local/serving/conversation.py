@@ -1,4 +1,4 @@
-"""A dialogue with one model or with several: its commands, its history, and Ctrl-C."""
+"""Holds a dialogue with one model or with several. It handles the commands, the history and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class Dialogue:
         return [*([{"role": "system", "content": self.system}] if self.system else []), *self.turns]
 
     def ask(self, said: str) -> Iterator[str]:
-        """The pieces of the reply, without spaces at its beginning. A dialogue that is too long loses its first
+        """Yields the pieces of the reply, without spaces at its beginning. A dialogue that is too long loses its first
         turns."""
         self.turns.append({"role": "user", "content": said})
         while True:
             begun = False
             try:
-                # Closed at once when nobody wants the rest: the server stops generating.
+                # The stream is closed as soon as nobody wants the rest, so that the server stops generating.
                 with closing(self._stream()) as pieces:
                     for piece in pieces:
                         shown = piece if begun else piece.lstrip()
@@ -200,7 +200,7 @@ def _close(replies: Mapping[str, Any]) -> None:
 
 
 def typed_lines(read: Callable[[], str], write: Callable[[str], None]) -> Iterator[str]:
-    """The lines that a person types, until Ctrl-D. Ctrl-C drops the line that is being typed."""
+    """Yields the lines that a person types, until Ctrl-D. Ctrl-C drops the line that is being typed."""
     while True:
         try:
             yield read()

@@ -30,12 +30,12 @@ from dovetail.supervision.ports import PortReservation
 HOST = "127.0.0.1"
 START_SECONDS = 900.0
 END_SECONDS = 20.0
-# What the user has set stays.
+# Defaults on CPUs. Variables that the user has set stay.
 _CPU_ENVIRONMENT = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCH_COMPILE_DISABLE": "1"}
-# What vLLM's processes write before a line: "(Worker pid=7) ERROR 11-23 23:12:36 [core.py:1510] ".
+# vLLM's processes begin a line with this: "(Worker pid=7) ERROR 11-23 23:12:36 [core.py:1510] ".
 _PREFIX = re.compile(r"^\(\w+ pid=\d+\) (?:[A-Z]+ \d\d-\d\d \d\d:\d\d:\d\d \[[^]]*\] ?)?")
 TEMPLATES = ("chat_template.jinja", "chat_template.json")
-# Ends a group of processes when its input ends. The kernel ends the input with the process at the other side.
+# A program that kills a process group when its own input ends. That happens when the process that started it ends.
 _GUARD = "import os, signal, sys; sys.stdin.buffer.read(); os.killpg(int(sys.argv[1]), signal.SIGKILL)"
 
 
@@ -62,7 +62,7 @@ def has_template(folder: Path) -> bool:
 
 
 def has_own_template(folder: Path) -> bool:
-    """Whether the tokenizer came with a chat template of its own. Then only the end token ends a reply."""
+    """Whether the tokenizer has a chat template that Dovetail did not write. Then only the end token ends a reply."""
     try:
         written = (folder / "chat_template.jinja").read_text(encoding="utf-8").endswith(HUMAN_ASSISTANT_TEMPLATE)
     except OSError:
@@ -76,10 +76,10 @@ def serve_arguments(
     """The arguments of `vllm serve` after the model. `name`: the model's name in requests. `given`: the user's own
     arguments. They come last and win."""
     arguments = ["--served-model-name", name, "--host", host, "--port", str(port)]
-    # The longest context for which there is memory, no longer than the model's positions.
+    # auto: the longest context for which there is memory, up to the model's own limit.
     arguments += ["--max-model-len", "auto", "--disable-uvicorn-access-log"]
     if on_cpu:
-        # Elsewhere vLLM makes 16 bits of 32.
+        # Without this vLLM would compute a float32 model in 16 bits.
         arguments += ["--enforce-eager", "--dtype", str(_config(folder).get("dtype") or "auto")]
     if not has_template(folder):
         arguments += ["--chat-template", HUMAN_ASSISTANT_TEMPLATE]
@@ -93,11 +93,11 @@ def serve_environment(on_cpu: bool, given: Mapping[str, str]) -> dict[str, str]:
 
 
 def serve_command(folder: Path, arguments: Sequence[str], whole: bool | None = None) -> list[str]:
-    """The command `vllm serve` of this Python, whichever one is first on PATH. `whole`: whether the distribution is
-    called vllm.
+    """The command `vllm serve` of this Python, even if another one is first on PATH. `whole`: whether the installed
+    distribution is called vllm. None: find out.
 
     vLLM's command line asks for the version of the distribution `vllm`. So it does not work in the builds for CPUs,
-    which have another name. There its API server is started as a module, which takes the same arguments."""
+    which have another name. For these the API server is started as a module, which takes the same arguments."""
     if whole is None:
         whole = any(importlib.metadata.distributions(name="vllm"))
     module = ["vllm.entrypoints.cli.main", "serve"] if whole else ["vllm.entrypoints.openai.api_server", "--model"]
@@ -105,8 +105,8 @@ def serve_command(folder: Path, arguments: Sequence[str], whole: bool | None = N
 
 
 def check_served(folder: Path, on_cpu: bool) -> None:
-    """Raises RunError for a model that vLLM does not compute on this machine, or whose weights are missing. vLLM would
-    report this much later."""
+    """Raises RunError for a model that vLLM cannot serve on this machine, or whose weights vLLM would not find. vLLM
+    itself would report this much later."""
     if glob.escape(str(folder)) != str(folder):
         raise RunError(f"vLLM finds no weights in a folder whose path has *, ? or [; rename it: {folder}")
     if on_cpu and (problem := cpu_head_error(_config(folder))):
@@ -146,9 +146,10 @@ def own_server(
     variables: Mapping[str, str] | None = None,
     given_up: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[str, str]]:
-    """A server on this machine that runs while the context is open. Yields its address and its key. It also ends when
-    this process ends, even if it is killed. `log`: the file of its output. `variables`: its environment variables
-    besides this process's. `given_up`: whether to stop waiting for its start. Raises RunError if it does not start."""
+    """Runs a server on this machine while the context is open. Yields its address and its key. The server also ends
+    when this process ends, even if it is killed. `name`: the model's name in requests. `log`: the file of the server's
+    output. `given`: further arguments of `vllm serve`. `variables`: environment variables for the server, besides this
+    process's own. `given_up`: whether to stop waiting for the start. Raises RunError if the server does not start."""
     key = secrets.token_hex(16)
     environment = serve_environment(on_cpu, {**os.environ, **(variables or {})}) | {"VLLM_API_KEY": key}
     ports = PortReservation(HOST)
@@ -157,7 +158,7 @@ def own_server(
     log.parent.mkdir(parents=True, exist_ok=True)
     note(f"starting vLLM with {folder} (log: {log})")
     with log.open("wb") as file:
-        # In a session of its own, so that Ctrl-C stops a reply and not the server.
+        # The server has a session of its own, so that Ctrl-C stops a reply and not the server.
         process = _started(command, environment, file)
     try:
         url = f"http://{HOST}:{port}"
@@ -192,8 +193,8 @@ def _wait(url: str, process: subprocess.Popen[Any], log: Path, given_up: Callabl
 
 
 def last_error(log: Path) -> str:
-    """The last line of a log that names an error, without vLLM's prefix. If there is none, the last line. A line that
-    only says that the cause is above counts less."""
+    """The last line of a log that names an error, without vLLM's prefix. Lines that only point to another error are
+    used if there is no better one. If no line names an error, it is the last line."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors = [_PREFIX.sub("", line) for line in lines if "Error: " in line or "error: " in line]
     causes = [line for line in errors if not POINTER.search(line)]
@@ -202,8 +203,8 @@ def last_error(log: Path) -> str:
 
 @contextlib.contextmanager
 def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
-    """End the server with the block, and with this process. The kernel's signal at a parent's death would come too
-    early, at the end of the thread that started the server."""
+    """End the server when the block ends, and when this process ends. The kernel's signal at a parent's death would
+    come too early, because it is sent when the thread that started the server ends."""
     guard = None
     try:
         command = [sys.executable, "-I", "-S", "-c", _GUARD, str(process.pid)]
@@ -218,12 +219,12 @@ def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
     finally:
         _end(process)
         if guard is not None:
-            guard.kill()  # before its input is closed: the number may be another group's by now
+            guard.kill()  # kill it before its input closes, because the group's number may belong to another group now
             guard.communicate()
 
 
 def _end(process: subprocess.Popen[Any]) -> None:
-    """End the server and what it has started."""
+    """End the server and the processes that it has started."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
