@@ -1,5 +1,5 @@
-"""Generation without training: vLLM servers of a model folder, or of a finished run's model, for as long as a program
-needs them.
+"""Generates responses without training. A program starts vLLM servers for a model folder or for a finished run's
+model, and ends them when it has done its work.
 
     with LLM("runs/quickstart") as llm:
         for output in llm.chat([{"role": "user", "content": "What is a cat?"}], SamplingParams(n=4, temperature=0.7)):
@@ -58,26 +58,26 @@ except ModuleNotFoundError as error:
     raise import_error("dovetail.local.llm", ["coordinator"], error) from error
 
 T = TypeVar("T")
-# Requests that one server has at once. vLLM lets more of them wait.
+# The maximum number of requests that a server gets at once. vLLM would let more of them wait.
 CONCURRENT = 256
-# Tokens in one event of a response.
+# A server sends an event after so many tokens of a response.
 INTERVAL = 64
 CONNECT_SECONDS = 30.0
-# Between two events of a response.
+# The longest time between two events of a response.
 SILENT_SECONDS = 600.0
 CLOSE_SECONDS = 60.0
-# How often one response is begun, if servers fail.
+# A response that fails is begun at most so many times.
 TRIES = 3
 _NO_LIMIT = 2**31
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings for drawing responses. Raises ValueError for values that no server accepts. `n`: responses to each
-    prompt. `temperature`: 0 always takes the most likely token. `top_p`: the least probability mass to keep; 1 switches
-    it off. `top_k`: the number of most likely tokens to keep; 0 switches it off. `min_tokens`, `max_tokens`: limits of
-    a response. `stop`: strings that end a response. `seed`: calls with equal prompts, settings and seed return equal
-    responses. None: each call returns different ones."""
+    """Settings for drawing responses. Raises ValueError for values that no server accepts. `n`: the number of responses
+    to each prompt. `temperature`: 0 always takes the most likely token. `top_p`: the least probability mass to keep. 1
+    switches it off. `top_k`: the number of most likely tokens to keep. 0 switches it off. `min_tokens`, `max_tokens`:
+    limits of a response. `stop`: strings that end a response. `seed`: calls with equal prompts, settings and seed
+    return equal responses. None: each call returns different ones."""
 
     n: int = 1
     temperature: float = 1.0
@@ -175,17 +175,17 @@ class _Draw:
 
 
 class LLM:
-    """A language model behind vLLM servers of its own. Use it as a context manager, or call `open` and `close`, as in
-    notebooks. It is synchronous; use it from one thread. Errors are a `RunError` with one sentence.
+    """A language model behind vLLM servers of its own. Use it as a context manager, or call `open` and `close`, for
+    example in a notebook. It is synchronous. Use it from one thread. Errors are a `RunError` with one sentence.
 
-    `path`: a model folder in Hugging Face format, or the folder of a run, of which `model` is taken: actor, sft,
-    actor-best or actor-ema. `servers`: how many are started; prompts are shared among them. `tensor_parallel_size`:
-    GPUs of each server; on a machine without GPUs servers run on CPUs. `vllm_args`: further arguments of `vllm serve`,
-    for example ["--gpu-memory-utilization", "0.5"]. `log_dir`: for the servers' logs; by default that of the run, or a
-    temporary folder.
+    `path`: a model folder in Hugging Face format, or the folder of a run. `model`: which of the run's models to use:
+    actor, sft, actor-best or actor-ema. `servers`: the number of servers. They share the prompts.
+    `tensor_parallel_size`: the number of GPUs of each server. On a machine without GPUs servers run on CPUs.
+    `vllm_args`: further arguments of `vllm serve`, for example ["--gpu-memory-utilization", "0.5"]. `log_dir`: the
+    folder of the servers' logs. By default it is that of the run, or a temporary folder.
 
-    A response depends on the weights, the prompt, its place in the list, the response's number and the settings alone:
-    not on the other prompts, the number of servers, or how often a server failed. On CPUs it is drawn as a job's
+    A response depends only on the weights, the prompt, its place in the list, the response's number and the settings.
+    The other prompts, the number of servers and failures of servers have no effect. On CPUs it is drawn as a job's
     rollouts draw it. Two tokens may swap where rounding makes their scores equal, as in jobs (docs/rollouts.md)."""
 
     def __init__(
@@ -223,7 +223,7 @@ class LLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._max_model_len = 0
 
-    # ------------------------------------------------------------ what users call
+    # ------------------------------------------------------------ methods for users
 
     @property
     def tokenizer(self) -> Any:
@@ -236,8 +236,8 @@ class LLM:
         return self._max_model_len
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The settings that `generate` uses by default: the run's own (spec.generation), or those in the folder's
-        generation_config.json. `dataclasses.replace` changes some of them."""
+        """The settings that `generate` uses by default. They are the run's own (spec.generation), or those in the model
+        folder's generation_config.json. Use `dataclasses.replace` to change some of them."""
         if self._run_dir is not None:
             with contextlib.suppress(OSError, ValueError):
                 job = RLHFJob.model_validate_json((self._run_dir / "job.json").read_text(encoding="utf-8"))
@@ -267,9 +267,10 @@ class LLM:
         *,
         on_progress: Callable[[int, int], object] | None = None,
     ) -> list[RequestOutput]:
-        """The assistant's next turn in one dialogue or in several. A message has "role" and "content". The tokenizer's
-        chat template turns dialogues into text. Without a template the text has the form that training uses (`Human:`,
-        `Assistant:`). Then these strings end a reply, and `stop` adds others. Raises the errors of `generate`."""
+        """Generate the assistant's next turn in one dialogue or in several. A message has "role" and "content". The
+        tokenizer's chat template turns dialogues into text. Without a template the text has the form that training uses
+        (`Human:`, `Assistant:`). Then these strings end a reply, unless `stop` has others. Raises the errors of
+        `generate`."""
         params = sampling_params or self.get_default_sampling_params()
         if not params.stop and not has_own_template(self.folder):
             params = dataclasses.replace(params, stop=REPLY_ENDS)
@@ -283,7 +284,7 @@ class LLM:
                     raise ValueError(f"dialogue {number}: {message!r} is no message; it needs a role and a content")
             try:
                 texts.append(form.prompt([dict(message) for message in dialogue]))
-            except Exception as error:  # templates raise what they like
+            except Exception as error:  # a template may raise any error
                 raise ValueError(f"dialogue {number}: the chat template refuses it: {error}") from error
         return self.generate(texts, params, on_progress=on_progress)
 
@@ -302,7 +303,7 @@ class LLM:
         return self
 
     def close(self) -> None:
-        """End the servers. It may be called again."""
+        """End the servers. A second call does nothing."""
         atexit.unregister(self.close)
         self._stack.close()
         self._servers = []
@@ -366,7 +367,7 @@ class LLM:
     async def _draw(
         self, draws: Sequence[_Draw], generation: Generation, on_progress: Callable[[int, int], object] | None
     ) -> None:
-        """Fill all draws. If a server did not finish a draw, it starts anew. Its tokens are the same."""
+        """Fill all draws. A draw that a server did not finish starts anew, and gets the same tokens."""
         waiting, done = deque(draws), 0
 
         async def lane(server: _Server) -> None:
@@ -434,7 +435,7 @@ class LLM:
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError, LookupError, TypeError) as error:
             raise RunError(f"the vLLM server does not say what it serves: {error}") from error
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ starting and ending
 
     def _start_servers(self) -> None:
         logs = self._logs()
@@ -466,7 +467,7 @@ class LLM:
         self._servers = [one.result() for one in starting]
 
     def _logs(self) -> Path:
-        """The folder of the servers' logs. A temporary folder is deleted at the end. It is kept if no server starts."""
+        """The folder of the servers' logs. A temporary folder is deleted at the end, except if no server started."""
         if self._log_dir is not None:
             return self._log_dir
         if self._run_dir is not None:
@@ -496,7 +497,7 @@ class LLM:
         self._stack.callback(stop)
 
     def _run(self, work: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
-        """Run on the loop. Ctrl-C ends the work, and the servers stay."""
+        """Run `work` on the event loop. Ctrl-C ends the work, and the servers stay."""
         assert self._loop is not None
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
@@ -522,7 +523,7 @@ def _resolved(path: Path, model: str) -> tuple[Path, Path | None]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A JSON object; {} if there is none."""
+    """Read a JSON object from a file. Returns {} if there is none."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -541,7 +542,7 @@ def _as_params(generation: Generation) -> SamplingParams:
 
 
 def _of_config(config: Mapping[str, Any]) -> SamplingParams:
-    """The settings in a generation_config.json. A missing one has the default of `SamplingParams`."""
+    """The settings in a generation_config.json. A setting that is missing there has its default."""
     names = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "max_new_tokens": "max_tokens"}
     return SamplingParams(**{ours: config[theirs] for theirs, ours in names.items() if config.get(theirs) is not None})
 

@@ -1,4 +1,4 @@
-"""Makes the manifest for `dovetail run --method ...` from method, model, data and rewards. Pure."""
+"""Makes the manifest for `dovetail run --method ...` from a method, a model, data and reward functions. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from dovetail.manifest.types import API_VERSION, KIND
 from dovetail.supervision.errors import UsageError
 
 NAME_LENGTH = 40
-# `spec.ppo` of each method, as the table of docs/algorithms.md has it. DAPO's penalty depends on the lengths.
+# `spec.ppo` of each method, as in the table of docs/algorithms.md. DAPO's penalty depends on the lengths, and so is
+# added later.
 METHODS: Mapping[str, Mapping[str, Any]] = {
     "sft": {},
     "dpo": {},
@@ -47,7 +48,7 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "rloo": {"advantage": "rloo", "samplesPerPrompt": 4},
     "reinforce++": {"advantage": "reinforce++"},
 }
-# Tokens, where the model takes that many: of a prompt, and of a response.
+# The maximum tokens of a prompt and of a response. A model with a shorter context gets fewer.
 PROMPT_TOKENS = RESPONSE_TOKENS = 512
 
 
@@ -78,9 +79,9 @@ def product_label(name: str) -> str:
 
 
 def document(line: OneLine, local: frozenset[str], gpus: GPUs | None, context: int | None = None) -> dict[str, Any]:
-    """The manifest as plain data for `yaml.safe_dump`. `local`: the names in `line` that are files or folders here;
-    others are names of a hub. `gpus`: None means CPUs. `context`: the longest sequence of the model in tokens, if it is
-    known. Raises UsageError that names the option."""
+    """The manifest as plain data for `yaml.safe_dump`. `local`: the names in `line` that are files or folders here.
+    Others are names of a hub. `gpus`: None means CPUs. `context`: the longest sequence of the model in tokens, if it is
+    known. Raises UsageError, which names the option."""
     stages = _stages(line)
     prompt = min(PROMPT_TOKENS, context // 2) if context else PROMPT_TOKENS
     response = min(RESPONSE_TOKENS, context - prompt) if context else RESPONSE_TOKENS
@@ -107,13 +108,14 @@ def document(line: OneLine, local: frozenset[str], gpus: GPUs | None, context: i
 
 
 def job_name(line: OneLine) -> str:
-    """The method and the last part of the model's name, in the form that Kubernetes accepts: grpo-qwen2-5-0-5b."""
+    """The method and the last part of the model's name, in the form that Kubernetes accepts, as grpo-qwen2-5-0-5b."""
     model = PurePath(line.model).name
     return kubernetes_name(f"{line.method} {model}")
 
 
 def kubernetes_name(text: str) -> str:
-    """The text in the form that Kubernetes accepts for names, without what does not fit. It may begin with a digit."""
+    """The text in the form that Kubernetes accepts for names. Other characters become dashes, and it is cut to
+    NAME_LENGTH characters. It may begin with a digit."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:NAME_LENGTH].strip("-")
 
 

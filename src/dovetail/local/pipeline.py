@@ -1,4 +1,4 @@
-"""The Python API: write your own training loop for a job on one machine (as DeepSpeed-Chat's RLHF API).
+"""The Python API. With it you write your own training loop for a job on one machine, as with DeepSpeed-Chat's RLHF API.
 
     with Pipeline.from_manifest("examples/quickstart.yaml") as pipeline:
         pipeline.run_sft()
@@ -9,8 +9,8 @@
             print(pipeline.train(experience))
         pipeline.finish()
 
-This is the code that `dovetail run` also runs (`coordinator/loop/engines.py`): vLLM servers, scorers and trainer ranks
-are processes on this machine, and only the coordinator runs in your process."""
+`dovetail run` runs the same code (`coordinator/loop/engines.py`). vLLM servers, scorers and trainer ranks are processes
+on this machine. Only the coordinator runs in your process."""
 
 from __future__ import annotations
 
@@ -56,14 +56,17 @@ END_SECONDS = 300.0
 
 
 class Pipeline:
-    """Synchronous. Use it from one thread, as a context manager. On exit every process that it started is ended.
+    """A job that your own code drives. It is synchronous. Use it from one thread, as a context manager. On exit every
+    process that it started is ended. Errors of the job are raised as `RunError` with one sentence.
 
-    `reward_function(prompts, responses, **fields)` returns one float per response and replaces the reward model; it is
-    called in this process, for each prompt's responses (or for each one: docs/custom.md), while others are generated.
-    `advantage_function(experience)` returns advantages (N,R), or these and the returns that the critic learns, and
-    replaces the job's estimator; a manifest can name the same function (`ppo.advantageFunction`).
+    `reward_function(prompts, responses, **fields)` replaces the reward model. It returns one float per response. It is
+    called in this process, for all responses to a prompt or for each one (docs/custom.md), while others are generated.
+
+    `advantage_function(experience)` replaces the job's estimator. It returns advantages (N,R), or these and the returns
+    that the critic learns. A manifest can name the same function (`ppo.advantageFunction`).
+
     `on_progress(status)` is called twice a second, from another thread, with the coordinator's status
-    (docs/run-files.md). Errors of the job are raised as `RunError` with one sentence."""
+    (docs/run-files.md)."""
 
     def __init__(
         self,
@@ -102,9 +105,9 @@ class Pipeline:
     def from_manifest(
         cls, path: Path | str, run_dir: Path | str | None = None, *, cpu: bool = False, **options: Any
     ) -> Pipeline:
-        """Make a pipeline from an RLHFJob manifest: a file, or its text. `run_dir`: runs/<name> by default. `cpu`: run
-        on CPUs also what groups want GPUs for. `options`: those of `Pipeline`. Raises ManifestError for a bad manifest,
-        and for GPUs that this machine does not have."""
+        """Make a pipeline from an RLHFJob manifest, which is a file or its text. `run_dir`: runs/<name> by default.
+        `cpu`: run everything on CPUs, even groups that ask for GPUs. `options`: those of `Pipeline`. Raises
+        ManifestError if the manifest is wrong, or if this machine does not have its GPUs."""
         written, job = parse_manifest(path), load_manifest(path)
         if cpu:
             job = job.model_copy(update={"spec": resolve(on_cpus(job.spec))})
@@ -112,14 +115,14 @@ class Pipeline:
             raise ManifestError([f"{problem} (in Python: cpu=True)."])
         return cls(job, run_dir or Path("runs") / job.metadata.name, **options)
 
-    # ------------------------------------------------------------ the loop's calls
+    # ------------------------------------------------------------ methods for a training loop
 
     def run_sft(self) -> None:
-        """Step 1: supervised fine-tuning of the actor."""
+        """Fine-tune the actor on demonstrations (SFT)."""
         self._call(self.engines.run_sft())
 
     def run_reward(self) -> None:
-        """Step 2: training of the reward model."""
+        """Train the reward model."""
         self._call(self.engines.run_reward())
 
     def run_dpo(self) -> None:
@@ -137,7 +140,7 @@ class Pipeline:
 
     @property
     def over(self) -> bool:
-        """Whether PPO is done: all iterations are finished, or spec.evaluation.stopAfterNoGain ends it."""
+        """Whether PPO has ended, after all iterations or earlier because of spec.evaluation.stopAfterNoGain."""
 
         async def ask() -> bool:
             return self.engines.over
@@ -149,15 +152,16 @@ class Pipeline:
         return [record.text for record in self.engines.prepared.prompts(self.iteration + 1)]
 
     def prompt_records(self) -> list[dict[str, Any]]:
-        """The same prompts as records: the text in "prompt", and the other fields of the data."""
+        """The same prompts as records. They have the text in "prompt", and the other fields of the data."""
         return [{**r.fields, "prompt": r.text} for r in self.engines.prepared.prompts(self.iteration + 1)]
 
     def generate_experience(self, prompts: Sequence[GivenPrompt] | None = None) -> Experience:
-        """Generate responses to `prompts` (by default the job's own), with log-probabilities, reference, values and
-        scores.
+        """Generate responses to `prompts`, by default the job's own. Returns them with their log-probabilities, those
+        of the reference, the critic's values and the scores.
 
-        There must be ppo.globalBatchSize / ppo.samplesPerPrompt prompts. Each is a text, or a record with the text in
-        "prompt"; its other fields are what reward functions get. Raises ValueError."""
+        There must be ppo.globalBatchSize / ppo.samplesPerPrompt prompts. A prompt is a text, or a record with the text
+        in "prompt". Reward functions get the record's other fields. Raises ValueError for other prompts, and for
+        prompts of your own in a job with ppo.lag."""
         ppo = self.job.spec.ppo
         expected = ppo.global_batch_size // ppo.samples_per_prompt
         if prompts is not None and len(prompts) != expected:
@@ -165,14 +169,15 @@ class Pipeline:
         return self._call(self.engines.generate_experience(prompts))
 
     def train(self, experience: Experience) -> dict[str, float]:
-        """Train on one iteration's experience and send the new weights to the rollouts. Returns metrics."""
+        """Train on one iteration's experience and send the new weights to the rollouts. Returns the metrics by name."""
         if self._advantage_function is not None:
             experience.set_advantages(*advantages_of(self._advantage_function, experience, "advantage_function"))
         return self._call(self.engines.train(experience))
 
     def evaluate(self) -> dict[str, dict[str, float]]:
-        """Evaluate the newest weights on the prompts of spec.evaluation, which nothing trains on. Returns mean and
-        ci95 of each metric, by name; {} if there are no such prompts. Raises ValueError in a job with ppo.lag."""
+        """Evaluate the newest weights on the prompts of spec.evaluation, which are never trained on. Returns mean and
+        ci95 of each metric, by name. Returns {} if there are no such prompts. Raises ValueError in a job with
+        ppo.lag."""
         return self._call(self.engines.evaluate())
 
     def run(self) -> dict[str, Any]:
@@ -189,11 +194,11 @@ class Pipeline:
         self._finished = True
         return document
 
-    # ------------------------------------------------------------ life
+    # ------------------------------------------------------------ starting and ending
 
     @property
     def engines(self) -> Engines:
-        """The asynchronous engines underneath; use them from their own event loop only."""
+        """The asynchronous engines underneath. Use them only from their own event loop."""
         if self._engines is None:
             raise RuntimeError("use the pipeline in a with statement")
         return self._engines
@@ -202,9 +207,10 @@ class Pipeline:
         self._launcher.__enter__()
         try:
             self._start_thread(self._run_loop, "dovetail-loop")
-            # No deadline here: models and data may take an hour to download, and downloads have one (spec.hub).
+            # No deadline is needed here. Models and data may take an hour to download, and downloads have deadlines of
+            # their own (spec.hub).
             self._engines = self._submit(self._open())
-            # Each call has its own deadline.
+            # Each call of a reward function has its own deadline.
             self._submit(self._engines.check_rewards())
             self._start_thread(self._supervise, "dovetail-launcher")
             if self._on_progress is not None:
@@ -238,7 +244,7 @@ class Pipeline:
         self._launcher.close()
 
     def _leave(self, error: BaseException) -> None:
-        """Write the results of a failed run, also if the user's own loop failed."""
+        """Write the results of a failed run, even if the error came from the user's own loop."""
         reason = str(error) if isinstance(error, RunError) else sentence(error, self.run_dir)
         outcome = Outcome(False, reason, interrupted=isinstance(error, KeyboardInterrupt))
         write_results(self.run_dir, with_cause(outcome, (self.run_dir,)))
@@ -276,14 +282,14 @@ class Pipeline:
                     self._failure = outcome.reason or "the job's processes ended"
                     return
             self._launcher.stop()
-        except Exception as error:  # else the caller would wait for processes that nobody starts
+        except Exception as error:  # without this the caller would wait for processes that nobody starts
             self._failure = str(error) if isinstance(error, RunError) else sentence(error, self.run_dir)
 
     def _submit(self, work: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout)
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on the event loop. It ends early if the launcher gives up."""
+        """Run `work` on the event loop. Raises RunError early if the launcher gives up."""
         future = asyncio.run_coroutine_threadsafe(self.engines.guard(work), self._loop)
         while True:
             try:
@@ -297,7 +303,7 @@ class Pipeline:
 
 
 def without_clip(job: RLHFJob) -> RLHFJob:
-    """The job without reward clipping. The trainers do not know of a function that is given here, and its author
-    decides its scale (`dovetail.manifest.reward`)."""
+    """The job without reward clipping. The trainers do not know that a function is given here, and its author decides
+    the scale of its rewards (`dovetail.manifest.reward`)."""
     ppo = job.spec.ppo.model_copy(update={"reward_clip": None})
     return job.model_copy(update={"spec": job.spec.model_copy(update={"ppo": ppo})})

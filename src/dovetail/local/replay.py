@@ -1,8 +1,8 @@
 """Runs one stored PPO iteration again, with the trainer ranks alone.
 
-A PPO step is a function of the weights before it and of its stored batch. Ranks that load the checkpoint before an
-iteration and run the stored commands get the bits of the run. If they do not, then some step depends on more than its
-inputs, or this code is not the code of the run."""
+A PPO step is a function of the weights before it and of its stored batch. So ranks that load the checkpoint before an
+iteration, and run the stored commands, get the same bits as the run. If they do not, some step depends on more than its
+inputs, or this code differs from the code of the run."""
 
 from __future__ import annotations
 
@@ -49,16 +49,17 @@ from dovetail.supervision.processes import HOST, ProcessSpec, port_names, render
 from dovetail.supervision.supervisor import cpu_threads
 
 JOIN_SECONDS = 300.0
-# A debugger may hold a rank for as long as it takes.
+# A debugger may stop a rank for a long time.
 STEP_SECONDS = 24 * 3600.0
-# Metrics that say how the machine fared, not what was learnt.
+# Metrics with these endings depend on the machine, so they may differ.
 MEASURED = ("seconds", "activation_peak_bytes", "streamed_fraction")
 
 
 @dataclass(frozen=True)
 class Section:
-    """The iterations `first` to `last` are run again, from the checkpoint after iteration `first - 1`. 0 means the
-    beginning of the stage. `target`: what the weights after `last` are compared with. None: the run kept nothing."""
+    """The iterations `first` to `last`, which are run again. They start from the checkpoint after iteration `first -
+    1`, or from the beginning of PPO if `first` is 1. `target`: the folder of the run with which the weights after
+    `last` are compared. None if the run kept no such weights."""
 
     first: int
     last: int
@@ -68,10 +69,10 @@ class Section:
 def choose_section(
     iteration: int, done: int, checkpoints: Collection[int], batches: Collection[int], exported: bool
 ) -> Section:
-    """The section for an iteration: from the last checkpoint before it to the next weights that the run kept. `done`:
-    the number of finished iterations. `checkpoints`: the iterations after which a checkpoint is kept. `batches`: the
-    iterations whose batch is kept. `exported`: the run has exported its last weights. Raises UsageError if the
-    iteration cannot be replayed."""
+    """The section that contains an iteration. It goes from the last checkpoint before it to the next weights that the
+    run kept. `done`: the number of finished iterations. `checkpoints`: the iterations after which a checkpoint is kept.
+    `batches`: the iterations whose batch is kept. `exported`: the run has exported its last weights. Raises UsageError
+    if the iteration cannot be replayed."""
     if not 1 <= iteration <= done:
         raise UsageError(f"iteration {iteration} cannot be replayed: the run has finished iterations 1 to {done}")
     kept = [step for step in checkpoints if step <= done]
@@ -94,8 +95,9 @@ def choose_section(
 
 @dataclass(frozen=True)
 class Replay:
-    """What a replay needs from a run. `batches`: the batch of each iteration. `metrics`: the metrics that the run's
-    ranks reported for each iteration. `models`: the models that are compared with the run's exported ones."""
+    """What a replay needs from a run. `load` and `steps`: the commands to the ranks. `batches`: the stored batch of
+    each iteration, by its number. `metrics`: the metrics that the run's ranks reported for each iteration. `models`:
+    the models that are compared with the run's exported ones."""
 
     run_dir: Path
     job: RLHFJob
@@ -142,7 +144,7 @@ def _read(run_dir: Path, job: RLHFJob, plan: Plan, records: KeyValues, iteration
     models = [name for name in ("actor", "critic") if name == "actor" or has_critic(spec)]
     models += ["ema"] if spec.ppo.ema is not None else []
     exported = all((run_dir / "models" / _folder(name)).is_dir() for name in models)
-    # A run that was extended has exported models of an earlier iteration until it ends.
+    # Until an extended run ends, its exported models are those of an earlier iteration.
     succeeded = exported and _ended(run_dir, done)
     section = choose_section(iteration, done, checkpoints, batches, succeeded)
     layouts = stored_layouts(records, plan) if applies(spec, plan) else {}
@@ -202,8 +204,8 @@ def _sources(run_dir: Path, job: RLHFJob) -> dict[str, ModelRef]:
 
 
 def first_difference(stored: dict[str, float], replayed: dict[str, float]) -> str | None:
-    """The first metric of an iteration that differs from the run's, as "name: x in the run, y now". None if all are
-    equal."""
+    """The first metric that differs, as "name: x in the run, y now". None if all are equal. Metrics that depend on the
+    machine are left out."""
     for name in sorted(stored.keys() & replayed.keys()):
         if not name.endswith(MEASURED) and stored[name] != replayed[name]:
             return f"{name}: {stored[name]!r} in the run, {replayed[name]!r} now"
@@ -318,12 +320,12 @@ async def _work(replay: Replay, folder: Path, group: TrainerGroup, tell: Callabl
 
 
 def _specs(replay: Replay, folder: Path, ports: dict[str, int], token: str) -> list[ProcessSpec]:
-    """The run's trainer ranks, with as many threads as in the run."""
+    """The processes of the run's trainer ranks, with as many threads as in the run."""
     devices = cuda_devices(os.environ)
     at_work = max(len(replay.plan.trainers), len(replay.plan.rollouts))
     threads = 1 if spawn_kind(os.environ, devices) == "fork" else cpu_threads(at_work)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    # A rank that a debugger holds must not look dead to the others.
+    # A rank that a debugger has stopped must not look dead to the others.
     spec = replay.job.spec
     patient = spec.failure_policy.model_copy(update={"peer_timeout_seconds": int(STEP_SECONDS)})
     job = replay.job.model_copy(update={"spec": spec.model_copy(update={"failure_policy": patient})})
@@ -356,7 +358,7 @@ def _ranks(specs: list[ProcessSpec]) -> Iterator[dict[str, subprocess.Popen[byte
 
 
 async def _watch(ranks: dict[str, subprocess.Popen[bytes]], folder: Path) -> None:
-    """Raises RunError when a rank ends."""
+    """Wait until a rank ends, and raise RunError then."""
     while True:
         for name, process in ranks.items():
             if (code := process.poll()) is not None:

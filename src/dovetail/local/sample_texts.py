@@ -19,8 +19,8 @@ from dovetail.supervision.errors import RunError, UsageError
 
 
 def read(run_dir: Path, iterations: Sequence[int] = (), *, evaluation: bool = False) -> list[Row]:
-    """The samples of some iterations, or of the last one that is kept. `evaluation`: the answers of evaluations. Raises
-    UsageError if the run kept no samples of an iteration, and RunError if a file cannot be read."""
+    """The samples of some iterations, or of the last one that is kept. `evaluation`: read the answers of evaluations
+    instead. Raises UsageError if the run kept no samples of an iteration, and RunError if a file cannot be read."""
     if not run_dir.is_dir():
         raise UsageError(f"{run_dir} does not exist; name the folder of a run, for example runs/quickstart")
     found = evaluation_files(run_dir) if evaluation else files(run_dir)
@@ -54,7 +54,7 @@ def read(run_dir: Path, iterations: Sequence[int] = (), *, evaluation: bool = Fa
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Sorted numbers as 'iterations 1 to 4, 7'."""
+    """Sorted numbers as text, such as 'iterations 1 to 4, 7'."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -73,13 +73,13 @@ def printable(text: str) -> str:
 
 
 def _harmless(character: str) -> bool:
-    """Whether a character that Python does not call printable may be shown: a space of any kind, or a joiner, which
-    Persian, Hindi and emoji need."""
+    """Whether a character may be shown although Python does not call it printable. These are spaces of any kind, line
+    breaks, tabs, and the joiners that Persian, Hindi and emoji need."""
     return character in "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}" or unicodedata.category(character) == "Zs"
 
 
 def facts_of(row: Mapping[str, Any]) -> str:
-    """'reward 1.25 (fluency 1, length 0.25), KL 0.31, 24 tokens, cut at the limit'."""
+    """The figures of a sample, as 'reward 1.25 (fluency 1, length 0.25), KL 0.31, 24 tokens, cut at the limit'."""
     parts = []
     if isinstance(row.get("reward"), int | float):
         made_of = ", ".join(f"{printable(name)} {value:.4g}" for name, value in (row.get("rewards") or {}).items())

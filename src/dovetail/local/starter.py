@@ -1,5 +1,5 @@
-"""The files that `dovetail init` writes: a commented manifest, five records of each data set, and a reward function.
-Pure."""
+"""Makes the files that `dovetail init` writes: a commented manifest, five records of each data set, and a reward
+function. Pure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def short(prompts: list[str], responses: list[str], **fields: list) -> list[floa
     """Between 0 for a long response and 1 for an empty one."""
     return [1.0 / (1.0 + len(response) / 100.0) for response in responses]
 '''
-# Fields of users' records that hold the right answer.
+# Usual names of the field that holds the right answer.
 ANSWER_FIELDS = ("answer", "solution", "ground_truth", "target", "reference", "label", "gold", "output", "response")
 
 
