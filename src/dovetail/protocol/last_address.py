@@ -19,8 +19,9 @@ KEEP_SECONDS = 30.0
 
 
 class LastAddress:
-    """Looks up a host's addresses each time they are asked for. Any thread may use it. `lookup` may raise OSError, and
-    may take long. `clock` gives monotonic seconds."""
+    """Looks up a host's addresses each time they are asked for. Any thread may use it.
+
+    `lookup` may raise OSError, and may take long. `clock` gives monotonic seconds."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The errors of a command, told apart by what the rank must do next.
+"""The errors of a command. Each kind says what the rank must do next.
 
 After `PeerLost` (dovetail.trainer.communication.groups) the process groups are useless. The rank drops them
 and joins again."""
@@ -23,7 +23,7 @@ class BadCommand(Exception):
 
 
 class Superseded(Exception):
-    """The coordinator has moved on to a newer generation: the rank must drop its groups and join again."""
+    """The coordinator has moved on to a newer generation. The rank must drop its groups and join again."""
 
 
 def is_peer_loss(error: BaseException) -> bool:
@@ -44,9 +44,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def sentence(error: BaseException, remedy: str = "") -> str:
-    """One line for a CommandResult: the error's first line, with the name of its class where the text needs it.
+    """One line for a CommandResult. It is the error's first line, with the name of its class if the text needs it.
 
-    `remedy` is added when memory ran out. It says which setting lowers the need."""
+    `remedy` is added if memory ran out. It says which setting lowers the need for memory."""
     if is_out_of_memory(error):
         return f"out of memory{remedy}"
     text = str(error).strip().splitlines()[0] if str(error).strip() else ""

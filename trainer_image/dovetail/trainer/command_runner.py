@@ -1,8 +1,8 @@
 """Execute the coordinator's commands on this rank, together with all other ranks.
 
-A command runs in two halves. `prepare` fetches and checks; it uses no collectives and changes nothing. Then all ranks
-exchange the results. Only if every rank is ready do they all `run`. So a command that one rank cannot execute costs
-nothing and leaves every rank usable."""
+A command runs in two halves. `prepare` fetches data and checks it. It uses no collectives and changes nothing. Then all
+ranks exchange the results. Only if every rank is ready do they all `run`. So a command that one rank cannot execute
+costs nothing and leaves every rank usable."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ class CommandRunner:
 
     @property
     def stage(self) -> Stage | None:
-        """The stage that the ranks hold. It is None when nothing is loaded, or after a step that failed half-way."""
+        """The stage that the ranks hold. It is None if nothing is loaded, or after a step that failed half-way."""
         return None if self._dirty else self.engine.stage
 
     @property
     def step(self) -> int:
-        """The last applied step of the stage, or 0 where `stage` is None."""
+        """The last applied step of the stage, or 0 if `stage` is None."""
         return self.engine.step if self.stage is not None else 0
 
     def close(self) -> None:
@@ -113,8 +113,8 @@ class CommandRunner:
     def execute(self, command: Command) -> CommandResult:
         """The command's result. It is complete on rank 0; other ranks get no spans. After PeerLost, join again.
 
-        A failure that all ranks agree on is in the result (`ok`, `error`). Raises PeerLost where the groups broke, and
-        GPUFailed where this process can no longer use its GPU."""
+        A failure that all ranks agree on is in the result (`ok`, `error`). Raises PeerLost if the groups broke, and
+        GPUFailed if this process can no longer use its GPU."""
         started = time.time()
         self._running = command.id
         self._damaged = False
@@ -160,13 +160,14 @@ class CommandRunner:
         )
 
     def _transfers(self) -> dict[str, float]:
-        """Seconds of a message between the stages of each model that has not been measured yet."""
+        """The seconds of a message between stages, for each model that has not been measured yet."""
         new = {name: found for name, found in self.engine.boundaries.items() if name not in self._timed_messages}
         self._timed_messages |= new.keys()
         return measure_transfers(self._groups.model, new, self._groups.device)
 
     def _measured(self, transfers: dict[str, float]) -> tuple[list[StageTimes], float]:
-        """The measurements of all ranks since the last call, and the largest activation peak in bytes; on rank 0."""
+        """The measurements of all ranks since the last call, and the largest activation peak in bytes. Only rank 0 gets
+        them."""
         peak = self.engine.measured.peak_bytes
         taken = self.engine.measured.take(self._groups.rank)
         sent = ((part, None if part.chunk else transfers.get(part.model)) for part in taken)
@@ -250,7 +251,7 @@ class CommandRunner:
     def _run(self, command: Command, run: Run) -> tuple[str | None, Metrics]:
         """The collective half. An error on all ranks becomes the result. An error on this rank alone breaks the groups.
 
-        Raises PeerLost in that case, and when another rank was lost."""
+        Raises PeerLost in that case, and if another rank was lost."""
         changes = isinstance(command, Load | Step | Accumulate)
         self._dirty = self._dirty or changes
         error: str | None = None
@@ -295,7 +296,7 @@ class CommandRunner:
         return True
 
     def _first_error(self, error: str | None) -> str | None:
-        """The error that all ranks share, or the lowest rank's if they differ; the same on all ranks."""
+        """The error that all ranks share, or the lowest rank's if they differ. The result is the same on all ranks."""
         errors = [(rank, e) for rank, e in enumerate(self._groups.share_json(error)) if e is not None]
         if not errors:
             return None
@@ -307,7 +308,7 @@ class CommandRunner:
 
     def _load(self, command: Load) -> Metrics:
         self._held.clear()
-        self._timed_messages.clear()  # those of SFT are no times of PPO
+        self._timed_messages.clear()  # SFT's times do not hold for PPO
         with self.timeline.phase("load"):
             self.kept.begin(command.keep_versions)
             self.engine.load(command)

@@ -1,6 +1,6 @@
-"""The parts of torch that the trainer uses and that torch may change.
+"""Gathers the parts of torch that the trainer uses and that torch may change.
 
-tests/unit/rollout/test_compat.py fails if one moved."""
+tests/unit/rollout/test_compat.py fails if one of them has moved."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def viewed(tensor: Tensor) -> Tensor:
 
 
 def norms(tensors: list[Tensor]) -> Tensor:
-    """Euclidean norm of each tensor, (len(tensors),) float32."""
+    """The Euclidean norm of each tensor, (len(tensors),) float32."""
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32))
 
 
@@ -138,7 +138,7 @@ def take_whole_gradients(module: Any) -> None:
 
 
 def abort_all_groups() -> None:
-    """End all process groups at once, also those with running operations."""
+    """End all process groups at once, even those with running operations."""
     dist.distributed_c10d._abort_process_group()
 
 
@@ -148,5 +148,6 @@ def forget_groups(mesh: Any) -> None:
 
 
 def metadata_path(reader: FileSystemReader, rank: int | None) -> Path:
-    """The path of the checkpoint's list of tensors: one file for all ranks (None), or the file of one rank."""
+    """The path of the checkpoint's list of tensors. It is one file for all ranks (`rank` None), or the file of one
+    rank."""
     return Path(str(reader._get_metadata_path(rank)))

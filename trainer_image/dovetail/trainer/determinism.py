@@ -8,8 +8,8 @@ import torch
 
 
 def choose_algorithms(deterministic: bool) -> None:
-    """Make torch use deterministic algorithms only: on CPUs always, on GPUs if `deterministic`. On a GPU an operation
-    without such an algorithm then fails."""
+    """Make torch use only deterministic algorithms, on CPUs always and on GPUs if `deterministic`. On a GPU an
+    operation without such an algorithm then fails."""
     gpu = torch.cuda.is_available()
     torch.utils.deterministic.fill_uninitialized_memory = False
     if deterministic or not gpu:

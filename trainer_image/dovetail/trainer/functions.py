@@ -1,4 +1,4 @@
-"""The advantage function that a manifest names (`spec.ppo.advantageFunction`)."""
+"""Loads the advantage function that a manifest names (`spec.ppo.advantageFunction`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dovetail.protocol.experience import AdvantageFunction, Experience, FloatArr
 from dovetail.protocol.wire import Arrays
 
 FIELD = "spec.ppo.advantageFunction"
-# Takes an Experience; returns advantages and returns, each (N, R) float32. Raises FunctionError.
+# It takes an Experience and returns advantages and returns, each (N, R) float32. It raises FunctionError.
 UserAdvantages = Callable[[Experience], tuple[FloatArray, FloatArray | None]]
 
 

@@ -1,4 +1,4 @@
-"""`python -m dovetail.trainer.main`: one trainer rank."""
+"""Runs one trainer rank: `python -m dovetail.trainer.main`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENCE_SECONDS = 600.0
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the rank. Returns 0 after `stop`, 2 for an error that a restart cannot fix, else 1."""
+    """Run the rank. Returns 0 after `stop`, 2 for an error that a restart cannot fix, and 1 for any other error."""
     parser = argparse.ArgumentParser(
         prog="python -m dovetail.trainer.main",
         description="One trainer rank of a job, configured by DOVETAIL_* variables; `dovetail run` starts it.",
@@ -40,7 +40,8 @@ def main(argv: list[str] | None = None) -> int:
         help="how long an absent coordinator is waited for (default: %(default)s)",
     )
     options = parser.parse_args(argv)
-    # Python cannot run a handler while it is blocked in a collective. So let the signals end the process at once.
+    # Python cannot run a signal handler while it is blocked in a collective. So let the signals end the process at
+    # once.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     log = Events("trainer")
@@ -59,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patience: float, log: Events) -> int:
-    """Run the rank until it is told to stop; returns 0. Raises ValueError for a user's function that does not work, and
+    """Run the rank until it is told to stop. Returns 0. Raises ValueError for a user's function that does not work, and
     for a GPU for which torch has no kernels. Raises CoordinatorUnreachable, Refused and GPUFailed."""
     my_capability()
     client = CoordinatorClient(env.coordinator, env.token, patience)
@@ -108,8 +109,8 @@ def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patien
 
 
 def read_job(path: Path, plan: Plan) -> RLHFJob:
-    """The job. Where its manifest says Auto it gets the plan's lag. Raises ValueError if job.json does not hold a valid
-    job, and OSError if it is missing."""
+    """The job. If its manifest says Auto for the lag, it gets the plan's lag. Raises ValueError if job.json does not
+    hold a valid job, and OSError if it is missing."""
     try:
         job = RLHFJob.model_validate_json(path.read_text(encoding="utf-8"))
         return job.model_copy(update={"spec": with_lag(job.spec, plan.lag)})
@@ -145,5 +146,5 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Skip the interpreter's shutdown: threads of torch's backends may wait there for peers that are gone.
+    # Skip the interpreter's shutdown, because threads of torch's backends may wait there for peers that are gone.
     os._exit(code)

@@ -1,4 +1,5 @@
-"""Turns a batch's arrays into micro-batches: checks, the split over data-parallel ranks, and packing.
+"""Turns a batch's arrays into micro-batches. It checks the arrays, splits them over data-parallel ranks, and packs
+them.
 
 Everything here is a pure function of the batch. So every rank computes the same split by itself."""
 
@@ -34,7 +35,7 @@ def read(arrays: Arrays, name: str, dtype: torch.dtype, shape: tuple[int | None,
 
 @dataclass(frozen=True)
 class Sequences:
-    """tokens (N, T) int64, right-padded; lengths (N,) int64, each in 1..T.
+    """Sequences of tokens. `tokens` (N, T) int64 is right-padded. `lengths` (N,) int64 are each in 1..T.
 
     `routing` (N, T, layers, experts of a token) int16: the experts that the rollout chose, -1 where they are not known.
     It is None if none are known."""
@@ -80,11 +81,11 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Packed:
-    """Sequences one after the other: `tokens` (1, total) int64, and their `lengths`, which add up to total.
+    """Sequences one after another. `tokens` (1, total) int64 holds them, and their `lengths` add up to total.
 
     `wanted` (n,) int64: positions in 0..total-1 whose outputs are needed, ascending. `targets` (n,) int64: the token
-    after each of them; after a sequence's last token it can be any. `routing` (total, layers, experts of a token): the
-    experts that the rollout chose, or None if they are not known."""
+    after each of them. After a sequence's last token it can be any token. `routing` (total, layers, experts of a
+    token): the experts that the rollout chose, or None if they are not known."""
 
     tokens: Tensor
     lengths: tuple[int, ...]
@@ -94,7 +95,7 @@ class Packed:
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device. The host does not wait: if its memory is not page-locked, CUDA takes a copy first."""
+    """The tensor on the device. The host does not wait, because CUDA first copies memory that is not page-locked."""
     return tensor.to(device, non_blocking=True)
 
 
@@ -157,14 +158,16 @@ def split_tokens(lengths: Sequence[int], dp: int, most: int, count: int | None =
 
 
 def micro_batch_count(batches: Iterable[Sequence[int]], dp: int, most: int) -> int:
-    """The micro-batches of a rank that are enough for each mini-batch; `batches` gives the lengths of their rows.
+    """The number of micro-batches of a rank that is enough for each mini-batch. `batches` gives the lengths of their
+    rows.
 
     Raises BadCommand as in `split_tokens`."""
     return max(len(split_tokens(lengths, dp, most)[0]) for lengths in batches)
 
 
 def _parts(lengths: Sequence[int], count: int, most: int) -> list[list[int]] | None:
-    """All rows in `count` non-empty parts of nearly equally many tokens, or None if a part had more than `most`."""
+    """All rows in `count` non-empty parts of nearly equally many tokens, or None if a part would have more than
+    `most`."""
     if count == len(lengths):
         return [[row] for row in range(len(lengths))]
     for equal_counts in (False, True):
@@ -176,7 +179,8 @@ def _parts(lengths: Sequence[int], count: int, most: int) -> list[list[int]] | N
 
 @dataclass(frozen=True)
 class Padded:
-    """Rows of a micro-batch, filled up with repeats. `weights` (rows,) float32 is 0 for the repeats, else 1."""
+    """Rows of a micro-batch, filled up with repeats. `weights` (rows,) float32 are 0 for the repeats and 1 for the
+    others."""
 
     rows: list[int]
     weights: Tensor
@@ -199,7 +203,8 @@ def split_padded(count: int, dp: int, micro: int, at_least: int = 1) -> list[lis
 
 
 def padded_tokens(lengths: Sequence[int], dp: int, most: int) -> list[list[Padded]]:
-    """`split_tokens` for any number of rows. Repeats of row 0 with weight 0 fill them up to a multiple of `dp`."""
+    """Like `split_tokens`, for any number of rows. Repeats of row 0 with weight 0 fill them up to a multiple of
+    `dp`."""
     real = len(lengths)
     every = [*lengths, *[lengths[0]] * (-real % dp)]
 
@@ -228,5 +233,5 @@ def mini_batches(count: int, size: int, epochs: int, seed: int, step: int) -> It
 
 
 def shifted(tokens: Tensor) -> Tensor:
-    """The token that each position predicts: (B, T) -> (B, T). The last column predicts nothing and is 0."""
+    """The token that each position predicts, (B, T) for `tokens` (B, T). The last column predicts nothing and is 0."""
     return torch.nn.functional.pad(tokens[:, 1:], (0, 1))

@@ -1,4 +1,4 @@
-"""Spans of what this rank does, for the timeline of an iteration."""
+"""Records spans of this rank's work for the timeline of an iteration."""
 
 from __future__ import annotations
 

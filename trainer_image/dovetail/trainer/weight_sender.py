@@ -1,4 +1,4 @@
-"""Weight sending. The ranks of a stage share the work, and each sends to all receivers at once."""
+"""Sends weights. The ranks of a stage share the work, and each sends to all receivers at once."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from dovetail.protocol.weights.buckets import (
 from dovetail.protocol.weights.layout import Box, RankGrid, volume
 
 Source = Iterable[Named] | Callable[[], Iterable[Named]]
-# The most senders of one stage. Each has a communicator, and NCCL's take device memory, also on vLLM's side.
+# The most senders of one stage. Each has a communicator. NCCL's communicators take device memory, on vLLM's side too.
 MAX_SENDERS: dict[Backend, int] = {"gloo": 16, "nccl": 4}
 
 
 @dataclass(frozen=True)
 class WeightParts:
-    """The weights of a model of which each rank of a stage holds, and can send, only parts.
+    """The weights of a model if each rank of a stage holds and sends only parts of them.
 
     `iterate` starts an iteration over this rank's part of every tensor of its stage. The order is the same each time
     and on all ranks of the stage. `layout` says how the stage's first dp ranks hold a tensor; others send nothing."""
@@ -100,11 +100,11 @@ class WeightSender:
         self._backend: Backend = "nccl" if on_gpu else "gloo"
         self._bucket_bytes = bucket_bytes or (GPU_BUCKET_BYTES if on_gpu else CPU_BUCKET_BYTES)
         self._cancelled = cancelled
-        # By model: the whole buckets of the stage, and the share of each of its senders.
+        # The whole buckets of each model's stage, and the share of each of its senders.
         self._wholes: dict[str, list[Bucket]] = {}
         self._shares: dict[str, dict[int, list[Bucket]]] = {}
         self._layouts: dict[str, RankGrid] = {}
-        self._dtypes: dict[str, str | None] = {}  # the dtype in which matrices are sent; None: their own
+        self._dtypes: dict[str, str | None] = {}  # the dtype in which matrices are sent, or None for their own
         self._lines: dict[str, _Line] = {}
         self._buffers: list[torch.Tensor] = []
 
@@ -246,8 +246,8 @@ class WeightSender:
         return line
 
     def _send(self, model: str, source: Iterable[Part], command: Publish, deadline: Deadline) -> int:
-        """Send a model; returns the bytes sent. After a failure it first iterates `source` to the end, because its
-        collectives have peers, and then raises TransferError."""
+        """Send a model. Returns the bytes sent. After a failure it first iterates `source` to the end, because peers
+        take part in its collectives. Then it raises TransferError."""
         receivers = [r for r in command.receivers if model in r.models]
         line = self._lines[model]
         with closing(_iterate(source)) as parts:
@@ -283,7 +283,7 @@ class WeightSender:
                 raise
 
     def _stream(self, model: str, parts: Iterator[Part], channel: Channel, deadline: Deadline) -> int:
-        """Pack bucket k + 1 while bucket k is being sent; returns the bytes sent."""
+        """Pack bucket k + 1 while bucket k is being sent. Returns the bytes sent."""
         plan = self._mine(model) or []
         self._allocate(max((message_bytes(b) for b in plan), default=0))
         busy: list[Handle | None] = [None, None]
@@ -360,7 +360,8 @@ def serving_dtype(receivers: Iterable[Receiver], model: str) -> str | None:
 
 
 def _spec(part: Part, dtype: str | None) -> TensorSpec:
-    """The spec of what is sent of the part. Vectors are small and keep their dtype: servers hold some in float32."""
+    """The spec of the tensor that is sent for the part. Vectors keep their dtype, because they are small, and servers
+    hold some in float32."""
     own = str(part.tensor.dtype).removeprefix("torch.")
     sent = dtype if dtype and own == "float32" and len(part.shape) > 1 else own
     return TensorSpec(part.name, sent, tuple(part.shape))

@@ -1,5 +1,7 @@
-"""Says which optional parts of the installation a job needs, and names missing ones in one sentence. `pip install
-dovetail-rlhf` installs all that is needed to check and plan a job. Everything else is an extra in pyproject.toml."""
+"""Says which optional parts of the installation a job needs, and names missing ones in one sentence.
+
+`pip install dovetail-rlhf` installs all that is needed to check and plan a job. Everything else is an extra in
+pyproject.toml."""
 
 from __future__ import annotations
 

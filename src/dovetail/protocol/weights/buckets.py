@@ -157,6 +157,7 @@ def share_buckets(
     buckets: Sequence[Bucket], layout: RankGrid, tp_dims: Mapping[str, int] | None = None
 ) -> dict[int, list[Bucket]]:
     """The buckets that each rank of a stage sends, by rank. Ranks that send nothing are left out, except rank 0.
+
     `layout` says how the ranks of this one stage hold each tensor. `tp_dims` gives the dimension of those tensors that
     tensor-parallel ranks share. Every element is sent once, to all receivers, by a rank that holds it. The senders'
     shares are balanced (`dovetail.protocol.weights.route`). Rank 0's buckets name every tensor, even if its own part is

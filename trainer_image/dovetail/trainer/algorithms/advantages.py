@@ -1,4 +1,5 @@
-"""Rewards per token, and advantages: GAE, GRPO, RLOO, REINFORCE++. `dovetail.trainer.functions` loads a user's own.
+"""Computes rewards per token, and advantages (GAE, GRPO, RLOO, REINFORCE++). `dovetail.trainer.functions` loads a
+user's own function.
 
 The time dimension counts response tokens only. Tokens outside the mask are skipped, as if the row did not contain them.
 So holes and right padding follow one rule. Results are 0 outside the mask."""
@@ -35,7 +36,8 @@ def _row_blocks(x: Tensor) -> list[slice]:
 
 
 def _toeplitz(size: int, w: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(size, size): entry [l, t] is w^(l-t) for l >= t, else 0. Subnormal powers are slow and become 0."""
+    """The (size, size) matrix whose entry [l, t] is w^(l-t) for l >= t, and 0 otherwise. Subnormal powers are slow and
+    become 0."""
     steps = torch.arange(size, device=device)
     lag = steps.unsqueeze(1) - steps.unsqueeze(0)
     powers = torch.pow(torch.tensor(w, dtype=torch.float64, device=device), lag.clamp(min=0))
@@ -47,7 +49,7 @@ def discounted_sums(x: Tensor, w: float) -> Tensor:
     """y[:, t] = sum over l >= t of w^(l-t) x[:, l], for 0 <= w <= 1; x, y (batch, time).
 
     This is the product x W with the triangular Toeplitz matrix W, computed by blocks of time. One matrix product does
-    all blocks of all rows. What lies beyond each block is the same sum over the blocks' first entries with w^BLOCK.
+    all blocks of all rows. The rest, beyond each block, is the same sum over the blocks' first entries with w^BLOCK.
     Exponents are never negative, so nothing overflows. Powers that underflow are 0, which is right."""
     batch, time = x.shape
     size = min(BLOCK, time)
@@ -80,8 +82,8 @@ def _one_thread(device: torch.device) -> Iterator[None]:
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16) as one matrix product.
 
-    A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t. V is 0 after a row's last token, also
-    if the response is truncated. This equals the recursion A_t = delta_t + gamma lam A_{t+1}.
+    A_t = sum_l (gamma lam)^l delta_{t+l}, delta_t = r_t + gamma V_{t+1} - V_t. V is 0 after a row's last token, even if
+    the response is truncated. This equals the recursion A_t = delta_t + gamma lam A_{t+1}.
 
     rewards, values, mask (batch, time); values[:, t] is the value of the state in which token t was chosen. Returns
     (advantages, returns = advantages + values), both (batch, time), in float32 or wider, 0 outside the mask and without
@@ -122,7 +124,7 @@ def _gae_block(
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float) -> Tensor:
-    """VAPO's lambda of each response (Yue et al. 2025, section 4.2), (batch,) float64: 1 - 1 / (alpha * length).
+    """VAPO's lambda of each response (Yue et al. 2025, section 4.2), (batch,) float64. It is 1 - 1 / (alpha * length).
 
     The sum of lambda^t is then alpha * length. For lengths of up to 1 / alpha the formula is not positive, and the
     result is 0. lengths (batch,): response tokens."""
@@ -142,7 +144,7 @@ def gae_by_row(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lams
 
 
 def _numbered(groups: Tensor) -> tuple[Tensor, int]:
-    """The number of each sample's group, (batch,), from 0 without gaps, and how many groups there are."""
+    """The number of each sample's group, (batch,), from 0 without gaps, and the number of groups."""
     _, index = torch.unique(groups, return_inverse=True)
     return index, int(index.max()) + 1 if index.numel() else 0
 
@@ -163,15 +165,15 @@ def _spread(per_sample: Tensor, like: Tensor, mask: Tensor) -> Tensor:
 def grpo(
     scores: Tensor, groups: Tensor, mask: Tensor, normalize_std: bool = True, penalty: Tensor | None = None
 ) -> Tensor:
-    """Group-relative advantages (Shao et al. 2024, section 4.1.2), (batch, time): every token of a sample gets
-    (score - group mean) / (group std + 1e-6).
+    """Group-relative advantages (Shao et al. 2024, section 4.1.2), (batch, time). Every token of a sample gets (score -
+    group mean) / (group std + 1e-6).
 
     std is unbiased. Without `normalize_std` the score is not divided by it (Dr. GRPO, Liu et al. 2025). A `penalty`
-    (batch,) is subtracted afterwards, less the mean of the group's other samples. If it were divided by the standard
-    deviation of a group with similar scores, it would outweigh the scores whatever its coefficient.
+    (batch,) is subtracted afterwards, less the mean penalty of the group's other samples. If it were divided by the
+    standard deviation of a group with similar scores, it would outweigh the scores whatever its coefficient.
 
     scores (batch,) float; groups (batch,) integer, equal for samples of one prompt; mask (batch, time). A sample alone
-    in its group gets 0, because there is nothing to compare it with. The computation is in float64: so equal scores
+    in its group gets 0, because there is nothing to compare it with. The computation is in float64. So equal scores
     give 0, and not a rounding error divided by 1e-6."""
     with torch.no_grad():
         s = scores.double()
@@ -188,8 +190,8 @@ def grpo(
 
 
 def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
-    """Leave-one-out baseline (Ahmadian et al. 2024, eq. 7): every token of a sample gets the score minus the mean score
-    of the group's other samples.
+    """Advantages with the leave-one-out baseline (Ahmadian et al. 2024, eq. 7). Every token of a sample gets the score
+    minus the mean score of the group's other samples.
 
     Shapes are as in `grpo`. A sample alone in its group gets 0."""
     with torch.no_grad():
@@ -205,8 +207,8 @@ def rloo(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
 def whiten(x: Tensor, mask: Tensor, shift_mean: bool = True) -> Tensor:
     """(x - mean) / sqrt(var + 1e-8) over the tokens of `mask` in the whole batch, 0 outside; x, mask (batch, time).
 
-    The variance is unbiased; of a single token it is 0. With `shift_mean` False the mean is kept: rewards must keep
-    their sign. Statistics are not additive, so give the whole batch and not a micro-batch."""
+    The variance is unbiased. For a single token it is 0. With `shift_mean` False the mean is kept, because rewards must
+    keep their sign. Statistics are not additive, so give the whole batch and not a micro-batch."""
     with torch.no_grad():
         keep = kept(mask)
         x = wide(x)
@@ -237,7 +239,8 @@ def sample_scores(
     missing_eos_penalty: float | None = None,
     overlong: Tensor | None = None,
 ) -> Tensor:
-    """Scores clipped to +-`reward_clip`, less `missing_eos_penalty` where not `finished`, and less `overlong`.
+    """Scores clipped to +-`reward_clip`, less `missing_eos_penalty` for samples that are not `finished`, and less
+    `overlong`.
 
     All tensors are (batch,). Clipping comes first, so that it does not remove the penalties. Raises ValueError for a
     penalty without `finished`."""
@@ -252,10 +255,11 @@ def sample_scores(
 
 
 def overlong_penalty(lengths: Tensor, config: Overlong) -> Tensor:
-    """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13), (batch,) float32, a number to subtract.
+    """DAPO's soft overlong punishment (Yu et al. 2025, eq. 13), (batch,) float32. It is to be subtracted from the
+    score.
 
     It is 0 up to `fromTokens` response tokens and rises linearly to `penalty` at `toTokens`. lengths (batch,): response
-    tokens. Raises ValueError where `toTokens` has not been resolved."""
+    tokens. Raises ValueError if `toTokens` has not been resolved."""
     if config.to_tokens is None:
         raise ValueError("ppo.overlong.toTokens is missing; it is generation.maxTokens in a resolved manifest")
     beyond = (lengths.float() - config.from_tokens) / (config.to_tokens - config.from_tokens)
@@ -277,7 +281,8 @@ def final_scores(config: PPO, scores: Tensor, finished: Tensor, lengths: Tensor)
 
 def reinforce(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """REINFORCE++ (Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
-    Normalization"): the discounted sum of the rewards of each token and all later ones, whitened over the batch.
+    Normalization"). An advantage is the discounted sum of the rewards of the token and all later ones, whitened over
+    the batch.
 
     rewards, mask (batch, time). Tokens outside the mask are skipped, as in `gae`."""
     with torch.no_grad():
@@ -286,7 +291,7 @@ def reinforce(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 
 def reinforce_baseline(scores: Tensor, groups: Tensor, mask: Tensor) -> Tensor:
-    """REINFORCE++-baseline (same paper): every token of a sample gets the score less the group's mean, whitened over
+    """REINFORCE++-baseline (same paper). Every token of a sample gets the score less the group's mean, whitened over
     the batch's tokens. Shapes are as in `grpo`. The standard deviation is the batch's, not the group's."""
     with torch.no_grad():
         return whiten(grpo(scores, groups, mask, normalize_std=False), mask)
@@ -297,7 +302,7 @@ def process_advantages(
 ) -> Tensor:
     """Advantages from rewards of steps (Shao et al. 2024, section 4.1.3), (batch, time).
 
-    From each step's reward the mean over all steps of the group is subtracted. With `normalize_std` the result is
+    The mean over all steps of the group is subtracted from each step's reward. With `normalize_std` the result is
     divided by the standard deviation over these steps. A token gets the sum over the steps that end at it or later.
 
     rewards (batch, time); ends (batch, time) bool: the tokens that end a step. A group with a single step gets 0."""
@@ -328,7 +333,7 @@ def equal_groups(scores: Tensor, groups: Tensor) -> Tensor:
 
 
 def equal_steps(rewards: Tensor, ends: Tensor, groups: Tensor) -> Tensor:
-    """(batch,) bool: samples whose group's steps all have the same reward, or that have no steps.
+    """(batch,) bool: the samples in whose group all steps have the same reward, or no steps exist.
 
     rewards (batch, time); ends (batch, time) bool: the tokens that end a step."""
     index, count = _numbered(groups)
@@ -350,8 +355,8 @@ def token_rewards(
     finished: Tensor | None = None,
     missing_eos_penalty: float | None = None,
 ) -> Tensor:
-    """Reward of each token, (batch, time): -kl_coef * kl, plus the sample's score at its last token (Ouyang et al.
-    2022, eq. 2).
+    """The reward of each token, (batch, time). It is -kl_coef * kl, plus the sample's score at its last token (Ouyang
+    et al. 2022, eq. 2).
 
     scores, finished (batch,); kl, mask (batch, time). kl is the estimator k1 of `kl.kl_estimate`, in nats. The clip
     and the penalty are those of `sample_scores`; the KL term is not clipped. A row without tokens stays 0."""
@@ -372,9 +377,9 @@ def token_rewards(
 
 @dataclass(frozen=True)
 class Advantages:
-    """The result of `compute_advantages`. All tensors are (batch, time), 0 outside the mask, without gradient.
+    """The result of `compute_advantages`. All tensors are (batch, time), are 0 outside the mask, and have no gradient.
 
-    `returns` is None when there is no critic to learn them. `rewards` (per token) and `kl` (nats) are for metrics."""
+    `returns` is None if there is no critic to learn them. `rewards` (per token) and `kl` (nats) are for metrics."""
 
     advantages: Tensor
     returns: Tensor | None
@@ -395,12 +400,12 @@ def compute_advantages(
     values: Tensor | None = None,
     steps: tuple[Tensor, Tensor] | None = None,
 ) -> Advantages:
-    """Advantages of a whole iteration's batch, as `spec.ppo` says. `rewardClip: Auto` clips nothing here:
-    `dovetail.manifest.reward` decides it.
+    """Advantages of a whole iteration's batch, as `spec.ppo` says. `rewardClip: Auto` clips nothing here, because
+    `dovetail.manifest.reward` resolves it.
 
     scores, groups, finished (batch,); logprobs (of the old policy), ref_logprobs, mask, values (batch, time). `steps`
     holds the rewards of steps (batch, time), and the tokens at which they end (batch, time) bool. With gae and
-    reinforce++ they are token rewards. With group baselines `process_advantages` are added.
+    reinforce++ they are token rewards. With group baselines the result of `process_advantages` is added.
 
     First come the token rewards: the clipped score, the penalties for a missing end and for length, and -kl_coef * k1
     if the KL penalty is in the reward. `whitenRewards` scales them and keeps their mean. Then `advantage` decides:
@@ -414,7 +419,7 @@ def compute_advantages(
     - distillation ignores the rewards and uses -k1 of each token. Its gradient is that of the reverse KL to the teacher
       at that token (Agarwal et al. 2024, "On-Policy Distillation of Language Models").
 
-    Raises ValueError when gae lacks values, or when another estimator than k1 is to go into the reward."""
+    Raises ValueError if gae lacks values, or if another estimator than k1 is to go into the reward."""
     with torch.no_grad():
         keep = kept(mask)
         if not config.kl_in_loss and config.kl_estimator != "k1":

@@ -6,7 +6,8 @@ import heapq
 from collections.abc import Sequence
 from typing import Any
 
-# Sum, smallest index, and the indices as a binary tree. The tree makes joining two bins one step instead of a copy.
+# The sum, the smallest index, and the indices as a binary tree. With a tree, two bins are joined in one step, without a
+# copy.
 _Tree = Any
 _Bin = tuple[float, int, _Tree]
 
@@ -35,9 +36,9 @@ def _weight(b: _Bin) -> tuple[float, int]:
 def partition(lengths: Sequence[float], k: int, equal_counts: bool = False) -> list[list[int]]:
     """Split items into k groups with nearly equal sums of `lengths`. Returns each group's indices, ascending.
 
-    With `equal_counts` group sizes also differ by at most one. The result is deterministic: ties go to the lower index,
-    and groups are ordered by their smallest index, empty ones last. It takes O(n k log k) steps. Raises ValueError for
-    k < 1, for a negative length, and, with `equal_counts`, for fewer items than groups."""
+    With `equal_counts` group sizes also differ by at most one. The result is deterministic. Ties go to the lower index.
+    Groups are ordered by their smallest index, and empty ones come last. It takes O(n k log k) steps. Raises ValueError
+    for k < 1, for a negative length, and, with `equal_counts`, for fewer items than groups."""
     if k < 1:
         raise ValueError(f"cannot partition into {k} groups")
     if any(length < 0 for length in lengths):
@@ -46,7 +47,8 @@ def partition(lengths: Sequence[float], k: int, equal_counts: bool = False) -> l
     if equal_counts and n < k:
         raise ValueError(f"cannot give each of {k} groups one of {n} items")
     order = sorted(range(n), key=lambda i: (-lengths[i], i))
-    # A state is k bins, heaviest first. Differencing shrinks its spread, the heaviest sum less the lightest.
+    # A state is k bins, heaviest first. Its spread is the heaviest sum less the lightest. Differencing makes it
+    # smaller.
     states: list[list[_Bin]] = []
     width = k if equal_counts else 1
     for start in range(0, n, width):

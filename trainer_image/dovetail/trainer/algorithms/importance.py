@@ -30,12 +30,13 @@ def truncated_weights(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, 
 
 
 def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, cap: float = 2.0) -> dict[str, Tensor]:
-    """How far trainer and rollout disagree, over the tokens of `mask`; all inputs (batch, time), results float32.
+    """Measures of the difference between trainer and rollout, over the tokens of `mask`. All inputs are (batch, time),
+    and results are float32.
 
-    Most results are sums. Add them over micro-batches and ranks and divide by `mismatch_tokens`: `mismatch_abs` is
-    |d log p| in nats, `mismatch_kl` is log p_rollout - log p_trainer (k1 of KL(rollout || trainer)), `mismatch_ratio`
-    is p_trainer / p_rollout, and `mismatch_capped` counts the tokens above `cap`. `mismatch_abs_max` is a maximum:
-    reduce it by max. The logarithm of the ratio is clamped to +-20; the differences are not."""
+    Most results are sums. Add them over micro-batches and ranks and divide by `mismatch_tokens`: `mismatch_abs` is |d
+    log p| in nats, `mismatch_kl` is log p_rollout - log p_trainer (k1 of KL(rollout || trainer)), `mismatch_ratio` is
+    p_trainer / p_rollout, and `mismatch_capped` counts the tokens above `cap`. `mismatch_abs_max` is a maximum: reduce
+    it by max. The logarithm of the ratio is clamped to +-20; the differences are not."""
     keep = kept(mask)
     difference = torch.where(keep, wide(logprobs.detach()) - wide(rollout_logprobs.detach()), 0.0).float()
     ratio = log_ratio(logprobs.detach(), rollout_logprobs.detach(), keep).float().exp()
@@ -53,11 +54,11 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, c
 def staleness_metrics(
     logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, weights: Tensor | None, cap: float = 2.0
 ) -> dict[str, float]:
-    """How far the policy has moved since it drew the samples, over the tokens of `mask`; all tables (batch, time). It
-    is the same gap as in `mismatch_metrics`. There it is an error; here it is expected.
+    """Measures of how far the policy has moved since it drew the samples, over the tokens of `mask`. All tables are
+    (batch, time). It is the same gap as in `mismatch_metrics`. There it is an error, but here it is expected.
 
-    `logprobs` are the proximal policy's, `rollout_logprobs` the behaviour policy's, and `weights` those of the loss.
-    With None the loss uses no weights, and `effective_sample_size` is that of the weights that it would use. Returns
+    `logprobs` are the proximal policy's, `rollout_logprobs` the behaviour policy's, and `weights` those of the loss. If
+    `weights` is None, the loss uses none, and `effective_sample_size` is that of the weights that it would use. Returns
     token means: `behaviour_kl`, k1 of KL(behaviour || proximal) in nats; `importance_ratio`, p_proximal / p_behaviour,
     which is near 1 whatever the distance; `importance_capped`, the share of tokens above `cap`; and
     `effective_sample_size`, (sum w)^2 / (n sum w^2), a share of the n tokens (Kish 1965). All are 0 without tokens."""

@@ -30,19 +30,19 @@ def log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor) -> Tensor:
     """numerator - denominator of log-probabilities, in float32 or wider, clamped to +-20. It is exactly 0 outside
     `mask` and has no gradient there. All tensors (batch, time) or (n,).
 
-    exp(20) is 5e8: a larger ratio carries no information, and this one is safe in float32."""
+    exp(20) is 5e8. A larger ratio carries no information, and this one is safe in float32."""
     difference = torch.where(kept(mask), wide(numerator) - wide(denominator), 0.0)
     return difference.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, estimator: Estimator = "k1") -> Tensor:
-    """Estimate of KL(policy || reference), nats, at each token: (batch, time), 0 outside `mask`.
+    """The estimate of KL(policy || reference) at each token in nats, (batch, time). It is 0 outside `mask`.
 
     With r = log p - log p_ref, clamped to +-20 for every estimator: k1 = r is unbiased and has any sign. k2 = r^2/2 is
     biased and has a small variance. k3 = exp(-r) - 1 + r is unbiased and not negative; its value is clamped to 10.
 
-    These are values to look at. As a penalty, only k1 belongs in a reward (`token_rewards`), and none should be
-    differentiated as it is: see `kl_loss`. Raises ValueError for another name."""
+    These values are for metrics. As a penalty, only k1 belongs in a reward (`token_rewards`), and none should be
+    differentiated as it is. See `kl_loss`. Raises ValueError for another name."""
     r = log_ratio(logprobs, ref_logprobs, mask)
     if estimator == "k1":
         return r
@@ -65,15 +65,15 @@ def kl_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """coef times the KL penalty as a term of the loss, token mean; `weights` (batch, time) multiply the tokens.
 
-    The value is that of k2 or k3. The gradient is r grad log p for both, so that both lower KL(policy || reference). It
-    is k2's own gradient; for k3 a straight-through estimator puts it in place (verl's `k3+`). Stats: the sum `kl_loss`,
-    without coef. Raises ValueError for k1."""
+    The value is that of k2 or k3. The gradient is r grad log p for both, so that both lower KL(policy || reference).
+    This is k2's own gradient. For k3 a straight-through estimator replaces the gradient by it (verl's `k3+`). Stats:
+    the sum `kl_loss`, without coef. Raises ValueError for k1."""
     if estimator == "k1":
         raise ValueError("kl.estimator k1 in the loss has a gradient of 0 on average; use k2 or k3")
     keep = kept(mask)
     now, reference = logprobs.detach(), ref_logprobs.detach()
     value = kl_estimate(now, reference, keep, estimator)
-    # The clamped ratio multiplies the gradient. Clamping inside would leave the furthest tokens without one.
+    # The clamped ratio multiplies the gradient. Autograd through the clamp would give the furthest tokens no gradient.
     slope = log_ratio(now, reference, keep)
     surrogate = slope * inside(logprobs, keep)
     losses = value + (surrogate - surrogate.detach())

@@ -36,8 +36,9 @@ def value_loss(
     normaliser: float | Tensor,
     clip: float | None = 0.2,
 ) -> tuple[Tensor, Stats]:
-    """Squared error of the values with PPO's clipping, token mean: 0.5 max((V - R)^2, (V_clip - R)^2). V_clip is V kept
-    within `clip` of the old value. With `clip` None it is 0.5 (V - R)^2. All tensors (batch, time).
+    """The squared error of the values with PPO's clipping, as a token mean. It is 0.5 max((V - R)^2, (V_clip - R)^2).
+    V_clip is V clipped to within `clip` of the old value. With `clip` None it is 0.5 (V - R)^2. All tensors (batch,
+    time).
 
     Stats: the count `value_tokens`, and the sums `value_loss` (with the factor 0.5), `value`, `return`,
     `return_square`, `value_error_square` ((V - R)^2, for the explained variance) and `value_clipped` (tokens whose
@@ -52,7 +53,7 @@ def value_loss(
         change = values - old
         limited = change.clamp(-clip, clip)
         clipped = (old + limited - returns).square()
-        # Within the limit the two errors also differ, by rounding: old + (V - old) is seldom V.
+        # The two errors also differ within the limit, because by rounding old + (V - old) is seldom V.
         was_clipped = (limited != change) & (clipped > plain)
         losses = torch.maximum(plain, clipped)
     total = 0.5 * _sum(losses, keep)
@@ -114,9 +115,9 @@ def ptx_loss(logprobs: Tensor, mask: Tensor, *, normaliser: float | Tensor, coef
 
 
 def right_loss(logprobs: Tensor, mask: Tensor, *, normaliser: float | Tensor, coef: float) -> tuple[Tensor, Stats]:
-    """coef times the language-model loss on the policy's own right responses, token mean: -coef / sum |o| over the
-    right responses o times the sum of log p of their tokens (VAPO, Yue et al. 2025, section 4.3, positive-example
-    language-model loss; coef is its mu).
+    """coef times the language-model loss on the policy's own right responses, as a token mean. It is -coef / (sum of
+    |o| over the right responses o) times the sum of log p of their tokens (VAPO, Yue et al. 2025, section 4.3,
+    positive-example language-model loss; coef is its mu).
 
     `mask`: the tokens of right responses. `normaliser` counts those of the mini-batch. logprobs, mask (batch, time) or
     (n,). Stats (without coef): the count `right_tokens`, and the sum `right_loss`."""
@@ -140,13 +141,13 @@ def entropy_bonus(
 def aggregation_weights(
     lengths: Tensor, aggregation: Aggregation, *, tokens: float, samples: int, longest: int
 ) -> Tensor | None:
-    """Weight of each token of a sample, (batch,) float64, or None where all are 1. The sum of weighted token losses,
+    """The weight of each token of a sample, (batch,) float64, or None if all are 1. The sum of weighted token losses,
     divided by `tokens`, is the aggregated loss of the mini-batch.
 
     lengths (batch,): response tokens of some of the mini-batch's samples. `tokens`, `samples`: counts of the whole
-    mini-batch. Token is the mean over tokens. Sequence is the mean over samples of each sample's token mean; a sample
-    without tokens counts as 0. Constant is the sum over tokens divided by samples * `longest`. Weights depend on the
-    mini-batch alone, so shares of micro-batches and ranks add up exactly here too. Raises ValueError for another
+    mini-batch. `Token` is the mean over tokens. `Sequence` is the mean over samples of each sample's token mean. A
+    sample without tokens counts as 0. `Constant` is the sum over tokens divided by samples * `longest`. Weights depend
+    on the mini-batch alone, so shares of micro-batches and ranks add up exactly here too. Raises ValueError for another
     name."""
     if aggregation == "Token":
         return None

@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def kept(mask: Tensor) -> Tensor:
-    """The mask as bool. Raises ValueError if it holds other numbers than 0 and 1: a token counts or it does not."""
+    """The mask as bool. Raises ValueError if it holds other numbers than 0 and 1, because a token counts or it does
+    not."""
     if mask.is_floating_point() and bool(((mask != 0) & (mask != 1)).any()):
         raise ValueError("a mask holds 0 and 1 alone; per-token weights go into `weights`")
     return mask.bool()

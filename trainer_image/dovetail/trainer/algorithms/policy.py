@@ -24,15 +24,15 @@ Stats = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch: the n response tokens of its samples, one sample after the other, without padding.
+    """One micro-batch. It has the n response tokens of its samples, one sample after another, without padding.
 
     All tensors are (n,). `tokens` and `sequence_ids` are int64. A sequence id is the sample's number in the
-    micro-batch; ids ascend, and a sample without response tokens has none. `mask` is bool: the tokens that count. These
-    are all tokens unless `maskTruncated` or `dropEqualGroups` is set. The other tensors are float32.
+    micro-batch. Ids ascend, and a sample without response tokens has none. `mask` is bool, and marks the tokens that
+    count. These are all tokens unless `maskTruncated` or `dropEqualGroups` is set. The other tensors are float32.
 
     Log-probabilities are in nats. `logprobs` are those of the trained policy, and the only tensor with a gradient.
-    `old_logprobs` are those of the policy at the iteration's start (the proximal policy). `rollout_logprobs` are what
-    vLLM reported; with `ppo.lag` its weights are older. `ref_logprobs` are those of the reference. `entropy` is in
+    `old_logprobs` are those of the policy at the iteration's start (the proximal policy). `rollout_logprobs` are those
+    that vLLM reported. With `ppo.lag` its weights are older. `ref_logprobs` are those of the reference. `entropy` is in
     nats. `config` is the job's `spec.ppo`, `kl_coef` the current coefficient of the KL penalty, and `samples` the
     number of samples."""
 
@@ -57,7 +57,7 @@ class LossInputs:
         return (sums / sizes.clamp(min=1))[self.sequence_ids]
 
 
-# Returns each token's loss (n,), and optionally metrics by name, (n,) each. They are reported as means over tokens.
+# It returns each token's loss (n,), and optionally metrics by name, (n,) each. They are reported as means over tokens.
 LossFunction = Callable[[LossInputs], Tensor | tuple[Tensor, Mapping[str, Tensor]]]
 
 
@@ -124,7 +124,7 @@ BUILT_IN_METRICS = frozenset({"clipfrac", "dual_clipfrac"})
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss that a job uses; `name` is what the manifest says.
+    """The loss that a job uses. `name` is its name in the manifest.
 
     Metrics of a user's loss are reported as `loss/NAME`, so that they hide none of the trainer's own."""
 
@@ -183,8 +183,9 @@ def _pair(result: Tensor | tuple[Tensor, Mapping[str, Tensor]]) -> tuple[Tensor,
 
 
 def load_loss(config: PPO) -> PolicyLoss:
-    """The loss of `spec.ppo`: a built-in one, or a function found in `importPath` (default: the working directory) or
-    on PYTHONPATH, in this order. Raises ValueError with one sentence if it cannot be imported."""
+    """The loss of `spec.ppo`. It is a built-in one or a user's function. The function is looked for in `importPath`
+    (default: the working directory), then on PYTHONPATH. Raises ValueError with one sentence if it cannot be
+    imported."""
     if config.loss in LOSSES:
         return PolicyLoss(config.loss, LOSSES[config.loss])
     return PolicyLoss(config.loss, load_callable(config.loss, FIELD, config.import_path))
@@ -223,7 +224,8 @@ def rehearse_loss(config: PPO) -> None:
 def policy_loss(
     inputs: LossInputs, loss: PolicyLoss, *, normaliser: float | Tensor, weights: Tensor | None = None
 ) -> tuple[Tensor, Stats]:
-    """The micro-batch's share of the policy's loss: the sum of token losses times `weights` (n,), over `normaliser`.
+    """The micro-batch's share of the policy's loss. It is the sum of token losses times `weights` (n,), divided by
+    `normaliser`.
 
     Stats are sums over tokens: `tokens`, `policy_loss`, `ratio` (to the old policy), `approx_kl` (k3 of
     KL(old || new), (r - 1) - log r), and the loss's own metrics by their titles. Raises FunctionError."""

@@ -48,7 +48,8 @@ _LOST = re.compile(
 
 
 class _PeerErrors:
-    """See `peer_errors`. A generator would take several times as long, and the executor enters three for an action."""
+    """See `peer_errors`. A context manager from a generator would take several times as long, and the executor enters
+    three for each action."""
 
     __slots__ = ("_what",)
 
@@ -129,8 +130,8 @@ class ModelGroups:
 
     @cached_property
     def beside(self) -> str:
-        """The other ranks of dp and tp, for a message: they take part in a pass's collectives. It is empty if there are
-        none."""
+        """The other ranks of dp and tp, which take part in a pass's collectives, as text for a message. It is empty if
+        there are none."""
         groups = (self.mesh.get_group(name) for name in self.mesh.mesh_dim_names or () if self.mesh[name].size() > 1)
         return others_of(groups)
 
@@ -146,7 +147,7 @@ class ModelGroups:
 
 
 def others_of(groups: Iterable[dist.ProcessGroup]) -> str:
-    """The ranks of these groups except this one, for a message."""
+    """The ranks of these groups except this one, as text for a message."""
     ranks = sorted({rank for group in groups for rank in dist.get_process_group_ranks(group)} - {dist.get_rank()})
     if len(ranks) < 2:
         return "".join(f"trainer rank {rank}" for rank in ranks)
@@ -157,15 +158,15 @@ class Groups:
     """All groups of this process. `control` is a Gloo group over every rank. `model[name]` holds a model's own groups.
 
     `elsewhere` holds the layouts of models of which this rank has no part. `planned` holds the layouts with which the
-    groups were formed. `staged`: ranks share a GPU, which NCCL refuses. So all groups use Gloo, and everything that a
-    GPU sends goes through host memory."""
+    groups were formed. `staged` means that ranks share a GPU, which NCCL refuses. Then all groups use Gloo, and
+    everything that a GPU sends goes through host memory."""
 
     def __init__(self, rank: int, world_size: int, timeout: timedelta, device: torch.device) -> None:
         self.rank, self.world_size, self.timeout, self.device = rank, world_size, timeout, device
         self.model: dict[str, ModelGroups] = {}
         self.elsewhere: dict[str, Parallelism] = {}
         self.planned: dict[str, Parallelism] = {}
-        self._formed: dict[str, list[dist.ProcessGroup]] = {}  # by model, all that this rank is in
+        self._formed: dict[str, list[dist.ProcessGroup]] = {}  # by model, all groups that this rank is in
         self._forming: list[dist.ProcessGroup] = []
         self._streams: list[StreamPool] = []
         self.staged = False
@@ -194,9 +195,9 @@ class Groups:
         """Meet the other ranks at rank 0's address and make every group, in the same order on all ranks.
 
         `local_rank` picks the GPU (default: rank modulo the number of GPUs here). `listening` is a socket that already
-        listens at that address: rank 0's store takes it over and serves it. Collectives fail if they wait longer than
-        `timeout_seconds`. Raises `PeerLost` when a rank does not come, and `ValueError` for a layout whose product is
-        not `world_size`."""
+        listens at that address. Rank 0's store takes it over and serves it. Collectives fail if they wait longer than
+        `timeout_seconds`. Raises `PeerLost` if a rank does not come, and `ValueError` for a layout whose product is not
+        `world_size`."""
         for name, layout in layouts.items():
             if layout.pp * layout.dp * layout.tp != world_size:
                 raise ValueError(
@@ -240,16 +241,17 @@ class Groups:
         return self
 
     def _ranks_share_a_gpu(self) -> bool:
-        """Whether two ranks are on one GPU. The result is the same on every rank. Waits until all ranks have come."""
+        """Whether two ranks are on one GPU. The result is the same on every rank. It waits until all ranks have
+        come."""
         self._store.set(f"gpu/{self.rank}", board_of(self.device))
         if self.rank == 0:
-            # The others ask for the result only, so that the store gets few requests from many ranks.
+            # The other ranks ask only for the result. So the store gets few requests even from many ranks.
             found = [self._store.get(f"gpu/{rank}") for rank in range(self.world_size)]
             self._store.set("gpus", "shared" if len(set(found)) < len(found) else "own")
         return bytes(self._store.get("gpus")) == b"shared"
 
     def _form_model(self, name: str, layout: Parallelism) -> None:
-        """Make a model's groups. Every rank must call it, also one that holds no part of the model."""
+        """Make a model's groups. Every rank must call it, even if it holds no part of the model."""
         self.model.pop(name, None)
         self.elsewhere.pop(name, None)
         self._forming = self._formed[name] = []
@@ -303,7 +305,8 @@ class Groups:
         if not here:
             self.elsewhere[name] = layout
             return
-        # DeviceMesh does not make these groups itself: its own have torch's deadline of 10 or 30 minutes.
+        # DeviceMesh does not make these groups itself, because its own groups have torch's deadline of 10 or 30
+        # minutes.
         mesh = DeviceMesh.from_group([g for g in along if g is not None], self.device.type, grid, mesh_dim_names=names)
         self.model[name] = ModelGroups(
             name=name,
@@ -338,8 +341,8 @@ class Groups:
     def _new_group(
         self, ranks: list[int], patience: int = 1, host: bool = False, first: bool = False
     ) -> dist.ProcessGroup:
-        """A group for tensors on the trainer's device, and also for tensors in host memory if `host`. On GPUs others
-        have no Gloo, whose ranks would connect too. `first`: its operations go first on a GPU."""
+        """A group for tensors on the trainer's device, and also for tensors in host memory if `host`. On GPUs, other
+        groups have no Gloo, because Gloo's ranks would connect too. With `first`, its operations go first on a GPU."""
         on_gpu = self.device.type == "cuda" and not self.staged
         backend = None if host else "nccl" if on_gpu else "gloo"
         options = None
@@ -367,7 +370,7 @@ class Groups:
             groups = [model.everyone, *meshed, model.tied, model.replicas]
             for group in {id(group): group for group in groups if group is not None}.values():
                 if dist.get_world_size(group) > 1:
-                    if group is not model.pp_group:  # that one is only used on the current stream
+                    if group is not model.pp_group:  # pp_group is only used on the current stream
                         self._connecting(name, is_crowded(model.layout))
                     dist.all_reduce(torch.zeros(1, device=self.device), group=group)
             # On every rank edge s comes before edge s + 1, and forward before backward.
@@ -387,8 +390,8 @@ class Groups:
             torch.cuda.synchronize()
 
     def _connecting(self, model: str, first: bool = False) -> None:
-        """The next operation is the first of one of the model's groups, for which NCCL takes a stream. `first`: one of
-        those that go first."""
+        """Prepare for the first operation of one of the model's groups, for which NCCL takes a stream. With `first` it
+        takes one of the streams that go first."""
         if self._streams:
             self._streams[first].reserve(model)
 
@@ -404,7 +407,7 @@ class Groups:
             self._warm_up([name] if name in self.model else [])
         if self.device.type == "cpu":
             # All ranks have come here, so nobody uses the older groups. Each Gloo group has threads that wake up a
-            # hundred times a second. (NCCL's stay until `close`: dropping one would wait for its ranks.)
+            # hundred times a second. (NCCL's groups stay until `close`, because dropping one would wait for its ranks.)
             if older is not None:
                 compat.forget_groups(older.mesh)
             for group in formed:
@@ -443,7 +446,7 @@ class Groups:
     # ------------------------------------------------------------ peers that are lost while a GPU waits for them
 
     def awaiting(self, peer: str) -> None:
-        """Record that the work queued on this GPU so far waits for a peer; `peer` is a sentence about it."""
+        """Record that the work queued on this GPU so far waits for a peer. `peer` is a sentence about that peer."""
         event = torch.cuda.Event()
         event.record()
         with self._dropping:
@@ -490,7 +493,7 @@ class Groups:
             while self._awaited and self._awaited[0][0].query():
                 self._awaited.popleft()
         except RuntimeError:
-            # This GPU failed. The thread that uses it gets the error, too; the heartbeat thread must live on.
+            # This GPU failed. The thread that uses it gets the error, too. The heartbeat thread must live on.
             self._awaited.clear()
 
     # ------------------------------------------------------------ small messages (JSON, never pickle)
@@ -539,7 +542,7 @@ class Groups:
 
     @property
     def models_on_own_ranks(self) -> bool:
-        """Whether some model is on a part of the ranks only; the same on every rank."""
+        """Whether some model is on only a part of the ranks. The result is the same on every rank."""
         layouts = [*(model.layout for model in self.model.values()), *self.elsewhere.values()]
         return any(world_size(layout) < self.world_size for layout in layouts)
 

@@ -1,4 +1,4 @@
-"""Messages between ranks that share a GPU. NCCL refuses such ranks, and Gloo sends and receives host memory only."""
+"""Messages between ranks that share a GPU. NCCL refuses such ranks, and Gloo sends and receives only host memory."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 
 def send(tensor: Tensor, peer: int, group: Any, staged: bool) -> None:
-    """`dist.send`; `staged`: through host memory."""
+    """Call `dist.send`. With `staged` the tensor travels through host memory."""
     dist.send(tensor.cpu() if staged else tensor, dst=peer, group=group)
 
 
 def receive(tensor: Tensor, peer: int, group: Any, staged: bool) -> None:
-    """`dist.recv`; `staged`: through host memory."""
+    """Call `dist.recv`. With `staged` the tensor travels through host memory."""
     target = on_host(tensor) if staged else tensor
     dist.recv(target, src=peer, group=group)
     if staged:

@@ -1,8 +1,8 @@
-"""CUDA streams that nothing else waits in.
+"""Gives each NCCL communicator a CUDA stream that nothing else uses.
 
-torch gives each NCCL communicator a stream of a pool, in turn, and begins again after 32. On a stream that two
-communicators share, an operation of one waits for a message of the other. If the peer first waits for that operation
-itself, both wait for ever."""
+torch gives the communicators the streams of a pool in turn, and begins again after 32. If two communicators share a
+stream, an operation of one waits for a message of the other. If the peer first waits for that operation itself, both
+wait for ever."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from dovetail.models.links.libraries import library
 
 _NON_BLOCKING = 1
-# More than any pool has.
+# No pool has so many streams.
 _MANY = 1024
 
 
@@ -32,7 +32,7 @@ class StreamPool:
 
     def reserve(self, owner: str) -> bool:
         """Make the pool's next stream one that nobody has reserved, and reserve it for the owner. Returns False if all
-        streams are reserved: then the next one is shared."""
+        streams are reserved. Then the next one is shared."""
         if not self._ring:
             self._ring = self._all()
         taken = {stream for streams in self._taken.values() for stream in streams}

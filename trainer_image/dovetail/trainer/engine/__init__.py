@@ -1,1 +1,1 @@
-"""The state of a rank and the operations on it: stages, optimizers, schedules, checkpoints and exports."""
+"""The state of a rank and the operations on it. These are stages, optimizers, schedules, checkpoints and exports."""

@@ -89,8 +89,9 @@ class Meter(Protocol):
 
 
 class AllocatedBytes:
-    """Bytes of device memory that are allocated at the end of the block but not at its begin, less `gathered`: weights
-    that were all-gathered meanwhile. This costs the host almost nothing; `SavedBytes` looks at every tensor."""
+    """Counts the bytes of device memory that are allocated at the end of the block but not at its begin. `gathered`,
+    the bytes of weights that were all-gathered meanwhile, are subtracted. This costs the host almost nothing.
+    `SavedBytes` looks at every tensor."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -105,15 +106,15 @@ class AllocatedBytes:
         self.bytes = max(0, self._allocated() - self._before - self.gathered)
 
     def _allocated(self) -> int:
-        """What `torch.cuda.memory_allocated` returns. That makes and sorts a table of all statistics first, and
-        this is asked twice a forward pass."""
+        """The result of `torch.cuda.memory_allocated`. That function makes and sorts a table of all statistics first,
+        and the number is needed twice in each forward pass."""
         found: int = memory_stats_as_nested_dict(self._device)["allocated_bytes"]["all"]["current"]
         return found
 
 
 class SavedBytes:
-    """Bytes of the tensors that autograd saves for the backward pass inside the block. Weights do not count. A tensor
-    that several operations save counts once."""
+    """Counts the bytes of the tensors that autograd saves for the backward pass inside the block. Weights do not count.
+    A tensor that several operations save counts once."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         self._weights = {local(weight).untyped_storage().data_ptr() for weight in weights}

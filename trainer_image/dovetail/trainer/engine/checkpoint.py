@@ -1,4 +1,4 @@
-"""Checkpoints of everything that a stage's training depends on: DCP shards and state.json.
+"""Checkpoints of everything that a stage's training depends on. A checkpoint is DCP shards and state.json.
 
 Tensors are stored under the whole model's names and as parts of whole tensors. So a checkpoint loads into any (pp, dp).
 A tied weight that is in two stages is stored once."""
@@ -26,7 +26,7 @@ from dovetail.trainer.files.storage import causes, write_together
 
 STATE = "state.json"
 _LIST = ".metadata"
-# A rank with a GPU writes so many files at once, if it has the cores: copies, packing and the disk then overlap.
+# A rank with a GPU writes so many files at once, if it has the cores. Then copies, packing and the disk overlap.
 _FILES = 4
 _FORMAT = 1
 
@@ -80,7 +80,7 @@ def save(engine: EngineState, path: Path, run: str = "") -> None:
 
 
 def restore(engine: EngineState, path: Path, run: str = "") -> int:
-    """Load the engine's models, optimizers and EMA from the checkpoint; returns its step. This is a collective call.
+    """Load the engine's models, optimizers and EMA from the checkpoint. Returns its step. This is a collective call.
 
     Every rank verifies the files that it reads. Raises on every rank `CheckpointDamaged` if the folder is missing,
     incomplete or altered, and `RankFailed` if it is of another stage or run, or cannot be read. Raises `PeerLost`."""
@@ -126,8 +126,8 @@ def restore(engine: EngineState, path: Path, run: str = "") -> int:
 
 
 def _agree(engine: EngineState, error: str | None, damaged: bool) -> None:
-    """A barrier that fails on every rank if any rank has an error: `RankFailed`, or `CheckpointDamaged` if every error
-    is damage."""
+    """A barrier that fails on every rank if any rank has an error. It raises `CheckpointDamaged` if every error is
+    damage, and `RankFailed` otherwise."""
     found = engine.groups.share_json((error, damaged))
     try:
         engine.groups.all_succeed(error)
@@ -174,8 +174,8 @@ def _check_state(engine: EngineState, state: dict[str, Any], path: Path, run: st
 
 
 def _tensors(engine: EngineState, saving: bool) -> dict[str, Any]:
-    """The checkpoint's tensors, as views of the engine's own memory: it is saved from and loaded into in place. Frozen
-    weights are not in it, because they come from the model's source."""
+    """The checkpoint's tensors, as views of the engine's own memory. They are saved from there and loaded into it in
+    place. Frozen weights are left out, because they come from the model's source."""
     tree: dict[str, Any] = {name: _model_tensors(model, saving) for name, model in engine.models.items()}
     if engine.ema:
         actor = engine.models["actor"]

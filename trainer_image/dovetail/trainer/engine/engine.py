@@ -1,6 +1,7 @@
 """The engine of one trainer rank: models, optimizers and EMA of a stage, and the collective operations on them.
 
-Every public method is collective: all ranks call it with the same arguments. Only the work differs, by dp rank."""
+Every public method is collective. All ranks call it with the same arguments, and only the work differs between dp
+ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ class Engine(EngineState):
         self.record = record
         self.measured = Collected()
         self.boundaries: dict[str, tuple[torch.Size, torch.dtype]] = {}  # shape and dtype of messages between stages
-        # Optimizer steps by model that are decided, but not applied to all parameters yet: see `run`.
+        # The optimizer steps, by model, that are decided but not applied to all parameters yet. See `run`.
         self._begun: dict[str, OptimizerStep] = {}
 
     # ------------------------------------------------------------ state
@@ -295,9 +296,9 @@ class Engine(EngineState):
         return super().weights(model)
 
     def sendable(self, model: str, most: int) -> Source | WeightParts:
-        """The same weights, to be sent by at most `most` ranks of each stage. Each sends what it holds. If a tensor is
-        spread over more ranks than that, the first dp rank sends it. A deferred step is applied to each layer just
-        before the layer is read."""
+        """The weights of `weights`, to be sent by at most `most` ranks of each stage. Each sends what it holds. If a
+        tensor is spread over more ranks than that, the first dp rank sends it. A deferred step is applied to each layer
+        just before the layer is read."""
         held = self.models[model]
         layout = senders(held, most)
         if layout is None:

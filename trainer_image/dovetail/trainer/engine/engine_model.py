@@ -32,8 +32,9 @@ from dovetail.trainer.engine.parallel import compute_dtype, is_replicated, is_sh
 class EngineModel:
     """`module` is this rank's stage, `compute` the dtype of activations, and `config` the Hugging Face configuration.
 
-    `replicated`: every data-parallel rank holds the whole stage. `by_layer`: the data-parallel ranks gather the weights
-    layer by layer in each pass (ZeRO-3). `split` says which parameters are split among tensor-parallel ranks."""
+    With `replicated` every data-parallel rank holds the whole stage. With `by_layer` the data-parallel ranks gather the
+    weights layer by layer in each pass (ZeRO-3). `split` says which parameters are split among tensor-parallel
+    ranks."""
 
     name: str
     ref: ModelRef
@@ -62,12 +63,12 @@ class EngineModel:
         compiling: bool = False,
         by_layer: bool = False,
     ) -> Self:
-        """Build the stage on the meta device, shard it, then read only this rank's rows.
+        """Build the stage on the meta device and shard it. Then read only this rank's rows.
 
         Without `weights` a fully trained model's parameters stay uninitialised, and a saved checkpoint must fill them.
-        Frozen ones are always read. `checkpointing` means activation checkpointing. `compiling`: layers are compiled on
-        GPUs where this is known to work. `by_layer` means ZeRO-3, if there are several ranks to share the weights.
-        Raises `ModelError` for a model, adapter or dtype that cannot be trained."""
+        Frozen ones are always read. `checkpointing` means activation checkpointing. With `compiling`, layers are
+        compiled on GPUs where this is known to work. `by_layer` means ZeRO-3, if there are several ranks to share the
+        weights. Raises `ModelError` for a model, adapter or dtype that cannot be trained."""
         compute = compute_dtype(trained.dtype, device)
         places = groups.pp_rank, groups.pp_size, groups.chunks, loops(groups.layout)
         stage = PipelineStage(load_config(ref), ref.head, *places)
@@ -139,7 +140,7 @@ class EngineModel:
         return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
 
     def gather(self, instead: dict[str, Tensor] | None = None, beside: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole tensor) of this stage's parameters, with adapters merged.
+        """This stage's parameters as (Hugging Face name, whole tensor), with adapters merged.
 
         The tied copy is left out, and so is a value head beside a language model. With `beside` only this value head is
         given. `instead` holds shards to use in place of parameters. This is collective over dp and tp. Raises

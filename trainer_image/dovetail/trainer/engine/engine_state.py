@@ -1,4 +1,4 @@
-"""What a trainer rank holds of a stage's models: what checkpoints save and exports write."""
+"""A trainer rank's part of a stage's models. Checkpoints save it, and exports write it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dovetail.trainer.engine.engine_model import EngineModel
 
 
 class EngineState:
-    """The models of the stage `stage`. `loaded` are those of all ranks, `models` those of which this rank holds a part.
-    `ema` is this rank's part of the actor's moving average, by parameter name, or empty.
+    """The models of the stage `stage`. `loaded` are the models of all ranks, and `models` those of which this rank
+    holds a part. `ema` is this rank's part of the actor's moving average, by parameter name, or empty.
 
     `step` is the last applied step. The caller sets it after each step, and `restore` sets it."""
 

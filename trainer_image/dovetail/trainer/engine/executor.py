@@ -1,4 +1,5 @@
-"""Run a rank's list of actions of several pipelined models: forward passes, and backward passes whole or in two halves.
+"""Runs a rank's list of actions of several pipelined models. Actions are forward passes, and backward passes as a whole
+or in two halves.
 
 A rank may hold several stages of a model (chunks, see `dovetail.protocol.plan.stage_path`). Between stages of one rank
 tensors are handed over without a message. One host thread runs all actions. Each edge of a model and direction has a
@@ -37,7 +38,7 @@ from dovetail.trainer.packed_batches import Packed, moved_together
 # Receives are posted this many actions ahead.
 WINDOW = 3
 # On a GPU a posted receive is a kernel that spins until its message comes. It occupies some of the multiprocessors that
-# compute needs. The receive of the next action is enough: its message is sent while this action computes.
+# compute needs. The receive of the next action is enough, because its message is sent while this action computes.
 GPU_RECEIVES = 2
 
 _PASSES = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
@@ -66,9 +67,9 @@ class MicroBatch:
 class Pipe:
     """One model on this rank during one run.
 
-    `mini_batch` is the number of micro-batches of one optimizer step (0: all). `reduce` is called when this rank has
-    run all backward passes of a mini-batch. `step` is called before the first forward pass of the next one, and at the
-    end. `by_layer`: each pass gathers the weights layer by layer (ZeRO-3). `balance` is passed to
+    `mini_batch` is the number of micro-batches of one optimizer step, or 0 for all. `reduce` is called when this rank
+    has run all backward passes of a mini-batch. `step` is called before the first forward pass of the next one, and at
+    the end. With `by_layer` each pass gathers the weights layer by layer (ZeRO-3). `balance` is passed to
     `PipelineStage.forward` for each micro-batch."""
 
     stage: PipelineStage
@@ -108,8 +109,9 @@ class Pipe:
         self.mini_batch = self.mini_batch or max(1, len(self.batches))
 
     def gathered_bytes(self, chunk: int = 0) -> int:
-        """Bytes of the weights that FSDP2 gathers and keeps in a mini-batch's first forward pass of a chunk, without
-        its padding. These are the chunk's layers (not under ZeRO-3), and with chunk 0 all weights outside of layers."""
+        """The bytes of the weights that FSDP2 gathers and keeps in a mini-batch's first forward pass of a chunk,
+        without its padding. These are the chunk's layers (not under ZeRO-3), and with chunk 0 all weights outside of
+        layers."""
         if not is_sharded(self.stage):
             return 0
         shards = int(self.groups.mesh["dp"].size())
@@ -146,7 +148,7 @@ def check_actions(
     all backward passes of the model's mini-batch before. All this must hold for each of a model's `chunks` on the rank
     (default 1).
 
-    Through the ascending order both ends of a channel agree on the order of its messages. Gradients are then added in
+    Because of the ascending order both ends of a channel agree on the order of its messages. Gradients are added in
     micro-batch order, so their bits do not depend on how the models' actions interleave."""
     done: dict[tuple[str, int, str], int] = {}
     held = {name: (chunks or {}).get(name, 1) for name in micro_batches}
@@ -186,7 +188,7 @@ def check_actions(
 
 def agree_on_work(pipes: dict[str, Pipe], models: Sequence[str], schedule: str, control: Any, rank: int) -> None:
     """Raise `RuntimeError` on every rank if the ranks hold different schedules, or different micro-batches within a
-    pipeline or among the tp ranks of a stage: sends, receives, sums and attention would not match. `models` are those
+    pipeline or among the tp ranks of a stage. Sends, receives, sums and attention would not match. `models` are those
     of all ranks. Raises `PeerLost`."""
     world = dist.get_world_size(control)
     if world == 1:
@@ -259,8 +261,8 @@ class Executor:
         self.peak_saved = 0  # the most micro-batches whose activations were held at once, over all models
 
     def run(self, actions: Sequence[Action], training: bool = True) -> None:
-        """Execute a list that `check_actions` accepts. Raises `PeerLost`, which names the rank that was waited for, and
-        `ValueError` for a split backward pass of a model with activation checkpointing or under ZeRO-3."""
+        """Execute a list that `check_actions` accepts. Raises `PeerLost`, which names the rank for which this one
+        waited, and `ValueError` for a split backward pass of a model with activation checkpointing or under ZeRO-3."""
         self._splits = {action.model for action in actions if action.kind == "I"}
         if checkpointed := sorted(model for model in self._splits if recomputes(self.pipes[model].stage)):
             raise ValueError(f"the schedule splits backwards of {checkpointed[0]}, which has activation checkpointing")
@@ -321,7 +323,7 @@ class Executor:
             pipe.before_forward(chunk, action.micro_batch % pipe.mini_batch)
         meter = self._meters[action.model]
         if isinstance(meter, AllocatedBytes):
-            # The mini-batch's first forward pass gathers the weights. They stay until its last backward pass. Under
+            # The mini-batch's first forward pass gathers the weights. They stay until its last backward pass. With
             # ZeRO-3 a backward pass drops them, and the next forward pass gathers them again.
             gathers = self._gathers(action, pipe)
             meter.gathered = pipe.gathered_bytes(chunk) if gathers else 0
@@ -367,7 +369,7 @@ class Executor:
         return gathers
 
     def _backward(self, action: Action, pipe: Pipe, gradient: Tensor | None) -> None:
-        """The whole backward pass (B), or its first half (I), for which the previous stage waits."""
+        """Run the whole backward pass (B), or its first half (I), for which the previous stage waits."""
         key, begins = _piece(action), pipe.stage.begins(action.chunk)
         inputs, output = self._saved[key]
         whole = action.kind == "B"
@@ -396,7 +398,7 @@ class Executor:
             del self._saved[key]
 
     def _weight_gradient(self, action: Action, pipe: Pipe) -> None:
-        """The second half of a split backward pass (W)."""
+        """Run the second half of a split backward pass (W)."""
         key = _piece(action)
         doing = peer_errors(f"a backward pass of {action.model}")
         with self.watch.time(("W", key)), doing:
@@ -478,7 +480,8 @@ class Executor:
         """Free the buffers of completed sends. Gloo reports none before it is waited for (see `_arrived`)."""
         if self.nccl:
             for key in [key for key, send in self._sends.items() if send[0].is_completed()]:
-                # A wait makes NCCL drop the tensor at once. Else it keeps it until a thread of torch has seen the end.
+                # After a wait NCCL drops the tensor at once. Without it, NCCL keeps the tensor until a thread of torch
+                # has seen the end.
                 self._sends.pop(key)[0].wait()
 
     def _wait(self, work: Any, peer: int, doing: Literal["sending to", "receiving from"]) -> None:

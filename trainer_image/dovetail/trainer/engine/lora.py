@@ -19,7 +19,7 @@ _ADAPTER = "default"
 
 def inject(stage: PipelineStage, config: LoRA) -> None:
     """Add adapters to the stage's linear layers (all of a block's, or `target_modules`) and freeze all other weights
-    except the value head. Works on the meta device. Raises `ModelError` when no layer has a given name."""
+    except the value head. It works on the meta device. Raises `ModelError` if no layer has a given name."""
     from peft import LoraConfig, inject_adapter_in_model
 
     layers = stage.body.layers
@@ -50,14 +50,14 @@ def initialise(stage: PipelineStage, seed: int) -> None:
 
 
 def plain_name(name: str) -> str | None:
-    """A parameter's name without the wrapping of the adapter. None for a parameter of the adapter itself."""
+    """A parameter's name without the wrapping of the adapter. It is None for a parameter of the adapter itself."""
     if ".lora_" in name:
         return None
     return name.replace(_BASE, ".")
 
 
 def delta(stage: PipelineStage, name: str, read: Any) -> Tensor | None:
-    """The update alpha/rank * B A of base weight `name` (Hu et al. 2021, section 4.1). None without an adapter.
+    """The update alpha/rank * B A of base weight `name` (Hu et al. 2021, section 4.1), or None without an adapter.
 
     The result is float32. `read(name)` gives a parameter's full tensor. It may be a collective, so all ranks of a stage
     must call it in the same order."""

@@ -39,7 +39,7 @@ def export_model(engine: EngineState, model: str, path: Path, subtract: float = 
                 return writer.write(in_files(held.module.family, tensors), compute)
             return {"files": [], "bytes": 0}
         finally:
-            deque(tensors, maxlen=0)  # gathering is collective, so take part to the end, also after an error
+            deque(tensors, maxlen=0)  # gathering is collective, so take part to the end, even after an error
 
     def finish(folder: Path, manifests: list[dict[str, Any]]) -> None:
         stage = engine.stage.value if engine.stage else ""

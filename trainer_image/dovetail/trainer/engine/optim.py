@@ -18,8 +18,8 @@ def learning_rate(step: int, total_steps: int, config: Optimizer, warmup_total: 
     """The learning rate of optimizer step `step` (0 for the first) of `total_steps`.
 
     A linear warm-up over the first ceil(warmup_fraction * total) steps ends at the full rate. Then the rate is
-    constant, or goes to 0 linearly or as a cosine; it would be 0 in the step after the last one. If steps were added to
-    a run, `warmup_total` is the total for the warm-up, so that it does not begin again."""
+    constant, or falls to 0 linearly or as a cosine. It would be 0 in the step after the last one. If steps were added
+    to a run, `warmup_total` is the total for the warm-up, so that it does not begin again."""
     warmup = math.ceil(config.warmup_fraction * (warmup_total or total_steps))
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
@@ -32,7 +32,7 @@ def learning_rate(step: int, total_steps: int, config: Optimizer, warmup_total: 
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter or gradient: the shard of a DTensor, or the tensor itself."""
+    """This rank's part of a parameter or gradient. It is the shard of a DTensor, or the tensor itself."""
     detached = tensor.detach()
     return detached.to_local() if hasattr(detached, "to_local") else detached
 

@@ -13,13 +13,14 @@ from dovetail.trainer import compat
 from dovetail.trainer.communication.groups import ModelGroups
 from dovetail.trainer.engine.optim import local
 
-# FSDP2's hooks take a sixth of a small model's step on a CPU. Sharding less than this saves too little memory for that.
+# The least bytes of a stage to shard on CPUs. FSDP2's hooks take a sixth of a small model's step there, and sharding a
+# smaller stage saves too little memory for that.
 REPLICATED_BYTES = 2**30
 
 
 def is_replicated(stage: PipelineStage, compute: torch.dtype, device: torch.device, always_shard: bool = False) -> bool:
     """Whether every data-parallel rank holds the whole stage, and gradients are added up once per mini-batch. The
-    result is the same on all ranks of the stage. Works on the meta device.
+    result is the same on all ranks of the stage. It works on the meta device.
 
     A trained parameter counts as 16 bytes (float32 weight, gradient and two moments), a frozen one as 4."""
     if always_shard or device.type != "cpu" or compute != torch.float32:
@@ -77,7 +78,7 @@ def _sharded(stage: PipelineStage) -> list[Any]:
 
 
 def is_sharded(stage: PipelineStage) -> bool:
-    """Whether FSDP2 holds the stage's weights."""
+    """Whether FSDP2 shards the stage's weights."""
     return bool(_sharded(stage))
 
 

@@ -18,8 +18,8 @@ from dovetail.trainer.engine.parallel import is_sharded
 
 
 def senders(held: EngineModel, most: int) -> RankGrid | None:
-    """How at most `most` of the stage's first dp ranks together hold its tensors, or None if more ranks than that share
-    them."""
+    """The layout in which at most `most` of the stage's first dp ranks together hold its tensors, or None if more ranks
+    share them."""
     sharded, tp = is_sharded(held.module), held.groups.tp_size
     pipelines = getattr(held.groups.layout, "pipelines", 1)
     shards = held.dp_size // pipelines if sharded else 1

@@ -21,15 +21,15 @@ from dovetail.trainer.compat import copy_into
 from dovetail.trainer.engine.engine_model import EngineModel
 from dovetail.trainer.engine.optim import local
 
-# Numbers of a gradient from which on it is added up in place.
+# A gradient of at least so many numbers is added up in place.
 IN_PLACE = 2**20
 
 
 @cache
 def _beside(device: torch.device, model: str) -> Any:
     """The stream of a GPU on which gradients of a model are added up, beside compute. Each model has one, because ranks
-    may come to the models in another order. It stays, because torch's allocator keeps the memory of each stream
-    apart."""
+    may come to the models in different orders. The stream is kept, because torch's allocator keeps the memory of each
+    stream apart."""
     return own_stream(device)
 
 
@@ -89,7 +89,7 @@ class Reduction:
         self._ended.set()
 
     def _enqueue(self) -> None:
-        """Give all operations to NCCL. What follows the first one is on a stream beside the current one. The host waits
+        """Give all operations to NCCL. Those after the first one run on a stream beside the current one. The host waits
         for nothing."""
         try:
             work = next(self._stages, None)
@@ -103,7 +103,7 @@ class Reduction:
         self._ended.set()
 
     def _in_turn(self) -> None:
-        """Wait for one operation after the other, in a thread of its own. Gloo's futures do not order the streams of a
+        """Wait for one operation after another, in a thread of its own. Gloo's futures do not order the streams of a
         GPU, but its waits do."""
         try:
             if self._device.type == "cuda":
@@ -146,8 +146,8 @@ class Reduction:
             yield dist.all_reduce(self._squared, group=groups.everyone, async_op=True)
 
     def _sum(self, names: list[str], group: Any) -> Iterator[Any]:
-        """Add up the gradients of parameters over the ranks of a group: small ones in one message. That needs a copy of
-        them."""
+        """Add up the gradients of parameters over the ranks of a group. Small ones are copied together into one
+        message."""
         parameters = self._held.trainable()
         found = [local(grad) for name in names if (grad := parameters[name].grad) is not None]
         large = [gradient.numel() >= IN_PLACE and gradient.is_contiguous() for gradient in found]
@@ -160,7 +160,7 @@ class Reduction:
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
             yield dist.all_reduce(flat, group=group, async_op=True)
             if flat.is_cuda:
-                # It may be of another stream, which must not reuse its memory while it is read here.
+                # The tensor may belong to another stream. That stream must not reuse its memory while it is read here.
                 flat.record_stream(torch.cuda.current_stream(self._device))
             parts = flat.split([gradient.numel() for gradient in gradients])
             copy_into(gradients, [p.view_as(g) for p, g in zip(parts, gradients, strict=True)])

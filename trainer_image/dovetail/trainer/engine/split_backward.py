@@ -1,4 +1,5 @@
-"""A backward pass in two halves: the gradient of a stage's input, and later those of its weights.
+"""Splits a backward pass into two halves. The first computes the gradient of a stage's input. The second computes those
+of its weights later.
 
 torch's own pipelines have private functions for this. They walk the graph several times, and ask autograd for each
 weight by itself. Here one walk finds all weights, and one call of autograd computes the gradients of all weights of
@@ -22,9 +23,9 @@ _NO_NODES: list[Node] = []  # of a node that is in its place
 
 @dataclass
 class WeightGroup:
-    """Weights whose gradients are computed together. `nodes`: where their branches leave the way from the output to the
-    input. `leaves`: autograd's nodes of the weights. `gradients`: by node, what reached it in the first half.
-    `repeated`: some weight has several nodes. `graph`: what keeps `nodes` usable."""
+    """Weights whose gradients are computed together. At `nodes` their branches leave the way from the output to the
+    input. `leaves` are autograd's nodes of the weights. `gradients` maps a node to the gradients that reached it in the
+    first half. `repeated` says that some weight has several nodes. `graph` keeps `nodes` usable."""
 
     nodes: list[Node]
     leaves: list[Node]
@@ -34,8 +35,8 @@ class WeightGroup:
 
 
 def backward_input(output: Tensor, gradient: Tensor | None, inputs: Tensor) -> tuple[Tensor | None, list[WeightGroup]]:
-    """The first half: the gradient of `inputs`, a leaf, and what `backward_weights` needs. `gradient` is that of
-    `output`; None: ones. `output` is detached, so that what only its graph held is free."""
+    """Compute the first half. Returns the gradient of `inputs`, a leaf, and the groups that `backward_weights` needs.
+    `gradient` is that of `output`, or None for ones. `output` is detached, which frees what only its graph held."""
     start = output.grad_fn
     if start is None:
         return None, []
@@ -61,7 +62,7 @@ def backward_input(output: Tensor, gradient: Tensor | None, inputs: Tensor) -> t
 
 
 def backward_weights(groups: Sequence[WeightGroup]) -> None:
-    """The second half: add the gradients of all weights to their `grad`. The graph is free afterwards."""
+    """Compute the second half. It adds the gradients of all weights to their `grad`. The graph is free afterwards."""
     for group in groups:
         edges, given = [], []
         for node, gradients in zip(group.nodes, group.gradients, strict=True):
@@ -71,7 +72,7 @@ def backward_weights(groups: Sequence[WeightGroup]) -> None:
                     given.append(each)
         handles = []
         if group.repeated:
-            # One of the nodes may lead to another, where what has passed already must not be counted again.
+            # One of the nodes may lead to another. A gradient that has passed already must not be counted again there.
             handles = [
                 node.register_prehook(lambda _, kept=gradients: kept)
                 for node, gradients in zip(group.nodes, group.gradients, strict=True)
@@ -99,15 +100,15 @@ def _kept(group: WeightGroup, index: int) -> Any:
 
 
 def _weight_groups(start: Node, inputs: Tensor) -> list[WeightGroup]:
-    """The weights that `start` leads to.
+    """The groups of weights that `start` leads to.
 
     A node is on the way if it leads to `inputs`. Its depth counts the nodes on the way below it from which branches to
-    weights leave. Of two nodes of equal depth none leads to the other, so one call of autograd can start from both
-    and not compute any gradient twice. A weight with several nodes has a call of its own, with all weights that share
-    one of them."""
-    depth: dict[Node, int] = {}  # of nodes on the way
-    below: dict[Node, frozenset[Node]] = {}  # weights that a node off the way leads to
-    leaving: dict[Node, frozenset[Node]] = {}  # by node on the way: the weights of branches that leave there
+    weights leave. Of two nodes of equal depth none leads to the other. So one call of autograd can start from both and
+    computes no gradient twice. A weight with several nodes has a call of its own, together with all weights that share
+    one of these nodes."""
+    depth: dict[Node, int] = {}  # the depth of each node on the way
+    below: dict[Node, frozenset[Node]] = {}  # the weights to which each node off the way leads
+    leaving: dict[Node, frozenset[Node]] = {}  # the weights of the branches that leave at each node on the way
     for node, children in _children_first(start):
         if not children:
             variable = getattr(node, "variable", None)
@@ -145,13 +146,13 @@ def _weight_groups(start: Node, inputs: Tensor) -> list[WeightGroup]:
             shared.remove(other)
             nodes, weights = nodes | other[0], weights | other[1]
         shared.append((nodes, weights))
-    # The way between nodes of a weight passes those of other groups, which free what they used.
+    # The way between nodes of such a weight passes nodes of other groups, and these free what they used.
     repeated = [WeightGroup(list(nodes), list(weights), repeated=True) for nodes, weights in shared]
     return [*repeated, *groups.values()]
 
 
 def _children_first(start: Node) -> list[tuple[Node, list[Node]]]:
-    """All nodes that `start` leads to with those that each leads to directly, each after these."""
+    """All nodes to which `start` leads, each with the nodes to which it leads directly. A node comes after these."""
     found: dict[Node, list[Node]] = {}
     order: list[tuple[Node, list[Node]]] = []
     stack = [start]

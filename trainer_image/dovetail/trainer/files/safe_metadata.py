@@ -1,8 +1,8 @@
-"""Read checkpoints without running code from them.
+"""Reads checkpoints without running code from them.
 
 DCP keeps the list of a checkpoint's tensors as a pickle, `.metadata`. Unpickling runs whatever the file names. Here it
-may name only DCP's own records. Records of pickled objects (`BytesStorageMetadata`) are not allowed: DCP would unpickle
-those too, and our checkpoints hold only tensors. Tensors themselves are read with `weights_only=True`."""
+may name only DCP's own records. Records of pickled objects (`BytesStorageMetadata`) are not allowed, because DCP would
+unpickle those too, and our checkpoints hold only tensors. Tensors themselves are read with `weights_only=True`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,12 @@ _CLASSES = {
     "torch": {"Size"} | {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)},
     "torch.serialization": {"_get_layout"},
 }
-_PATHS = {"Path", "PosixPath", "PurePath", "PurePosixPath"}  # of the folder at saving; Python 3.13: pathlib._local
+_PATHS = {
+    "Path",
+    "PosixPath",
+    "PurePath",
+    "PurePosixPath",
+}  # of the folder when it was saved; in Python 3.13 from pathlib._local
 
 
 class UnsafeCheckpoint(RuntimeError):
@@ -50,7 +55,8 @@ class _Unpickler(pickle.Unpickler):
 class SafeReader(FileSystemReader):
     """DCP's reader with a safe way to read `.metadata`. Raises `UnsafeCheckpoint`, and OSError for a missing file.
 
-    `problem` is the first `UnsafeCheckpoint`: DCP of torch 2.11 drops it and only says that there is no metadata."""
+    `problem` is the first `UnsafeCheckpoint`. It is kept here because DCP of torch 2.11 drops it and only says that
+    there is no metadata."""
 
     problem: UnsafeCheckpoint | None = None
 

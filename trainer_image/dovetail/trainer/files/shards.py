@@ -17,7 +17,7 @@ from dovetail.models.transfer import checksum
 from dovetail.trainer.files.safe_metadata import SafeReader
 
 _CHUNK = 16 * 2**20
-# Of files that are verified at once.
+# So many files are verified at once.
 _THREADS = 4
 
 
@@ -26,9 +26,9 @@ class Damaged(RuntimeError):
 
 
 def digest(path: Path) -> str:
-    """A digest of a file's size and content, 32 hexadecimal digits. It hashes the checksums that weights in transit
-    have, chunk by chunk, and runs about as fast as memory. It detects any damage, but no deliberate forgery. Raises
-    OSError."""
+    """A digest of a file's size and content, 32 hexadecimal digits. It hashes the checksums of all chunks, which are
+    those of weight transfers. It runs about as fast as memory is read. It detects any damage, but no deliberate
+    forgery. Raises OSError."""
     buffer = torch.empty(_CHUNK, dtype=torch.uint8)
     total, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
@@ -50,7 +50,7 @@ def _fill(file: io.FileIO, view: memoryview) -> int:
 
 def verify(folder: Path, name: str, expected: Mapping[str, str]) -> None:
     """Raises Damaged unless the file has the digest in `expected` (digests by name). If `expected` is empty, every file
-    passes: the checkpoint is of a release without digests."""
+    passes, because the checkpoint is of a release without digests."""
     if not expected:
         return
     if name not in expected:

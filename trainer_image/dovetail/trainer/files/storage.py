@@ -1,4 +1,4 @@
-"""Write a folder together. It has a temporary name until every rank has written its part."""
+"""Lets all ranks write a folder together. It has a temporary name until every rank has written its part."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def storage_sentence(path: Path, problem: BaseException) -> str:
         if isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return f"{path} could not be written: {os.strerror(cause.errno).lower()}; free some space there"
     if any("inline_container" in str(cause) or "PytorchStreamWriter" in str(cause) for cause in causes(problem)):
-        # torch.save replaces the system's error by one of its own.
+        # torch.save replaces the system's error by its own.
         free = shutil.disk_usage(path.parent).free // 2**20
         return f"{path} could not be written in full; {free} MiB are free there, make room or raise the quota"
     first = next((str(c) for c in causes(problem) if isinstance(c, OSError)), str(problem))

@@ -54,7 +54,7 @@ def _flops(device: torch.device, dtype: torch.dtype, clock: Callable[[], float])
 
 
 def _seconds(work: Callable[[], object], device: torch.device, clock: Callable[[], float]) -> float:
-    """The median seconds of REPEATS runs, after one that does not count."""
+    """The median seconds of REPEATS runs, after one warm-up run that does not count."""
     found = []
     for _ in range(REPEATS + 1):
         start = clock()

@@ -20,8 +20,8 @@ _SMALL, _LARGE = 1, 4 * 2**20  # numbers of float32 values
 def measure_link(gpu: bool = False, repeats: int = 30, seconds: float = 60.0) -> LinkTimes:
     """Latency (seconds) and bandwidth (bytes per second) between two processes, from the times of round trips.
 
-    They use Gloo, or NCCL between GPUs 0 and 1. Starts both processes. Raises TimeoutError if they do not finish within
-    `seconds`, and RuntimeError if one of them fails."""
+    They use Gloo, or NCCL between GPUs 0 and 1. It starts both processes. Raises TimeoutError if they do not finish
+    within `seconds`, and RuntimeError if one of them fails."""
     context: Any = torch.multiprocessing.get_context("spawn")
     store = store_at("127.0.0.1", 0, None, timedelta(seconds=seconds))
     answers = context.SimpleQueue()

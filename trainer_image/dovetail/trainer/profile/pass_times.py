@@ -19,7 +19,7 @@ from dovetail.trainer.compat import is_view
 from dovetail.trainer.engine.action_measures import SavedBytes
 from dovetail.trainer.engine.split_backward import backward_input, backward_weights
 
-# The model has three stages of one layer each. The middle one is only a layer; the others have one part more.
+# The model has three stages of one layer each. The middle one is only a layer. The others have one part more.
 _STAGES = 3
 _PARTS = ("forward", "backward", "input_gradient", "weight_gradient", "activation_bytes")
 Clock = Callable[[], float]
@@ -44,7 +44,7 @@ def measure_model(
     stages = [_stage(short, ref, rank, device, dtype) for rank in range(_STAGES)]
     for size in micro_batches:
         first, layer, last = _measure(stages, size, tokens, device, repeats, clock)
-        # The first stage computes both halves of its backward pass, also its layer's, in the second half.
+        # The first stage computes all of its backward pass, its layer's too, in the second half.
         both = [sum(halves) for halves in zip(layer["input_gradient"], layer["weight_gradient"], strict=True)]
         without = {**layer, "weight_gradient": both}
         parts = {

@@ -19,9 +19,8 @@ def measure_transfers(
 ) -> dict[str, float]:
     """Seconds of a message to the next stage, by model, on every rank that is not a model's last place.
 
-    It is half a round trip of a tensor with the shape and dtype in `boundaries`, the median of several. This is a
-    collective call: every rank must make it with the same models. Edges that share a rank take turns. Raises
-    PeerLost."""
+    It is half of the median round trip of a tensor with the shape and dtype in `boundaries`. This is a collective call.
+    Every rank must make it with the same models. Edges that share a rank take turns. Raises PeerLost."""
     found = {}
     for name in sorted(boundaries):
         groups = models[name]

@@ -1,1 +1,1 @@
-"""The life of a trainer rank: it joins, executes the coordinator's commands, and sends heartbeats."""
+"""The life of a trainer rank. It joins, executes the coordinator's commands, and sends heartbeats."""

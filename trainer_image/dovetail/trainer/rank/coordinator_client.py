@@ -1,4 +1,4 @@
-"""A trainer rank's HTTP client: short blocking requests to the coordinator, each with a deadline."""
+"""A trainer rank's HTTP client. It makes short blocking requests to the coordinator, each with a deadline."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class CoordinatorUnreachable(Exception):
 
 
 class StaleGeneration(Exception):
-    """The answer was 409: this rank's generation is over, and it must join again."""
+    """The answer was 409. This rank's generation is over, and it must join again."""
 
 
 class Refused(Exception):
@@ -41,7 +41,7 @@ class Refused(Exception):
 
 
 class _Transient(Exception):
-    """The request may succeed if it is tried again: there was no connection, it broke, or the answer was 5xx."""
+    """The request may succeed if it is tried again. There was no connection, it broke, or the answer was 5xx."""
 
 
 class CoordinatorClient:
@@ -57,7 +57,7 @@ class CoordinatorClient:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """Raises ValueError when `address` is not an http URL with host and port."""
+        """Raises ValueError if `address` is not an http URL with host and port."""
         parts = urlsplit(address if "//" in address else f"http://{address}")
         if parts.scheme != "http" or not parts.hostname or parts.port is None:
             raise ValueError(f"DOVETAIL_COORDINATOR must look like http://host:port, not {address!r}")
@@ -83,7 +83,7 @@ class CoordinatorClient:
             return
 
     def heartbeat(self, beat: Heartbeat) -> HeartbeatReply | None:
-        """Send one heartbeat without retries. Returns None when the coordinator is away."""
+        """Send one heartbeat without retries. Returns None if the coordinator is away."""
         try:
             body = self._once("POST", "/v1/heartbeat", beat.model_dump_json().encode(), 5.0, JSON_LIMIT_BYTES)
             return HeartbeatReply.model_validate_json(body)

@@ -1,4 +1,4 @@
-"""Structured logs: one JSON line per event on stderr."""
+"""Writes structured logs, one JSON line per event, to stderr."""
 
 from __future__ import annotations
 

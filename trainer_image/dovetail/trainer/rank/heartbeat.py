@@ -21,7 +21,7 @@ class Abortable(Protocol):
     thread waits in a group."""
 
     def overdue(self) -> str | None:
-        """One sentence about a peer, if this rank has waited for it longer than the groups' deadline; else None."""
+        """One sentence about a peer for which this rank has waited longer than the groups' deadline, or None."""
 
     def abort(self, reason: str) -> None:
         """End all waits in the groups, which then raise PeerLost with the reason."""
@@ -33,11 +33,11 @@ class HeartbeatThread:
     If a peer dies, a rank that waits for it normally gets a broken connection at once and leaves by itself. A frozen
     peer, or one that never came, breaks no connection. So `superseded` becomes true as soon as the coordinator names a
     newer generation than this rank's. If the main thread does not call `leave` within the grace given to `enter`, the
-    process exits with code 75 and is started again: a waiting Gloo collective cannot be interrupted.
+    process exits with code 75 and is started again. A waiting Gloo collective cannot be interrupted.
 
-    A wait of a GPU can be interrupted, and nothing else ends it. So this thread aborts the groups that were given to
-    `enter` when the generation is over, or when they are overdue. This ends the wait on this rank. The grace begins
-    then, too."""
+    A wait of a GPU can be interrupted, and nothing else ends it. So when the generation is over, or a peer is overdue,
+    this thread aborts the groups that were given to `enter`. This ends the wait on this rank. The grace begins then,
+    too."""
 
     def __init__(
         self,
@@ -71,14 +71,14 @@ class HeartbeatThread:
         self._stop.set()
 
     def enter(self, generation: int, grace: float, groups: Abortable | None = None) -> None:
-        """This rank now belongs to `generation`. When that is over, it has `grace` seconds to leave. `groups` are then
-        aborted."""
+        """Record that this rank now belongs to `generation`. When that is over, the rank has `grace` seconds to leave,
+        and `groups` are aborted."""
         with self._lock:
             self._generation, self._grace, self._superseded_at = generation, grace, None
             self._groups = groups
 
     def leave(self) -> None:
-        """This rank now belongs to no generation."""
+        """Record that this rank now belongs to no generation."""
         with self._lock:
             self._generation, self._superseded_at, self._groups = None, None, None
 

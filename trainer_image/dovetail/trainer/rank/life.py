@@ -1,4 +1,4 @@
-"""The life of a trainer rank: join, form groups, execute commands, and join again when a peer is lost."""
+"""The life of a trainer rank. It joins, forms groups, executes commands, and joins again when a peer is lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMMAND: TypeAdapter[Command] = TypeAdapter(Command)
 SERVING_GRACE_SECONDS = 20.0
 FORMING_GRACE_SECONDS = 4.0
 REJOIN_PAUSE_SECONDS = 0.5
-# While the coordinator is away, rank 0 tells the others so at this interval, plus the time of the poll.
+# While the coordinator is away, rank 0 tells this to the other ranks at this interval, plus the time of the poll.
 SILENCE_SECONDS = 10.0
 # This must exceed a long poll, because between commands the other ranks wait in a broadcast. It is a last resort: a
 # dead peer breaks its connections at once, and the coordinator notices a frozen one after peerTimeoutSeconds.
@@ -56,7 +56,8 @@ class Rank:
     def run(self) -> None:
         """Run until `stop`. Raises CoordinatorUnreachable, Refused or GPUFailed."""
         while True:
-            # It listens until the groups are formed. If a port was only looked up, another process could take it.
+            # This socket listens until the groups are formed. If a free port were only looked up, another process could
+            # take it.
             door = listening_at(self.env.host)
             try:
                 reply = self._join(door)
@@ -67,7 +68,7 @@ class Rank:
                     return
             except (PeerLost, StaleGeneration, Superseded) as reason:
                 self.log("generation.left", generation=generation, reason=str(reason))
-                # NCCL reports a failed GPU as well. The groups are closed, so nothing waits for a peer.
+                # NCCL's error may also mean that the GPU failed. The groups are closed, so nothing waits for a peer.
                 if context_is_lost():
                     raise GPUFailed(f"the GPU failed: {reason}") from reason
             finally:
@@ -94,7 +95,7 @@ class Rank:
                 return reply
 
     def _live(self, reply: JoinReply, generation: int, door: socket.socket) -> bool:
-        """Live through one generation. Returns true after `stop`. Raises PeerLost, StaleGeneration, Superseded."""
+        """Serve in one generation. Returns True after `stop`. Raises PeerLost, StaleGeneration, Superseded."""
         self.heartbeat.enter(generation, FORMING_GRACE_SECONDS)
         groups = Groups.form(
             reply.master_host,
@@ -105,7 +106,7 @@ class Rank:
             max(LEAST_TIMEOUT_SECONDS, float(self.spec.failure_policy.peer_timeout_seconds)),
             listening=door,
         )
-        # A wait of a CPU ends by itself, when the connection breaks or at its deadline.
+        # A CPU's wait ends by itself, when the connection breaks or at its deadline.
         self.heartbeat.enter(generation, SERVING_GRACE_SECONDS, groups if groups.device.type == "cuda" else None)
         self.metrics.generation.set(generation)
         self.log("groups.formed", generation=generation)
@@ -205,7 +206,7 @@ class _Asking:
         self._heard = clock()
 
     def done(self, result: CommandResult) -> None:
-        """The command was executed. Its result is sent with the next request."""
+        """Record that the command was executed. Its result is sent with the next request."""
         self._last, self._handed_in = result, False
 
     def next(self) -> Command | None:

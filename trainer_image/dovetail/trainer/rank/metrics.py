@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from dovetail.protocol.messages import CommandResult
 from dovetail.trainer.rank.metrics_server import MetricsServer
 
-# The command metrics that are shown. The set is fixed, whatever a later step reports.
+# These metrics of commands are shown. The set is fixed, whatever later steps report.
 SHOWN = frozenset(
     {
         "loss",
@@ -69,5 +69,5 @@ class TrainerMetrics:
                 self.values.labels(name).set(result.metrics[name])
 
     def serve(self, port: int, host: str) -> None:
-        """Serve /metrics from a thread. Raises OSError when the port is taken."""
+        """Serve /metrics from a thread. Raises OSError if the port is taken."""
         MetricsServer((host, port), self.registry).start()

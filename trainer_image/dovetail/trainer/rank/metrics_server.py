@@ -1,4 +1,4 @@
-"""The HTTP server of a rank's metrics: prometheus_client's application in a server that closes slow connections."""
+"""The HTTP server of a rank's metrics. It runs prometheus_client's application and closes slow connections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dovetail.protocol.http.header_deadline import HEADER_SECONDS
 
 
 class MetricsServer(ThreadingMixIn, WSGIServer):
-    """Answers one request per connection, each in a thread. A connection is closed after `seconds`; a scrape takes
+    """Answers one request per connection, each in a thread. A connection is closed after `seconds`. A scrape takes
     milliseconds. prometheus_client's `start_http_server` would wait for the rest of a request for ever."""
 
     daemon_threads = True
@@ -29,7 +29,7 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
         seconds: float = HEADER_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises OSError when the port is taken."""
+        """Raises OSError if the port is taken."""
         # By default WSGIServer supports IPv4 only.
         self.address_family = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][0]
         super().__init__(address, _SilentHandler)
@@ -59,4 +59,4 @@ class MetricsServer(ThreadingMixIn, WSGIServer):
 
 class _SilentHandler(WSGIRequestHandler):
     def log_message(self, *_: Any) -> None:
-        """Write nothing: scrapes are not logged."""
+        """Write nothing, because scrapes are not logged."""

@@ -98,7 +98,7 @@ class Exchange:
 
 
 class SendingThread:
-    """Sends the weights of one generation. `over()` says whether this rank leaves it. `cancelled(id)`: see
+    """Sends the weights of one generation. `over()` says whether this rank leaves the generation. `cancelled(id)`: see
     `WeightSender`."""
 
     def __init__(

@@ -1,1 +1,1 @@
-"""One module for each stage: from a batch to losses, optimizer steps and metrics."""
+"""One module for each stage. It goes from a batch to losses, optimizer steps and metrics."""

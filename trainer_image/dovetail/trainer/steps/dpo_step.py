@@ -51,8 +51,8 @@ class Responses:
         return context.per_sequence("actor", self.sequences, self.mask, micro, 1, sums, Predictions, tokens).squeeze(1)
 
     def ratios(self, logprobs: Tensor, config: DPO, rows: list[int] | None = None) -> Tensor:
-        """The log-ratios (rows,) of these rows (None: all) from their log-probabilities. For IPO they are divided by
-        the number of response tokens."""
+        """The log-ratios (rows,) of these rows, or of all rows if `rows` is None, from their log-probabilities. For IPO
+        they are divided by the number of response tokens."""
         assert self.reference is not None
         chosen = slice(None) if rows is None else rows
         ratios = logprobs - moved(self.reference[chosen], logprobs.device)
@@ -63,8 +63,8 @@ class Responses:
 
 @dataclass(frozen=True)
 class JudgedBatch:
-    """Responses with judgements. Without `good`, pair i is rows i and i + pairs. With `good` (N,) bool there are no
-    pairs, and each response has this label. `mismatched` holds KTO's prompts with responses to other prompts."""
+    """Responses with judgements. Without `good`, pair i has the rows i and i + pairs. With `good` (N,) bool there are
+    no pairs, and each response has this label. `mismatched` holds KTO's prompts with responses to other prompts."""
 
     responses: Responses
     mismatched: Responses | None
@@ -89,7 +89,8 @@ class JudgedBatch:
     def loss(
         self, ratios: Tensor, config: DPO, records: list[int] | None = None, *, normaliser: float, kl: float
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of these records (None: all) and its statistics; `ratios` are the log-ratios of their rows."""
+        """The loss of these records and its statistics. With `records` None it is over all. `ratios` are the log-ratios
+        of their rows."""
         if self.good is not None:
             good = moved(self.good if records is None else self.good[records], ratios.device)
             return labelled_loss(ratios, good, config, normaliser=normaliser, kl=kl)
@@ -97,8 +98,8 @@ class JudgedBatch:
         return preference_loss(ratios[:half], ratios[half:], config, normaliser=normaliser, kl=kl)
 
     def kl(self, context: Context, tokens: int | None = None) -> float:
-        """KTO's KL estimate under the current weights, the same on every rank; 0 for other losses. This is
-        a collective call."""
+        """KTO's KL estimate under the current weights, in nats. It is the same on every rank, and 0 for other losses.
+        This is a collective call."""
         if self.mismatched is None:
             return 0.0
         with context.timeline.phase("dpo kl"):
@@ -187,7 +188,8 @@ def prepare_step(context: Context, step: Step) -> Run:
 
 
 def prepare_evaluate(context: Context, command: Evaluate) -> Run:
-    """The metrics of a step over all records of the batches; without any (`data.heldOut` 0) they are 0."""
+    """Prepare to compute the metrics of a step over all records of the batches. Without records (`data.heldOut` 0) they
+    are 0."""
     context.require("actor")
     batches = [_checked(context, key) for key in command.batches]
     config = context.spec.dpo

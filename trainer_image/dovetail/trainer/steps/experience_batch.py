@@ -1,4 +1,4 @@
-"""A PPO batch as tensors, and what is computed once over all of it: advantages, weights and metrics.
+"""A PPO batch as tensors. Advantages, weights and metrics are computed once over all of it.
 
 Every rank does this for the whole global batch. It is cheap, and whitening and group baselines need all samples."""
 
@@ -151,16 +151,16 @@ def counted_samples(samples: PPOSamples, config: PPO) -> Tensor | None:
 
 
 def right_samples(samples: PPOSamples, config: PPO) -> Tensor | None:
-    """(N,) bool: the samples whose score says that they are right (`rightScore`). None if `rightCoef` is 0."""
+    """(N,) bool: the samples whose score says that they are right (`rightScore`). It is None if `rightCoef` is 0."""
     return samples.scores >= config.right_score if config.right_coef > 0 else None
 
 
 def recomputes_old_logprobs(spec: RLHFJobSpec, device_type: str) -> bool:
     """Whether the denominator of the policy ratio comes from a forward pass of the trainer (`ppo.oldLogProbs`).
 
-    Auto uses the rollout's if both sides compute the same numbers: float32 on both, temperature 1, no top-k or top-p.
-    Otherwise rounding and the truncated distribution would change the ratio. With a lag the rollout's weights are
-    older, so its log-probabilities are never the denominator."""
+    `Auto` uses the rollout's log-probabilities if both sides compute the same numbers. This needs float32 on both
+    sides, temperature 1, and no top-k or top-p. Otherwise rounding and the truncated distribution would change the
+    ratio. With a lag the rollout's weights are older, so its log-probabilities are never the denominator."""
     if spec.ppo.lag > 0:
         return True
     if spec.ppo.old_log_probs != "Auto":
@@ -205,7 +205,7 @@ def targets(
     """Advantages and the other inputs of the losses, over the global batch.
 
     `recomputed` (N, R) are the log-probabilities at the trainer's current weights. With None the rollout's are used.
-    `compared` (N, R) are the same at the temperature of the rollout's log-probabilities, if that is another one.
+    `compared` (N, R) are the same at the temperature of the rollout's log-probabilities, if that temperature differs.
     `function` is the function of `advantageFunction`. `iteration` is 1 for the first. Advantages in the batch take
     precedence. Raises BadCommand if a setting and the batch do not fit, and if the function fails."""
     mask = samples.mask
@@ -286,7 +286,7 @@ def _advantages(
 
 
 def mismatch(logprobs: Tensor, rollout: Tensor, mask: Tensor, cap: float) -> Metrics:
-    """The gap between trainer and rollout: token means, and the maximum. Differences are in nats."""
+    """The gap between trainer and rollout, as token means and the maximum. Differences are in nats."""
     sums = {name: float(value) for name, value in mismatch_metrics(logprobs, rollout, mask, cap).items()}
     tokens = max(1.0, sums.pop("mismatch_tokens"))
     largest = sums.pop("mismatch_abs_max")

@@ -1,4 +1,4 @@
-"""The training of one PPO iteration: epochs of mini-batches, with one schedule for actor and critic."""
+"""Trains one PPO iteration. It runs epochs of mini-batches, with one schedule for actor and critic."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ class RankSchedule:
 class MiniBatch:
     """This rank's part of one optimizer step. `work` has the rows of each micro-batch, by the models on this rank.
 
-    `counted` (N,) bool says which of the iteration's samples train the policy; None: all. `policy_tokens` and
-    `policy_samples` count these in the whole mini-batch. `right` (N,) bool says which of the iteration's samples are
-    right, and `right_tokens` counts their response tokens in the mini-batch; None and 0 without `rightCoef`. `ptx_rows`
-    are its demonstrations."""
+    `counted` (N,) bool says which of the iteration's samples train the policy. If it is None, all do. `policy_tokens`
+    and `policy_samples` count these in the whole mini-batch. `right` (N,) bool says which of the iteration's samples
+    are right, and `right_tokens` counts their response tokens in the mini-batch. They are None and 0 without
+    `rightCoef`. `ptx_rows` are its demonstrations."""
 
     work: dict[str, list[list[int]]]
     response_tokens: int
@@ -151,7 +151,7 @@ def check_routing(config: Any, sequences: Sequences) -> None:
         raise BadCommand(
             f"batch array 'routed_experts' is of {found} layers and experts a token, the actor of {wanted}"
         )
-    # In transformers, both names give the number of experts.
+    # transformers has two names for the number of experts, and both work.
     if int(sequences.routing.max()) >= getattr(config, experts.count[0]):
         raise BadCommand(f"batch array 'routed_experts' holds expert {int(sequences.routing.max())}, which is none")
 
@@ -272,7 +272,7 @@ def step_metrics(
     counted: Tensor | None,
 ) -> Metrics:
     """The metrics of a step's losses. `totals` are the sums of their statistics. `applied` has values for each
-    optimizer step. `counted` (N,) bool says which samples train the policy; None: all."""
+    optimizer step. `counted` (N,) bool says which samples train the policy. If it is None, all do."""
     metrics: Metrics = {}
     if counted is not None:
         metrics["counted_fraction"] = float(counted.double().mean())
@@ -401,7 +401,7 @@ def _actor_micro_batch(
             total, stats = total + penalty, stats | more
         known = goals.weights is not None or "mismatch_abs" in goals.metrics
         if mini.first and goals.staleness == 0 and not known:
-            # Before the first update the current weights are those that sampled.
+            # Before the first update the current weights are those with which the rollouts sampled.
             gap = mismatch_metrics(logprobs, inputs.rollout_logprobs, inputs.mask, config.importance_sampling.cap)
             stats |= {name: value for name, value in gap.items() if name != "mismatch_abs_max"}
         if config.entropy_coef > 0:

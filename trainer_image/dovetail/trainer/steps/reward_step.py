@@ -19,7 +19,7 @@ def last_tokens(sequences: Sequences) -> Tensor:
 
 
 def load_pairs(context: Context, key: str) -> Sequences:
-    """The chosen sequences, then the rejected ones: pair i is rows i and i + pairs. Raises BadCommand."""
+    """The chosen sequences, then the rejected ones. Pair i has the rows i and i + pairs. Raises BadCommand."""
     arrays = context.fetch(key)
     chosen, rejected = Sequences.read(arrays, "chosen_"), Sequences.read(arrays, "rejected_")
     if len(chosen) != len(rejected):

@@ -15,7 +15,7 @@ from dovetail.trainer.steps.step_context import Context, Metrics, Run, balance, 
 
 
 def predictions(sequences: Sequences, loss_mask: Tensor) -> Tensor:
-    """(N, T) bool, true where a position's prediction is to be learnt; `loss_mask` (N, T) marks tokens.
+    """(N, T) bool, true where a position's prediction is to be learnt. `loss_mask` (N, T) marks the tokens to learn.
 
     Position t predicts token t + 1. Nothing predicts a sequence's first token. Tokens beyond its length do not
     count."""

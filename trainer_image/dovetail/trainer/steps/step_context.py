@@ -1,4 +1,4 @@
-"""What every step needs: the job, the engine, and the collection of per-sequence results over ranks."""
+"""Gives every step the job, the engine, and functions that collect per-sequence results over ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from dovetail.trainer.packed_batches import (
 from dovetail.trainer.spans import SpanRecorder
 
 Metrics = dict[str, float]
-# The second half of a command: the collective work. The first half only checks and changes nothing.
+# The second half of a command, with the collective work. The first half only checks and changes nothing.
 Run = Callable[[], Metrics]
 
 
@@ -75,7 +75,7 @@ class Context:
         if step.micro_batch_tokens is not None:
             if mini_batches > 1:
                 raise BadCommand("micro-batches are cut by tokens, which a schedule of several mini-batches cannot run")
-            # A serial schedule of more micro-batches becomes the serial schedule of these if the others are dropped.
+            # If the other micro-batches are dropped from a serial schedule, it is the serial schedule of the rest.
             mine = [action for action in mine if action.micro_batch < micro_batches[action.model]]
         for model, count in micro_batches.items():
             forwards = sum(a.model == model and a.kind == "F" and not a.chunk for a in mine)
@@ -174,5 +174,5 @@ def balance(stats: Mapping[str, float], prefix: str = "") -> Metrics:
 
 
 def variance(x: Tensor) -> float:
-    """The population variance of a flat tensor, in float64. 0 if it is empty."""
+    """The population variance of a flat tensor, computed in float64. It is 0 if the tensor is empty."""
     return float(x.double().var(correction=0)) if x.numel() else 0.0

@@ -44,9 +44,9 @@ STEPS = ("step_rewards", "step_ends")
 
 @dataclass
 class HeldParts:
-    """The parts of the next step whose gradient the ranks hold. `step`: its number. `digests`: of each part.
-    `totals`: statistics of the losses. `old`: log-probabilities that the trainer has computed itself, as `before_step`
-    returns them; None where it trusts the rollouts."""
+    """The parts of the next step whose gradient the ranks hold. `step` is its number. `digests` has the digest of each
+    part. `totals` are statistics of the losses. `old` has the log-probabilities of each part that the trainer has
+    computed itself, as `before_step` returns them. They are None if the rollout's are used."""
 
     step: int = 0
     digests: list[str] = field(default_factory=list)
@@ -60,16 +60,17 @@ class HeldParts:
 
 @dataclass(frozen=True)
 class StreamedPart:
-    """A part, checked. `samples`: its rows alone. `digest`: of its arrays, and of what the step says about its loss."""
+    """A part that was checked. `samples` has only its rows. `digest` covers its arrays, and the step's settings of its
+    loss."""
 
     samples: PPOSamples
     digest: str
 
 
 def rows_of(arrays: Arrays, start: int, stop: int) -> Arrays:
-    """These rows of a PPO batch, with as little padding as they need: the same arrays whatever rows are beside them.
-    Arrays of steps are left out where none of the rows has a step, because whether a batch has them depends on all its
-    rows."""
+    """These rows of a PPO batch, with as little padding as they need. So the arrays do not depend on the other rows of
+    the batch. Arrays of steps are left out if none of the rows has a step, because other rows may be the reason why the
+    batch has them."""
     prompts, responses = (arrays[name][start:stop].astype(np.int64) for name in ("prompt_lengths", "response_lengths"))
     width, longest = int((prompts + responses).max()), int(responses.max())
     found = {}
@@ -199,7 +200,8 @@ def _forget(context: Context, held: HeldParts, step: Step) -> None:
 
 
 def _nominal(context: Context) -> int:
-    """The divisor of token means while the token count is unknown: that of the longest possible responses."""
+    """The divisor of token means while the token count is unknown. It is the token count of the longest possible
+    responses."""
     return context.spec.ppo.global_batch_size * context.spec.generation.max_tokens
 
 
@@ -264,7 +266,7 @@ def _finish(context: Context, held: HeldParts, step: Step, models: list[str], sa
 
 def normalisers(config: PPO, nominal: int, lengths: Tensor, counted: Tensor | None) -> dict[str, float]:
     """The factor for the gradient of each model, now that all samples are known. `lengths` (N,): response tokens.
-    `counted` (N,) bool: the samples that train the policy; None: all."""
+    `counted` (N,) bool: the samples that train the policy, or None for all."""
     theirs = lengths if counted is None else lengths[counted]
     if config.loss_aggregation == "Token":
         policy = nominal / max(1, int(theirs.sum()))
@@ -274,5 +276,5 @@ def normalisers(config: PPO, nominal: int, lengths: Tensor, counted: Tensor | No
 
 
 def _joined(tables: list[Tensor], width: int) -> Tensor:
-    """Tables (n, r), padded to the width and joined by rows: (N, width)."""
+    """The tables (n, r), padded to the width and joined by rows, (N, width)."""
     return torch.cat([torch.nn.functional.pad(table, (0, width - table.shape[1])) for table in tables])

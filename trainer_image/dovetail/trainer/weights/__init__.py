@@ -1,1 +1,2 @@
-"""Weights that a rank keeps, compares and proves."""
+"""Keeps weight versions, compares weights, and computes log-probabilities that show whether a server has the right
+ones."""

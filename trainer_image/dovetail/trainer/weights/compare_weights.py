@@ -1,4 +1,4 @@
-"""Compare two folders of weights bit for bit: checkpoints, or exported Hugging Face models."""
+"""Compares two folders of weights bit for bit. They are checkpoints, or exported Hugging Face models."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Difference:
     reason: str = ""
 
     def sentence(self) -> str:
-        """What differs, without a full stop."""
+        """A sentence that says what differs, without a full stop."""
         if self.reason:
             return f"{self.name}: {self.reason}"
         return f"{self.name}: {self.elements} of {self.size} elements, by {self.largest:.3g} at most"
@@ -111,7 +111,7 @@ def _checkpoint(folder: Path) -> dict[str, Any]:
 def _read(folder: Path, name: str, meta: Any) -> Tensor:
     tensor = torch.empty(meta.size, dtype=meta.properties.dtype)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads, on purpose
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # only one process reads
         dcp.load({name: tensor}, storage_reader=SafeReader(folder), no_dist=True)
     return tensor
 

@@ -1,4 +1,4 @@
-"""Weight versions that a rank keeps in host memory, so that it can send them while it trains."""
+"""Keeps weight versions in a rank's host memory, so that the rank can send them while it trains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Copies = dict[tuple[str, str], torch.Tensor]  # the key is (model, tensor name)
 @dataclass
 class Kept:
     """One version. `models` holds what this rank sends of each model. `probe` holds the version's log-probabilities, if
-    there are any. `problem` says why the version cannot be sent; None if it can."""
+    there are any. `problem` says why the version cannot be sent. It is None if it can."""
 
     version: int
     models: dict[str, WeightParts]
@@ -32,7 +32,7 @@ class Kept:
 
 
 class KeptWeights:
-    """The newest versions. The main thread adds them; the thread that sends them reads them.
+    """The newest versions. The main thread adds them, and the thread that sends them reads them.
 
     When a version is no longer kept, the next one overwrites its copies, unless they are still being sent."""
 
@@ -81,7 +81,7 @@ class KeptWeights:
         return kept
 
     def add(self, kept: Kept, probe: Probe | None, problem: str | None = None) -> None:
-        """Keep this version. `problem`: why it cannot be sent. Call it before the next optimizer step.
+        """Keep this version. `problem` says why it cannot be sent. Call it before the next optimizer step.
 
         The copies are complete when it returns, so later steps cannot change what is sent."""
         kept.probe, kept.problem = probe, problem
@@ -133,5 +133,5 @@ class KeptWeights:
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self._stream):
             copy.copy_(tensor, non_blocking=True)
-        # The caller may free it, a merged adapter for example, before it is copied.
+        # The caller may free the tensor, for example a merged adapter, before it is copied.
         tensor.record_stream(self._stream)

@@ -1,4 +1,5 @@
-"""Log-probabilities of a few fixed tokens under the weights that were just sent. They serve to check servers."""
+"""Computes log-probabilities of a few fixed tokens under the weights that were just sent. They serve to check
+servers."""
 
 from __future__ import annotations
 
