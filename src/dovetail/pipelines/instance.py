@@ -206,7 +206,7 @@ def work(problem: ScheduleProblem, placement: StagePlacement) -> Floats:
 
 
 def mirror(instance: SearchInstance) -> SearchInstance:
-    """The instance run backwards in time: the first and the last kind of passes change places. This is valid only where
+    """The instance run backwards in time: the first and the last kind of passes change places. This is valid only if
     barriers between mini-batches look the same from both ends."""
     duration, activation = np.zeros_like(instance.duration), np.zeros_like(instance.activation)
     latency, last = np.zeros_like(instance.latency), instance.kinds - 1

@@ -87,7 +87,7 @@ class PricedIteration:
 
 
 def expected(phases: Mapping[str, float], uses: Sequence[Use], inventory: Inventory) -> PricedIteration:
-    """The mean duration and the price of an iteration whose phases take so many seconds while all nodes work.
+    """The mean duration and the price of an iteration whose phases take these seconds while all nodes work.
 
     A fleet changes slowly compared with an iteration. So the rate of iterations is averaged over the fleet's states."""
     plain = seconds = sum(phases.values())

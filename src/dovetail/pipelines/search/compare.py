@@ -120,7 +120,7 @@ def front(schedules: list[Schedule]) -> list[Schedule]:
 def cached_find(
     problem: ScheduleProblem, family: str, effort: SearchEffort, store: MutableMapping[str, str]
 ) -> Schedule:
-    """`find`, whose answer is kept in `store` under a hash of problem, family and effort.
+    """Calls `find`, and keeps the answer in `store` under a hash of problem, family and effort.
 
     A kept answer is simulated again. An entry that is damaged or belongs to another problem is searched for anew."""
     if family_of(family, len(problem.models)).fixed:

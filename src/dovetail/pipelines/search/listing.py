@@ -306,7 +306,7 @@ def justify(  # type: ignore[no-untyped-def]
 
     Passes are listed in the order of their starts, alternately from the front and, on the mirror image in time, from
     the back. What a list scheduler decides badly at one end, it decides well from the other. The starts are perturbed a
-    little, so that the search goes on where neither direction improves the schedule.
+    little, so that the search goes on if neither direction improves the schedule.
 
     `duration`, `activation`, `latency` and `forms` have one more axis in front, for the instance and its mirror image.
     Fills `best_orders` and returns their makespan, or 1e300 if nothing is faster than `start`. The kernel stops at the

@@ -27,7 +27,7 @@ def shorten(problem: ScheduleProblem, family: Family) -> ScheduleProblem | None:
     The problem needs one mini-batch with at least five times as many micro-batches as ranks. Times are the mean over
     micro-batches."""
     unit = _unit(problem)
-    # Three times the ranks, for warm-up, steady state and cool-down; a multiple of the unit.
+    # This is about three times the ranks, for warm-up, steady state and cool-down. It is a multiple of the unit.
     count = max(unit[0], -(-3 * problem.ranks // unit[0]) * unit[0])
     if problem.mini_batches > 1 or family.fixed or problem.models[0].micro_batches < 5 * problem.ranks:
         return None

@@ -78,7 +78,7 @@ class IterationWork:
 
 
 def slowdown(busy_cores: float, cores: int) -> float:
-    """The factor by which everything takes longer if the processes want more cores than there are. At least 1."""
+    """The factor by which everything takes longer if the processes want more cores than there are. It is at least 1."""
     return max(1.0, busy_cores / cores)
 
 

@@ -250,7 +250,7 @@ class GPUCosts:
         return reduced + (gathered if share.fsdp else reduced)  # without sharding, an all-reduce takes twice as long
 
     def straggling(self, dp: int) -> float:
-        """The tokens of the data-parallel rank with most tokens of a mini-batch, over those of the mean rank."""
+        """The tokens of the data-parallel rank with most of a mini-batch, divided by the mean of the ranks."""
         return straggling(self.work, dp)
 
     def longest_of(self, dp: int) -> int:

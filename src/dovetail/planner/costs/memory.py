@@ -347,7 +347,7 @@ def _activations(job: Training, stage: int, b: int, layer: int, outer: int) -> d
 
 
 def serial_activations(job: Training) -> float:
-    """The bytes of activations on the rank that holds most of them under serial 1F1B, where a rank has neighbouring
+    """The bytes of activations on the rank that holds most of them under serial 1F1B, if a rank has neighbouring
     stages. The search of schedules keeps to it on GPUs, also with stages in a V (`dovetail.pipelines.serial_memory`).
     `job.in_flight` makes no difference."""
     pp, chunks = job.layout.pp, job.chunks

@@ -65,9 +65,9 @@ def allowed_layouts(
 def divisions(layouts: Mapping[str, Parallelism], micro_batches: int) -> list[dict[str, Layout]]:
     """The divisions of the trainer ranks. The first ranks are for the actor alone, the others for the critic.
 
-    A model keeps its data-parallel size where it can, and has fewer pipeline stages instead. Then its micro-batches,
-    and with them its gradients, are the same bits as on all ranks. Only the divisions that change the fewest
-    data-parallel sizes are returned.
+    A model keeps its data-parallel size if it can, and has fewer pipeline stages instead. Then its micro-batches, and
+    with them its gradients, are the same bits as on all ranks. Only the divisions that change the fewest data-parallel
+    sizes are returned.
 
     `layouts`: the layouts on all ranks. `micro_batches`: those of a mini-batch, which data-parallel ranks share evenly.
     A model never has more pipeline stages than in `layouts`. The list is empty if the ranks cannot be divided."""

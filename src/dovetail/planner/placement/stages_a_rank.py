@@ -20,7 +20,7 @@ SEVERAL = (2, 4)
 
 
 def fitting(chosen: Chosen) -> Literal["Auto", "TimeSharing", "Serial"]:
-    """The schedules that fit where a placement on GPUs was chosen and the manifest leaves the schedule open. Those that
+    """The schedules that fit if a placement on GPUs was chosen and the manifest leaves the schedule open. Those that
     run both models at once need the gradients and the gathered weights of both. So a placement may fit only if the
     models take turns, or only if no critic's stage runs against the actor's."""
     ways: tuple[tuple[Schedule, Literal["Auto", "TimeSharing"]], ...] = (

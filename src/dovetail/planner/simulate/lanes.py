@@ -17,7 +17,7 @@ class Parts:
     `training`: the same for the trainers. Both are measured as if the other lane did nothing.
 
     `idle`: the seconds of `samples` in which a rollout has nothing to do, as the mean over the rollouts. `cores`: the
-    cores that each lane keeps busy if both share a machine; else (0, 0).
+    cores that each lane keeps busy if both share a machine, or (0, 0).
 
     `tail`: the seconds at the end of `generation` in which at most half of the servers are needed. The others can begin
     the next iteration then. `kept`: the fraction of all servers' time that this iteration takes in its tail."""

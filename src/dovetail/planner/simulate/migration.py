@@ -1,5 +1,5 @@
-"""Decides where the remaining samples go: to as few instances as hold them, those with most samples first (RLHFuse
-section 4.2)."""
+"""Decides where the remaining samples go. They take as few instances as can hold them. The instances with most samples
+come first (RLHFuse section 4.2)."""
 
 from __future__ import annotations
 

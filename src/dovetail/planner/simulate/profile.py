@@ -28,13 +28,13 @@ class StageProfile:
     generate. This is also right for CPU scorers on the server's own cores.
 
     `decode`: measured points (batch size, seconds of a decode step). Between points the time is interpolated. Below the
-    first point it is constant. Beyond the last point the line through the last two points goes on; with one point the
-    time is in proportion to the batch.
+    first point it is constant. Beyond the last point it follows the line through the last two points. With one point it
+    is in proportion to the batch.
     `prefill_seconds_per_token`: the time of a prefill.
     `inference_seconds_per_token`: the time of reference, reward and critic together, for a token of prompt and
     response. A prompt counts for each of its samples, although they share its computation. So the value is lower.
     `inference_seconds_per_chunk`: the fixed seconds of a chunk of samples that are scored together.
-    `swap_in_seconds`: the time from the last decode step to the first scored batch, as far as nothing hides it.
+    `swap_in_seconds`: the time from the last decode step to the first scored batch, without what other work hides.
     `swap_out_seconds`: the time from the last scored batch until the server can generate again.
     `max_samples`: the most requests at once.
     `kv_tokens`: the tokens that the KV cache holds. None: it holds enough.
