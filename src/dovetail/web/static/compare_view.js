@@ -1,4 +1,4 @@
-// Runs on one axis. Runs that differ in their seed only are one line, with the range of their values as a band.
+// Shows several runs on one axis. Runs that differ only in their seed are one line, with the range of their values as a band.
 
 import {COLOURS, h, select, swap} from "./dom.js";
 import {LineChart, Zoom} from "./line_chart.js";
@@ -34,7 +34,7 @@ export async function compareView({source, root, signal, say, args}) {
     const begin = Math.min(...[...steps.values()].map((row) => row.time || Infinity));
     return points(steps, metric).map(([step, value]) => [by === "time" && Number.isFinite(begin) ? (steps.get(step).time - begin) / 60 : step, value]);
   }
-  // The mean of the seeds at each step that all have, with their range.
+  // The mean and the range of the seeds, at each step that all of them have.
   function mean(lines) {
     const values = new Map();
     for (const line of lines) for (const [x, y] of line) values.set(x, [...(values.get(x) || []), y]);

@@ -1,4 +1,4 @@
-// Elements and numbers. All text becomes text nodes, so nothing that a model wrote is ever read as HTML.
+// Makes elements and writes numbers. All text becomes text nodes, so nothing that a model wrote is ever read as HTML.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -33,7 +33,7 @@ export const moment = (seconds) => (seconds ? new Date(seconds * 1000).toLocaleS
 export const signed = (value) => (value > 0 ? `+${number(value)}` : number(value));
 export const percent = (value) => (value === null || value === undefined ? "–" : `${number(100 * value, 3)}%`);
 
-// A table of {label, n: numeric} columns. A row is a list of cells. It becomes cards on a narrow screen.
+// A table. `columns`: {label, n: whether it has numbers}. A row is a list of cells. On a narrow screen each row becomes a card.
 export function table(columns, rows, caption = "") {
   const head = columns.map((column) => h("th", {class: column.n ? "n" : null, scope: "col"}, column.head || column.label));
   const body = rows.map((row) => h("tr", {}, row.map((cell, i) =>
@@ -50,7 +50,7 @@ export function select(label, options, chosen, onchange) {
 const FOCUSED = "a,button,input,select,[tabindex]";
 const nameOf = (node) => `${node.tagName} ${node.getAttribute("aria-label") || node.closest("label")?.firstChild?.textContent || node.textContent}`;
 
-// Replaces what is in the box. The keyboard's focus stays on what has the same name.
+// Replaces the content of a box. The keyboard's focus stays on the element with the same name.
 export function swap(box, ...children) {
   const active = box.contains(document.activeElement) ? nameOf(document.activeElement) : null;
   box.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false && child !== ""));

@@ -1,4 +1,4 @@
-// What happened in the run, the newest first.
+// Shows the events of a run, the newest first.
 
 import {h, moment, swap, table} from "./dom.js";
 

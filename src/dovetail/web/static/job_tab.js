@@ -1,4 +1,4 @@
-// What Kubernetes knows of a job: why it waits, its groups, plan, checkpoint, results, conditions, events and logs.
+// Shows what Kubernetes knows of a job: why it waits, its groups, plan, checkpoint, results, conditions, events and logs.
 
 import {h, swap, table} from "./dom.js";
 import {whyNot} from "./overview_tab.js";

@@ -1,11 +1,11 @@
-// Bars on lanes over time: an iteration's timeline, or a schedule by rank. Zooms as line charts do; arrow keys choose a bar.
+// Shows bars on lanes over time: an iteration's timeline, or a schedule by rank. It zooms as line charts do. Arrow keys choose a bar.
 
 import {colourOf, duration, h, number, s} from "./dom.js";
 import {ticks} from "./line_chart.js";
 
 const BAR = 15, LABEL = 14, GAP = 4, AXIS = 18;
 
-// `lanes`: [{label, bars: [[name, start, end, detail, colour?]]}]. `end`: the axis's end, so that several share a scale.
+// `lanes`: [{label, bars: [[name, start, end, detail, colour?]]}]. `end`: the end of the axis, so that several charts can have one scale.
 export function lanes({title, note = "", lanes: given, end = 0, unit = "s"}) {
   const whole = Math.max(end, ...given.flatMap((lane) => lane.bars.map((bar) => bar[2])), 1e-9);
   let [first, last] = [0, whole], chosen = null, W = 1000;

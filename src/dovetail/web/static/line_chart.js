@@ -1,4 +1,4 @@
-// A line chart: drag to zoom, double click or Escape to see all, arrow keys to read values, + and - to zoom.
+// A line chart. Drag, + and - zoom. A double click or Escape shows all. Arrow keys read values.
 
 import {h, legend, number, s} from "./dom.js";
 
@@ -20,12 +20,12 @@ export function ticks(low, high, count) {
   const rough = (high - low) / count || 1, size = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map((m) => m * size).find((value) => value >= rough * 0.999);
   const begin = Math.ceil(low / step), found = [];
-  // Numbers that are equal but for rounding have no step between them: adding one would change nothing, without an end.
+  // The count is limited: between numbers that differ only by rounding, adding a step changes nothing.
   for (let n = 0; n <= count + 1 && (begin + n) * step <= high + step * 1e-9; n++) found.push((begin + n) * step || 0);
   return found;
 }
 
-// At most MOST points; of each bucket the lowest and the highest stay.
+// Keeps at most MOST points: the lowest and the highest of each bucket.
 function thinned(points) {
   if (points.length <= MOST) return points;
   const size = Math.ceil((2 * points.length) / MOST), found = [];
@@ -37,7 +37,7 @@ function thinned(points) {
   return found;
 }
 
-// `series`: [{label, colour, points: [[x, y, low, high]], faint, dots}] ; low and high make a band. `marks`: x values of trouble.
+// `series`: [{label, colour, points: [[x, y, low, high]], faint, dots}] ; low and high make a band. `marks`: x values that are marked as bad.
 export class LineChart {
   constructor({title, note = "", axis, zoom = new Zoom()}) {
     this.title = title;
@@ -80,7 +80,7 @@ export class LineChart {
     let low = Infinity, high = -Infinity;
     for (const one of shown) for (const [, y, under = y, over = y] of one.points) { low = Math.min(low, y, under); high = Math.max(high, y, over); }
     if (!(low <= high)) { low = 0; high = 1; }
-    // Also if they differ by rounding alone.
+    // The values are equal, or differ only by rounding.
     if (high - low <= 1e-12 * Math.abs(high)) { low -= Math.abs(low) * 0.1 || 1; high += Math.abs(high) * 0.1 || 1; }
     const room = (high - low) * 0.05;
     low -= room; high += room;

@@ -1,4 +1,4 @@
-// The page: its header, its addresses (#/…), and which view is shown.
+// Runs the page. It draws the header, reads the address (#/…), and chooses the view.
 
 import {h, select} from "./dom.js";
 import {compareView} from "./compare_view.js";

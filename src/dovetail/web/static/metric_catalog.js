@@ -1,4 +1,4 @@
-// Metrics by category, as docs/metrics.md has them: [name, what it means, and what is healthy]. What is in no category is shown last.
+// Metrics by category, as in docs/metrics.md: [name, its meaning and its healthy values]. Other metrics are shown last.
 
 export const STAGES = {sft: "Supervised fine-tuning", reward: "Reward model", dpo: "Preferences (DPO)", ppo: "Iterations", evaluation: "Evaluation"};
 
@@ -28,7 +28,7 @@ export const CATEGORIES = [
   ]],
 ];
 
-// [[category, [[metric, meaning]]]] of the metrics that there are.
+// Sorts metrics into categories: [[category, [[metric, meaning]]]].
 export function categorized(names) {
   const left = new Set([...names].filter((name) => !/_ci95$/.test(name)));
   const found = [];
@@ -50,7 +50,7 @@ export function categorized(names) {
 
 export const axisOf = (stage) => (stage === "ppo" || stage === "evaluation" ? "iteration" : "step");
 
-// The points of a metric over a stage's steps, with its 95% interval where there is one.
+// The points of a metric over a stage's steps. A point has the 95% interval if there is one.
 export function points(steps, name) {
   const found = [];
   for (const [step, row] of steps) {

@@ -1,4 +1,4 @@
-// All metrics by category. A part of the axis that is chosen in one chart is shown in all of its stage.
+// Shows all metrics by category. If one chart is zoomed, all charts of its stage are zoomed alike.
 
 import {h} from "./dom.js";
 import {LineChart, Zoom} from "./line_chart.js";

@@ -1,4 +1,4 @@
-// How the run is: verdicts first, then advice if there are none, then progress, plan against actual and results.
+// Shows how the run is doing. Verdicts come first, or else advice. Progress, planned and measured times, and results follow.
 
 import {duration, h, moment, number, percent, swap, table} from "./dom.js";
 import {LineChart} from "./line_chart.js";
@@ -8,7 +8,7 @@ import {byStage} from "./source.js";
 
 const PROBLEM_CODES = [404, 502, 503];
 
-// The overview of the run's own documents; of a job whose coordinator cannot be asked, what its status tells.
+// The overview from the run's own documents. If a job's coordinator cannot be asked, it is made from the job's status.
 export async function overviewOf(source, id, signal) {
   if (source.kind !== "cluster") {
     const seen = await source.document(id, "overview", signal), live = seen.state === "running" ? await source.live(id, signal) : null;
@@ -32,7 +32,7 @@ export function whyNot(job) {
   return said ? `${said.reason}: ${said.message}` : "";
 }
 
-// Why a job's own documents cannot be had now, where its coordinator gave `problem`.
+// A sentence on why a job's own documents are not available now. `problem`: the answer to the request for them.
 export function absent(job, problem) {
   if (["Completed", "Failed"].includes(job.state)) return "The job is over, and its coordinator is gone. The operator kept its last rows of metrics; dovetail ui shows everything from the job's volume.";
   return whyNot(job) ? "It is shown as soon as the job runs." : `${problem}.`;
@@ -58,7 +58,7 @@ function earlier(health) {
     health.earlier.map((known) => [known.reason, known.first, known.last, known.count, known.message]), "Earlier verdicts"));
 }
 
-// `single`: of one iteration, and not of the last ten.
+// `single`: show one iteration, and no mean of the last ten.
 export function planTable(plan, single = false) {
   if (!plan.length) return "";
   const measured = single ? [{label: "Measured, s", n: true}] : [{label: "Last, s", n: true}, {label: "Mean of the last ten, s", n: true}];
@@ -68,7 +68,7 @@ export function planTable(plan, single = false) {
       off(row) === null ? "–" : h("span", {class: Math.abs(off(row)) > 0.25 ? "warn" : ""}, `${off(row) > 0 ? "+" : ""}${percent(off(row))}`)]), "Plan against actual")];
 }
 
-// The step under way, and the servers that are not well.
+// The step in progress, and the servers that are not healthy.
 function now(live) {
   if (!live) return "";
   const drawn = live.phase === "generation" && live.samples_total ? `, ${live.samples_done} of ${live.samples_total} samples` : "";
@@ -111,7 +111,7 @@ export async function overviewTab({source, id, body, signal}) {
       ...((seen.changes || []).length ? [h("h3", {}, "Changes of the manifest"), table([{label: "After"}, {label: "Field"}, {label: "Old"}, {label: "New"}], seen.changes.map((c) => [`${c.stage} ${c.step}`, c.field, String(c.old), String(c.new)]), "Changes")] : []));
   }
   await refresh();
-  // Within a step no file changes, but the coordinator knows how far it is.
+  // No file changes during a step, but the coordinator knows its progress.
   if (source.kind === "folder") {
     const timer = setInterval(async () => {
       if (signal.aborted) clearInterval(timer);

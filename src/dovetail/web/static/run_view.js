@@ -1,4 +1,4 @@
-// One run: its tabs, and the stream that tells when to look again.
+// Shows one run. It has tabs, and a stream that tells when to read again.
 
 import {h} from "./dom.js";
 import {hrefOf} from "./runs_view.js";
@@ -24,7 +24,7 @@ export async function runView(context) {
   root.replaceChildren(h("h2", {}, id), h("nav", {"aria-label": "Parts of the run"}, links), body);
   document.title = `${id}: Dovetail`;
   let found = null, busy = false, again = null;
-  // A part that cannot be shown now is tried again when something changes.
+  // If a tab cannot be shown now, it is tried again when something changes.
   async function open() {
     try {
       found = (await shown({...context, id, body, args: rest})) || {};

@@ -1,4 +1,4 @@
-// The list of runs, from which some are chosen for comparison.
+// Shows the list of runs. Some of them can be chosen for comparison.
 
 import {duration, h, moment, number, swap, table} from "./dom.js";
 
@@ -54,7 +54,7 @@ export async function runsView({source, root, signal, say}) {
       {label: "Samples/s", n: true}, {label: "Seed", n: true}, {label: "Began"}, {label: "Took"}], rows, "Runs"));
   }
   await refresh();
-  // Changes that come while the list is asked for, or soon after, are shown together a moment later: none is left out.
+  // Changes that come during a request, or soon after it, are shown together a moment later. None is lost.
   let busy = false, again = false;
   async function follow() {
     if (busy) { again = true; return; }

@@ -1,4 +1,4 @@
-// One sample: its conversation, its tokens with their log-probabilities, and its life over servers and weights.
+// Shows one sample: its conversation, its tokens with their log-probabilities, and the servers and weights that made them.
 
 import {COLOURS, h, moment, number, s, select} from "./dom.js";
 import {hrefOf} from "./runs_view.js";

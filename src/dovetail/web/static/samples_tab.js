@@ -1,4 +1,4 @@
-// The samples of an iteration or of an evaluation as a table, which can be sorted and filtered, and as a picture.
+// Shows the samples of an iteration or of an evaluation in a chart, and in a table that can be sorted and filtered.
 
 import {h, number, select, swap, table} from "./dom.js";
 import {LineChart} from "./line_chart.js";
@@ -36,7 +36,7 @@ export async function samplesTab({source, id, body, args, signal}) {
       load();
     }), filter);
   }
-  // The same prompts, answered before SFT, before PPO and after the last evaluation.
+  // The answers to the same prompts before SFT, before PPO and at the last evaluation, side by side.
   async function sideBySide() {
     const all = kept.evaluations, shown = [...new Set([...all.filter((n) => n <= 0), all[all.length - 1]])];
     sides = await Promise.all(shown.map((n) => source.document(id, `evaluation/${n}`, signal)));

@@ -1,4 +1,4 @@
-// The schedule of training: as it was drawn, beside serial 1F1B, and as it was run.
+// Shows the schedule of training as it was planned, beside serial 1F1B, and as it was run.
 
 import {ACTION_NAMES, ACTIONS, h, legend, number, percent, select, swap, table} from "./dom.js";
 import {lanes} from "./lanes.js";

@@ -1,4 +1,4 @@
-// Where runs come from: a folder (dovetail ui) or jobs on a cluster (the status API). Both answer the same questions.
+// The sources of runs: a folder (dovetail ui), or jobs on a cluster (the status API). Both answer the same requests.
 
 export class Problem extends Error {
   constructor(message, code) {
@@ -20,7 +20,7 @@ async function ask(path, options = {}) {
   throw new Problem(said.detail || reply.statusText || `HTTP ${reply.status}`, reply.status);
 }
 
-// Calls onEvent(name, data, id) for each server-sent event until the stream ends. EventSource can send no token.
+// Calls onEvent(name, data, id) for each server-sent event until the stream ends. The browser's EventSource cannot send a token.
 async function events(path, options, onEvent) {
   const reply = await ask(path, options);
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -39,7 +39,7 @@ async function events(path, options, onEvent) {
 
 const pause = (seconds) => new Promise((resolve) => setTimeout(resolve, 1000 * seconds));
 
-// Reads a stream again and again until it is over for good. `tell(message)`: what is wrong now; "" for nothing.
+// Reads a stream again and again until it has ended for good. `tell(message)` gets what is wrong now, or "" if all is well.
 async function keep(read, signal, tell) {
   for (let wait = 1; !signal.aborted; wait = Math.min(15, wait * 2)) {
     try {
@@ -53,12 +53,12 @@ async function keep(read, signal, tell) {
   }
 }
 
-// A source's `_page(id, next, signal)` gives {rows, next, more}: rows of the history from number `next` on, the number of
-// the row after them, and whether there are more now.
+// A source's `_page(id, next, signal)` returns {rows, next, more}. `rows`: rows of the history from number `next` on. `next`: the
+// number of the row after them. `more`: whether there are more rows now.
 class Source {
   #history = new Map();
 
-  // All rows so far; only new ones are fetched, by one caller at a time.
+  // All rows so far. Only new ones are fetched, for one caller at a time.
   history(id, signal) {
     const known = this.#history.get(id) || {rows: [], next: 0, work: Promise.resolve()};
     this.#history.set(id, known);
@@ -66,7 +66,7 @@ class Source {
     return known.work;
   }
 
-  // The number of the first row that was not fetched yet; undefined if nobody has asked for rows.
+  // The number of the first row that was not fetched yet. undefined if nobody has asked for rows.
   _next(id) { return this.#history.get(id)?.next; }
 
   async #more(id, known, signal) {
@@ -91,7 +91,7 @@ export class FolderSource extends Source {
     return (await ask(`api/v1/runs/${encodeURIComponent(id)}/${question}`, {signal})).json();
   }
 
-  // What the coordinator says of the step under way; null if there is none on this machine.
+  // The coordinator's status of the step in progress. null if there is no coordinator on this machine.
   async live(id, signal) {
     return (await (await ask(`api/v1/runs/${encodeURIComponent(id)}/live`, {signal})).json()).status;
   }
@@ -100,7 +100,7 @@ export class FolderSource extends Source {
     return this.document(id, `history/${next}`, signal);
   }
 
-  // `id` null: the list of runs.
+  // Calls `onChange` when something changes. `id`: null follows the list of runs.
   follow(id, onChange, signal, tell) {
     const path = id === null ? "api/v1/changes" : `api/v1/runs/${encodeURIComponent(id)}/changes`;
     return keep(async (works) => {
@@ -110,7 +110,7 @@ export class FolderSource extends Source {
   }
 }
 
-// Rows in one answer of the status API, at most.
+// The maximum number of rows in one answer of the status API.
 const ROWS = 10_000;
 
 export class ClusterSource extends Source {
@@ -159,7 +159,7 @@ export class ClusterSource extends Source {
 
   follow(id, onChange, signal, tell) {
     if (id === null) return this.#poll(onChange, signal);
-    // Of a run whose rows nobody has asked for, only its status is followed: else all rows would come once more.
+    // If nobody has asked for the rows of a run, only its status is followed. Otherwise all rows would be sent here too.
     let last = this._next(id) ?? Number.MAX_SAFE_INTEGER;
     return keep(async (works) => {
       let over = false;
@@ -186,7 +186,7 @@ export async function source() {
   return [about.source === "cluster" ? new ClusterSource() : new FolderSource(), about];
 }
 
-// {stage: Map(step -> row)}; of a step that was replayed the last row counts.
+// Sorts rows into {stage: Map(step -> row)}. If a step was done again, its last row counts.
 export function byStage(rows) {
   const found = {};
   for (const row of rows) (found[row.stage] ||= new Map()).set(row.step, row);

@@ -1,4 +1,4 @@
-// An iteration's timeline: every process, and the plan against what was measured.
+// Shows an iteration's timeline with every process, and the planned times beside the measured ones.
 
 import {h, select, swap} from "./dom.js";
 import {lanes} from "./lanes.js";
