@@ -89,7 +89,7 @@ def chat(
         raise UsageError(f"give --url {len(names)} times, once for each model: {', '.join(names)}")
     person = sys.stdin.isatty()
     if isinstance(sys.stdin, io.TextIOWrapper):
-        # Files of questions are UTF-8, whatever the locale is. What cannot be read is no reason to stop.
+        # Piped files of questions are UTF-8 in any locale. Characters that cannot be read are replaced.
         sys.stdin.reconfigure(encoding=None if person else "utf-8", errors="replace")
 
     def write(text: str) -> None:
@@ -122,13 +122,14 @@ def chat(
 def _prompt() -> Callable[[], str]:
     """Ask for a line that can be edited. The arrow keys bring earlier lines back."""
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - input() uses it from now on
+        import readline  # noqa: F401 - with it, input() edits lines
     return lambda: input("you> ")
 
 
 @contextlib.contextmanager
 def _served(folder: Path | None, name: str, address: str, key: str | None) -> Iterator[Replier]:
-    """A model behind a server. `folder`: the model's folder if it is a run's. The model's name there is then `name`."""
+    """A model behind a server. `folder`: the model's folder if the model is a run's. The server must then call it
+    `name`."""
     from dovetail.local.serving.chat import REPLY_ENDS
     from dovetail.local.serving.chat_server import ServedModel
 

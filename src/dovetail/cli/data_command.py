@@ -128,7 +128,7 @@ def _of_job(manifest: Path) -> tuple[Data, str | None, bool]:
 
 
 def show(console: Console, found: DataLook, guessed: bool) -> None:
-    """The table of facts, the first record and the lengths."""
+    """Print the facts, the first record and the table of lengths. `guessed`: the kind of the records was guessed."""
     facts = Table.grid(padding=(0, 2))
     many = f" in {len(found.files)} files" if len(found.files) > 1 else ""
     read_as = f"{found.kind}{', a guess from the first record; --as names another' if guessed else ''}"
@@ -136,7 +136,7 @@ def show(console: Console, found: DataLook, guessed: bool) -> None:
     bad = f", and {found.errors:,} bad" if found.errors else ""
     for name, value in (
         ("Records", f"{found.records:,}{many}{bad}"),
-        # Nothing is known of a file none of whose lines is a record.
+        # If no line of a file is a record, these are not known.
         *([("Format", found.format), ("Read as", read_as), ("Template", found.template)] if known else []),
         *([("Tools", f"named by {found.tools:,} record{'s' * (found.tools > 1)}")] if found.tools else []),
         *([("Not used", ", ".join(found.unused))] if found.unused else []),
@@ -162,7 +162,7 @@ def show(console: Console, found: DataLook, guessed: bool) -> None:
 
 
 def example(found: DataLook) -> list[tuple[str, str]]:
-    """The parts of the first record with their titles."""
+    """The parts of the first record, each as (title, text)."""
     from dovetail.coordinator.data.records import Demonstration, Labelled, Preference
 
     record = found.example

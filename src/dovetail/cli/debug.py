@@ -76,7 +76,7 @@ def replay(run_dir: Path, iteration: int, keep: Path | None) -> None:
 
 
 def compared(run_dir: Path, replayed: Path, target: str, models: list[str]) -> tuple[int, list[Difference]]:
-    """The number of tensors in both folders' `target`, and those that differ."""
+    """Compare `target` of both folders. Returns the number of tensors, and the differences."""
     from dovetail.trainer.weights.compare_weights import compare_checkpoints, compare_models
 
     if not models:
@@ -88,7 +88,7 @@ def compared(run_dir: Path, replayed: Path, target: str, models: list[str]) -> t
 
 
 def different(iteration: int, target: str, tensors: int, differences: Sequence[Difference]) -> str:
-    """A sentence about the tensors that differ; empty if none does."""
+    """A sentence about the tensors that differ. Empty if none differs."""
     if not differences:
         return ""
     count, first = f"{len(differences)} of {tensors} tensors differ", differences[0].sentence()

@@ -53,7 +53,7 @@ def doctor(ctx: click.Context, gpu: bool, cluster: bool, as_json: bool) -> None:
 
 
 def _checks(gpu: bool, cluster: bool) -> Iterator[Iterable[Finding]]:
-    """The checks that the user chose. Without a choice they are those of the machine and of its GPUs."""
+    """Yields the checks that the user chose. By default they are those of the machine and of its GPUs."""
     if gpu:
         from dovetail.local.doctor.gpu_checks import check_gpus
 
@@ -81,7 +81,7 @@ def missing_extras() -> list[tuple[str, str]]:
 
 
 def findings_table(findings: Sequence[Finding]) -> Table:
-    """One row for each subject. All findings about one GPU are one row with the worst state."""
+    """A table with one row for each check. All findings about one GPU share a row, which shows the worst state."""
     rows: dict[str, list[Finding]] = {}
     for finding in findings:
         of_gpu = re.match(r"GPU \d+", finding.check)

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 
 def start() -> NoReturn:
-    """Run the command line. Ctrl-C ends it without a traceback also while it is imported: seconds on a busy machine."""
+    """Run the command line. Ctrl-C ends it without a traceback, even during its imports. These may take seconds."""
     try:
         from dovetail.cli.main import main
 

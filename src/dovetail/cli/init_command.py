@@ -59,7 +59,7 @@ def first_record(method: Method, data: Path) -> tuple[list[str], bool]:
     except DataError as error:
         if not isinstance(error.__cause__, NoTools):
             raise UsageError(str(error).removeprefix("--data.path: ")) from error
-        # The model's own template may write calls of tools. `validate --deep` will see.
+        # The record has calls of tools. The model's template may know them, and `validate --deep` checks that.
         fields = [name for name in row if name not in MESSAGE_FIELDS + PROMPT_FIELDS]
     return [name for name in fields if name.isidentifier() and not iskeyword(name)], labelled
 

@@ -1,4 +1,4 @@
-"""The arguments that several commands share, and the job behind a manifest."""
+"""Defines the arguments that several commands share, and reads the job in a manifest."""
 
 from __future__ import annotations
 
@@ -40,11 +40,10 @@ def load_job(
 ) -> tuple[RLHFJob, Plan]:
     """The checked job with every default filled in, and its plan. Warnings go to stderr.
 
-    `manifest`: a file, or the text itself; the paths of a text start at the working directory.
-
-    The plan's times come from `profile_path`, or from a profile in the run directory. `planned`: the job is only
-    planned, so its GPUs may be those of a cluster. `resume`: the run in the run directory goes on. `cpu`: None if the
-    job does not run on this machine; true if it runs here on CPUs alone; false if it runs here as its groups say.
+    `manifest`: a file, or the text itself. Relative paths in a text start at the working directory. The plan's times
+    come from `profile_path`, or from a profile in the run directory. `planned`: the job is only planned, so its GPUs
+    may be those of a cluster. `resume`: the run in the run directory is continued. `cpu`: None if the job does not run
+    on this machine. True if it runs here, and on CPUs only. False if it runs here as its groups say.
 
     Raises ManifestError, UsageError and PlanError."""
     from dovetail.cli.common.plan_inputs import configurations, hardware, local_profile
@@ -56,7 +55,7 @@ def load_job(
     from dovetail.planner.make_plan import make_plan
 
     written, job, base = read_job(manifest, overrides, seed, cpu=cpu)
-    # On this machine no image is used: each process asks its own torch.
+    # A run on this machine uses no image. Each process asks its own torch.
     if cpu is None and (errors := image_errors(job.spec, measured=hardware(hardware_path))):
         raise ManifestError(errors)
     configs = configurations(job.spec, base)
@@ -91,8 +90,8 @@ def located(manifest: Path | str, overrides: Sequence[str] = ()) -> Iterator[Non
 def read_job(
     manifest: Path | str, overrides: Sequence[str], seed: int | None = None, cpu: bool | None = None
 ) -> tuple[RLHFJob, RLHFJob, Path]:
-    """The checked job as it was written, the job with every default filled in, and the folder of the manifest, where
-    its relative paths start. `~` in paths is the home folder. `cpu`: see `load_job`. Raises ManifestError and
+    """The checked job as it was written, the job with every default filled in, and the folder at which relative paths
+    start. `~` in paths is the home folder. `cpu`: see `load_job`. Raises ManifestError and
     UsageError."""
     from dovetail.manifest.accelerators import no_gpus, on_cpus
     from dovetail.manifest.checks.validation import absolute_paths, check, check_files, resolve

@@ -128,10 +128,10 @@ def main() -> NoReturn:
     """Entry point of the `dovetail` command."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # A model may write what the terminal's encoding does not have. That must not end a run.
+            # A model may write characters that the terminal's encoding does not have. This must not end a run.
             stream.reconfigure(errors="backslashreplace")
     cli(prog_name="dovetail")
-    raise SystemExit(0)  # click has left already; for the type checker
+    raise SystemExit(0)  # never reached, because click exits; the type checker needs it
 
 
 if __name__ == "__main__":

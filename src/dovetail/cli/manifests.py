@@ -1,4 +1,4 @@
-"""`dovetail validate` checks a manifest, and `dovetail explain` describes its fields."""
+"""`dovetail validate`: checks a manifest. `dovetail explain`: describes its fields."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ SEARCH_SECONDS = 60.0
 
 
 def on_groups(spec: RLHFJobSpec, configs: Mapping[str, Any], measured: Mapping[str, GPU]) -> Chosen | None:
-    """The placement behind a plan's prediction; None if the plan has no prediction."""
+    """The placement from which a plan's prediction is made. None if the plan has no prediction."""
     try:
         placed = place(PlannedJob(spec, configs, measured=measured))
     except (Infeasible, ConfigError):
@@ -46,7 +46,8 @@ def on_inventory(
     clock: Callable[[], float] = time.monotonic,
     by_cost: bool = False,
 ) -> Chosen:
-    """`recommend` or `cheapest`, within SEARCH_SECONDS. Raises UsageError."""
+    """Search for the best placement on an inventory for at most SEARCH_SECONDS. `by_cost`: by price instead of time. Raises
+    UsageError."""
     end = clock() + SEARCH_SECONDS
     try:
         return (cheapest if by_cost else recommend)(spec, configs, there, lambda: clock() >= end)
@@ -81,7 +82,7 @@ def unpredicted(manifest: Path, job: RLHFJob, configs: Mapping[str, Any], profil
 
 
 def show_groups(console: Console, plan: Plan, why_not: Callable[[], str]) -> None:
-    """Show the plan on the manifest's own groups. `why_not` tells why there is no prediction."""
+    """Show the plan on the manifest's own groups. `why_not` returns why there is no prediction."""
     console.print(plan_tables(plan))
     if plan.prediction is not None:
         console.print(prediction_tables(plan.prediction))
@@ -109,7 +110,7 @@ def show_inventory(console: Console, chosen: Chosen, groups: Plan | str) -> None
 
 
 def write(path: Path, text: str) -> None:
-    """Write the plan as JSON. Raises UsageError."""
+    """Write a file. Raises UsageError if that fails."""
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

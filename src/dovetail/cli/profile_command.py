@@ -199,7 +199,7 @@ def _reference(spec: RLHFJobSpec, name: str, base: Path) -> ModelRef:
 
 
 def profile_table(made: Profile) -> Table:
-    """The milliseconds of each part."""
+    """The table of times, in milliseconds, and of activation memory, in MiB."""
     table = Table(
         title=f"{made.device}, sequences of {made.tokens} tokens; milliseconds", title_justify="left", show_edge=False
     )

@@ -28,7 +28,7 @@ from dovetail.protocol.process.extras import needed_extras
 from dovetail.supervision.errors import RunError, UsageError
 
 INTERRUPTED = 130
-# The first of these that a run has is its result.
+# The result of a run is the first of these models that it has.
 USED = ("actor", "sft")
 
 
@@ -40,7 +40,7 @@ class Follower:
         self._offset = path.stat().st_size if path.exists() else 0
 
     def lines(self) -> list[str]:
-        """The lines that were completed since the last call; [] if there is no file."""
+        """The lines that were completed since the last call. Empty if there is no file."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -207,7 +207,7 @@ def run(
     from dovetail.cli.common.plan_inputs import local_profile
 
     line = line_of(method, model, demonstrations, preferences, prompts, rewards, manifest, print_only)
-    # Overrides are in the printed manifest already.
+    # The printed manifest has the overrides already.
     text = None if line is None else manifest_text(line, overrides, seed, cpu)
     source = manifest if text is None else text
     assert source is not None

@@ -228,7 +228,7 @@ def _show_front(console: Console, problem: ScheduleProblem, choice: Choice, effo
 def _others(problem: ScheduleProblem, names: list[str], effort: SearchEffort, finder: Any) -> dict[str, Schedule]:
     try:
         return choose(problem, effort, names, finder).schedules
-    except ProblemError:  # none of the fixed families fits; the searched one does
+    except ProblemError:  # none of these families fits, but the one that was asked for does
         return {}
 
 
@@ -293,10 +293,10 @@ def _serial(problem: ScheduleProblem) -> float:
 
 
 class _FolderStore(MutableMapping[str, str]):
-    """A folder as a mapping from keys to text: it keeps answers of searches between commands.
+    """A folder as a mapping from keys to text. It keeps the answers of searches for later commands.
 
-    Keys must be plain file names. Writes are atomic, so several commands may share a folder. The store only saves time:
-    a file that cannot be read counts as absent, and a failed write is ignored."""
+    Keys must be plain file names. Writes are atomic, so several commands may share a folder. The store only saves time.
+    So a file that cannot be read counts as absent, and a failed write is ignored."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

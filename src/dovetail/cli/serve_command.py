@@ -36,7 +36,7 @@ model_option = click.option(
 
 
 def vllm_extra() -> Extra:
-    """The extra that installs the vLLM for this machine."""
+    """The extra that installs vLLM for this machine."""
     return "rollout-gpu" if cuda_devices() else "rollout-cpu"
 
 

@@ -1,4 +1,5 @@
-"""plan.html shows a predicted iteration, GPU by GPU. It is one file without scripts that loads nothing else."""
+"""Makes plan.html, which shows a predicted iteration, GPU by GPU. It is one file without scripts and loads no other
+files."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def _order(track: str) -> tuple[str, int]:
 
 
 def _shown(found: Prediction, gpus: int) -> set[tuple[str, int]] | None:
-    """One GPU of each range with the same tasks, and the first GPU of each pipeline stage. None means all GPUs."""
+    """The GPUs to show: one of each range with the same tasks, and the first of each pipeline stage. None: all GPUs."""
     if gpus <= EVERY_GPU:
         return None
     kept = {(m.group, m.first) for m in found.memory}

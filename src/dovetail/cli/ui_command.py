@@ -51,7 +51,7 @@ def ui(runs_folder: Path | None, demo: bool, host: str, port: int, show: bool) -
 
 
 async def _serve(folder: Path | None, scratch: Path, host: str, port: int, show: bool) -> None:
-    """Serve the page. `folder`: None plays the demo in `scratch`."""
+    """Serve the page until Ctrl-C. `folder`: the folder of runs. None: play the demo in `scratch`."""
     from dovetail.local.run_page.demo_run import play, unpack
     from dovetail.local.run_page.page_server import LOOPBACK, make_page_app, page_server
     from dovetail.local.run_page.run_list import RunList

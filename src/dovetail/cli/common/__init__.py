@@ -1,1 +1,1 @@
-"""What several commands share: changes of fields, missing extras, and tables."""
+"""Parts that several commands share: changes of fields, checks for missing extras, inputs of the planner, tables."""

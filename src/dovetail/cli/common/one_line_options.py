@@ -18,7 +18,7 @@ from dovetail.manifest.fixed_names import DATA_KINDS
 from dovetail.supervision.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
-# A line of the printed manifest.
+# The characters in a line of the printed manifest.
 WIDTH = 120
 
 
@@ -51,7 +51,7 @@ def one_line_options(command: F) -> F:
 
 
 def given(line: dict[str, Any]) -> list[str]:
-    """The options of `line` as on a command line. The strings are not quoted yet."""
+    """The options of `line` as words of a command line. They are not quoted yet."""
     words = []
     for name, value in line.items():
         values = value if isinstance(value, tuple) else (value,) if value is not None else ()
@@ -61,8 +61,7 @@ def given(line: dict[str, Any]) -> list[str]:
 
 
 def manifest_text(line: OneLine, overrides: Sequence[str], seed: int | None, cpu: bool) -> str:
-    """The manifest as YAML. Relative paths start at the working directory. `cpu`: on CPUs, even where there are GPUs.
-
+    """The manifest as YAML. Relative paths start at the working directory. `cpu`: use CPUs even if there are GPUs.
     Raises UsageError."""
     given = [("--model", line.model, "folder, and no model")]
     for kind in DATA_KINDS:
@@ -85,7 +84,7 @@ def machine_gpus() -> GPUs | None:
 
 
 def folder_context(model: str) -> int | None:
-    """The longest sequence of the model in a folder, in tokens."""
+    """The longest sequence of the model in a folder, in tokens. None if config.json does not say it."""
     try:
         config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
         found = config.get("max_position_embeddings")

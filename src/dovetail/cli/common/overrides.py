@@ -1,4 +1,4 @@
-"""`--set` changes fields of a manifest from the command line."""
+"""Applies `--set`, which changes fields of a manifest from the command line."""
 
 from __future__ import annotations
 

@@ -37,12 +37,12 @@ def configurations(spec: RLHFJobSpec, base: Path) -> dict[str, dict[str, Any]]:
 def _cached(repository: str, revision: str | None) -> dict[str, Any] | None:
     try:
         from huggingface_hub import try_to_load_from_cache
-    except ImportError:  # it comes with the extras; without them nothing was downloaded
+    except ImportError:  # the extras install it; without them nothing was downloaded
         return None
     try:
         path = try_to_load_from_cache(repository, "config.json", revision=revision)
         config = json.loads(Path(path).read_text(encoding="utf-8")) if isinstance(path, str) else None
-    except (OSError, ValueError):  # among them the hub's own: a name that cannot be one
+    except (OSError, ValueError):  # the hub's own error for a name that is not valid is a ValueError too
         return None
     return config if isinstance(config, dict) else None
 
@@ -94,9 +94,8 @@ def _nodes() -> str:
 
 
 def local_profile(path: Path | None, run_dir: Path) -> Profile | None:
-    """The profile of this machine: the given one, or that of the run directory. None if there is none.
-
-    It has the response lengths of the run in that directory, if there is a run. Raises UsageError."""
+    """The profile of this machine. It is the one in `path`, or that of the run directory. None if there is none. If the
+    directory has a run, the profile gets the run's response lengths. Raises UsageError."""
     here = run_dir / "profile.json"
     found = read_profile(path or here) if path is not None or here.exists() else None
     if found is None or found.machine is None:

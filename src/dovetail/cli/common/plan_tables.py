@@ -15,13 +15,13 @@ from dovetail.manifest.types import Parallelism, Stage
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.process_names import COORDINATOR, scorer_name
 
-# More neighbours of a kind than this are in one row.
+# If there are more processes of one kind in a row than this, they share a row of the table.
 TOGETHER = 2
 T = TypeVar("T")
 
 
 def plan_tables(plan: Plan) -> Group:
-    """Processes, layouts, batches and tasks of a plan."""
+    """The tables of a plan: processes, layouts, batches, stages and tasks."""
     processes = Table(title="Processes", title_justify="left", show_edge=False)
     for heading in ("process", "group", "runs"):
         processes.add_column(heading)
@@ -82,7 +82,7 @@ def plan_tables(plan: Plan) -> Group:
 
 
 def _stages(plan: Plan) -> Table:
-    """The times of stages without iterations, with the longest sequences."""
+    """The predicted times of stages without iterations, if all sequences have the maximum length."""
     table = Table(title="Predicted stages, if all sequences have data.maxTokens", title_justify="left", show_edge=False)
     table.add_column("stage")
     table.add_column("seconds a step", justify="right")
@@ -95,7 +95,7 @@ def _stages(plan: Plan) -> Table:
 
 
 def _streaming(plan: Plan) -> list[str]:
-    """The effect of spec.ppo.streaming."""
+    """Lines about the effect of spec.ppo.streaming."""
     if plan.streamed_parts:
         return [
             "Streaming (spec.ppo.streaming is Auto): the trainers learn from an iteration's samples in "
@@ -122,7 +122,7 @@ def _on_gpus(model: str, count: int) -> str:
 
 
 def _runs(processes: Iterable[T], kind: Callable[[T], Any]) -> Iterator[Sequence[T]]:
-    """Groups of neighbours of one kind. Many neighbours are one group. Few neighbours are a group each."""
+    """Yields the processes of each row. Neighbours of one kind share a row if there are more than TOGETHER of them."""
     for _, equal in groupby(processes, key=kind):
         found = list(equal)
         yield from [found] if len(found) > TOGETHER else [[each] for each in found]

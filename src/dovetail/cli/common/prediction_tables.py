@@ -25,7 +25,8 @@ _WORDS = {
 
 
 def prediction_tables(found: Prediction, title: str = "Predicted PPO iteration") -> Group:
-    """The GPUs of each task, its memory by part and its times, and the alternatives that were not chosen."""
+    """The tables of a prediction: the GPUs of each task with its times, the memory by part, the lags, and the
+    placements that were not chosen."""
     parts: list[Table | str] = [_tasks(found, title), "", *_facts(found)]
     if found.memory:
         parts += ["", _memory(found)]
@@ -53,7 +54,7 @@ def placement_name(placement: str, note: str) -> str:
 
 
 def _tasks(found: Prediction, title: str) -> Table:
-    # Memory of CPUs is that of pods, in a table of its own.
+    # Without GPUs there is a table of the pods' memory instead.
     places = "GPUs" if found.memory else "processes"
     table = _table(title, ("task", "group", places, "pp,tp,dp"), ("micro-batch", "seconds"), "memory")
     for task in found.tasks:
@@ -69,7 +70,7 @@ def task_name(task: PredictedTask) -> str:
 
 
 def micro_batch(task: PredictedTask) -> str:
-    """The samples of a forward pass. Empty for generation, because its server has no such number."""
+    """The number of samples in a forward pass. Empty for generation, because its server has no such number."""
     return "" if task.task == "generation" else str(task.micro_batch)
 
 
@@ -121,7 +122,7 @@ def memory_row(each: PredictedMemory) -> tuple[str, str, str, str, str]:
 
 
 def _parts(sizes: Mapping[str, float]) -> str:
-    """The parts of at least 0.5%, in GiB, the largest first."""
+    """The parts in GiB, the largest first. Parts below 0.5% of the sum are left out."""
     least = 0.005 * sum(sizes.values())
     largest = sorted(((n, s) for n, s in sizes.items() if s >= least), key=lambda part: -part[1])
     return ", ".join(f"{name.replace('_', ' ')} {size / GIB:.3g}" for name, size in largest)
@@ -172,10 +173,10 @@ def alternative_row(found: Prediction, other: Alternative) -> tuple[str, str, st
 
 
 def _gap(found: Prediction, other: Alternative) -> str:
-    """How much slower the alternative is. A faster alternative gains less than the error of the time model."""
+    """How much slower the alternative is. It may also be faster, but by less than the error of the time model."""
     if other.seconds is None:
         return ""
-    # All alternatives are without a lag.
+    # The times of alternatives are without a lag, so they are compared with the time without one.
     if other.seconds < found.synchronous_seconds:
         return "gains too little to rely on"
     return f"{other.seconds / found.synchronous_seconds - 1:+.1%}"

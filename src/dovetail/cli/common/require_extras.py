@@ -1,4 +1,4 @@
-"""Commands that need an extra which is not installed."""
+"""Checks that the extras which a command needs are installed."""
 
 from __future__ import annotations
 
@@ -9,9 +9,7 @@ from dovetail.supervision.errors import UsageError
 
 
 def require(what: str, extras: Collection[Extra], installed: Callable[[str], bool] = is_installed) -> None:
-    """Check that `extras` are installed. `what` needs them, for example "dovetail run".
-
-    Raises UsageError (exit code 2) with one sentence that names the missing extras and the command that installs
-    them."""
+    """Check that `extras` are installed. `what`: who needs them, for example "dovetail run". Raises UsageError (exit
+    code 2) with one sentence that names the missing extras and the command that installs them."""
     if sentence := missing_extras(what, extras, installed):
         raise UsageError(sentence)
