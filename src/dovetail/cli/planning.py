@@ -46,7 +46,7 @@ def on_inventory(
     clock: Callable[[], float] = time.monotonic,
     by_cost: bool = False,
 ) -> Chosen:
-    """Search for the best placement on an inventory for at most SEARCH_SECONDS. `by_cost`: by price instead of time. Raises
+    """Search at most SEARCH_SECONDS for the best placement on an inventory. `by_cost`: by price and not by time. Raises
     UsageError."""
     end = clock() + SEARCH_SECONDS
     try:
