@@ -254,7 +254,9 @@ class Cluster:
         if limit is not None and limit < 1:
             raise ValueError(f"limit is {limit}; it must be 1 or more")
         if (least := min(iterations, default=0)) < (-1 if evaluation else 0):
-            raise ValueError(f"iterations has {least}; the least is 0, but -1, before SFT, with evaluation=True")
+            raise ValueError(
+                f"iterations has {least}; it must be 0 or more, but with evaluation=True it can be -1 for before SFT"
+            )
         try:
             pattern = None if grep is None else re.compile(grep)
         except re.error as error:

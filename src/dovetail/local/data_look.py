@@ -189,7 +189,7 @@ class _Reading:
             )
         if self._turns and not own:
             notes.append(
-                "The template is that of a tokenizer without one of its own; --model NAME takes the model's."
+                "Dialogues are written as Human/Assistant; give --model NAME if the model has a template of its own."
                 if self._encoder is None
                 else "The tokenizer has no chat template, so dialogues are written as Human/Assistant."
             )

@@ -139,7 +139,7 @@ def _stages(line: OneLine) -> list[str]:
             f"--method {line.method} needs --reward module:function, or --preferences FILE to train a reward model from"
         )
     if line.rewards and line.preferences:
-        raise UsageError("--reward replaces the reward model, for which --preferences is; give one of them")
+        raise UsageError("--reward replaces the reward model that --preferences trains; give one of them")
     return ["sft"] * bool(line.demonstrations) + ["reward"] * bool(line.preferences) + ["ppo"]
 
 

@@ -57,9 +57,9 @@ MEASURED = ("seconds", "activation_peak_bytes", "streamed_fraction")
 
 @dataclass(frozen=True)
 class Section:
-    """The iterations `first` to `last`, which are run again. They start from the checkpoint after iteration `first -
-    1`, or from the beginning of PPO if `first` is 1. `target`: the folder of the run with which the weights after
-    `last` are compared. None if the run kept no such weights."""
+    """The iterations `first` to `last`, which are run again. They start from the checkpoint before `first`, or from
+    the beginning of PPO if `first` is 1. `target`: the folder of the run with which the weights after `last` are
+    compared. None if the run kept no such weights."""
 
     first: int
     last: int

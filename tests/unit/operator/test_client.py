@@ -181,8 +181,8 @@ def test_samples_that_are_not_there(api, cluster, tmp_path):
         ({"ascending": True}, "ascending needs sort"),
         ({"grep": "("}, "grep is not a regular expression"),
         ({"limit": 0}, "limit is 0"),
-        ({"iterations": [-1]}, "iterations has -1; the least is 0, but -1, before SFT, with evaluation=True"),
-        ({"iterations": [-2], "evaluation": True}, "iterations has -2; the least is 0, but -1"),
+        ({"iterations": [-1]}, "iterations has -1; it must be 0 or more, but with evaluation=True it can be -1"),
+        ({"iterations": [-2], "evaluation": True}, "iterations has -2; it must be 0 or more"),
     ):
         with pytest.raises(ValueError, match=said):
             cluster.samples("job", **options)

@@ -1,5 +1,5 @@
-"""Draws small SVG charts for the report: lines with bands, a stacked bar and a Gantt chart. All functions are pure and
-return markup."""
+"""Draws small SVG charts for the report: lines with bands, a stacked bar and a Gantt chart. All functions are
+pure."""
 
 from __future__ import annotations
 

@@ -110,5 +110,5 @@ def _pieces(lines: Iterator[str]) -> Iterator[str]:
                 raise RunError(f"the server ended its reply: {event['error'].get('message', event['error'])}")
             pieces = [choice["delta"].get("content") or "" for choice in event.get("choices", [])]
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise RunError(f"the server sent what is no reply: {data[:200]}") from error
+            raise RunError(f"the server sent something that is not a reply: {data[:200]}") from error
         yield from (piece for piece in pieces if piece)
