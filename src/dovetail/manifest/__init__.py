@@ -1,1 +1,1 @@
-"""The RLHFJob manifest: its types, how it is read, checked and described."""
+"""The RLHFJob manifest. It has the types, and reads, checks and describes manifests."""

@@ -1,5 +1,5 @@
-"""The GPUs of a manifest: where it asks for them, the same job without them, and servers that leave them to other
-processes. Pure."""
+"""The GPUs of a manifest. It finds where a manifest asks for them, makes the same job without them, and finds servers
+that leave them to other processes. The functions are pure."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def asked(spec: RLHFJobSpec) -> Iterator[tuple[int, Group]]:
 
 
 def no_gpus(spec: RLHFJobSpec, present: int) -> str | None:
-    """Why this machine, with `present` GPUs, would run such a group on its CPUs. None if it would not."""
+    """The reason why this machine, with `present` GPUs, would run such a group on its CPUs. None if it would not."""
     for index, group in asked(spec):
         gpu, field = group.gpu, f"spec.groups[{index}].gpu"
         if gpu.product is None:

@@ -12,11 +12,11 @@ NAME_PATTERN = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$"
 OBJECT_NAME_PATTERN = r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$"
 CALLABLE_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 
-# The policy's losses that the trainer brings (`dovetail.trainer.algorithms.policy`).
+# The policy losses that the trainer implements (`dovetail.trainer.algorithms.policy`).
 LOSSES = ("ppo", "gspo", "cispo")
 LOSS_PATTERN = rf"^({'|'.join(LOSSES)}|{CALLABLE_PATTERN[1:-1]})$"
 
-# What an evaluation measures (`dovetail.coordinator.evaluation.evaluation_metrics`).
+# The built-in metrics of an evaluation (`dovetail.coordinator.evaluation.evaluation_metrics`).
 METRICS = ("reward", "exactMatch")
 METRIC_PATTERN = rf"^({'|'.join(METRICS)}|{CALLABLE_PATTERN[1:-1]})$"
 

@@ -26,8 +26,8 @@ class FunctionError(ValueError):
 
 
 def load_callable(name: str, field: str, folder: str | None = None) -> Callable[..., Any]:
-    """The function that the manifest's `field` names. Its module is searched in `folder` first (None: the current
-    directory).
+    """The function that the manifest's `field` names. Its module is searched in `folder` first. If that is None, it is
+    searched in the current directory first.
 
     Raises ValueError with one sentence that names the field and what is missing."""
     module_name, _, attribute = name.partition(":")

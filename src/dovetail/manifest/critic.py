@@ -1,4 +1,5 @@
-"""The source of PPO's values: a critic model, a value head on the actor's body (AC-share), or none."""
+"""Says where PPO's values come from. That is a critic model, a value head on the actor's body (AC-share), or
+nothing."""
 
 from __future__ import annotations
 

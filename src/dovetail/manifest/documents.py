@@ -19,12 +19,13 @@ from dovetail.manifest.type_descriptions import describe, expected, model_in
 from dovetail.manifest.types import API_VERSION, KIND, RLHFJob
 
 _MAX_BYTES = 4 * 1024 * 1024
-# The most values of a document, with those that its aliases stand for. The largest of our examples has about 300.
+# The maximum number of values of a document, including those that its aliases stand for. The largest of our examples
+# has about 300.
 _MAX_VALUES = 20_000
 
 
 class ManifestError(ValueError):
-    """A manifest that cannot be run. `errors`: one sentence for each problem. The message has one per line."""
+    """A manifest that cannot be run. `errors` has one sentence for each problem. The message has one per line."""
 
     def __init__(self, errors: list[str]) -> None:
         super().__init__("\n".join(errors))
@@ -32,13 +33,13 @@ class ManifestError(ValueError):
 
 
 class _Loader(yaml.SafeLoader):
-    """Reads YAML 1.2 scalars: `Off` is text, and `1e-5` is a number. It refuses repeated keys, and limits the number of
-    values, because a few aliases of aliases stand for billions."""
+    """Reads YAML 1.2 scalars, so `Off` is text and `1e-5` is a number. It refuses repeated keys, and limits the number
+    of values, because a few aliases of aliases stand for billions."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._values = 0
-        self._sizes: dict[int, int] = {}  # of nodes that are whole, by identity
+        self._sizes: dict[int, int] = {}  # by identity of each complete node
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         alias = self.check_event(yaml.AliasEvent)
@@ -116,7 +117,7 @@ def read_yaml(source: str | Path) -> Any:
 
 
 class FieldLines:
-    """The lines of fields in a manifest file. `ignored`: fields that do not come from the file, such as
+    """The lines of fields in a manifest file. `ignored` has fields that do not come from the file, such as
     `spec.ppo.iterations`."""
 
     def __init__(self, path: Path, ignored: Sequence[str] = ()) -> None:
@@ -186,7 +187,7 @@ def is_file(text: str | Path) -> bool:
         return False
 
 
-# Where a spec names files of this machine.
+# The fields in which a spec names files of this machine.
 _OF_THIS_MACHINE = ("models", "data", "evaluation", "ppo", "output")
 
 
@@ -233,7 +234,7 @@ def _sentences(error: ValidationError, data: Any) -> list[str]:
         path = _real_path(problem["loc"], data, problem["type"])
         if problem["type"] == "missing" or path not in found:
             found[path] = _sentence(path, problem["type"], problem["msg"], data)
-    # A union's branch that went deeper says more than the ones that failed at its top.
+    # A branch of a union that failed deeper says more than one that failed at its top.
     deeper = [path for path in found if not any(other != path and other[: len(path)] == path for other in found)]
     return [found[path] for path in deeper]
 

@@ -9,14 +9,14 @@ from typing import Literal, get_args
 COORDINATOR = "coordinator"
 # The container of every pod, which a group's podTemplate patches.
 CONTAINER = "dovetail"
-# Where Kubernetes reads a container's last words. It is a file only in pods.
+# Kubernetes reads a container's termination message from this file. It exists only in pods.
 TERMINATION_LOG = "/dev/termination-log"
-# The fields of spec.data that list sources, and what the records of each are.
+# The fields of spec.data that list sources. They also name the kinds of records.
 DataKind = Literal["demonstrations", "preferences", "prompts"]
 DATA_KINDS: tuple[DataKind, ...] = get_args(DataKind)
 # The fields of spec.models that name a model.
 MODEL_NAMES = ("actor", "critic", "reward", "reference")
-# How the names of data files end.
+# The endings of the names of data files.
 JSON_LINES = (".jsonl", ".jsonl.gz")
 PARQUET = (".parquet",)
 DATA_SUFFIXES = JSON_LINES + PARQUET

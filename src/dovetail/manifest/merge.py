@@ -1,11 +1,12 @@
-"""Applies strategic merge patches to pod templates. It has the subset of Kubernetes' rules that pod templates use.
-Pure."""
+"""Applies strategic merge patches to pod templates. It has the subset of Kubernetes' rules that pod templates use. The
+functions are pure."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Merge keys by the list's name, from the patchMergeKey tags of k8s.io/api/core/v1; other lists are replaced whole.
+# The merge keys by the list's name, from the patchMergeKey tags of k8s.io/api/core/v1. Other lists are replaced as a
+# whole.
 MERGE_KEYS = {
     "containers": "name",
     "initContainers": "name",

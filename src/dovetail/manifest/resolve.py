@@ -1,4 +1,4 @@
-"""Defaults that depend on other fields. job.json holds the result, so no process decides them again."""
+"""Fills in defaults that depend on other fields. job.json holds the result, so no process decides them again."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from dovetail.manifest.types import Dtype, Group, RLHFJob, RLHFJobSpec, Role, St
 
 
 def resolve(spec: RLHFJobSpec) -> RLHFJobSpec:
-    """`spec` with what follows from its other fields filled in. Idempotent.
+    """`spec` with the defaults that follow from its other fields. A second call changes nothing.
 
     - `stages` loses reward when a reward function replaces the model.
-    - Groups without a GPU product have gpu.perPod 0; replicas are what the group starts with.
-    - Auto dtypes become float32 on CPUs. On GPUs they stay: bfloat16 needs the device's word.
+    - Groups without a GPU product have gpu.perPod 0. replicas becomes the number of pods at the start.
+    - Auto dtypes become float32 on CPUs. On GPUs they stay, because only the device tells whether it has bfloat16.
     - `ppo.overlong.toTokens` becomes generation.maxTokens.
-    - `ppo.oldLogProbs` Auto: Rollout where both sides compute the same numbers and there is no lag, else
-      Recompute. With `ppo.lag` Auto it stays Auto until the lag is known: see `with_lag`."""
+    - `ppo.oldLogProbs` Auto becomes Rollout if both sides compute the same numbers and there is no lag, else
+      Recompute. With `ppo.lag` Auto it stays Auto until the lag is known (`with_lag`)."""
     groups = [_group(group) for group in spec.groups]
     stages = [s for s in spec.stages if s is not Stage.REWARD or not spec.models.reward.calls]
     trainers = [group for group in groups if Role.TRAINER in group.roles]
@@ -45,7 +45,7 @@ def resolve(spec: RLHFJobSpec) -> RLHFJobSpec:
 
 
 def with_lag(spec: RLHFJobSpec, lag: int) -> RLHFJobSpec:
-    """`spec` with `ppo.lag` Auto decided, and what depends on it. Any other lag stays."""
+    """`spec` with `lag` in place of `ppo.lag` Auto, and with the defaults that depend on it. Any other lag stays."""
     if spec.ppo.lag != AUTO_LAG:
         return spec
     return resolve(spec.model_copy(update={"ppo": spec.ppo.model_copy(update={"lag": lag})}))
@@ -61,7 +61,8 @@ def _group(group: Group) -> Group:
 
 
 def _old_log_probs(spec: RLHFJobSpec) -> Literal["Rollout", "Recompute"]:
-    """Trust the rollout only where rounding and the sampling distribution are the trainer's own."""
+    """The value for Auto. The rollout is trusted only if its rounding and sampling distribution are the trainer's
+    own."""
     generation = spec.generation
     exact = spec.models.actor.dtype is Dtype.FLOAT32 and all(
         group.dtype is Dtype.FLOAT32 for group in spec.groups if Role.ROLLOUT in group.roles

@@ -7,8 +7,8 @@ from dovetail.manifest.types import PPO, RLHFJobSpec, Stage
 
 
 def reward_clip(spec: RLHFJobSpec) -> float | None:
-    """The limit to which scores are clipped, above and below 0. None: they are not clipped. The author of a function,
-    or of a reward model from elsewhere, decides its scale. A limit of ours would flatten it."""
+    """The limit to which scores are clipped, above and below 0. None if they are not clipped. The author of a function,
+    or of a reward model from elsewhere, decides its scale. Clipping could make different rewards equal."""
     if spec.ppo.reward_clip != "Auto":
         return spec.ppo.reward_clip
     trained = not spec.models.reward.calls and Stage.REWARD in spec.stages

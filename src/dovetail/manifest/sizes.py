@@ -12,7 +12,7 @@ def world_size(layout: Parallelism) -> int:
 
 
 def pod_count(group: Group) -> int:
-    """The number of pods that a group starts with: replicas, else minReplicas, else 1."""
+    """The number of pods that a group starts with. It is replicas, or else minReplicas, or else 1."""
     return group.replicas or group.min_replicas or 1
 
 
@@ -25,7 +25,8 @@ def relays_weights(spec: RLHFJobSpec, group: Group) -> bool:
 
 
 def trainer_ranks(group: Group) -> int:
-    """The number of trainer ranks of a group: one per GPU, or one per pod on CPUs. 0 without the trainer role."""
+    """The number of trainer ranks of a group. It is one per GPU, or one per pod on CPUs. It is 0 without the trainer
+    role."""
     return pod_count(group) * max(1, group.gpu.per_pod) if Role.TRAINER in group.roles else 0
 
 

@@ -1,10 +1,10 @@
-"""Says from whose source a model starts."""
+"""Says from which model's source a model starts."""
 
 from __future__ import annotations
 
 from dovetail.manifest.types import RLHFJobSpec
 
-# The first of these that has a source.
+# A model starts from the first of these that has a source.
 _CANDIDATES = {
     "actor": ("actor",),
     "reference": ("reference", "actor"),

@@ -8,9 +8,9 @@ from pydantic import Field
 
 from dovetail.manifest.base import Callable_, Fraction, LossName, Model, Path_, PositiveFloat, PositiveInt
 
-# As TRL and the shared-body setups after InstructGPT have it.
+# TRL uses this value, and so do shared-body setups after InstructGPT.
 SHARED_VALUE_COEF = 0.1
-# As DeepSpeed-Chat has it, for scores whose mean is 0.
+# DeepSpeed-Chat uses this value, for scores whose mean is 0.
 REWARD_CLIP = 5.0
 
 MICRO_BATCH_TOKENS = (
@@ -131,19 +131,20 @@ class Overlong(Model):
     penalty: PositiveFloat = Field(default=1.0, description="Subtracted from the score of the longest responses.")
 
 
-# The trainers keep as many versions in memory, and one more.
+# The trainers keep this many versions in memory, and one more.
 MOST_LAG = 16
-# `lag: Auto`, until the planner has said which (`dovetail.manifest.resolve.with_lag`).
+# `lag: Auto` stays until the planner has chosen a lag (`dovetail.manifest.resolve.with_lag`).
 AUTO_LAG: Any = "Auto"
 if TYPE_CHECKING:
-    # For all but the planner it is a number.
+    # For all code except the planner it is a number.
     Lag = int
 else:
     Lag = Literal["Auto"] | Annotated[int, Field(ge=0, le=MOST_LAG)]
 
 
 def kept_versions(lag: int) -> int:
-    """How many versions of the weights trainers keep to be sent: without a lag they send the present ones."""
+    """The number of versions of the weights that trainers keep to send them. Without a lag it is 0, because they send
+    the present weights."""
     return lag + 1 if lag else 0
 
 
@@ -315,13 +316,14 @@ class PPO(Model):
     critic_optimizer: Optimizer = Field(default_factory=Optimizer, description="The critic's optimizer.")
 
     def weight_version(self, iteration: int) -> int:
-        """The version of the weights that draw the samples of `iteration`, which counts from 1: those after step
-        iteration - 1 - lag, or the first ones, version 0."""
+        """The version of the weights that draw the samples of `iteration`, which counts from 1. These are the weights
+        after step iteration - 1 - lag, or the first weights, which are version 0."""
         return max(0, iteration - 1 - self.lag)
 
     @property
     def kept_versions(self) -> int:
-        """How many versions of the weights each trainer rank keeps in host memory to send them while it trains."""
+        """The number of versions of the weights that each trainer rank keeps in host memory to send them while it
+        trains."""
         return kept_versions(self.lag)
 
     def staleness(self, iteration: int) -> int:
@@ -331,8 +333,8 @@ class PPO(Model):
 
     @property
     def method(self) -> str:
-        """What people call it: PPO, GRPO, Dr. GRPO, GSPO, CISPO, RLOO, REINFORCE++, or one of these with functions of
-        the user's."""
+        """The common name of the method, such as PPO, GRPO, Dr. GRPO, GSPO, CISPO, RLOO or REINFORCE++. It also names
+        the user's own functions."""
         names = {
             "gae": "PPO",
             "reinforce++-baseline": "REINFORCE++ with a baseline",
@@ -348,12 +350,12 @@ class PPO(Model):
 
     @property
     def names_functions(self) -> bool:
-        """Whether the manifest names functions of the user's, which `importPath` is for."""
+        """Whether the manifest names functions of the user, which are imported from `importPath`."""
         return self.advantage_function is not None or ":" in self.loss
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """How far the policy ratio may lie below and above 1."""
+        """The distances by which the policy ratio may lie below and above 1."""
         high = self.clip if self.clip_high is None else self.clip_high
         if self.clip_low is not None:
             return self.clip_low, high
@@ -366,12 +368,12 @@ class PPO(Model):
 
     @property
     def kl_in_loss(self) -> bool:
-        """Where `kl.in` puts the penalty."""
+        """Whether `kl.in` puts the penalty in the loss, and not in the reward."""
         return self.kl.place == "Loss" or (self.kl.place == "Auto" and self.advantage == "grpo")
 
     @property
     def kl_estimator(self) -> Literal["k1", "k2", "k3"]:
-        """`kl.estimator`, Auto decided."""
+        """`kl.estimator`, with Auto replaced by the estimator that it stands for."""
         if self.kl.estimator != "Auto":
             return self.kl.estimator
         return "k3" if self.kl_in_loss else "k1"

@@ -1,4 +1,4 @@
-"""The RLHFJob resource, `dovetail.dev/v1alpha1`: the one source of the CRD, the JSON schema, `dovetail explain`
+"""The RLHFJob resource, `dovetail.dev/v1alpha1`. It is the only source of the CRD, the JSON schema, `dovetail explain`
 and the reference page. Field names are camelCase on the wire and snake_case in Python."""
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Role(StrEnum):
 # ---------------------------------------------------------------- models
 
 
-# A type checker takes no list that is made at run time.
+# A type checker does not accept a list that is made at run time.
 if TYPE_CHECKING:
     Architecture = str
 else:
@@ -224,7 +224,7 @@ class RewardFunction(Model):
 
     @property
     def title(self) -> str:
-        """Its name in metrics and messages."""
+        """The function's name in metrics and messages."""
         return self.name or self.function.rpartition(":")[2]
 
 
@@ -266,7 +266,7 @@ class RewardModel(TrainedModel):
 
     @property
     def calls(self) -> list[RewardFunction]:
-        """The functions that replace the reward model; none: a model gives the rewards."""
+        """The functions that replace the reward model. Empty if a model gives the rewards."""
         if self.function is not None:
             return [RewardFunction(function=self.function)]
         return list(self.functions or [])
@@ -304,7 +304,7 @@ class SyntheticData(Model):
     size: int = Field(default=2048, ge=8, le=10_000_000, description="Records to generate.")
 
 
-# What `dovetail.coordinator.data.formats` reads.
+# The formats that `dovetail.coordinator.data.formats` reads.
 DataFormat = Literal["Text", "PromptResponse", "ChosenRejected", "Labelled", "Messages", "HH"]
 
 
@@ -409,17 +409,18 @@ class Evaluation(Model):
     )
 
     def due(self, version: int) -> bool:
-        """Whether the weights after iteration `version` are evaluated during PPO; 0: before the first iteration."""
+        """Whether the weights after iteration `version` are evaluated during PPO. 0 stands for the weights before the
+        first iteration."""
         return version == 0 or (self.every_iterations is not None and version % self.every_iterations == 0)
 
     @property
     def functions(self) -> list[str]:
-        """The user's own metrics, module:callable."""
+        """The user's own metrics, as module:callable."""
         return [metric for metric in self.metrics if ":" in metric]
 
 
 def metric_name(metric: str) -> str:
-    """A metric's name in figures: the callable's of module:callable."""
+    """A metric's name in figures. For module:callable it is the callable's name."""
     return metric.rpartition(":")[2]
 
 
@@ -436,7 +437,7 @@ class GroupGPU(Model):
         default=1,
         ge=0,
         le=64,
-        description="GPUs of a pod; counts nothing on CPUs, but `dovetail run` refuses a number that is written down.",
+        description="GPUs of a pod. On CPUs it has no effect, but `dovetail run` refuses a manifest that sets it.",
     )
     claim_template: ObjectName | None = Field(
         default=None,
@@ -568,8 +569,8 @@ class PlanPins(Model):
         default="Auto",
         description="How actor and critic training share the pipeline, and in what order a model that trains alone "
         "runs on it. Auto: in the fastest way that ranks can run. VShaped: each rank holds two stages of each model, "
-        "which go there and back again. Dedicated: each model on trainer ranks of its own, both at once. Serial: "
-        "1F1B of one model after the other.",
+        "which follow the ranks to the last one and back. Dedicated: each model on trainer ranks of its own, both at "
+        "once. Serial: 1F1B of one model after the other.",
     )
     activation_memory: PositiveFloat | None = Field(
         default=None,
@@ -593,13 +594,13 @@ class PlanPins(Model):
     )
     sharding: Literal["Auto", "Always"] = Field(
         default="Auto",
-        description="Data-parallel ranks share a stage's weights, gradients and optimizer state (FSDP2). Auto: except "
-        "on CPUs below 1 GiB of them, where each rank holds all and only gradients travel.",
+        description="Data-parallel ranks share a stage's weights, gradients and optimizer state (FSDP2). Auto: yes, "
+        "except on CPUs if these have less than 1 GiB. Then each rank holds all of them, and only gradients are sent.",
     )
 
     @property
     def chunks(self) -> int:
-        """Stages of a model on each rank of a pipeline of PPO."""
+        """The number of stages of a model on each rank of a pipeline of PPO."""
         return 2 if self.intra_stage_fusion == "VShaped" else 1
 
 
@@ -668,7 +669,7 @@ class ObjectStorage(Model):
     )
 
 
-# All that a job may have trained, in the order in which it is made.
+# All models that a job may have trained, in the order in which they are made.
 TRAINED_MODELS = ("sft", "reward", "actor", "actor-best", "actor-ema", "critic")
 
 
@@ -684,7 +685,7 @@ class Output(Model):
 
     @property
     def place(self) -> str:
-        """Where the models go, for people."""
+        """The place of the models in words, for people."""
         if self.s3 is not None:
             return "/".join(part for part in (f"s3://{self.s3.bucket}", self.s3.prefix.strip("/")) if part)
         return str(self.pvc or self.path)
@@ -833,7 +834,7 @@ class RLHFJobSpec(Model):
     )
 
     def supervised(self, stage: Stage) -> Supervised:
-        """What the manifest says of a stage other than PPO."""
+        """The settings of a stage other than PPO."""
         found: Supervised = getattr(self, stage.value)
         return found
 

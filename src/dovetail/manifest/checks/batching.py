@@ -12,7 +12,8 @@ from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 
 class BatchRule(NamedTuple):
     """The batch of one model in one stage. Sizes count sequences, or pairs in reward training and DPO. Fields are paths
-    below the root. `tokens`: the maximum of a micro-batch if micro-batches are divided by tokens. `micro` is then 1."""
+    below the root. If micro-batches are divided by tokens, `tokens` is the maximum of a micro-batch, and `micro` is
+    1."""
 
     stage: Stage
     model: str
@@ -23,7 +24,8 @@ class BatchRule(NamedTuple):
     tokens: int | None = None
 
     def problem(self, dp: int) -> str | None:
-        """Why `dp` data-parallel ranks cannot divide the batch evenly, without a full stop. None if they can."""
+        """The reason why `dp` data-parallel ranks cannot divide the batch evenly, without a full stop. None if they
+        can."""
         if self.batch % (dp * self.micro) == 0:
             return None
         ranks = f"{dp} data-parallel ranks of the {self.model}" if dp > 1 else f"the {self.model}"
@@ -60,16 +62,17 @@ def _rule(spec: RLHFJobSpec, stage: Stage, model: str, config: PPO | Supervised,
 
 
 def longest_sample(spec: RLHFJobSpec, stage: Stage) -> int:
-    """The maximum tokens of what stays together in a micro-batch: a sequence, or a pair of them in reward training and
-    DPO."""
+    """The maximum number of tokens that stay together in a micro-batch. They are those of a sequence, or of a pair of
+    sequences in reward training and DPO."""
     if stage is Stage.PPO:
         return spec.data.max_prompt_tokens + spec.generation.max_tokens
     return spec.data.max_tokens * (2 if stage.has_pairs else 1)
 
 
 def micro_batch_tokens(spec: RLHFJobSpec, stage: Stage) -> int | None:
-    """The maximum tokens of a stage's micro-batch. None if rows are counted. Auto means the tokens of `microBatchSize`
-    samples of the maximum length. The planner may choose another number for PPO (`Batching.micro_batch_tokens`)."""
+    """The maximum number of tokens of a stage's micro-batch. None if rows are counted. Auto means the tokens of
+    `microBatchSize` samples of the maximum length. The planner may choose another number for PPO
+    (`Batching.micro_batch_tokens`)."""
     config = getattr(spec, stage.value)
     if config.micro_batch_tokens == "Auto":
         return int(config.micro_batch_size) * longest_sample(spec, stage)

@@ -2,7 +2,7 @@
 
 The API server also tries a rule on the default of its object, before the fields inside have their own defaults. A rule
 that reads fields with defaults, in an object that has a default itself, must therefore belong to `spec`: `spec` has no
-default. `function` and `in` are reserved words in CEL: Kubernetes writes them `__function__` and `__in__`."""
+default. `function` and `in` are reserved words in CEL, so Kubernetes writes them `__function__` and `__in__`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _HOLE = re.compile(r"\{([^{}]*\bself\b[^{}]*)\}")
 
 
 class CelRule(NamedTuple):
-    """One rule of the CRD. `path`: the object that `self` stands for, with dots, below the root ("" is the root). `[]`
-    enters the items of a list. `rule`: the expression. `message`: the sentence for the user. `{...self...}` in it is an
-    expression, and the message shows its value. `field`: the path below `path` that the API server reports. None:
-    `path` itself."""
+    """One rule of the CRD. `path` is the object that `self` stands for, with dots, below the root ("" is the root).
+    `[]` enters the items of a list. `rule` is the expression, and `message` the sentence for the user. `{...self...}`
+    in it is an expression, and the message shows its value. `field` is the path below `path` that the API server
+    reports. If it is None, it reports `path` itself."""
 
     path: str
     rule: str

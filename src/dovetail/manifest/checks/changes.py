@@ -1,4 +1,4 @@
-"""Says which fields of a manifest may change when its run is resumed. Pure."""
+"""Says which fields of a manifest may change when its run is resumed. The functions are pure."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ CHANGEABLE = (
     "ppo.kl.target",
     "ppo.kl.horizon",
 )
-# Releases before `ppo.kl.in` wrote this into job.json where a manifest did not say otherwise.
+# Releases before `ppo.kl.in` wrote this value into job.json if the manifest had none.
 EARLIER_REWARD_CLIP = 5.0
-# Why others may not, by the longest prefix.
+# The reasons why other fields may not change. The longest prefix of a field counts.
 _NOT_EXTENDED = (
     "SFT, reward-model training and DPO cannot be extended (of the stages only ppo can, by spec.ppo.iterations)"
 )
@@ -76,8 +76,8 @@ REASONS = {
 
 @dataclass(frozen=True)
 class Change:
-    """One changed field, such as spec.ppo.kl.coef, and its values as JSON. `inherited`: the old value describes the
-    behaviour of an earlier release, which this release no longer has."""
+    """One changed field, such as spec.ppo.kl.coef, and its values as JSON. `inherited` says that the old value
+    describes the behaviour of an earlier release, which this release no longer has."""
 
     field: str
     old: Any
@@ -95,8 +95,8 @@ class Change:
         return name.startswith("data.") and self._same_data(name)
 
     def _same_data(self, name: str) -> bool:
-        """Whether the data set may be the same: it is in another folder, or has another name for its commit. Its
-        fingerprint shows whether it is the same."""
+        """Whether the data set may be the same although it is in another folder, or has another name for its commit.
+        Its fingerprint shows whether it is the same."""
         if name.endswith(".revision"):
             return True
         return (
@@ -107,7 +107,7 @@ class Change:
 
     @property
     def sentence(self) -> str:
-        """Why the change is not allowed, and what is allowed."""
+        """A sentence that says why the change is not allowed, and what is allowed."""
         name = self.field.removeprefix("spec.")
         prefix = max((p for p in REASONS if not p or name == p or name.startswith(p + ".")), key=len)
         return (
@@ -131,7 +131,7 @@ def _of_earlier_release(old: dict[str, Any], new: RLHFJobSpec) -> tuple[dict[str
 
     Releases before `ppo.kl.in` had the KL penalty in the reward with any estimator, and they wrote their defaults (k1
     and 5.0) where this release writes Auto. Settings with the same meaning are no difference. Others are changes, and
-    the run goes on with them: this release no longer does what the earlier one did."""
+    the run goes on with them, because this release no longer does what the earlier one did."""
     kl = old.get("ppo", {}).get("kl")
     if kl is None or "in" in kl:
         return old, set()

@@ -22,15 +22,16 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 def check_files(spec: RLHFJobSpec, base_dir: Path, here: bool = False) -> list[str]:
     """One sentence for each local file or folder that is missing, empty or unusable, and for each function whose module
-    is missing. Relative paths start at `base_dir`. `here`: whether the job runs on this machine. Reads names, sizes and
-    model configurations, but no data, and imports nothing."""
+    is missing. Relative paths start at `base_dir`. `here` says whether the job runs on this machine. It reads names,
+    sizes and model configurations, but no data, and imports nothing."""
     checks = (_data, _models, _heads, _experts, _shared_layers, _tokenizer)
     found = [sentence for check in checks for sentence in check(spec, base_dir)]
     return list(dict.fromkeys([*found, *missing_modules(spec, base_dir, here)]))
 
 
 def layer_counts(spec: RLHFJobSpec, base_dir: Path) -> dict[str, int]:
-    """Layers of actor, critic and reward model, if the manifest's own folders and configurations say so.
+    """The numbers of layers of actor, critic and reward model, if the manifest's own folders and configurations give
+    them.
 
     A critic without a source is made from the reward model, or from the actor. A reward model without a source is made
     from the actor."""
@@ -100,7 +101,7 @@ _CORRECT = "correct the path (relative paths start at the manifest's folder)"
 
 
 def _variable(path: Path) -> str:
-    """What to do about an environment variable in a path. "" if there is none."""
+    """Advice about an environment variable in a path. "" if there is none."""
     return "write the path itself, because no environment variables are replaced in a manifest" * ("$" in str(path))
 
 
@@ -131,7 +132,7 @@ def _models(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
 
 
 def _family_name(spec: RLHFJobSpec, name: str, base: Path) -> Any:
-    """`model_type` of a trained model; None if the manifest's own folders and configurations do not say."""
+    """`model_type` of a trained model. None if the manifest's own folders and configurations do not say."""
     first = owner(spec, name)
     source = None if first is None else getattr(spec.models, first).source
     if source is not None and source.scratch is not None:

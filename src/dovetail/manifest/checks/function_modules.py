@@ -8,13 +8,13 @@ from pathlib import Path
 
 from dovetail.manifest.types import RLHFJobSpec, Stage
 
-# Whether the user gave the folder, the field that does, and the named functions with their fields.
+# The folder that the user gave or None, the field for it, and the named functions with their fields.
 _Place = tuple[str | None, str, list[tuple[str, str]]]
 
 
 def missing_modules(spec: RLHFJobSpec, base: Path, here: bool) -> Iterator[str]:
-    """A sentence for each function whose module is neither in its folder nor on Python's path. `base`: the manifest's
-    folder. `here`: whether the job runs on this machine. If not, only folders that the manifest names are looked at,
+    """A sentence for each function whose module is neither in its folder nor on Python's path. `base` is the manifest's
+    folder. `here` says whether the job runs on this machine. If not, only folders that the manifest names are searched,
     because a pod's image may have more."""
     for folder, field, functions in _places(spec):
         if (folder is None and not here) or (folder is not None and not (base / folder).is_dir()):
@@ -30,7 +30,7 @@ def missing_modules(spec: RLHFJobSpec, base: Path, here: bool) -> Iterator[str]:
 
 
 def _places(spec: RLHFJobSpec) -> Iterator[_Place]:
-    """The folders and their functions, of those that the job calls on this machine."""
+    """The folders and their functions, for the functions that the job calls on this machine."""
     if Stage.PPO not in spec.stages:
         return
     reward, ppo = spec.models.reward, spec.ppo
@@ -56,5 +56,5 @@ def _importable(module: str) -> bool:
     import the package for that."""
     try:
         return importlib.util.find_spec(module.partition(".")[0]) is not None
-    except (ImportError, ValueError):  # of a module that is loaded and does not say from where
+    except (ImportError, ValueError):  # the module is loaded, but does not say from where
         return True

@@ -12,10 +12,12 @@ _FILES = (*DATA_SUFFIXES, ".json", ".csv")
 
 
 def hub_problem(name: str, what: str, base: Path, owner: bool = True) -> str | None:
-    """Why `name`, which does not exist here, cannot be a repository of a hub, as the end of a sentence that begins with
-    the name. None if it can. A data file, or something in a folder that is here, is taken for a mistyped path.
+    """The reason why `name`, which does not exist here, cannot be a repository of a hub. It is the end of a sentence
+    that begins with the name. None if it can. A data file, or a path in a folder that exists here, counts as a mistyped
+    path.
 
-    `what`: such as "file, and no data set". `base`: where relative paths start. `owner`: names need an owner."""
+    `what` says what is missing, such as "file, and no data set". Relative paths start at `base`. With `owner`, names
+    need an owner."""
     if name.endswith(_FILES):
         return "does not exist"
     if not _NAME.fullmatch(name) or (owner and "/" not in name):

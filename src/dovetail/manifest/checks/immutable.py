@@ -4,13 +4,13 @@ At any time a user may suspend and resume a job, scale its rollout groups, and l
 also change its deadlines, its failure policy, its checkpoint policy and which samples are kept as text, and may decide
 to keep its claim. Images, pod templates and the access to a hub may change while the job is suspended. Everything else
 decides what is trained. It is fixed when the job has a plan (condition Planned=True). Before that it may be corrected,
-above all while Planned=False says what does not fit."""
+for example while Planned=False says what does not fit."""
 
 from __future__ import annotations
 
 from dovetail.manifest.checks.cel import CelRule
 
-# Every field of spec is in one of the three; tests/unit/manifest/test_crd_rules.py sees to it.
+# Every field of spec is in one of the three lists. tests/unit/manifest/test_crd_rules.py checks this.
 FIXED_IF_SET = ("managedBy",)
 FIXED = (
     "seed",

@@ -1,4 +1,5 @@
-"""The rules about metadata.name, each in Python and in CEL. A name that passes works for all objects of the job. Pure.
+"""The rules about metadata.name, each in Python and in CEL. A name that passes works for all objects of the job. The
+functions are pure.
 
 Kubernetes makes the names of a job's pods from the job's name, the group's name and the pod's number, as in
 `demo-train-0-3-x7k2p`. They may have 63 characters. JobSet requires that they begin with a letter."""
@@ -37,7 +38,7 @@ NAME_RULES = (
 
 
 def check_name(name: str, spec: RLHFJobSpec) -> list[str]:
-    """One sentence for each rule that the job's name breaks; [] if none."""
+    """One sentence for each rule that the job's name breaks. [] if it breaks none."""
     holds = (
         "a" <= name[0] <= "z",
         len(name) <= LONGEST_JOB_NAME,

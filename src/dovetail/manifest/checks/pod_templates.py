@@ -1,5 +1,6 @@
-"""Says what a pod template in a manifest may not change, because the pod would not work with it. Pure. The names and
-paths are those that the operator renders. tests/unit/manifest/test_pod_templates.py compares them."""
+"""Says what a pod template in a manifest may not change, because the pod would not work with it. The functions are
+pure. The names and paths are those that the operator renders. tests/unit/manifest/test_pod_templates.py compares
+them."""
 
 from __future__ import annotations
 
@@ -22,10 +23,10 @@ MOUNTS = (
     "/etc/dovetail-code",
     "/var/dovetail-output",
 )
-# Folders that these are in.
+# The folders that contain these.
 PARENTS = ("/", "/etc", "/etc/", "/var", "/var/")
 SCRATCH_MOUNTS = {"/tmp": "tmp", "/dev/shm": "shm"}
-# What a pod is told about itself and its job.
+# The variables that tell a pod about itself and its job.
 VARIABLES = tuple(
     f"DOVETAIL_{name}"
     for name in ("JOB", "NAME", "RUN_DIR", "COORDINATOR", "TOKEN", "HOST", "PORT", "GROUP", "INDEX", "CONFIG_DIR")
@@ -70,7 +71,7 @@ def _of_container(template: dict[str, Any], name: str) -> Iterator[dict[str, Any
 
 
 def merge_problem(template: dict[str, Any]) -> str:
-    """Why a template cannot be applied, without a full stop; empty if it can be."""
+    """The reason why a template cannot be applied, without a full stop. Empty if it can be."""
     try:
         merge({}, template)
     except MergeError as error:
@@ -152,7 +153,7 @@ def _object(value: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Limit:
-    """The memory that a pod template allows. `name`: the field. `size`: bytes."""
+    """The memory that a pod template allows. `name` is the field, and `size` is in bytes."""
 
     name: Literal["resources.limits.memory", "resources.requests.memory"]
     size: float

@@ -8,10 +8,10 @@ from typing import Any, TypeGuard
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.types import ScratchModel
 
-# What vLLM's attention on CPUs takes, dimensions of one head.
+# The head dimensions that vLLM's attention on CPUs supports.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
-# Whole numbers of at least 1.
+# These fields are whole numbers of at least 1.
 SIZES = (
     "hidden_size",
     "intermediate_size",

@@ -14,9 +14,10 @@ from dovetail.manifest.types import Dtype, Evaluation, RLHFJobSpec, Role, Stage,
 
 @dataclass(frozen=True)
 class Unexecuted:
-    """`used(spec)` yields the paths of the field where a spec sets it. `why` completes the sentence `<path>: <why>`.
+    """A field without an effect. `used(spec)` yields the paths of the field where a spec sets it. `why` completes the
+    sentence `<path>: <why>`.
 
-    `on_cluster`: the field has an effect in pods, but not on a single machine."""
+    `on_cluster` says that the field has an effect in pods, but not on a single machine."""
 
     field: str
     used: Callable[[RLHFJobSpec], Iterator[str]]

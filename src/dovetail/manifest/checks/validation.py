@@ -37,13 +37,12 @@ def _checked(job: RLHFJob) -> RLHFJob:
 
 
 def load_manifest(path_or_text: str | Path, base_dir: Path | None = None) -> RLHFJob:
-    """`parse_manifest`, then every default filled in (`resolve`) and local paths made absolute. A run starts from the
-    result.
+    """The job from which a run starts. It is the result of `parse_manifest` with every default filled in (`resolve`)
+    and absolute local paths.
 
-    `~` is the home folder. Relative paths start at `base_dir`, by default the manifest's folder (for text: the working
-    directory). Call `warnings` with the job as written (`parse_manifest`), because resolving removes what some warnings
-    are about.
-    `check_files` checks the files themselves. Raises ManifestError."""
+    `~` is the home folder. Relative paths start at `base_dir`. Its default is the manifest's folder, or the working
+    directory for a manifest given as text. Call `warnings` with the job as written (`parse_manifest`), because
+    resolving removes what some warnings are about. `check_files` checks the files themselves. Raises ManifestError."""
     job = _checked(parse(with_home(read_yaml(path_or_text))))
     if base_dir is None:
         base_dir = Path(path_or_text).parent if is_file(path_or_text) else Path()

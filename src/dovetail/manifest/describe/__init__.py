@@ -1,1 +1,1 @@
-"""Descriptions of the manifest: its CRD, `dovetail explain` and the reference page."""
+"""Describes the manifest in its CRD, `dovetail explain` and the reference page."""

@@ -1,5 +1,5 @@
-"""Makes the CustomResourceDefinition from the pydantic types and the rules: a structural schema, defaults, CEL rules
-and columns."""
+"""Makes the CustomResourceDefinition from the pydantic types and the rules. It has a structural schema, defaults, CEL
+rules and columns."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dovetail.manifest.types import KIND, RLHFJobSpec
 
 GROUP, VERSION, PLURAL, SINGULAR = "dovetail.dev", "v1alpha1", "rlhfjobs", "rlhfjob"
 
-# Bounds of what the types leave open, so that the cost of CEL rules is bounded.
+# These bound what the types leave open, so that the cost of CEL rules is bounded.
 MAX_STRING, MAX_ITEMS, MAX_PROPERTIES = 1024, 64, 256
 
 Schema = dict[str, Any]
@@ -123,7 +123,7 @@ def _convert(node: Schema, model: type[BaseModel] | None) -> Schema:
     if branches is not None:
         rest = [branch for branch in branches if branch.get("type") != "null"]
         node = {**(rest[0] if len(rest) == 1 else _union(rest)), **node}
-        # Without a default, null means absent: the API server prunes it, which CEL's has() relies on.
+        # Without a default, null means absent. The API server prunes it, and CEL's has() relies on that.
         if len(rest) < len(branches) and node.get("default") is not None:
             node["nullable"] = True
     if node.get("default", ...) is None:
@@ -169,7 +169,7 @@ def _properties(properties: Schema, model: type[BaseModel] | None) -> Schema:
 
 
 def _plain(value: Any) -> Any:
-    """The default of an object is {}. The defaults of its own fields do the rest."""
+    """The default of an object is {}. The defaults of its own fields fill it."""
     if isinstance(value, BaseModel):
         return {}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""`dovetail explain`: describes a field in the form of kubectl explain."""
+"""Describes a field for `dovetail explain`, in the form of kubectl explain."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def default_of(field: FieldInfo) -> str | None:
 
 
 def summary(field: FieldInfo) -> str:
-    """The field's description, or else the first line of its object's docstring."""
+    """The field's description. Without one it is the first line of its object's docstring."""
     if field.description:
         return field.description
     inner = model_in(field.annotation)

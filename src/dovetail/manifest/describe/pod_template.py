@@ -1,5 +1,5 @@
-"""The part of a podTemplate's schema that the API server must know: lists whose items have names, and fields that the
-rules read. All other fields are open."""
+"""The part of a podTemplate's schema that the API server must know. It has the lists whose items have names, and the
+fields that the rules read. All other fields are open."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pod_template() -> Schema:
         containers=_list("Containers; Dovetail's is `dovetail`.", 16, "name", name=name, env=env, volumeMounts=mounts),
         initContainers=_list("Containers that run before.", 16, "name", name=name, env=env),
         volumes=_list("Volumes.", 64, "name", name=_text("The volume's name.")),
-        # null removes the operator's.
+        # null removes the operator's value
         imagePullSecrets=_list("Secrets for registries.", 16, "name", name=_text("The Secret's name."))
         | {"nullable": True},
         restartPolicy=_text("Never, or not given.", 32),

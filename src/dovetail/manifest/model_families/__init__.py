@@ -16,7 +16,7 @@ from dovetail.manifest.model_families.qwen3_moe import QWEN3_MOE
 
 __all__ = ["MODEL_FAMILIES", "Experts", "LinearPart", "ModelFamily"]
 
-# By `model_type` of config.json.
+# The families by `model_type` of config.json.
 MODEL_FAMILIES: dict[str, ModelFamily] = {
     family.name: family
     for family in (LLAMA, QWEN2, QWEN3, OPT, MISTRAL, GEMMA2, GEMMA3, QWEN3_MOE, PHI3, GPT_NEOX, GPT_OSS)

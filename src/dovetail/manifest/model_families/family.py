@@ -1,5 +1,4 @@
-"""What Dovetail must know about a family of causal language models: its names, its defaults and the parts of a
-layer."""
+"""Describes a family of causal language models, with its names, its defaults and the parts of a layer."""
 
 from __future__ import annotations
 
@@ -7,16 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# A width of a layer: the hidden states, all query heads, all key (or value) heads, the MLP's inner states; of fused
-# layers: queries, keys and values together, and gate and up together.
+# The widths of a layer are those of the hidden states, all query heads, all key (or value) heads, and the MLP's inner
+# states. For fused layers they are queries, keys and values together, and gate and up together.
 Width = Literal["hidden", "queries", "keys", "inner", "attention", "gates"]
 
 
 @dataclass(frozen=True)
 class LinearPart:
-    """A linear layer of a decoder layer, by transformers' name. `split`: the side that tensor-parallel ranks share:
-    "out" (columns) or "in" (rows). None: they cannot share it. `bias`: the field of the configuration that says whether
-    it has a bias (`ModelFamily.bias_fields`), or "always" or "never"."""
+    """A linear layer of a decoder layer, by transformers' name. `split` is the side that tensor-parallel ranks share,
+    "out" (columns) or "in" (rows). It is None if they cannot share it. `bias` names the field of the configuration that
+    says whether it has a bias (`ModelFamily.bias_fields`), or is "always" or "never"."""
 
     name: str
     inputs: Width
@@ -44,7 +43,7 @@ GATED_MLP = (
 )
 
 
-# The names in files of each expert's three matrices, by the name of the parameter that holds them for all experts.
+# The names of each expert's three matrices in files, by the name of the parameter that holds them for all experts.
 EXPERT_MATRICES = {"gate_up_proj": ("gate_proj.weight", "up_proj.weight"), "down_proj": ("down_proj.weight",)}
 
 
@@ -52,11 +51,12 @@ EXPERT_MATRICES = {"gate_up_proj": ("gate_proj.weight", "up_proj.weight"), "down
 class Experts:
     """A mixture of experts in place of each layer's MLP.
 
-    The names of fields in config.json: `count` is the number of experts, by the first of these names that exists.
-    `chosen` is the number of experts of a token. `inner` is the inner width of one expert. `router`: transformers' name
-    of the module that chooses the experts. `over_chosen`: the weights are a softmax over the chosen experts of a token,
-    and not over all. `bias`: experts and router have biases. `matrices`: the names in files of one expert's matrices,
-    by the name of transformers' parameter for all experts. Empty: files have the same parameters as transformers."""
+    These are names of fields in config.json: `count` is the number of experts, by the first of these names that exists.
+    `chosen` is the number of experts of a token. `inner` is the inner width of one expert. `router` is transformers'
+    name of the module that chooses the experts. `over_chosen` says that the weights are a softmax over the chosen
+    experts of a token, and not over all. `bias` says that experts and router have biases. `matrices` has the names of
+    one expert's matrices in files, by the name of transformers' parameter for all experts. If it is empty, files have
+    the same parameters as transformers."""
 
     count: tuple[str, ...] = ("num_experts", "num_local_experts")
     chosen: str = "num_experts_per_tok"
@@ -71,31 +71,31 @@ class Experts:
 class ModelFamily:
     """One family. The defaults of the fields below are those of Llama.
 
-    `name`: `model_type` in config.json. `classes`: how the names of transformers' classes begin. `classifier_classes`:
-    the same for the class with a value head, if it differs. `defaults`: the values that transformers uses if a
-    configuration leaves a size out. `linears`: the linear layers of a decoder layer, in order.
+    `name` is `model_type` in config.json. The names of transformers' classes begin with `classes`, and that of the
+    class with a value head with `classifier_classes` if it differs. `defaults` has the values that transformers uses if
+    a configuration leaves a size out. `linears` has the linear layers of a decoder layer, in order.
 
-    The names of fields in config.json: `inner_field` is the MLP's inner width. `embedding_field` is the width of the
-    token embedding, if it may differ from the hidden width. `bias_fields` say whether attention and MLP have biases,
-    and `bias_default` holds if they are absent. `softcap` is the bound of logits. If the configuration does not say:
-    `tied`, whether head and embedding share one weight; `head_dim`, the width of a head (None: hidden / heads).
-    `grouped`: there may be fewer key heads than query heads.
+    These are names of fields in config.json: `inner_field` is the MLP's inner width. `embedding_field` is the width of
+    the token embedding, if it may differ from the hidden width. `bias_fields` say whether attention and MLP have
+    biases, and `bias_default` holds if they are absent. `softcap` is the bound of logits. If the configuration does not
+    say it, `tied` says whether head and embedding share one weight, and `head_dim` is the width of a head (hidden /
+    heads if it is None). `grouped` says that there may be fewer key heads than query heads.
 
     The parts of the model: `body` is the module that holds embedding and layers. `entry` are its parts besides the
     embedding before the first layer. `exits` are its parts after the last layer, in the order of use. `embedding` is
-    the token embedding. `layer_norm`: norms have a bias. `norms`: the norms of a layer, except those of heads.
-    `norm_offset`: 1 is added to a norm's weight. `head_norms`: the norms of each query and key head, by name.
-    `learnt_positions`: the model has a table of positions in place of rotary ones. `saved_head`: the name of the
-    vocabulary projection in files. `sinks`: each head has a learnt score that takes a part of its attention.
-    `bounded_scores`: tanh bounds attention's scores. `experts`: they replace the MLP.
+    the token embedding. `layer_norm` says that norms have a bias. `norms` has the norms of a layer, except those of
+    heads. `norm_offset` says that 1 is added to a norm's weight. `head_norms` names the norms of each query and key
+    head. `learnt_positions` says that the model has a table of positions in place of rotary ones. `saved_head` is the
+    name of the vocabulary projection in files. `sinks` says that each head has a learnt score that takes a part of its
+    attention. `bounded_scores` says that tanh bounds attention's scores. `experts` replace the MLP.
 
-    `windows`: the layers that attend only to `sliding_window` tokens, if config.json has no `layer_types`. They are all
-    layers, or all except every n-th one (n is `sliding_window_pattern`, or this number). "never": models with windows
-    are refused.
+    `windows` says which layers attend only to `sliding_window` tokens, if config.json has no `layer_types`. They are
+    all layers, or all except every n-th one (n is `sliding_window_pattern`, or this number). With "never", models with
+    windows are refused.
 
-    What autograd keeps, for the planner: `kept` is the number of tensors with the MLP's inner width (a gate, its
-    activation, up and their product). `partial_rotary`: rotary positions may turn a part of each head, which costs a
-    copy of the queries. `side_by_side`: attention and MLP have the same input."""
+    The planner needs to know what autograd keeps. `kept` is the number of tensors with the MLP's inner width (a gate,
+    its activation, up and their product). `partial_rotary` says that rotary positions may turn a part of each head,
+    which costs a copy of the queries. `side_by_side` says that attention and MLP have the same input."""
 
     name: str
     classes: str

@@ -1,6 +1,6 @@
-"""Gemma 2 (Riviere et al. 2024) and Gemma 3 (Kamath et al. 2025): layers with a window between layers without one,
-scaled embeddings, four norms a layer whose weights are added to 1. Gemma 2 bounds scores and logits; in Gemma 3 heads
-have norms, and each kind of attention has rotary frequencies of its own."""
+"""Gemma 2 (Riviere et al. 2024) and Gemma 3 (Kamath et al. 2025). They have layers with a window between layers without
+one, scaled embeddings, and four norms a layer whose weights are added to 1. Gemma 2 bounds scores and logits. In Gemma
+3, heads have norms, and each kind of attention has rotary frequencies of its own."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""GPT-NeoX (Black et al. 2022) and Pythia: LayerNorm, fused queries, keys and values, rotary positions for a part of
-each head, attention and MLP side by side."""
+"""GPT-NeoX (Black et al. 2022) and Pythia. They have LayerNorm, fused queries, keys and values, rotary positions for a
+part of each head, and parallel attention and MLP."""
 
 from __future__ import annotations
 

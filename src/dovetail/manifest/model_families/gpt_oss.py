@@ -1,4 +1,4 @@
-"""gpt-oss (OpenAI 2025): experts with biases, heads with sinks, and a window in every second layer."""
+"""gpt-oss (OpenAI 2025). It has experts with biases, heads with sinks, and a window in every second layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama (Touvron et al. 2023): RMSNorm, rotary positions, a gated MLP, grouped key heads."""
+"""Llama (Touvron et al. 2023). It has RMSNorm, rotary positions, a gated MLP and grouped key heads."""
 
 from __future__ import annotations
 

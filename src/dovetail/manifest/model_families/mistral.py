@@ -1,4 +1,5 @@
-"""Mistral (Jiang et al. 2023): as Llama; a token attends to a window of tokens where config.json names one."""
+"""Mistral (Jiang et al. 2023). It is like Llama, but a token attends only to a window of tokens if config.json names
+one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""OPT (Zhang et al. 2022): LayerNorm, learnt positions, no gate in the MLP; some models embed in fewer dimensions."""
+"""OPT (Zhang et al. 2022). It has LayerNorm, learnt positions, and no gate in the MLP. Some models embed in fewer
+dimensions."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Phi-3 and Phi-4 (Abdin et al. 2024): as Llama, with fused projections. Rotary positions may turn a part of each head
-only."""
+"""Phi-3 and Phi-4 (Abdin et al. 2024). They are like Llama with fused projections. Rotary positions may turn only a
+part of each head."""
 
 from __future__ import annotations
 

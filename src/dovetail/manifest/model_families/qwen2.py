@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5 (Yang et al. 2024): as Llama, with biases on queries, keys and values."""
+"""Qwen2 and Qwen2.5 (Yang et al. 2024). They are like Llama with biases on queries, keys and values."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ QWEN2 = ModelFamily(
         "num_key_value_heads": 32,
         "vocab_size": 151936,
     },
-    # Whatever the configuration says.
+    # This holds whatever the configuration says.
     linears=(*attention_parts(inputs_bias="always"), *GATED_MLP),
 )

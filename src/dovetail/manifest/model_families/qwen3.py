@@ -1,4 +1,4 @@
-"""Qwen3 (Yang et al. 2025): as Llama, with a norm of each query and key head."""
+"""Qwen3 (Yang et al. 2025). It is like Llama with a norm of each query and key head."""
 
 from __future__ import annotations
 

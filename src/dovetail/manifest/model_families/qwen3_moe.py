@@ -1,4 +1,4 @@
-"""Qwen3 mixtures of experts (Yang et al. 2025): as Qwen3, with experts in place of the MLP."""
+"""Qwen3 mixtures of experts (Yang et al. 2025). They are like Qwen3 with experts in place of the MLP."""
 
 from __future__ import annotations
 

@@ -7,17 +7,17 @@ from typing import Any
 
 from dovetail.manifest.model_families.family import ModelFamily
 
-# Their frequencies depend on the longest sequence of the batch, so a token's output would depend on its neighbours'
-# lengths and differ between trainer, scorer and rollout.
+# The frequencies of these rotary types depend on the longest sequence of the batch. So a token's output would depend on
+# the lengths of other sequences, and differ between trainer, scorer and rollout.
 _ROPES = ("dynamic", "longrope", "su")
 _KINDS = {"full_attention", "sliding_attention"}
-# Why families that look like supported ones are not.
+# The reasons why families that look like supported ones are not supported.
 _REFUSED = {"phi": "Phi-1.5 and Phi-2: vLLM loses the bias of their head when new weights arrive"}
 
 
 def problem(config: Mapping[str, Any], families: Mapping[str, ModelFamily]) -> str | None:
-    """Why a `config.json` cannot be used, and what to do: a clause without subject's name and full stop; None if it
-    can."""
+    """The reason why a `config.json` cannot be used, and what to do. It is a clause without the model's name and
+    without a full stop. None if it can be used."""
     kind = config.get("model_type")
     family = families.get(str(kind))
     if family is None:
@@ -41,7 +41,8 @@ def problem(config: Mapping[str, Any], families: Mapping[str, ModelFamily]) -> s
 
 
 def replay_error(config: Mapping[str, Any], families: Mapping[str, ModelFamily]) -> str | None:
-    """Why `ppo.routingReplay` does not go with an actor of this `config.json`: a sentence; None if it does."""
+    """A sentence that says why `ppo.routingReplay` does not work with an actor of this `config.json`. None if it
+    does."""
     kind = config.get("model_type")
     family = families.get(str(kind))
     if family is None or family.experts is not None:

@@ -1,4 +1,4 @@
-"""The rules between fields of a spec, which the type of a single field cannot express. Pure.
+"""The rules between fields of a spec, which the type of a single field cannot express. The functions are pure.
 
 `RULES` is the only table. Each row (`Rule`) has the place of the rule, a Python predicate, the same predicate in CEL,
 and the sentence for the user. `check` runs the Python predicates. The CRD and the reference page are made from the same
@@ -50,6 +50,6 @@ CEL_RULES: tuple[CelRule, ...] = tuple(found for rule in RULES for found in rule
 
 
 def check(spec: RLHFJobSpec) -> list[str]:
-    """One sentence for each rule that the spec breaks, each with the field's path and the fix; [] if none."""
+    """One sentence for each rule that the spec breaks, with the field's path and the fix. [] if it breaks none."""
     objects = Objects(spec)
     return [sentence for rule in RULES for _, sentence in rule.check(objects)]

@@ -43,7 +43,7 @@ def _trains(stage: Stage) -> tuple[Callable[[RLHFJobSpec], bool], str]:
     return lambda spec: stage in spec.stages, f"'{stage.value}' in self.stages"
 
 
-# What a chat template gets anyway, or what says how it is applied.
+# These names are no options. A chat template gets them anyway, or they say how it is applied.
 _GIVEN_TO_TEMPLATES = frozenset(
     (
         *("messages", "tools", "documents", "chat_template", "conversation", "add_generation_prompt"),

@@ -6,7 +6,7 @@ from dovetail.manifest.checks.rules.rule import Rule, Value, group_rule, ppo_rul
 from dovetail.manifest.fixed_names import COORDINATOR
 from dovetail.manifest.types import Dtype, Group, Role
 
-# Set by the launcher or fixed by the contract between the processes.
+# These are set by the launcher or fixed by the protocol between the processes.
 RESERVED_VLLM_ARGS = (
     "--host",
     "--port",

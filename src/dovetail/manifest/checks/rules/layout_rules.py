@@ -185,7 +185,7 @@ def _heads_fit(spec: RLHFJobSpec) -> bool:
     config = _actor_config(spec)
     on_cpu = any(Role.ROLLOUT in group.roles and group.on_cpu for group in spec.groups)
     if not on_cpu or not all(is_count(config.get(size, 1)) for size in SIZES):
-        return True  # a size that is no number has a rule of its own
+        return True  # another rule is about sizes that are no numbers
     return cpu_head_error(config) is None
 
 

@@ -301,7 +301,7 @@ def _one_at_most(tokenizer: Tokenizer) -> bool:
 
 
 def _from_scratch(spec: RLHFJobSpec, unknown: bool) -> bool:
-    """Whether the actor is trained from scratch; `unknown`: what to say of an actor without a source."""
+    """Whether the actor is trained from scratch. It is `unknown` for an actor without a source."""
     source = spec.models.actor.source
     return unknown if source is None else source.scratch is not None
 

@@ -1,4 +1,4 @@
-"""Rules about pod templates, of groups and of the coordinator. The API server sees of a template what
+"""Rules about pod templates, of groups and of the coordinator. The API server sees only the parts of a template that
 `dovetail.manifest.describe.pod_template` lists."""
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dovetail.manifest.types import Coordinator, Group
 Pods = Group | Coordinator
 _AT = ("spec.groups[]", "spec.coordinator")
 _SPEC = "self.podTemplate.spec"
-# The API server tries the rules on the default of `coordinator`, {}, too.
+# The API server also tries the rules on {}, the default of `coordinator`.
 _NOTHING = f"!has(self.podTemplate) || !has({_SPEC})"
 _OWN = f"has(c.name) && c.name == '{CONTAINER}'"
 
@@ -89,7 +89,7 @@ POD_RULES = (
         None,
         "{path} has a podTemplate that cannot be applied: {problem}.",
         {"problem": Value(lambda pods: merge_problem(pods.pod_template))},
-        by_type=True,  # of the lists that describe/pod_template.py knows
+        by_type=True,  # for the lists that describe/pod_template.py knows
     ),
     Rule(
         _AT,
@@ -102,6 +102,6 @@ POD_RULES = (
 
 
 def template_errors(template: dict[str, Any], path: str) -> list[str]:
-    """The errors of a pod template that is not in a manifest. `path`: the object that has the podTemplate."""
+    """The errors of a pod template that is not in a manifest. `path` is the object that has the podTemplate."""
     pods = Coordinator(pod_template=template)
     return [sentence for rule in POD_RULES if (sentence := rule.told(pods, path)) is not None]

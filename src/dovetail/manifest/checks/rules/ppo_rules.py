@@ -21,9 +21,9 @@ from dovetail.manifest.types import Dtype, RLHFJobSpec, Stage
 
 
 def _cut(stage: Stage, model: str, batch: str, micro: str, size: Callable[[RLHFJobSpec], tuple[int, int]]) -> Rule:
-    """The rule that the micro-batch divides the batch. `size`: batch and micro-batch. One data-parallel rank must be
-    able to take the whole batch, because Auto may always choose one. The planner decides whether the ranks are then
-    enough."""
+    """The rule that the micro-batch divides the batch. `size` returns batch and micro-batch. One data-parallel rank
+    must be able to take the whole batch, because Auto may always choose one rank. The planner decides whether the ranks
+    are enough."""
 
     def holds(spec: RLHFJobSpec) -> bool:
         whole, part = size(spec)
@@ -40,8 +40,8 @@ def _cut(stage: Stage, model: str, batch: str, micro: str, size: Callable[[RLHFJ
 
 
 def _cut_on_ranks(stage: Stage, model: str, batch: str, micro: str, by_tokens: bool = False) -> Rule:
-    """The same rule on the data-parallel ranks that spec.plan.parallelism pins. `by_tokens`: micro-batches are divided
-    by tokens, and need the same number of rows on each rank."""
+    """The same rule on the data-parallel ranks that spec.plan.parallelism pins. `by_tokens` says that micro-batches are
+    divided by tokens. They then need the same number of rows on each rank."""
 
     def pinned(spec: RLHFJobSpec) -> tuple[BatchRule, int] | None:
         rule = next((rule for rule in batch_rules(spec) if (rule.stage, rule.model) == (stage, model)), None)

@@ -26,12 +26,13 @@ class Value:
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table. `at`: the places of the object that the predicate gets, such as `spec` or `spec.groups[]`
-    (`[]` stands for each item). If there is no such object, the rule holds. `holds`: the predicate in Python. `cel`:
-    the same predicate in CEL, where `self` is the object. None if CEL cannot express it. `sentence`: the message if the
-    predicate is false. In it `{path}` is the object's path, `{minReplicas}` is a field below it, and other names are in
-    `values`. The sentence of a rule about list items starts with `{path}`. `by_type`: the API server refuses the
-    manifest by the type of the list (a set, or a map by name), with a message of its own."""
+    """One row of the table. `at` has the places of the object that the predicate gets, such as `spec` or
+    `spec.groups[]` (`[]` stands for each item). If there is no such object, the rule holds. `holds` is the predicate in
+    Python. `cel` is the same predicate in CEL, where `self` is the object. It is None if CEL cannot express it.
+    `sentence` is the message if the predicate is false. In it `{path}` is the object's path, `{minReplicas}` is a field
+    below it, and other names are in `values`. The sentence of a rule about list items starts with `{path}`. With
+    `by_type`, the API server refuses the manifest by the type of the list (a set, or a map by name), with a message of
+    its own."""
 
     at: tuple[str, ...]
     holds: Callable[[Any], bool]
@@ -41,7 +42,7 @@ class Rule:
     by_type: bool = False
 
     def check(self, objects: Objects) -> Iterator[tuple[str, str]]:
-        """Path and sentence of each object that breaks the rule."""
+        """The path and the sentence of each object that breaks the rule."""
         for place in self.at:
             for path, found in objects.at(place):
                 if (sentence := self.told(found, path)) is not None:
