@@ -1,1 +1,2 @@
-"""What the operator and the status API both need of a cluster: names, kinds of objects, and the connection."""
+"""The parts that the operator and the status API share. These are names, kinds of objects, and the connection to a
+cluster."""

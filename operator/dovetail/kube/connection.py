@@ -1,4 +1,4 @@
-"""The connection to the API server, as the `kubernetes` package makes it, for plain JSON: no generated types."""
+"""The connection to the API server, as the `kubernetes` package makes it. It uses plain JSON and no generated types."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ async def connect() -> client.ApiClient:
         config.load_incluster_config(settings)
     else:
         await config.load_kube_config(os.environ.get("KUBECONFIG"), client_configuration=settings)
-    # Else aiohttp looks for a .netrc file with every request; a proxy is what the kubeconfig says.
+    # Otherwise aiohttp would look for a .netrc file with every request. The kubeconfig names the proxy.
     settings.client_session_kwargs = {"trust_env": False}
-    settings.connection_pool_maxsize = 0  # no limit: each watch keeps a connection of its own
+    settings.connection_pool_maxsize = 0  # no limit, because each watch keeps a connection of its own
     return client.ApiClient(settings)
 
 
@@ -52,13 +52,13 @@ async def request(
     accept: str = "application/json",
     content_type: str = "application/json",
 ) -> bytes:
-    """The body of the API server's answer. It comes within `seconds` of the call. `body`: plain JSON data. Raises
+    """The body of the API server's answer. It comes within `seconds` of the call. `body` is plain JSON data. Raises
     KubeError, also for a time-out (`status` 0)."""
     url = path + (f"?{urlencode(query)}" if query else "")
     headers = {"Accept": accept, "Content-Type": content_type}
     try:
         async with asyncio.timeout(seconds):
-            # Without the body, which is plain: it would be copied item by item.
+            # The body is left out here, because it is plain data and would be copied item by item.
             verb, address, *more = await api.param_serialize(
                 method, url, header_params=headers, auth_settings=["BearerToken"]
             )
@@ -106,7 +106,7 @@ async def stream(
 
 
 def status_message(body: str) -> str:
-    """The message of a metav1.Status; other text is returned as it is."""
+    """The message of a metav1.Status. Other text is returned as it is."""
     try:
         return str(json.loads(body)["message"])
     except (ValueError, KeyError, TypeError):

@@ -1,4 +1,4 @@
-"""Requests to a job's coordinator, whose answers are not trusted: a coordinator runs its tenant's code.
+"""Sends requests to a job's coordinator. Its answers are not trusted, because a coordinator runs its tenant's code.
 
 Whatever the coordinator answers, the request takes a bounded time and memory. The job's token is sent to no other
 address."""
@@ -15,13 +15,13 @@ import aiohttp
 from dovetail.protocol.error_text import error_text
 from dovetail.protocol.process.env import COORDINATOR_PORT
 
-# A page of history has up to 1 MiB, the status of 500 instances some 200 KB, a trace of a large job a few MiB.
+# A page of history has up to 1 MiB, the status of 500 instances about 200 KB, and a trace of a large job a few MiB.
 DOCUMENT_BYTES, DOCUMENT_VALUES = 2 << 20, 200_000
 TRACE_BYTES = 8 << 20
 
 
 class NoAnswer(Exception):
-    """The coordinator did not answer as it should; the message says how."""
+    """The coordinator did not answer as it should. The message says what is wrong."""
 
 
 def pod_url(address: str) -> str:
@@ -45,12 +45,12 @@ async def fetch(
     take: Callable[[int], None] = lambda size: None,
 ) -> bytes:
     """The body of a GET. It has at most `most` bytes, and takes at most `seconds` from the first to the last byte.
-    `take` is told how many bytes come, before they are kept; what it raises ends the request. Raises NoAnswer."""
+    `take` gets the number of bytes that come, before they are kept. If it raises, the request ends. Raises NoAnswer."""
     try:
         async with session.get(
             url,
             headers={"Authorization": f"Bearer {token}", "Accept-Encoding": "identity"},
-            allow_redirects=False,  # the token is for this address alone
+            allow_redirects=False,  # the token is only for this address
             auto_decompress=False,  # a kilobyte can become a gigabyte
             timeout=aiohttp.ClientTimeout(total=seconds),
         ) as reply:
@@ -74,9 +74,9 @@ async def fetch(
 
 
 def document(content: bytes, values: int = DOCUMENT_VALUES) -> dict[str, Any]:
-    """The JSON object in an answer; null replaces numbers that are not finite. Raises NoAnswer, also for an answer
-    with more than about `values` values: it would take much more memory than its bytes."""
-    # Each value but the first follows one of these.
+    """The JSON object in an answer. Null replaces numbers that are not finite. Raises NoAnswer, also for an answer with
+    more than about `values` values, because it would take much more memory than its bytes."""
+    # Each value except the first follows one of these.
     if sum(content.count(mark) for mark in (b",", b"[", b"{")) > values:
         raise NoAnswer(f"the coordinator's answer has more than {values} values")
     try:

@@ -9,9 +9,9 @@ from dovetail.protocol.process.env import COORDINATOR_PORT, HUB_CACHE
 from dovetail.protocol.process.process_names import COORDINATOR
 
 FIELD_MANAGER = "dovetail-operator"
-MANAGER = "dovetail.dev/operator"  # in spec.managedBy; the default
-TOKEN_KEY = "token"  # of the token's Secret
-ITERATIONS_KEY = "iterations.json"  # of the history's ConfigMap
+MANAGER = "dovetail.dev/operator"  # the default of spec.managedBy
+TOKEN_KEY = "token"  # in the token's Secret
+ITERATIONS_KEY = "iterations.json"  # in the history's ConfigMap
 
 JOB_LABEL = "dovetail.dev/job"
 UID_LABEL = "dovetail.dev/job-uid"
@@ -19,21 +19,22 @@ GROUP_LABEL = "dovetail.dev/group"
 ROLE_LABEL = "dovetail.dev/role"
 SURPLUS_LABEL = "dovetail.dev/surplus"
 JOB_NAME_LABEL = "batch.kubernetes.io/job-name"
-CONTROLLER_UID_LABEL = "batch.kubernetes.io/controller-uid"  # Kubernetes' own, of the pods of a Job
-# Labels of a JobSet: hashes of what its user said about the pods. A part that later versions add gets its own label.
+CONTROLLER_UID_LABEL = "batch.kubernetes.io/controller-uid"  # Kubernetes' own label of a Job's pods
+# These labels of a JobSet are hashes of the manifest's settings of pods. A part that later versions add gets its own
+# label.
 PODS_LABEL = "dovetail.dev/pods"
 COORDINATOR_PODS_LABEL = "dovetail.dev/coordinator-pods"
 PREEMPTIBLE_PODS_LABEL = "dovetail.dev/preemptible-pods"
-FOLDER = "dovetail.dev/folder"  # of a claim: where on it the last job that used it has its files
-EARLIER_FOLDERS = "dovetail.dev/earlier-folders"  # of a claim: those of earlier jobs, the last one first
-ROOM = "dovetail.dev/room"  # pods of each GPU group that the nodes had room for when the job was planned
+FOLDER = "dovetail.dev/folder"  # on a claim: the folder of the last job that used it
+EARLIER_FOLDERS = "dovetail.dev/earlier-folders"  # on a claim: the folders of earlier jobs, the last one first
+ROOM = "dovetail.dev/room"  # the pods of each GPU group for which nodes had room at planning
 INDEX_ANNOTATION = "batch.kubernetes.io/job-completion-index"
 REPLICA_ANNOTATION = "jobset.sigs.k8s.io/job-index"
 KUEUE = "kueue.x-k8s.io/"
 QUEUE_LABEL = f"{KUEUE}queue-name"
-# A label until Kueue 0.17, an annotation since.
+# This is a label until Kueue 0.17, and an annotation since then.
 WORKLOAD_LABEL = f"{KUEUE}prebuilt-workload-name"
-JOB_UID_LABEL = f"{KUEUE}job-uid"  # of a Workload
+JOB_UID_LABEL = f"{KUEUE}job-uid"  # on a Workload
 ORIGIN_LABEL = f"{KUEUE}multikueue-origin"
 MULTIKUEUE = f"{KUEUE}multikueue"  # in spec.managedBy
 PRIORITY_LABEL = f"{KUEUE}priority-class"
@@ -83,8 +84,8 @@ def coordinator_url(job: str, namespace: str) -> str:
 
 
 def surplus_job(job: str, group: str, index: int) -> str:
-    """The Job of a surplus rollout, one beyond the group's minimum. `index`: its number; the guaranteed rollouts have
-    the first numbers."""
+    """The Job of a surplus rollout, which is a rollout beyond the group's minimum. `index` is its number. The
+    guaranteed rollouts have the first numbers."""
     return f"{job}-{group}-s{index}"
 
 
@@ -106,7 +107,7 @@ def workload(job: str, uid: str) -> str:
 
 
 def sent_workload(job: RLHFJob) -> str | None:
-    """The Workload that MultiKueue has made for this copy of a job; None if the job is no copy."""
+    """The Workload that MultiKueue has made for this copy of a job. None if the job is no copy."""
     metadata = job.metadata
     return metadata.annotations.get(WORKLOAD_LABEL) or metadata.labels.get(WORKLOAD_LABEL)
 

@@ -51,9 +51,9 @@ def left_by(thing: Mapping[str, Any], job: str, uid: str) -> bool:
 
 
 def pod_of(pod: Mapping[str, Any], job: str, uid: str) -> bool:
-    """Whether the pod seems to be one of this RLHFJob's: it has the labels of one, and the Job that owns it has a name
-    that the RLHFJob's Jobs have. Kubernetes soon deletes a pod that forges all of this. If the uid of its owner is
-    wrong, its owner does not exist. If the uid is right, the Job has one pod too many."""
+    """Whether the pod seems to belong to this RLHFJob. It must have the labels of such a pod, and the Job that owns it
+    must have the name of one of the RLHFJob's Jobs. Kubernetes soon deletes a pod that forges all of this. If the uid
+    of its owner is wrong, its owner does not exist. If the uid is right, the Job has one pod too many."""
     labels, owner = pod["metadata"].get("labels") or {}, controller(pod)
     group = labels.get(GROUP_LABEL) or labels.get(ROLE_LABEL) or ""
     return (

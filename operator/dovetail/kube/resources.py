@@ -1,4 +1,4 @@
-"""The kinds of objects that the operator reads or writes. This is the one list; a new kind starts here."""
+"""The kinds of objects that the operator reads or writes. This is the only list, so a new kind starts here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dovetail.manifest.types import KIND
 
 @dataclass(frozen=True)
 class Resource:
-    """One kind of object. `watched`: the operator watches the objects of this kind that belong to jobs."""
+    """One kind of object. `watched` says that the operator watches the objects of this kind that belong to jobs."""
 
     kind: str
     group: str
@@ -41,11 +41,12 @@ class Resource:
 
 RLHFJOB = Resource(KIND, GROUP, VERSION, PLURAL)
 EVENT = Resource("Event", "", "v1", "events", watched=False)
-# They belong to no job. Some are listed, and all are watched for notices (`cluster/notices.py`).
+# Nodes belong to no job. Some are listed, and all are watched for notices (`cluster/notices.py`).
 NODE = Resource("Node", "", "v1", "nodes", watched=False)
-# Not watched: the operator has no right to list Secrets.
+# This kind is not watched, because the operator has no right to list Secrets.
 SECRET = Resource("Secret", "", "v1", "secrets", watched=False)
-# Not watched: it is looked at while a job waits in a queue of Kueue, and made for jobs that MultiKueue sends elsewhere.
+# This kind is not watched. It is read while a job waits in a queue of Kueue, and made for jobs that MultiKueue sends
+# elsewhere.
 WORKLOAD = Resource("Workload", "kueue.x-k8s.io", "v1beta2", "workloads", watched=False)
 JOBSET = Resource("JobSet", "jobset.x-k8s.io", "v1alpha2", "jobsets")
 JOB = Resource("Job", "batch", "v1", "jobs")
@@ -58,7 +59,7 @@ ROLE = Resource("Role", "rbac.authorization.k8s.io", "v1", "roles")
 ROLE_BINDING = Resource("RoleBinding", "rbac.authorization.k8s.io", "v1", "rolebindings")
 NETWORK_POLICY = Resource("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies")
 DISRUPTION_BUDGET = Resource("PodDisruptionBudget", "policy", "v1", "poddisruptionbudgets")
-# What a job owns but its Secret.
+# The kinds that a job owns, except its Secret.
 CHILDREN = (
     JOBSET,
     JOB,
@@ -85,7 +86,7 @@ class Gang(StrEnum):
 
 
 POD_GROUP = "PodGroup"
-# An operator knows one of them at most.
+# An operator knows at most one of them.
 POD_GROUPS: dict[str, Resource] = {
     Gang.KUBERNETES: Resource(POD_GROUP, "scheduling.k8s.io", "v1alpha2", "podgroups"),
     Gang.VOLCANO: Resource(POD_GROUP, "scheduling.volcano.sh", "v1beta1", "podgroups"),

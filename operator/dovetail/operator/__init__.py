@@ -1,1 +1,1 @@
-"""The operator: turns RLHFJobs into Kubernetes objects and reports what becomes of them."""
+"""The operator. It turns RLHFJobs into Kubernetes objects and reports their state."""

@@ -1,4 +1,4 @@
-"""Private parts of other packages that the operator uses, each with the reason and the version it was seen in.
+"""Private parts of other packages that the operator uses. Each has the reason and the version in which it was seen.
 
 tests/unit/operator/test_compat_operator.py fails with the name of the part that has moved."""
 
@@ -13,13 +13,13 @@ from kubernetes.aio.leaderelection.resourcelock.leaselock import LeaseLock as _L
 
 __all__ = ["NO_ANSWER", "LeaseLock"]
 
-# What a call raises when the API server does not answer.
+# The errors of a call when the API server does not answer.
 NO_ANSWER = (aiohttp.ClientError, OSError, TimeoutError)
 
 
 class LeaseLock(_LeaseLock):  # type: ignore[misc]
-    """kubernetes 37.0.2: the package's lock with two corrections. The package's `create` passes an argument that its
-    own client refuses. Its `update` does not keep the answer. This class uses `api_instance`, `lease_reference` and
+    """The lock of kubernetes 37.0.2 with two corrections. The package's `create` passes an argument that its own client
+    refuses. Its `update` does not keep the answer. This class uses `api_instance`, `lease_reference` and
     `update_lease`, which are not documented."""
 
     lease_reference: Any

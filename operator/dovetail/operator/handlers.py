@@ -1,4 +1,4 @@
-"""The part of the operator that kopf runs: it watches RLHFJobs. The operator uses no finalizers, timers, daemons or
+"""The part of the operator that kopf runs. It watches RLHFJobs. The operator uses no finalizers, timers, daemons or
 annotations."""
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from dovetail.kube.resources import RLHFJOB
 from dovetail.operator.reconcile.children import Object
 
 Observe = Callable[[Object, bool], Awaitable[None]]
-# Objects in one part of the first list. Each may have more than 1 MB, and takes many times that in memory.
+# The number of objects in one part of the first list. Each may have more than 1 MB, and takes many times that in
+# memory.
 CHUNK = 5
 
 
 async def watch_jobs(observe: Observe, namespaces: tuple[str, ...], on_signals: Callable[[], None]) -> None:
     """Run kopf until cancelled. `observe` is called with each RLHFJob, and whether it was deleted. Raises if a watch
-    dies. kopf takes over the process's signals; `on_signals` is called to take them back."""
+    dies. kopf takes over the process's signals, and `on_signals` is called to take them back."""
     tasks = await kopf.spawn_tasks(
         registry=make_registry(observe),
         settings=make_settings(),
@@ -56,7 +57,7 @@ def make_registry(observe: Observe) -> kopf.OperatorRegistry:
 
 
 def make_settings() -> kopf.OperatorSettings:
-    """kopf's settings with least privilege: kopf does not look for CRDs and namespaces, and writes nothing."""
+    """kopf's settings with least privilege. kopf does not look for CRDs and namespaces, and writes nothing."""
     settings = kopf.OperatorSettings()
     settings.scanning.disabled = True
     settings.posting.enabled = False

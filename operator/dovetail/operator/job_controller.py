@@ -1,4 +1,4 @@
-"""Does what `reconcile` decides: one worker at a time for each job, while this replica leads."""
+"""Does what `reconcile` decides, with one worker at a time for each job, while this replica leads."""
 
 from __future__ import annotations
 
@@ -69,19 +69,20 @@ from dovetail.operator.workqueue import WorkQueue
 from dovetail.protocol.plan import Plan
 
 RESYNC_SECONDS = 600.0
-# Pods of a job change together, and what was written is looked at once more: what kubelets or Kueue made of it.
+# Pods of a job change together. Objects that were written are looked at once more, because kubelets or Kueue change
+# them.
 GATHER_SECONDS = 1.0
 BUSY = {JOBSET.kind, JOB.kind, POD.kind}
 FIRST_SYNC_SECONDS = 1.0
 PROCESS_SECONDS = 300.0
-# A role lets the status API read the token, which must be ours. A binding is refused before its role is there, and pods
-# come last.
+# A role lets the status API read the token, so the operator must have made the token before. A binding is refused
+# before its role exists. Pods come last.
 LATER = {ROLE.kind: 1, ROLE_BINDING.kind: 2, JOBSET.kind: 3, JOB.kind: 3}
 MANAGED = f"app.kubernetes.io/managed-by={names.FIELD_MANAGER}"
 
 
 class Controller:
-    """The loop of the leading replica. `now`: the time of day, which goes into objects."""
+    """The loop of the leading replica. `now` returns the time of day, which goes into objects."""
 
     def __init__(
         self,
@@ -109,13 +110,13 @@ class Controller:
         self._kinds = (*CHILDREN, *((POD_GROUPS[settings.gang],) if settings.gang in POD_GROUPS else ()))
         self._missing: set[str] = set()  # kinds that the API server does not have
         self._uids: dict[Key, str] = {}  # of the jobs that were looked at
-        self._told: dict[Key, float] = {}  # since when an event waits to be acted on
+        self._told: dict[Key, float] = {}  # when the first event came that was not acted on yet
         self.store = ObjectCache()
         self.queue: WorkQueue[Key] = WorkQueue(time.monotonic)
         planner.done = self.queue.add
 
     async def observe(self, thing: Object, deleted: bool) -> None:
-        """Handle a watch event: store it, and enqueue its job unless the reply to a write told the same before. An
+        """Handle a watch event. Store its object, and enqueue its job unless the reply to a write had the same news. An
         object without the form of its kind is ignored. Anybody may make one with our labels, and an object of one
         tenant must not stop the jobs of all."""
         try:
@@ -133,8 +134,8 @@ class Controller:
             await self.queue.add(key, 0.0 if soon else GATHER_SECONDS)
 
     async def run(self) -> None:
-        """Work until cancelled. Decisions wait until everything is listed: before that, a job's children would seem to
-        be missing."""
+        """Work until cancelled. Decisions wait until everything is listed, because a job's children would seem to be
+        missing before."""
         if self._settings.nodes_seconds > 0:
             await self.nodes.look()  # so that new jobs are planned with it
         await self._list_jobs()
@@ -157,7 +158,7 @@ class Controller:
                     group.create_task(self._notices.run())
 
     async def _list_jobs(self) -> None:
-        """List the RLHFJobs first: children of unknown jobs are ignored."""
+        """List the RLHFJobs. This comes first, because children of unknown jobs are ignored."""
         while True:
             try:
                 for namespace in self._settings.namespaces or (None,):
@@ -292,7 +293,7 @@ class Controller:
             self._tokens.forget(uid)
 
     def _outlook(self, key: Key, uid: str, planned: tuple[RLHFJob, Plan] | PlanRefused, children: Children) -> Outlook:
-        """How many rollouts the nodes have room for, and the plan for that number once it is made."""
+        """The number of rollouts for which the nodes have room, and the plan for that number once it is made."""
         pools, refused = self.nodes.pools, self.nodes.refused
         if isinstance(planned, PlanRefused) or not (pools is not None or refused):
             return Outlook()
@@ -423,7 +424,7 @@ class Controller:
 
     async def _report(self, document: Object, status: RLHFJobStatus, events: list[JobEvent]) -> float | None:
         """Write the status if it has changed, then the events of the change. Returns the seconds until the job must be
-        reconciled again, because it asks for that or because it is too early to write; None if it need not."""
+        reconciled again, because it asks for that or because it is too early to write. None if it need not be."""
         status = status.model_copy(update={"state": state(status.conditions)})
         wanted = json.loads(status.model_dump_json(by_alias=True, exclude_none=True))
         key = document["metadata"]["namespace"], document["metadata"]["name"]
@@ -437,7 +438,7 @@ class Controller:
             self.store.put({"kind": KIND, **await self._client.write_status(document, wanted)})
         except KubeError as error:
             if error.status == 404:
-                self.store.remove(document)  # deleted meanwhile, whether or not a watch tells it
+                self.store.remove(document)  # it was deleted meanwhile, even if no watch has reported that
                 return None
             if error.status in (409, 422):
                 metadata = document["metadata"]
@@ -530,7 +531,8 @@ class Controller:
 
 
 def _fits(context: RenderContext, outlook: Outlook) -> bool | None:
-    """Whether the nodes have room for what the job starts with. None if the operator does not see the nodes."""
+    """Whether the nodes have room for the pods with which the job starts. None if the operator does not see the
+    nodes."""
     if (there := outlook.room) is None:
         return None if needs(context) else True
     return all(there[g.name] >= context.guaranteed(g) for g in context.job.spec.groups if g.name in there)

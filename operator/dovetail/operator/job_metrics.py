@@ -12,20 +12,21 @@ from prometheus_client.registry import Collector
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.operator.reconcile import reasons
 
-# In metrics alone: a job that waits for GPUs which no node has, be they mistyped or not added yet.
+# This reason is only in metrics. The job waits for GPUs that no node has, because they are mistyped or not added yet.
 NO_NODE_FITS = "NoNodeFits"
-# In metrics alone: a job that waits for GPUs, and the operator may not see whether any node has them.
+# This reason is only in metrics. The job waits for GPUs, and the operator may not see whether any node has them.
 NODES_UNKNOWN = "NodesUnknown"
 Key = tuple[str, str]  # namespace and name of an RLHFJob
-# The reason of the first of these that is true is the job's; else that of the first of WAITS that is false.
+# The job's reason is that of the first of these that is true. If none is true, it is that of the first of WAITS that is
+# false.
 _HOLDS = ("Completed", "Failed", "Suspended")
 _WAITS = ("Planned", "Scheduled", "Running")
 
 
 @dataclass
 class _Job:
-    """`pending`: the reason why the job does not run although it should, and since when. `seconds`: the earlier waiting
-    time by reason."""
+    """The waiting times of a job. `pending` has the reason why the job does not run although it should, and since when.
+    `seconds` has the earlier waiting time by reason."""
 
     state: str
     reason: str
@@ -44,15 +45,16 @@ class _Job:
 
 
 class JobMetrics(Collector):
-    """The metrics of each job, taken from its status. `clock`: monotonic seconds."""
+    """The metrics of each job, taken from its status. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._jobs: dict[Key, _Job] = {}
-        self._unfit: dict[Key, str] = {}  # what UNSCHEDULABLE means for a job
+        self._unfit: dict[Key, str] = {}  # the reason that replaces UNSCHEDULABLE for a job
 
     def fits(self, key: Key, fits: bool | None) -> None:
-        """Whether the nodes have room for the job while nothing else runs; None if that is not known."""
+        """Record whether the nodes have room for the job while nothing else runs. `fits` is None if that is not
+        known."""
         if fits:
             self._unfit.pop(key, None)
         else:
@@ -77,7 +79,7 @@ class JobMetrics(Collector):
         return self._jobs.pop(key, None) is not None
 
     def clear(self) -> None:
-        """Forget all jobs: another replica shows them."""
+        """Forget all jobs, because another replica shows them."""
         self._jobs.clear()
         self._unfit.clear()
 

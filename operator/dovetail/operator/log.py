@@ -1,4 +1,4 @@
-"""Structured log: one JSON line per event on stderr. kopf's own lines have the same form."""
+"""Writes a structured log with one JSON line per event to stderr. kopf's own lines have the same form."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ Level = Literal["info", "warning", "error"]
 
 
 def log(event: str, *, level: Level = "info", **fields: Any) -> None:
-    """`fields` name what the event is about; `job` is namespace/name."""
+    """Write one event. `fields` say what the event is about. `job` is namespace/name."""
     at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
     line = {"time": at, "level": level, "process": "operator", "event": event, **fields}
     print(json.dumps(line, default=str), file=sys.stderr, flush=True)
 
 
 class _Lines(logging.Handler):
-    """Formats what libraries log. The logger's name is the event."""
+    """Formats the log records of libraries. The logger's name is the event."""
 
     def emit(self, record: logging.LogRecord) -> None:
         level: Level = "error" if record.levelno >= logging.ERROR else "warning"

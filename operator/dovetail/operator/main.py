@@ -1,6 +1,7 @@
 """The operator process: `python -m dovetail.operator.main`.
 
-Exit status: 0 after SIGTERM, 1 when it lost its lease or a watch died (start it again), 2 for a wrong configuration."""
+The exit status is 0 after SIGTERM, and 2 for a wrong configuration. It is 1 if the process lost its lease or a watch
+died. Start it again then."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from dovetail.operator.operator_settings import OperatorSettings
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point; takes everything from the environment (`dovetail.operator.operator_settings`)."""
-    # Here only: the planner's process imports this module again, and needs nothing of that.
+    """The entry point. It takes all settings from the environment (`dovetail.operator.operator_settings`)."""
+    # These are imported here, because the planner's process imports this module again and does not need them.
     import uvloop
 
     from dovetail.operator.process import run

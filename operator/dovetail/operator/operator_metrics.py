@@ -38,7 +38,7 @@ class OperatorMetrics:
             self.registry.register(collector)
 
     def count_requests(self, made: Callable[[], int]) -> None:
-        """`made`: how many requests the API server got so far."""
+        """Count the requests to the API server. `made` returns how many it got so far."""
         self._requests.made = made
 
     def reconciled(self, outcome: str, seconds: float, waiting: int) -> None:

@@ -1,4 +1,4 @@
-"""The settings of an administrator for all jobs: `DOVETAIL_*` variables of the operator's pod."""
+"""The settings of an administrator for all jobs. They are `DOVETAIL_*` variables of the operator's pod."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _IMAGE = "dovetail/{}:0.1.0"
 
 @dataclass(frozen=True)
 class OperatorSettings:
-    """`api_account`: the status API's ServiceAccount in `namespace`; empty: there is no API. Images are those of groups
-    that name none. `*_capabilities`: the compute capabilities that these have kernels for, as 8.0; empty: those of
-    Dovetail's own images; `any`: not checked. `pod_template` is a strategic merge patch of every pod, applied before
-    the group's own. `namespaces`: empty means all. `volume_*` describe the claim that a job gets whose manifest names
-    none; an empty class means the cluster's default. Seconds and bytes as Kubernetes writes them; `nodes_seconds` 0:
-    nodes are not looked at. `conflict_seconds`: how often a job looks whether a name that it needs is free.
-    `gpu_products`: GPUs that the administrator describes.
-    `metrics_from`: NetworkPolicyPeers that may scrape jobs; empty: nobody may. `egress`: NetworkPolicyEgressRules of
-    what jobs' pods may connect to besides each other; None: anything. `pod_user`: the number of the user and group of
-    jobs' pods; 0: the platform chooses. `notice_taints`: more taints of nodes that
-    will end soon, besides those of `render/spot.py`. `gang`: the scheduler that starts a job's pods together
-    (`render/gang.py`); empty: none, pods start one by one, apart from jobs in Kueue's queues.
-    `start_timeout_seconds`: for jobs that name none; 0: they wait for ever. `multi_kueue`: make the Workloads of jobs
-    that MultiKueue sends to other clusters."""
+    """The operator's settings. `api_account` is the status API's ServiceAccount in `namespace`. If it is empty, there
+    is no API. The images are for groups that name none. `*_capabilities` are the compute capabilities for which these
+    have kernels, such as 8.0. Empty stands for those of Dovetail's own images, and `any` turns the check off.
+    `pod_template` is a strategic merge patch of every pod, applied before the group's own. Empty `namespaces` means
+    all. `volume_*` describe the claim of a job whose manifest names none. An empty class means the cluster's default.
+    Times are in seconds, and sizes are Kubernetes quantities. If `nodes_seconds` is 0, nodes are not looked at. Every
+    `conflict_seconds` a job looks whether a name that it needs is free. `gpu_products` are GPUs that the administrator
+    describes. `metrics_from` has the NetworkPolicyPeers that may scrape jobs. If it is empty, nobody may. `egress` has
+    the NetworkPolicyEgressRules for connections of jobs' pods to others. If it is None, they may connect to anything.
+    `pod_user` is the number of the user and group of jobs' pods. If it is 0, the platform chooses. `notice_taints` are
+    more taints of nodes that will end soon, besides those of `render/spot.py`. `gang` is the scheduler that starts a
+    job's pods together (`render/gang.py`). If it is empty, pods start one by one, except in jobs in Kueue's queues.
+    `start_timeout_seconds` is for jobs that name none. If it is 0, they wait for ever. `multi_kueue` says whether to
+    make the Workloads of jobs that MultiKueue sends to other clusters."""
 
     namespace: str = "dovetail-system"
     namespaces: tuple[str, ...] = ()
@@ -110,14 +110,14 @@ def _capabilities(name: str, text: str) -> tuple[str, ...]:
 
 
 def _template(path: Path) -> dict[str, Any]:
-    """DOVETAIL_POD_TEMPLATE names a YAML file."""
+    """The pod template in the YAML file that DOVETAIL_POD_TEMPLATE names."""
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"DOVETAIL_POD_TEMPLATE: {path} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(document, dict):
         raise ValueError(f"DOVETAIL_POD_TEMPLATE: {path} does not hold an object with metadata and spec")
-    # Here only: the planner's process has no need of it.
+    # This is imported here, because the planner's process does not need it.
     from dovetail.operator.template_mistakes import first_mistake
 
     if (problem := first_mistake(document)) is not None:
@@ -126,7 +126,7 @@ def _template(path: Path) -> dict[str, Any]:
 
 
 def _products(text: str) -> dict[str, GPU]:
-    """DOVETAIL_GPU_PRODUCTS describes GPUs."""
+    """The GPUs that DOVETAIL_GPU_PRODUCTS describes."""
     try:
         return described(yaml.safe_load(text))
     except (HardwareError, yaml.YAMLError) as error:

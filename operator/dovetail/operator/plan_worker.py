@@ -1,4 +1,4 @@
-"""Plans are made in a worker process with a deadline, so that a long search does not delay other jobs."""
+"""Makes plans in a worker process with a deadline, so that a long search does not delay other jobs."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ READ_BYTES = 64 << 20
 # No ConfigMap holds a larger plan.
 PLAN_BYTES = 1 << 20
 IDLE_SECONDS = 60.0
-START_SECONDS = 60.0  # of the planner's process, with its imports
-# How long `planned` waits for a plan that nobody is before. Most plans take less.
+START_SECONDS = 60.0  # for the start of the planner's process, with its imports
+# The time that `planned` waits for a plan if no other plan comes first. Most plans take less.
 PATIENCE_SECONDS = 2.0
 
 
 def read_job(document: Object, *, started: bool = False) -> RLHFJob | PlanRefused:
-    """The manifest with its defaults, all rules checked. `started`: the job has a JobSet, so the rules let it in. A
-    rule that a later version adds does not stop it."""
+    """The manifest with its defaults, after all rules were checked. `started` says that the job has a JobSet. It has
+    passed the rules then, and a rule that a later version adds does not stop it."""
     metadata = document["metadata"]
     kept = {key: metadata[key] for key in ("name", "namespace", "labels", "annotations") if key in metadata}
     manifest = {"apiVersion": document["apiVersion"], "kind": document["kind"], "metadata": kept}
@@ -59,7 +59,7 @@ def read_job(document: Object, *, started: bool = False) -> RLHFJob | PlanRefuse
 
 def _serve(pipe: Connection, make: Callable[[RLHFJobSpec], Plan] | None, gpus: Mapping[str, GPU]) -> None:
     """The worker process. It reads specs and answers with plans or error sentences."""
-    # Here only: it takes more memory than the rest of the operator.
+    # This is imported only here, because it takes more memory than the rest of the operator.
     from dovetail.planner.make_plan import PlanError, make_plan
 
     while True:
@@ -81,8 +81,8 @@ def _serve(pipe: Connection, make: Callable[[RLHFJobSpec], Plan] | None, gpus: M
 
 
 def _exchange(pipe: Connection, text: bytes, seconds: float) -> bytes:
-    """Send a spec and receive the answer. A large spec is sent when the process reads, so this waits for its start.
-    Raises TimeoutError, EOFError and OSError."""
+    """Send a spec and receive the answer. A large spec can be sent only while the process reads, so this waits for its
+    start. Raises TimeoutError, EOFError and OSError."""
     pipe.send_bytes(text)
     if not pipe.poll(seconds):
         raise TimeoutError
@@ -97,8 +97,8 @@ def _too_large(size: int) -> str:
 
 @dataclass
 class _Asked:
-    """A plan that is to be made, and the jobs that wait for it. `begun`: the planner is at work on it. `waiters`: how
-    many calls wait for it themselves."""
+    """A plan that is to be made, and the jobs that wait for it. `begun` says that the planner works on it. `waiters` is
+    the number of calls that wait for it."""
 
     spec: RLHFJobSpec
     answer: asyncio.Future[Plan | PlanRefused]
@@ -127,14 +127,14 @@ class _Read:
         return self.written_hash == self.hash
 
     def stored(self, config_map: Object, known: Remembered[tuple[str, Plan]]) -> Plan | None:
-        """The plan in a ConfigMap; None if it cannot be read. `known`: plans by their text, so that equal jobs share a
-        plan and its text."""
+        """The plan in a ConfigMap. None if it cannot be read. `known` has plans by their text, so that equal jobs share
+        a plan and its text."""
         text = str((config_map.get("data") or {}).get("plan.json"))
         if text != self.text:
             found = known.get(text)
             if found is None:
                 try:
-                    # A later version's plan may say more.
+                    # A later version's plan may have more fields.
                     found = text, Plan.model_validate_json(text, extra="ignore")
                 except ValueError:
                     self.text, self.plan = text, None
@@ -168,9 +168,9 @@ def _architectures(given: tuple[str, ...]) -> tuple[str, ...]:
 
 class Planner:
     """One worker process, started on first use, replaced when it misses its deadline, and ended after IDLE_SECONDS
-    without work. Namespaces take turns, so that slow plans of one tenant hold up nobody else's for long. `make` must be
-    importable; default: `dovetail.planner.make_plan.make_plan`. `problems`: sentences for a job that is not planned, as
-    its images do not serve its GPUs. `clock`: monotonic seconds."""
+    without work. Namespaces take turns, so that slow plans of one tenant do not delay those of others for long. `make`
+    must be importable. Its default is `dovetail.planner.make_plan.make_plan`. `problems` returns sentences for a job
+    that is not planned because its images do not support its GPUs. `clock` returns monotonic seconds."""
 
     def __init__(
         self,
@@ -183,16 +183,16 @@ class Planner:
         self._make = make
         self._problems = problems
         self._clock = clock
-        # Called with each job that `planned` did not wait for. None: `planned` always waits.
+        # This is called with each job that `planned` did not wait for. If it is None, `planned` always waits.
         self.done: Callable[[Key], Awaitable[None]] | None = None
         self._asked: dict[str, _Asked] = {}  # by the spec's hash
-        self._waits: dict[Key, str] = {}  # the hash that a job waits for; one at most
-        # Hashes by namespace, whose turns these are. Some may be made or given up by now.
+        self._waits: dict[Key, str] = {}  # the one hash that a job waits for
+        # The hashes of each namespace, in the order of turns. Some may be made or given up by now.
         self._queues: OrderedDict[str, dict[str, None]] = OrderedDict()
         self._asking: asyncio.Task[None] | None = None
-        self._failed: Remembered[tuple[float, PlanRefused]] = Remembered()  # until when they count, by the spec's hash
-        self._given: dict[str, GPU] = {}  # by the administrator
-        self._found: dict[str, GPU] = {}  # on nodes
+        self._failed: Remembered[tuple[float, PlanRefused]] = Remembered()  # with their end time, by the spec's hash
+        self._given: dict[str, GPU] = {}  # described by the administrator
+        self._found: dict[str, GPU] = {}  # found on nodes
         self._stale = False
         self.guess: Callable[[], bool] = lambda: False
         self._lock = asyncio.Lock()
@@ -204,14 +204,14 @@ class Planner:
         self._read: Remembered[_Read] = Remembered(READ_BYTES)  # by namespace/name
         self._stored: Remembered[tuple[str, Plan]] = Remembered()  # by their text in ConfigMaps
         self._variants: Remembered[Plan | PlanRefused] = Remembered()  # by the spec's digest
-        self._waiting: dict[str, set[Key]] = {}  # for variants
+        self._waiting: dict[str, set[Key]] = {}  # jobs that wait for variants
         self._varying: set[asyncio.Task[None]] = set()
         self._turn = asyncio.Lock()  # one variant at a time, so that new jobs wait for one at most
 
     async def planned(self, document: Object, children: Children) -> tuple[RLHFJob, Plan] | PlanRefused:
-        """The plan in the job's ConfigMap if the job has started or its spec is unchanged; else a new plan. `children`:
-        what the job controls. A plan that takes long is refused with the reason Planning, and `done` is called when it
-        is there."""
+        """The plan in the job's ConfigMap if the job has started or its spec is unchanged. Otherwise it is a new plan.
+        `children` has the objects that the job controls. A plan that takes long is refused with the reason Planning,
+        and `done` is called when it is there."""
         if (problem := document.get(TOO_LARGE)) is not None:
             return PlanRefused(reasons.INVALID_SPEC, str(problem))
         started = children.get(JOBSET.kind, document["metadata"]["name"]) is not None
@@ -230,18 +230,18 @@ class Planner:
         return found if isinstance(found, PlanRefused) else (job, found)
 
     def _answer(self, wanted: str) -> Plan | PlanRefused | None:
-        """What is known of the spec with this hash. A failure of the planner counts for a while."""
+        """The known answer for the spec with this hash. A failure of the planner counts for some time."""
         until, failed = self._failed.get(wanted) or (0.0, None)
         return self._known.get(wanted) or (failed if self._clock() < until else None)
 
     async def _new(self, job: RLHFJob, wanted: str) -> Plan | PlanRefused:
-        """Have a plan made, and wait for it as long as may be."""
+        """Have a plan made, and wait for it as long as is allowed."""
         key, asked = (job.metadata.namespace or "", job.metadata.name), self._asked.get(wanted)
         if asked is None:
             answer: asyncio.Future[Plan | PlanRefused] = asyncio.get_running_loop().create_future()
             asked = self._asked[wanted] = _Asked(job.spec, answer)
         if not asked.begun:
-            # Another namespace may have asked for the same, and have others before it.
+            # Another namespace may have asked for the same plan, but have other plans before it.
             self._queues.setdefault(key[0], {})[wanted] = None
         if self._asking is None or self._asking.done():
             self._asking = asyncio.create_task(self._ask_in_turn())
@@ -249,7 +249,7 @@ class Planner:
         try:
             if self.done is None:
                 return await asyncio.shield(asked.answer)
-            # One worker waits at most, so that the others are there for jobs that have a plan.
+            # At most one worker waits, so that the others are free for jobs that have a plan.
             if len(self._asked) == 1 and not asked.jobs:
                 await asyncio.wait({asked.answer}, timeout=PATIENCE_SECONDS)
         finally:
@@ -309,8 +309,8 @@ class Planner:
                     await self.done(key)
 
     def use(self, given: Mapping[str, GPU] | None = None, found: Mapping[str, GPU] | None = None) -> None:
-        """Plan with these GPUs from now on: those that the administrator describes, and those that nodes have and no
-        table knows. What was planned without them is forgotten."""
+        """Plan with these GPUs from now on. `given` are those that the administrator describes, and `found` those that
+        nodes have and no table knows. Plans that were made without them are forgotten."""
         before = self._given, self._found
         self._given = dict(given) if given is not None else self._given
         self._found = dict(found) if found is not None else self._found
@@ -321,7 +321,7 @@ class Planner:
             self._stale = True
 
     def _guess(self, spec: RLHFJobSpec) -> None:
-        """Estimate a GPU product from its name, if nodes cannot be listed and so say nothing of it."""
+        """Estimate a GPU product from its name, if nodes cannot be listed and so its figures are unknown."""
         asked = {str(group.gpu.product) for group in spec.groups if not group.on_cpu}
         new = {name: estimate(name) for name in asked if not is_known(name, {**self._found, **self._given})}
         if new and self.guess():
@@ -344,7 +344,7 @@ class Planner:
     async def _vary(self, wanted: str, spec: RLHFJobSpec, done: Callable[[Key], Awaitable[None]]) -> None:
         try:
             async with self._turn, self._lock:
-                # Whatever it says: it would be asked again with every event of the job.
+                # Any answer is kept. Otherwise it would be asked for again with every event of the job.
                 found = await self._ask(spec)
                 self._variants.put(wanted, found, _size(found))
                 self._rest()
@@ -354,7 +354,8 @@ class Planner:
             await done(job)
 
     def _job(self, document: Object, started: bool) -> _Read | PlanRefused:
-        """`read_job`, once for a manifest: it is looked at again with every event of the job."""
+        """The result of `read_job`. A manifest is read only once, because the job is looked at again with every
+        event."""
         metadata = document["metadata"]
         key = f"{metadata.get('namespace') or ''}/{metadata['name']}"
         version = (str(started), *(str(metadata.get(each)) for each in ("uid", "generation", "labels", "annotations")))
@@ -391,7 +392,7 @@ class Planner:
             pipe.close()
 
     def _rest(self) -> None:
-        """End the worker process if nothing is asked of it for a while."""
+        """End the worker process if it has had no work for some time."""
 
         async def end() -> None:
             async with self._lock:
@@ -428,7 +429,8 @@ class Planner:
             await self._end()
             return PlanRefused(reasons.PLANNER_FAILED, f"the planner's process died: {str(error) or 'no answer'}")
         except asyncio.CancelledError:
-            # Its answer would be taken for that of the next spec. The thread that still reads sees the end, and closes.
+            # Otherwise its answer would count as that of the next spec. The thread that still reads sees the end, and
+            # closes.
             self._process.kill()
             self._process = self._pipe = None
             raise

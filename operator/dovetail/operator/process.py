@@ -1,4 +1,4 @@
-"""One replica of the operator: it serves its probes, waits for the lease, and works while it holds the lease."""
+"""Runs one replica of the operator. It serves its probes, waits for the lease, and works while it holds the lease."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import Planner, image_check
 from dovetail.protocol.http import serving
 
-# A job that is due has waited this long for a worker, or the lease could not be looked at: start afresh.
+# The process is restarted if a job that is due has waited this long for a worker, or if the lease could not be read.
 STUCK_SECONDS = 120.0
 
 
 @dataclass
 class ProbeHealth:
-    """The state that the probes show. A follower is alive while it can read the lease; a leader must also process its
+    """The state that the probes show. A follower is alive while it can read the lease. A leader must also process its
     jobs in time."""
 
     lease_seen: float
@@ -48,7 +48,8 @@ class ProbeHealth:
 
 async def run(settings: OperatorSettings) -> int:
     """Serve until SIGTERM or until the lease is lost."""
-    # Imports stay, and what JSON is read into has no cycles.
+    # The garbage collector skips what was imported, because it stays. It runs rarely, because data that is read from
+    # JSON has no cycles.
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
     log_libraries()
@@ -94,7 +95,7 @@ async def run(settings: OperatorSettings) -> int:
 
 
 async def _guard(lock: Lock, work: object) -> None:
-    """Run `lead`, and end when its work dies: `lead` alone would not notice."""
+    """Run `lead`, and end when its work dies, because `lead` alone would not notice that."""
     failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def watched() -> None:
@@ -165,7 +166,7 @@ async def _watch(
 
 
 async def _serve(settings: OperatorSettings, metrics: OperatorMetrics, health: ProbeHealth) -> web.AppRunner:
-    """/healthz, /readyz and /metrics, on every replica."""
+    """Serve /healthz, /readyz and /metrics, on every replica."""
 
     async def healthz(_: web.Request) -> web.Response:
         problem = health.problem(time.monotonic())

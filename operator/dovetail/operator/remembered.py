@@ -1,4 +1,4 @@
-"""A memory for answers that can be made again. Pure."""
+"""A memory for answers that can be computed again. It does no I/O."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Generic, TypeVar
 V = TypeVar("V")
 
 MOST = 5000
-# Characters of JSON of all answers. In memory they take about ten times as much.
+# The maximum number of characters of JSON of all answers. In memory they take about ten times as much.
 MOST_TEXT = 8 << 20
 
 
 class Remembered(Generic[V]):
-    """The newest answers by key: at most MOST of them, and at most `most_size` together, but always the last one. The
-    caller chooses the unit of sizes. The default is characters."""
+    """The newest answers by key. There are at most MOST, and their sizes are at most `most_size` together, but the last
+    one is always kept. The caller chooses the unit of sizes. The default is characters."""
 
     def __init__(self, most_size: int = MOST_TEXT) -> None:
         self._most_size = most_size

@@ -9,14 +9,14 @@ from typing import Any
 from dovetail.operator.cluster.object_cache import Key
 from dovetail.operator.reconcile import reasons
 
-# The API server works longer on a status than on most objects of a job, as its rules are checked anew, and pods of one
-# job become ready one by one within a moment: the status need not follow each.
+# The API server works longer on a status than on most objects of a job, because it checks the rules again. Pods of one
+# job become ready one by one within a moment, and the status need not follow each.
 STATUS_SECONDS = 2.0
 STARTING_SECONDS = 10.0
 # If many jobs start at once, most of them run before their turn comes. Then one status is enough.
 STARTS_AT_ONCE, STARTS_PER_SECOND = 10, 0.2
 LONGEST_SECONDS = 60.0
-# When all pods are ready the coordinator is about to say for the first time how far it is.
+# When all pods are ready, the coordinator will soon report its progress for the first time.
 READY_SECONDS = 1.0
 STARTING = {reasons.CREATING, reasons.STARTING}
 CALM = STARTING | {reasons.ALL_SCHEDULED, reasons.ALL_READY, reasons.PLANNED, reasons.NOT_SUSPENDED}
@@ -24,7 +24,7 @@ CALM |= {reasons.AS_EXPECTED, reasons.IN_PROGRESS, reasons.REPLANNED, reasons.PL
 
 
 class StatusRate:
-    """The rate for all jobs. `clock`: monotonic seconds."""
+    """The rate for all jobs. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -34,9 +34,9 @@ class StatusRate:
         self._ready: dict[Key, float] = {}
 
     def wait(self, key: Key, known: Mapping[str, Any], wanted: Mapping[str, Any]) -> float:
-        """Seconds until the wanted status may replace the known one. A status of a new generation need not wait, nor
-        one with a condition that changes for another reason than a good start. A new job waits from the first call.
-        Jobs that start well also wait for each other."""
+        """The seconds until the wanted status may replace the known one. A status of a new generation need not wait.
+        One with a condition that changes for another reason than a good start need not wait either. A new job waits
+        from the first call. Jobs that start well also wait for each other."""
         fresh = known and known.get("observedGeneration") != wanted.get("observedGeneration")
         if fresh or not _changed(known, wanted) <= CALM:
             return 0.0

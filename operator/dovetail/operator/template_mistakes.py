@@ -1,4 +1,4 @@
-"""Mistakes in the pod template that an administrator gives for all jobs (`jobs.podTemplate` of the chart)."""
+"""Finds mistakes in the pod template that an administrator gives for all jobs (`jobs.podTemplate` of the chart)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dovetail.manifest.merge import DIRECTIVE
 from dovetail.protocol.process.process_names import CONTAINER
 
 WHERE = "jobs.podTemplate"
-# Alike enough for a typing error: nodeselector, toleration, image_pull_secrets.
+# Names with this similarity count as typing errors, such as nodeselector, toleration or image_pull_secrets.
 ALIKE = 0.83
 EVERYWHERE = {"files", "plan", "tmp"}  # volumes that every pod has
 _LIST, _MAP = re.compile(r"List\[(.+)\]"), re.compile(r"Dict\[str, (.+)\]")
@@ -24,7 +24,7 @@ _SIMPLE: dict[str, tuple[str, tuple[type, ...]]] = {
     "int": ("a number", (int,)),
     "bool": ("true or false", (bool,)),
 }
-# Quantities may be numbers: {nvidia.com/gpu: 1}.
+# Quantities may be numbers, as in {nvidia.com/gpu: 1}.
 _QUANTITIES = {"limits", "requests", "overhead", "sizeLimit", "divisor"}
 
 
@@ -36,8 +36,8 @@ def first_mistake(template: dict[str, Any]) -> str | None:
 
 
 def _mistakes(value: Any, kind: str, path: str) -> Iterator[str]:
-    """Yields what does not have the form of its kind. The kind is a type of the Kubernetes API, as its Python client
-    writes it."""
+    """Yield a sentence for each value that does not have the form of its kind. The kind is a type of the Kubernetes
+    API, as its Python client writes it."""
     if value is None or kind in ("object", "datetime", "bytes"):
         return
     if kind in _SIMPLE:

@@ -1,4 +1,4 @@
-"""A queue of keys. Each key is in it once, and only one worker at a time has it."""
+"""A queue of keys. Each key is in it at most once, and only one worker at a time has it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONGEST_BACKOFF_SECONDS = 60.0
 
 
 class WorkQueue(Generic[K]):
-    """Use from one event loop. `clock`: monotonic seconds."""
+    """The queue. Use it from one event loop. `clock` returns monotonic seconds."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -30,7 +30,7 @@ class WorkQueue(Generic[K]):
         return len(self._due)
 
     def lag(self) -> float:
-        """Seconds by which the most overdue key is late. Keys that a worker has do not count."""
+        """The seconds by which the most overdue key is late. Keys that a worker has do not count."""
         now = self._clock()
         late = [now - due for key, due in self._due.items() if key not in self._busy]
         return max(late, default=0.0)
@@ -46,7 +46,7 @@ class WorkQueue(Generic[K]):
                 self._changed.notify()
 
     async def get(self) -> K:
-        """The next key that is due; `done` or `failed` must follow."""
+        """The next key that is due. `done` or `failed` must follow."""
         async with self._changed:
             while True:
                 key, wait = self._next()
@@ -60,15 +60,15 @@ class WorkQueue(Generic[K]):
                     pass
 
     async def done(self, key: K, again: float | None = None) -> None:
-        """The work on a key succeeded. `again`: put the key back in that many seconds."""
+        """Record that the work on a key succeeded. The key comes back in `again` seconds, if that is given."""
         self._failures.pop(key, None)
         await self._release(key)
         if again is not None:
             await self.add(key, again)
 
     async def failed(self, key: K) -> float:
-        """The work on a key failed. The key comes back after a pause, which doubles with each failure in a row.
-        Returns the pause, seconds."""
+        """Record that the work on a key failed. The key comes back after a pause, which doubles with each failure in a
+        row. Returns the pause in seconds."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
         pause = min(LONGEST_BACKOFF_SECONDS, FIRST_BACKOFF_SECONDS * 2.0 ** min(failures, 16))
@@ -85,7 +85,7 @@ class WorkQueue(Generic[K]):
             self._changed.notify()
 
     def _next(self) -> tuple[K | None, float | None]:
-        """A key that is due and that no worker has; else the seconds to wait."""
+        """A key that is due and that no worker has, or else the seconds to wait."""
         now = self._clock()
         while self._heap:
             due, _, key = self._heap[0]

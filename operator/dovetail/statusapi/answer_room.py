@@ -16,8 +16,8 @@ class TooMany(Exception):
 
 
 class AnswerRoom:
-    """`most`: the bytes of all large answers in progress. `each`: the bytes of the answers to one user, so that nobody
-    takes all."""
+    """The memory for large answers. All that are in progress have at most `most` bytes. Those to one user have at most
+    `each` bytes, so that nobody takes all."""
 
     def __init__(self, most: int, each: int) -> None:
         self._most, self._each = most, each
@@ -92,6 +92,6 @@ class LargeResponse(Response):
                     more = end < len(self.body)
                     await send({"type": "http.response.body", "body": self.body[start:end], "more_body": more})
         except TimeoutError:
-            pass  # the server closes the connection, because the answer is not whole
+            pass  # the server closes the connection, because the answer is incomplete
         finally:
             self._share.leave()

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
 class ApiMetrics:
-    """Labels are bounded: they hold the route's template, never the path."""
+    """The middleware. Labels are bounded, because they hold the route's template and never the path."""
 
     def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
         self._app = app

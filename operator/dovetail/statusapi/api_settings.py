@@ -1,4 +1,4 @@
-"""The settings of an administrator for the status API: `DOVETAIL_API_*` variables of its pod."""
+"""The settings of an administrator for the status API. They are `DOVETAIL_API_*` variables of its pod."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ApiSettings:
-    """`audiences`: those that a token may be for; empty means the API server's own. `namespaces`: those whose jobs are
-    shown; empty means all. With `tls_certificate` and `tls_key` (paths) the API serves HTTPS. `coordinator_url` takes
-    {job} and {namespace}, where pods have no addresses that the API reaches; empty means the pods'. Every
-    `watch_seconds` all running jobs are asked how far they are, so that it is known when they are done; 0: only those
-    that somebody asks about. Large answers (logs, traces, the run page's) take at most `answer_bytes` of memory
-    together, and those to one user at most `user_bytes`. Times in seconds."""
+    """The status API's settings. A token must be for one of `audiences`. Empty means the API server's own. Jobs in
+    `namespaces` are shown. Empty means all. With `tls_certificate` and `tls_key` (paths) the API serves HTTPS.
+    `coordinator_url` has {job} and {namespace}. It is for clusters in which the API cannot reach the addresses of pods.
+    If it is empty, these addresses are used. Every `watch_seconds` all running jobs are asked for their progress, so
+    that it is known when they are done. If it is 0, only jobs that somebody asks about are asked. Large answers (logs,
+    traces, the run page's) take at most `answer_bytes` of memory together, and those to one user at most `user_bytes`.
+    Times are in seconds."""
 
     host: str = "0.0.0.0"
     port: int = 8080

@@ -1,4 +1,4 @@
-"""The FastAPI application: routes, errors, metrics and the page. `service` computes the answers."""
+"""The FastAPI application. It has routes, errors, metrics and the page. `service` computes the answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Name = Annotated[str, Path(max_length=63, pattern=NAME_PATTERN, description="The
 Pod = Annotated[str, Path(max_length=253, pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$", description="A pod's name.")]
 Token = Annotated[str | None, Header(alias="Authorization", include_in_schema=False)]
 
-# The longest that somebody may take to read a large answer.
+# The maximum time to read a large answer.
 SEND_SECONDS = 30.0
 _SAYS = {
     400: "A parameter is wrong.",
@@ -66,7 +66,7 @@ def create_app(service: Callable[[], AbstractAsyncContextManager[Service]]) -> F
         "the rights are those of RBAC (get and list of rlhfjobs, list of events and pods, get of pods/log).",
         version="v1",
         lifespan=lifespan,
-        docs_url=None,  # they load scripts from elsewhere
+        docs_url=None,  # the pages load scripts from elsewhere
         redoc_url=None,
     )
     _routes(app)

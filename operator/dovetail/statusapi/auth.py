@@ -17,11 +17,11 @@ CACHED = 10_000  # entries of each cache
 
 
 class Unauthenticated(Exception):
-    """There is no token, or the cluster does not know it: HTTP 401."""
+    """There is no token, or the cluster does not know it. The answer is HTTP 401."""
 
 
 class Forbidden(Exception):
-    """The user may not do this: HTTP 403."""
+    """The user may not do this. The answer is HTTP 403."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class _Cache(Generic[T]):
 
 
 class Auth:
-    """Remembers the API server's answers for `seconds`, so a revoked right works that much longer. Failed requests are
-    not remembered."""
+    """Remembers the API server's answers for `seconds`, so a revoked right works for that time longer. Failed requests
+    are not remembered."""
 
     def __init__(self, kube: Kube, seconds: float, audiences: tuple[str, ...], clock: Callable[[], float]) -> None:
         self._kube, self._audiences = kube, audiences

@@ -19,8 +19,7 @@ REMEMBERED = 2000  # names of pods
 
 
 class CoordinatorPods:
-    """Looks up the pods of coordinators. A pod that is known takes one `get`, so that its address is the present
-    one."""
+    """Looks up the pods of coordinators. A known pod is read with one `get`, so that its address is current."""
 
     def __init__(self, kube: Kube) -> None:
         self._kube = kube

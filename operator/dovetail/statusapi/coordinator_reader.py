@@ -21,20 +21,20 @@ from dovetail.statusapi import view
 from dovetail.statusapi.answers import Iteration, Live
 from dovetail.statusapi.kube import Kube, Object, core_path, get
 
-# A coordinator that is gone is answered for from memory, of which a row takes up to 3 KB.
+# If a coordinator is gone, the answers come from memory. A row takes up to 3 KB there.
 REMEMBERED_JOBS, REMEMBERED_ROWS = 500, 50_000
 # The bytes of rows, as they came, of all jobs and of one job. In memory rows take about five times as much.
 REMEMBERED_BYTES, JOB_BYTES = 64 << 20, 32 << 20
 STATUS_BYTES, STATUS_VALUES = 1 << 20, 20_000
-PAGES = 64  # of history, in one go
+PAGES = 64  # of history, in one turn
 ROW_METRICS, METRIC_CHARACTERS = 200, 100
 
 Unreachable = coordinator_http.NoAnswer
 
 
 class JobProgress:
-    """The progress of one job. `rows`: in the order in which they came; a replayed step is there again. `offset`:
-    where the coordinator's next rows begin. `size`: bytes of the answers so far."""
+    """The progress of one job. `rows` are in the order in which they came. A replayed step is there again. The
+    coordinator's next rows begin at `offset`. `size` is the number of bytes of the answers so far."""
 
     def __init__(self) -> None:
         self.rows: list[Iteration] = []
@@ -55,8 +55,8 @@ class JobProgress:
 
 
 class CoordinatorReader:
-    """`url`: of a job's coordinator; raises NoAnswer or KubeError. `seconds`: how old an answer may be; requests in
-    between share it. `answer_seconds`: its time limit."""
+    """Reads progress from coordinators. `url` returns the URL of a job's coordinator, and raises NoAnswer or KubeError.
+    An answer may be `seconds` old, and requests within that time share it. `answer_seconds` is its time limit."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class CoordinatorReader:
 
     async def progress(self, job: Object, *, now: bool = False) -> JobProgress:
         """The progress of an RLHFJob. If the coordinator cannot be asked, it is the progress that was known before.
-        `now`: ask even if the last answer is recent."""
+        With `now`, it is asked even if the last answer is recent."""
         uid = job["metadata"]["uid"]
         found = self._jobs.setdefault(uid, JobProgress())
         self._jobs.move_to_end(uid)
@@ -100,12 +100,13 @@ class CoordinatorReader:
             rows, size = rows - len(gone.rows), size - gone.size
 
     async def trace(self, job: Object, iteration: int, take: Callable[[int], None]) -> bytes:
-        """The iteration's timeline in Chrome's trace format. `take` is told of its bytes. Raises Unreachable or
-        KubeError, and what `take` raises."""
+        """The iteration's timeline in Chrome's trace format. `take` gets the numbers of its bytes as they come. Raises
+        Unreachable or KubeError, and what `take` raises."""
         return await self._large(job, f"/v1/traces/{iteration}", take)
 
     async def page(self, job: Object, question: str, take: Callable[[int], None]) -> bytes:
-        """The coordinator's answer to one of the run page's questions (`protocol.http.page_questions`). See `trace`."""
+        """The coordinator's answer to one of the run page's questions (`protocol.http.page_questions`). `take` and the
+        errors are those of `trace`."""
         return await self._large(job, f"/v1/page/{question}", take)
 
     async def _large(self, job: Object, path: str, take: Callable[[int], None]) -> bytes:
@@ -170,7 +171,7 @@ class CoordinatorReader:
 
 
 def _row(item: Any) -> Iteration | None:
-    """A row of history.jsonl; None if it is not one."""
+    """A row of history.jsonl. None if `item` is not one."""
     try:
         metrics = {
             sys.intern(key): float(value)

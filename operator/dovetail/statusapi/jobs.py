@@ -20,7 +20,7 @@ from dovetail.statusapi.kube import Kube, Object, core_path, get, jobs_path, pag
 
 KEEP_ALIVE_SECONDS = 15.0
 LOG_BYTES = 4 << 20
-# What is read of a job's Events. An Event has 1 KB or so.
+# The number of a job's Events that are read. An Event has about 1 KB.
 EVENTS_PAGE, EVENTS_PAGES = 500, 10
 JOBS_PAGE = 100
 # Questions of the run page whose answers hold prompts and responses.
@@ -28,19 +28,19 @@ TEXTS = ("sample", "evaluation/")
 
 
 class NotFound(Exception):
-    """HTTP 404."""
+    """There is no such thing. The answer is HTTP 404."""
 
 
 class Large(NamedTuple):
-    """An answer and its memory. Whoever sends it gives the memory back."""
+    """An answer and its memory. The sender gives the memory back."""
 
     content: bytes
     share: AnswerShare
 
 
 class Service:
-    """One method for each route. All raise Unauthenticated, Forbidden, NotFound or KubeError; those of large answers
-    and of streams also TooMany. `room`: for large answers."""
+    """One method for each route. All raise Unauthenticated, Forbidden, NotFound or KubeError. Those of large answers
+    and of streams also raise TooMany. `room` is the memory for large answers."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Service:
         query = {"tailLines": str(lines), "limitBytes": str(LOG_BYTES)} | ({"previous": "true"} if previous else {})
 
         async def read(share: AnswerShare) -> bytes:
-            share.take(LOG_BYTES)  # nobody says how long it is
+            share.take(LOG_BYTES)  # the length of the log is unknown
             return await self._kube.request("GET", f"{path}/log", query)
 
         return await self._large(user, read)
@@ -272,6 +272,6 @@ class Service:
 
 
 def _event(kind: str, data: str, number: int | None = None) -> str:
-    """One server-sent event; `number` is what a client sends back as Last-Event-ID."""
+    """One server-sent event. A client sends `number` back as Last-Event-ID."""
     head = f"id: {number}\n" if number is not None else ""
     return f"{head}event: {kind}\ndata: {data}\n\n"

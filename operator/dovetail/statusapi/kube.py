@@ -14,7 +14,7 @@ PAGE_BYTES = 4 << 20  # JSON takes up to 25 times as much memory
 
 
 class Kube(Protocol):
-    """Paths are those of the Kubernetes API. Raises KubeError."""
+    """The calls. Paths are those of the Kubernetes API. Methods raise KubeError."""
 
     async def request(
         self, method: str, path: str, query: dict[str, str] | None = None, body: Object | None = None
@@ -59,7 +59,7 @@ async def create(kube: Kube, path: str, body: Object) -> Object:
 
 
 def jobs_path(namespace: str | None, name: str = "") -> str:
-    """The path of all RLHFJobs (namespace None), of a namespace's, or of one."""
+    """The path of all RLHFJobs if `namespace` is None, of those of a namespace, or of one."""
     space = f"/namespaces/{quote(namespace, safe='')}" if namespace is not None else ""
     path = f"/apis/{GROUP}/{VERSION}{space}/{PLURAL}"
     return f"{path}/{quote(name, safe='')}" if name else path

@@ -63,7 +63,7 @@ async def serve(settings: ApiSettings) -> AsyncIterator[Service]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Takes no arguments; see `ApiSettings`."""
+    """The entry point. It takes no arguments. `ApiSettings` has the settings."""
     if argv or (argv is None and len(sys.argv) > 1):
         print("takes no arguments; it is set by DOVETAIL_API_* variables", file=sys.stderr)
         return 2

@@ -1,4 +1,4 @@
-"""RLHFJobs in the form that the API shows. Pure."""
+"""Shows RLHFJobs in the form of the API. The functions are pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dovetail.kube.owners import controlled_by
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.statusapi.answers import Job, KubeEvent
 
-# The first that is True says what state a job is in.
+# The first of these conditions that is True is the job's state.
 _STATES = ("Completed", "Failed", "Suspended", "Running", "Scheduled", "Planned")
 TERMINAL = ("Completed", "Failed")
 EVENTS = 20
@@ -19,7 +19,7 @@ Object = dict[str, Any]
 
 
 def status_of(manifest: Object) -> RLHFJobStatus:
-    """The job's status; an empty one if somebody else wrote a status that does not fit."""
+    """The job's status. It is empty if somebody else wrote a status that does not fit."""
     try:
         return RLHFJobStatus.model_validate(manifest.get("status") or {})
     except ValidationError:

@@ -19,7 +19,7 @@ log = logging.getLogger("uvicorn.error")
 
 
 async def watch(kube: Kube, coordinators: CoordinatorReader, namespaces: tuple[str, ...], seconds: float) -> None:
-    """Every `seconds`, ask the coordinator of each running job. Runs until cancelled."""
+    """Every `seconds`, ask the coordinator of each running job. This runs until cancelled."""
     while True:
         try:
             for namespace in namespaces or (None,):

@@ -1,1 +1,1 @@
-"""What the operator sees of the cluster, and how it talks to it."""
+"""Reads the state of the cluster for the operator, and writes to it."""

@@ -1,4 +1,5 @@
-"""List and watch the objects of one kind, as Kubernetes' own clients do: list once, then follow what changes."""
+"""Lists and watches the objects of one kind, as Kubernetes' own clients do. It lists once, and then follows the
+changes."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from dovetail.kube.resources import Resource
 from dovetail.operator.cluster.client import Client, Object
 from dovetail.operator.log import log
 
-RECONNECT_SECONDS = 0.1  # a server ends watches now and then
+RECONNECT_SECONDS = 0.1  # a server ends watches from time to time
 MISSING_SECONDS = 2.0
 LONGEST_PAUSE_SECONDS = 10.0
-# Answers after which the version is no use: nonsense, no such kind, forgotten, not known yet.
+# After these answers the version cannot be used. It is invalid, forgotten or not known yet, or the kind does not exist.
 LIST_ANEW = frozenset({400, 404, 410, 504})
 
 
@@ -41,7 +42,7 @@ async def follow(
 ) -> None:
     """Tell `listener` of each object until cancelled, in the API server's order. After a break the watch goes on from
     the last version that it knows, so no event is lost. If the API server has forgotten that version, everything is
-    listed anew. `listed` is called after each list; its argument says whether the API server has the kind."""
+    listed anew. `listed` is called after each list. Its argument says whether the API server has the kind."""
     version: str | None = None
     failures = 0
     while True:
@@ -63,7 +64,7 @@ async def follow(
                 version = None
             pause = min(LONGEST_PAUSE_SECONDS, reconnect * 2.0 ** min(failures, 16))
             failures += 1
-            if failures > 4 and error.status != 404:  # shorter breaks are nothing to look into
+            if failures > 4 and error.status != 404:  # shorter breaks are normal
                 log(
                     "watch.again",
                     level="warning",

@@ -17,7 +17,7 @@ Object = dict[str, Any]
 APPLY = "application/apply-patch+yaml"
 JSON_PATCH = "application/json-patch+json"
 PAGE = 100  # a pod is 10 KB of JSON, and several times that in memory
-# A larger page is not read. It is asked for again in smaller parts, as its objects may have 1 MB each.
+# A larger page is not read. It is asked for again in smaller parts, because its objects may have 1 MB each.
 PAGE_BYTES = 4 << 20
 
 
@@ -33,8 +33,8 @@ class Page(NamedTuple):
 
 
 class Client:
-    """`seconds`: the deadline of each call. `requests` counts the calls. `gang`: the kind of PodGroups, if a gang
-    scheduler is used. Every method raises KubeError."""
+    """The operator's client of the API server. `seconds` is the deadline of each call, and `requests` counts the calls.
+    `gang` is the kind of PodGroups, if a gang scheduler is used. Every method raises KubeError."""
 
     def __init__(self, api: client.ApiClient, seconds: float = 30.0, gang: Resource | None = None) -> None:
         self._kinds = BY_KIND | ({gang.kind: gang} if gang else {})
@@ -77,7 +77,7 @@ class Client:
     async def pages(
         self, resource: Resource, namespace: str | None, selector: str = "", fields: str = "", size: int = PAGE
     ) -> AsyncIterator[Page]:
-        """Do the same as `list`, but return at most `size` objects at a time."""
+        """Do the same as `list`, but yield at most `size` objects at a time."""
         query = {"limit": str(size)} | ({"labelSelector": selector} if selector else {})
         query |= {"fieldSelector": fields} if fields else {}
         while True:
@@ -97,8 +97,8 @@ class Client:
     async def watch(
         self, resource: Resource, namespace: str | None, selector: str, version: str
     ) -> AsyncGenerator[tuple[str, Object], None]:
-        """Yield each change after `version`: ADDED, MODIFIED, DELETED or BOOKMARK, and the object. A bookmark has only
-        the version."""
+        """Yield each change after `version`. It is ADDED, MODIFIED, DELETED or BOOKMARK, and the object. A bookmark has
+        only the version."""
         query = {"watch": "1", "allowWatchBookmarks": "true", "resourceVersion": version} | (
             {"labelSelector": selector} if selector else {}
         )
@@ -115,9 +115,9 @@ class Client:
                 yield kind, thing
 
     async def create(self, thing: Object) -> Object:
-        """Create the object. The API server answers 409 if an object with that name exists. It refuses fields of pods
-        that it does not know. Otherwise it would drop them, and a nodeSelector that is misspelt would hold for
-        nobody."""
+        """Create the object. The API server answers 409 if an object with that name exists. It is asked to refuse
+        fields of pods that it does not know. Otherwise it would drop them, and a misspelt nodeSelector would have no
+        effect."""
         resource, metadata = self._kinds[thing["kind"]], thing["metadata"]
         query = {"fieldManager": _MANAGER} | ({"fieldValidation": "Strict"} if resource in (JOBSET, JOB) else {})
         return await self._call("POST", resource.path(metadata["namespace"]), query, thing)
@@ -131,8 +131,8 @@ class Client:
         return await self._call("PATCH", path, query, {**thing, "metadata": {**metadata, "uid": uid}}, APPLY)
 
     async def delete(self, kind: str, namespace: str, name: str, uid: str = "") -> None:
-        """Delete in the foreground: the object is gone when all that it owned is gone. Nothing happens if the object
-        is gone already, or has another uid."""
+        """Delete the object in the foreground, so that it is gone when all that it owned is gone. Nothing happens if
+        the object is already gone, or has another uid."""
         body: Object = {"propagationPolicy": "Foreground"}
         if uid:
             body["preconditions"] = {"uid": uid}

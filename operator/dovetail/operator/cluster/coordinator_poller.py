@@ -21,7 +21,7 @@ from dovetail.operator.reconcile.history import JobHistory
 TIMEOUT_SECONDS = 3.0
 CATCH_UP_SECONDS = 10.0
 AT_A_TIME = 64
-PAGES = 64  # of history in one go
+PAGES = 64  # of history in one turn
 # Iterations take longer than the turns of a thousand jobs.
 ASKS_PER_SECOND = 50.0
 
@@ -33,7 +33,8 @@ def _told(document: Mapping[str, Any]) -> object:
 
 @dataclass
 class _Followed:
-    """A coordinator that is asked. `answer`: the fields of `_told` in its last answer. None before the first one."""
+    """A coordinator that is asked. `answer` has the fields of `_told` in its last answer. It is None before the first
+    one."""
 
     address: str
     task: asyncio.Task[None]
@@ -108,7 +109,7 @@ class CoordinatorPoller:
     async def _catch_up(self, key: Key, address: str, token: str) -> None:
         """Read the steps that were finished since the last call."""
         history = self._histories.get(key)
-        if history is None or history.token != token:  # of an earlier job with this name
+        if history is None or history.token != token:  # it is of an earlier job with this name
             history = self._histories[key] = JobHistory(token)
         with contextlib.suppress(NoAnswer, TimeoutError):  # the rest comes with the next news
             async with asyncio.timeout(CATCH_UP_SECONDS):
@@ -121,7 +122,7 @@ class CoordinatorPoller:
                     history.offset = offset
 
     async def _ask(self, address: str, token: str) -> dict[str, Any] | None:
-        try:  # what cannot be read counts as no answer
+        try:  # an answer that cannot be read counts as none
             return progress.judged(await self._get(address, token, "/v1/status"))
         except (NoAnswer, ValueError):
             return None

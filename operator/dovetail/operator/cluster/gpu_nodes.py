@@ -14,8 +14,7 @@ from dovetail.operator.log import log
 from dovetail.planner.hardware.gpus import GPU, estimate, is_known
 from dovetail.planner.nodes import PRODUCT_LABEL, Pools, count
 
-# A Node is some 10 KB of JSON, most of it its images.
-# Rights seldom change.
+# A Node is about 10 KB of JSON, most of which lists its images. Rights seldom change.
 REFUSED_SECONDS = 600.0
 
 
@@ -38,7 +37,7 @@ class SteadyNodes:
 
 
 class Nodes:
-    """`seconds`: the time between two lists. `changed` is called when the pools change, or the right to list nodes.
+    """Lists the GPU nodes every `seconds`. `changed` is called when the pools change, or the right to list nodes.
     Before that, `found` is called with the GPUs that no table knows."""
 
     def __init__(self, client: Client, seconds: float, changed: Callable[[], Awaitable[None]]) -> None:
@@ -52,7 +51,7 @@ class Nodes:
 
     @property
     def pools(self) -> Pools | None:
-        """The pools of nodes; None before the first list."""
+        """The pools of nodes. None before the first list."""
         return self._steady.value
 
     async def run(self) -> None:

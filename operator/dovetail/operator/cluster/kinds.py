@@ -1,4 +1,4 @@
-"""Kinds of objects that the API server may not have: other people install and remove them."""
+"""Waits for kinds of objects that the API server may not have, because others install and remove them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leader election by Lease. It works although the API server may not answer and somebody may set a clock.
+"""Leader election by Lease. It works even if the API server does not answer, or if somebody sets a clock.
 
 The `kubernetes` package has an election, too, but it reads the time of day. A follower whose clock is set forward takes
 the lease of a leader that still renews it. A follower whose clock is set back waits that much longer for a leader that
@@ -18,11 +18,11 @@ from kubernetes.aio.leaderelection.leaderelectionrecord import LeaderElectionRec
 
 from dovetail.operator.compat import NO_ANSWER, LeaseLock
 
-# The chart makes it, and the operator only writes to it. So it goes with the release, and Helm refuses a second release
-# in a namespace: its operator would never work.
+# The chart makes the lease, and the operator only writes to it. So it is deleted with the release. Helm refuses a
+# second release in a namespace, whose operator would never work.
 LEASE = "dovetail-leader"
-# A leader that dies is replaced within LEASE_SECONDS + RETRY_SECONDS, one that leaves within RETRY_SECONDS.
-# Calls to an API server under load take seconds, and that ends no leader.
+# A leader that dies is replaced within LEASE_SECONDS + RETRY_SECONDS, and one that leaves within RETRY_SECONDS. Calls
+# to an API server under load take seconds, and must not end a leader.
 LEASE_SECONDS = 30
 RETRY_SECONDS = 2
 # The deadline of each call. The package itself would wait for minutes if a connection breaks without a notice.
@@ -38,7 +38,7 @@ class Lock(LeaseLock):
     def __init__(self, name: str, namespace: str, identity: str, api: ApiClient, attempted: Callable[[], None]) -> None:
         super().__init__(name, namespace, identity, api)
         self._attempted = attempted
-        self.renewed = float("-inf")  # monotonic seconds; when the last renewal that worked was sent
+        self.renewed = float("-inf")  # when the last renewal that worked was sent, in monotonic seconds
 
     async def get(self, name: str, namespace: str) -> tuple[bool, Any]:
         try:
@@ -81,9 +81,9 @@ class Election:
 
     def __init__(self, lock: Lock) -> None:
         self._lock = lock
-        self._mine: LeaderElectionRecord | None = None  # what this replica wrote last, if nobody can have written since
+        self._mine: LeaderElectionRecord | None = None  # this replica's last record, if nobody can have written since
         self._other: dict[str, Any] = {}  # another replica's lease as it was read last
-        self._changed = float("-inf")  # monotonic seconds; when it was first read so
+        self._changed = float("-inf")  # when this record was first read, in monotonic seconds
 
     async def hold(self) -> bool:
         """Take the lease, or renew it. Returns whether that worked. A renewal takes one request, because an API server

@@ -24,22 +24,23 @@ from dovetail.operator.reconcile.rootcause import (
     waiting_pods,
 )
 
-# What else is asked for may stay as it is for days.
+# Other answers may stay the same for days.
 _SOON = {*UNMOUNTED, "FailedCreate"}
-# The API server reads all Events of a namespace for each answer: it is to spend a twentieth of its time on it at most.
+# The API server reads all Events of a namespace for each answer. It should spend at most a twentieth of its time on
+# this.
 REST = 20.0
 
 
 # A tenant may make any number of Events, about any number of objects. Meanwhile workers wait.
 MOST_COMPLAINTS, MOST_CHARACTERS, MOST_TEXT, MOST_SECONDS = 10_000, 2000, 2_000_000, 10.0
 PATIENCE_SECONDS = 1.0
-KEPT_SECONDS = 600.0  # after the answer counts no more
+KEPT_SECONDS = 600.0  # after the answer no longer counts
 
 
 def _take(event: Object, of_mounts: bool, said: dict[str, tuple[bool, str, str]]) -> int:
-    """Keep the message of an Event about its object, unless the one before is preferred. The newer one is preferred,
-    but if the Events are `of_mounts`, a message about something that is missing comes first. Returns by how many
-    characters `said` has grown."""
+    """Keep the message of an Event about its object, unless the earlier one is preferred. The newer one is preferred,
+    but if the Events are `of_mounts`, a message about something that is missing comes first. Returns the number of
+    characters by which `said` has grown."""
     at, about = str(event.get("lastTimestamp") or event.get("eventTime") or ""), event["involvedObject"]
     message = str(event.get("message") or "")[:MOST_CHARACTERS]
     found = {str(about.get("uid")): message}
@@ -57,8 +58,7 @@ def _take(event: Object, of_mounts: bool, said: dict[str, tuple[bool, str, str]]
 
 @dataclass(frozen=True)
 class _Told:
-    """The messages of the Events of one namespace, with their times, by the object's uid. It also says when to ask
-    again."""
+    """The messages of the Events of one namespace, with their times, by the object's uid, and the time to ask again."""
 
     complaints: dict[str, tuple[str, str]] = field(default_factory=dict)
     until: float = float("-inf")
@@ -77,7 +77,7 @@ class _Turn:
 
 class Mounts:
     """Looks for Events about objects that have been stuck for LOOK_SECONDS (`rootcause.stuck`). It asks for all Events
-    of a namespace at once, because that costs about the same. `clock`: monotonic seconds."""
+    of a namespace at once, because that costs about the same. `clock` returns monotonic seconds."""
 
     def __init__(self, client: Client, clock: Callable[[], float]) -> None:
         self._client = client
@@ -88,7 +88,7 @@ class Mounts:
 
     async def problems(self, key: Key, children: Children, claims: Iterable[str] = ()) -> dict[str, str]:
         """The messages of other controllers and of kubelets about stuck objects of this job, by the object's uid.
-        `claims`: the claims that its pods name. Messages about these are by kind and name, because the claims may
+        `claims` has the claims that its pods name. Messages about these are by kind and name, because the claims may
         belong to somebody else."""
         now, before = self._clock(), self._stuck.pop(key, {})
         asked = stuck(children, claims) | ({queued: ()} if (queued := waiting(children)) else {})
@@ -112,7 +112,7 @@ class Mounts:
         self._stuck.pop(key, None)
 
     async def _complaints(self, namespace: str, reason: str) -> dict[str, tuple[str, str]]:
-        """The newest message about each object, by uid. See `_take` for messages about mounts. Empty if the
+        """The newest message about each object, by uid. `_take` has the rule for messages about mounts. Empty if the
         Events cannot be read."""
 
         async def read(began: float) -> dict[str, tuple[str, str]]:

@@ -37,24 +37,25 @@ from dovetail.operator.render.sent_workload import workload
 
 # Workloads are not watched.
 LOOK_SECONDS = 30.0
-# Kueue ends the Workload of a job that is over, and copies the job's status. It has this long for both.
+# Kueue ends the Workload of a job that is over, and copies the job's status. It has this many seconds for both.
 END_SECONDS = 10.0
-# Why Kueue ends a Workload whose job has ended, and the job's condition then.
+# The reasons why Kueue ends a Workload whose job has ended, and the job's condition for each.
 SUCCEEDED, FAILED = "Succeeded", "Failed"
 
 
 class Looked(NamedTuple):
-    """The events to record for the job, and the seconds until it must be looked at again. None: look when it
-    changes."""
+    """The events to record for the job, and the seconds until it must be looked at again. None if only a change needs a
+    look."""
 
     events: list[JobEvent]
     again: float | None
 
 
 class Dispatch:
-    """Kueue copies the status of such a job from the other cluster. Problems here become Events, one for each
-    generation of the job. The operator writes the status only when Kueue does not: when the job is tried again, and
-    when Kueue has ended its Workload and copied no end. `now`: the time of day."""
+    """Handles jobs that MultiKueue sends to other clusters. Kueue copies the status of such a job from the other
+    cluster. Problems here become Events, one for each generation of the job. The operator writes the status only when
+    Kueue does not. These are the cases that the job is tried again, and that Kueue has ended its Workload without
+    copying its end. `now` returns the time of day."""
 
     def __init__(
         self,
@@ -181,7 +182,7 @@ class Dispatch:
         await self._client.write_status(document, json.loads(status.model_dump_json(by_alias=True, exclude_none=True)))
 
     def _left(self, since: datetime, seconds: float) -> float:
-        """The seconds that are left, but at most a day."""
+        """The seconds that are left of `seconds` since `since`, but at most a day."""
         return min(seconds - (self._now() - since).total_seconds(), 86400.0)
 
     def _once(self, key: Key, document: Object, reason: str, message: str) -> Looked:

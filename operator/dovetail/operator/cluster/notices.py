@@ -16,8 +16,9 @@ from dovetail.operator.reconcile.rootcause import LostNode, lost_node
 
 
 class Notices:
-    """`taints`: the keys of taints that announce the end of a node. `changed` is called when a node is announced, is
-    lost, or is back. `now`: the time of day, which is used for a node whose record lacks the time of its taints."""
+    """The nodes that will end soon or are not ready. `taints` has the keys of taints that announce the end of a node.
+    `changed` is called when a node is announced, is lost, or is back. `now` returns the time of day, which is used for
+    a node whose record lacks the time of its taints."""
 
     def __init__(
         self,
@@ -31,10 +32,10 @@ class Notices:
         self._changed = changed
         self._now = now
         self._ending: dict[str, datetime] = {}
-        # By node, the time of its notice.
+        # The time of the notice, by node.
         self.ending = MappingProxyType(self._ending)
         self._lost: dict[str, LostNode] = {}
-        # By node, what is wrong with it.
+        # The problem, by node that is not ready.
         self.lost = MappingProxyType(self._lost)
 
     async def run(self) -> None:
@@ -80,8 +81,8 @@ class Notices:
 
 
 def _tainted(node: Object) -> datetime | None:
-    """The time when the node's taints were last written. It is by the API server's clock, as the times of creation of
-    pods are. The clocks of nodes and of the operator's own node may differ from it by more than the notice's length."""
+    """The time when the node's taints were last written. It is by the API server's clock, like the times of creation of
+    pods. The clocks of nodes and of the operator's own node may differ from it by more than the notice's length."""
     times = [
         parse_time(entry.get("time"))
         for entry in node["metadata"].get("managedFields") or ()
@@ -91,4 +92,4 @@ def _tainted(node: Object) -> datetime | None:
 
 
 async def _ignore(there: bool) -> None:
-    """Do nothing: every API server has nodes."""
+    """Do nothing, because every API server has nodes."""

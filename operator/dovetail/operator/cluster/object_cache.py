@@ -1,4 +1,5 @@
-"""The objects that the watches have reported: the newest known version of every RLHFJob and of its children."""
+"""Keeps the objects that the watches have reported, in the newest known version of every RLHFJob and of its
+children."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from dovetail.manifest.types import KIND
 from dovetail.operator.reconcile.children import Children, Object, Ref, is_true, label, managed_elsewhere
 
 Key = tuple[str, str]  # namespace and name of an RLHFJob
-# All that is looked at of the objects that a job has most of; JobSet repeats its labels as annotations, too.
+# The fields that are read of the most numerous objects of a job. JobSet repeats its labels as annotations, too.
 _METADATA = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 _LABELS = ("dovetail.dev/", names.KUEUE, names.JOB_NAME_LABEL)
 _STATUS = {
@@ -27,13 +28,13 @@ _OWNER = ("apiVersion", "kind", "uid", "controller")
 # The limits of an RLHFJob's spec. A value takes up to 25 times as much memory as JSON, and the operator has copies.
 SPEC_BYTES, SPEC_VALUES = 256 << 10, 10_000
 MOST_LABELS = 500
-EDITS = (0, 256, 8)  # labels, bytes and values that an edit may add to a job that is too large, and was taken before
+EDITS = (0, 256, 8)  # labels, bytes and values that an edit may add to a job that is too large, but was accepted before
 TOO_LARGE = "tooLarge"
 _TEXT = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
-# What is still looked at of a job that is too large, or over.
+# The fields that are still read of a job that is too large, or over.
 _SPEC = ("managedBy", "suspend", "retry", "ttlSecondsAfterFinished", "storage")
 _SMALL = 1 << 10  # characters; less is not worth compressing
-# Keys of ConfigMaps.
+# The keys of ConfigMaps that are kept.
 _DATA = ("job.json", "plan.json", names.ITERATIONS_KEY)
 _CONTAINER_STATUS = ("name", "image", "state")
 
@@ -58,7 +59,8 @@ class _Kept(NamedTuple):
 
 
 class ObjectCache:
-    """Filled by watch events and by the replies to our own writes. An older version never replaces a newer one."""
+    """The cache is filled by watch events and by the replies to the operator's own writes. An older version never
+    replaces a newer one."""
 
     def __init__(self) -> None:
         self._jobs: dict[Key, _Kept] = {}
@@ -171,7 +173,7 @@ def trim(thing: Object) -> Object:
 
 def _trim_job(job: Object, before: Callable[[], Object | None] = lambda: None) -> Object:
     """The job without the fields that nobody reads any more, if it is too large or over. A job whose plan was made is
-    kept whole, and its user may edit it as long as it does not grow. `before`: the job as it is stored."""
+    kept whole, and its user may edit it as long as it does not grow. `before` returns the job as it is stored."""
     annotations = _only(job["metadata"].get("annotations") or {}, (names.WORKLOAD_LABEL,))
     kept = {**job, "metadata": _only(job["metadata"], (*_METADATA, "labels")) | {"annotations": annotations}}
     spec = job.get("spec") or {}

@@ -15,7 +15,7 @@ from dovetail.operator.reconcile.refusals import left_over, taken
 from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.volume_claim import claim_metadata
 
-MOST_FOLDERS = 20  # of earlier jobs that are named
+MOST_FOLDERS = 20  # the maximum number of folders of earlier jobs that a claim names
 _FOLDER = re.compile(r"[A-Za-z0-9][-A-Za-z0-9._]{0,127}")  # as in spec.storage.folder
 NO_JOBSET = f"the cluster has no {JOBSET.kind} ({JOBSET.api_version}); install the JobSet controller"
 
@@ -28,8 +28,8 @@ class KindMissing(KubeError):
 
 
 class NameTaken(Exception):
-    """The job needs names that other objects have. `leaving`: all these objects belong to an earlier job of the same
-    name, and will be deleted. `things`: kind and name of the objects of somebody else."""
+    """The job needs names that other objects have. `leaving` says that all these objects belong to an earlier job of
+    the same name, and will be deleted. `things` has kind and name of each object of somebody else."""
 
     def __init__(self, problem: str, leaving: bool, things: Sequence[tuple[str, str]] = ()) -> None:
         super().__init__(problem)

@@ -25,8 +25,8 @@ KEY = "key"
 
 class Tokens:
     """The Secrets with the jobs' tokens. The operator may read and create single Secrets, but not list, change or
-    delete them. So it reads a Secret only if it must, and remembers the result. `home`: the operator's namespace, which
-    has the Secret with the key."""
+    delete them. So it reads a Secret only if it must, and remembers the result. `home` is the operator's namespace,
+    which has the Secret with the key."""
 
     def __init__(self, client: Client, home: str) -> None:
         self._client = client
@@ -43,16 +43,16 @@ class Tokens:
         self._there.discard(uid)
 
     def doubt(self, uid: str | None = None) -> None:
-        """Read this job's Secret (or all) again at the next `ensure`: it may have been deleted."""
+        """Read this job's Secret (or all) again at the next `ensure`, because it may have been deleted."""
         if uid is None:
             self._there.clear()
         else:
             self._there.discard(uid)
 
     async def ensure(self, context: RenderContext, *, started: bool) -> None:
-        """Make sure that the job's Secret exists. `started`: the job has a JobSet, or had one before it was suspended
-        or failed. Then an operator has made the token in the Secret, and the pods may hold it, even if the key was lost
-        since. Raises NameTaken and KubeError."""
+        """Make sure that the job's Secret exists. `started` says that the job has a JobSet, or had one before it was
+        suspended or failed. Then an operator has made the token in the Secret, and the pods may hold it, even if the
+        key was lost since. Raises NameTaken and KubeError."""
         if context.uid in self._there:
             return
         token = hmac.digest(await self._the_key(), context.uid.encode(), hashlib.sha256).hex()
@@ -67,7 +67,7 @@ class Tokens:
             there = base64.b64decode(found["data"][names.TOKEN_KEY]).decode()
         except (KeyError, TypeError, ValueError, binascii.Error) as error:
             raise NameTaken(forged(name), leaving=False) from error
-        # An operator with another key may have made it, but before the job starts it may as well be anybody's.
+        # An operator with another key may have made it. But before the job starts, anybody may have made it.
         if not started and not hmac.compare_digest(there.encode(), token.encode()):
             raise NameTaken(forged(name), leaving=False)
         self._known[context.uid] = there
@@ -77,7 +77,7 @@ class Tokens:
         return await self._client.find(SECRET.kind, context.namespace, names.token_secret(context.name))
 
     async def _the_key(self) -> bytes:
-        """The key: 32 random bytes. The first operator that needs the key makes it."""
+        """The key, which is 32 random bytes. The first operator that needs the key makes it."""
         if self._key is None:
             found = await self._client.find(SECRET.kind, self._home, KEY_SECRET)
             if found is None:

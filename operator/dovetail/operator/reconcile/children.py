@@ -1,4 +1,4 @@
-"""The objects that exist for a job, and what can be read from them. Pure."""
+"""The objects that exist for a job. It reads facts from them. The functions are pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dovetail.protocol.process.process_names import CONTAINER
 
 Object = Mapping[str, Any]
 Ref = tuple[str, str]  # kind and name
-# How far from its RLHFJob an object may be.
+# The maximum number of owners between an object and its RLHFJob.
 _DEPTH = {JOB.kind: 1, POD.kind: 2}
 
 
@@ -25,7 +25,7 @@ def parse_time(text: str | None) -> datetime | None:
 
 
 def condition(thing: Object, kind: str) -> Object | None:
-    """The condition of that type; None if there is none."""
+    """The condition of that type. None if there is none."""
     found = (thing.get("status") or {}).get("conditions") or []
     return next((c for c in found if c.get("type") == kind), None)
 
@@ -35,7 +35,8 @@ def is_true(thing: Object, kind: str) -> bool:
 
 
 def managed_elsewhere(document: Object) -> bool:
-    """Whether another controller runs the job, such as MultiKueue in another cluster. Its status is not ours."""
+    """Whether another controller runs the job, such as MultiKueue in another cluster. This operator does not write its
+    status then."""
     return ((document.get("spec") or {}).get("managedBy") or names.MANAGER) != names.MANAGER
 
 
@@ -59,7 +60,7 @@ class Children:
     objects: Mapping[Ref, Object] = field(default_factory=dict)
 
     def of_job(self, uid: str) -> Children:
-        """The objects that this RLHFJob controls, by itself or through a JobSet or Job of its own. A claim that is to
+        """The objects that this RLHFJob controls, directly or through a JobSet or Job of its own. A claim that will
         outlive the job has no controller, and has the job's uid as a label."""
         mine: dict[Ref, Object] = {}
         owners = set[str]()
@@ -77,7 +78,7 @@ class Children:
         return self.objects.get((kind, name))
 
     def of(self, kind: str) -> list[Object]:
-        """All of a kind, by name."""
+        """All objects of a kind, ordered by name."""
         return [thing for (k, _), thing in sorted(self.objects.items(), key=lambda item: item[0]) if k == kind]
 
     def pods(self, *, surplus: bool) -> list[Object]:
@@ -106,7 +107,7 @@ def live(pods: Iterable[Object]) -> list[Object]:
 
 
 def sizes(jobset: Object | None) -> dict[str, int]:
-    """Pods of each group in a JobSet, the coordinator's among them."""
+    """The number of pods of each group in a JobSet. The coordinator's is included."""
     found = Counter[str]()
     for group, pods in jobs_of(jobset).values():
         found[group] += pods
@@ -126,7 +127,7 @@ def jobs_of(jobset: Object | None) -> dict[str, tuple[str, int]]:
 
 
 def images(jobset: Object | None) -> dict[str, str]:
-    """The image of each group in a JobSet, the coordinator's among them, as far as it is told."""
+    """The image of each group in a JobSet, if it is known. The coordinator's is included."""
     found = {}
     for job in jobset["spec"]["replicatedJobs"] if jobset is not None else []:
         for container in job["template"]["spec"].get("template", {}).get("spec", {}).get("containers", []):

@@ -1,4 +1,4 @@
-"""A job's conditions: which have changed, and since when they hold. Pure."""
+"""A job's conditions. It finds which have changed, and since when they hold. The functions are pure."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ ORDER: tuple[ConditionType, ...] = (
     "Completed",
     "Failed",
 )
-# Reasons whose appearance is worth an event, as opposed to what every job goes through every few seconds.
+# These reasons are worth an event when they appear. Other reasons come and go in every job within seconds.
 QUIET = {reasons.IN_PROGRESS, reasons.CREATING, reasons.STARTING, reasons.NOT_PLANNED, reasons.STOPPED}
 QUIET |= {reasons.PLANNING}
-# Events of new plans are told apart (`plans.publish`).
+# Events of new plans are recorded elsewhere (`plans.publish`).
 QUIET |= {reasons.FINISHED, reasons.AS_EXPECTED, reasons.NOT_SUSPENDED, reasons.REPLANNED, reasons.HEALTHY}
 GOOD = {reasons.PLANNED, reasons.SUSPENDED, reasons.QUEUED, reasons.ALL_SCHEDULED, reasons.ALL_READY, reasons.COMPLETED}
 GOOD |= {reasons.TRIED_AGAIN}
@@ -40,7 +40,7 @@ class JobEvent:
 
 
 def state(conditions: Sequence[Condition]) -> str:
-    """The job's state in one word: the first of these conditions that is true."""
+    """The job's state in one word. It is the first of these conditions that is true."""
     held = {c.type for c in conditions if c.status == "True"}
     states = ("Completed", "Failed", "Suspended", "Running", "Scheduled", "Planned")
     return next((each for each in states if each in held), "Pending")
@@ -82,7 +82,7 @@ class Conditions:
         )
 
     def is_true(self, kind: ConditionType) -> bool:
-        """Whether the condition is true: as set now, else as it was before."""
+        """Whether the condition is true. If it was not set now, its earlier status counts."""
         found = self._new.get(kind) or self._old.get(kind)
         return found is not None and found.status == "True"
 

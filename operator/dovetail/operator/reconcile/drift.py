@@ -27,8 +27,8 @@ REMEMBERED = 10_000
 
 @dataclass(frozen=True)
 class Look:
-    """What one comparison was made of. Job, plan and settings are compared by identity. Neither job nor plan is kept
-    alive by this: they may take megabytes. `versions`: the versions of the existing objects by kind."""
+    """The inputs of one comparison. Job, plan and settings are compared by identity. This keeps neither job nor plan in
+    memory, because they may take megabytes. `versions` has the versions of the existing objects by kind."""
 
     uid: str
     job: weakref.ref[RLHFJob]
@@ -64,15 +64,15 @@ class Look:
 
 @dataclass
 class Drift:
-    """The memory for all jobs, by uid: the last comparison, the kinds that were correct, and whether nothing was left
-    to do."""
+    """The memory for all jobs, by uid. It has the last comparison, the kinds that were correct, and whether nothing was
+    left to do."""
 
     _seen: dict[str, tuple[Look, frozenset[str], bool]] = field(default_factory=dict)
     _settled: dict[str, tuple[str, str]] = field(default_factory=dict)  # version and digest, by the object's uid
 
     def settle(self, wanted: Mapping[str, Any], there: Mapping[str, Any]) -> None:
-        """Remember that applying `wanted` to `there` changed nothing. Others may add to some lists, such as the ports
-        of a Service, and the API server keeps what they added."""
+        """Remember that applying `wanted` to `there` changed nothing. Others may add items to some lists, such as the
+        ports of a Service, and the API server keeps these."""
         while len(self._settled) >= REMEMBERED:
             self._settled.pop(next(iter(self._settled)))
         self._settled[str(there["metadata"]["uid"])] = str(there["metadata"]["resourceVersion"]), digest(wanted)
@@ -88,7 +88,7 @@ class Drift:
         self._seen.pop(uid, None)
 
     def fine(self, look: Look) -> set[str] | None:
-        """The kinds whose object is unchanged since it was found correct. None: nothing has changed since nothing was
+        """The kinds whose object is unchanged since it was found correct. None if nothing has changed since nothing was
         left to do."""
         before, kinds, all_fine = self._seen.get(look.uid, (None, frozenset[str](), False))
         if before is None or not before.renders_as(look):
@@ -96,13 +96,13 @@ class Drift:
         if all_fine and before.same(look):
             return None
         if before.started and not look.started:
-            kinds -= {CONFIG_MAP.kind}  # a running job's is left alone
+            kinds -= {CONFIG_MAP.kind}  # that of a running job is never changed
         if before.sizes != look.sizes:
             kinds -= {DISRUPTION_BUDGET.kind}
         return {kind for kind in kinds if kind in look.versions and before.versions.get(kind) == look.versions[kind]}
 
     def found(self, look: Look, fine: Iterable[str], all_fine: bool) -> None:
-        """Remember a comparison. `fine`: the kinds whose objects exist and are correct."""
+        """Remember a comparison. `fine` has the kinds whose objects exist and are correct."""
         self._seen.pop(look.uid, None)
         while len(self._seen) >= REMEMBERED:
             self._seen.pop(next(iter(self._seen)))
@@ -110,7 +110,8 @@ class Drift:
 
 
 def look_at(context: RenderContext, children: Children, started: bool, running: bool) -> Look:
-    """What is compared now. `started`: the job has a JobSet. `running`: at least one of its pods runs."""
+    """The inputs of the comparison now. `started` says that the job has a JobSet, and `running` that at least one of
+    its pods runs."""
     versions: dict[str, int] = {}
     for (kind, name), thing in sorted(children.objects.items(), key=lambda item: item[0]):
         if kind in KINDS:

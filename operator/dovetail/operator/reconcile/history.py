@@ -1,4 +1,4 @@
-"""The steps of a job that are kept when its coordinator is gone. Their number is limited. Pure."""
+"""Keeps steps of a job for the time when its coordinator is gone. Their number is limited. The functions are pure."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from dovetail.manifest.types import Stage
 from dovetail.operator.render.context import Object, RenderContext
 from dovetail.protocol.files.row_stages import EVALUATION, ROW_STAGES
 
-# At 200 to 400 bytes a row: some 30 KB of a ConfigMap, which may hold a MiB.
+# A row has 200 to 400 bytes, so these rows take about 30 KB of a ConfigMap, which may hold 1 MiB.
 MOST_ROWS = 100
 MOST_METRICS = 20
 MOST_CHARACTERS = 64  # of a metric's name
-# What the curves and the timeline show. `seconds_*`: where an iteration's time went.
+# The metrics that the curves and the timeline show. `seconds_*` are the times of an iteration's phases.
 KEPT = {"loss", "accuracy", "margin", "reward", "reward_ci95", "kl", "kl_ci95", "response_length"}
 KEPT |= {"samples_per_second", "iteration_seconds"}
 
 
 class JobHistory:
-    """The steps of one job. `token`: the job's token. `offset`: where the coordinator's next rows begin."""
+    """The steps of one job. `token` is the job's token. The coordinator's next rows begin at `offset`."""
 
     def __init__(self, token: str) -> None:
         self.token = token
         self.offset = 0
-        self._rows: dict[tuple[str, int], str] = {}  # lines of JSON: a tenth of what objects take
+        self._rows: dict[tuple[str, int], str] = {}  # lines of JSON, which take a tenth of the memory of objects
 
     def take(self, rows: Iterable[Any], *, missing: bool = False) -> None:
-        """Add rows of history.jsonl, in order. `missing`: add only steps that are not there yet. If a step was run
+        """Add rows of history.jsonl, in order. With `missing`, add only steps that are not there yet. If a step was run
         again, the last row counts. Items that are no rows are ignored. If there are too many rows, every second one is
         dropped, so older steps are further apart."""
         for item in rows:
@@ -48,7 +48,7 @@ class JobHistory:
                     del self._rows[key]
 
     def text(self) -> str:
-        """The rows as a JSON list; empty text if there are none."""
+        """The rows as a JSON list. It is the empty string if there are none."""
         return f"[{','.join(self._rows.values())}]" if self._rows else ""
 
 

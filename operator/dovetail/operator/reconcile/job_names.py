@@ -1,4 +1,4 @@
-"""Says whether two RLHFJobs would make Jobs of the same names. Pure.
+"""Says whether two RLHFJobs would make Jobs of the same names. The functions are pure.
 
 A group's Jobs are named after the RLHFJob and the group. So job `a-b` with group `c` and job `a` with group `b-c` would
 both have a Job `a-b-c-0`."""
@@ -12,15 +12,15 @@ from dovetail.protocol.process.process_names import COORDINATOR
 
 
 def parts(document: Object) -> list[str]:
-    """What the Jobs of an RLHFJob are named after, besides its name."""
+    """The parts of the names of an RLHFJob's Jobs that follow its own name."""
     groups = (document.get("spec") or {}).get("groups") or []
     return [COORDINATOR, *(str(group.get("name")) for group in groups)]
 
 
 def shared(document: Object, find: Callable[[str], Object | None], started: Callable[[str], bool]) -> str | None:
-    """A sentence if another RLHFJob has the names that this one needs; None if the names are free. `find`: an RLHFJob
-    of the same namespace, by name. `started`: whether it has a JobSet. Of two jobs that have none the older one comes
-    first."""
+    """A sentence if another RLHFJob has the names that this one needs. None if the names are free. `find` returns an
+    RLHFJob of the same namespace by its name. `started` says whether a job has a JobSet. Of two jobs without a JobSet
+    the older one comes first."""
     name = str(document["metadata"]["name"])
     for part in parts(document):
         words = f"{name}-{part}".split("-")

@@ -1,4 +1,4 @@
-"""Shows a plan in the job's status. Pure."""
+"""Shows a plan in the job's status. The functions are pure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from dovetail.protocol.plan import Plan
 
 
 def plan_status(plan: Plan, shown: Plan) -> PlanStatus:
-    """The plan in the job's status. `plan`: the plan that runs. `shown`: the plan with as many rollouts as the nodes
-    have room for."""
+    """The plan in the job's status. `plan` is the plan that runs. `shown` is the plan with as many rollouts as the
+    nodes have room for."""
     layouts = {**plan.parallelism, **plan.dedicated}
     return PlanStatus(
         placement=shown.prediction.placement if shown.prediction is not None else None,
@@ -25,7 +25,7 @@ def plan_status(plan: Plan, shown: Plan) -> PlanStatus:
         critic=_layout(layouts.get("critic") or layouts.get("reward")),
         schedule=plan.schedule,
         rollouts=len(shown.rollouts),
-        # The hash of what the ConfigMap holds, because the plan is read from there later.
+        # This is the hash of the ConfigMap's content, because the plan is read from there later.
         hash=digest(plan.model_dump(mode="json", by_alias=True, exclude={"stages"})),
     )
 
@@ -39,11 +39,11 @@ def publish(
     config_map: Mapping[str, Any] | None,
 ) -> PlanStatus | None:
     """The plan in the status, and the condition Planned. Its reason is PlanOff while iterations take other times than
-    the plan says, and Replanned while the nodes have other room than when the plan was made. `config_map`: the plan's
+    the plan says, and Replanned while the nodes have other room than when the plan was made. `config_map` is the plan's
     ConfigMap, for a job that has started."""
     before = next((c for c in old.conditions if c.type == "Planned" and c.status == "True"), None)
     if outlook.pending and before is not None and old.plan is not None:
-        return old.plan  # what it says stays until the new plan is there
+        return old.plan  # it stays until the new plan is there
     then = outlook.room if config_map is None else remembered(config_map)
     told = news(needs(context), then, outlook.room)
     fresh = told.changed and (before is None or told.sentence not in before.message)
@@ -51,7 +51,7 @@ def publish(
         conditions.tell(JobEvent("Warning" if told.short else "Normal", reasons.REPLANNED, told.sentence))
     shown = plan_status(context.plan, outlook.plan or context.plan)
     if reported is None and before is not None and before.reason == reasons.PLAN_OFF and not fresh:
-        return shown  # the coordinator is away; what it said stays
+        return shown  # the coordinator is away, so its last report stays
     problem = progress.plan_problem(reported or {})
     said = "; ".join(filter(None, (told.sentence, summary(context, outlook))))
     if problem is not None:

@@ -1,4 +1,4 @@
-"""Translates the coordinator's GET /v1/status into fields of the job's status. Pure."""
+"""Translates the coordinator's GET /v1/status into fields of the job's status. The functions are pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.volume_claim import claim_name
 from dovetail.protocol.process.process_names import COORDINATOR
 
-# Counts in a status are 64-bit integers to Kubernetes; nothing of ours comes near this.
+# Kubernetes stores counts in a status as 64-bit integers. Real counts are far below this limit.
 _MOST = 2**53
 _PROBLEM_CHARACTERS = 1000
 _PARTS: dict[str, tuple[str, ...]] = {
@@ -29,7 +29,7 @@ _PARTS: dict[str, tuple[str, ...]] = {
     "checkpoint": ("stage", "step", "path"),
 }
 _REASON = re.compile(r"[A-Za-z][A-Za-z0-9]{0,99}")
-_DOWNLOADING = "downloading "  # as the coordinator's `Hub` says it
+_DOWNLOADING = "downloading "  # the coordinator's `Hub` writes this
 _VERDICTS = 16
 _MODELS = ("actor", "critic", "reward", "reference", "tokenizer")
 _COUNTS = ("step", "total_steps", "iteration", "total_iterations", "weight_version")
@@ -37,7 +37,7 @@ _COUNTS = ("step", "total_steps", "iteration", "total_iterations", "weight_versi
 
 def judged(document: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a coordinator's status that the operator uses, copied so that the rest need not be kept. Raises
-    ValueError for an answer that no coordinator of ours gives."""
+    ValueError for an answer that no coordinator of Dovetail gives."""
     if document.get("stage") not in {None, *(stage.value for stage in Stage)}:
         raise ValueError("there is no such stage")
     found = {key: document[key] for key in ("stage", *_COUNTS) if key in document}
@@ -59,7 +59,7 @@ def judged(document: Mapping[str, Any]) -> dict[str, Any]:
     if document.get("models"):
         found["models"] = _judged_models(document["models"])
     if isinstance(trained := document.get("artifacts"), list):
-        found["artifacts"] = [name for name in TRAINED_MODELS if name in trained]  # whatever else is named is ignored
+        found["artifacts"] = [name for name in TRAINED_MODELS if name in trained]  # other names are ignored
     if (doing := document.get("message")) and isinstance(doing, str) and doing.startswith(_DOWNLOADING):
         found["message"] = doing[:_PROBLEM_CHARACTERS]
     if document.get("evaluation"):
@@ -126,7 +126,7 @@ def fields(document: Mapping[str, Any]) -> dict[str, Any]:
     found["stage"] = stage
     found["iteration"], found["iterations"] = (int(document.get(key) or 0) for key in counts)
     if stage == Stage.PPO.value:
-        # Six digits: more would change with every iteration and tell nothing.
+        # Six digits are enough. More would change with every iteration and say nothing.
         for ours, theirs in (
             ("reward", "reward"),
             ("kl", "kl"),
@@ -168,7 +168,7 @@ def artifacts(context: RenderContext, document: Mapping[str, Any]) -> list[Artif
 
 
 def download(document: Mapping[str, Any]) -> str:
-    """The progress of the coordinator's download; empty if it downloads nothing. The document has passed `judged`."""
+    """The progress of the coordinator's download. Empty if it downloads nothing. The document has passed `judged`."""
     return str(document.get("message") or "")
 
 
@@ -180,7 +180,8 @@ def plan_problem(document: Mapping[str, Any]) -> str | None:
 
 @dataclass(frozen=True)
 class RunHealth:
-    """The verdict of the coordinator on the last PPO iteration: `reason` for programs, a sentence for people."""
+    """The verdict of the coordinator on the last PPO iteration, with a `reason` for programs and a sentence for
+    people."""
 
     healthy: bool
     reason: str
@@ -188,7 +189,7 @@ class RunHealth:
 
 
 def health(document: Mapping[str, Any]) -> RunHealth | None:
-    """The verdict's iteration; None before the first iteration. The document has passed `judged`."""
+    """The verdict on the last iteration. None before the first iteration. The document has passed `judged`."""
     told = document.get("health")
     if not told:
         return None
@@ -205,7 +206,8 @@ def coordinator_pod(children: Children) -> Object | None:
 
 
 def last_status(children: Children) -> tuple[dict[str, Any], str]:
-    """The last status of a coordinator that ended well, and the time of its end; else an empty status."""
+    """The last status of a coordinator that ended well, and the time of its end. The status is empty if there is
+    none."""
     pod = coordinator_pod(children) or {}
     for container in pod.get("status", {}).get("containerStatuses") or []:
         ended = container.get("state", {}).get("terminated") or {}
@@ -222,7 +224,7 @@ def last_status(children: Children) -> tuple[dict[str, Any], str]:
 
 
 def last_health(children: Children) -> dict[str, Any]:
-    """The status with the verdict that made the coordinator end its job; empty if there was none."""
+    """The status with the verdict that made the coordinator end its job. Empty if there was none."""
     pod = coordinator_pod(children) or {}
     for container in pod.get("status", {}).get("containerStatuses") or []:
         ended = container.get("state", {}).get("terminated") or {}

@@ -1,4 +1,4 @@
-"""Says why Kueue does not admit a job, from its Workload. Pure."""
+"""Says why Kueue does not admit a job. It reads the job's Workload. The functions are pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LONGEST_MESSAGE = 1500
 
 
 def waiting(children: Children) -> str | None:
-    """The uid of the JobSet that waits in a queue; None if none does."""
+    """The uid of the JobSet that waits in a queue. None if none waits."""
     for jobset in children.of(JOBSET.kind):
         if jobset["spec"].get("suspend") and label(jobset, names.QUEUE_LABEL) and not deleting(jobset):
             return str(jobset["metadata"].get("uid"))
@@ -21,7 +21,7 @@ def waiting(children: Children) -> str | None:
 
 
 def why(workload: Mapping[str, Any]) -> str:
-    """The reason why the Workload waits: it was evicted, its quota is used, its topology has no room, or a check is not
+    """The reason why the Workload waits. It was evicted, its quota is used, its topology has no room, or a check is not
     over. Empty if the Workload does not say it."""
     status = workload.get("status") or {}
     held = {c.get("type"): c for c in status.get("conditions") or []}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Healthy: the coordinator's verdicts (docs/health.md) beside this one
+# Healthy, which also has the coordinator's verdicts (docs/health.md) as reasons
 HEALTHY = "IterationHealthy"
 
 # Planned
@@ -38,7 +38,7 @@ NAME_CONFLICT = "NameConflict"
 STARTED_ANEW = "StartedAnew"
 WORKLOAD_ENDED = "WorkloadEnded"
 
-# What becomes of pods
+# Events about pods
 IMAGE_PULL = "ImagePullFailed"
 CONFIG_MISSING = "SecretOrConfigMapMissing"
 MOUNT_FAILED = "MountFailed"

@@ -1,8 +1,8 @@
-"""`reconcile` decides what to do for one job, from all that is seen of it. It is a pure function.
+"""`reconcile` decides what to do for one job, from everything that is known of it. It is a pure function.
 
-It is level-triggered: its answer does not depend on what happened before. So it may be called at any time. If a step
-failed, the next call asks for it again. What must not be forgotten is in the job's status, above all that the job is
-over."""
+It is level-triggered, so its answer does not depend on what happened before. It may be called at any time. If a step
+failed, the next call asks for it again. Facts that must not be forgotten are in the job's status. The most important
+one is that the job is over."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ from dovetail.operator.render.context import RenderContext
 from dovetail.operator.render.objects import WITH_PODS, jobset, pods_changed, supporting_objects, surplus_jobs
 from dovetail.protocol.plan import Plan
 
-AGAIN_SECONDS = 2.0  # how soon to look at what no event tells of
-LATEST_SECONDS = 86400.0  # manifests may name any number of seconds, and timers cannot take all
-PLANNER_AGAIN_SECONDS = 20.0  # how soon a planner that was too slow or broke is asked again
-# What failurePolicy.maxRestarts counts; the launcher of one machine does the same.
+AGAIN_SECONDS = 2.0  # the time until the next look at changes without an event
+LATEST_SECONDS = 86400.0  # manifests may name any number of seconds, but timers have a limit
+PLANNER_AGAIN_SECONDS = 20.0  # the time until a planner that was too slow or broke is asked again
+# failurePolicy.maxRestarts counts the restarts in this time. The launcher on one machine does the same.
 RESTART_WINDOW = timedelta(hours=1)
-# How long the JobSet of a job that MultiKueue sent here stays after the operator has ended the job. While it is there,
-# Kueue copies the job's status to the cluster that sent it. The operator there ends the rest.
+# The JobSet of a job that MultiKueue sent here stays this many seconds after the operator has ended the job. While it
+# is there, Kueue copies the job's status to the cluster that sent it. The operator there ends the rest.
 SENT_SECONDS = 60.0
-# Why pods have no nodes, or are not there.
+# The reasons why pods have no nodes, or do not exist.
 HOLDS_PODS = {reasons.UNSCHEDULABLE, reasons.CLAIM_MISSING, reasons.PODS_REFUSED, reasons.NAME_CONFLICT}
 # A rollout that worked this long was not broken from the start.
 STEADY = timedelta(minutes=1)
@@ -59,7 +59,7 @@ STEADY = timedelta(minutes=1)
 
 @dataclass(frozen=True)
 class PlanRefused:
-    """There is no plan: the reason of the condition Planned, and a sentence."""
+    """There is no plan. It has the reason of the condition Planned, and a sentence."""
 
     reason: str
     message: str
@@ -67,11 +67,11 @@ class PlanRefused:
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of one job. `document`: the RLHFJob as the API server has it. `planned`: the result of reading and
-    planning it. `children`: the objects that the job controls. `reported`: the coordinator's own status, if it
-    answered. `mounts`: messages about volumes that pods wait for, by uid. `drift`: a memory that saves work and changes
-    no answer. `outlook`: the room on the nodes. `ending`: nodes that will end soon, with the time at which that was
-    noticed. `lost`: nodes that are not ready."""
+    """What is known of one job. `document` is the RLHFJob as the API server has it. `planned` is the result of reading
+    and planning it. `children` has the objects that the job controls. `reported` is the coordinator's own status, if it
+    answered. `mounts` has messages about volumes that pods wait for, by uid. `drift` is a memory that saves work and
+    changes no answer. `outlook` is the room on the nodes. `ending` has the nodes that will end soon, with the time at
+    which that was noticed. `lost` has the nodes that are not ready."""
 
     document: Object
     planned: tuple[RLHFJob, Plan] | PlanRefused
@@ -87,10 +87,10 @@ class Seen:
 
 @dataclass(frozen=True)
 class Reconciled:
-    """What to create or change, then what to delete, then what to report. A job that is over is reported first, so that
-    nobody starts it again. Reconcile again within `requeue` seconds. `expired`: delete the RLHFJob itself. `token`: the
-    token's Secret must exist before the pods. `release`: objects that lose their owner before all else, so that they
-    outlive the job."""
+    """The objects to create or change, then those to delete, and then the status to report. A job that is over is
+    reported first, so that nobody starts it again. The job must be reconciled again within `requeue` seconds. `expired`
+    says to delete the RLHFJob itself. `token` says that the token's Secret must exist before the pods. `release` has
+    objects that lose their owner first, so that they outlive the job."""
 
     status: RLHFJobStatus
     apply: list[Object] = field(default_factory=list)
@@ -107,13 +107,13 @@ def old_status(document: Object) -> RLHFJobStatus:
 
 
 def is_over(status: RLHFJobStatus) -> bool:
-    """Completed or failed: nothing is created for the job, unless its user tries it again."""
+    """Whether the job has completed or failed. Nothing is created for it then, unless its user tries it again."""
     return any(c.type in ("Completed", "Failed") and c.status == "True" for c in status.conditions)
 
 
 def has_run(status: RLHFJobStatus) -> bool:
-    """Whether the job's pods have run before: its coordinator has answered, or it has failed since. Users cannot write
-    the status."""
+    """Whether the job's pods have run before, because its coordinator has answered, or it has failed since. Users
+    cannot write the status."""
     return status.stage is not None or any(c.type == "Failed" for c in status.conditions)
 
 
@@ -124,15 +124,15 @@ def tries_again(document: Object, status: RLHFJobStatus) -> bool:
 
 
 def reconcile(seen: Seen, now: datetime) -> Reconciled:
-    """Decide what to do for one job; the module's docstring says how. `now` has a time zone."""
+    """Decide what to do for one job, as the module's docstring says. `now` has a time zone."""
     if deleting(seen.document):
         return Reconciled(old_status(seen.document))  # the garbage collector does the rest
     return replace(_reconcile(seen, now), release=_released(seen))
 
 
 def _released(seen: Seen) -> list[Ref]:
-    """The claim that must outlive the job but is still owned by it, because an earlier release made it or the manifest
-    said so before."""
+    """The claim that must outlive the job but is still owned by it. An earlier release made it, or the manifest said so
+    before."""
     name = names.volume_claim(str(seen.document["metadata"]["name"]))
     claim = seen.children.get(VOLUME_CLAIM.kind, name)
     storage = (seen.document.get("spec") or {}).get("storage") or {}
@@ -196,7 +196,7 @@ class _Reconciler:
             apply.append(jobset(self._context))
             return self._result(apply=apply, delete=self._surplus_gone(), token=True)
         if self._changed(self._jobset) and not deleting(self._jobset):
-            # Changed while it was suspended, and so shortly that its pods are still those of before.
+            # It was changed while it was suspended for so short a time that its old pods still exist.
             self._say_stopped(reasons.CREATING, "the pods are made anew from the changed manifest")
             self._requeue.append(AGAIN_SECONDS)
             return self._result(apply=apply, delete=[*self._surplus_gone(), (JOBSET.kind, self._context.name)])
@@ -241,7 +241,7 @@ class _Reconciler:
         self._status = self._status.model_copy(update=ended)
 
     def _suspended(self) -> Reconciled:
-        """Delete the pods and keep everything else; the job resumes from its volume."""
+        """Delete the pods and keep everything else. The job resumes from its volume."""
         self._conditions.set("Suspended", True, reasons.SUSPENDED, "spec.suspend is true")
         self._say_stopped(reasons.STOPPED, "spec.suspend is true")
         gone = [] if self._jobset is None or deleting(self._jobset) else [(JOBSET.kind, self._context.name)]
@@ -284,7 +284,7 @@ class _Reconciler:
     def _say_running(self) -> None:
         expected = sum(self._context.sizes.values())
         pods = live(self._pods)
-        # A coordinator that is done lacks nothing, until its JobSet is done as well.
+        # If the coordinator is done, nothing is missing, even before its JobSet is done.
         done = sum(p.get("status", {}).get("phase") == "Succeeded" for p in self._pods)
         scheduled = done + sum(is_true(p, "PodScheduled") for p in pods)
         ready = done + sum(is_ready(p) for p in pods)
@@ -324,8 +324,8 @@ class _Reconciler:
         self._status = self._status.model_copy(update={"groups": self._groups()})
 
     def _other_images(self) -> str:
-        """The images that the JobSet would have if it were made now, where they differ: the chart's values may have
-        been corrected."""
+        """The images that the JobSet would have if it were made now, if they differ. The chart's values may have been
+        corrected since."""
         now = images(jobset(replace(self._context, images={})))
         return ", ".join(sorted({image for group, image in now.items() if self._context.images.get(group) != image}))
 
@@ -352,7 +352,7 @@ class _Reconciler:
         return (self._too_many_restarts(cause) if cause else None) or self._too_long() or self._never_started(jobset)
 
     def _of_failed_jobs(self) -> rootcause.Cause | None:
-        """The cause in the pods of that Job which failed first."""
+        """The cause, from the pods of the Job that failed first."""
         jobs = [j for j in self._children.jobs(surplus=False) if is_true(j, "Failed")]
         first = min(jobs, key=lambda j: changed_at(j, "Failed"), default=None)
         if first is None:
@@ -374,7 +374,7 @@ class _Reconciler:
         limit, started = self._context.job.spec.active_deadline_seconds, self._status.start_time
         if limit is None or started is None:
             return None
-        left = limit - (self._now - started).total_seconds()  # the sum may be no date
+        left = limit - (self._now - started).total_seconds()  # adding the limit to a date could overflow
         if left <= 0:
             return PlanRefused(reasons.DEADLINE_EXCEEDED, f"the job ran longer than activeDeadlineSeconds, {limit} s")
         self._requeue.append(left)
@@ -409,8 +409,8 @@ class _Reconciler:
 
     def _supporting_objects(self) -> list[Object]:
         """The supporting objects that are missing or that somebody else changed. A claim is never changed, and neither
-        is the plan of a job that has started. Objects that concern pods are made with the first pod that runs: before,
-        each new pod would change them again."""
+        is the plan of a job that has started. Objects that concern pods are made with the first pod that runs. Before
+        that, each new pod would change them again."""
         found: list[Object] = []
         running = any(p.get("status", {}).get("phase") == "Running" for p in live(self._pods))
         look = look_at(self._context, self._children, started := self._jobset is not None, running)
@@ -459,7 +459,7 @@ class _Reconciler:
         return rootcause.lasted(pods) >= STEADY or all(rootcause.failed_at(p) is None for p in pods)
 
     def _anew(self) -> list[Ref]:
-        """The Jobs of the JobSet that are replaced: each has one rollout, whose pod was deleted or disrupted. The
+        """The Jobs of the JobSet that are replaced. Each has one rollout, whose pod was deleted or disrupted. The
         JobSet makes such a Job again at once. The Job itself would wait 10 s after the first such pod, and up to 10
         minutes after more. A pod that failed by itself is left to the Job, and counts as a failure."""
         jobs, found = jobs_of(self._jobset), []
@@ -554,7 +554,7 @@ def _again(seen: Seen, conditions: Conditions, status: RLHFJobStatus) -> Reconci
 
 
 def _after_the_end(seen: Seen, status: RLHFJobStatus, now: datetime) -> Reconciled:
-    """Handle a job that is over. Nothing is created. A finished JobSet stays for its logs until the job is deleted; an
+    """Handle a job that is over. Nothing is created. A finished JobSet stays for its logs until the job is deleted. An
     unfinished one is deleted, because it holds GPUs."""
     delete = [(JOB.kind, j["metadata"]["name"]) for j in seen.children.jobs(surplus=True) if not deleting(j)]
     unfinished = _unfinished(_jobset(seen))
@@ -582,9 +582,9 @@ def _was_sent(document: Object) -> bool:
 def _refused(
     seen: Seen, problem: PlanRefused, conditions: Conditions, status: RLHFJobStatus, now: datetime
 ) -> Reconciled:
-    """Handle a job without a plan. The manifest must change, unless the planner itself failed: then it is asked again
-    when the job has waited twice as long. A job that runs, and whose manifest was changed to one that cannot be read,
-    keeps its pods. Its user may still suspend it."""
+    """Handle a job without a plan. The manifest must change, unless the planner itself failed. In that case it is asked
+    again when the job has waited twice as long. A job that runs, and whose manifest was changed to one that cannot be
+    read, keeps its pods. Its user may still suspend it."""
     conditions.set("Planned", False, problem.reason, problem.message)
     for kind in ("Scheduled", "Running"):
         conditions.set(kind, False, reasons.NOT_PLANNED)  # type: ignore[arg-type]

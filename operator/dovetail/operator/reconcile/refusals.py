@@ -1,4 +1,4 @@
-"""What a job's status says when its objects cannot be made. Pure."""
+"""Makes the sentences of a job's status when its objects cannot be made. The functions are pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dovetail.operator.reconcile.conditions import Conditions, JobEvent
 
 
 def taken(things: Sequence[tuple[str, str]]) -> str:
-    """The sentence for names that the job needs and other objects have. `things`: kind and name of each."""
+    """The sentence for names that the job needs and other objects have. `things` has kind and name of each."""
     claimed = any(kind == VOLUME_CLAIM.kind for kind, _ in things)
     use = " To use the claim, name it in spec.checkpoint.volume." if claimed else ""
     them = " and ".join(f"{kind} {name}" for kind, name in things)
@@ -63,7 +63,7 @@ def held_up(
     generation: int,
     now: datetime,
 ) -> tuple[RLHFJobStatus, list[JobEvent]]:
-    """The status and events of a job that lacks an object. `old`: the status before. `status` and `events`: those
+    """The status and events of a job that lacks an object. `old` is the status before. `status` and `events` are those
     without this problem. A job that has started goes on."""
     conditions = Conditions(old.conditions, generation, now)
     for told in status.conditions:

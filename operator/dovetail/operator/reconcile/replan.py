@@ -1,5 +1,5 @@
-"""Says what another number of GPU nodes means for a job: how many pods of each group have room, and what the status
-says about it. Pure.
+"""Says what another number of GPU nodes means for a job. It computes how many pods of each group have room, and what
+the status says about it. The functions are pure.
 
 A running job keeps its plan. The number of its trainers is fixed, and its surplus rollouts come and go in any case.
 Only its status changes."""
@@ -27,8 +27,8 @@ Counts = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Need:
-    """A group with GPUs. The job starts with `least` pods and takes up to `most` when there is room. `planned`: the
-    number that the manifest's plan counts on."""
+    """A group with GPUs. The job starts with `least` pods and takes up to `most` when there is room. The manifest's
+    plan counts on `planned` pods."""
 
     group: str
     product: str
@@ -41,9 +41,9 @@ class Need:
 
 @dataclass(frozen=True)
 class Outlook:
-    """`room`: how many pods of each GPU group fit on the nodes; None if the nodes were not seen. `plan`: a plan with as
-    many rollouts; None if the job's own plan has as many. `pending`: that plan is being made. `problem`: why there is
-    no such plan. `refused`: the operator may not list nodes."""
+    """The room for a job. `room` says how many pods of each GPU group fit on the nodes. It is None if the nodes were
+    not seen. `plan` is a plan with as many rollouts. It is None if the job's own plan has as many. `pending` says that
+    this plan is being made, and `problem` why there is none. `refused` says that the operator may not list nodes."""
 
     room: Counts | None = None
     plan: Plan | None = None
@@ -53,8 +53,8 @@ class Outlook:
 
 
 def needs(context: RenderContext) -> list[Need]:
-    """The needs of all groups with GPUs. Not counted are GPUs that the administrator describes and GPUs that come
-    through claims: their resources may have other names."""
+    """The needs of all groups with GPUs. GPUs that the administrator describes and GPUs that come through claims are
+    not counted, because their resources may have other names."""
     return [
         Need(
             group.name,
@@ -73,9 +73,9 @@ def needs(context: RenderContext) -> list[Need]:
 
 
 def room(wanted: Sequence[Need], pools: Pools) -> dict[str, int]:
-    """How many pods of each group fit on the nodes, at most `most`, if nobody else used the nodes. The pods that the
-    job starts with are placed first, large ones before small ones. Then each group in turn gets one more. Each pod goes
-    to the fullest node that has room for it."""
+    """The number of pods of each group that would fit on the nodes, at most `most`, if nobody else used the nodes. The
+    pods that the job starts with are placed first, large ones before small ones. Then each group in turn gets one more.
+    Each pod goes to the fullest node that has room for it."""
     free: dict[str, Counter[int]] = {}
     for (product, gpus), nodes in pools.items():
         free.setdefault(product, Counter())[gpus] += nodes
@@ -92,7 +92,7 @@ def room(wanted: Sequence[Need], pools: Pools) -> dict[str, int]:
 
 
 def _node(free: Mapping[str, Counter[int]], need: Need) -> int | None:
-    """The number of free GPUs of the fullest node that has enough; None if no node has."""
+    """The number of free GPUs of the fullest node that has enough. None if no node has enough."""
     there: Mapping[int, int] = free.get(need.product, {})
     return min((gpus for gpus, nodes in there.items() if nodes and gpus >= need.per_pod), default=None)
 
@@ -107,32 +107,32 @@ def _take(free: Mapping[str, Counter[int]], need: Need) -> bool:
 
 
 def counted(need: Need, there: Counts | None) -> int:
-    """How many pods a plan may count on: as many as fit, but never fewer than the job starts with or more than it
-    wants."""
+    """The number of pods on which a plan may count. It is the number that fits, but never fewer than the job starts
+    with or more than it wants."""
     return need.planned if there is None else max(need.least, min(need.most, there.get(need.group, need.planned)))
 
 
 def resized(spec: RLHFJobSpec, plan: Plan, wanted: Sequence[Need], there: Counts) -> RLHFJobSpec | None:
-    """The spec of the PPO stage to plan again, with as many rollouts as fit. It is pinned to what the processes started
-    with: layouts, placement, ZeRO-3 and, where all models have the same, activation checkpointing. None if the plan
+    """The spec of the PPO stage to plan again, with as many rollouts as fit. It pins what the processes started with.
+    These are layouts, placement, ZeRO-3 and, if all models have the same, activation checkpointing. None if the plan
     already has as many rollouts."""
     sizes = {need.group: counted(need, there) for need in wanted}
     actor = plan.parallelism.get("actor")
     if Stage.PPO not in spec.stages or actor is None or all(sizes[need.group] == need.planned for need in wanted):
         return None
     layouts = ParallelismByModel(actor=actor, critic=plan.parallelism.get("critic"))
-    # Layouts are pinned on all ranks; those on ranks of their own are found again.
+    # Layouts on all ranks are pinned. Those on ranks of their own are found again.
     pins: dict[str, object] = {"intra_stage_fusion": "Dedicated"} if plan.dedicated else {"parallelism": layouts}
     if plan.prediction is not None:
         pins["placement"] = plan.prediction.placement
     again = {row.recompute for row in plan.batching if row.stage is Stage.PPO}
     if len(again) == 1:
         pins["recompute"] = "Always" if True in again else "Never"
-    # With Always, too, a model without data-parallel ranks to share its weights goes without.
+    # Even with Always, a model without data-parallel ranks that could share its weights does not use ZeRO-3.
     pins["zero3"] = "Always" if plan.gathered_by_layer(Stage.PPO) else "Never"
     groups = [g.model_copy(update={"replicas": sizes.get(g.name, g.replicas)}) for g in spec.groups]
     pinned = spec.plan.model_copy(update=pins)
-    # The others' layouts, too, would have to share the pins.
+    # The other models' layouts would have to share the pins, too.
     spec = with_lag(spec, plan.lag)
     return spec.model_copy(update={"groups": groups, "plan": pinned, "stages": [Stage.PPO]})
 
@@ -155,7 +155,7 @@ def _servers(plan: Plan) -> dict[tuple[str, str], int]:
 
 
 def remembered(config_map: Object | None) -> Counts | None:
-    """The room when the job was planned; None if it was not known."""
+    """The room when the job was planned. None if it was not known."""
     text = ((config_map or {}).get("metadata", {}).get("annotations") or {}).get(names.ROOM)
     try:
         found = json.loads(text or "null")
@@ -166,8 +166,8 @@ def remembered(config_map: Object | None) -> Counts | None:
 
 @dataclass(frozen=True)
 class News:
-    """`sentence`: what differs from the plan and what is missing; it may be empty. `changed`: whether something differs
-    since the plan was made. `short`: whether a group has too little room."""
+    """News about the room. `sentence` says what differs from the plan and what is missing. It may be empty. `changed`
+    says whether something differs since the plan was made, and `short` whether a group has too little room."""
 
     sentence: str = ""
     changed: bool = False
@@ -175,7 +175,8 @@ class News:
 
 
 def news(wanted: Sequence[Need], before: Counts | None, now: Counts | None) -> News:
-    """`before`: the room when the job was planned, if known. `now`: the room now; None while nodes were not seen."""
+    """The news about the room. `before` is the room when the job was planned, if known. `now` is the room now, or None
+    while nodes were not seen."""
     if now is None:
         return News()
     said, changed, any_short = [], False, False
@@ -194,7 +195,7 @@ def news(wanted: Sequence[Need], before: Counts | None, now: Counts | None) -> N
 
 
 def _lack(need: Need, wanted: Sequence[Need], now: Counts) -> str:
-    """What is missing, and what is still possible."""
+    """A sentence that says what is missing, and what is still possible."""
     pods = f"{need.least} pod{'s' if need.least > 1 else ''}"
     if now[need.group] > 0:
         return f"group {need.group}: nodes with {need.product} have room for {now[need.group]} of its {pods}"

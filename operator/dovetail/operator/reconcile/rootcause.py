@@ -1,4 +1,5 @@
-"""Finds out why pods do not run: a reason, and a sentence that names the pod, its exit code and its last line. Pure."""
+"""Finds out why pods do not run. It gives a reason, and a sentence that names the pod, its exit code and its last line.
+The functions are pure."""
 
 from __future__ import annotations
 
@@ -30,15 +31,15 @@ from dovetail.protocol.process.process_names import COORDINATOR
 _IMAGE = ("ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError")
 _CONFIG = ("CreateContainerConfigError",)
 _TAKEN = re.compile(r'jobs\.batch "([^"]+)" already exists')
-# What the manifest names and the namespace lacks, as kubelets and the scheduler say it.
+# The words of kubelets and the scheduler for objects that the manifest names and the namespace lacks.
 _NO_CONFIG = re.compile(r'\b(?:secret|configmap) "[^"]*" not found|references non-existent (?:secret|config) key')
 _NO_CLAIM = re.compile(r'\bpersistentvolumeclaim "[^"]*" not found')
 NO_MOUNTS: Mapping[str, str] = {}
-# Reasons of Events.
+# These are reasons of Events.
 UNMOUNTED = ("FailedAttachVolume", "FailedMount")
 _UNBOUND = ("FailedBinding", "ProvisioningFailed")
 _CREATING = ("ContainerCreating", "PodInitializing")
-# Some causes are told in Events only: they are looked for when something has been stuck for so long.
+# Only Events tell some causes. These are looked for when something has been stuck for this many seconds.
 LOOK_SECONDS = 10.0
 # A pod may wait for a node for days.
 LOOK_SELDOM_SECONDS = 60.0
@@ -46,7 +47,8 @@ LOOK_SELDOM_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Cause:
-    """`since`: Kubernetes timestamp, for ordering. `waiting`: the pod has not started, and may do so by itself."""
+    """The cause of a problem. `since` is a Kubernetes timestamp, for ordering. `waiting` says that the pod has not
+    started, and may do so by itself."""
 
     reason: str
     sentence: str
@@ -56,7 +58,8 @@ class Cause:
 
 @dataclass(frozen=True)
 class LostNode:
-    """A node that is not ready. `since`: Kubernetes timestamp. `told`: what is wrong with it, after its name."""
+    """A node that is not ready. `since` is a Kubernetes timestamp. `told` says what is wrong with it, as words that
+    follow its name."""
 
     since: str
     told: str
@@ -66,7 +69,7 @@ NO_NODES: Mapping[str, LostNode] = {}
 
 
 def lost_node(node: Object) -> LostNode | None:
-    """What is wrong with the node; None if it is ready, or so new that nobody knows."""
+    """What is wrong with the node. None if it is ready, or so new that nobody knows."""
     ready = condition(node, "Ready")
     if ready is None or ready.get("status") == "True":
         return None
@@ -77,12 +80,13 @@ def lost_node(node: Object) -> LostNode | None:
 
 
 def cause(pod: Object, mounts: Mapping[str, str], lost: Mapping[str, LostNode] = NO_NODES) -> Cause | None:
-    """The reason why this pod does not work. None if nothing is wrong. `mounts`: reports about volumes, by the pod's
-    uid. `lost`: nodes that are not ready, by name."""
+    """The reason why this pod does not work. None if nothing is wrong. `mounts` has reports about volumes, by the pod's
+    uid. `lost` has nodes that are not ready, by name."""
     status = pod.get("status", {})
     node = str(pod.get("spec", {}).get("nodeName"))
     if (away := lost.get(node)) is not None and status.get("phase") in ("Pending", "Running") and not is_ready(pod):
-        # Kubernetes deletes such a pod after five minutes. It is gone when its node says so, or is deleted.
+        # Kubernetes deletes such a pod after five minutes. The pod is gone when its node says so, or when its node is
+        # deleted.
         text = (
             f"{_who(pod)} is on node {node}, which {away.told}; if the node does not come back, delete it "
             f"(kubectl delete node {node}), and the pod starts on another one"
@@ -102,7 +106,7 @@ def cause(pod: Object, mounts: Mapping[str, str], lost: Mapping[str, LostNode] =
             return None
         text = f"{_who(pod)} cannot be scheduled: {scheduled.get('message') or scheduled.get('reason')}"
         if said := mounts.get(_uid(pod)):
-            text += f"; {said}"  # by an autoscaler, or of a claim that was made for the pod
+            text += f"; {said}"  # from an autoscaler, or about a claim that was made for the pod
         reason = reasons.CLAIM_MISSING if _NO_CLAIM.search(text) else reasons.UNSCHEDULABLE
         return Cause(reason, text[:LONGEST_MESSAGE], created, True)
     for container in status.get("containerStatuses") or []:
@@ -157,8 +161,8 @@ def jobless(children: Children) -> list[Object]:
 
 
 def stuck(children: Children, claims: Iterable[str] = ()) -> dict[str, tuple[str, ...]]:
-    """What is stuck, by uid, and the reasons of the Events that may say why. `claims`: names of those that the pods
-    name. They are asked about by kind and name while a pod gets no node."""
+    """The objects that are stuck, by uid, and the reasons of the Events that may say why. `claims` has the claims that
+    the pods name. While a pod gets no node, these are asked about by kind and name."""
     found: dict[str, tuple[str, ...]] = {}
     for pod in children.of(POD.kind):
         if creating(pod):
@@ -179,8 +183,8 @@ def waiting_pods(children: Children) -> dict[str, str]:
 
 
 def claim_of(about: str, pods: Mapping[str, str]) -> str | None:
-    """The uid of the pod for which a claim was made from a template in the pod (`volumes[].ephemeral`). `about`: kind
-    and name of a claim. `pods`: names by uid. A claim is named after its pod."""
+    """The uid of the pod for which a claim was made from a template in the pod (`volumes[].ephemeral`). `about` is kind
+    and name of a claim. `pods` has names by uid. A claim is named after its pod."""
     kind, _, name = about.partition(" ")
     if kind != VOLUME_CLAIM.kind:
         return None
@@ -225,7 +229,7 @@ def _uid(thing: Object) -> str:
 
 def refused(children: Children, told: Mapping[str, str]) -> Cause | None:
     """The reason why a Job may not make its pods (a quota, Pod Security, a missing class or account), or why a JobSet
-    cannot make its Jobs. `told`: the messages of their controllers, by uid."""
+    cannot make its Jobs. `told` has the messages of their controllers, by uid."""
     for jobset in jobless(children):
         if said := told.get(_uid(jobset)):
             since = str(jobset["metadata"].get("creationTimestamp", ""))
@@ -253,7 +257,7 @@ def failed_at(pod: Object) -> datetime | None:
 
 
 def lasted(pods: Iterable[Object]) -> timedelta:
-    """How long the container of the pod that ended last had run."""
+    """The time that the container of the pod that ended last had run."""
     spans = []
     for pod in pods:
         for container in pod.get("status", {}).get("containerStatuses") or []:
@@ -267,8 +271,8 @@ def lasted(pods: Iterable[Object]) -> timedelta:
 def worst(
     pods: Iterable[Object], mounts: Mapping[str, str] = NO_MOUNTS, lost: Mapping[str, LostNode] = NO_NODES
 ) -> Cause | None:
-    """The cause to report: a lost node, else the latest failure (the job survived earlier ones), else the oldest
-    wait."""
+    """The cause to report. It is a lost node, or else the latest failure (the job survived earlier ones), or else the
+    oldest wait."""
     found = [c for pod in pods if (c := cause(pod, mounts, lost)) is not None]
     failures = [c for c in found if not c.waiting]
     if failures:
@@ -279,7 +283,7 @@ def worst(
 def _ended(pod: Object) -> Cause:
     status = pod["status"]
     since = created = pod["metadata"].get("creationTimestamp", "")
-    # A kubelet gives a pod that exceeds a limit of its own for storage no condition.
+    # A pod that exceeds its own limit of storage gets no condition from the kubelet.
     evicted = is_true(pod, "DisruptionTarget") or status.get("reason") == "Evicted"
     for container in status.get("containerStatuses") or []:
         ended = container.get("state", {}).get("terminated")

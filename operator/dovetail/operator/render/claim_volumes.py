@@ -1,4 +1,4 @@
-"""One volume for each PersistentVolumeClaim of a pod."""
+"""Gives a pod one volume for each PersistentVolumeClaim."""
 
 from __future__ import annotations
 

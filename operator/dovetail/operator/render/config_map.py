@@ -1,4 +1,4 @@
-"""The ConfigMap that every pod mounts: the manifest and the plan."""
+"""The ConfigMap that every pod mounts. It has the manifest and the plan."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def spec_hash(job: RLHFJob) -> str:
 
 def planned_hash(text: str) -> str | None:
     """The `spec_hash` of the job whose job.json this is. An earlier release wrote defaults into it. None if it cannot
-    be read, as a later release may have written it."""
+    be read, because a later release may have written it."""
     try:
         return spec_hash(RLHFJob.model_validate_json(text))
     except ValueError:
@@ -65,7 +65,8 @@ def output_path(claim: str) -> str:
 
 
 def in_pods(job: RLHFJob) -> Object:
-    """The manifest as the job's processes read it: what is on claims and in ConfigMaps are folders and files there.
+    """The manifest as the job's processes read it. For them, the content of claims and ConfigMaps is in folders and
+    files.
 
     Fields that have their default are left out. So fields that a later release adds change no job that does not use
     them, and coordinators of an earlier release can read it."""
@@ -84,7 +85,7 @@ def in_pods(job: RLHFJob) -> Object:
         on_claim = code.get("pvc")
         folder = f"{names.CLAIMS_MOUNT}/{on_claim.strip('/')}" if on_claim else names.CODE_MOUNT
         models["reward"]["importPath"] = folder
-    # No process reads what is said of pods alone.
+    # No process reads the fields that are only about pods.
     for group in spec["groups"]:
         group.pop("preemptible", None)
         group.get("gpu", {}).pop("claimTemplate", None)

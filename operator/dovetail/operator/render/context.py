@@ -1,4 +1,4 @@
-"""What every rendering function needs, and what all objects share."""
+"""The context that every rendering function needs, and the parts that all objects share."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True)
 class RenderContext:
-    """One job to render. `job` has its defaults filled in (`dovetail.manifest.resolve`); `uid` is the RLHFJob's.
-    `sizes`: pods of each group in the JobSet that runs already, which cannot change. `room`: pods of each GPU group
-    that nodes have GPUs for now, as far as that is known. `images`: of each group in the JobSet that runs already."""
+    """One job to render. `job` has its defaults filled in (`dovetail.manifest.resolve`), and `uid` is the RLHFJob's.
+    `sizes` has the number of pods of each group in the JobSet that already runs, which cannot change. `room` has the
+    number of pods of each GPU group for which nodes have GPUs now, if that is known. `images` has the image of each
+    group in the JobSet that already runs."""
 
     job: RLHFJob
     uid: str
@@ -40,7 +41,7 @@ class RenderContext:
         return self.job.metadata.namespace or "default"
 
     def metadata(self, name: str, component: str, **more: Any) -> Object:
-        """Metadata of a child that the RLHFJob owns: it goes when the job goes."""
+        """Metadata of a child that the RLHFJob owns, so that it is deleted with the job."""
         owner = {
             "apiVersion": self.job.api_version,
             "kind": KIND,
@@ -61,26 +62,27 @@ class RenderContext:
         return names.labels(self.name, self.uid, component)
 
     def guaranteed(self, group: Group) -> int:
-        """Pods of a group that start with the job: trainers all, rollouts the minimum."""
+        """The number of pods of a group that start with the job. These are all trainers, and the minimum of
+        rollouts."""
         started = self.sizes.get(group.name)
         if started is not None:
             return started
         return pod_count(group) if Role.TRAINER in group.roles else group.min_replicas or pod_count(group)
 
     def wanted(self, group: Group) -> int:
-        """Pods of a group when there is room for all."""
+        """The number of pods of a group when there is room for all."""
         return max(self.guaranteed(group), group.max_replicas or pod_count(group))
 
     @property
     def start_timeout(self) -> int | None:
-        """The seconds after which the job fails if its pods still wait. None: they wait for ever."""
+        """The seconds after which the job fails if its pods still wait. None if they wait for ever."""
         return self.job.spec.failure_policy.start_timeout_seconds or self.settings.start_timeout_seconds or None
 
     def queueing(self) -> dict[str, str]:
-        """Labels of the RLHFJob that Kueue is to see on what it admits."""
+        """The labels of the RLHFJob that Kueue must see on the objects that it admits."""
         return {key: value for key, value in self.job.metadata.labels.items() if key.startswith(names.KUEUE)}
 
 
 def digest(document: Any) -> str:
-    """SHA-256 of a JSON document, its keys in order."""
+    """The SHA-256 of a JSON document with sorted keys."""
     return hashlib.sha256(json.dumps(document, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""The PodDisruptionBudget: drains take the job's pods one at a time."""
+"""The PodDisruptionBudget. With it, drains take the job's pods one at a time."""
 
 from __future__ import annotations
 

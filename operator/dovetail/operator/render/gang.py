@@ -1,5 +1,5 @@
-"""Pods that start together or not at all, on clusters that do not use Kueue. The scheduler is the one that the
-administrator names (`Settings.gang`). Surplus rollouts are in no gang: they come and go one by one."""
+"""Makes pods start together or not at all, on clusters that do not use Kueue. The scheduler is the one that the
+administrator names (`OperatorSettings.gang`). Surplus rollouts are in no gang, because they come and go one by one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from dovetail.kube.resources import POD_GROUPS, Gang
 from dovetail.operator.render.context import Object, RenderContext, digest
 
-# Under the names that their own installations give them. Kubernetes' is the default scheduler.
+# The schedulers by the names that their own installations give them. That of Kubernetes is the default scheduler.
 SCHEDULERS: dict[str, str] = {
     Gang.VOLCANO: "volcano",
     Gang.COSCHEDULING: "scheduler-plugins-scheduler",
@@ -22,23 +22,24 @@ KAI_MEMBERS = f"{KAI}batch-min-member"
 
 
 def pod_group(context: RenderContext) -> Object | None:
-    """The PodGroup of coordinator, trainers and minimum rollouts; None if the scheduler needs none. Its content may not
-    change, so its name has a hash of the content: a job that starts again with other sizes gets another PodGroup."""
+    """The PodGroup of coordinator, trainers and minimum rollouts. None if the scheduler needs none. Its content may not
+    change, so its name has a hash of the content. A job that starts again with other sizes gets another PodGroup."""
     if (resource := POD_GROUPS.get(_gang(context))) is None:
         return None
     return {**resource.type_meta, "metadata": context.metadata(_name(context), "gang"), "spec": _spec(context)}
 
 
 def mark(context: RenderContext, metadata: Object) -> None:
-    """Say on the JobSet what its scheduler reads there. KAI makes the PodGroup itself, from the JobSet. Its later
-    versions start all parts of a JobSet together, and the number says no more than that. Earlier versions need it."""
+    """Write on the JobSet what its scheduler reads there. KAI makes the PodGroup itself, from the JobSet. Its later
+    versions start all parts of a JobSet together, so they do not need the number. Earlier versions need it."""
     if _gang(context) == Gang.KAI:
         metadata["labels"] |= _kai(context)
         _annotate(metadata, {KAI_MEMBERS: str(_members(context))})
 
 
 def join(context: RenderContext, templates: Sequence[tuple[str, int, Object]]) -> None:
-    """Make pods members of the gang. `templates`: name, number of pods and pod template of each part of the JobSet."""
+    """Make pods members of the gang. `templates` has name, number of pods and pod template of each part of the
+    JobSet."""
     gang = _gang(context)
     if not gang:
         return
@@ -74,7 +75,7 @@ def _gang(context: RenderContext) -> str:
 
 
 def _limit(context: RenderContext) -> int | None:
-    """After how many seconds a gang that is partly placed gives its GPUs back, if the scheduler supports that. The
+    """The seconds after which a gang that is partly placed gives its GPUs back, if the scheduler supports that. The
     operator ends the job then in any case."""
     return context.start_timeout
 
@@ -107,14 +108,14 @@ def _annotate(metadata: Object, annotations: dict[str, str]) -> None:
 
 
 def _task(name: str, count: int, template: Object) -> Object:
-    """A task group of YuniKorn, which reserves room by what the pods ask for."""
+    """A task group of YuniKorn, which reserves the resources that the pods request."""
     spec: dict[str, Any] = template["spec"]
     found: Object = {"name": name, "minMember": count, "minResource": _requests(spec["containers"])}
     return found | {key: spec[key] for key in ("nodeSelector", "tolerations", "affinity") if spec.get(key)}
 
 
 def _requests(containers: Sequence[Object]) -> dict[str, str]:
-    """The resources that a pod's main container requests. It is the first container; those that a podTemplate adds are
+    """The resources that a pod's main container requests. It is the first container. Those that a podTemplate adds are
     small."""
     resources = containers[0].get("resources") or {}
     return {**(resources.get("limits") or {}), **(resources.get("requests") or {})}

@@ -1,4 +1,5 @@
-"""The JobSet: coordinator, trainers and the rollouts that the job cannot start without. Kueue admits all or nothing."""
+"""The JobSet of coordinator, trainers and the rollouts without which the job cannot start. Kueue admits all or
+nothing."""
 
 from __future__ import annotations
 
@@ -25,9 +26,9 @@ def _of_coordinator(spec: RLHFJobSpec) -> Any:
     return [spec.coordinator.model_dump(mode="json", exclude_defaults=True), hub]
 
 
-# What the manifest says of pods, which may change while the job is suspended, by the label with its hash. An entry
-# never changes: a JobSet that another version made has the hash of that version, and its pods would be made anew. A
-# new field gets a label of its own. Where a JobSet lacks a label, the version that made it did not know the field.
+# The manifest's settings of pods, which may change while the job is suspended, by the label with their hash. An entry
+# must never change, because a JobSet that another version made has the hash of that version, and its pods would be made
+# anew. A new field gets a label of its own. If a JobSet lacks a label, the version that made it did not know the field.
 POD_PARTS: dict[str, Callable[[RLHFJobSpec], Any]] = {
     names.PODS_LABEL: _of_groups,
     names.COORDINATOR_PODS_LABEL: _of_coordinator,
@@ -52,7 +53,7 @@ def jobset(context: RenderContext) -> Object:
     jobs = [(COORDINATOR, 1, job_spec(coordinator_pod(context), 1, hopeless=final))]
     for group in context.job.spec.groups:
         count = context.guaranteed(group)
-        # Rollouts that come and go have a Job each, so that the operator can make one of them anew.
+        # Each rollout that comes and goes has its own Job, so that the operator can make one of them anew.
         copies = count if comes_and_goes(group) else 1
         jobs.append((group.name, copies, job_spec(group_pod(context, group), count // copies)))
     gang.join(context, [(name, copies * int(spec["completions"]), spec["template"]) for name, copies, spec in jobs])
@@ -81,7 +82,7 @@ def jobset(context: RenderContext) -> Object:
 
 
 def claim_names(context: RenderContext) -> set[str]:
-    """The PersistentVolumeClaims that the job's pods name: its own and its user's."""
+    """The PersistentVolumeClaims that the job's pods name. These are its own and its user's."""
     pods = (job["template"]["spec"]["template"]["spec"] for job in jobset(context)["spec"]["replicatedJobs"])
     claims = (volume.get("persistentVolumeClaim") for pod in pods for volume in pod.get("volumes") or ())
     return {str(claim["claimName"]) for claim in claims if claim}

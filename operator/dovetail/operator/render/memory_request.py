@@ -1,4 +1,5 @@
-"""The memory that a group's pods ask for, if neither the manifest nor the operator's settings say it. Pure.
+"""The memory that a group's pods request, if neither the manifest nor the operator's settings say it. The functions are
+pure.
 
 It is in none of the hashes that decide whether running pods are replaced, because a new plan or a new version of the
 operator may compute another number."""
@@ -12,14 +13,14 @@ from dovetail.manifest.types import Group, Role
 from dovetail.protocol.plan import Plan
 
 GIB = 2**30
-# Nobody has asked for less, and what a plan predicts is rounded up to parts of a GiB.
+# This is the smallest request. The prediction of a plan is rounded up to parts of a GiB.
 LEAST_BYTES = GIB
 STEP_BYTES = GIB / 4
 # Peaks of running jobs were at most a tenth above the prediction.
 MARGIN = 1.1
-# Assumed: what Python, torch and the CUDA runtime hold of a host's memory in each process of a pod with GPUs.
+# This is the assumed host memory of Python, torch and the CUDA runtime in each process of a pod with GPUs.
 GPU_PROCESS_BYTES = 2.0 * GIB
-# torch rounds page-locked memory up to powers of two: between sizes the mean is 1.44.
+# torch rounds page-locked memory up to powers of two. On average that takes 1.44 times the size.
 PAGE_LOCKED = 1.5
 # The processes of a server beside one worker for each GPU: the API server, the engine core and the scorer.
 SERVER_PROCESSES = 3
@@ -37,8 +38,8 @@ def _on_cpus(plan: Plan, group: Group) -> float:
 
 
 def _on_gpus(plan: Plan, group: Group) -> float:
-    """The memory of a pod's processes, and of what each GPU keeps in host memory: optimizer moments, models that are
-    offloaded, and weights of a server that sleeps."""
+    """The host memory of a pod's processes and of each GPU's data there. These data are optimizer moments, models that
+    are offloaded, and weights of a server that sleeps."""
     rollout, trainer = Role.ROLLOUT in group.roles, Role.TRAINER in group.roles
     processes = (trainer + rollout) * group.gpu.per_pod + SERVER_PROCESSES * rollout
     sleeps = rollout and (trainer or SLEEP in group.vllm_args)

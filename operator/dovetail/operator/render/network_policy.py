@@ -1,4 +1,4 @@
-"""The NetworkPolicy of a job: who may connect to its pods, and to which ports."""
+"""The NetworkPolicy of a job. It says who may connect to its pods, and to which ports."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ _COMPONENT = "app.kubernetes.io/component"
 
 def network_policy(context: RenderContext) -> Object:
     """The job's pods reach each other on all ports. The operator and the status API reach the coordinator. Those that
-    `Settings.metrics_from` names reach the ports that serve metrics; if it names nobody, nobody else reaches the pods.
-    They connect to each other, and to what `Settings.egress` names. If it is None, they connect to anything."""
+    `OperatorSettings.metrics_from` names reach the ports that serve metrics. If it names nobody, nobody else reaches
+    the pods. The pods connect to each other, and to what `OperatorSettings.egress` names. If it is None, they connect
+    to anything."""
     mine = {"matchLabels": {names.JOB_LABEL: context.name}}
     dovetail = {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": context.settings.namespace}},

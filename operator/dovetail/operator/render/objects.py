@@ -30,11 +30,11 @@ from dovetail.operator.render.volume_claim import volume_claim
 
 __all__ = ["SUPPORTING", "WITH_PODS", "jobset", "pods_changed", "supporting_objects", "surplus_jobs"]
 
-# Without pods there is nothing to evict.
+# These are made only with pods, because without pods there is nothing to evict.
 WITH_PODS = {DISRUPTION_BUDGET.kind}
 
 
-# What pods need around them, one object of a kind, in the order in which they are applied.
+# The objects that pods need, one of each kind, in the order in which they are applied.
 SUPPORTING: dict[str, Callable[[RenderContext], Object | None]] = {
     VOLUME_CLAIM.kind: volume_claim,
     CONFIG_MAP.kind: config_map,
@@ -44,12 +44,12 @@ SUPPORTING: dict[str, Callable[[RenderContext], Object | None]] = {
     SERVICE.kind: service,
     NETWORK_POLICY.kind: network_policy,
     DISRUPTION_BUDGET.kind: disruption_budget,
-    POD_GROUP: pod_group,  # of whichever scheduler
+    POD_GROUP: pod_group,  # for any scheduler
 }
 
 
 def supporting_objects(context: RenderContext, but: Collection[str] = ()) -> list[Object]:
-    """The objects of SUPPORTING. They cost little, so they are kept while the job is suspended. `but`: kinds that are
+    """The objects of SUPPORTING. They cost little, so they are kept while the job is suspended. The kinds in `but` are
     left out."""
     made = (make(context) for kind, make in SUPPORTING.items() if kind not in but)
     return [thing for thing in made if thing is not None]

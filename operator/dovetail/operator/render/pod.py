@@ -1,4 +1,4 @@
-"""Pod templates: what all pods share, the coordinator's, and that of a group."""
+"""Pod templates. It has the parts that all pods share, the coordinator's template, and that of a group."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dovetail.protocol.process import env
 from dovetail.protocol.process.process_names import CONTAINER, COORDINATOR, COORDINATOR_MODULE, POD_MODULE
 
 GRACE_SECONDS = 45
-GPU_CLAIM = "gpus"  # of a pod that gets its GPUs through a claim
-# Writable places of a read-only root; caches of Hugging Face, vLLM, Triton and torch.inductor go below HOME.
+GPU_CLAIM = "gpus"  # in a pod that gets its GPUs through a claim
+# The writable folders of a read-only root. The caches of Hugging Face, vLLM, Triton and torch.inductor are below HOME.
 HOME = "/tmp"
 CREDENTIALS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
-HUB_TOKEN = "HF_TOKEN"  # as huggingface_hub and datasets read it
+HUB_TOKEN = "HF_TOKEN"  # huggingface_hub and datasets read it
 
 
 def coordinator_pod(context: RenderContext) -> Object:
@@ -57,8 +57,8 @@ def coordinator_pod(context: RenderContext) -> Object:
 
 
 def group_pod(context: RenderContext, group: Group, index: int | None = None) -> Object:
-    """The pod template of a group. `index`: the number of a surplus rollout in its group; None: the pod is one of the
-    JobSet's, and its number is its Job's (`comes_and_goes`) or its completion index."""
+    """The pod template of a group. `index` is the number of a surplus rollout in its group. If it is None, the pod
+    belongs to the JobSet, and its number is its Job's (`comes_and_goes`) or its completion index."""
     container = _container(context, image(context, group), POD_MODULE)
     annotation = names.REPLICA_ANNOTATION if comes_and_goes(group) else names.INDEX_ANNOTATION
     where: Object = {"fieldPath": f"metadata.annotations['{annotation}']"}
@@ -72,14 +72,14 @@ def group_pod(context: RenderContext, group: Group, index: int | None = None) ->
             {"name": "http", "containerPort": env.SERVER_PORT},
             {"name": "scorer", "containerPort": env.SCORER_PORT},
         ]
-        # A server starts once the coordinator has written the model's configuration, and may compile for long.
+        # A server starts when the coordinator has written the model's configuration, and may compile for long.
         container |= {
             "startupProbe": _probe("/health", env.SERVER_PORT, period=5, failures=360),
             "readinessProbe": _probe("/health", env.SERVER_PORT, period=5, failures=3),
             # The pod's main process ends a server that hangs, and starts it again, which may take as long as the first
             # start.
             "livenessProbe": _probe("/health", env.SERVER_PORT, period=15, failures=120),
-            # The coordinator stops giving it work, and what it generates now is taken over by others.
+            # The coordinator stops giving it work, and others continue its samples.
             "lifecycle": {"preStop": {"exec": {"command": ["python", "-P", "-m", POD_MODULE, "--drain"]}}},
         }
     if Role.TRAINER in group.roles:
@@ -88,19 +88,19 @@ def group_pod(context: RenderContext, group: Group, index: int | None = None) ->
         container["ports"] += [{"name": f"metrics-{i}", "containerPort": first + i} for i in range(count)]
         if Role.ROLLOUT not in group.roles:
             container["readinessProbe"] = _probe("/metrics", first, period=5, failures=3)
-    # Without a request of CPU and memory a pod gets what is left over, and is evicted first, whatever its GPUs cost.
+    # Without a request of CPU and memory a pod gets only what is left, and is evicted first, whatever its GPUs cost.
     container["resources"] = {"requests": {"cpu": f"{500 * max(1, group.gpu.per_pod)}m"}}
     if memory_limit(merge(context.settings.pod_template, group.pod_template)) is None:
         container["resources"]["requests"]["memory"] = memory_request(context.plan, group)
     extra: Object = {}
     if not group.on_cpu:
-        # Equal requests are implied, and required, for extended resources.
+        # For extended resources, requests must equal limits, so they need not be written.
         product = str(group.gpu.product)
         described = context.settings.gpu_products.get(product)
         resource = described.resource if described else GPU_RESOURCE
         taints = dict.fromkeys((GPU_RESOURCE, resource))
         if (template_name := group.gpu.claim_template) is not None:
-            # What the template asks for decides which nodes will do.
+            # The template's requests decide which nodes are suitable.
             container["resources"]["claims"] = [{"name": GPU_CLAIM}]
             extra["resourceClaims"] = [{"name": GPU_CLAIM, "resourceClaimTemplateName": template_name}]
         else:
@@ -123,8 +123,8 @@ def comes_and_goes(group: Group) -> bool:
 
 
 def image(context: RenderContext, group: Group) -> str:
-    """The image of the group. Running pods decide, because all pods of a job have one version. Else it is the
-    manifest's image, else the operator's default. The rollout image can train, too."""
+    """The image of the group. If pods run, it is theirs, because all pods of a job have one version. Otherwise it is
+    the manifest's image, or else the operator's default. The rollout image can train, too."""
     default = context.settings.rollout_image if Role.ROLLOUT in group.roles else context.settings.trainer_image
     return context.images.get(group.name) or group.image or default
 
@@ -148,7 +148,7 @@ def _data_sources(spec: RLHFJobSpec) -> list[DataSource]:
 
 
 def _claim(path: str) -> str:
-    """The claim of claim/path."""
+    """The claim in a text claim/path."""
     return path.strip("/").partition("/")[0]
 
 
@@ -207,7 +207,8 @@ def _container(context: RenderContext, image: str, module: str) -> Object:
             "capabilities": {"drop": ["ALL"]},
             "readOnlyRootFilesystem": True,
         },
-        # A process that dies leaves its last line here, else the end of its log: the job's status quotes it.
+        # A process that dies leaves its last line here. Without one, it is the end of its log. The job's status quotes
+        # it.
         "terminationMessagePolicy": "FallbackToLogsOnError",
     }
 
@@ -234,7 +235,7 @@ def _template(
             "serviceAccountName": names.account(context.name),
             "automountServiceAccountToken": False,
             "enableServiceLinks": False,
-            "restartPolicy": "Never",  # its Job replaces it; only so can exit codes decide whether to
+            "restartPolicy": "Never",  # its Job replaces it, so that exit codes can decide whether to
             "terminationGracePeriodSeconds": GRACE_SECONDS,
             "securityContext": _security(context.settings.pod_user),
             "containers": [container],
@@ -249,14 +250,14 @@ def _template(
 
 
 def _key(secret: str, name: str) -> Object:
-    """A variable from a Secret's key of the same name; only the session token may be missing."""
+    """A variable from a Secret's key of the same name. Only the session token may be missing."""
     reference = {"name": secret, "key": name, "optional": name == CREDENTIALS[-1]}
     return {"name": name, "valueFrom": {"secretKeyRef": reference}}
 
 
 def _security(user: int) -> Object:
-    """The security context. All images run as the same user, because all pods write the job's files. It is not root.
-    `user` 0: the platform chooses the user for the namespace."""
+    """The security context. All images run as the same user, because all pods write the job's files. It is not root. If
+    `user` is 0, the platform chooses the user for the namespace."""
     fixed = {"runAsUser": user, "runAsGroup": user, "fsGroup": user, "fsGroupChangePolicy": "OnRootMismatch"}
     return {"runAsNonRoot": True, **(fixed if user else {}), "seccompProfile": {"type": "RuntimeDefault"}}
 

@@ -1,4 +1,4 @@
-"""The Role of a job. It says what its pods and the status API may read of the job; nobody else may."""
+"""The Role of a job. It says what its pods and the status API may read of the job. Nobody else may read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Workload of a job that MultiKueue sends to another cluster: how many pods of which kind it needs room for."""
+"""The Workload of a job that MultiKueue sends to another cluster. It says how many pods of each kind need room."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def workload(context: RenderContext) -> Object:
 
 
 def _topology(template: Object, copies: int) -> dict[str, Any] | None:
-    """How close to each other the pods are to be, as Kueue would read it from the JobSet. It reads only the Workload of
-    a job that was sent."""
+    """How close to each other the pods must be, as Kueue would read it from the JobSet. It reads only the Workload of a
+    job that was sent."""
     annotations = template["metadata"].get("annotations") or {}
     for how in ("required", "preferred"):
         if level := annotations.get(f"{names.KUEUE}podset-{how}-topology"):

@@ -10,8 +10,8 @@ from dovetail.protocol.process.process_names import COORDINATOR
 
 
 def service(context: RenderContext) -> Object:
-    """The name resolves to the coordinator's pod even before the pod is ready. The other processes wait for it
-    themselves."""
+    """The Service. Its name resolves to the coordinator's pod even before the pod is ready. The other processes wait
+    for the coordinator themselves."""
     return {
         **SERVICE.type_meta,
         "metadata": context.metadata(names.coordinator_service(context.name), COORDINATOR),

@@ -8,7 +8,7 @@ from dovetail.operator.render.context import Object, RenderContext
 
 
 def service_account(context: RenderContext) -> Object:
-    """No pod mounts its token unless the manifest's podTemplate says so."""
+    """The ServiceAccount. No pod mounts its token unless the manifest's podTemplate says so."""
     return {
         **SERVICE_ACCOUNT.type_meta,
         "metadata": context.metadata(names.account(context.name), "pods"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dovetail.operator.render.context import Object
 
-# GKE and Azure give a notice of 30 s, AWS of 120 s. What ends later is killed.
+# GKE and Azure give a notice of 30 s, and AWS of 120 s. A pod that has not ended by then is killed.
 GRACE_SECONDS = 25
-# Taints of a node that will end soon, from those who put them there. Administrators may name more (`noticeTaints`).
+# The taints that clouds and tools put on a node that will end soon. Administrators may name more (`noticeTaints`).
 NOTICES = frozenset(
     {
         "cloud.google.com/impending-node-termination",  # GKE
@@ -32,7 +32,7 @@ LABELS = {
 TOLERATIONS: list[Object] = [
     {"key": key, "operator": "Equal", "value": value, "effect": "NoSchedule"} for key, value in LABELS.items()
 ]
-# Other nodes will do as well: a job that waits for cheap nodes wastes its trainers.
+# Other nodes are suitable as well, because a job that waits for cheap nodes wastes its trainers.
 AFFINITY: Object = {
     "nodeAffinity": {
         "preferredDuringSchedulingIgnoredDuringExecution": [

@@ -28,8 +28,8 @@ def _job(context: RenderContext, name: str, index: int) -> Object:
         template["spec"]["priorityClassName"] = priority
     metadata = context.metadata(names.surplus_job(context.name, name, index), "surplus")
     metadata["labels"] |= {names.GROUP_LABEL: name, names.SURPLUS_LABEL: "true"} | context.queueing()
-    # Kueue would take the job's priority for the surplus's too, and other jobs could not push out surplus first.
-    # And a Workload that MultiKueue brought along is the JobSet's.
+    # Kueue would use the job's priority for surplus rollouts, too, and other jobs could not preempt these first. Also,
+    # a Workload that MultiKueue brought belongs to the JobSet.
     for label in (names.PRIORITY_LABEL, names.WORKLOAD_LABEL, names.ORIGIN_LABEL):
         metadata["labels"].pop(label, None)
     return {**JOB.type_meta, "metadata": metadata, "spec": job_spec(template, 1)}

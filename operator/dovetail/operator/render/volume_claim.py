@@ -8,13 +8,13 @@ from dovetail.operator.render.context import Object, RenderContext
 
 
 def claim_name(context: RenderContext) -> str:
-    """The claim of the manifest, else the job's own."""
+    """The claim of the manifest, or else the job's own."""
     return context.job.spec.checkpoint.volume or names.volume_claim(context.name)
 
 
 def volume_claim(context: RenderContext) -> Object | None:
-    """The claim. None if the manifest names a claim: that one is the user's and outlives the job. A claim that is to be
-    kept has no owner, so the garbage collector does not delete it."""
+    """The claim. None if the manifest names a claim, because that belongs to the user and outlives the job. A claim
+    that will be kept has no owner, so the garbage collector does not delete it."""
     if context.job.spec.checkpoint.volume is not None:
         return None
     settings = context.settings
