@@ -14,16 +14,16 @@ from dovetail.manifest.callables import load_callable
 from dovetail.manifest.types import Group, RLHFJob
 from dovetail.protocol.process.env import ProcessEnv
 
-# module:class of another backend than vLLM.
+# This variable names a backend other than vLLM, as module:class.
 VARIABLE = "DOVETAIL_ROLLOUT_BACKEND"
 
 
 @dataclass(frozen=True)
 class ServerPlan:
-    """What a server process serves, and how. `config`: the actor's config.json. `on_cpu`: the server uses no GPU.
-    `dtype`: the dtype of weights and KV cache, such as `float16`. `stages` and `ranks`: the numbers of pipeline stages
-    and of tensor-parallel ranks. `memory`: the share of each GPU's memory that the server may use. None: the backend's
-    default. `arguments`: the command line of this process."""
+    """The model that a server process serves, and its settings. `config`: the actor's config.json. `on_cpu`: whether
+    the server uses no GPU. `dtype`: the dtype of weights and KV cache, such as `float16`. `stages` and `ranks`: the
+    numbers of pipeline stages and of tensor-parallel ranks. `memory`: the share of each GPU's memory that the server
+    may use, or None for the backend's default. `arguments`: the command line of this process."""
 
     env: ProcessEnv
     job: RLHFJob
@@ -38,7 +38,7 @@ class ServerPlan:
 
     @property
     def model(self) -> Path:
-        """The folder of the actor's config.json. It holds no weights; these come from the trainers."""
+        """The folder of the actor's config.json. It holds no weights, because these come from the trainers."""
         return self.env.run_dir / "models" / "actor-config"
 
 
@@ -46,17 +46,17 @@ class RolloutBackend(Protocol):
     """A kind of server. An instance is made without arguments."""
 
     def problem(self, plan: ServerPlan) -> str | None:
-        """One sentence that says why it can never serve this; None if it can."""
+        """One sentence that says why the backend can never serve this plan, or None if it can."""
         ...
 
     def serve(self, plan: ServerPlan) -> int:
         """Register with the coordinator every two seconds and serve at `plan.env.host` and `plan.env.port` until
-        SIGTERM; returns the exit code (`dovetail.protocol.process.exit_codes`)."""
+        SIGTERM. Returns the exit code (`dovetail.protocol.process.exit_codes`)."""
         ...
 
 
 def load_backend(environ: Mapping[str, str], default: type[RolloutBackend]) -> RolloutBackend:
-    """The backend that the environment names, else `default`. Raises ValueError with one sentence."""
+    """The backend that the environment names, or `default` if it names none. Raises ValueError with one sentence."""
     name = environ.get(VARIABLE)
     backend: RolloutBackend = (default if name is None else load_callable(name, VARIABLE))()
     return backend

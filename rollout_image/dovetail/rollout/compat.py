@@ -141,15 +141,15 @@ PRIVATE = (
 
 
 def model_infos() -> Path:
-    """The folder in which vLLM keeps what it found out about models' classes."""
+    """The folder in which vLLM caches what it has found out about model classes."""
     from vllm.model_executor.models.registry import _LazyRegisteredModel
 
     return Path(_LazyRegisteredModel._get_cache_dir())
 
 
 def find_model_info(architecture: str) -> str:
-    """Have vLLM find out about a class, and return its file's name in `model_infos()`. Raises LookupError for a class
-    that vLLM does not have, and RuntimeError if it cannot be imported here."""
+    """Have vLLM inspect a model class. Returns the name of the result's file in `model_infos()`. Raises LookupError for
+    a class that vLLM does not have, and RuntimeError if it cannot be imported here."""
     from vllm import ModelRegistry
     from vllm.model_executor.models.registry import _LazyRegisteredModel
 
@@ -217,7 +217,7 @@ def _written_directly(model: Any) -> list[Any]:
 
 
 def follow_batch(rows: dict[int, Any], batch_update: Any, new: Any) -> None:
-    """Keep `rows`, by place in the batch, as the batch changes; `new(params, prompt, output)` makes a row."""
+    """Update `rows`, by place in the batch, when the batch changes. `new(params, prompt, output)` makes a row."""
     from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
     process_dict_updates(rows, batch_update, new)
@@ -231,7 +231,7 @@ def is_vocabulary(module: Any) -> bool:
 
 
 def pack_vocabulary(module: Any) -> None:
-    """Compute again what an embedding or head keeps beside its weight: a packed copy on CPUs, nothing on GPUs. A
+    """Compute the packed copy again that an embedding or head keeps beside its weight on CPUs. On GPUs there is none. A
     quantised weight is left as vLLM made it, because quantising it twice would spoil it."""
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -241,7 +241,7 @@ def pack_vocabulary(module: Any) -> None:
 
 
 def pack_experts(model: Any) -> None:
-    """CPU only: pack the experts' weights that a reload has brought. vLLM packs them only when it loads the model."""
+    """Pack the experts' weights that a reload has brought (CPU only). vLLM packs them only when it loads the model."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -256,7 +256,7 @@ def pack_experts(model: Any) -> None:
 
 
 def weight_operation(name: str) -> Any:
-    """A context in which vLLM measures a weight operation: `init`, `start`, `update` or `finish`."""
+    """A context in which vLLM measures a weight operation. `name` is `init`, `start`, `update` or `finish`."""
     from vllm.entrypoints.rl.online.metrics import weight_operation_metrics
 
     return weight_operation_metrics().record(name)
@@ -301,8 +301,8 @@ def is_first_stage() -> bool:
 
 
 def make_room_for_arrivals(runner: Any, dtype: Any, device: Any) -> None:
-    """Make the buffers that a later pipeline stage receives into. vLLM makes them in a warm-up step only, which its
-    CPU workers skip in eager mode, and then fails at the first real step."""
+    """Make the buffers into which a later pipeline stage receives. vLLM makes them only in a warm-up step. Its CPU
+    workers skip that step in eager mode, and then fail at the first real step."""
     if not is_first_stage() and runner.intermediate_tensors is None:
         runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
             batch_size=runner.max_num_tokens, dtype=dtype, device=device
@@ -324,7 +324,7 @@ def allow_experts_on_cpus() -> None:
 
 
 def run_server(args: Any, http: type, close_seconds: int) -> Any:
-    """A coroutine that serves until SIGTERM; open connections then have `close_seconds` to end. `http` is uvicorn's
+    """A coroutine that serves until SIGTERM. Then open connections have `close_seconds` to end. `http` is uvicorn's
     protocol class."""
     from vllm.entrypoints.launchers.api_server.entry import run_server as run
 
@@ -332,7 +332,8 @@ def run_server(args: Any, http: type, close_seconds: int) -> Any:
 
 
 def fork_engine_core() -> None:
-    """CPU only: fork the engine core from this process, so that it shares the imports. vLLM would spawn it."""
+    """Make vLLM fork the engine core from this process, so that it shares the imports (CPU only). vLLM would spawn
+    it."""
     from vllm.platforms.cpu import CpuPlatform
 
     original = CpuPlatform.check_and_update_config.__func__
@@ -348,10 +349,10 @@ def fork_engine_core() -> None:
 
 
 def fill_rows_on_cpus() -> None:
-    """CPU only: add rows to each float32 matrix product until their number is a multiple of ROWS. Without this, a row's
-    last bits would depend on the number of rows: on the other samples of a decode step, and on whether a token is
-    computed in a decode step or in a prefill. It may be called any number of times. Models that are built later use
-    it."""
+    """Pad each float32 matrix product to a number of rows that is a multiple of ROWS (CPU only). Without this, a row's
+    last bits would depend on the number of rows. So they would depend on the other samples of a decode step, and on
+    whether a token is computed in a decode step or in a prefill. It may be called any number of times. Models that are
+    built later use it."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():

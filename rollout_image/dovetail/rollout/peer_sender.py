@@ -27,8 +27,8 @@ class PeerSender:
         self._received, self._host = received, host
 
     def send(self, request: SendOn) -> Offer:
-        """Begin to listen for the receiver, and return what it needs to know. The thread ends with the transfer, or at
-        the deadline. Raises TransferError if the version is not here, and OSError."""
+        """Begin to listen for the receiver. Returns the offer for it. The thread ends with the transfer, or at the
+        deadline. Raises TransferError if the version is not here, and OSError."""
         with ExitStack() as stack:
             copied = stack.enter_context(self._received.using(request.version))
             if copied is None:

@@ -15,7 +15,7 @@ from dovetail.protocol.messages import Offer
 @dataclass
 class Copied:
     """`messages`: the packed buckets with their checksums, uint8, in the order in which the parcels of `offer` travel.
-    `users`: how many threads are sending them."""
+    `users`: the number of threads that send them."""
 
     offer: Offer
     messages: list[torch.Tensor] = field(default_factory=list)
@@ -23,8 +23,8 @@ class Copied:
 
 
 class ReceivedCopy:
-    """The last version that came whole. The thread that receives calls `begin`, `add` and `complete`; others may be
-    `using` it.
+    """The last version that arrived completely. The thread that receives calls `begin`, `add` and `complete`. Other
+    threads may be `using` it.
 
     A new version overwrites the one before, unless that is being sent."""
 

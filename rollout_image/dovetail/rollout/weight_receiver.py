@@ -30,14 +30,15 @@ def _yes() -> bool:
     return True
 
 
-# What a receiver waits longer than a sender.
+# A receiver waits so much longer than a sender.
 LATER_SECONDS = 2.0
-# The same bucket from all senders of its stage.
+# One bucket, with the parts of all senders of its stage.
 Parcel = list[tuple[Segment, Bucket]]
 
 
 def parcels(segments: Sequence[Segment]) -> list[Parcel]:
-    """An offer's buckets in the order in which they travel. Stages take turns: one packs while another sends."""
+    """An offer's buckets in the order in which they travel. Stages take turns, so that one packs while another
+    sends."""
     stages: dict[tuple[str, int], list[Segment]] = {}
     for segment in sorted(segments, key=lambda s: (s.model, s.index, s.part)):
         stages.setdefault((segment.model, segment.index), []).append(segment)
@@ -57,8 +58,8 @@ def _deadline(receive: Receive) -> Deadline:
 class WeightReceiver:
     """Keeps the communicators of one epoch and two bucket buffers. Not thread-safe.
 
-    `rank` is added to the offer's `rank_offset`: a vLLM worker's rank within its server. `copy` gets the messages of
-    each version, so that they can be sent on."""
+    `rank` is a vLLM worker's rank within its server. It is added to the offer's `rank_offset`. `copy` gets the messages
+    of each version, so that they can be sent on."""
 
     def __init__(self, device: torch.device | str = "cpu", rank: int = 0, copy: ReceivedCopy | None = None):
         self._device = torch.device(device)
@@ -97,10 +98,10 @@ class WeightReceiver:
         these tensors are used.
 
         A bucket is yielded only after the checksums of all its parts were verified. Tensors are views of a buffer. The
-        buffer is written again once the next bucket was asked for, unless `may_reuse()`, asked after the last tensor of
-        a bucket was taken, says that somebody still holds some. Raises TransferError on a wrong checksum, a broken
-        connection or the deadline. The communicators are then gone, and everything that was yielded so far must be
-        thrown away. A consumer that stops early has the same effect."""
+        buffer is written again once the next bucket was asked for. `may_reuse()` is called after the last tensor of a
+        bucket was taken. If it returns false, somebody still holds tensors, and the buffer is not written again. Raises
+        TransferError on a wrong checksum, a broken connection or the deadline. Then the communicators are gone, and
+        everything that was yielded so far must be thrown away. A consumer that stops early has the same effect."""
         deadline = _deadline(receive)
         self.connect(receive, deadline)
         coming = parcels(receive.offer.segments)

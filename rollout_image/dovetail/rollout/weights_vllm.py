@@ -1,4 +1,4 @@
-"""vLLM's end of a weight transfer: the backend `dovetail` of `--weight-transfer-config`."""
+"""vLLM's end of a weight transfer. It is the backend `dovetail` of `--weight-transfer-config`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BACKEND = "dovetail"
 
 @dataclass
 class Loaded:
-    """The version of the weights in this worker process; None while they are not whole."""
+    """The version of the weights in this worker process. It is None while they are incomplete."""
 
     version: int | None = None
 
@@ -53,9 +53,9 @@ class DovetailUpdateInfo(WeightTransferUpdateInfo):
 
 
 class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, DovetailUpdateInfo]):
-    """Loads the offer's tensors through the model's own weight loader, which fuses, shards and converts to the
-    server's dtype. A session that fails leaves the model partly without weights: the server then answers 503
-    (`dovetail.rollout.serving.routes`) until a whole version has arrived."""
+    """Loads the offer's tensors through the model's own weight loader, which fuses, shards and converts to the server's
+    dtype. A session that fails leaves the model partly without weights. Then the server answers 503
+    (`dovetail.rollout.serving.routes`) until a complete version has arrived."""
 
     init_info_cls = DovetailInitInfo
     update_info_cls = DovetailUpdateInfo
@@ -71,7 +71,7 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         self._receiver = WeightReceiver(device, rank, copy)
         self._arrived: int | None = None
         self._parameters = {name for name, _ in model.named_parameters()}
-        # Now, as a session that breaks off leaves modules without what they share.
+        # Find these now, because a session that breaks off leaves modules without the weights that they share.
         self._tied: list[Tied] = tied_modules(model)
         self._places: FixedPlaces | None = None
         compat.divide_logits(model, float(os.environ.get(SERVED_TEMPERATURE, "1.0")))
@@ -87,7 +87,8 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         compat.begin_reload(self.model)
 
     def receive_weights(self, update_info: DovetailUpdateInfo) -> None:
-        """Raises TransferError unless every tensor came intact and every parameter of the model got its weights."""
+        """Load the weights. Raises TransferError unless every tensor came intact and every parameter of the model got
+        its weights."""
         receive = Receive.model_validate(update_info.receive)
         self._arrived = None
         arriving = self._receiver.receive(receive, self._nothing_held)
@@ -103,7 +104,8 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         self._arrived = receive.offer.version
 
     def finish_weight_update(self) -> None:
-        """Raises TransferError if a tied head, or a CUDA graph, does not use the weights that arrived."""
+        """Finish the update. Raises TransferError if a tied head, or a CUDA graph, does not use the weights that
+        arrived."""
         compat.finish_reload(self.model, self.model_config)
         compat.pack_experts(self.model)
         renew(self._tied)
@@ -112,8 +114,8 @@ class DovetailWeightTransferEngine(WeightTransferEngine[DovetailInitInfo, Doveta
         LOADED.version = self._arrived
 
     def send_on(self, request: SendOn) -> dict[str, Any] | None:
-        """Send this worker's version to another server: `{"offer": ...}`, or `{"error": one sentence}`. None: another
-        worker does it."""
+        """Send this worker's version to another server. Returns `{"offer": ...}`, or `{"error": one sentence}`, or None
+        if another worker sends it."""
         if self._peers is None:
             return None
         try:

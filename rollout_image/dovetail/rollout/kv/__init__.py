@@ -1,1 +1,2 @@
-"""The KV cache of a migrating sample goes from one vLLM server to another: an out-of-tree KV connector over TCP."""
+"""An out-of-tree KV connector of vLLM. It sends the KV cache of a migrating sample from one server to another over
+TCP."""

@@ -1,12 +1,12 @@
-"""vLLM KV connector: a request that is aborted leaves its KV cache to the server that continues it.
+"""A KV connector of vLLM. An aborted request leaves its KV cache to the server that continues it.
 
-Source: a request has `dovetail_hold` in its kv_transfer_params and is aborted after its prefill. Then it keeps its
-blocks for one step. In this step each worker copies them to host memory, and from then on serves them
+At the source, a request has `dovetail_hold` in its kv_transfer_params and is aborted after its prefill. Then it keeps
+its blocks for one step. In this step each worker copies them to host memory, and from then on serves them
 (`dovetail.rollout.kv.kv_wire`).
 
-Destination: a request with `dovetail_pull` waits until a thread has fetched the blocks of all its tokens but the last.
-Other requests are decoded meanwhile. The blocks are copied in between two steps, and one decode step computes the last
-token. If anything goes wrong, the request is prefilled as if it had not asked.
+At the destination, a request with `dovetail_pull` waits until a thread has fetched the blocks of all its tokens but the
+last. Other requests are decoded meanwhile. The blocks are copied into the cache between two steps, and one decode step
+computes the last token. If anything goes wrong, the request is prefilled as if it had not asked.
 
 Blocks carry the weight version that computed them. A worker keeps or takes blocks only if it holds this version. An
 update begins by forgetting the version, so no block outlives it."""
@@ -41,13 +41,13 @@ from dovetail.rollout.weights_vllm import LOADED
 # vLLM configures loggers below this name only.
 logger = init_logger("vllm.dovetail.kv")
 
-# Fetched at a time; each needs host memory for its blocks.
+# So many requests fetch blocks at a time. Each needs host memory for its blocks.
 PULLERS = 4
 
 
 @dataclass
 class BlockExport:
-    """Blocks of a finished request, `tokens` tokens of which are computed."""
+    """The blocks of a finished request, in which `tokens` tokens are computed."""
 
     request_id: str
     hold: KVHold
@@ -57,8 +57,8 @@ class BlockExport:
 
 @dataclass
 class BlockLoad:
-    """Blocks [first, last) of a waiting request, which are fetched from elsewhere. `tokens`: how many tokens from the
-    request's start are fetched."""
+    """The blocks [first, last) of a waiting request, which are fetched from another server. `tokens` is the number of
+    tokens that are fetched, counted from the request's start."""
 
     request_id: str
     pull: KVPull
@@ -92,7 +92,7 @@ class DovetailConnector(KVConnectorBase_V1):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        return False  # what is lost is recomputed
+        return False  # lost blocks are recomputed
 
     @property
     def _scheduling(self) -> SchedulerHalf:
@@ -158,7 +158,7 @@ class DovetailConnector(KVConnectorBase_V1):
 
 
 def asked(request: Any, key: str, kind: Any) -> Any:
-    """The request's parameters of one kind. None if there are none, or if they are not valid."""
+    """The request's parameters of one kind, or None if there are none or they are not valid."""
     given = (request.kv_transfer_params or {}).get(key)
     if given is None:
         return None
@@ -170,7 +170,7 @@ def asked(request: Any, key: str, kind: Any) -> Any:
 
 
 class SchedulerHalf:
-    """The scheduler's half: which blocks to keep and which to fetch."""
+    """The scheduler's half. It decides which blocks to keep and which to fetch."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -179,8 +179,8 @@ class SchedulerHalf:
         self.loading: set[str] = set()
 
     def matched(self, request: Any, computed: int) -> tuple[int, bool]:
-        """How many tokens after `computed` (whole blocks) could come from elsewhere: all except the last one. A request
-        may ask only once."""
+        """The number of tokens after `computed` (whole blocks) that could come from another server, and whether they
+        come while other requests run. These are all tokens except the last one. A request may ask only once."""
         if request.request_id in self._tried or asked(request, PULL, KVPull) is None:
             return 0, False
         tokens = request.num_prompt_tokens - 1 - computed
@@ -198,24 +198,26 @@ class SchedulerHalf:
         self._next.loads.append(BlockLoad(request.request_id, params, list(ids[first:last]), first, tokens))
 
     def take(self) -> Metadata:
-        """What the workers must do in the step that is being scheduled."""
+        """The work of the workers in the step that is being scheduled."""
         metadata, self._next = self._next, Metadata()
         return metadata
 
     def finished(self, request: Any, block_ids: Sequence[int]) -> bool:
-        """True: the blocks are kept until the workers have copied them."""
+        """Whether the blocks are kept until the workers have copied them."""
         self._tried.discard(request.request_id)
         hold = asked(request, HOLD, KVHold)
         tokens, least = request.num_computed_tokens, request.num_prompt_tokens
         loading = request.request_id in self.loading
         if loading:
-            # It counts as computed what has not come yet. vLLM frees its blocks once the workers report.
+            # Its number of computed tokens includes tokens that have not come yet. vLLM frees its blocks once the
+            # workers report.
             self._next.cancels.append(request.request_id)
         if hold is None:
             return False
         aborted = was_aborted(request)
         if loading or not aborted or tokens < max(least, hold.min_tokens) or not block_ids:
-            # Also of one that was complete: whoever aborted it at the same moment does not know that.
+            # A request that was complete is refused too, because a client that aborts it at this moment does not know
+            # that.
             self._next.refused.append(hold.key)
             return False
         self._next.exports.append(BlockExport(request.request_id, hold, list(block_ids), tokens))
@@ -223,7 +225,7 @@ class SchedulerHalf:
 
 
 class WorkerHalf:
-    """A worker's half: copies out of the cache and into it, the server, and the threads that fetch."""
+    """A worker's half. It has the copies out of the cache and into it, the server, and the threads that fetch."""
 
     def __init__(self, vllm_config: Any, kv_cache_config: Any) -> None:
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -244,7 +246,7 @@ class WorkerHalf:
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Begin to serve. If the caches are not made of blocks, nothing is kept and every request fails."""
-        caches: dict[int, torch.Tensor] = {}  # by address: a layer may share another one's
+        caches: dict[int, torch.Tensor] = {}  # by address, because layers may share a cache
         for name, cache in kv_caches.items():
             shape = tuple(getattr(cache, "shape", ()))
             blocks = [d for d, size in enumerate(shape[:2]) if size == self._num_blocks]

@@ -13,8 +13,8 @@ import torch
 
 @dataclass(frozen=True)
 class Held:
-    """`layers`: per layer (blocks, bytes of a block) uint8 in host memory. `tokens`: how many are in the KV cache.
-    `weights`: the version that computed them."""
+    """One request's KV cache. `layers` has for each layer (blocks, bytes of a block) uint8 in host memory. `tokens` is
+    the number of tokens in it. `weights` is the weight version that computed it."""
 
     weights: int
     tokens: int
@@ -27,8 +27,8 @@ class Held:
 
 class HeldBlocks:
     """Entries by key, with at most `capacity` bytes together. Each is kept for at most `seconds`, and only while
-    `weights()`, the version in this worker, stays the same (None: an update is in progress). Thread-safe. `clock`:
-    monotonic seconds."""
+    `weights()`, the version in this worker, stays the same. It is None while an update is in progress. The class is
+    thread-safe. `clock` gives monotonic seconds."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class HeldBlocks:
         self._seconds = seconds
         self._weights = weights
         self._clock = clock
-        self._entries: dict[str, tuple[float, Held | None]] = {}  # None: refused
+        self._entries: dict[str, tuple[float, Held | None]] = {}  # None if refused
         self._changed = threading.Condition()
 
     @property
@@ -74,7 +74,7 @@ class HeldBlocks:
             self._changed.notify_all()
 
     def get(self, key: str, wait: float = 0.0) -> Held | None:
-        """The entry. If its request is just being aborted, this waits up to `wait` seconds."""
+        """The entry, or None. If its request is just being aborted, this waits up to `wait` seconds."""
         with self._changed:
             if key not in self._entries:
                 self._changed.wait_for(lambda: key in self._entries, wait)

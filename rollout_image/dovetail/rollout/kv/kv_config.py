@@ -1,5 +1,5 @@
-"""Decides which KV connector a server runs and with which settings, and what the server tells the coordinator about it.
-It imports nothing of vLLM."""
+"""Decides which KV connector a server runs, with which settings, and what the server tells the coordinator about it. It
+imports nothing of vLLM."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ CONNECTORS: dict[Transport, str] = {"tcp": "DovetailConnector", "nixl": "NixlCon
 TCP_MODULE = "dovetail.rollout.kv.connector"
 
 PULL_SECONDS = 20.0
-# How long a request that is just being aborted may take to appear at the other end.
+# A request that is just being aborted may take so long to appear at the other end.
 WAIT_SECONDS = 5.0
-# Host memory for kept blocks, over all ranks: so much, and this share of the machine's.
+# The most host memory for kept blocks of all ranks, in bytes and as a share of the machine's memory.
 MAX_HELD_BYTES = 4 << 30
 MAX_HELD_SHARE = 1 / 16
 
@@ -37,7 +37,7 @@ class KVSetup:
 
 
 def choose_transport(on_cpu: bool) -> Transport:
-    """NIXL (GPU memory to GPU memory) where it is installed and there are GPUs, else TCP from host memory."""
+    """NIXL (GPU memory to GPU memory) if it is installed and there are GPUs. Otherwise TCP from host memory."""
     return "tcp" if on_cpu or importlib.util.find_spec("nixl") is None else "nixl"
 
 
@@ -60,12 +60,13 @@ def held_bytes() -> int:
 
 
 def prepare(host: str, on_cpu: bool, ranks: int, layout: str, token_bytes: int) -> KVSetup:
-    """`host`: where other servers reach this one. `ranks`: tensor-parallel. `layout`: see KVAbility. Raises OSError if
-    `host` is no address of this machine."""
+    """Choose the connector and reserve its ports. `host`: the address at which other servers reach this one. `ranks`:
+    the number of tensor-parallel ranks. `layout`: see KVAbility. Raises OSError if `host` is no address of this
+    machine."""
     transport = choose_transport(on_cpu)
     reserved = reserve_ports(host, ranks if transport == "tcp" else 1)
     ports = [s.getsockname()[1] for s in reserved]
-    # A load that fails is recomputed, never an error of the request.
+    # If a load fails, its tokens are recomputed. It is never an error of the request.
     config: dict[str, Any] = {
         "kv_connector": CONNECTORS[transport],
         "kv_role": "kv_both",

@@ -1,5 +1,6 @@
-"""Held blocks over HTTP: `GET /kv/<key>` with the job's token. A header describes the body, which has the raw bytes of
-the blocks, layer after layer. Every transfer has a deadline. An entry is dropped when it has been read to its end."""
+"""Serves held blocks over HTTP, as answers to `GET /kv/<key>` with the job's token. A header describes the body, which
+has the raw bytes of the blocks, layer after layer. Every transfer has a deadline. An entry is dropped when it has been
+read to its end."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ class _Server(http.server.ThreadingHTTPServer):
         self.held.purge()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # a client that went away; it recomputes
+        pass  # the client has gone away, and recomputes
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -93,9 +94,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 class HeldServer:
-    """Serves `held` from a thread of its own. `layout` describes the blocks, and both ends must agree on it. `seconds`:
-    a client that is silent for so long is given up. `wait`: how long a request may wait for a key. Raises OSError if
-    the port is taken."""
+    """Serves `held` from a thread of its own. `layout` describes the blocks, and both ends must agree on it. A client
+    that is silent for `seconds` is given up. A request may wait `wait` seconds for a key. Raises OSError if the port is
+    taken."""
 
     def __init__(
         self, host: str, port: int, held: HeldBlocks, token: str, layout: str, seconds: float, wait: float
@@ -122,10 +123,11 @@ def pull(
     block_bytes: Sequence[int],
     seconds: float,
 ) -> list[torch.Tensor]:
-    """Blocks [first, last) of what `address` holds under `key`: per layer (last - first, block_bytes[layer]) uint8.
+    """The `blocks` [first, last) that `address` holds under `key`, for each layer (last - first, block_bytes[layer])
+    uint8.
 
-    Raises PullError if it does not have `tokens` tokens of exactly these weights and layout, or not all came within
-    `seconds`. What is allocated follows from the arguments, not from what the other side says."""
+    Raises PullError if it does not have `tokens` tokens of exactly these weights and layout, or if not all came within
+    `seconds`. The size of allocations follows from the arguments, and not from the other side's answer."""
     end = time.monotonic() + seconds
     first, last = blocks
     connection = http.client.HTTPConnection(*address, timeout=seconds)
@@ -153,7 +155,7 @@ def pull(
                 if left <= 0:
                     raise PullError(f"it took longer than {seconds:g} s")
                 sock.settimeout(left)
-                # One read of the socket, unlike `readinto`: the deadline is looked at in between.
+                # Unlike `readinto`, this reads the socket only once, so that the deadline is checked in between.
                 part = response.read1(min(len(view), CHUNK_BYTES))
                 if not part:
                     raise PullError("the connection ended early")

@@ -19,7 +19,7 @@ class LastAddressResolver(AbstractResolver):
     async def resolve(
         self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
     ) -> list[ResolveResult]:
-        """Raises OSError, also for any other host."""
+        """The addresses of the host. Raises OSError, also for any other host."""
         if host != self._address.host:
             raise OSError(f"{host} is not {self._address.host}")
         return [

@@ -1,5 +1,5 @@
-"""Reference, reward and critic forward passes over samples, finished or not. There is no I/O except for loading models.
-Not thread-safe."""
+"""Runs forward passes of reference, reward model and critic over finished and unfinished samples. There is no I/O
+except for loading models. It is not thread-safe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dovetail.rollout.scoring.split import SplitModel, StagePass, build_split
 Model = Literal["reference", "reward", "critic"]
 MODELS: tuple[Model, ...] = get_args(Model)
 HEADS: dict[Model, str] = {"reference": "lm", "reward": "value", "critic": "value"}
-# What each one's answer is called.
+# The name of each model's result.
 RESULTS: dict[Model, str] = {"reference": "ref_logprobs", "reward": "scores", "critic": "values"}
 
 
@@ -39,7 +39,7 @@ def filled(values: NDArray[np.int64], multiple: int) -> NDArray[np.int64]:
 
 
 def _read(found: Tensor | Predicted, rows: NDArray[np.int64]) -> Tensor:
-    """(m,) float32: the values (n,) in the rows, or what the caller asked for of them."""
+    """The values (n,) at the rows (m,), or the predictions that the caller asked for. Returns (m,) float32."""
     if isinstance(found, Predicted):
         return found.logprobs
     return found.float()[torch.from_numpy(rows).to(found.device, non_blocking=True)]
@@ -50,9 +50,9 @@ class ModelScorer:
     prompt that samples share counts once.
 
     `devices`: devices of one type. A model is on the first one, or is split by layers over as many of them as `split`
-    says (None: over all). `copies`, one for each device: the weights are in host memory. They are on the devices from
-    `bring`, or from their first use, until `leave`. `room`: how many tokens of unfinished samples keep their keys and
-    values between requests."""
+    says, or over all if `split` is None. With `copies`, one for each device, the weights are in host memory. They are
+    on the devices from `bring`, or from their first use, until `leave`. `room` is the number of tokens of unfinished
+    samples that keep their keys and values between requests."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class ModelScorer:
             self.host.leave()
 
     def require(self, name: Model) -> SplitModel:
-        """The loaded model; raises NotReady."""
+        """The loaded model. Raises NotReady."""
         if name not in self._models:
             raise NotReady(f"model {name} is not loaded; POST /v1/load first")
         if name == "critic" and self._broken is not None:
@@ -149,10 +149,11 @@ class ModelScorer:
     # ------------------------------------------------------------ forward passes
 
     def score(self, want: Iterable[str], samples: SamplesToScore, temperature: float = 1.0) -> Arrays:
-        """Returns float32 arrays that are 0 outside of responses; R is the longest response. `ref_logprobs` (N, R):
-        those of the response tokens at `temperature`. `scores` (N,): the reward head's output at a sample's last token.
-        `values` (N, R): the critic's output before each response token. What `begin` has computed of a sample is not
-        computed again. Raises NotReady, and ValueError for a bad request."""
+        """Returns float32 arrays that are 0 outside of responses. R is the length of the longest response.
+        `ref_logprobs` (N, R) are log-probabilities of the response tokens at `temperature`, in nats. `scores` (N,) are
+        the reward head's outputs at a sample's last token. `values` (N, R) are the critic's outputs before each
+        response token. The part of a sample that `begin` has computed is not computed again. Raises NotReady, and
+        ValueError for a bad request."""
         models = self._asked(want, samples, temperature)
         prefixes = self._found(samples)
         shape = (len(samples.tokens), int(samples.responses.max(initial=0)))
@@ -164,15 +165,15 @@ class ModelScorer:
                 self._run(name, model, samples, prefixes, temperature, array)
                 result[RESULTS[name]] = array
         finally:
-            # Also after a failed pass, whose keys and values are not whole.
+            # After a failed pass too, because its keys and values are incomplete.
             for prefix in prefixes.values():
                 self._prefixes.drop(prefix)
         return result
 
     def begin(self, want: Iterable[str], samples: SamplesToScore, temperature: float = 1.0) -> list[int]:
-        """Compute whole blocks of unfinished samples, and keep the results for `score`. Returns for each sample how
-        many response tokens all models have processed. It is 0 for samples that there is no room for. Raises as `score`
-        does."""
+        """Compute whole blocks of unfinished samples, and keep the results for `score`. Returns for each sample the
+        number of response tokens that all models have processed. It is 0 for samples without room. It raises the same
+        errors as `score`."""
         models = self._asked(want, samples, temperature)
         prefixes = self._found(samples)
         parts, kept, used = [], [], 0
@@ -204,13 +205,13 @@ class ModelScorer:
 
     @property
     def room(self) -> int:
-        """How many tokens of unfinished samples are kept."""
+        """The number of tokens of unfinished samples that are kept."""
         return self._prefixes.room
 
     def _asked(
         self, want: Iterable[str], samples: SamplesToScore, temperature: float
     ) -> list[tuple[Model, SplitModel]]:
-        """The models of a request. Raises as `score` does."""
+        """The models of a request. It raises the same errors as `score`."""
         names = list(dict.fromkeys(want))
         for name in names:
             if name not in HEADS:
@@ -244,8 +245,8 @@ class ModelScorer:
         temperature: float,
         result: NDArray[np.float32] | None,
     ) -> None:
-        """Fill `result` (N,) or (N, R). For unfinished samples fill what `prefixes` say that the model has
-        processed."""
+        """Fill `result` (N,) or (N, R). For unfinished samples fill the part that the model has processed, as
+        `prefixes` say."""
         seen = {row: prefix.models[name] for row, prefix in prefixes.items() if name in prefix.models}
         if HEADS[name] == "lm":
             seen = {row: each for row, each in seen.items() if each.temperature == temperature}
@@ -289,10 +290,10 @@ class ModelScorer:
         caches: Mapping[int, KVCache],
         temperature: float = 1.0,
     ) -> Iterator[tuple[Pack, NDArray[np.float32]]]:
-        """Yields each forward pass: its inputs and its outputs. A reward model has an output at each sample's last
-        token (rows,). The critic has one before each response token (m,). A language model has the log-probability at
-        `temperature` of each response token (m,). `caches`: for each row the place of the sample's keys and values."""
-        # Stages wait the less for the first and the last pass, the smaller these are.
+        """Yields the inputs and outputs of each forward pass. A reward model has an output at each sample's last token
+        (rows,). The critic has one before each response token (m,). A language model has the log-probability at
+        `temperature` of each response token (m,). `caches` has for each row the KV cache of the sample."""
+        # The smaller the first and the last pass are, the less the stages wait for them.
         most = max(1, self.max_tokens // len(model.stages))
         speaks, on_cpu = HEADS[name] == "lm", self.device.type == "cpu"
         outputs = most
@@ -312,7 +313,7 @@ class ModelScorer:
                 lengths, prefixes = (*lengths, len(tokens) - len(pack.tokens)), (*prefixes, None)
                 pasts.append(None)
             positions, which = np.unique(pack.last if name == "reward" else pack.before, return_inverse=True)
-            # Several tokens may come after one position, the end of their prompt; they are asked for together.
+            # Several tokens may come after one position, the end of their prompt. They are asked for together.
             order = np.argsort(which, kind="stable") if speaks else np.arange(len(which))
             rows = which[order]
 
@@ -353,7 +354,7 @@ class ModelScorer:
             if name not in expected or tensor.shape != expected[name][0]:
                 known = tuple(expected[name][0]) if name in expected else "no such tensor"
                 raise ValueError(f"tensor {name} of shape {tuple(tensor.shape)} came; the critic has {known}")
-            # Copied, to the stage that has it: the receiver's buffer is written again.
+            # The tensor is copied to its stage, because the receiver's buffer is written again.
             device = expected[name][1] if self.host is None else torch.device("cpu")
             staged[name] = torch.empty_like(tensor, dtype=self.dtype, device=device).copy_(tensor)
         missing = sorted(set(expected) - set(staged))
@@ -363,7 +364,7 @@ class ModelScorer:
 
     def apply_weights(self, staged: Mapping[str, Tensor], version: int) -> None:
         """Give the critic a complete staged version. Raises NotReady if the critic was unloaded meanwhile, or replaced
-        by one of another shape."""
+        by a critic of another shape."""
         parameters = dict(self._models["critic"].named_parameters()) if "critic" in self._models else {}
         if {n: p.shape for n, p in parameters.items()} != {n: t.shape for n, t in staged.items()}:
             raise NotReady("the critic was replaced while its weights were coming")

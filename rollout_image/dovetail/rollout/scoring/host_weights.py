@@ -1,5 +1,5 @@
-"""A scorer's weights in page-locked host memory. The scorer has the GPU only while the server beside it sleeps (RLHFuse
-section 6).
+"""Keeps a scorer's weights in page-locked host memory. The scorer has the GPU only while the server beside it sleeps
+(RLHFuse section 6).
 
 The weights are copied to the GPU on a CUDA stream of their own. So forward passes in progress, and the server's last
 decode steps, do not wait for the copies. Work that uses the weights waits for them on the device, and the host does not
@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-# Left free for activations and for what the server keeps while it sleeps.
+# So much is left free for activations, and for the memory that the server keeps while it sleeps.
 MARGIN_BYTES = 2 * 2**30
 
 
@@ -33,11 +33,11 @@ class Copies(Protocol):
         ...
 
     def drop(self) -> None:
-        """Give the memory of tensors that nobody refers to any more back to other processes."""
+        """Give memory back to other processes, if no tensor uses it any more."""
         ...
 
     def free_bytes(self) -> int:
-        """Device memory that may be used."""
+        """The bytes of device memory that may be used."""
         ...
 
 
@@ -53,7 +53,7 @@ class CudaCopies:
         return tensor.detach().cpu().pin_memory()
 
     def bring(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        # The memory may have been freed by work that is not done yet.
+        # Work that still runs may use the memory that was freed.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             copies = {
@@ -67,7 +67,7 @@ class CudaCopies:
         current = torch.cuda.current_stream(self._device)
         current.wait_event(self._event)
         for tensor in tensors.values():
-            # The allocator must not reuse it before what `current` was told is done.
+            # The allocator must not reuse the memory before all work of the `current` stream is done.
             tensor.record_stream(current)
 
     def drop(self) -> None:
@@ -86,7 +86,7 @@ class HostWeights:
         self._copies = copies
         self._parameters = dict(module.named_parameters())
         self._host: dict[str, Tensor] = {}
-        # Tied parameters share their copy: `named_parameters` names each once.
+        # Tied parameters share their copy, because `named_parameters` names each only once.
         for name, parameter in self._parameters.items():
             self._host[name] = copies.pinned(parameter.data)
             parameter.data = self._host[name]
@@ -99,7 +99,7 @@ class HostWeights:
 
     @property
     def on_device(self) -> bool:
-        """Whether the copies are there, or on their way."""
+        """Whether the copies are on the device, or on their way."""
         return self._there is not None
 
     def bring(self) -> None:
@@ -108,7 +108,7 @@ class HostWeights:
             self._there, self._arrived = self._copies.bring(self._host), False
 
     def use(self) -> None:
-        """`module` may run on the device from now on."""
+        """Let `module` run on the device from now on."""
         self.bring()
         if not self._arrived:
             assert self._there is not None
@@ -118,7 +118,7 @@ class HostWeights:
             self._arrived = True
 
     def leave(self) -> None:
-        """Remove the weights from the device; `Copies.drop` then frees the memory."""
+        """Remove the weights from the device. `Copies.drop` then frees the memory."""
         for name, parameter in self._parameters.items():
             parameter.data = self._host[name]
         self._there, self._arrived = None, False
@@ -132,15 +132,15 @@ class HostWeights:
 
 
 class HostModels:
-    """The models of a scorer, by name, in the order in which the devices need them. `copies`: one for each device.
-    Stage k of a model is on device k."""
+    """The models of a scorer, by name, in the order in which the devices need them. `copies` has one entry for each
+    device. Stage k of a model is on device k."""
 
     def __init__(self, copies: Sequence[Copies], margin_bytes: int = MARGIN_BYTES) -> None:
         self._copies, self._margin = tuple(copies), margin_bytes
         self._models: dict[str, list[HostWeights]] = {}
 
     def hold(self, name: str, stages: Sequence[nn.Module]) -> None:
-        """Take a model's weights to host memory, in place of those of that name."""
+        """Copy a model's weights to host memory. They replace the weights of a model of that name."""
         self._models[name] = [HostWeights(stage, each) for stage, each in zip(stages, self._copies, strict=False)]
 
     def forget(self, name: str) -> None:

@@ -1,5 +1,5 @@
-"""The samples of a request, and how they share forward passes: each prompt is computed once, and then all responses to
-it."""
+"""The samples of a request, and the way in which they share forward passes. Each prompt is computed once, and then all
+responses to it."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from numpy.typing import NDArray
 
 from dovetail.protocol.wire import Arrays
 
-# Attention on GPUs repeats a prompt's KV cache for each of its responses: at most this many times a pack's tokens.
+# Attention on GPUs repeats a prompt's KV cache for each of its responses. The copies have at most so many times a
+# pack's tokens.
 KEYS = 8
 
 
 @dataclass(frozen=True)
 class SamplesToScore:
-    """`tokens` (N, T) int64: prompt and then response, right-padded. `prompts` and `responses` (N,) int64: their
-    lengths.
+    """N samples. `tokens` (N, T) int64 has the prompt and then the response, right-padded. `prompts` and `responses`
+    (N,) int64 are their lengths.
 
-    `held` (N,) int64: how many response tokens the model has already processed, and with them the prompt. The pass
-    continues from their keys and values. 0: neither response tokens nor the prompt. None: 0 for all samples.
-    `unfinished`: the last response token is known, but the model does not process it yet."""
+    `held` (N,) int64 is the number of response tokens that the model has already processed, together with the prompt.
+    The pass continues from their keys and values. If it is 0, the model has not processed the prompt either. None means
+    0 for all samples. With `unfinished` the last response token is known, but the model does not process it yet."""
 
     tokens: NDArray[np.int64]
     prompts: NDArray[np.int64]
@@ -62,12 +63,12 @@ class SamplesToScore:
 
     @cached_property
     def begins(self) -> NDArray[np.int64]:
-        """`held` of every sample; zeros if it is None."""
+        """`held` of every sample, or zeros if it is None."""
         return np.zeros(len(self.tokens), np.int64) if self.held is None else self.held
 
     @cached_property
     def new(self) -> NDArray[np.int64]:
-        """The response tokens that go through the model."""
+        """The number of each sample's response tokens that go through the model."""
         return self.responses - self.begins - self.unfinished
 
 
@@ -151,7 +152,7 @@ def _pack(samples: SamplesToScore, chosen: Sequence[Sequence[int]]) -> Pack:
         end = total - 1
         for row in group:
             new = int(samples.new[row])
-            # The token before the first new one is the prompt's last one, or has been through the model earlier.
+            # The token before the first new one is the prompt's last token, or was processed earlier.
             path = np.arange(total, total + new)
             path = path if held else np.append(end, path)
             here = path[: len(path) - (not samples.unfinished)]

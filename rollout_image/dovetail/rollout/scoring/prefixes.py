@@ -1,5 +1,5 @@
-"""What a scorer keeps of samples that are still generated: the keys and values of their tokens so far, and the scores
-of these tokens.
+"""Keeps a scorer's results for samples that are still generated. These are the keys and values of their tokens so far,
+and the scores of these tokens.
 
 A prefix is found by its tokens, so it does not matter who sent it, or when. If a prefix is dropped, its sample is
 scored from its first token on. This costs time, but gives the same bits."""
@@ -20,9 +20,9 @@ Tokens = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SeenTokens:
-    """What one model has computed of a prefix: `held` response tokens, a multiple of `RESPONSE_BLOCK`, and the prompt.
-    `outputs` (held + 1,) float32: the outputs for response tokens 0 to `held`. None if no outputs are wanted.
-    `temperature`: that of these outputs."""
+    """One model's results for a prefix. The model has processed the prompt and `held` response tokens, a multiple of
+    `RESPONSE_BLOCK`. `outputs` (held + 1,) float32 are the outputs for response tokens 0 to `held`, or None if no
+    outputs are wanted. `temperature` is that of these outputs."""
 
     cache: KVCache
     held: int
@@ -32,8 +32,8 @@ class SeenTokens:
 
 @dataclass(eq=False)
 class Prefix:
-    """`prompt` (P,) and `response` (R,): the tokens that were sent. `models`: what each model has computed of them, by
-    its name."""
+    """A sample's beginning. `prompt` (P,) and `response` (R,) are the tokens that were sent. `models` has the results
+    of each model, by its name."""
 
     prompt: Tokens
     response: Tokens
@@ -55,8 +55,8 @@ class Prefix:
 
 
 def held_of(response: int) -> int:
-    """How many of an unfinished sample's `response` tokens the models process: whole blocks, and never the last
-    token."""
+    """The number of an unfinished sample's `response` tokens that the models process. They process whole blocks, and
+    never the last token."""
     return max(0, response - 1) // RESPONSE_BLOCK * RESPONSE_BLOCK
 
 
@@ -89,7 +89,7 @@ class Prefixes:
             self._kept.remove(prefix)
 
     def forget(self, model: str | None = None) -> None:
-        """Drop what one model has computed, because its weights change. None: drop everything."""
+        """Drop the results of one model, because its weights change. With None drop everything."""
         for prefix in self._kept:
             if model is not None:
                 prefix.models.pop(model, None)

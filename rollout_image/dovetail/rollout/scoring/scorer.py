@@ -47,11 +47,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def event_log(process: str) -> Log:
-    """Structured log: one JSON line per event on stderr."""
+    """A structured log. It writes one JSON line per event to stderr."""
 
     def log(event: str, **fields: Any) -> None:
         line = {"time": round(time.time(), 3), "process": process, "event": event, **fields}
-        with contextlib.suppress(OSError):  # a line that a full disk does not take is lost, and nothing else
+        with contextlib.suppress(OSError):  # if the disk is full, only this line is lost
             print(json.dumps(line, default=str), file=sys.stderr, flush=True)
 
     return log
@@ -59,10 +59,10 @@ def event_log(process: str) -> Log:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the job says about this process. `temperature`: the sampler's, which the reference's log-probabilities must
-    share. `dtype` and `on_gpu`: those of its group. `shared`: the server beside it sleeps while the scorer works.
-    `split`: by model, over how many GPUs the plan splits it, if more than one. `room`: how many tokens of unfinished
-    samples may keep their keys and values."""
+    """The job's settings for this process. `temperature` is the sampler's, which the reference's log-probabilities must
+    share. `dtype` and `on_gpu` are those of its group. `shared` says that the server beside it sleeps while the scorer
+    works. `split` maps a model to the number of GPUs over which the plan splits it, if there are several. `room` is the
+    number of tokens of unfinished samples that may keep their keys and values."""
 
     temperature: float = 1.0
     dtype: Dtype = Dtype.AUTO
@@ -73,8 +73,8 @@ class Settings:
 
 
 def read_settings(env: ProcessEnv) -> Settings:
-    """Read the settings from job.json and plan.json; the defaults without a job. Raises ValueError if a file is
-    wrong."""
+    """Read the settings from job.json and plan.json. Without a job these are the defaults. Raises ValueError if a file
+    is wrong."""
     path = env.job_file
     if not path.is_file():
         return Settings()
@@ -91,8 +91,8 @@ def read_settings(env: ProcessEnv) -> Settings:
 
 
 def planned_split(env: ProcessEnv) -> dict[str, int]:
-    """How many GPUs each model is split over, for this scorer of the group. A scorer that is not in the plan is like
-    the others of its group. Raises ValueError."""
+    """The number of GPUs over which each model is split, for this scorer of the group. A scorer that is not in the plan
+    is like the others of its group. Raises ValueError."""
     if not env.plan_file.is_file():
         return {}
     try:
@@ -107,8 +107,8 @@ def planned_split(env: ProcessEnv) -> dict[str, int]:
 
 
 def devices_for(settings: Settings, given: str | None, gpus: int) -> list[str]:
-    """The scorer's devices: those that are `given` (`cuda:0,cuda:1`), else as many of the visible `gpus` as the plan
-    says, else the CPU."""
+    """The scorer's devices. They are those that are `given` (`cuda:0,cuda:1`). Otherwise they are as many of the
+    visible `gpus` as the plan says, or the CPU if there is none."""
     if given:
         return given.split(",")
     if not settings.on_gpu or not gpus:
@@ -117,7 +117,7 @@ def devices_for(settings: Settings, given: str | None, gpus: int) -> list[str]:
 
 
 async def register_forever(env: ProcessEnv, url: str, incarnation: str, service: ScorerService, log: Log) -> None:
-    """POST /v1/instances every 2 s for as long as the process lives; logs only when the outcome changes."""
+    """POST /v1/instances every 2 s for as long as the process lives. It logs only changes of the outcome."""
     address = LastAddress(urlsplit(env.coordinator).hostname or "")
     async with aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(resolver=LastAddressResolver(address), use_dns_cache=False)
@@ -183,8 +183,8 @@ def advertised_host(host: str) -> str:
 
 
 async def serve(env: ProcessEnv, service: ScorerService, log: Log) -> None:
-    """Serve until SIGTERM or SIGINT. Raises OSError when the port is taken, and GPUFailed when this process can no
-    longer use its GPU."""
+    """Serve until SIGTERM or SIGINT. Raises OSError if the port is taken, and GPUFailed if this process can no longer
+    use its GPU."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -240,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
         env = ProcessEnv.read()
         wait_for_debugger(env.name, event_log(env.name))
         settings = read_settings(env)
-        # Before anything else of CUDA: it ends with a sentence where torch has no kernels for this GPU.
+        # This comes before any other use of CUDA. If torch has no kernels for this GPU, it ends with a sentence.
         capability = my_capability() if settings.on_gpu or args.device else None
         devices = devices_for(settings, args.device, torch.cuda.device_count() if torch.cuda.is_available() else 0)
         on_cpu = devices[0] == "cpu"
@@ -268,5 +268,5 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    # Not sys.exit: that would wait for a forward pass or a weight transfer under way in a thread.
+    # sys.exit would wait for a forward pass or a weight transfer in a thread.
     os._exit(code)

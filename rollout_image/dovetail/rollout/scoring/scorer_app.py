@@ -75,7 +75,7 @@ class ScorerService:
     """A `Scorer` with two threads. One runs forward passes and changes weights. The other receives weights, so that a
     version can arrive while the last one is still used.
 
-    `temperature`: for requests that name none."""
+    `temperature` is for requests that name none."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class ScorerService:
         self.log("models.loaded", models=sorted(models), seconds=round(time.monotonic() - started, 3))
 
     async def bring(self) -> list[str]:
-        """`Scorer.bring`."""
+        """Do the same as `Scorer.bring`."""
         return await self._run(self.scorer.bring)
 
     async def leave(self) -> None:
@@ -147,14 +147,13 @@ class ScorerService:
         return await self._run(work)
 
     async def begin(self, want: list[str], body: bytes, temperature: float) -> list[int]:
-        """`Scorer.begin` of packed arrays. Raises NotReady and ValueError."""
+        """Do the same as `Scorer.begin` with packed arrays. Raises NotReady and ValueError."""
         return await self._run(self.scorer.begin, want, _samples(body), temperature)
 
     async def receive(self, receive: Receive) -> None:
         """Take the critic's segments and apply them once all are there and verified.
 
-        Raises TransferError, NotReady or ValueError; the critic then scores nothing until a later call
-        succeeds."""
+        Raises TransferError, NotReady or ValueError. Then the critic scores nothing until a later call succeeds."""
         segments = [s for s in receive.offer.segments if s.model == "critic"]
         if not segments:
             raise ValueError("the offer has no segment of model critic")
@@ -173,7 +172,7 @@ class ScorerService:
         self.log("weights.applied", version=offer.version, seconds=round(time.monotonic() - started, 3))
 
     def info(self) -> dict[str, Any]:
-        """Body of GET /v1/info."""
+        """The body of the answer to GET /v1/info."""
         scorer = self.scorer
         return {
             "models": {name: ref.model_dump(mode="json") for name, ref in scorer.models.items()},
@@ -192,7 +191,7 @@ class ScorerService:
 
 
 def _samples(body: bytes) -> SamplesToScore:
-    """Raises ValueError."""
+    """The samples in a request's body. Raises ValueError."""
     try:
         return SamplesToScore.read(unpack(body))
     except SafetensorError as error:
@@ -258,7 +257,7 @@ def make_app(service: ScorerService, token: str) -> web.Application:
         return web.json_response(service.info())
 
     def asked(request: web.Request) -> tuple[list[str], float]:
-        """Models and temperature. Raises ValueError."""
+        """The request's models and temperature. Raises ValueError."""
         want = [name for name in request.query.get("want", "").split(",") if name]
         if not want:
             raise ValueError(f"say what is wanted: {request.path}?want=reference,reward,critic")

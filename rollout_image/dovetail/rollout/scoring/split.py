@@ -1,4 +1,4 @@
-"""A scorer's model that is split by layers over GPUs of its pod. A forward pass goes from device to device."""
+"""Splits a scorer's model by layers over GPUs of its pod. A forward pass goes from device to device."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class StagePass(Generic[R]):
-    """One forward pass, as `Stage.forward` takes it: `tokens` (total,) int64, `wanted` (n,) int64. If `asks` is given,
-    it says for a stage's device what is wanted of the logits. `read` makes the result from the last stage's output. All
-    stages put their layers' keys and values into the caches of `pasts`."""
+    """One forward pass with the inputs of `Stage.forward`, `tokens` (total,) int64 and `wanted` (n,) int64. If `asks`
+    is given, it returns for a stage's device the predictions that are wanted in place of logits. `read` makes the
+    result from the last stage's output. All stages put their layers' keys and values into the caches of `pasts`."""
 
     tokens: NDArray[np.int64]
     lengths: tuple[int, ...]
@@ -53,7 +53,7 @@ class SplitModel:
             yield from stage.named_parameters()
 
     def homes(self) -> dict[str, tuple[torch.Size, torch.device]]:
-        """Shape and device of each parameter."""
+        """The shape and device of each parameter."""
         return {
             name: (parameter.shape, device)
             for stage, device in zip(self.stages, self.devices, strict=True)
@@ -107,15 +107,15 @@ class SplitModel:
         assert isinstance(found, Tensor)
         return found
 
-    # Inference mode is a thread's own.
+    # Each thread has its own inference mode.
     def _stage(self, k: int, each: StagePass[R], inputs: Tensor) -> Tensor | Predicted:
         stage, device = self.stages[k], self.devices[k]
         with torch.inference_mode():
-            # The host does not wait: CUDA takes a copy of what is not page-locked.
+            # The host does not wait, because CUDA copies memory that is not page-locked.
             wanted = torch.from_numpy(each.wanted).to(device, non_blocking=True) if stage.is_last else None
             predictions = each.asks(device) if stage.is_last and each.asks is not None else None
             inputs = inputs.to(device, non_blocking=True)
-            # Kernels that know of no tensor's device run on the thread's.
+            # Kernels that do not know a tensor's device run on the thread's device.
             with torch.cuda.device_of(inputs):
                 found = stage(inputs, each.lengths, wanted, each.prefixes, predictions=predictions, pasts=each.pasts)
         assert isinstance(found, Tensor | Predicted)  # a scorer's models have one head
@@ -130,8 +130,9 @@ class SplitModel:
 def build_split(
     ref: ModelRef, stages: int, devices: Sequence[torch.device], dtype: torch.dtype, *, on_host: bool = False
 ) -> SplitModel:
-    """The model in `stages` stages, or as many as it has layers, one on each of the first of `devices`. `on_host`: the
-    parameters are in host memory, and only what is no parameter on the devices. Raises `dovetail.models.ModelError`."""
+    """The model in `stages` stages, or as many as it has layers, one on each of the first of `devices`. With `on_host`
+    the parameters are in host memory, and only the other tensors are on the devices. Raises
+    `dovetail.models.ModelError`."""
     count = min(stages, int(load_config(ref).num_hidden_layers))
     places = [torch.device(device) for device in devices[:count]]
     built = []

@@ -1,1 +1,1 @@
-"""The vLLM server: its start, its plug-ins and its routes."""
+"""The vLLM server, with its start, its plug-ins and its routes."""

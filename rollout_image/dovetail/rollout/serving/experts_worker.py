@@ -1,5 +1,5 @@
-"""vLLM's worker on CPUs that reports which experts each token got: `--worker-cls` of servers of jobs with routing
-replay.
+"""vLLM's worker on CPUs that reports which experts each token got. Servers of jobs with routing replay have it as
+`--worker-cls`.
 
 vLLM collects the experts only in its V2 model runner, which CPUs do not have. Its routers, its store for cached
 prefixes and its API do not depend on the runner. So this worker gives them what the V2 runner would give them."""

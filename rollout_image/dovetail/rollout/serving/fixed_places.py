@@ -1,7 +1,7 @@
 """Checks that a vLLM server's weights stay at the same addresses on a GPU. Its CUDA graphs read them at the addresses
-of the time when the graphs were captured. So a new version must be written over the old one. vLLM 0.32's layerwise
-reload does so: it loads each layer beside the old one and copies it there. A layer at another address would be served
-with its old weights, and nobody would notice."""
+at which they were when the graphs were captured. So a new version must be written over the old one. vLLM 0.32's
+layerwise reload does so. It loads each layer beside the old one and copies it there. A layer at another address would
+be served with its old weights, and nobody would notice."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ BROUGHT = Path(sys.prefix) / "share/dovetail/vllm-model-infos"
 
 
 def main() -> int:
-    """Returns 0 even if vLLM cannot import a class on this machine. A server then asks again."""
+    """Write the answers. Returns 0 even if vLLM cannot import a class on this machine. A server then asks again."""
     from dovetail.rollout.compat import find_model_info, model_infos
 
     BROUGHT.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Entry point of `vllm.general_plugins`: vLLM calls `register` in each of its processes."""
+"""The entry point of `vllm.general_plugins`. vLLM calls `register` in each of its processes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def die_with_parent() -> None:
 
 
 def register() -> None:
-    """Register the weight-transfer backend `dovetail`, and make CPUs compute whole rows. May be called any number of
-    times."""
+    """Register the weight-transfer backend `dovetail`, and pad matrix products on CPUs (`compat.fill_rows_on_cpus`). It
+    may be called any number of times."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     from dovetail.rollout.compat import fill_rows_on_cpus, registered_backends

@@ -6,7 +6,7 @@ from __future__ import annotations
 import importlib
 import os
 
-# Read when their libraries are imported, so a child cannot set them any more.
+# Libraries read these when they are imported, so a child cannot set them any more.
 CPU_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCH_COMPILE_DISABLE": "1",
@@ -46,7 +46,7 @@ MODULES = (
 
 
 def preload() -> None:
-    """Import what trainers, scorers and vLLM servers on CPUs need. It starts no thread and uses no GPU.
+    """Import the modules that trainers, scorers and vLLM servers on CPUs need. It starts no thread and uses no GPU.
 
     Modules that this installation lacks are skipped. A process that needs such a module reports it."""
     for key, value in CPU_ENVIRONMENT.items():

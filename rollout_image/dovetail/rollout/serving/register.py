@@ -1,4 +1,4 @@
-"""The thread that tells the coordinator, every two seconds, that this process lives and what weights it holds."""
+"""A thread tells the coordinator every two seconds that this process lives, and which weights it holds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_SECONDS = 5.0
 
 
 class Registrar:
-    """Posts `Register` until stopped. `ready` turns true once the server's own /health answers 200."""
+    """Posts `Register` until it is stopped. `ready` becomes true once the server's own /health answers 200."""
 
     def __init__(self, env: ProcessEnv, state: ServerState, period_seconds: float = PERIOD_SECONDS):
         self._env = env
@@ -27,7 +27,7 @@ class Registrar:
         self._period = period_seconds
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="register", daemon=True)
-        # vLLM forks its engine core: never in the middle of a request, whose locks the child would inherit held.
+        # vLLM forks its engine core. It must not do so during a request, because the child would inherit held locks.
         self._quiet = threading.Lock()
         coordinator = urlsplit(env.coordinator)
         self._path = f"{coordinator.path.rstrip('/')}/v1/instances"
@@ -54,7 +54,7 @@ class Registrar:
             with self._quiet:
                 ready = self._healthy()
                 self._post(ready)
-            # Starting: look more often, so that the first ready report is not late.
+            # While the server starts, check more often, so that the first ready report is not late.
             self._stopped.wait(self._period if ready else self._period / 8)
 
     def _url(self) -> str:
@@ -87,6 +87,6 @@ class Registrar:
             if connection.getresponse().status == 200:
                 self._address.answered()
         except (OSError, http.client.HTTPException):
-            pass  # the coordinator may be restarting; the next report tells it
+            pass  # the coordinator may be restarting, and gets the next report
         finally:
             connection.close()

@@ -21,11 +21,12 @@ from dovetail.rollout.serving.weights_worker import SENDING_WORKER
 @dataclass
 class ServerState:
     """The state of this API server process. `weight_version` is None before the first update, after a failed one, and
-    from the start of an update until the coordinator has seen that the new weights are served. The server then refuses
-    to generate. `arrived`: a complete version has come, and a probe may ask for it. `paused_version`: the version that
-    the server held when it was paused for an update. A paused server holds no version: if the coordinator died, nobody
-    would resume it. `asleep`: the server was told to sleep and has not been woken. Another process then has its GPU
-    memory, and the server keeps its version in host memory. `dtype`: see `dtype_of`."""
+    from the start of an update until the coordinator has seen that the new weights are served. While it is None, the
+    server refuses to generate. `arrived` says that a complete version has come, and a probe may ask for it.
+    `paused_version` is the version that the server held when it was paused for an update. A paused server reports no
+    version, because nobody would resume it if the coordinator died. `asleep` says that the server was told to sleep and
+    has not been woken. Then another process has its GPU memory, and the server keeps its version in host memory.
+    `dtype`: see `dtype_of`."""
 
     name: str = ""
     incarnation: str = ""
@@ -41,14 +42,14 @@ class ServerState:
     kv: KVAbility | None = None
     max_model_len: int = 0
     sleep: bool = False
-    # It keeps a copy of what it received, and can send it to another server.
+    # Whether the server keeps a copy of the weights that it received, and can send it to another server.
     sends_weights: bool = False
-    # Workers, each of which receives weights, and data-parallel engines that they make up.
+    # The number of workers, each of which receives weights, and of the data-parallel engines that they make up.
     world: int = 1
     engines: int = 1
 
     def abilities(self) -> dict[str, Any]:
-        """What `Register.abilities` carries."""
+        """The content of `Register.abilities`."""
         own = ("name", "incarnation", "weight_version", "arrived", "paused_version", "asleep")
         return {key: value for key, value in self.described().items() if key not in own}
 
@@ -58,7 +59,8 @@ class ServerState:
             self.paused_version, self.weight_version = self.weight_version, None
 
     def resume(self) -> None:
-        """Record that the engine was resumed. If no update began since the pause, it serves what it served."""
+        """Record that the engine was resumed. If no update began since the pause, it serves the same version as
+        before."""
         if self.weight_version is None:
             self.weight_version = self.paused_version
         self.paused_version = None
@@ -76,7 +78,7 @@ STATE = ServerState()
 
 
 def dtype_of(config: Any) -> str | None:
-    """torch's name of the weights' dtype in a VllmConfig; None where they are quantised, or the KV cache has a
+    """torch's name of the weights' dtype in a VllmConfig. It is None if they are quantised, or if the KV cache has a
     dtype of its own."""
     dtype = str(config.model_config.dtype).removeprefix("torch.")
     whole = config.model_config.quantization is None and config.cache_config.cache_dtype in ("auto", dtype)
@@ -88,7 +90,7 @@ class UnsuitableRunner(ValueError):
 
 
 def sampler_of(config: Any) -> Sampler:
-    """How the server of a VllmConfig draws samples. Raises UnsuitableRunner, one sentence."""
+    """The sampler with which the server of a VllmConfig draws samples. Raises UnsuitableRunner with one sentence."""
     if uses_v2_runner(config):
         return "native"
     if COUNTER_SAMPLER in (config.model_config.logits_processors or ()):
@@ -102,7 +104,7 @@ def sampler_of(config: Any) -> Sampler:
 
 async def beat(engine_client: Any, pulse: Pulse) -> None:
     """Touch the pulse as long as the engine core answers. It answers between two steps, through the queue of requests.
-    This ends when the engine has died, and then the server ends, too."""
+    It ends when the engine has died. Then the server ends, too."""
     while not engine_client.errored:
         with contextlib.suppress(Exception):  # an error is an answer, too
             await engine_client.is_paused()
@@ -147,7 +149,7 @@ class InfoRoutes:
             return JSONResponse({"message": "Weights updated"})
 
         async def start_weight_update(request: Request) -> Any:
-            # Before the engine gets it.
+            # This must be recorded before the engine gets the request.
             STATE.lose_weights()
             with weight_operation("start"):
                 await request.app.state.engine_client.start_weight_update()
@@ -188,7 +190,7 @@ class InfoRoutes:
                 return JSONResponse({"error": {"message": answer["error"]}}, 409)
             return JSONResponse(answer["offer"])
 
-        # Real types, not this module's postponed annotations: FastAPI inspects them.
+        # FastAPI inspects these types, so they must not be this module's postponed annotations.
         information = Annotated[dict[str, Any], Body(embed=True)]
         init_weight_transfer_engine.__annotations__ = {"request": Request, "init_info": information}
         update_weights.__annotations__ = {"request": Request, "update_info": information}

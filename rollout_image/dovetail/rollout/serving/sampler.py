@@ -1,9 +1,9 @@
-"""Sampling keyed by position, as a logits processor of vLLM's V1 runner.
+"""Samples with noise that depends on the position. It is a logits processor of vLLM's V1 runner.
 
-A token is drawn by the Gumbel-max trick: argmax over tokens t of logit[t]/T + g[t], g[t] = -log(-log u[t]), is an
-exact sample of softmax(logits/T). u comes from a counter-based generator (Philox4x64-10, Salmon et al. 2011) and
-depends only on (seed, absolute position, token id): a response continued on another server from its prompt and
-tokens so far goes on with the same noise, whatever else runs in either batch.
+A token is drawn by the Gumbel-max trick. The argmax over tokens t of logit[t]/T + g[t], with g[t] = -log(-log u[t]), is
+an exact sample of softmax(logits/T). u comes from a counter-based generator (Philox4x64-10, Salmon et al. 2011) and
+depends only on (seed, absolute position, token id). So another server can continue a response from its prompt and
+tokens so far with the same noise, whatever else runs in either batch.
 
 Requests ask for it with temperature 0 and `extra_args` (`dovetail.protocol.sampling`)."""
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 _KEYS = {SEED, TEMPERATURE, TOP_K, TOP_P}
 _MASK64 = 2**64 - 1
-# Elements transformed at a time: float64 temporaries of this size stay in a core's cache.
+# So many elements are transformed at a time. float64 temporaries of this size stay in a core's cache.
 _CHUNK = 1 << 15
-# Top-p looks at this many largest logits first and sorts the whole row only if they hold too little probability.
+# Top-p looks at so many of the largest logits first. It looks at more only if they hold too little probability.
 _TOP = 256
 
 
 class GumbelNoise:
-    """Gumbel noise for rows of (seed, position); one per process, not thread-safe.
+    """Gumbel noise for rows of (seed, position). There is one object per process, and it is not thread-safe.
 
-    Token t of the row uses the t-th 32-bit word of the Philox stream with key `seed` and counter (0, 0, 0, position):
-    streams of two positions never overlap."""
+    Token t of the row uses the t-th 32-bit word of the Philox stream with key `seed` and counter (0, 0, 0, position).
+    So streams of two positions never overlap."""
 
     def __init__(self) -> None:
         self._bits = np.random.Philox(key=0)
         self._state: Any = self._bits.state
-        self._state["buffer_pos"] = 4  # nothing buffered: start at the counter
+        self._state["buffer_pos"] = 4  # the buffer is empty, so start at the counter
         self._state["has_uint32"] = 0
         self._scratch = np.empty(_CHUNK, np.float64)
 
@@ -52,7 +52,7 @@ class GumbelNoise:
         return self._bits.random_raw((count + 1) // 2).view(np.uint32)[:count]
 
     def fill(self, out: NDArray[np.float32], keys: list[tuple[int, int]]) -> None:
-        """Write noise into `out` (rows, vocabulary) float32; `keys` holds (seed, position) by row."""
+        """Write noise into `out` (rows, vocabulary) float32. `keys` holds the (seed, position) of each row."""
         vocab = out.shape[1]
         words = np.empty(out.shape, np.uint32)
         for row, (seed, position) in enumerate(keys):
@@ -61,7 +61,8 @@ class GumbelNoise:
         for start in range(0, flat.size, _CHUNK):
             part = flat[start : start + _CHUNK]
             u = self._scratch[: part.size]
-            # u in (0, 1), 32 bits. float64 until after the first log: u near 1 makes the largest g, which wins.
+            # u is in (0, 1) and has 32 bits. It is float64 until after the first log, because u near 1 makes the
+            # largest g, which wins.
             np.add(source[start : start + _CHUNK], 0.5, out=u)
             np.multiply(u, 2.0**-32, out=u)
             np.log(u, out=u)
@@ -73,9 +74,10 @@ class GumbelNoise:
 def mask_top_k_top_p(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> None:
     """Set logits outside the top-k and then the nucleus (Holtzman et al. 2020) to -inf, in place.
 
-    logits (N, V) float32, already divided by the temperature, on any device; top_k (N,) int64, V: off; top_p (N,)
-    float32, 1: off; both in host memory. The nucleus is the smallest set of most likely tokens, of those left by
-    top-k, that holds probability >= top_p; ties at a boundary stay in. At least one token always stays."""
+    logits (N, V) float32 are already divided by the temperature, on any device. top_k (N,) int64 (V means off) and
+    top_p (N,) float32 (1 means off) are in host memory. The nucleus is the smallest set of the most likely tokens, of
+    those left by top-k, that holds probability >= top_p. Ties at a boundary stay in. At least one token always
+    stays."""
     threshold = torch.full((logits.shape[0],), -torch.inf, dtype=logits.dtype, device=logits.device)
     nucleus = top_p < 1.0
     counted = ~nucleus & (top_k < logits.shape[1])
@@ -101,7 +103,7 @@ def _nucleus_threshold(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.T
     todo = torch.arange(count, device=logits.device)
     width = min(vocab, _TOP)
     while len(todo):
-        # Sorting beats selecting once a good part of the row is wanted.
+        # Sorting is faster than selecting if a large part of the row is wanted.
         chosen = logits if len(todo) == count else logits[todo]
         if width * 4 > vocab:
             width = vocab
@@ -115,7 +117,7 @@ def _nucleus_threshold(logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.T
         before = mass.cumsum(-1).sub_(mass)
         keep = inside & (before < p[:, None])
         keep[:, 0] = True
-        # Known once the cut lies inside what was looked at, and so does all that `total` had to count.
+        # A row is done once its cut lies among the logits that were looked at, and so do all that `total` had to count.
         done = ((k <= width) | (k >= vocab)) & (~keep[:, -1] | (k <= width) | (width == vocab))
         last = keep.sum(-1) - 1
         threshold[todo[done]] = values.gather(1, last[:, None])[:, 0][done]
@@ -138,11 +140,11 @@ class _Row:
 
 
 class CounterSampler(LogitsProcessor):
-    """Adds position-keyed noise to the logits of requests that carry `dt_seed`; others pass unchanged."""
+    """Adds noise that depends on the position to the logits of requests that carry `dt_seed`. Others pass unchanged."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raises ValueError (HTTP 400) naming the parameter that is wrong."""
+        """Raises ValueError (HTTP 400) that names the wrong parameter."""
         extra = sampling_params.extra_args or {}
         mine = {key for key in extra if key.startswith("dt_")}
         if not mine:
@@ -185,7 +187,7 @@ class CounterSampler(LogitsProcessor):
         return _Row(extra, len(prompt_ids), output_ids, self._vocab)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """logits (N, V) float32 -> the same tensor, changed in place."""
+        """Change `logits` (N, V) float32 in place, and return them."""
         if not self._rows:
             return logits
         indices = sorted(self._rows)

@@ -1,4 +1,4 @@
-"""vLLM's worker of a pipeline stage on CPUs: `--worker-cls` of servers with several stages."""
+"""vLLM's worker of a pipeline stage on CPUs. Servers with several stages have it as `--worker-cls`."""
 
 from __future__ import annotations
 

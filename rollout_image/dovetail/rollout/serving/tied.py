@@ -1,4 +1,4 @@
-"""Tied embeddings in a vLLM server: the head uses the weights that the embedding got.
+"""Handles tied embeddings in a vLLM server. The head must use the weights that the embedding got.
 
 Trainers send a tied weight once, under the embedding's name. vLLM 0.32's layerwise reload loads it into the embedding,
 whose parameter the head shares, and skips the head ("ParallelLMHead: Failed to load weights"). On GPUs the head
@@ -38,7 +38,7 @@ def tied_modules(model: torch.nn.Module) -> list[Tied]:
 
 
 def renew(tied: list[Tied]) -> None:
-    """Compute again what each module keeps beside the weight that it shares, after vLLM has finished a reload. Raises
+    """Compute the packed copies of the tied modules' weights again, after vLLM has finished a reload. Raises
     TransferError if a module no longer shares the weight, because it would serve older weights."""
     for one in tied:
         if one.module.weight is not one.source.weight:

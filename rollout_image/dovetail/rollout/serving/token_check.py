@@ -1,4 +1,5 @@
-"""Middleware of the vLLM server: the job's token on every route, and no generation without a whole set of weights."""
+"""Middleware of the vLLM server. It checks the job's token on every route, and allows generation only with a complete
+set of weights."""
 
 from __future__ import annotations
 
@@ -18,12 +19,13 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 OPEN_PATHS = frozenset({"/health", "/metrics", "/ping"})
-# Everything that would run the model; refused while its weights are not whole.
+# These routes run the model. They are refused while its weights are incomplete.
 GENERATING = ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
 class RequireToken:
-    """ASGI middleware: 401 without `Authorization: Bearer <token of the job>`, except on probes and metrics."""
+    """ASGI middleware that answers 401 without `Authorization: Bearer <token of the job>`, except on probes and
+    metrics."""
 
     def __init__(self, app: App, token: str | None = None):
         self._app = app
@@ -116,7 +118,7 @@ def _resuming(send: Send) -> Send:
 
 def _of_version(asked: str, send: Send) -> Send:
     async def sending(message: MutableMapping[str, Any]) -> None:
-        # What was drawn before a pause is still of the old version.
+        # Tokens that were drawn before a pause are still of the old version.
         if asked not in (str(STATE.weight_version), str(STATE.paused_version)):
             raise WeightsChanged(f"a request for version {asked} of the weights waited until the server had lost it")
         await send(message)

@@ -1,5 +1,5 @@
-"""A rollout's server, started from the job's own files: vLLM's stock API server with Dovetail's plug-ins, or another
-backend (`dovetail.rollout.backend`).
+"""Starts a rollout's server from the job's own files. It is vLLM's stock API server with Dovetail's plug-ins, or
+another backend (`dovetail.rollout.backend`).
 
     python -m dovetail.rollout.serving.vllm_server
 
@@ -39,30 +39,30 @@ from dovetail.rollout.kv.kv_config import KVSetup, prepare
 from dovetail.rollout.serving.weights_worker import SENDING_WORKER, WEIGHTS_WORKER
 from dovetail.rollout.versions import installed, version_problem
 
-# vllm.v1.attention.backends.cpu_attn; anything else kills the engine at its first step.
+# The server waits so long for the actor's config.json, which the coordinator writes.
 ACTOR_CONFIG_SECONDS = 300.0
-# After SIGTERM: how long open connections may linger once the engine is gone.
+# After SIGTERM open connections may stay so long once the engine has ended.
 CLOSE_SECONDS = 2
 EXPERTS_WORKER = "dovetail.rollout.serving.experts_worker.ExpertsWorker"
 STAGE_WORKER = "dovetail.rollout.serving.stage_worker.StageWorker"
-# Beside trainers, where no plan says more.
+# The share of each GPU's memory for a server beside trainers, unless the plan says more.
 COLOCATED_MEMORY = 0.4
 MAX_KV_SHARE = 0.25
 
 
 def main(argv: list[str] | None = None) -> int:
     """Serve until SIGTERM. Further vLLM arguments may be given. Returns 0. Otherwise it writes a sentence to stderr,
-    and returns 2 for a configuration that no restart mends, or 1 for any other failure."""
+    and returns 2 for a configuration that a restart cannot fix, or 1 for any other failure."""
     try:
         env = ProcessEnv.read()
         job = _job(env)
         group = _group(job, env.group)
-        # Without a GPU groups that ask for one run on CPUs, as trainers and scorers do.
+        # If there is no GPU, groups that ask for one run on CPUs, as trainers and scorers do.
         capability = None if group.on_cpu else my_capability()
         config = wait_for_config(env.run_dir / "models" / "actor-config", ACTOR_CONFIG_SECONDS)
         on_cpu = capability is None
         planned = None if group.on_cpu else planned_server(env.plan_file, group.name)
-        # One device has no stages. On CPUs each of a GPU group's is a process.
+        # One device has no stages. If a GPU group runs on CPUs, each of its stages is a process.
         pp = planned.pp if planned is not None and group.gpu.per_pod > 1 else 1
         stages, ranks = degrees([*group.vllm_args, *(argv or [])], group, on_cpu, pp)
         memory = None if on_cpu or planned is None else planned.memory
@@ -98,8 +98,8 @@ class VLLM:
         arguments = vllm_arguments(env, job, group, config, on_cpu, plan.dtype, plan.stages, plan.memory)
         arguments += plan.arguments
         experts = returns_experts(job, plan.stages)
-        # A stage has the KV cache of its own layers only, which the connectors do not tell apart. Of tokens whose keys
-        # and values come from elsewhere a server knows no experts.
+        # A stage has only the KV cache of its own layers, and the connectors do not tell stages apart. A server does
+        # not know the experts of tokens whose keys and values come from another server.
         kv = kv_setup(env, config, on_cpu, plan.dtype, plan.ranks) if plan.stages == 1 and not experts else None
         if kv is not None:
             os.environ.update(kv.environment)
@@ -108,7 +108,7 @@ class VLLM:
 
 
 def _job(env: ProcessEnv) -> RLHFJob:
-    """The job, with the plan's lag where its manifest says Auto."""
+    """The job. If its manifest says Auto for the lag, it gets the plan's lag."""
     job = RLHFJob.model_validate_json(env.job_file.read_text())
     if job.spec.ppo.lag != AUTO_LAG:
         return job
@@ -152,7 +152,7 @@ def environment(on_cpu: bool, given: Mapping[str, str]) -> dict[str, str]:
     must = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "dovetail,dovetail_info", "VLLM_NO_USAGE_STATS": "1"}
     may: dict[str, str] = {}
     if on_cpu:
-        # The worker inside the engine core: one process and its imports fewer.
+        # The worker runs inside the engine core, which saves a process and its imports.
         must["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         may = dict(CPU_ENVIRONMENT)
     else:
@@ -194,8 +194,8 @@ def vllm_arguments(
     stages: int = 1,
     memory: float | None = None,
 ) -> list[str]:
-    """The command line of vLLM's API server. The group's own `vllmArgs` come last and win. `memory`: share of each
-    GPU's."""
+    """The command line of vLLM's API server. The group's own `vllmArgs` come last and win. `memory`: the share of each
+    GPU's memory."""
     spec = job.spec
     length = max_model_len(job, config)
     tokenizer = env.run_dir / "tokenizer"
@@ -218,7 +218,7 @@ def vllm_arguments(
         "--disable-fastapi-docs",
     ]
     if tokenizer.is_dir():
-        # Needed for stop strings, and the place where vLLM learns of the end token.
+        # vLLM needs the tokenizer for stop strings, and finds the end token there.
         arguments += ["--tokenizer", str(tokenizer)]
     else:
         arguments += ["--skip-tokenizer-init"]
@@ -240,9 +240,10 @@ def vllm_arguments(
         if group.gpu.per_pod > stages:
             arguments += ["--tensor-parallel-size", str(group.gpu.per_pod // stages)]
         if Role.TRAINER in group.roles:
-            # It leaves its GPUs to the trainers while they train. (vLLM has no sleep on CPUs: there it just idles.)
+            # The server leaves its GPUs to the trainers while they train. (vLLM cannot sleep on CPUs, so there it only
+            # idles.)
             arguments += [SLEEP]
-            # They keep weights and optimizer state there all the time.
+            # The trainers keep weights and optimizer state on the GPUs all the time.
             memory = COLOCATED_MEMORY if memory is None else memory
         if memory is not None:
             arguments += ["--gpu-memory-utilization", f"{memory:g}"]
@@ -252,13 +253,13 @@ def vllm_arguments(
 
 
 def returns_experts(job: RLHFJob, stages: int) -> bool:
-    """Whether a server with this many pipeline stages reports which experts each token got. vLLM does not with several
-    stages."""
+    """Whether a server with this many pipeline stages reports which experts each token got. vLLM cannot do this with
+    several stages."""
     return job.spec.ppo.routing_replay and stages == 1
 
 
 def max_model_len(job: RLHFJob, config: Mapping[str, Any]) -> int:
-    """Longest prompt plus longest response, no more than the model's positions."""
+    """The tokens of the longest prompt plus the longest response, at most the model's positions."""
     wanted = job.spec.data.max_prompt_tokens + job.spec.generation.max_tokens
     positions = config.get("max_position_embeddings")
     return min(wanted, int(positions)) if positions else wanted
@@ -267,19 +268,19 @@ def max_model_len(job: RLHFJob, config: Mapping[str, Any]) -> int:
 def kv_cache_bytes(
     config: Mapping[str, Any], length: int, concurrent: int, stages: int = 1, item_bytes: int = 4
 ) -> int:
-    """Bytes of KV cache of each of `stages` for `concurrent` sequences of `length` tokens, at most a quarter of the
-    machine's memory together but always enough for two sequences."""
+    """The bytes of KV cache of each of `stages` for `concurrent` sequences of `length` tokens. All stages together get
+    at most a quarter of the machine's memory, but always enough for two sequences."""
     blocks, layers = -(-length // KV_BLOCK_TOKENS), int(config.get("num_hidden_layers", 1))
     share = kv_token_bytes(config, item_bytes) * -(-layers // stages) // layers
     sequence = blocks * KV_BLOCK_TOKENS * share
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # One block more: vLLM keeps one for itself.
+    # One more block is needed, because vLLM keeps one for itself.
     wanted = concurrent * sequence + sequence // blocks
     return max(min(wanted, int(memory * MAX_KV_SHARE) // stages), 3 * sequence)
 
 
 def kv_token_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
-    """Bytes of one token's KV cache, over all layers."""
+    """The bytes of one token's KV cache over all layers."""
     heads = int(config.get("num_attention_heads", 1))
     kv_heads = int(config.get("num_key_value_heads") or heads)
     layers = int(config.get("num_hidden_layers", 1))
@@ -287,9 +288,9 @@ def kv_token_bytes(config: Mapping[str, Any], item_bytes: int) -> int:
 
 
 def kv_setup(env: ProcessEnv, config: Mapping[str, Any], on_cpu: bool, dtype: str, ranks: int) -> KVSetup | None:
-    """The KV transfer of this server with `ranks` tensor-parallel ranks. None for models with several kinds of layers,
-    because vLLM lays out their caches by kind only without such a connector. None also for models with windows: vLLM
-    frees what lies behind a window, and moves of the rest are not tested."""
+    """The KV transfer of this server with `ranks` tensor-parallel ranks. It is None for models with several kinds of
+    layers, because vLLM lays out their caches by kind only without such a connector. It is also None for models with
+    windows, because vLLM frees the blocks behind a window, and moves of the rest are not tested."""
     family = MODEL_FAMILIES.get(str(config.get("model_type")))
     if len(set(config.get("layer_types") or ())) > 1 or (family is not None and family.windowed(config)):
         return None
@@ -310,7 +311,7 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
     from dovetail.rollout.serving.register import Registrar
     from dovetail.rollout.serving.routes import STATE, UnsuitableRunner
 
-    # What vLLM takes by default, with a deadline for headers.
+    # This is vLLM's default protocol with a deadline for headers.
     http = type("Http", (HeaderDeadline, AutoHTTPProtocol), {})
     STATE.name = env.name
     STATE.incarnation = uuid.uuid4().hex
@@ -322,7 +323,7 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
         if experts:
             allow_experts_on_cpus()
     use_brought()
-    # The engine core, when forked: plug-ins are already loaded in it.
+    # A forked engine core has loaded its plug-ins already, so it does not call `register`.
     os.register_at_fork(after_in_child=die_with_parent)
 
     args = parse_serve_arguments(arguments, "dovetail rollout server")
@@ -336,9 +337,9 @@ def serve(arguments: list[str], env: ProcessEnv, on_cpu: bool, kv: KVSetup | Non
         print(f"dovetail rollout server: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        pass  # SIGTERM before the server was up
+        pass  # SIGTERM came before the server was up
     except psutil.NoSuchProcess:
-        pass  # at its end vLLM asks who else has its port: its own forked workers, which are just ending
+        pass  # at its end vLLM looks for processes on its port, and finds its own forked workers, which are just ending
     finally:
         registrar.stop()
     return 0

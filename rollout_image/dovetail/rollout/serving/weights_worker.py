@@ -1,4 +1,4 @@
-"""The part of Dovetail in a server's workers that handles weights: `--worker-extension-cls`."""
+"""Dovetail's part of a server's workers that handles weights. vLLM gets it as `--worker-extension-cls`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SendingWorker(WeightsWorker):
     """The worker of a server that keeps the weights that it receives, and sends them to other servers."""
 
     def send_weights_on(self, request: str) -> str | None:
-        """The answer to a `SendOn`, both as JSON: see `DovetailWeightTransferEngine.send_on`."""
+        """The answer to a `SendOn`, both as JSON. See `DovetailWeightTransferEngine.send_on`."""
         engine: Any = self.weight_transfer_engine  # type: ignore[attr-defined]
         answer = engine.send_on(SendOn.model_validate_json(request))
         return None if answer is None else json.dumps(answer)
