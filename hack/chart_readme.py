@@ -1,4 +1,4 @@
-"""The chart's README: README.md.in, with a table made of values.yaml and its `# --` comments."""
+"""Makes the chart's README. It is README.md.in with a table that is made from values.yaml and its `# --` comments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import yaml
 
 
 def chart_readme(chart: Path) -> str:
-    """README.md of the chart in folder `chart`."""
+    """The text of README.md for the chart in folder `chart`."""
     about = yaml.safe_load((chart / "Chart.yaml").read_text(encoding="utf-8"))
     source = (chart / "values.yaml").read_text(encoding="utf-8")
     defaults = yaml.safe_load(source)

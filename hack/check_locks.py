@@ -1,10 +1,10 @@
-"""`make check-locks`: look for files that two wheels of a lock both install, unlike each other.
+"""`make check-locks` looks for files that two wheels of a lock both install with different contents.
 
     python hack/check_locks.py requirements/rollout-gpu.txt
 
-Of such a file only the wheel that is unpacked last is whole, so the other package breaks. uv finds the wheels at the
-registry that it is configured for. Of each wheel only the directory at its end is read, not its contents: some seconds
-for a lock of many gigabytes. Exit code 1 for a collision, 2 where a wheel cannot be read."""
+Only the wheel that is unpacked last keeps such a file, so the other package breaks. uv finds the wheels at the registry
+that it is configured for. Only the directory at the end of each wheel is read, and not its contents. This takes some
+seconds for a lock of many gigabytes. The exit code is 1 for a collision, and 2 if a wheel cannot be read."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ from packaging.markers import Marker
 from packaging.tags import Tag, sys_tags
 from packaging.utils import parse_wheel_filename
 
-# What a wheel's directory says of a file: its checksum and its size.
+# The checksum and the size of a file, from the wheel's directory.
 Stamp = tuple[int, int]
 TAIL = 1 << 16
-# They build a wheel, and some wheels carry them along by mistake. Nothing imports them from there.
+# These files build a wheel, and some wheels contain them by mistake. Nothing imports them from there.
 HARMLESS = {PurePosixPath("build_backend.py"), PurePosixPath("setup.py")}
 
 
 class RemoteFile(io.RawIOBase):
-    """A file at a URL, read in pieces. Raises OSError where the server gives no pieces."""
+    """A file at a URL that is read in pieces. Raises OSError if the server does not give pieces."""
 
     def __init__(self, client: httpx.Client, url: str, size: int):
         self._client, self._url, self._size, self._place = client, url, size, 0
-        # The piece that was fetched last; the directory is at the end.
+        # The piece that was fetched last. The directory is at the end.
         self._start = max(0, size - TAIL)
         self._piece = self._fetch(self._start, size)
 
     def _fetch(self, start: int, end: int) -> bytes:
-        # Of a compressed reply the pieces would be those of the compressed form.
+        # If the reply were compressed, the pieces would be those of the compressed form.
         wanted = {"Range": f"bytes={start}-{end - 1}", "Accept-Encoding": "identity"}
         try:
-            # In a stream, as a server without pieces would send gigabytes.
+            # The reply is streamed, because a server without pieces would send gigabytes.
             with self._client.stream("GET", self._url, headers=wanted) as reply:
                 if reply.status_code != 206:
                     raise OSError(f"the registry answers {reply.status_code} to a request for a piece of it")
@@ -79,7 +79,7 @@ class RemoteFile(io.RawIOBase):
 
 
 def installed_path(name: str) -> PurePosixPath:
-    """Where a wheel's file goes to; files of `*.data/purelib` and `platlib` go beside the modules."""
+    """The path to which a wheel's file is installed. Files of `*.data/purelib` and `platlib` go beside the modules."""
     parts = PurePosixPath(name).parts
     if parts[0].endswith(".data") and len(parts) > 2:
         return PurePosixPath(*parts[2:]) if parts[1] in ("purelib", "platlib") else PurePosixPath("/", *parts[1:])
@@ -87,13 +87,13 @@ def installed_path(name: str) -> PurePosixPath:
 
 
 def contents(wheel: Any) -> dict[PurePosixPath, Stamp]:
-    """The files that a wheel installs. `wheel`: a path or a file object. Raises OSError, zipfile.BadZipFile."""
+    """The files that a wheel installs. `wheel` is a path or a file object. Raises OSError, zipfile.BadZipFile."""
     with zipfile.ZipFile(wheel) as archive:
         return {installed_path(i.filename): (i.CRC, i.file_size) for i in archive.infolist() if not i.is_dir()}
 
 
 def collisions(packages: Mapping[str, Mapping[PurePosixPath, Any]]) -> dict[tuple[str, ...], list[PurePosixPath]]:
-    """By the packages that install them: files that are not the same in all of these. Equal ones do no harm, nor do
+    """The files that differ between the packages that install them, by these packages. Equal files do no harm, nor do
     those of `HARMLESS`."""
     owners: dict[PurePosixPath, dict[str, Any]] = defaultdict(dict)
     for package, files in packages.items():
@@ -107,7 +107,7 @@ def collisions(packages: Mapping[str, Mapping[PurePosixPath, Any]]) -> dict[tupl
 
 
 def sentences(found: Mapping[tuple[str, ...], list[PurePosixPath]]) -> list[str]:
-    """One for each set of packages."""
+    """One sentence for each set of packages."""
     return [
         f"{' and '.join(packages)} both install {paths[0]}" + (f" and {len(paths) - 1} more" if paths[1:] else "")
         for packages, paths in found.items()
@@ -115,7 +115,7 @@ def sentences(found: Mapping[tuple[str, ...], list[PurePosixPath]]) -> list[str]
 
 
 def chosen(wheels: Iterable[Mapping[str, Any]], ranks: Mapping[Tag, int]) -> Mapping[str, Any] | None:
-    """The wheel that pip would install here. `ranks`: of tags, the best one is 0."""
+    """The wheel that pip would install here. `ranks` gives each tag's rank, and the best is 0."""
     rated = []
     for wheel in wheels:
         name = wheel.get("name") or wheel["url"].rsplit("/", 1)[-1]
@@ -127,7 +127,7 @@ def chosen(wheels: Iterable[Mapping[str, Any]], ranks: Mapping[Tag, int]) -> Map
 
 
 def wheels_of(lock: Path) -> dict[str, Mapping[str, Any]]:
-    """By package and version, the wheel of `lock` for this Python on this platform: `url` and `size`.
+    """The wheels of `lock` for this Python on this platform, by package and version. Each has `url` and `size`.
 
     Raises subprocess.CalledProcessError."""
     uv = Path(sys.executable).with_name("uv")
@@ -150,7 +150,7 @@ def wheels_of(lock: Path) -> dict[str, Mapping[str, Any]]:
 
 
 def check(lock: Path, client: httpx.Client) -> dict[tuple[str, ...], list[PurePosixPath]]:
-    """Collisions of `lock`. Raises OSError and subprocess.CalledProcessError."""
+    """The collisions of `lock`. Raises OSError and subprocess.CalledProcessError."""
     wheels = wheels_of(lock)
 
     def read(name: str) -> dict[PurePosixPath, Stamp]:

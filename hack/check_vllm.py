@@ -1,12 +1,12 @@
-"""`make check-vllm`: whether the first and the last vLLM that the plug-ins are for have all that they use of it.
+"""`make check-vllm` checks that the first and the last supported vLLM have everything that the plug-ins use of it.
 
     python hack/check_vllm.py [VERSION ...]
 
-The range is `dovetail.rollout.versions`. Of a wheel only the modules in question are read, some 2 MB of 300. Looked at
-are the names that `dovetail.rollout` imports or lists in its `compat`, the parameters of these functions and of the
-methods that its classes override, the arguments that the server is given, and the routes that the coordinator asks.
-They must be those of the vLLM that is installed, which the tests run. What a function does is not looked at. Exit code
-1 for a difference, 2 where a wheel cannot be read."""
+The range is `dovetail.rollout.versions`. Only the needed modules of a wheel are read, some 2 MB of 300. The check
+compares the names that `dovetail.rollout` imports or lists in its `compat`, the parameters of these functions and of
+the methods that its classes override, the arguments that the server is given, and the routes that the coordinator
+calls. They must be those of the installed vLLM, which the tests run. The check does not see what a function does. The
+exit code is 1 for a difference, and 2 if a wheel cannot be read."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ from dovetail.rollout import compat
 from dovetail.rollout.versions import DISTRIBUTIONS, supported
 
 PLUGINS = Path(compat.__file__).parent
-# Where vLLM lists the arguments of its server.
+# vLLM lists the arguments of its server in these modules.
 ARGUMENTS = ("vllm.engine.arg_utils", "vllm.entrypoints.launchers.cli_args")
-# What the coordinator asks servers for beside our own routes (docs/extending.md).
+# The coordinator calls these routes of servers besides our own (docs/extending.md).
 ROUTES = (
     *("/inference/v1/generate", "/inference/v1/abort_requests", "/pause", "/resume", "/init_weight_transfer_engine"),
     *("/start_weight_update", "/update_weights", "/finish_weight_update"),
 )
-# A module's source by its name; None where there is no such module. By ROUTERS: those of all routers together.
+# Returns a module's source by its name, or None if there is no such module. For ROUTERS it returns the sources of all
+# routers together.
 Sources = Callable[[str], str | None]
 ROUTERS = "routers"
 
 
 def used() -> dict[str, set[str]]:
-    """By module of vLLM: the names that the plug-ins import, and what `compat` lists, with dots for attributes."""
+    """The names that the plug-ins import or `compat` lists, by vLLM's module. Attributes follow a dot."""
     found: dict[str, set[str]] = {}
     for path in PLUGINS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -56,13 +57,13 @@ def used() -> dict[str, set[str]]:
 
 
 def flags() -> set[str]:
-    """Arguments that the plug-ins give to vLLM's server."""
+    """The arguments that the plug-ins give to vLLM's server."""
     texts = ((PLUGINS / name).read_text(encoding="utf-8") for name in ("serving/vllm_server.py", "kv/kv_config.py"))
     return {flag for text in texts for flag in re.findall(r'"(--[a-z][a-z-]+)"', text)}
 
 
 def overridden() -> dict[str, set[str]]:
-    """By name of a class of vLLM: the methods that a class of the plug-ins overrides."""
+    """The methods of vLLM's classes that classes of the plug-ins override, by the name of vLLM's class."""
     found: dict[str, set[str]] = {}
     for path in PLUGINS.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -75,8 +76,8 @@ def overridden() -> dict[str, set[str]]:
 
 
 def surface(sources: Sources) -> dict[str, str]:
-    """By what is used, `module:name`, `module:class.method` or `--argument`: its parameters, `there` for what has none,
-    or `missing`."""
+    """The parameters of each used item (`module:name`, `module:class.method` or `--argument`). It is `there` for an
+    item that has none, or `missing`."""
     methods = overridden()
     found = {}
     for module, names in sorted(used().items()):
@@ -98,8 +99,8 @@ def surface(sources: Sources) -> dict[str, str]:
 
 
 def _find(tree: ast.AST, name: str, module: str, sources: Sources) -> ast.AST | None:
-    """Where a name is made in a module; what is imported there counts, also from elsewhere. Of a class that inherits an
-    attribute the class itself."""
+    """The node that defines a name in a module. Names that the module imports count too. If a class inherits an
+    attribute, it is the class itself."""
     first, _, rest = name.partition(".")
     for node in _bindings(tree):
         if isinstance(node, ast.ImportFrom | ast.Import):
@@ -113,7 +114,7 @@ def _find(tree: ast.AST, name: str, module: str, sources: Sources) -> ast.AST | 
 
 
 def _bindings(tree: ast.AST) -> Iterator[ast.AST]:
-    """Also those within if and try of a module, and names in a class."""
+    """The definitions in a module or a class, also those within `if` and `try`."""
     for node in ast.iter_child_nodes(tree):
         yield node
         if isinstance(node, ast.If | ast.Try | ast.With):
@@ -143,7 +144,7 @@ def _parameters(node: ast.AST | None) -> str:
 
 
 def installed(module: str) -> str | None:
-    """Nothing of vLLM is imported, which takes long."""
+    """The source of a module of the installed vLLM. Nothing of vLLM is imported, because that takes long."""
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         return None
@@ -181,7 +182,7 @@ def ends() -> list[str]:
 
 
 def differences(version: str, client: httpx.Client, expected: dict[str, str]) -> list[str]:
-    """Sentences. Raises OSError, zipfile.BadZipFile and subprocess.CalledProcessError."""
+    """One sentence for each difference. Raises OSError, zipfile.BadZipFile and subprocess.CalledProcessError."""
     with tempfile.TemporaryDirectory() as folder:
         lock = Path(folder) / "vllm.txt"
         lock.write_text(f"{DISTRIBUTIONS[0]}=={version}\n", encoding="utf-8")

@@ -1,5 +1,5 @@
-"""Compile the kernels of the schedule search into their cache, once. Otherwise several processes of a test run would
-each compile the same ones, for half a minute."""
+"""Compiles the kernels of the schedule search once into their cache. Otherwise several processes of a test run would
+each compile the same kernels, which takes half a minute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ EFFORT = SearchEffort(scale=0.001, exact=False)
 
 
 def main() -> None:
-    """Few ranks, and many ranks with scarce memory: together their searches need all kernels."""
+    """Search with few ranks, and with many ranks and scarce memory. Together these searches need all kernels."""
     for ranks in (4, 32):
         models = [ModelPipelines(name, ranks, 4, time, 2 * time) for name, time in (("actor", 1.0), ("critic", 1.7))]
         limit = 4.0 if ranks > 4 else None

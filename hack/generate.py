@@ -1,4 +1,4 @@
-"""Write the files that are made of the API types; `--check` only says which are stale and exits 1."""
+"""Writes the files that are made from the API types. `--check` only says which files are stale, and exits with 1."""
 
 from __future__ import annotations
 

@@ -7,8 +7,8 @@ r"""Make the recording of `dovetail ui --demo` from finished runs of this machin
         --set spec.sft.steps=20 --set spec.reward.steps=20 --set spec.ppo.iterations=30
     python hack/record_demo.py runs/quickstart-seed-{1,2,3} runs/quickstart-little-sft
 
-The page shows the folders' names. The first run is kept with its samples, timelines and schedule; of the others only
-what a comparison needs."""
+The page shows the folders' names. The first run is kept with its samples, timelines and schedule. Only the data that a
+comparison needs is kept of the others."""
 
 from __future__ import annotations
 
@@ -25,15 +25,16 @@ import numpy as np
 from dovetail.protocol.wire import pack, unpack
 
 TARGET = Path(__file__).parents[1] / "src/dovetail/local/run_page/demo.json.xz"
-# Of the stages before PPO every so many steps are kept.
+# In the stages before PPO one of so many steps is kept.
 EVERY = 5
-# Of so many samples of the last iteration the log-probabilities are kept.
+# The tokens and log-probabilities of so many last iterations are kept.
 BATCHES = 1
 _DROPPED_EVENTS = ("instance.health", "sample.shown", "iteration.finished", "requests.aborted")
 
 
 def rounded(value: Any, digits: int = 5) -> Any:
-    """Numbers with so many significant digits, wherever they are; paths of this machine without their folders."""
+    """The value with all its numbers rounded to so many significant digits, and paths of this machine without their
+    folders."""
     if isinstance(value, float):
         return float(f"{value:.{digits}g}")
     if isinstance(value, dict):
@@ -59,7 +60,7 @@ def history(path: Path) -> str:
 
 
 def files(run: Path, whole: bool) -> dict[str, str]:
-    """The texts that are kept of a run by their path."""
+    """The texts of a run that are kept, by their path."""
     found = {name: compact(json.loads((run / name).read_text())) for name in ("job.json", "plan.json", "summary.json")}
     found["history.jsonl"] = history(run / "history.jsonl")
     events = [event for event in lines(run / "events.jsonl") if event["event"] not in _DROPPED_EVENTS]

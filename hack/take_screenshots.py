@@ -1,4 +1,4 @@
-"""Take the pictures of docs/run-page.md: the demo's runs in Chromium, light and dark, wide and narrow.
+"""Takes the pictures of docs/run-page.md. They show the demo's runs in Chromium, light and dark, wide and narrow.
 
 python hack/take_screenshots.py [CHROMIUM]"""
 
@@ -15,12 +15,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 TARGET = ROOT / "docs" / "images"
 WIDE, NARROW = {"width": 1000, "height": 680}, {"width": 400, "height": 700}
-# Colours of a picture. A page has few, and the file becomes a third as large.
+# The number of colours of a picture. A page has few, and so the file becomes a third as large.
 COLOURS = 96
 
 
 def moved(run: Path) -> tuple[int, int]:
-    """The newest iteration whose tokens are kept, and a prompt of which a sample went on on another server."""
+    """The newest iteration whose tokens are kept, and a prompt with a sample that another server continued."""
     folder = RunFolder(run)
     iteration = folder.batch_iterations()[-1]
     moves = folder.moves(iteration)

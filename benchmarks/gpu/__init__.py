@@ -1,1 +1,1 @@
-"""What `bench_gpu.py` measures, one file a group of figures."""
+"""The measurements of `bench_gpu.py`. Each file has one group of figures."""

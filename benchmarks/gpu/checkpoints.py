@@ -1,4 +1,4 @@
-"""A checkpoint, saved and loaded."""
+"""Measures how a checkpoint is saved and loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BLOCK = 64 * 2**20
 def run(scale: Scale, report: Report) -> None:
     folder = Path(tempfile.mkdtemp(prefix="dovetail-bench-"))
     try:
-        # Of a device with much memory, what a small disk takes.
+        # If the device has much memory, the checkpoint must still fit on a small disk.
         with models.one_rank() as groups:
             engine = models.engine(groups, scale, max(1, scale.few_layers // 2), ["critic"])
             saved = _seconds(lambda: engine.save(folder / "saved"))
@@ -48,7 +48,7 @@ def _seconds(work: object) -> float:
 
 
 def _disk(path: Path, size: int) -> tuple[float, float]:
-    """Seconds to write and to read as many bytes in one file."""
+    """The seconds to write and to read as many bytes in one file."""
     block = os.urandom(min(size, _BLOCK))
 
     def write() -> None:

@@ -1,4 +1,4 @@
-"""The device's own limits, which other groups' figures are held against: matrix products and copies."""
+"""Measures the device's own limits with matrix products and copies. Other groups compare their figures with these."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from gpu.report import Report
 from gpu.scale import Scale
 from gpu.timing import on_device
 
-# The names by which other groups find these.
+# Other groups find the limits by these names.
 FLOPS, MEMORY, TO_DEVICE, TO_HOST = "matmul peak", "memory bandwidth", "host to device", "device to host"
 
 
 def run(scale: Scale, report: Report) -> None:
     dtype = torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    # Of random numbers: a product of zeros takes less power, and is faster.
+    # The numbers are random, because a product of zeros takes less power and is faster.
     left, right = (torch.randn(scale.product, scale.product, device="cuda").to(dtype) for _ in range(2))
     out = torch.empty_like(left)
     seconds = on_device(lambda: torch.mm(left, right, out=out), 10)

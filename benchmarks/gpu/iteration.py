@@ -1,5 +1,5 @@
-"""A whole PPO iteration in one process: what the rollouts would send is made up, all else is the trainer's and the
-scorer's own."""
+"""Measures a whole PPO iteration in one process. The rollouts' data is made up. Everything else is the trainer's and
+the scorer's own code."""
 
 from __future__ import annotations
 
@@ -46,14 +46,15 @@ def run(scale: Scale, report: Report) -> None:
 
 
 def _inference(scale: Scale, layers: int, given: Any) -> tuple[float, Arrays]:
-    """Seconds, and the batch that the trainer gets."""
+    """The seconds of inference, and the batch that the trainer gets."""
     names = ["reference", "reward", "critic"]
     made = scorer(scale, layers, ("reference", "reward", "critic"))
     return by_clock(lambda: made.score(names, given), scale.repeats), _batch(given, made.score(names, given))
 
 
 def _training(scale: Scale, layers: int, batch: bytes, count: int) -> tuple[float, float, int]:
-    """Seconds of the optimizer steps, and of packing the actor's weights, and these bytes."""
+    """The seconds of the optimizer steps, the seconds of packing the actor's weights, and the bytes of these
+    weights."""
     with models.one_rank() as groups:
         runner = _runner(scale, layers, groups, batch, count)
         number = iter(range(1, 1000))
@@ -120,7 +121,7 @@ def _step(scale: Scale, number: int, count: int) -> Step:
 
 
 def _packing(tensors: dict[str, torch.Tensor]) -> Any:
-    """All buckets of the actor, packed as the sender packs them."""
+    """Pack all buckets of the actor as the sender packs them."""
     specs = [TensorSpec(n, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()]
     buckets = plan_buckets(specs, GPU_BUCKET_BYTES)
     message = torch.empty(max(map(message_bytes, buckets)), dtype=torch.uint8, device="cuda")
@@ -134,7 +135,8 @@ def _packing(tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _stock(scale: Scale, layers: int, tokens: int, count: int) -> tuple[float, float]:
-    """Seconds of as many tokens with stock tools: forward passes of three models, a step of two."""
+    """The seconds of as many tokens with stock tools. These are the forward passes of three models, and a step of
+    two."""
     forward = {head: tokens / stock_forward(scale, layers, head, count) for head in ("lm", "value")}
     free()
     trained = 0.0

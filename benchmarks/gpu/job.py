@@ -1,5 +1,5 @@
-"""A whole job on the GPU, SFT and DPO, by the processes of `dovetail run`: once alone, and once with its trainer killed
-in the middle. It generates nothing, so it needs no vLLM."""
+"""Runs a whole job of SFT and DPO on the GPU with the processes of `dovetail run`. It runs once undisturbed, and once
+with its trainer killed in the middle. It generates nothing, so it needs no vLLM."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def _job(product: str) -> dict[str, Any]:
 
 
 def _run(product: str, run_dir: Path, kill: bool) -> float:
-    """Seconds of the job, or with `kill` those from the kill until a step that had not been done before. Raises
-    RuntimeError if the job fails."""
+    """The seconds of the job. With `kill` they are the seconds from the kill until a step that had not been done
+    before. Raises RuntimeError if the job fails."""
     from dovetail.local.launch.launcher import Launcher
     from dovetail.manifest.types import RLHFJob
     from dovetail.planner.make_plan import make_plan

@@ -1,5 +1,5 @@
-"""Log-probabilities and loss over a large vocabulary, forward and backward: from logits that are there, and from hidden
-states without the whole logits."""
+"""Measures log-probabilities and loss over a large vocabulary, forward and backward. They are computed from existing
+logits, and from hidden states without the whole logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def run(scale: Scale, report: Report) -> None:
 
 
 def _measured(scale: Scale, inputs: list[Tensor], loss: Callable[..., Tensor]) -> tuple[float, int]:
-    """Seconds and bytes of a forward and a backward pass."""
+    """The seconds and bytes of a forward and a backward pass."""
 
     def work() -> None:
         for each in inputs:
@@ -42,7 +42,7 @@ def _from_logits(scale: Scale, report: Report, tokens: Tensor) -> None:
         return entropies.mean() - logprobs.mean()
 
     plain, most = _measured(scale, [logits], lambda x: F.cross_entropy(x.float(), tokens))
-    # Logits are read twice, their gradient is written once.
+    # Logits are read twice, and their gradient is written once.
     bound = 3 * logits.nbytes / report.device[device.MEMORY] / 1e9
     note = f"({scale.rows}, {scale.vocabulary}) bfloat16, forward and backward"
     for name, loss in (
@@ -56,7 +56,7 @@ def _from_logits(scale: Scale, report: Report, tokens: Tensor) -> None:
 
 
 def _from_hidden_states(scale: Scale, report: Report, tokens: Tensor) -> None:
-    """As the trainer's last stage computes them, with the entropy as a number."""
+    """Measure them as the trainer's last stage computes them, with the entropy's value but not its gradient."""
     width = scale.config["hidden_size"]
     hidden, weight = (torch.randn(n, width, device="cuda").bfloat16() for n in (scale.rows, scale.vocabulary))
     inputs = [hidden.requires_grad_(True), weight.mul_(0.02).requires_grad_(True)]
@@ -76,6 +76,6 @@ def _from_hidden_states(scale: Scale, report: Report, tokens: Tensor) -> None:
         its, most = _measured(scale, inputs, loss)
         report.add(name, 1e3 * seconds, "ms", other, 1e3 * its, note)
         report.add(f"{name}, memory", memory / 2**30, "GiB", other, most / 2**30, "with the weight's gradient")
-    # The logits twice, and both gradients.
+    # The logits are computed twice, and both gradients once.
     bound = 4 * 2 * scale.rows * scale.vocabulary * width / report.device[device.FLOPS] / 1e12
     report.add(name, 1e3 * seconds, "ms", "4 products at the matmul peak", 1e3 * bound, note)

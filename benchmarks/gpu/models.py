@@ -1,4 +1,5 @@
-"""What several groups train and score: our models with random weights made on the device, and the stock ones."""
+"""Builds the models that several groups train and score. These are our models with random weights made on the device,
+and the stock ones."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ HEADS: dict[str, Any] = {"actor": "lm", "critic": "value"}
 
 
 class _Random:
-    """Weights made on the device: a generator of the host takes minutes for models of this size. A name's weights are
-    the same in every process."""
+    """Makes random weights on the device, because a generator of the host takes minutes for models of this size. A
+    name's weights are the same in every process."""
 
     def read(self, name: str, shape: torch.Size, box: tuple[slice, ...]) -> Tensor:
         if len(shape) == 1:
@@ -41,7 +42,7 @@ class _Random:
 
 @contextmanager
 def random_weights() -> Iterator[None]:
-    """Models that are built inside have random weights, wherever they would be read from."""
+    """A context in which models get random weights instead of those of their source."""
     names = ("dovetail.models.build.open_source", "dovetail.trainer.engine.engine_model.open_source")
     with patch(names[0], lambda *_: _Random()), patch(names[1], lambda *_: _Random()):
         yield
@@ -59,7 +60,7 @@ def free_port() -> int:
 
 @contextmanager
 def one_rank(deterministic: bool = True) -> Iterator[Groups]:
-    """The groups of a trainer of one rank, over NCCL as always on a GPU, and its algorithms."""
+    """A context with the groups of a trainer of one rank (NCCL, as always on a GPU) and its choice of algorithms."""
     port = free_port()
     alone = {name: Parallelism() for name in ("actor", "critic", "reward")}
     groups = Groups.form("127.0.0.1", port, 0, 1, alone, DEADLINE)
@@ -72,7 +73,7 @@ def one_rank(deterministic: bool = True) -> Iterator[Groups]:
 
 
 def engine(groups: Groups, scale: Scale, layers: int, models: Sequence[str], **trained: Any) -> Engine:
-    """A PPO engine that holds these models. `trained`: fields of spec.trainer."""
+    """A PPO engine that holds these models. `trained` has fields of spec.trainer."""
     trainer = {"compile": "Auto" if scale.compiles else "Never", **trained}
     fields = {"groups": [{"name": "t", "roles": ["trainer", "rollout"]}], "trainer": trainer}
     made = Engine(RLHFJobSpec.model_validate(fields), groups)
@@ -86,7 +87,8 @@ def engine(groups: Groups, scale: Scale, layers: int, models: Sequence[str], **t
 
 
 def lengths(scale: Scale, count: int, equal: bool, seed: int = 0) -> list[int]:
-    """Of `count` sequences, tokens: all the same, or between half and one and a half times that, with the same sum."""
+    """The tokens of each of `count` sequences. With `equal` each has `scale.tokens`. Otherwise each has between half
+    and one and a half times that, and the sum is the same."""
     if equal:
         return [scale.tokens] * count
     drawn = random.Random(seed)
@@ -95,7 +97,7 @@ def lengths(scale: Scale, count: int, equal: bool, seed: int = 0) -> list[int]:
 
 
 def micro_batches(scale: Scale, head: str, equal: bool, vocabulary: int) -> list[MicroBatch]:
-    """Of one optimizer step."""
+    """The micro-batches of one optimizer step."""
     made = []
     for index in range(scale.micro_batches):
         sizes = torch.tensor(lengths(scale, scale.sequences, equal, index))
@@ -112,14 +114,14 @@ def micro_batches(scale: Scale, head: str, equal: bool, vocabulary: int) -> list
 
 
 def in_turn(model: str, count: int) -> list[Action]:
-    """Each micro-batch forward and backward."""
+    """A schedule that runs each micro-batch forward and then backward."""
     kinds: tuple[Any, ...] = ("F", "B")
     return [Action(model=model, micro_batch=i, kind=kind) for i in range(count) for kind in kinds]
 
 
 def training_flops(scale: Scale, layers: int, head: str, sizes: Sequence[int]) -> float:
-    """Of a forward and a backward pass over sequences of these lengths, without what is computed twice: six times each
-    weight and token, and causal attention."""
+    """The floating-point operations of a forward and a backward pass over sequences of these lengths. They are six for
+    each weight and token, and those of causal attention. Recomputation does not count."""
     vocabulary = scale.config["vocab_size"] * scale.config["hidden_size"]
     outside = scale.parameters(0)
     weights = scale.parameters(layers) - outside + (vocabulary if head == "lm" else 0)
@@ -144,7 +146,7 @@ class _Values(torch.nn.Module):
 
 
 def stock_model(scale: Scale, layers: int, head: str, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Hugging Face's own model with random weights, attention by torch's scaled_dot_product_attention."""
+    """Hugging Face's own model with random weights. torch's scaled_dot_product_attention computes attention."""
     from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(**scale.shape(layers))
@@ -155,8 +157,8 @@ def stock_model(scale: Scale, layers: int, head: str, dtype: torch.dtype = torch
 
 
 def stock_step(scale: Scale, layers: int, head: str) -> tuple[Callable[[], None], str]:
-    """A training step of as many tokens by the stock tools, and what they are: the whole model compiled where it can
-    be, weights, gradients and moments in bfloat16, rows of equal length without padding."""
+    """A training step of as many tokens with the stock tools, and a description of these. The whole model is compiled
+    if it can be. Weights, gradients and moments are in bfloat16, and rows have equal length without padding."""
     model = stock_model(scale, layers, head).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     name = "Hugging Face, torch.compile, fused AdamW"

@@ -1,5 +1,5 @@
-"""What trainer and scorer compute, beside Hugging Face's model of the same folder in float32. The anchor is how far
-Hugging Face's own bfloat16 is from it."""
+"""Compares the numbers of trainer and scorer with those of Hugging Face's model of the same folder in float32. The
+anchor is the distance of Hugging Face's own bfloat16 from it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from gpu.report import Report
 from gpu.scale import Scale
 from gpu.timing import free
 
-# Tied weights and norms of queries and keys; bounded logits and windows; as most others.
+# llama is like most families. qwen3 has tied weights and norms of queries and keys. gemma2 has bounded logits and
+# windows.
 FAMILIES = ("llama", "qwen3", "gemma2")
 VOCABULARY = 151936
 
 
 @dataclass(frozen=True)
 class Found:
-    """Of one forward and backward pass. `logprobs`: of each token after the first, row by row."""
+    """The results of one forward and backward pass. `logprobs` has each token after the first, row by row."""
 
     logprobs: Tensor
     norm: float
@@ -63,7 +64,7 @@ def run(scale: Scale, report: Report) -> None:
 
 
 def _make(family: str, folder: Path, tiny: bool) -> int:
-    """Write a folder with random weights; its vocabulary's size."""
+    """Write a folder with random weights. Returns the size of its vocabulary."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     width, vocabulary = (64, 256) if tiny else (1024, VOCABULARY)
@@ -105,7 +106,7 @@ def _stock(folder: str, tokens: Tensor, sizes: list[int], dtype: torch.dtype) ->
 
 
 def _trained(scale: Scale, folder: str, tokens: Tensor, sizes: list[int]) -> Found:
-    """The trainer's pass, layers compiled as by default."""
+    """The results of the trainer's pass, with layers compiled as by default."""
     wanted = torch.arange(tokens.shape[1]) < torch.tensor(sizes).unsqueeze(1) - 1
     packed = Sequences(tokens, torch.tensor(sizes)).pack(range(len(sizes)), wanted)
     kept: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""The optimizer's step, gradient clipping and the averaged weights."""
+"""Measures the optimizer's step, gradient clipping and the averaged weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run(scale: Scale, report: Report) -> None:
 
 
 class _Work:
-    """On these weights."""
+    """Measures work on these weights."""
 
     def __init__(self, scale: Scale, report: Report, weights: list[torch.nn.Parameter]) -> None:
         self.repeats, self.report, self.weights = scale.repeats, report, weights
@@ -34,14 +34,15 @@ class _Work:
         self.report.add(name, 1e3 * seconds, "ms", anchor, 1e3 * beside, self.note)
 
     def bound(self, bytes_each: int) -> float:
-        """Seconds of so many bytes a parameter."""
+        """The seconds in which the memory can move so many bytes for each parameter."""
         return bytes_each * self.count / self.report.device[device.MEMORY] / 1e9
 
     def steps(self) -> None:
         gradients = [torch.randn_like(weight) for weight in self.weights]
         norm, plain, clipped = self._ours(gradients)
         free()
-        # Weight, gradient and moments are read, all but the gradient written. Clipping reads and writes the gradient.
+        # Weight, gradient and moments are read, and all but the gradient are written. Clipping reads and writes the
+        # gradient.
         self.add("gradient norm", norm, "bytes over bandwidth", self.bound(4))
         self.add("optimizer step", plain, "bytes over bandwidth", self.bound(28))
         self.add("optimizer step, clipped", clipped, "bytes over bandwidth", self.bound(36))
@@ -60,7 +61,7 @@ class _Work:
             weight.grad = None
 
     def _ours(self, gradients: list[torch.Tensor]) -> tuple[float, float, float]:
-        """Seconds of the norm, of a step, and of one that clips."""
+        """The seconds of the norm, of a step, and of a step that clips."""
         made = AdamW({str(i): weight for i, weight in enumerate(self.weights)}, Optimizer(), 1000)
 
         def step(scaled: float | None) -> None:

@@ -1,7 +1,7 @@
-"""Trainer ranks that share the GPU: two pipeline stages, and two shards, beside one rank.
+"""Compares trainer ranks that share the GPU, as two pipeline stages and as two shards, with one rank.
 
-It shows that the executor's messages, split models and reductions are right with real kernels. It says nothing of the
-speed of several GPUs: NCCL refuses two ranks on one, so all that they send goes through host memory."""
+It shows that the executor's messages, split models and reductions are right with real kernels. It says nothing about
+the speed of several GPUs. NCCL refuses two ranks on one GPU, so all their messages go through host memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gpu.scale import SHAPES, Scale
 
 LAYOUTS = {"one rank": Parallelism(), "two stages": Parallelism(pp=2), "two shards": Parallelism(dp=2)}
 STEPS = 3
-# In bfloat16 a sum over ranks may be rounded otherwise than one over micro-batches.
+# In bfloat16 a sum over ranks may be rounded differently from a sum over micro-batches.
 TOLERANCE = 0.01
 
 
@@ -50,10 +50,10 @@ def run(scale: Scale, report: Report) -> None:
 
 
 def together(scale: Scale, layout: Parallelism, folder: Path) -> dict[str, Any]:
-    """What rank 0 of the layout found. Raises RuntimeError where a rank failed."""
+    """The results of rank 0 of the layout. Raises RuntimeError if a rank failed."""
     folder.mkdir()
     port, world = models.free_port(), layout.pp * layout.dp
-    # Forked: this process has not used CUDA.
+    # Forking is possible because this process has not used CUDA.
     context = get_context("fork")
     ranks = [context.Process(target=_rank, args=(n, world, layout, scale, port, folder)) for n in range(world)]
     for each in ranks:
@@ -80,12 +80,12 @@ def _rank(number: int, world: int, layout: Parallelism, scale: Scale, port: int,
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Not through the interpreter's end: threads of torch's backends may wait there.
+    # Skip the interpreter's shutdown, because threads of torch's backends may wait there.
     os._exit(status)
 
 
 def _train(number: int, world: int, layout: Parallelism, scale: Scale, port: int) -> dict[str, Any]:
-    """Losses and gradient norms of each step, and the seconds of the last one."""
+    """The losses and gradient norms of each step, and the seconds of the last one."""
     layouts = dict.fromkeys(models.HEADS, layout)
     groups = Groups.form("127.0.0.1", port, number, world, layouts, models.DEADLINE, local_rank=0)
     if groups.staged != (world > 1):

@@ -1,5 +1,5 @@
-"""Passes as `dovetail profile` measures them of one layer, and as the planner's formula has them, against training
-steps of a whole model."""
+"""Compares predictions with training steps of a whole model. The predictions are the passes that `dovetail profile`
+measures of one layer, and those of the planner's formula."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def run(scale: Scale, report: Report) -> None:
             repeats = max(3, scale.repeats)
             times = measure_model(ref, sizes, scale.tokens, torch.device("cuda"), torch.bfloat16, repeats)
             free()
-            # The profile is of layers as they are.
+            # The profile measures layers that are not compiled.
             engine = models.engine(groups, scale, scale.few_layers, [name], compile="Never")
             actions = models.in_turn(name, scale.micro_batches)
             work = models.micro_batches(scale, head, True, vocabulary)
@@ -52,7 +52,7 @@ def run(scale: Scale, report: Report) -> None:
 
 
 def _formula(scale: Scale, head: Head) -> float:
-    """Seconds of a mini-batch's passes by the planner's formula. Raises UnknownProduct."""
+    """The seconds of a mini-batch's passes by the planner's formula. Raises UnknownProduct."""
     here = gpu(torch.cuda.get_device_name(0).replace(" ", "-"))
     shape = ModelShape.of({"model_type": "llama", **scale.shape(scale.few_layers)})
     passes = 3 * scale.micro_batches * forward(shape, head, scale.sequences * scale.tokens, scale.tokens / 2, here)

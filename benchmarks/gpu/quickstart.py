@@ -1,4 +1,4 @@
-"""The quickstart's job with vLLM, where it is installed."""
+"""Runs the quickstart's job with vLLM, if vLLM is installed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Figures, each beside its anchor of the same run: written as they are found, so that a group that fails keeps its
-first ones."""
+"""Reports figures, each beside its anchor of the same run. They are written as soon as they are found, so that a group
+that fails keeps its first figures."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Figure:
-    """`anchor` says what `beside` was measured of, in the same unit. `note`: what else a reader must know."""
+    """One figure. `anchor` names the thing for which `beside` was measured, in the same unit. `note` says what else a
+    reader must know."""
 
     name: str
     value: float
@@ -23,7 +24,8 @@ class Figure:
 
 
 class Report:
-    """Of one group, appended to a file of JSON lines. `device`: what the group `device` found, by name."""
+    """The figures of one group, appended to a file of JSON lines. `device` has the figures of the group `device`, by
+    name."""
 
     def __init__(self, path: Path, device: dict[str, float]) -> None:
         self._path, self.device = path, device
@@ -31,11 +33,11 @@ class Report:
     def add(
         self, name: str, value: float, unit: str, anchor: str = "", beside: float | None = None, note: str = ""
     ) -> None:
-        """A figure, with that of its anchor."""
+        """Report a figure, with that of its anchor."""
         self._write({"figure": asdict(Figure(name, value, unit, anchor, beside, note))})
 
     def skip(self, name: str, why: str) -> None:
-        """A figure that this machine cannot give."""
+        """Report a figure that this machine cannot give, and `why`."""
         self._write({"skipped": {"name": name, "why": why}})
 
     def _write(self, line: dict[str, Any]) -> None:
@@ -44,7 +46,7 @@ class Report:
 
 
 def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
-    """The figures and what was skipped."""
+    """The figures and the skipped ones."""
     if not path.exists():
         return [], []
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -52,7 +54,7 @@ def read_lines(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, str]]]:
 
 
 def table(groups: dict[str, dict[str, Any]]) -> str:
-    """All groups' figures as text."""
+    """The figures of all groups as text."""
     lines = [("figure", "value", "unit", "anchor", "its value", "ratio", "note")]
     for name, group in groups.items():
         lines.append((f"[{name}] {group['state']}, {group['seconds']:.0f} s", *("",) * 5, group.get("reason", "")))
@@ -67,7 +69,7 @@ def table(groups: dict[str, dict[str, Any]]) -> str:
 
 
 def short(value: float) -> str:
-    """Three significant digits."""
+    """The number with three significant digits."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 

@@ -1,20 +1,22 @@
-"""Sizes of what is measured, chosen from the device's memory."""
+"""Chooses the sizes of all measurements from the device's memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-# Of a parameter that is trained: float32 weight, gradient, its reduced copy and two moments, and the compute dtype's.
+# The bytes of a trained parameter: float32 weight, gradient, its reduced copy and two moments, and the copies in the
+# compute dtype.
 TRAINED_BYTES = 26
 
 
 @dataclass(frozen=True)
 class Scale:
-    """`config`: a Llama configuration without its number of layers. A micro-batch has `sequences` of `tokens` tokens on
-    average, an optimizer step `micro_batches` of them. `copied`: bytes of a copy that is timed. `product`: rows and
-    columns of the matrix product that gives the peak. `rows`: the rows of logits over `vocabulary` tokens. `samples`:
-    those of an iteration. `few_layers`: where several models are on the device at once."""
+    """The sizes. `config` is a Llama configuration without its number of layers. A micro-batch has `sequences` of
+    `tokens` tokens on average, and an optimizer step has `micro_batches` of them. `copied` is the bytes of a copy that
+    is timed. `product` is the rows and columns of the matrix product that gives the peak. `rows` is the rows of logits
+    over `vocabulary` tokens. `samples` is the samples of an iteration. `few_layers` is for several models on the device
+    at once."""
 
     name: str
     config: dict[str, Any]
@@ -36,7 +38,7 @@ class Scale:
         return {**self.config, "num_hidden_layers": layers}
 
     def parameters(self, layers: int) -> int:
-        """Of a language model of this many layers."""
+        """The number of parameters of a language model of this many layers."""
         return layers * _layer(self.config) + _outside(self.config)
 
 
@@ -88,8 +90,8 @@ TINY = Scale(
 
 
 def choose(memory: int, quick: bool) -> Scale:
-    """Sizes for a device with `memory` bytes: the largest shape of which at least two layers can be trained in half of
-    it. The activations are in the other half."""
+    """The sizes for a device with `memory` bytes. They have the largest shape of which at least two layers can be
+    trained in half of it. The activations are in the other half."""
     room = memory / 2
     for name, config in SHAPES.items():
         layers = int((room / TRAINED_BYTES - _outside(config)) // _layer(config))

@@ -1,4 +1,4 @@
-"""Passes of a scorer."""
+"""Measures passes of a scorer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpu.timing import by_clock, free
 
 
 def samples(scale: Scale, count: int, shared: int, equal: bool) -> SamplesToScore:
-    """`count` samples, of which `shared` each have one prompt: a quarter of the tokens on average."""
+    """`count` samples. Each prompt belongs to `shared` of them, and has a quarter of the tokens on average."""
     rng = np.random.default_rng(0)
     prompt = max(1, scale.tokens // 4)
     sizes = np.array(models.lengths(scale, count, equal)) - prompt
@@ -50,7 +50,7 @@ def run(scale: Scale, report: Report) -> None:
 
 
 def _ours(scale: Scale, count: int) -> dict[tuple[str, str], float]:
-    """Tokens a second by model and kind of samples."""
+    """The tokens per second, by model and kind of samples."""
     found = {}
     made = scorer(scale, scale.layers, ("reference", "reward"))
     for name in ("reference", "reward"):
@@ -65,7 +65,7 @@ def _ours(scale: Scale, count: int) -> dict[tuple[str, str], float]:
 
 
 def stock_forward(scale: Scale, layers: int, head: str, count: int) -> float:
-    """Tokens a second of Hugging Face's forward pass with torch's flash attention, log-probabilities included."""
+    """The tokens per second of Hugging Face's forward pass with torch's flash attention, log-probabilities included."""
     model = models.stock_model(scale, layers, head).eval()
     rows = torch.randint(1, scale.config["vocab_size"], (count, scale.tokens)).cuda()
 

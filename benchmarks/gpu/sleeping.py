@@ -1,4 +1,4 @@
-"""What leaves the GPU for a while: a scorer's weights, the optimizer's moments."""
+"""Measures tensors that leave the GPU for a while. These are a scorer's weights and the optimizer's moments."""
 
 from __future__ import annotations
 

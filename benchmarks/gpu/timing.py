@@ -1,4 +1,4 @@
-"""Seconds on the device, and what a piece of work asks of it."""
+"""Measures the seconds of work on the device, its memory, and its requests to the device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ COUNTED = ("launches", "h2d", "d2h", "synchronisations")
 
 
 def on_device(work: Work, repeats: int, warm: int = 2) -> float:
-    """Seconds between two events around the work: the median of `repeats`, after `warm` that do not count."""
+    """The seconds between two events around the work. It is the median of `repeats` runs, after `warm` runs that do not
+    count."""
     found = []
     for turn in range(warm + repeats):
         first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -30,7 +31,7 @@ def on_device(work: Work, repeats: int, warm: int = 2) -> float:
 
 
 def by_clock(work: Work, repeats: int, warm: int = 1) -> float:
-    """Seconds until the device is done, the host's work included: the median, as in `on_device`."""
+    """The seconds until the device is done, the host's work included. It is the median, as in `on_device`."""
     found = []
     for turn in range(warm + repeats):
         torch.cuda.synchronize()
@@ -43,8 +44,8 @@ def by_clock(work: Work, repeats: int, warm: int = 1) -> float:
 
 
 def asked(work: Work) -> dict[str, int]:
-    """How often the work launches a kernel, copies from the host and to it, and waits for the device. Read from torch's
-    profiler; on the null GPU, which it does not know, from that one's counters."""
+    """The numbers of kernel launches, of copies from the host and to it, and of waits for the device. They come from
+    torch's profiler. It does not know the null GPU, so there they come from the null GPU's counters."""
     try:
         read = ctypes.CDLL(None).nullgpu_count
     except AttributeError:
@@ -76,7 +77,7 @@ def _profiled(work: Work) -> dict[str, int]:
 
 
 def peak_bytes(work: Work) -> int:
-    """The most that was allocated on the device during the work, beyond what was before."""
+    """The most bytes that were allocated on the device during the work, beyond those before it."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -86,6 +87,6 @@ def peak_bytes(work: Work) -> int:
 
 
 def free() -> None:
-    """Give back what nobody refers to any more."""
+    """Give back memory that nothing refers to any more."""
     gc.collect()
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Training steps of actor and critic."""
+"""Measures training steps of actor and critic."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(scale: Scale, report: Report) -> None:
 
 
 def _otherwise(scale: Scale, name: str, head: str, deterministic: bool, trained: dict[str, Any]) -> float:
-    """Tokens a second of rows of equal length."""
+    """The tokens per second with rows of equal length and other settings (`deterministic`, `trained`)."""
     with models.one_rank(deterministic) as groups:
         engine = models.engine(groups, scale, scale.layers, [name], **trained)
         actions = models.in_turn(name, scale.micro_batches)
@@ -38,7 +38,7 @@ def _otherwise(scale: Scale, name: str, head: str, deterministic: bool, trained:
 
 
 def _ours(scale: Scale, report: Report, name: str, head: str) -> dict[str, Any]:
-    """Tokens a second with rows of equal length, and launches of a step."""
+    """The tokens per second with rows of equal length, and the kernel launches of a step."""
     vocabulary, found = scale.config["vocab_size"], {}
     with models.one_rank() as groups:
         engine = models.engine(groups, scale, scale.layers, [name])

@@ -1,4 +1,5 @@
-"""Weights on their way: packed with a checksum, to another process on the same GPU, to the host while training."""
+"""Measures weight transfers. Weights are packed with a checksum, sent to another process on the same GPU, and copied to
+the host while training."""
 
 from __future__ import annotations
 
@@ -20,11 +21,11 @@ ANSWER_SECONDS = 90.0
 
 
 def run(scale: Scale, report: Report) -> None:
-    # A process that is forked before this one uses CUDA.
+    # The other process is forked before this one uses CUDA.
     ours, theirs = multiprocessing.Pipe()
     peer = multiprocessing.get_context("fork").Process(target=_receive, args=(theirs,), daemon=True)
     peer.start()
-    theirs.close()  # so that its death is seen
+    theirs.close()  # so that the other process's death is seen
     _packed(scale, report)
     _while_training(scale, report)
     _to_peer(scale, report, ours)
@@ -51,7 +52,7 @@ def _packed(scale: Scale, report: Report) -> None:
 
 
 def _while_training(scale: Scale, report: Report) -> None:
-    """Page-locked copies on a stream of their own, beside matrix products."""
+    """Measure page-locked copies on a stream of their own, beside matrix products."""
     left = torch.randn(scale.product, scale.product, device="cuda").to(torch.bfloat16)
     there = torch.randn(scale.copied // 4, device="cuda")
     host = torch.empty(scale.copied // 4, pin_memory=True)
@@ -118,7 +119,7 @@ def _answer(peer: Connection) -> Any:
 
 
 def _receive(connection: Connection) -> None:
-    """The other process: open what is sent and copy it into memory of its own."""
+    """Run the other process. It opens the memory that is sent, and copies it into its own memory."""
     try:
         rebuild, arguments = connection.recv()
         torch.cuda.init()
