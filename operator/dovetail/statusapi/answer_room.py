@@ -12,7 +12,7 @@ CHUNK_BYTES = 1 << 16
 
 
 class TooMany(Exception):
-    """HTTP 503: this process is already at its limit."""
+    """This process is already at its limit. The answer is HTTP 503."""
 
 
 class AnswerRoom:

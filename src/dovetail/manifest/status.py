@@ -1,4 +1,4 @@
-"""The status of an RLHFJob: what a controller observed, never what a user asked for."""
+"""The status of an RLHFJob. It has what a controller observed, and never what a user asked for."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ TOO_LARGE = "tooLarge"
 _TEXT = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
 # The fields that are still read of a job that is too large, or over.
 _SPEC = ("managedBy", "suspend", "retry", "ttlSecondsAfterFinished", "storage")
-_SMALL = 1 << 10  # characters; less is not worth compressing
+_SMALL = 1 << 10  # characters; compressing less is not worth it
 # The keys of ConfigMaps that are kept.
 _DATA = ("job.json", "plan.json", names.ITERATIONS_KEY)
 _CONTAINER_STATUS = ("name", "image", "state")
@@ -260,8 +260,8 @@ def _only(thing: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
 
 
 def _sizes_only(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """The parts of a JobSet that are read: whether it is suspended, and the number of pods and the images of each
-    Job."""
+    """The parts of a JobSet that are read. They say whether it is suspended, and have the number of pods and the images
+    of each Job."""
 
     def kept(job: Mapping[str, Any]) -> dict[str, Any]:
         # The schema of JobSets lets a template be empty.

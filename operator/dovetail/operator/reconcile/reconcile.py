@@ -67,11 +67,11 @@ class PlanRefused:
 
 @dataclass(frozen=True)
 class Seen:
-    """What is known of one job. `document` is the RLHFJob as the API server has it. `planned` is the result of reading
-    and planning it. `children` has the objects that the job controls. `reported` is the coordinator's own status, if it
-    answered. `mounts` has messages about volumes that pods wait for, by uid. `drift` is a memory that saves work and
-    changes no answer. `outlook` is the room on the nodes. `ending` has the nodes that will end soon, with the time at
-    which that was noticed. `lost` has the nodes that are not ready."""
+    """The known facts about one job. `document` is the RLHFJob as the API server has it. `planned` is the result of
+    reading and planning it. `children` has the objects that the job controls. `reported` is the coordinator's own
+    status, if it answered. `mounts` has messages about volumes that pods wait for, by uid. `drift` is a memory that
+    saves work and changes no answer. `outlook` is the room on the nodes. `ending` has the nodes that will end soon,
+    with the time at which that was noticed. `lost` has the nodes that are not ready."""
 
     document: Object
     planned: tuple[RLHFJob, Plan] | PlanRefused

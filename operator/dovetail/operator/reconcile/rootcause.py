@@ -69,7 +69,7 @@ NO_NODES: Mapping[str, LostNode] = {}
 
 
 def lost_node(node: Object) -> LostNode | None:
-    """What is wrong with the node. None if it is ready, or so new that nobody knows."""
+    """The problem of the node. None if it is ready, or so new that nobody knows."""
     ready = condition(node, "Ready")
     if ready is None or ready.get("status") == "True":
         return None

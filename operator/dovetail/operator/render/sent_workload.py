@@ -28,8 +28,8 @@ def workload(context: RenderContext) -> Object:
 
 
 def _topology(template: Object, copies: int) -> dict[str, Any] | None:
-    """How close to each other the pods must be, as Kueue would read it from the JobSet. It reads only the Workload of a
-    job that was sent."""
+    """The required closeness of the pods to each other, as Kueue would read it from the JobSet. It reads only the
+    Workload of a job that was sent."""
     annotations = template["metadata"].get("annotations") or {}
     for how in ("required", "preferred"):
         if level := annotations.get(f"{names.KUEUE}podset-{how}-topology"):

@@ -1,1 +1,1 @@
-"""The data of a job: sources, blending, splits, tokenization, and the built-in synthetic dialogue language."""
+"""The data of a job. It has sources, blending, splits, tokenization, and the built-in synthetic dialogue language."""

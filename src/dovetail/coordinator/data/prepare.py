@@ -1,4 +1,4 @@
-"""Prepares what a job needs before its first step: tokenizer, model folders and data. It may be repeated at any
+"""Prepares the tokenizer, model folders and data that a job needs before its first step. It may be repeated at any
 time."""
 
 from __future__ import annotations
@@ -221,7 +221,8 @@ class Prepared:
         return self._prompt_records([(r.prompt, nothing | r.fields) for r in records])
 
     def for_rewards(self, records: Sequence[PromptRecord]) -> list[PromptRecord]:
-        """Prompts of an evaluation as the job's reward functions get them: with every field that they get in PPO."""
+        """Prompts of an evaluation in the form for the job's reward functions, with every field that they get in
+        PPO."""
         return [replace(record, fields=self._filled(record.fields)) for record in records]
 
     def ptx_batch(self, iteration: int) -> Arrays:

@@ -1,4 +1,4 @@
-"""The measures of an evaluation's answers: rewards, exact matches, and the user's own functions."""
+"""Measures an evaluation's answers with rewards, exact matches, and the user's own functions."""
 
 from __future__ import annotations
 

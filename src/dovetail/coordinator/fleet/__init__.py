@@ -1,1 +1,1 @@
-"""The fleet: which rollouts and scorers exist, and which of them may take work."""
+"""The fleet. It knows which rollouts and scorers exist, and which of them may take work."""

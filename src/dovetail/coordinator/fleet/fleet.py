@@ -52,8 +52,8 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class Instance:
-    """What is known of one process. `weight_version` is the version that it holds, as far as is known. It is None if it
-    holds no complete version.
+    """The known facts about one process. `weight_version` is the version that it holds, as far as is known. It is None
+    if it holds no complete version.
 
     `until` is the end of the back-off after a failure, in monotonic seconds. `doubts` counts the reports in a row that
     contradict `weight_version`. `asleep` counts the reports in a row since it was last woken that say that it sleeps. A

@@ -70,6 +70,6 @@ def account(
 
 
 def totals(before: Mapping[str, Any] | None, facts: Mapping[str, float]) -> dict[str, float]:
-    """The sums over iterations: `before` plus the figures of one more iteration."""
+    """The sums over iterations, which are `before` plus the figures of one more iteration."""
     before = before or {}
     return {name: before.get(name, 0.0) + value for name, value in facts.items()}

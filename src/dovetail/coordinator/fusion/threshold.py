@@ -32,7 +32,7 @@ HYSTERESIS = 0.01
 DRAWS = 8
 DRAWN_SAMPLES = 2048
 
-# A threshold as a fraction of the batch (None: fusion is off), and `Decision.roomy`.
+# A threshold as a fraction of the batch, or None if fusion is off, and `Decision.roomy`.
 Choice = tuple[float | None, bool]
 OFF: Choice = (None, False)
 RECENT_ITERATIONS = 5

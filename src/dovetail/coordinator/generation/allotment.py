@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Left:
-    """What is left of an open iteration. `version` is the version of the weights that draw it, and `total` is its
-    number of samples. `waiting` says how many unfinished samples wait for a server, and `on` how many each server
-    has."""
+    """The rest of an open iteration. `version` is the version of the weights that draw it, and `total` is its number of
+    samples. `waiting` says how many unfinished samples wait for a server, and `on` how many each server has."""
 
     iteration: int
     version: int
@@ -75,8 +74,8 @@ class Allotment:
             self._of |= {s: left.iteration for s in servers if s not in self._of and servers[s] == left.version}
 
     def _need(self, left: Left, servers: int) -> int:
-        """How many servers an iteration needs for its remaining samples, if each server takes as many as at the
-        beginning of an iteration."""
+        """The number of servers that an iteration needs for its remaining samples, if each server takes as many as at
+        the beginning of an iteration."""
         share = min(self._capacity, -(-left.total // max(1, servers)))
         return min(servers, -(-left.count // max(1, share)))
 

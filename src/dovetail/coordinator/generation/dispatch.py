@@ -68,7 +68,7 @@ def place(count: int, loads: Mapping[str, int], speeds: Mapping[str, float], cap
 
 
 def excess(loads: Mapping[str, int], newcomers: Sequence[str], capacity: int) -> dict[str, int]:
-    """How many requests to move away from each instance, so that the idle `newcomers` get an equal share of all
+    """The number of requests to move away from each instance, so that the idle `newcomers` get an equal share of all
     requests."""
     everyone = len(set(loads) | set(newcomers))
     share = -(-sum(loads.values()) // max(1, everyone))

@@ -50,9 +50,9 @@ Tail = Callable[[Sequence[tuple[Key, str | None]], Collection[str]], Collection[
 
 @dataclass
 class Shared:
-    """What the drawings of all iterations share. `clock` returns monotonic seconds. With `replay`, servers must report
-    which experts each token used. `leftovers` has for each process the ids of requests that an earlier coordinator left
-    there. `step` is the seconds of a decode step in an earlier drawing."""
+    """The state that the drawings of all iterations share. `clock` returns monotonic seconds. With `replay`, servers
+    must report which experts each token used. `leftovers` has for each process the ids of requests that an earlier
+    coordinator left there. `step` is the seconds of a decode step in an earlier drawing."""
 
     store: Store
     fleet: Fleet

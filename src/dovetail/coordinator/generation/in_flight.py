@@ -29,7 +29,7 @@ EVENT_SECONDS = 0.1
 @dataclass(frozen=True)
 class GenerationSettings:
     """Settings of generation. Times are in seconds. `stream_interval` is the number of tokens per event. If it is None,
-    `interval` decides. Up to `max_fruitless` attempts of a sample in a row may give no token.
+    `interval` decides. Generation fails after `max_fruitless` attempts of a sample in a row without a token.
 
     A request is given up after a silence of `stall` if its whole server is silent. If only the request is silent, it is
     given up after ten times this time, because a server may queue requests. After a silence of `suspect` the samples of
@@ -56,7 +56,7 @@ class GenerationSettings:
 
 @dataclass
 class Activity:
-    """What one instance did in one call of `generate`.
+    """The work of one instance in one call of `generate`.
 
     `decode` has for each batch size the number of decode steps of single requests and their seconds. `prefills` has for
     each time of submission the number of tokens, and the seconds until the last request had its first token."""
@@ -88,9 +88,9 @@ class Activity:
 
 @dataclass
 class Generated:
-    """What one call of `generate` did. `retries` says how often a sample had to leave a server. `migrations` has the
-    samples that continued on another server. `tail` has pairs (seconds since the epoch, samples left). `spans` has one
-    span for each instance that worked."""
+    """The result of one call of `generate`. `retries` says how often a sample had to leave a server. `migrations` has
+    the samples that continued on another server. `tail` has pairs (seconds since the epoch, samples left). `spans` has
+    one span for each instance that worked."""
 
     samples: int = 0
     tokens: int = 0

@@ -1,4 +1,4 @@
-"""Runs the whole job: the stages of the manifest, one after another."""
+"""Runs the whole job, which is the stages of the manifest, one after another."""
 
 from __future__ import annotations
 

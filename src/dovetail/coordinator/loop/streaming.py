@@ -61,7 +61,8 @@ def in_learning_order(arrays: Arrays) -> Arrays:
 
 @dataclass
 class Streamed:
-    """What the trainers did for an iteration while its samples were made. It counts from the last loss of the trainers.
+    """The work of the trainers for an iteration while its samples were made. It counts from the last loss of the
+    trainers.
 
     They learnt `parts` parts. Until the last sample was there, that took `seconds`."""
 

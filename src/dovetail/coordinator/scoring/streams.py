@@ -50,7 +50,7 @@ class Streams:
         return None if found is None or not found.held else found.scorer
 
     def seen(self, key: Key) -> int:
-        """How many tokens of the sample's prompt and response its home has computed."""
+        """The number of tokens of the sample's prompt and response that its home has computed."""
         found = self._homes.get(key)
         return found.prompt + found.held if found is not None and found.held else 0
 

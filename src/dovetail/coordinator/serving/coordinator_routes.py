@@ -27,7 +27,7 @@ PIECE_BYTES = 2**20
 
 
 class Host(Protocol):
-    """What the server needs from the rest of the coordinator."""
+    """The parts of the coordinator that the server needs."""
 
     trainers: TrainerGroup
 

@@ -1,1 +1,1 @@
-"""The trainer ranks: which have joined, and which commands they run."""
+"""The trainer ranks. It tracks which have joined, and which commands they run."""

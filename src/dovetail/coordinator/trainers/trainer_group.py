@@ -1,5 +1,5 @@
-"""The coordinator's view of the trainer ranks: which ranks have joined, which generation is current, and which command
-is running.
+"""The coordinator's view of the trainer ranks. It knows which ranks have joined, which generation is current, and which
+command is running.
 
 Ranks ask for commands (docs/architecture.md, "Trainers pull"). A *generation* is one lifetime of the ranks' process
 groups. It ends as soon as a rank joins again, is silent, or reports that it lost a peer."""
@@ -50,7 +50,8 @@ class CheckpointDamaged(TrainerError):
 
 @dataclass(frozen=True)
 class TrainerPosition:
-    """What the ranks hold: a stage and its last step that was applied. If `stage` is None, they hold no models."""
+    """The state that the ranks hold, as a stage and its last step that was applied. If `stage` is None, they hold no
+    models."""
 
     stage: Stage | None
     step: int
@@ -219,12 +220,13 @@ class TrainerGroup:
 
     @property
     def position(self) -> TrainerPosition | None:
-        """What the ranks hold, as far as they have reported it. None while they are joining."""
+        """The state that the ranks hold, as far as they have reported it. None while they are joining."""
         return self._position if self.formed else None
 
     @property
     def quiet(self) -> bool:
-        """Whether a rank may be frozen: it has sent no heartbeat for `QUIET_SECONDS`. It counts as lost only later."""
+        """Whether a rank may be frozen, because it has sent no heartbeat for `QUIET_SECONDS`. It counts as lost only
+        later."""
         oldest = min((self._seen[rank] for rank in range(self.world_size) if rank in self._seen), default=self.clock())
         return self.formed and self.clock() - oldest > QUIET_SECONDS
 

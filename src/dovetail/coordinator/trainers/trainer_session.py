@@ -34,11 +34,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What the trainers need to run a stage. `models` has the source of each model. `total_optimizer_steps` is the
-    number of optimizer steps. `make_step(step)` returns the command of a step. `layouts` has layouts that replace the
-    plan's. `recompute` names the models with activation checkpointing, and `zero3` those under ZeRO-3. `can_replay(i,
-    k)` says whether the batches of steps i + 1 to k still exist. The weights that are sent may be up to `lag` steps
-    behind the newest. Above 0, the ranks keep lag + 1 versions and send them while they train."""
+    """The facts that the trainers need to run a stage. `models` has the source of each model. `total_optimizer_steps`
+    is the number of optimizer steps. `make_step(step)` returns the command of a step. `layouts` has layouts that
+    replace the plan's. `recompute` names the models with activation checkpointing, and `zero3` those under ZeRO-3.
+    `can_replay(i, k)` says whether the batches of steps i + 1 to k still exist. The weights that are sent may be up to
+    `lag` steps behind the newest. Above 0, the ranks keep lag + 1 versions and send them while they train."""
 
     stage: Stage
     models: dict[str, ModelRef]

@@ -27,7 +27,7 @@ QUANTISED_TOLERANCE = 2.0
 
 @dataclass(frozen=True)
 class ProbedServer:
-    """What a probe needs to know about a server. `max_model_len` is its longest sequence in tokens. `dtype` is the
+    """The facts that a probe needs about a server. `max_model_len` is its longest sequence in tokens. `dtype` is the
     dtype of its weights. It is None if they are quantised or the server does not report it. `engines` is the number of
     its data-parallel engines, each with weights of its own."""
 

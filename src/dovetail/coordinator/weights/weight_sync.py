@@ -227,7 +227,7 @@ class WeightSync:
         return self._version if target.version is None else target.version
 
     async def _round(self) -> None:
-        """Make one transfer of one version: the oldest one that an instance lacks."""
+        """Make one transfer of one version, which is the oldest one that an instance lacks."""
         async with self._lock:
             if self._version is None:
                 return
@@ -287,10 +287,10 @@ class WeightSync:
         self._log("weights.published", version=version, errors={n: e for n, e in published.errors.items() if e})
 
     def _chosen(self, stale: Sequence[Target]) -> list[Target]:
-        """The instances of the next transfer: all but the doubted ones. If only doubted ones are left, they are half of
-        those that have not failed alone yet, so that a working one is found soon. Instances with no other at their
-        address come first, because usually a whole pod cannot be reached. If all have failed alone, it is the first one
-        whose pause is over."""
+        """The instances of the next transfer. These are all except the doubted ones. If only doubted ones are left,
+        they are half of those that have not failed alone yet, so that a working one is found soon. Instances with no
+        other at their address come first, because usually a whole pod cannot be reached. If all have failed alone, it
+        is the first one whose pause is over."""
         stale = [target for target in stale if target.kind in self._takers]
         known = {target: self._doubts.get(target.name) for target in stale}
         doubtful = {t: doubt for t, doubt in known.items() if doubt is not None and doubt.incarnation == t.incarnation}

@@ -1,7 +1,7 @@
 """Rules in CEL (Common Expression Language), as the API server runs them.
 
 The API server also tries a rule on the default of its object, before the fields inside have their own defaults. A rule
-that reads fields with defaults, in an object that has a default itself, must therefore belong to `spec`: `spec` has no
+that reads fields with defaults, in an object that has a default itself, must therefore belong to `spec`, which has no
 default. `function` and `in` are reserved words in CEL, so Kubernetes writes them `__function__` and `__in__`."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads manifests: `load_manifest` returns a job that can run, or raises ManifestError with sentences for the user."""
+"""Reads manifests. `load_manifest` returns a job that can run, or raises ManifestError with sentences for the user."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ class Hub:
         )
 
     def _closed(self) -> str:
-        """What may keep a pod from the hub."""
+        """The possible reasons why a pod cannot reach the hub."""
         return "; the chart lets pods connect to what networkPolicy.jobEgress.hub names alone" if self._pods else ""
 
     def _error(self, field: str, request: Request, revision: str, answer: dict[str, Any]) -> DataError:

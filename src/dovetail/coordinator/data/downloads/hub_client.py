@@ -32,8 +32,8 @@ FINAL = ("gated", "missing", "revision", "token", "forbidden", "full", "invalid"
 
 @dataclass(frozen=True)
 class Request:
-    """What to download. If `cache_dir` is None, the user's own cache is used. If `names` is None, the small files are
-    downloaded, and otherwise these files."""
+    """A request to download files. If `cache_dir` is None, the user's own cache is used. If `names` is None, the small
+    files are downloaded, and otherwise these files."""
 
     repository: str
     revision: str

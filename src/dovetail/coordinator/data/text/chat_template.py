@@ -243,5 +243,5 @@ class Template:
 
 
 def chat_format(tokenizer: Any | None) -> ChatFormat:
-    """The format for a tokenizer: its chat template if it has one, otherwise Human/Assistant."""
+    """The format for a tokenizer. It is the chat template if the tokenizer has one, otherwise Human/Assistant."""
     return Template(tokenizer) if getattr(tokenizer, "chat_template", None) else HumanAssistant()

@@ -34,7 +34,7 @@ class Conversation:
         return bool(self.messages) and self.messages[-1]["role"] in ASSISTANTS
 
     def unlearnt(self) -> Conversation:
-        """The same conversation as context: none of its messages is learnt."""
+        """The same conversation as context, so that none of its messages is learnt."""
         return Conversation(self.messages, [False] * len(self.messages))
 
 

@@ -83,12 +83,12 @@ class Encoder:
         return self.continued(record.prompt, record.chosen), self.continued(record.prompt, record.rejected)
 
     def equal(self, record: Preference) -> bool:
-        """Whether nothing can be learnt from a pair: both sequences are equal, perhaps because both are cut."""
+        """Whether nothing can be learnt from a pair, because both sequences are equal. Perhaps both are cut."""
         chosen, rejected = self.preference(record)
         return chosen.tokens == rejected.tokens
 
     def judged(self, record: Judged) -> tuple[Encoded, ...]:
-        """The sequences of a record: the chosen and the rejected one, or the one with a label."""
+        """The sequences of a record. These are the chosen and the rejected one, or the one with a label."""
         return (self.labelled(record),) if isinstance(record, Labelled) else self.preference(record)
 
 
@@ -131,7 +131,7 @@ def reward_batch(pairs: Sequence[tuple[Encoded, Encoded]], pad: int) -> Arrays:
 
 
 def dpo_batch(pairs: Sequence[tuple[Encoded, Encoded]], pad: int, mismatched: int | None) -> Arrays:
-    """The arrays of an SFT batch of 2N sequences: the N chosen ones, then the N rejected ones.
+    """The arrays of an SFT batch of 2N sequences. The N chosen ones come first, and then the N rejected ones.
 
     KTO's estimate of the KL also needs each prompt with the response of the next row. `mismatched` limits the tokens of
     each of these sequences. Their arrays have the prefix `kl_`. If it is None, they are left out."""
