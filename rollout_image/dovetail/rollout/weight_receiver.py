@@ -56,7 +56,7 @@ def _deadline(receive: Receive) -> Deadline:
 
 
 class WeightReceiver:
-    """Keeps the communicators of one epoch and two bucket buffers. Not thread-safe.
+    """Keeps the communicators of one epoch and two bucket buffers. It is not thread-safe.
 
     `rank` is a vLLM worker's rank within its server. It is added to the offer's `rank_offset`. `copy` gets the messages
     of each version, so that they can be sent on."""

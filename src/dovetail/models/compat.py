@@ -53,7 +53,7 @@ PRIVATE = (
 
 
 def local_box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of this rank's part of a DTensor, and where it begins in the whole tensor."""
+    """The shape of this rank's part of a DTensor, and the offset of this part in the whole tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

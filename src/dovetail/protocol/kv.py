@@ -10,7 +10,7 @@ from dovetail.protocol.messages import Message
 
 # Keys of vLLM's kv_transfer_params.
 HOLD, PULL = "dovetail_hold", "dovetail_pull"
-# How long a server keeps the blocks of an aborted request, for the server that takes the request over.
+# A server keeps the blocks of an aborted request so long for the server that takes the request over.
 HOLD_SECONDS = 30.0
 
 

@@ -60,8 +60,8 @@ class JoinReply(Message):
 
 
 class ModelRef(Message):
-    """Where a trainer or scorer gets a model from. The head `lm` gives vocabulary logits, `value` gives one scalar per
-    token, and `lm+value` gives both."""
+    """The source from which a trainer or scorer gets a model. The head `lm` gives vocabulary logits, `value` gives one
+    scalar per token, and `lm+value` gives both."""
 
     head: Head
     path: str | None = Field(
@@ -294,8 +294,8 @@ Lane = Literal["main", "weights"]
 
 
 class NextRequest(Message):
-    """POST /v1/trainer/next, by rank 0 only. This is a long poll of at most 20 s. Status 409 says that the
-    generation is over; the rank then joins again."""
+    """POST /v1/trainer/next, by rank 0 only. This is a long poll of at most 20 s. Status 409 says that the generation
+    is over. Then the rank joins again."""
 
     generation: int
     result: CommandResult | None = None
@@ -363,8 +363,8 @@ class Bucket(Message):
 
 
 class Segment(Message):
-    """What one sender sends: its buckets in order, each followed by its checksum. `host` and `port` are its rendezvous.
-    The segments of one (model, index) have the same number of buckets. Together their n-th buckets make up the same
+    """The buckets of one sender in order, each followed by its checksum. `host` and `port` are its rendezvous. The
+    segments of one (model, index) have the same number of buckets. Together their n-th buckets make up the same
     tensors. The n-th bucket of part 0 names all of them."""
 
     index: int = Field(description="Pipeline stage.")

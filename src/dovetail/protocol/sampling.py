@@ -17,7 +17,7 @@ from dovetail.manifest.types import Generation, RLHFJobSpec
 
 Sampler = Literal["counter", "native"]
 
-# For vLLM's --logits-processors.
+# The value of vLLM's --logits-processors.
 COUNTER_SAMPLER = "dovetail.rollout.serving.sampler:CounterSampler"
 SEED = "dt_seed"
 TEMPERATURE = "dt_temperature"

@@ -47,7 +47,7 @@ class WeightParts:
     """The weights of a model if each rank of a stage holds and sends only parts of them.
 
     `iterate` starts an iteration over this rank's part of every tensor of its stage. The order is the same each time
-    and on all ranks of the stage. `layout` says how the stage's first dp ranks hold a tensor; others send nothing."""
+    and on all ranks of the stage. `layout` says how the stage's first dp ranks hold a tensor. Others send nothing."""
 
     iterate: Callable[[], Iterable[Part]]
     layout: RankGrid
@@ -130,7 +130,7 @@ class WeightSender:
 
         The transfer may take the command's deadline plus the time that its bytes take at SLOWEST.
 
-        Raises TransferError on every rank alike. It names the receivers that did not come, where they are known. The
+        Raises TransferError on every rank alike. It names the receivers that did not come, if they are known. The
         sender can publish again with a new epoch."""
         deadline = Deadline(command.deadline_seconds)
         models = sorted({m for r in command.receivers for m in r.models} & set(weights))

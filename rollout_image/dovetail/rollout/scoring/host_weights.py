@@ -80,7 +80,7 @@ class CudaCopies:
 
 class HostWeights:
     """The weights of a model or of one of its stages. After `use`, `module` computes with the copies on the device.
-    Otherwise it holds the weights in host memory. Not thread-safe."""
+    Otherwise it holds the weights in host memory. It is not thread-safe."""
 
     def __init__(self, module: nn.Module, copies: Copies) -> None:
         self._copies = copies

@@ -14,7 +14,7 @@ from dovetail.protocol.messages import CALLED_OFF
 ABORT = "abort"
 # A rank that waits for a GPU checks at this interval whether the transfer was called off.
 LOOK_SECONDS = 0.02
-# How long the store may take to answer. A thread of the sender does nothing else.
+# The store may take so long to answer. A thread of the sender does nothing else than answer.
 ANSWER_SECONDS = 20.0
 
 

@@ -1,1 +1,1 @@
-"""What the HTTP servers of all processes share."""
+"""Code that the HTTP servers of all processes share."""

@@ -1,4 +1,4 @@
-"""What the HTTP servers of a job share: the check of the job's token, and time limits for requests."""
+"""The check of the job's token, and time limits for requests, which the HTTP servers of a job share."""
 
 from __future__ import annotations
 

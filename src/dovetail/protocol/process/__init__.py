@@ -1,1 +1,1 @@
-"""What every process of a job needs: its environment, its name, its heartbeat file and its exit codes."""
+"""The environment, name, heartbeat file and exit codes of every process of a job."""

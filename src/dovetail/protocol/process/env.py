@@ -24,7 +24,7 @@ CONFIG_DIR = "DOVETAIL_CONFIG_DIR"
 INDEX = "DOVETAIL_INDEX"
 SURPLUS = "DOVETAIL_SURPLUS"
 
-# Where pods mount a cache of hub models (spec.hub.cacheClaim).
+# Pods mount a cache of hub models here (spec.hub.cacheClaim).
 HUB_CACHE = "/var/dovetail-hub"
 
 # The ports of pods. Each pod has an address of its own. Trainer rank i of a pod serves metrics on TRAINER_METRICS_PORT

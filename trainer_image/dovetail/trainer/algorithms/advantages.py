@@ -358,8 +358,8 @@ def token_rewards(
     """The reward of each token, (batch, time). It is -kl_coef * kl, plus the sample's score at its last token (Ouyang
     et al. 2022, eq. 2).
 
-    scores, finished (batch,); kl, mask (batch, time). kl is the estimator k1 of `kl.kl_estimate`, in nats. The clip
-    and the penalty are those of `sample_scores`; the KL term is not clipped. A row without tokens stays 0."""
+    scores, finished (batch,); kl, mask (batch, time). kl is the estimator k1 of `kl.kl_estimate`, in nats. The clip and
+    the penalty are those of `sample_scores`. The KL term is not clipped. A row without tokens stays 0."""
     with torch.no_grad():
         keep = kept(mask)
         final = sample_scores(scores, finished, reward_clip=reward_clip, missing_eos_penalty=missing_eos_penalty)

@@ -36,7 +36,7 @@ def mismatch_metrics(logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor, c
     Most results are sums. Add them over micro-batches and ranks and divide by `mismatch_tokens`: `mismatch_abs` is |d
     log p| in nats, `mismatch_kl` is log p_rollout - log p_trainer (k1 of KL(rollout || trainer)), `mismatch_ratio` is
     p_trainer / p_rollout, and `mismatch_capped` counts the tokens above `cap`. `mismatch_abs_max` is a maximum: reduce
-    it by max. The logarithm of the ratio is clamped to +-20; the differences are not."""
+    it by max. The logarithm of the ratio is clamped to +-20, but the differences are not."""
     keep = kept(mask)
     difference = torch.where(keep, wide(logprobs.detach()) - wide(rollout_logprobs.detach()), 0.0).float()
     ratio = log_ratio(logprobs.detach(), rollout_logprobs.detach(), keep).float().exp()
