@@ -68,7 +68,7 @@ class ModelRef(Message):
         default=None, description="Hugging Face folder. A value head that it lacks starts at zero."
     )
     scratch: ScratchModel | None = Field(
-        default=None, description="Set instead of path: random weights, drawn from `seed`."
+        default=None, description="It is set instead of `path` for random weights, which are drawn from `seed`."
     )
     tokenizer: str | None = Field(
         default=None, description="Tokenizer folder, for the vocabulary size of scratch models and exports."
@@ -165,8 +165,8 @@ class Accumulate(Message):
 
     kind: Literal["accumulate"] = "accumulate"
     id: str
-    step: Step = Field(description="What is known of the step. Its batch is not there yet.")
-    part: int = Field(ge=0, description="Which part, from 0.")
+    step: Step = Field(description="The part of the step that is known. Its batch is not there yet.")
+    part: int = Field(ge=0, description="The index of the part, from 0.")
     batch: str = Field(description="GET /v1/batches/{batch}: the part's rows alone.")
 
 
@@ -219,7 +219,7 @@ class Receiver(Message):
     models: list[str] = Field(description="Models that it takes. Rollouts take the actor, scorers the critic.")
     rank_offset: int = Field(description="Its first rank in every communicator. The sender is rank 0.")
     world: int = 1
-    dtype: str | None = Field(default=None, description="In which it holds them, if it says so.")
+    dtype: str | None = Field(default=None, description="The dtype in which it holds them, if it says so.")
 
 
 class Publish(Message):
@@ -246,7 +246,7 @@ class StageTimes(Message):
 
     rank: int
     model: str
-    chunk: int = Field(default=0, ge=0, description="Which of the model's stages on the rank, in their order.")
+    chunk: int = Field(default=0, ge=0, description="The index of the stage among the model's stages on the rank.")
     seconds: dict[Kind, list[float]] = Field(
         description="Compute time without waits: for each micro-batch of a mini-batch, the median over mini-batches."
     )
@@ -267,7 +267,7 @@ class Probe(Message):
     version: int
     tokens: list[int]
     logprobs: list[float] = Field(
-        description="Of tokens[1:], each given all tokens before it, at the served temperature."
+        description="The log-probabilities of tokens[1:], each given all tokens before it, at the served temperature."
     )
     dtype: str = Field(description="The dtype in which the trainers computed.")
 
@@ -303,7 +303,7 @@ class NextRequest(Message):
         default=None, description="The stage that the ranks hold. `step` is the last step that they applied."
     )
     step: int = 0
-    versions: list[int] = Field(default_factory=list, description="The versions that they keep to be sent.")
+    versions: list[int] = Field(default_factory=list, description="The versions that they keep for sending.")
     lane: Lane = Field(
         default="main",
         description="weights: the thread that sends kept versions asks. It gets publishes alone, while the main thread "
@@ -384,7 +384,7 @@ class Offer(Message):
         description="gloo: tensors are in host memory. nccl: on GPUs, and each receiver gets the link that it can use."
     )
     segments: list[Segment]
-    deadline_seconds: float = Field(default=120.0, description="It counts the time that the bytes take.")
+    deadline_seconds: float = Field(default=120.0, description="It includes the time that the bytes take.")
 
 
 class Receive(Message):
@@ -403,7 +403,7 @@ class SendOn(Message):
     version: int
     epoch: int
     world_size: int = Field(description="Ranks in each communicator: the sender and the workers of the receiver.")
-    deadline_seconds: float = Field(description="Without the time that the bytes take.")
+    deadline_seconds: float = Field(description="It does not include the time that the bytes take.")
 
 
 # ---------------------------------------------------------------- rollout and scorer processes -> coordinator
@@ -419,7 +419,7 @@ class Register(Message):
     incarnation: str
     ready: bool
     weight_version: int | None = None
-    asleep: bool = Field(default=False, description="a server that was put to sleep, and was not woken")
+    asleep: bool = Field(default=False, description="Whether the server was put to sleep and was not woken.")
     abilities: dict[str, Any] = Field(
         default_factory=dict,
         description="vllm_version, sampler (counter|native), weight_engine, kv_connector, max_model_len, sends_weights",

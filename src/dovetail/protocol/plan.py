@@ -142,7 +142,7 @@ class Rollout(Model):
     scores: list[Scored] = Field(
         default_factory=lambda: list(get_args(Scored)), description="Models that its scorer may hold."
     )
-    pp: int = Field(default=1, ge=1, description="Pipeline stages of the server; it has tp = GPUs / pp in each.")
+    pp: int = Field(default=1, ge=1, description="Pipeline stages of the server. Each has tp = GPUs / pp.")
     split: dict[Scored, Annotated[int, Field(ge=2)]] = Field(
         default_factory=dict,
         description="GPUs of the pod, from the first on, over which its scorer splits a model by layers; models "
@@ -165,7 +165,7 @@ class Batching(Model):
     mini_batch_size: int = Field(description="Sequences per optimizer step, all data-parallel ranks together.")
     micro_batch_size: int = Field(description="Sequences per forward pass of one rank; 1 with micro_batch_tokens.")
     micro_batch_tokens: int | None = Field(
-        default=None, description="Most tokens of a forward pass of one rank, where micro-batches are cut by tokens."
+        default=None, description="The most tokens of a forward pass of one rank, if micro-batches are cut by tokens."
     )
     micro_batches: int = Field(
         description="Micro-batches of one data-parallel rank in an optimizer step; cut by tokens: if all sequences are "
@@ -198,7 +198,7 @@ class Plan(Model):
     version: Literal[1] = 1
     world_size: int = Field(description="Trainer ranks.")
     parallelism: dict[str, Parallelism] = Field(
-        description="By trained model: actor, critic, reward. On all trainer ranks."
+        description="The layout of each trained model (actor, critic, reward) on all trainer ranks."
     )
     batching: list[Batching]
     schedule: Literal["Auto", "Fused", "TimeSharing", "VShaped", "Dedicated", "Serial"] = Field(
@@ -227,9 +227,9 @@ class Plan(Model):
         "for several stages a rank, of each of these.",
     )
     lag: int = Field(
-        default=0, ge=0, description="spec.ppo.lag, or what the planner chose where that is Auto. A run keeps it."
+        default=0, ge=0, description="spec.ppo.lag, or the planner's choice if that is Auto. A run keeps it."
     )
-    lag_reason: str = Field(default="", description="Why the planner chose it; empty where the manifest says it.")
+    lag_reason: str = Field(default="", description="Why the planner chose it. It is empty if the manifest sets it.")
     streamed_parts: int = Field(
         default=0,
         ge=0,
@@ -237,7 +237,7 @@ class Plan(Model):
         "while others are drawn (spec.ppo.streaming). 0: they begin when all samples are there.",
     )
     not_streamed: str = Field(
-        default="", description="Why the job cannot have it, where spec.ppo.streaming is Auto; else empty."
+        default="", description="Why the job cannot have it, if spec.ppo.streaming is Auto. Otherwise it is empty."
     )
     tasks: list[TaskPlacement]
     trainers: list[TrainerRank]

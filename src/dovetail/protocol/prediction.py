@@ -23,9 +23,9 @@ class PredictedTask(Model):
     pp: int = Field(ge=1)
     tp: int = Field(ge=1)
     dp: int = Field(ge=1)
-    micro_batch: int = Field(ge=1, description="Sequences of one forward pass; of no meaning for generation.")
-    seconds: Seconds = Field(description="In an iteration, if nothing else ran on these GPUs.")
-    details: list[str] = Field(default_factory=list, description="What it does to need less memory.")
+    micro_batch: int = Field(ge=1, description="Sequences of one forward pass. It means nothing for generation.")
+    seconds: Seconds = Field(description="The seconds in an iteration, if nothing else ran on these GPUs.")
+    details: list[str] = Field(default_factory=list, description="What the task does to need less memory.")
 
 
 class PredictedStage(Model):
@@ -33,7 +33,7 @@ class PredictedStage(Model):
 
     stage: Stage
     steps: int | None = Field(
-        default=None, ge=1, description="Null: they follow from epochs and the number of records."
+        default=None, ge=1, description="It is null if they follow from epochs and the number of records."
     )
     step_seconds: Seconds = Field(
         description="Of a step if every sequence has data.maxTokens tokens; shorter ones take less. With DPO the "
@@ -59,8 +59,8 @@ class PodMemory(Model):
     first: int = Field(ge=0)
     pods: int = Field(ge=1)
     parts: dict[str, float] = Field(description="Bytes by task and part, at the peak of a PPO iteration.")
-    limit: float | None = Field(default=None, description="Bytes that the group's podTemplate says; null: nothing.")
-    field: str = Field(default="", description="Where it says so.")
+    limit: float | None = Field(default=None, description="The bytes that the group's podTemplate allows, or null.")
+    field: str = Field(default="", description="The manifest's field that sets the limit.")
 
     @property
     def used(self) -> float:
@@ -77,7 +77,9 @@ class Alternative(Model):
 
     placement: str
     note: str = ""
-    seconds: Seconds | None = Field(default=None, description="Of an iteration; null: it does not fit.")
+    seconds: Seconds | None = Field(
+        default=None, description="The seconds of an iteration, or null if it does not fit."
+    )
     problem: str | None = Field(default=None, description="Why it does not fit, with the number that failed.")
 
 
@@ -85,7 +87,7 @@ class PredictedLag(Model):
     """A mean iteration with a value of spec.ppo.lag."""
 
     lag: int = Field(ge=0)
-    iteration_seconds: Seconds | None = Field(default=None, description="Null: the job cannot have this lag.")
+    iteration_seconds: Seconds | None = Field(default=None, description="It is null if the job cannot have this lag.")
     trainer_idle: Share | None = Field(
         default=None, description="Share of the time in which the trainers do not train."
     )

@@ -18,7 +18,7 @@ class PassTimes(Model):
     micro_batch: PositiveInt = Field(description="Sequences.")
     forward: Seconds
     backward: Seconds = Field(description="Whole: input and weight gradients at once.")
-    input_gradient: Seconds = Field(description="The half that the previous stage waits for, where it is split.")
+    input_gradient: Seconds = Field(description="The half for which the previous stage waits, if the pass is split.")
     weight_gradient: Seconds = Field(description="The other half. Both together may take longer than the whole.")
     activation_bytes: int = Field(ge=0, description="Saved for the backward pass.")
 
@@ -29,9 +29,9 @@ class ModelTimes(Model):
     head: Head
     layers: PositiveInt
     hidden_size: PositiveInt
-    bytes_per_value: PositiveInt = Field(description="Of an activation between stages.")
+    bytes_per_value: PositiveInt = Field(description="The bytes of one value of an activation between stages.")
     embedding_times: list[PassTimes] = Field(min_length=1)
-    layer_times: list[PassTimes] = Field(min_length=1, description="Of one layer.")
+    layer_times: list[PassTimes] = Field(min_length=1, description="The times of one layer.")
     head_times: list[PassTimes] = Field(min_length=1)
 
 
