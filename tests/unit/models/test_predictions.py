@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from typing import Any
 
 import numpy as np
@@ -11,7 +9,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dovetail.models.layers import predictions
 from dovetail.models.layers.predictions import Predictions, Vocabulary, by_chunks, gradients_of, predict
 from dovetail.trainer.engine.split_backward import backward_input, backward_weights
 
@@ -72,70 +69,6 @@ def test_at_temperature_one_as_well() -> None:
             alone = say(hidden, Vocabulary(weight), Predictions(tokens))
         torch.testing.assert_close(said.plain, alone.logprobs)
         assert not torch.allclose(said.logprobs, alone.logprobs)
-
-
-# ------------------------------------------------------------ the kernels of GPUs
-
-
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`by_chunks` computes with the Triton kernels, which Triton's interpreter runs on the CPU."""
-    name = "dovetail.models.layers.vocabulary_kernels"
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.delitem(sys.modules, name, raising=False)  # decorated for the interpreter or for a GPU
-    module = importlib.import_module(name)
-    monkeypatch.setattr(module, "_BLOCK", 128)  # so that a row has several
-    monkeypatch.setattr(predictions, "_kernels", lambda _: module)
-    monkeypatch.delitem(sys.modules, name)
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the branch that a lane does not take
-@pytest.mark.parametrize("bound", [None, 3.0])
-@pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_kernels_give_what_float64_gives(bound: float | None, entropy: Any, dtype: torch.dtype) -> None:
-    hidden, weight, tokens = (each.detach() for each in inputs(dtype))
-    factors = torch.arange(9.0)
-
-    def found(wide: bool) -> list[torch.Tensor]:
-        states, matrix = (x.to(torch.float64 if wide else dtype, copy=True).requires_grad_() for x in (hidden, weight))
-        asked = Predictions(tokens, 0.7, entropy)
-        say = predict if wide else by_chunks
-        said = say(states, Vocabulary(matrix, bound), asked, *(() if wide else (5000,)))
-        loss = (said.logprobs * factors).sum()
-        if entropy == "gradient":
-            loss = loss + (said.entropy * factors.flip(0)).sum()
-        values = [said.logprobs] if entropy == "none" else [said.logprobs, said.entropy]
-        return [*values, *torch.autograd.grad(loss, [states, matrix])]
-
-    limit = 1e-5 if dtype == torch.float32 else 1e-2
-    for ours, whole in zip(found(False), found(True), strict=True):
-        assert float((ours.double() - whole).detach().norm() / whole.norm()) < limit
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_kernels_take_several_tokens_at_one_position() -> None:
-    hidden, weight, _ = inputs(torch.float32)
-    rows, tokens = np.array([0, 0, 2, 5, 5, 5, 8]), torch.tensor([3, 299, 7, 0, 1, 2, 128])
-    with torch.inference_mode():
-        said = by_chunks(hidden, Vocabulary(weight), Predictions(tokens, 0.7, rows=rows), 4000)
-        expected = torch.log_softmax(hidden @ weight.T / 0.7, 1)[rows, tokens]
-    torch.testing.assert_close(said.logprobs, expected)
-
-
-@pytest.mark.usefixtures("kernels")
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_kernels_take_forbidden_tokens() -> None:
-    """Logits of minus infinity have no part in sums and gradients, also where a whole block has nothing else."""
-    hidden = torch.ones(1, 1).requires_grad_()
-    weight = torch.full((300, 1), float("-inf"))
-    weight[200:203, 0] = torch.tensor([1.0, 2.0, 3.0])
-    said = by_chunks(hidden, Vocabulary(weight), Predictions(torch.tensor([201]), entropy="gradient"))
-    alone = torch.log_softmax(torch.tensor([1.0, 2.0, 3.0]), 0)
-    torch.testing.assert_close(said.logprobs, alone[1:2])
-    torch.testing.assert_close(said.entropy, -(alone.exp() * alone).sum()[None])
 
 
 def test_a_temperature_of_zero_is_refused() -> None:
