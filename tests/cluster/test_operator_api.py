@@ -74,7 +74,7 @@ def clean(server: KubeCluster) -> Iterator[None]:
     selector = ("-l", "app.kubernetes.io/managed-by=dovetail-operator", "-o", "name")
     for namespace in NAMESPACES:
         words = ("get", ",".join(KINDS), "-n", namespace, *selector)
-        wait_for("nothing left", lambda words=words: server.kubectl(*words) == "")
+        wait_for("nothing left", lambda words=words: server.kubectl(*words) == "", 300)
 
 
 def condition(server: KubeCluster, kind: str, name: str = "demo", namespace: str = NAMESPACES[0]) -> dict[str, Any]:
