@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dovetail.local.one_line import product_label
 from gpu.report import Report
 from gpu.scale import Scale
 
@@ -39,7 +40,7 @@ def run(scale: Scale, report: Report) -> None:
     if absent := [name for name in NEEDED if importlib.util.find_spec(name) is None]:
         report.skip("job", f"these packages of the coordinator are not installed: {', '.join(absent)}")
         return
-    product = torch.cuda.get_device_name(0).replace(" ", "-")
+    product = product_label(torch.cuda.get_device_name(0))
     with tempfile.TemporaryDirectory(prefix="dovetail-bench-") as folder:
         alone, killed = Path(folder, "alone"), Path(folder, "killed")
         seconds = _run(product, alone, kill=False)

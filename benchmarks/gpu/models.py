@@ -72,11 +72,16 @@ def one_rank(deterministic: bool = True) -> Iterator[Groups]:
         groups.close()
 
 
-def engine(groups: Groups, scale: Scale, layers: int, models: Sequence[str], **trained: Any) -> Engine:
-    """A PPO engine that holds these models. `trained` has fields of spec.trainer."""
+def empty_engine(groups: Groups, scale: Scale, **trained: Any) -> Engine:
+    """An engine without models. `trained` has fields of spec.trainer."""
     trainer = {"compile": "Auto" if scale.compiles else "Never", **trained}
     fields = {"groups": [{"name": "t", "roles": ["trainer", "rollout"]}], "trainer": trainer}
-    made = Engine(RLHFJobSpec.model_validate(fields), groups)
+    return Engine(RLHFJobSpec.model_validate(fields), groups)
+
+
+def engine(groups: Groups, scale: Scale, layers: int, models: Sequence[str], **trained: Any) -> Engine:
+    """A PPO engine that holds these models. `trained` has fields of spec.trainer."""
+    made = empty_engine(groups, scale, **trained)
     refs = {name: reference(scale, layers, HEADS[name]) for name in models}
     with random_weights():
         made.load(Load(id="load", stage=Stage.PPO, models=refs, total_steps=1000))

@@ -6,18 +6,16 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.manifest.types import Stage
 from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.messages import Load, ModelRef
 from dovetail.rollout.scoring.forward_passes import ModelScorer
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
-from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.engine.executor import MicroBatch
 from dovetail.trainer.packed_batches import Sequences
 from gpu import models
@@ -117,12 +115,8 @@ def _trained(scale: Scale, folder: str, tokens: Tensor, sizes: list[int]) -> Fou
         value = -output.logprobs.mean()
         return value, {"loss": value.detach()}
 
-    fields: dict[str, Any] = {
-        "groups": [{"name": "t", "roles": ["trainer", "rollout"]}],
-        "trainer": {"compile": "Auto" if scale.compiles else "Never"},
-    }
     with models.one_rank() as groups:
-        engine = Engine(RLHFJobSpec.model_validate(fields), groups)
+        engine = models.empty_engine(groups, scale)
         refs = {"actor": ModelRef(head="lm", path=folder)}
         engine.load(Load(id="load", stage=Stage.PPO, models=refs, total_steps=10))
         engine.run(models.in_turn("actor", 1), {"actor": [MicroBatch(packed, loss, Predictions)]})

@@ -8,6 +8,7 @@ import statistics
 import torch
 
 from dovetail.coordinator.schedules.stage_times import stage_times
+from dovetail.local.one_line import product_label
 from dovetail.planner.costs.memory import ITEMSIZE
 from dovetail.planner.costs.passes import MEMORY, forward
 from dovetail.planner.hardware.gpus import UnknownProduct, gpu
@@ -53,7 +54,7 @@ def run(scale: Scale, report: Report) -> None:
 
 def _formula(scale: Scale, head: Head) -> float:
     """The seconds of a mini-batch's passes by the planner's formula. Raises UnknownProduct."""
-    here = gpu(torch.cuda.get_device_name(0).replace(" ", "-"))
+    here = gpu(product_label(torch.cuda.get_device_name(0)))
     shape = ModelShape.of({"model_type": "llama", **scale.shape(scale.few_layers)})
     passes = 3 * scale.micro_batches * forward(shape, head, scale.sequences * scale.tokens, scale.tokens / 2, here)
     added = (ITEMSIZE[here.dtype] + 8) * shape.parameters(head) / (MEMORY * here.memory_bandwidth)

@@ -9,7 +9,6 @@ import base64
 import hashlib
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,6 @@ from dovetail.trainer.files.storage import causes, write_together
 
 STATE = "state.json"
 _LIST = ".metadata"
-# A rank with a GPU writes so many files at once, if it has the cores. Then copies, packing and the disk overlap.
-_FILES = 4
 _FORMAT = 1
 
 
@@ -42,9 +39,10 @@ def save(engine: EngineState, path: Path, run: str = "") -> None:
     Raises `RankFailed` and `PeerLost`."""
     import torch.distributed.checkpoint as dcp
 
-    from dovetail.trainer.files.shards import digest
+    from dovetail.trainer.files.shards import AT_ONCE, digest, digests
 
-    files = min(_FILES, os.cpu_count() or 1) if engine.groups.device.type == "cuda" else 1
+    # With several files, copies from a GPU, packing and the disk overlap.
+    files = min(AT_ONCE, os.cpu_count() or 1) if engine.groups.device.type == "cuda" else 1
 
     def write(folder: Path) -> tuple[str, dict[str, int], dict[str, str]]:
         tensors = _tensors(engine, saving=True)
@@ -57,9 +55,7 @@ def save(engine: EngineState, path: Path, run: str = "") -> None:
                 no_dist=engine.groups.world_size == 1,
             )
         # These are the names that the writer gives to a rank's files.
-        written = sorted(folder.glob(f"__{engine.groups.rank}_*"))
-        with ThreadPoolExecutor(files) as pool:
-            mine = {file.name: found for file, found in zip(written, pool.map(digest, written), strict=True)}
+        mine = digests(sorted(folder.glob(f"__{engine.groups.rank}_*")))
         return _rng(engine), {name: model.optimizer.steps for name, model in engine.models.items()}, mine
 
     def finish(folder: Path, ranks: list[tuple[str, dict[str, int], dict[str, str]]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from dovetail.models.transfer import checksum
 from dovetail.trainer.files.safe_metadata import SafeReader
 
 _CHUNK = 16 * 2**20
-# So many files are verified at once.
-_THREADS = 4
+# So many files of a rank are written, or read for their digests, at once.
+AT_ONCE = 4
 
 
 class Damaged(RuntimeError):
@@ -39,6 +39,12 @@ def digest(path: Path) -> str:
             total.update(checksum(buffer[:whole]).numpy().tobytes())
     total.update(str(size).encode())
     return total.hexdigest()[:32]
+
+
+def digests(files: Sequence[Path]) -> dict[str, str]:
+    """The digest of each file by its name. Several files are read at a time. Raises OSError."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        return {file.name: found for file, found in zip(files, pool.map(digest, files), strict=True)}
 
 
 def _fill(file: io.FileIO, view: memoryview) -> int:
@@ -73,6 +79,6 @@ class CheckedReader(SafeReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         data: dict[Any, Any] = self.storage_data
         names = sorted({data[item.storage_index].relative_path for item in plan.items})
-        with ThreadPoolExecutor(_THREADS) as pool:
+        with ThreadPoolExecutor(AT_ONCE) as pool:
             list(pool.map(lambda name: verify(self._folder, name, self._expected), names))
         return super().read_data(plan, planner)
