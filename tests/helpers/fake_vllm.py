@@ -78,6 +78,7 @@ class FakeVllm:
         self.die_after: int | None = None
         self.most_running = 0
         self._runner: web.AppRunner | None = None
+        self._connections: set[object] = set()
         self.url = ""
 
     async def start(self) -> None:
@@ -123,6 +124,12 @@ class FakeVllm:
             return web.json_response({"error": {"message": "other weights", "code": 503}}, status=503)
         body = await request.json()
         self.requests.append(body)
+        kept = request.protocol in self._connections
+        self._connections.add(request.protocol)
+        if (kept and self._fault("closed")) or self._fault("broken"):
+            assert request.transport is not None
+            request.transport.close()
+            raise asyncio.CancelledError
         if self._fault("refuse"):
             return web.json_response({"error": {"message": "prompt is too long", "code": 400}}, status=400)
         if self._fault("unavailable"):

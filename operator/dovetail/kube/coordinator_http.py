@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 
 from dovetail.protocol.error_text import error_text
+from dovetail.protocol.http.client_session import client_session
 from dovetail.protocol.process.env import COORDINATOR_PORT
 
 # A page of history has up to 1 MiB, the status of 500 instances about 200 KB, and a trace of a large job a few MiB.
@@ -32,7 +33,7 @@ def pod_url(address: str) -> str:
 
 def session() -> aiohttp.ClientSession:
     """A client session for coordinators alone. It keeps no cookies."""
-    return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar())
+    return client_session(cookie_jar=aiohttp.DummyCookieJar())
 
 
 async def fetch(

@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from dovetail.kube import coordinator_http
-from dovetail.protocol.http.header_deadline import HeaderDeadline
+from dovetail.protocol.http.header_deadline import SERVER_KEEP_SECONDS, HeaderDeadline
 from dovetail.statusapi.answer_room import AnswerRoom
 from dovetail.statusapi.api_settings import ApiSettings
 from dovetail.statusapi.app import create_app
@@ -82,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
             ssl_keyfile=settings.tls_key or None,
             access_log=False,
             server_header=False,
+            timeout_keep_alive=SERVER_KEEP_SECONDS,
             timeout_graceful_shutdown=5,
         )
     )

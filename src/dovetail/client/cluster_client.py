@@ -17,6 +17,7 @@ from dovetail.manifest.checks.validation import check
 from dovetail.manifest.documents import ManifestError, parse, read_yaml
 from dovetail.protocol.error_text import error_text
 from dovetail.protocol.files.sample_choice import ORDERS, choose
+from dovetail.protocol.http.header_deadline import CLIENT_KEEP_SECONDS
 from dovetail.protocol.process.extras import import_error
 
 try:
@@ -325,7 +326,10 @@ class _Service:
     ) -> None:
         self._what, self._option, self._url, self._base = what, option, url, base
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._http = httpx2.Client(base_url=(url or "").rstrip("/"), headers=headers, verify=verify, timeout=SECONDS)
+        limits = httpx2.Limits(keepalive_expiry=CLIENT_KEEP_SECONDS)
+        self._http = httpx2.Client(
+            base_url=(url or "").rstrip("/"), headers=headers, verify=verify, timeout=SECONDS, limits=limits
+        )
 
     def close(self) -> None:
         self._http.close()

@@ -54,6 +54,7 @@ try:
         model_folder,
         own_server,
     )
+    from dovetail.protocol.http.client_session import client_session, resend
 except ModuleNotFoundError as error:
     raise import_error("dovetail.local.llm", ["coordinator"], error) from error
 
@@ -417,8 +418,7 @@ class LLM:
         if server.session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=SILENT_SECONDS)
             headers = {"Authorization": f"Bearer {server.key}", "Content-Type": "application/json"}
-            connector = aiohttp.TCPConnector(limit=0)
-            server.session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
+            server.session = client_session(timeout=timeout, headers=headers, middlewares=[resend])
         return server.session
 
     async def _healthy(self, server: _Server) -> bool:

@@ -63,7 +63,24 @@ def test_a_dying_servers_samples_go_on_elsewhere_from_their_tokens(tmp_path: Pat
     play(tmp_path, scenario)
 
 
-@pytest.mark.parametrize("fault", ["unavailable", "empty abort", "error event", "garbage"])
+def test_a_kept_connection_that_the_server_closes_is_no_failure(tmp_path: Path) -> None:
+    """A server closes idle connections, perhaps just when the next request comes. No server is suspect for that, and no
+    sample moves."""
+
+    async def scenario(job: Job) -> None:
+        server = await job.server("r0")
+        server.faults["closed"] = 5
+        result = await job.generate()
+        assert server.faults["closed"] == 0
+        assert (result.retries, result.migrations) == (0, [])
+        assert not [e for e, _ in job.events if e in ("sample.retried", "sample.moved", "instance.suspect")]
+        job.check()
+        job.reported_once()
+
+    play(tmp_path, scenario, generation={"maxConcurrent": 3})
+
+
+@pytest.mark.parametrize("fault", ["unavailable", "empty abort", "error event", "garbage", "broken"])
 def test_passing_faults_are_retried(tmp_path: Path, fault: str) -> None:
     async def scenario(job: Job) -> None:
         server = await job.server("r0")

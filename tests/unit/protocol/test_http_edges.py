@@ -23,8 +23,8 @@ from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.coordinator.telemetry.timeline import Timeline
 from dovetail.coordinator.trainers.trainer_group import TrainerGroup
-from dovetail.protocol.http import serving
-from dovetail.protocol.http.header_deadline import HeaderDeadline
+from dovetail.protocol.http import client_session, serving
+from dovetail.protocol.http.header_deadline import CLIENT_KEEP_SECONDS, SERVER_KEEP_SECONDS, HeaderDeadline
 from dovetail.protocol.messages import Offer, Register
 from dovetail.protocol.wire import CONTENT_TYPE, pack
 from dovetail.rollout.scoring import scorer_app
@@ -331,3 +331,37 @@ def test_a_batch_of_several_pieces_arrives_whole(tmp_path: Path) -> None:
             assert reply.read() == pack(arrays)
     finally:
         server.close()
+
+
+# ---------------------------------------------------------------- kept connections
+
+
+def test_a_client_drops_a_kept_connection_long_before_its_server_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the server closes it under the client's next request. 5 s is what uvicorn does unasked."""
+    assert CLIENT_KEEP_SECONDS < 5 < SERVER_KEEP_SECONDS / 2
+    monkeypatch.setattr(client_session, "CLIENT_KEEP_SECONDS", 0.1)
+
+    async def scenario() -> None:
+        closed = asyncio.Event()
+
+        async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
+            await reader.read()
+            closed.set()
+            writer.close()
+
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        async with server, client_session.client_session() as session, asyncio.timeout(60):
+            async with session.get(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"):
+                pass
+            await closed.wait()
+
+    asyncio.run(scenario())
+
+
+def test_every_aiohttp_client_of_ours_keeps_connections_so_long() -> None:
+    """One that is made elsewhere has aiohttp's 15 s."""
+    root = Path(__file__).parents[3]
+    sources = [p for f in ("src", "trainer_image", "rollout_image", "operator") for p in (root / f).rglob("*.py")]
+    assert [p.name for p in sources if "aiohttp.ClientSession(" in p.read_text()] == ["client_session.py"]

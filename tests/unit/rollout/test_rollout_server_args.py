@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.http.header_deadline import CLIENT_KEEP_SECONDS
 from dovetail.protocol.kv import KVAbility
 from dovetail.protocol.plan import Plan, Rollout
 from dovetail.protocol.process.env import ProcessEnv
@@ -232,6 +233,7 @@ def test_environment_leaves_the_users_choices_alone() -> None:
     assert "OMP_NUM_THREADS" not in made
     assert made["VLLM_PLUGINS"] == "dovetail,dovetail_info"
     assert made["TORCH_COMPILE_DISABLE"] == "1"
+    assert float(made["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > CLIENT_KEEP_SECONDS
     assert "TORCH_COMPILE_DISABLE" not in server.environment(False, {})
 
 

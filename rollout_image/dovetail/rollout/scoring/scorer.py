@@ -30,6 +30,7 @@ from dovetail.manifest.accelerators import sleeps
 from dovetail.manifest.types import Dtype, RLHFJob
 from dovetail.protocol.budgets import SCORER_TOKENS
 from dovetail.protocol.http import serving
+from dovetail.protocol.http.client_session import client_session, resend
 from dovetail.protocol.last_address import LastAddress
 from dovetail.protocol.messages import Register
 from dovetail.protocol.plan import Plan
@@ -119,9 +120,7 @@ def devices_for(settings: Settings, given: str | None, gpus: int) -> list[str]:
 async def register_forever(env: ProcessEnv, url: str, incarnation: str, service: ScorerService, log: Log) -> None:
     """POST /v1/instances every 2 s for as long as the process lives. It logs only changes of the outcome."""
     address = LastAddress(urlsplit(env.coordinator).hostname or "")
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(resolver=LastAddressResolver(address), use_dns_cache=False)
-    ) as session:
+    async with client_session(resolver=LastAddressResolver(address), middlewares=[resend]) as session:
         await _register(session, address, env, url, incarnation, service, log)
 
 

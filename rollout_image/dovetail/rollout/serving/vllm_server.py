@@ -30,7 +30,7 @@ from dovetail.manifest.sizes import relays_weights
 from dovetail.manifest.training_types import AUTO_LAG
 from dovetail.manifest.types import Group, RLHFJob, Role
 from dovetail.protocol.budgets import KV_BLOCK_TOKENS
-from dovetail.protocol.http.header_deadline import HeaderDeadline
+from dovetail.protocol.http.header_deadline import SERVER_KEEP_SECONDS, HeaderDeadline
 from dovetail.protocol.plan import Plan, Rollout
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.sampling import COUNTER_SAMPLER, SERVED_TEMPERATURE, served_temperature
@@ -150,6 +150,7 @@ def environment(on_cpu: bool, given: Mapping[str, str]) -> dict[str, str]:
     from dovetail.rollout.serving.preload import CPU_ENVIRONMENT
 
     must = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "dovetail,dovetail_info", "VLLM_NO_USAGE_STATS": "1"}
+    must["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(SERVER_KEEP_SECONDS)
     may: dict[str, str] = {}
     if on_cpu:
         # The worker runs inside the engine core, which saves a process and its imports.

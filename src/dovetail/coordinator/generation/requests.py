@@ -14,6 +14,7 @@ from dovetail.coordinator.fleet.fleet import Instance
 from dovetail.coordinator.generation.in_flight import GenerationSettings, Work
 from dovetail.coordinator.store.experts import rows_of
 from dovetail.manifest.types import Generation
+from dovetail.protocol.http.client_session import client_session, resend
 from dovetail.protocol.probe import WEIGHTS_HEADER
 from dovetail.protocol.sampling import sampling_params
 
@@ -153,8 +154,9 @@ class Requests:
     @property
     def session(self) -> aiohttp.ClientSession:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+            # A request has an id and a seed, so one that arrives twice gives the same tokens.
+            self._session = client_session(
+                middlewares=[resend],
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._settings.connect),
                 headers={"Authorization": f"Bearer {self._token}", "Content-Type": "application/json"},
             )

@@ -63,6 +63,7 @@ from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.http import serving
+from dovetail.protocol.http.client_session import client_session
 from dovetail.protocol.messages import CommandResult, Offer, Register
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.env import HUB_CACHE
@@ -174,9 +175,8 @@ class Engines:
 
     async def _start(self) -> None:
         spec, settings, records = self.spec, self.settings, self.records
-        self._session = http = aiohttp.ClientSession(
+        self._session = http = client_session(
             headers={"Authorization": f"Bearer {settings.token}"},
-            connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=10),
         )
         self._publisher = Publisher(self.trainers, http, float(spec.failure_policy.peer_timeout_seconds))

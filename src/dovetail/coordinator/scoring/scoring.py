@@ -27,6 +27,7 @@ from dovetail.coordinator.scoring.streams import Growing, Streams
 from dovetail.coordinator.store.samples import Key
 from dovetail.planner.chunks import MAX_CHUNK_TOKENS, MIN_CHUNK_TOKENS, STREAMED_PER_SCORER, chunk_target
 from dovetail.protocol.error_text import error_text
+from dovetail.protocol.http.client_session import resend
 from dovetail.protocol.messages import ModelRef, Span
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
 
@@ -167,7 +168,7 @@ async def load_models(
     """Tell a scorer which models to load. `timeout` is in seconds. Raises aiohttp.ClientError or TimeoutError."""
     body = {"models": {name: ref.model_dump() for name, ref in models.items()}}
     async with session.post(
-        f"{scorer.url}/v1/load", json=body, timeout=aiohttp.ClientTimeout(total=timeout)
+        f"{scorer.url}/v1/load", json=body, timeout=aiohttp.ClientTimeout(total=timeout), middlewares=[resend]
     ) as response:
         if response.status != 200:
             raise aiohttp.ClientError(f"{scorer.name} could not load its models: {(await response.text())[:500]}")
@@ -443,6 +444,7 @@ async def _ask(
         data=pack(ppo_batch([s.prompt for s in samples], [s.response for s in samples], 0)),
         headers={"Content-Type": CONTENT_TYPE},
         timeout=aiohttp.ClientTimeout(total=timeout, sock_connect=10),
+        middlewares=[resend],
     ) as response:
         body = await response.read()
         if response.status != 200:

@@ -11,6 +11,7 @@ import httpx2
 from dovetail.coordinator.data.text.chat_template import Message
 from dovetail.local.serving.chat import DialogueTooLong, Sampling
 from dovetail.protocol.error_text import error_text
+from dovetail.protocol.http.header_deadline import CLIENT_KEEP_SECONDS
 from dovetail.supervision.errors import RunError
 
 CONNECT_SECONDS = 10.0
@@ -29,7 +30,8 @@ class ServedModel:
         self.url = url.rstrip("/").removesuffix("/v1")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = httpx2.Timeout(PIECE_SECONDS, connect=CONNECT_SECONDS)
-        self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout)
+        limits = httpx2.Limits(keepalive_expiry=CLIENT_KEEP_SECONDS)
+        self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout, limits=limits)
         self._stop = list(stop)
         try:
             names = self._names()

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 from dovetail.coordinator.data.text.chat_template import HUMAN_ASSISTANT_TEMPLATE
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
 from dovetail.manifest.checks.scratch import cpu_head_error
+from dovetail.protocol.http.header_deadline import SERVER_KEEP_SECONDS
 from dovetail.supervision.errors import RunError, UsageError
 from dovetail.supervision.logs import POINTER
 from dovetail.supervision.ports import PortReservation
@@ -88,8 +89,9 @@ def serve_arguments(
 
 def serve_environment(on_cpu: bool, given: Mapping[str, str]) -> dict[str, str]:
     """The environment of `vllm serve`, without Dovetail's plug-ins, which are for rollouts."""
-    defaults = {"VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"} | (_CPU_ENVIRONMENT if on_cpu else {})
-    return {**defaults, **given}
+    defaults = {"VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
+    defaults["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(SERVER_KEEP_SECONDS)
+    return defaults | (_CPU_ENVIRONMENT if on_cpu else {}) | dict(given)
 
 
 def serve_command(folder: Path, arguments: Sequence[str], whole: bool | None = None) -> list[str]:

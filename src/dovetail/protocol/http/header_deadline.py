@@ -1,4 +1,5 @@
-"""Limits how long an HTTP server waits for a request's header. It also gives this limit to uvicorn, which has none."""
+"""How long HTTP servers wait for a request's header, and how long servers and clients keep connections. It also gives
+uvicorn the first limit, which it lacks."""
 
 from __future__ import annotations
 
@@ -7,6 +8,11 @@ from typing import Any
 
 # Peers are programs on the same network that send a request at once.
 HEADER_SECONDS = 15.0
+# A server that closes a connection that its client still uses breaks the client's next request. So clients keep
+# connections for less time than any server, even one with uvicorn's default of 5 s. Servers of ours keep them much
+# longer, because a slow machine closes its own ends late.
+CLIENT_KEEP_SECONDS = 3.0
+SERVER_KEEP_SECONDS = 75
 
 
 class HeaderDeadline(asyncio.Protocol):

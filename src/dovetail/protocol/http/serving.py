@@ -9,10 +9,10 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from dovetail.protocol.http.header_deadline import HEADER_SECONDS
+from dovetail.protocol.http.header_deadline import HEADER_SECONDS, SERVER_KEEP_SECONDS
 
 BODY_SECONDS = 60.0
-# Connections that have brought a request. Later requests on them have aiohttp's keep-alive time.
+# Connections that have brought a request. Later requests on them have SERVER_KEEP_SECONDS.
 _ASKED: web.AppKey[set[object]] = web.AppKey("asked", set)
 # Every server of a job answers these paths without the job's token.
 OPEN_PATHS = frozenset({"/metrics", "/healthz"})
@@ -46,7 +46,7 @@ class Runner(web.AppRunner):
     def __init__(self, app: web.Application, *, header_seconds: float = HEADER_SECONDS, **options: object) -> None:
         app[_ASKED] = set()
         app.middlewares.insert(0, _note)
-        super().__init__(app, **options)  # type: ignore[arg-type]
+        super().__init__(app, keepalive_timeout=SERVER_KEEP_SECONDS, **options)  # type: ignore[arg-type]
         self._header_seconds = header_seconds
         self._watching: asyncio.Task[None] | None = None
 
