@@ -424,7 +424,15 @@ RULES = [
         {"ppo.kl": {"estimator": "k1"}, "ppo.advantage": "grpo", "ppo.samplesPerPrompt": 2},
         "spec.ppo.kl.estimator is k1, whose gradient in the loss is 0",
     ),
-    ({"ppo.kl": {"in": "Loss"}}, "spec.ppo.kl.in is Loss, but spec.ppo.whitenAdvantages divides by the advantages'"),
+    ({"ppo.kl": {"in": "Loss"}}, "spec.ppo.kl.in is Loss, but spec.ppo.whitenAdvantages divides by a deviation"),
+    (
+        {"ppo.advantage": "reinforce++", "ppo.kl": {"in": "Loss"}},
+        "spec.ppo.kl.in is Loss, but spec.ppo.advantage reinforce++ divides by a deviation",
+    ),
+    (
+        {"ppo.advantage": "rloo", "ppo.samplesPerPrompt": 2, "ppo.whitenRewards": True, "ppo.kl": {"in": "Loss"}},
+        "spec.ppo.kl.in is Loss, but spec.ppo.whitenRewards divides by a deviation",
+    ),
     ({"ppo.loss": "gspo"}, "spec.ppo.lossAggregation is Token; set it to Sequence."),
     ({"ppo.loss": "cispo", "ppo.dualClip": 3.0}, "spec.ppo.dualClip has no effect with loss cispo; remove it."),
     ({"ppo.clipLow": 1.5}, "spec.ppo.clipLow is above 1"),

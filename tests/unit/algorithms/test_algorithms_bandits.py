@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dovetail.manifest.types import PPO
+from dovetail.manifest.checks.rules import check
+from dovetail.manifest.types import PPO, RLHFJobSpec
 from dovetail.trainer.algorithms import advantages as adv
 from dovetail.trainer.algorithms.kl import Estimator, kl_estimate, kl_loss
+from helpers.jobs import tiny_job
 from helpers.losses import policy_loss
 
 REFERENCE = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
@@ -55,17 +57,16 @@ def one_update(theta: Tensor, config: PPO, rate: float, coef: float = COEF) -> T
     learns as fast)."""
     old = torch.log_softmax(theta, 0)
     p = old.exp()
-    if config.advantage == "gae" and config.whiten_advantages:
-        # As many samples of each action as its probability says: whitening looks at all of them alike.
-        actions = torch.arange(3).repeat_interleave((p * 1000).round().long())
-        groups, weights = torch.zeros_like(actions), torch.ones(len(actions), 1, dtype=torch.float64)
-        normaliser = float(len(actions))
-    elif config.advantage == "gae":
-        actions, groups, weights, normaliser = torch.arange(3), torch.zeros(3), p[:, None], 1.0
-    else:
-        actions = GROUPS.flatten()
-        groups = torch.arange(len(GROUPS)).repeat_interleave(GROUP)
-        weights, normaliser = p[GROUPS].prod(1).repeat_interleave(GROUP)[:, None], float(GROUP)
+    grouped = config.compares_samples
+    # A row is a sample of a group of GROUP, or a sample by itself.
+    rows = GROUPS if grouped else torch.arange(3)[:, None]
+    weights = p[rows].prod(1)
+    if config.advantage.startswith("reinforce") or config.whiten_rewards or (not grouped and config.whiten_advantages):
+        # As many rows of each kind as its probability says: whitening looks at all of them alike.
+        rows = rows.repeat_interleave((weights * 1000).round().long(), 0)
+        weights = torch.full((len(rows),), 1.0 / len(rows), dtype=torch.float64)
+    actions, groups = rows.flatten(), torch.arange(len(rows)).repeat_interleave(rows.shape[1])
+    weights, normaliser = weights.repeat_interleave(rows.shape[1])[:, None], float(rows.shape[1])
     mask = torch.ones(len(actions), 1, dtype=torch.bool)
     before, reference = old[actions][:, None], REFERENCE.log()[actions][:, None]
     value = (p * (REWARDS - (0.0 if config.kl_in_loss else coef) * (old - REFERENCE.log()))).sum()
@@ -111,40 +112,79 @@ def learnt(config: PPO, steps: int = 160) -> np.ndarray:
     return torch.softmax(theta, 0).numpy()
 
 
+def job_with(config: PPO) -> RLHFJobSpec:
+    return tiny_job().spec.model_copy(update={"ppo": config})
+
+
 def ppo(advantage: str, place: str, estimator: str = "Auto", **fields: object) -> PPO:
     kl = {"in": place, "estimator": estimator}
-    return PPO.model_validate({"advantage": advantage, "kl": kl, "lam": 1.0, **fields})
+    sizes = {"samplesPerPrompt": GROUP, "globalBatchSize": 12, "miniBatchSize": 12, "microBatchSize": 4}
+    return PPO.model_validate({"advantage": advantage, "kl": kl, "lam": 1.0, **sizes, **fields})
 
 
 ONCE = (GROUP - 1) / GROUP
 NORMALISED = fixed_point(group_gain)
-SETTINGS = [
-    (ppo("gae", "Reward"), EXACT),
-    (ppo("gae", "Reward", whitenAdvantages=False), EXACT),
-    (ppo("gae", "Loss", "k2", whitenAdvantages=False), EXACT),
-    (ppo("gae", "Loss", "k3", whitenAdvantages=False), EXACT),
-    (ppo("rloo", "Auto"), EXACT),
-    (ppo("rloo", "Loss", "k2"), EXACT),
-    (ppo("rloo", "Loss", "k3"), EXACT),
-    (ppo("grpo", "Reward", normalizeStd=False), EXACT),
-    # The group's mean holds the sample itself, which takes 1/n of its score away, but nothing of a penalty in the loss.
-    (ppo("grpo", "Loss", normalizeStd=False), softmax_of(ONCE * REWARDS.numpy() / COEF)),
-    (ppo("grpo", "Auto"), NORMALISED),
-    (ppo("grpo", "Loss", "k2"), NORMALISED),
-    (ppo("grpo", "Reward"), NORMALISED),
+METHODS: list[tuple[str, dict[str, bool]]] = [
+    ("gae", {}),
+    ("gae", {"whitenAdvantages": False}),
+    ("rloo", {}),
+    ("grpo", {}),
+    ("grpo", {"normalizeStd": False}),
+    ("reinforce++", {}),
+    ("reinforce++-baseline", {}),
 ]
+SETTINGS = [
+    ppo(method, place, estimator, whitenRewards=whiten, **fields)
+    for method, fields in METHODS
+    for whiten in (False, True)
+    for place, estimator in itertools.product(("Reward", "Loss"), ("k1", "k2", "k3"))
+]
+ACCEPTED = [setting for setting in SETTINGS if not check(job_with(setting))]
 
 
-def name_of(value: object) -> str:
-    if not isinstance(value, PPO):
-        return ""
-    return f"{value.advantage}-{value.kl.place}-{value.kl.estimator}-{value.normalize_std}-{value.whiten_advantages}"
+def optimum_of(config: PPO) -> np.ndarray:
+    if config.advantage == "grpo" and config.normalize_std:
+        return NORMALISED
+    if config.advantage == "grpo" and config.kl_in_loss:
+        # The group's mean holds the sample itself, which takes 1/n of its score away, but nothing of the penalty.
+        return softmax_of(ONCE * REWARDS.numpy() / COEF)
+    return EXACT
 
 
-@pytest.mark.parametrize(("config", "optimum"), SETTINGS, ids=name_of)
-def test_every_setting_ends_at_its_objectives_optimum(config: PPO, optimum: np.ndarray) -> None:
+def name_of(config: PPO) -> str:
+    kl, flags = config.kl, (config.normalize_std, config.whiten_advantages, config.whiten_rewards)
+    return "-".join(map(str, (config.advantage, kl.place, kl.estimator, *flags)))
+
+
+@pytest.mark.parametrize("config", ACCEPTED, ids=name_of)
+def test_every_accepted_setting_ends_at_its_objectives_optimum(config: PPO) -> None:
+    optimum = optimum_of(config)
     assert np.abs(optimum - REFERENCE.numpy()).max() > 0.1, "there is something to learn"
     np.testing.assert_allclose(learnt(config), optimum, atol=1e-3)
+
+
+def test_auto_is_one_of_the_accepted_settings_of_each_method() -> None:
+    accepted = {(c.advantage, c.normalize_std, c.kl_in_loss, c.kl_estimator) for c in ACCEPTED}
+    for method, fields in METHODS:
+        config = ppo(method, "Auto", **fields)
+        assert check(job_with(config)) == []
+        assert (method, config.normalize_std, config.kl_in_loss, config.kl_estimator) in accepted
+
+
+@pytest.mark.parametrize(
+    ("method", "fields"),
+    [("gae", {}), ("reinforce++", {}), ("reinforce++-baseline", {}), ("rloo", {"whitenRewards": True})],
+)
+def test_a_penalty_in_the_loss_beside_whitened_scores_is_refused_because_it_vanishes(
+    method: str, fields: dict[str, bool]
+) -> None:
+    config = ppo(method, "Loss", **fields)
+    (sentence,) = check(job_with(config))
+    assert sentence.startswith("spec.ppo.kl.in is Loss, but spec.ppo.")
+    assert "divides by a deviation over the whole batch" in sentence
+    assert np.abs(learnt(config) - EXACT).sum() / 2 > 0.1
+    without = config.model_copy(update={"kl": config.kl.model_copy(update={"coef": 0.0})})
+    assert check(job_with(without)) == [], "there is no penalty"
 
 
 @pytest.mark.slow

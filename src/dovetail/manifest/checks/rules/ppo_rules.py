@@ -15,7 +15,7 @@ from dovetail.manifest.checks.batching import (
 from dovetail.manifest.checks.rules.rule import CALLS, Rule, Value, ppo_rule, spec_rule
 from dovetail.manifest.critic import shares_body
 from dovetail.manifest.training_types import AUTO_LAG, Optimizer
-from dovetail.manifest.types import Dtype, RLHFJobSpec, Stage
+from dovetail.manifest.types import PPO, Dtype, RLHFJobSpec, Stage
 
 # ---------------------------------------------------------------- batch sizes
 
@@ -143,6 +143,28 @@ def _distils(spec: RLHFJobSpec) -> bool:
     return spec.ppo.advantage == "distillation" and spec.ppo.advantage_function is None
 
 
+# What divides the scores by a deviation over the batch, which falls as the policy learns. A penalty in the loss is not
+# divided, so its relative weight would fall to 0. Each has its condition in Python and in CEL, and the fix.
+_BATCH_DEVIATIONS: tuple[tuple[Callable[[PPO], bool], str, str, str], ...] = (
+    (
+        lambda ppo: ppo.advantage == "gae" and ppo.whiten_advantages,
+        "self.ppo.advantage == 'gae' && self.ppo.whitenAdvantages",
+        "spec.ppo.whitenAdvantages",
+        "whitenAdvantages to false, or kl.in to Reward",
+    ),
+    (
+        lambda ppo: ppo.advantage in ("reinforce++", "reinforce++-baseline"),
+        "self.ppo.advantage in ['reinforce++', 'reinforce++-baseline']",
+        "spec.ppo.advantage {ppo.advantage}",
+        "kl.in to Reward",
+    ),
+    (
+        lambda ppo: ppo.whiten_rewards,
+        "self.ppo.whitenRewards",
+        "spec.ppo.whitenRewards",
+        "whitenRewards to false, or kl.in to Reward",
+    ),
+)
 _DISTILS = "(self.ppo.advantage == 'distillation' && !has(self.ppo.advantageFunction))"
 _COMPARES = "(self.ppo.advantage in ['grpo', 'rloo', 'reinforce++-baseline'])"
 
@@ -187,17 +209,17 @@ PPO_RULES = (
         "spec.ppo.kl.estimator is k1, whose gradient in the loss is 0 on average; use k2 or k3, or set "
         "spec.ppo.kl.in to Reward.",
     ),
-    ppo_rule(
-        lambda spec: (
-            not spec.ppo.kl_in_loss
-            or spec.ppo.advantage != "gae"
-            or not spec.ppo.whiten_advantages
-            or spec.ppo.advantage_function is not None
-        ),
-        f"!{_KL_IN_LOSS} || self.ppo.advantage != 'gae' || !self.ppo.whitenAdvantages "
-        "|| has(self.ppo.advantageFunction)",
-        "spec.ppo.kl.in is Loss, but spec.ppo.whitenAdvantages divides by the advantages' deviation, beside which "
-        "the penalty has no fixed weight; set whitenAdvantages to false, or kl.in to Reward.",
+    *(
+        ppo_rule(
+            lambda spec, divides=divides: (  # type: ignore[misc]
+                not (spec.ppo.kl_in_loss and spec.ppo.kl.coef > 0 and divides(spec.ppo))
+                or spec.ppo.advantage_function is not None
+            ),
+            f"!{_KL_IN_LOSS} || self.ppo.kl.coef == 0.0 || !({cel}) || has(self.ppo.advantageFunction)",
+            f"spec.ppo.kl.in is Loss, but {what} divides by a deviation over the whole batch, beside which the penalty "
+            f"has no fixed weight; set {fix}.",
+        )
+        for divides, cel, what, fix in _BATCH_DEVIATIONS
     ),
     ppo_rule(
         lambda spec: spec.ppo.normalize_std or spec.ppo.advantage == "grpo",
