@@ -135,3 +135,25 @@ def test_bad_tokenizers(tmp_path: Path) -> None:
     config.write_text(json.dumps({k: v for k, v in fields.items() if k != "eos_token"}))
     with pytest.raises(DataError, match="has no end-of-sequence token; set eos_token"):
         tokenizers.load(tmp_path, "f")
+
+
+@pytest.mark.slow
+def test_a_tokenizer_may_be_a_sentencepiece_file_alone(tmp_path: Path) -> None:
+    """Older Llama folders have no tokenizer.json. sentencepiece wanted a newer protobuf than the one that we pin."""
+    import sentencepiece
+
+    text = tmp_path / "words.txt"
+    text.write_text("What is two plus three? The answer is five.\nhello there how are you\n" * 50)
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text),
+        model_prefix=str(tmp_path / "tokenizer"),
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    loaded = tokenizers.load(tmp_path, "spec.models.actor.source")
+    own = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    assert Encoder(loaded, 99, 99).encode("What is five?") == own.encode("What is five?")
