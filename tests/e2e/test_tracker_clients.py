@@ -48,7 +48,8 @@ def told(tmp_path: Path, clients: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         for steps in ((1, 2), (3,)):
             with (tmp_path / "history.jsonl").open("a") as file:
                 for step in steps:
-                    row = {"stage": "ppo", "step": step, "time": 1e9 + step, "metrics": {"reward": REWARDS[step]}}
+                    metrics = {"reward": REWARDS[step], "reward/ä (é)": REWARDS[step], "reward/len": REWARDS[step]}
+                    row = {"stage": "ppo", "step": step, "time": 1e9 + step, "metrics": metrics}
                     file.write(json.dumps(row) + "\n")
             (tmp_path / "summary.json").write_text('{"state": "succeeded"}')
             assert asyncio.run(follow(spec)) == []
@@ -67,9 +68,11 @@ def test_mlflow(tmp_path: Path, told: Any, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     store = tmp_path / "mlflow"
     told("mlflow", store.as_uri())
-    (metric,) = store.glob("*/*/metrics/ppo/reward")
-    rows = [line.split() for line in metric.read_text().splitlines()]
-    assert {int(step): float(value) for _, value, step in rows} == REWARDS
+    metrics = list(store.glob("*/*/metrics/ppo/*"))
+    assert len(metrics) == 3
+    for metric in metrics:
+        rows = [line.split() for line in metric.read_text().splitlines()]
+        assert {int(step): float(value) for _, value, step in rows} == REWARDS
     run = metric.parents[2]
     assert (run / "params" / "ppo.kl.coef").read_text() == "0.125"
     assert (run / "tags" / "dovetail.run").read_text() == RUN

@@ -64,6 +64,22 @@ def shown_sample(line: str) -> list[str] | None:
         return None
 
 
+def tracker_line(line: str) -> str | None:
+    """The event of a tracker that does not get its rows, as one line. None if `line` is another event."""
+    try:
+        event: dict[str, Any] = json.loads(line)
+        if event["event"] == "tracker.late":
+            return f"Warning: {event['message']}; --resume of the run sends it"
+        if event["event"] != "tracker.failed":
+            return None
+        return (
+            f"Warning: the tracker {event['kind']} gets no metrics: {event['reason']} (it is tried again; its log: "
+            f"logs/tracker-{event['kind']}.log)"
+        )
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 def event_line(line: str) -> str:
     """An event of events.jsonl as 'iteration.finished iteration=3 ...'."""
     try:
@@ -103,6 +119,8 @@ def run_job(
                         display.tell(text)
                 elif verbose:
                     display.tell(event_line(line))
+                elif (shown_tracker := tracker_line(line)) is not None:
+                    display.tell(shown_tracker)
 
         with display:
             for _, sentence in missing_trackers(job.spec.trackers):
@@ -112,6 +130,7 @@ def run_job(
                 display.tell(f"coordinator: {launcher.url}, logs: {launcher.run_dir / 'logs'}")
             with StatusPoller(launcher.url, launcher.token, display.update):
                 outcome = launcher.run(on_step)
+            on_step()  # the events of the end
             if outcome.succeeded:
                 display.finish(read_summary(launcher.run_dir))
     if outcome.interrupted:

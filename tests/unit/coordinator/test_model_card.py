@@ -1,15 +1,16 @@
 """What a trained model's folder holds beside its weights: settings, a chat template, and a card."""
 
 import json
+from typing import get_args
 
 import pytest
 import yaml
 
 from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.coordinator.data.text.chat_template import HumanAssistant
-from dovetail.coordinator.store.model_card import CardFacts, ListSize, shown_manifest
+from dovetail.coordinator.store.model_card import CardFacts, ListSize, model_card, shown_manifest
 from dovetail.coordinator.store.model_files import describe_models, generation_config
-from dovetail.manifest.types import Generation, RLHFJob
+from dovetail.manifest.types import DPO, PPO, Generation, RLHFJob
 
 JOB = {
     "apiVersion": "dovetail.dev/v1alpha1",
@@ -107,6 +108,52 @@ def test_a_card_says_how_the_model_was_trained_and_names_no_folder_of_the_machin
     manifest = text.split("```yaml\n")[1].split("```")[0]
     assert RLHFJob.model_validate(yaml.safe_load(manifest)).spec.ppo.iterations == 7
     assert yaml.safe_load(manifest) == shown_manifest("hello", facts().spec)
+
+
+PPO_METHODS = {
+    "gae": "PPO",
+    "grpo": "GRPO",
+    "rloo": "RLOO",
+    "reinforce++": "REINFORCE++",
+    "reinforce++-baseline": "REINFORCE++ with a baseline",
+    "distillation": "on-policy distillation",
+}
+SETTINGS = [
+    *(({"ppo": {"advantage": advantage}}, ["ppo"], method) for advantage, method in PPO_METHODS.items()),
+    ({"ppo": {"advantage": "grpo", "loss": "gspo"}}, ["ppo"], "GSPO"),
+    ({"ppo": {"advantage": "grpo", "loss": "cispo"}}, ["ppo"], "CISPO"),
+    ({"ppo": {"advantage": "grpo", "normalizeStd": False, "lossAggregation": "Constant"}}, ["ppo"], "Dr. GRPO"),
+    (
+        {"ppo": {"advantage": "rloo", "loss": "mine:loss"}},
+        ["sft", "ppo"],
+        "supervised fine-tuning, RLOO with mine:loss",
+    ),
+    *(({"dpo": {"loss": loss}}, ["dpo"], loss) for loss in get_args(DPO.model_fields["loss"].annotation)),
+    ({"dpo": {"loss": "KTO"}}, ["sft", "dpo"], "supervised fine-tuning, KTO"),
+    ({}, ["sft", "reward", "ppo"], "supervised fine-tuning, a reward model, PPO"),
+    ({}, ["sft"], "supervised fine-tuning"),
+]
+
+
+@pytest.mark.parametrize(("settings", "stages", "method"), SETTINGS)
+def test_a_card_names_the_method(settings, stages, method):
+    job = RLHFJob.model_validate(JOB | {"spec": {"groups": JOB["spec"]["groups"], "stages": stages} | settings})
+    card = model_card(CardFacts("hello", job.spec, {}), "actor", 3, True)
+    assert (
+        "This is the actor at the end of training of the job `hello`, "
+        f"trained with Dovetail ({method}). It was exported after step 3 of its stage." in card
+    )
+
+
+def test_every_advantage_has_a_method_on_the_card():
+    assert set(PPO_METHODS) == set(get_args(PPO.model_fields["advantage"].annotation))
+
+
+def test_a_card_names_only_what_came_before_its_model():
+    job = RLHFJob.model_validate(JOB | {"spec": JOB["spec"] | {"stages": ["sft", "reward", "ppo"]}})
+    facts = CardFacts("hello", job.spec, SUMMARY)
+    assert "(supervised fine-tuning)." in model_card(facts, "sft", None, True)
+    assert "(supervised fine-tuning, a reward model)." in model_card(facts, "reward", None, True)
 
 
 def test_the_chat_template_writes_what_the_training_read(models, tokenizer):

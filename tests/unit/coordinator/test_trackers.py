@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import json
+import posixpath
+import re
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
+from dovetail.cli.run import tracker_line
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.trackers import tracker_worker
 from dovetail.coordinator.trackers.otlp_spans import OtlpClient
-from dovetail.coordinator.trackers.tracker_clients import flattened
+from dovetail.coordinator.trackers.tracker_clients import MlflowClient, flattened
 from dovetail.coordinator.trackers.tracker_processes import TrackerProcesses, missing
 from dovetail.coordinator.trackers.tracker_settings import TrackerSettings
 from dovetail.coordinator.trackers.tracker_worker import RunFollower
@@ -93,6 +98,31 @@ def test_each_row_and_timeline_is_told_once_whoever_restarts(tmp_path: Path) -> 
 def test_a_manifest_is_flattened_into_parameters() -> None:
     found = dict(flattened({"ppo": {"kl": {"coef": 0.1}}, "groups": [{"name": "a"}], "seed": 3}))
     assert found == {"ppo.kl.coef": 0.1, "groups": "[{'name': 'a'}]", "seed": 3}
+
+
+def test_no_name_of_mlflow_is_the_folder_of_another_one_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ["reward", "reward/length", "reward/length/p99", "reward.length", "reward/length.p99", "reward_length"]
+    names += ["é", "_", "..", ".", "a/../b", "/a", "a/", "", "a//b", "pass@1", "pass#1", "a\\b", "n" * 300, "n" * 301]
+    got: dict[str, float] = {}
+
+    class Client:
+        def __init__(self, **_: object) -> None: ...
+        def log_batch(self, run: str, metrics: Sequence[tuple[str, float, int, int]]) -> None:
+            got.update({name: value for name, value, _, _ in metrics})
+
+    entities, tracking = ModuleType("mlflow.entities"), ModuleType("mlflow.tracking")
+    entities.__dict__.update(Metric=lambda *row: row, Param=None, RunTag=None)
+    tracking.__dict__.update(MlflowClient=Client)
+    for module in (ModuleType("mlflow"), entities, tracking):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    client = MlflowClient(TrackerSettings("lab", "sums", None, RUN, Path()), {"run": "known"})
+    client.log("ppo", 1, {name: float(number) for number, name in enumerate(names)}, 5.0)
+    assert sorted(got.values()) == [float(number) for number in range(len(names))], "no two are the same"
+    assert {"ppo/reward", "ppo/reward.length", "ppo/reward.length.p99"} <= got.keys()
+    for name in got:
+        assert re.fullmatch(r"[A-Za-z0-9_\-. /]{1,250}", name), "MLflow's rule"
+        assert posixpath.normpath(name) == name, "MLflow refuses other paths"
+        assert not any(other.startswith(f"{name}/") for other in got)
 
 
 # ---------------------------------------------------------------- OpenTelemetry
@@ -212,7 +242,11 @@ def test_a_tracker_that_was_down_gets_all_of_it_later(tmp_path: Path, stand_in: 
     (stand_in / "mode").write_text("down")
     logged = asyncio.run(run_with(spec, run_dir))
     assert [event for event, _ in logged] == ["tracker.failed"]
-    assert logged[0][1]["reason"] == "ConnectionError: the server at wandb.example is down"
+    told_in_the_terminal = tracker_line(json.dumps({"event": logged[0][0], **logged[0][1]}))
+    assert told_in_the_terminal == (
+        "Warning: the tracker wandb gets no metrics: ConnectionError: the server at wandb.example is down (it is tried "
+        "again; its log: logs/tracker-wandb.log)"
+    )
     (stand_in / "mode").write_text("up")
     assert asyncio.run(run_with(spec, run_dir)) == []
     told = [json.loads(line) for line in (stand_in / "told").read_text().splitlines()]

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from dovetail.coordinator.telemetry.summary_rows import get, method, rows
-from dovetail.manifest.types import DataSource, RLHFJobSpec
+from dovetail.coordinator.telemetry.summary_rows import get, rows
+from dovetail.manifest.types import DataSource, RLHFJobSpec, Stage
 
 LANGUAGE_MODELS = ("sft", "actor", "actor-best", "actor-ema")
 _WHAT = {
@@ -89,18 +89,21 @@ def _about(facts: CardFacts, name: str, step: int | None) -> Iterator[str]:
     yield f"# {facts.job}: {name}"
     yield ""
     when = f" It was exported after step {step} of its stage." if step else ""
-    trained = ", ".join(
-        method(facts.summary) if stage == "ppo" else _STAGES.get(stage, stage.upper()) for stage in facts.spec.stages
-    )
+    spec = facts.spec
+    words = {
+        Stage.SFT: "supervised fine-tuning",
+        Stage.REWARD: "a reward model",
+        Stage.DPO: spec.dpo.loss,
+        Stage.PPO: spec.ppo.method,
+    }
+    later = {"sft": (Stage.REWARD, Stage.DPO, Stage.PPO), "reward": (Stage.DPO, Stage.PPO)}.get(name, ())
+    trained = ", ".join(words[stage] for stage in spec.stages if stage not in later)
     yield f"This is {_WHAT.get(name, name)} of the job `{facts.job}`, trained with Dovetail ({trained}).{when}"
     yield ""
     if found:
         yield from ("## Results", "", "| | before / first | after / last |", "|---|---|---|")
         yield from (f"| {what} | {before} | {after} |" for what, before, after in found)
         yield ""
-
-
-_STAGES = {"sft": "supervised fine-tuning", "reward": "a reward model"}
 
 
 def _use(name: str, own_template: bool) -> Iterator[str]:

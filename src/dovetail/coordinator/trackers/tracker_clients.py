@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -56,14 +58,15 @@ class MlflowClient:
             experiment = known.experiment_id if known else self._client.create_experiment(settings.project)
             made = self._client.create_run(experiment, run_name=settings.name)
             self._run = state["run"] = made.info.run_id
-            params = [Param(name, str(value)[:500]) for name, value in flattened(settings.manifest)]
+            params = [Param(_mlflow_name(name, "."), str(value)[:500]) for name, value in flattened(settings.manifest)]
             for at in range(0, len(params), 100):
                 self._client.log_batch(self._run, params=params[at : at + 100])
             self._client.log_batch(self._run, tags=[RunTag("dovetail.run", settings.run)])
 
     def log(self, stage: str, step: int, metrics: Mapping[str, float], time: float) -> None:
         rows = [
-            self._metric(f"{stage}/{_plain(name)}", value, int(time * 1000), step) for name, value in metrics.items()
+            self._metric(f"{stage}/{_mlflow_name(name, '/')}", value, int(time * 1000), step)
+            for name, value in metrics.items()
         ]
         self._client.log_batch(self._run, metrics=rows)
 
@@ -127,6 +130,13 @@ def flattened(document: Mapping[str, Any], path: str = "") -> Iterator[tuple[str
             yield f"{path}{name}", value if isinstance(value, str | int | float | bool) else str(value)
 
 
-def _plain(name: str) -> str:
-    """The name with only the characters that MLflow allows."""
-    return "".join(c if c.isalnum() or c in "_-. /" else "_" for c in name)
+def _mlflow_name(name: str, separator: str) -> str:
+    """A name that MLflow accepts. Different names with the same `separator` of their parts stay different.
+
+    MLflow's file store makes a file of each name, and a folder of each part before a slash. So `reward` and
+    `reward/length` cannot both be there, and parts are separated by a dot. A name with other characters than MLflow
+    takes ends with a part of its hash."""
+    if re.fullmatch(rf"[\w -]+({re.escape(separator)}[\w -]+)*", name, re.ASCII) and len(name) <= 200:
+        return name.replace(separator, ".")
+    plain = re.sub(r"[^\w .-]", "_", name.replace("/", "."), flags=re.ASCII)[:200]
+    return f"{plain}_{hashlib.sha256(name.encode()).hexdigest()[:8]}"
