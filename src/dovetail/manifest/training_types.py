@@ -311,7 +311,12 @@ class PPO(Model):
         ge=0,
         description="Weight of the language-model loss on demonstrations (InstructGPT's PPO-ptx); 0: off.",
     )
-    critic_warmup_iterations: int = Field(default=0, ge=0, description="Iterations that train the critic alone first.")
+    critic_warmup_iterations: int = Field(
+        default=0,
+        ge=0,
+        description="Iterations that train the critic alone first. The actor's learning-rate schedule and the adaptive "
+        "KL coefficient begin after them.",
+    )
     actor_optimizer: Optimizer = Field(default_factory=Optimizer, description="The actor's optimizer.")
     critic_optimizer: Optimizer = Field(default_factory=Optimizer, description="The critic's optimizer.")
 
@@ -319,6 +324,11 @@ class PPO(Model):
         """The version of the weights that draw the samples of `iteration`, which counts from 1. These are the weights
         after step iteration - 1 - lag, or the first weights, which are version 0."""
         return max(0, iteration - 1 - self.lag)
+
+    @property
+    def steps_per_iteration(self) -> int:
+        """The optimizer steps of each trained model in one iteration."""
+        return self.epochs * (self.global_batch_size // self.mini_batch_size)
 
     @property
     def kept_versions(self) -> int:

@@ -160,8 +160,8 @@ def test_equal_samples_are_counted_by_their_tokens_alone() -> None:
 class Run:
     """The PPO stage on a real store and history; trainers return what `metrics` says."""
 
-    def __init__(self, folder: Path, **policy: Any) -> None:
-        spec = tiny_job(failurePolicy=policy).spec
+    def __init__(self, folder: Path, ppo: dict[str, Any] | None = None, **policy: Any) -> None:
+        spec = tiny_job(failurePolicy=policy, ppo=ppo or {}).spec
         self.logged: list[tuple[str, dict[str, Any]]] = []
         self.engines = Engines(
             spec,
@@ -274,6 +274,18 @@ def test_a_warning_is_logged_when_it_begins_and_ends_and_stays_in_the_summary(st
         "count": 4,
     }
     assert run.published == [4, 5, 6]
+
+
+def test_the_kl_coefficient_waits_until_the_actor_learns(start: Start) -> None:
+    """While the critic is trained alone the KL is 0, which says nothing about the coefficient."""
+    kl = {"coef": 0.1, "target": 1.0, "horizon": 2}
+    ppo = {"iterations": 4, "criticWarmupIterations": 2, "kl": kl}
+    run, coefficients = start(ppo=ppo), []
+    for _ in range(3):
+        run.iterate(1.0, 2.0)
+        coefficients.append(run.engines.records.store.get("ppo/progress")["kl_coef"])
+    assert coefficients == [0.1, 0.1, pytest.approx(0.08)]
+    assert run.engines.records.store.get("ppo/3/facts")["train_actor"], "the first step of the actor"
 
 
 def test_trends_are_kept_over_restarts(start: Start) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from dovetail.coordinator.schedules.step_commands import optimizer_steps
 from dovetail.manifest.types import Stage
 from dovetail.models.layers.predictions import by_chunks
 from dovetail.protocol.messages import Action, Export, Save
@@ -17,6 +18,7 @@ from dovetail.protocol.wire import pack, unpack
 from dovetail.trainer.command_errors import is_peer_loss, sentence
 from dovetail.trainer.communication.groups import PeerLost, RankFailed
 from dovetail.trainer.engine.engine import Engine
+from dovetail.trainer.engine.optim import learning_rate
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command, ppo_batch, sft_batch
 
@@ -148,6 +150,32 @@ def test_critic_warm_up_leaves_the_actor_alone(trainer: LocalTrainer) -> None:
     assert not unchanged(critic, parameters(trainer, "critic"))
     assert "policy_loss" not in metrics
     assert metrics["critic_grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("extended", [False, True])
+@pytest.mark.parametrize("schedule", ["Constant", "Linear", "Cosine"])
+def test_the_actors_schedule_is_whole_after_the_critics_warm_up(schedule: str, extended: bool) -> None:
+    """The actor's rates are those of a run of its own iterations alone, also where the run got more of them later."""
+    optimizer = {"learningRate": 1e-3, "schedule": schedule, "warmupFraction": 0.25}
+    ppo = {"iterations": 6, "criticWarmupIterations": 2, "miniBatchSize": 16, "epochs": 1, "actorOptimizer": optimizer}
+    spec = job(ppo=ppo).spec
+    later = {"total_steps": 8, "warmup_total": 6} if extended else {}
+    rates, critics = [], []
+    with LocalTrainer(job(ppo=ppo)) as trainer:
+        trainer.metrics(load_command(Stage.PPO, total_steps=optimizer_steps(spec)))
+        for iteration in range(1, 9 if extended else 7):
+            own = {**later, "train_actor": iteration > 2}
+            batch, models = ppo_batch(1), ["actor", "critic"]
+            found = trainer.metrics(trainer.step(Stage.PPO, iteration, batch, models, 8, kl_coef=0.05, **own))
+            critics.append(found["critic_learning_rate"])
+            if "actor_learning_rate" in found:
+                rates.append(found["actor_learning_rate"])
+    count, config = 6 if extended else 4, spec.ppo.actor_optimizer
+    assert rates == pytest.approx([learning_rate(step, count, config, warmup_total=4) for step in range(count)])
+    assert rates[0] == 1e-3, "a quarter of the actor's four steps is one step"
+    assert rates[-1] == 1e-3 if schedule == "Constant" else rates[-1] < 0.35e-3
+    assert len(critics) == count + 2
 
 
 @pytest.mark.slow

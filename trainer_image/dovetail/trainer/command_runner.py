@@ -235,9 +235,7 @@ class CommandRunner:
             if self._held.step and not command.parts:
                 self._held.clear()
                 self.engine.drop_gradients()
-            for name, model in self.engine.models.items():
-                rate = command.learning_rates.get(name)
-                model.optimizer.follow(rate, command.total_steps, command.warmup_total)
+            self.engine.follow(command)
             metrics = run()
             if self._groups.device.type == "cuda":
                 # A vLLM server that wakes up on this GPU can then use the memory of the activations.

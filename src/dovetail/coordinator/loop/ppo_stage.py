@@ -323,7 +323,8 @@ class PPOStage:
                 self._scheduling.learn(result)
             measured = await asyncio.to_thread(self._measured, experience.arrays, result)
             self._refuse_untrue(iteration, measured)
-            self._kl.update(measured["kl"], len(experience.responses))
+            if self._facts(iteration).train_actor:
+                self._kl.update(measured["kl"], len(experience.responses))
             self._records.store.put("ppo/progress", {"step": iteration, "kl_coef": self._kl.coef})
             await self._maker.trained(iteration)
         if self._open is None:

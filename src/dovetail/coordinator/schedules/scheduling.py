@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from dovetail.coordinator.schedules.step_commands import optimizer_steps
 from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, encode, trained_layouts
 from dovetail.coordinator.schedules.training_schedule import (
     PINS,
@@ -276,7 +275,7 @@ class Scheduling:
         counts = {name: size // layout.dp for name, layout in either.items()}
         together = 1
         if len(either) > 1 and not spec.ppo.ptx_coef:
-            together = mini_batches_together(optimizer_steps(spec) // spec.ppo.iterations)
+            together = mini_batches_together(spec.ppo.steps_per_iteration)
         free = training_problem(either, counts, together, times)
         in_bytes = times.complete("bytes", either, counts)
         limit = self._limit(free, in_bytes)

@@ -16,8 +16,7 @@ from dovetail.protocol.plan import Plan
 
 def optimizer_steps(spec: RLHFJobSpec) -> int:
     """The number of optimizer steps of the whole PPO stage."""
-    ppo = spec.ppo
-    return ppo.iterations * ppo.epochs * (ppo.global_batch_size // ppo.mini_batch_size)
+    return spec.ppo.iterations * spec.ppo.steps_per_iteration
 
 
 def schedule(

@@ -136,7 +136,7 @@ class Settled:
         iterations = "spec.ppo.iterations"
         if command.stage is Stage.PPO and iterations in changed:
             ppo = spec.ppo
-            each = ppo.epochs * (ppo.global_batch_size // ppo.mini_batch_size)
+            each = ppo.steps_per_iteration
             update["total_steps"] = each * int(self.at(iterations, Stage.PPO, command.step, ppo.iterations))
             update["warmup_total"] = each * int(self.at(iterations, Stage.PPO, 1, ppo.iterations))
         return command.model_copy(update=update) if update else command

@@ -18,7 +18,7 @@ from torch import Tensor
 from dovetail.manifest.types import Optimizer, RLHFJobSpec, Stage
 from dovetail.models.config import balance_coefficient
 from dovetail.models.layers.expert_routing import take_counts, take_unbalance
-from dovetail.protocol.messages import Action, Load
+from dovetail.protocol.messages import Action, Load, Step
 from dovetail.trainer.algorithms.ema import ema_update
 from dovetail.trainer.communication.groups import Groups, PeerLost, peer_errors
 from dovetail.trainer.compat import multiply
@@ -78,7 +78,7 @@ class Engine(EngineState):
                     ref,
                     getattr(self.spec.models, name),
                     self._optimizer_config(command.stage, name),
-                    command.total_steps,
+                    self._steps_of(command.stage, name, command.total_steps),
                     self.groups.of(name),
                     self.groups.device,
                     weights=command.checkpoint is None,
@@ -97,6 +97,22 @@ class Engine(EngineState):
         self.groups.all_succeed(error)
         if command.checkpoint is not None:
             self.step = checkpoint.restore(self, Path(command.checkpoint), command.run)
+
+    def follow(self, command: Step) -> None:
+        """Set each model's learning rate and number of steps, where the command names another."""
+        for name, model in self.models.items():
+            totals = (
+                total and self._steps_of(command.stage, name, total)
+                for total in (command.total_steps, command.warmup_total)
+            )
+            model.optimizer.follow(command.learning_rates.get(name), *totals)
+
+    def _steps_of(self, stage: Stage, model: str, total: int) -> int:
+        """The optimizer steps of a model in a stage of `total` steps. While the critic is trained alone, the actor
+        takes none."""
+        ppo = self.spec.ppo
+        late = ppo.critic_warmup_iterations if stage is Stage.PPO and model == "actor" else 0
+        return total - late * ppo.steps_per_iteration
 
     @property
     def averages(self) -> bool:
