@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from dovetail.manifest.fixed_names import DATA_KINDS
+from dovetail.manifest.fixed_names import DATA_KINDS, DataKind
 from dovetail.manifest.types import API_VERSION, KIND
 from dovetail.supervision.errors import UsageError
 
@@ -48,16 +48,23 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
     "rloo": {"advantage": "rloo", "samplesPerPrompt": 4},
     "reinforce++": {"advantage": "reinforce++"},
 }
-# The maximum tokens of a prompt and of a response. A model with a shorter context gets fewer.
+# The maximum tokens of a prompt, if the data does not say more, and of a response on CPUs.
 PROMPT_TOKENS = RESPONSE_TOKENS = 512
+# Responses of reasoning models are longer. A model whose context is not known yet has at least 2,048 tokens.
+REASONING_TOKENS = 4096
+SURE_CONTEXT = 2048
+# The most tokens of a micro-batch on a GPU with 80 GB. A smaller GPU gets fewer.
+MICRO_BATCH_TOKENS = 32_768
 
 
 @dataclass(frozen=True)
 class GPUs:
-    """The GPUs of this machine. `product`: the value of the node label nvidia.com/gpu.product."""
+    """The GPUs of this machine. `product`: the value of the node label nvidia.com/gpu.product. `memory`: bytes of
+    each."""
 
     product: str
     count: int
+    memory: int
 
 
 @dataclass(frozen=True)
@@ -78,13 +85,22 @@ def product_label(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-")[:63]
 
 
-def document(line: OneLine, local: frozenset[str], gpus: GPUs | None, context: int | None = None) -> dict[str, Any]:
+def document(
+    line: OneLine,
+    local: frozenset[str],
+    gpus: GPUs | None,
+    context: int | None = None,
+    longest: Mapping[DataKind, int] | None = None,
+) -> dict[str, Any]:
     """The manifest as plain data for `yaml.safe_dump`. `local`: the names in `line` that are files or folders here.
     Others are names of a hub. `gpus`: None means CPUs. `context`: the longest sequence of the model in tokens, if it is
-    known. Raises UsageError, which names the option."""
-    stages = _stages(line)
-    prompt = min(PROMPT_TOKENS, context // 2) if context else PROMPT_TOKENS
-    response = min(RESPONSE_TOKENS, context - prompt) if context else RESPONSE_TOKENS
+    known. `longest`: the tokens of the longest record of each data set that is known. Raises UsageError, which names
+    the option."""
+    stages, longest = _stages(line), longest or {}
+    records = [most for kind, most in longest.items() if kind != "prompts"]
+    generates = "ppo" in stages
+    known = longest.get("prompts") if generates else max(records, default=None)
+    prompt, response = _lengths(known, context, gpus, generates)
     models: dict[str, Any] = {"actor": {"source": _source(line.model, local)}}
     if line.rewards:
         models["reward"] = _reward(line.rewards)
@@ -92,19 +108,42 @@ def document(line: OneLine, local: frozenset[str], gpus: GPUs | None, context: i
     for name in DATA_KINDS:
         if given := getattr(line, name):
             data[name] = [_source(each, local) for each in given]
-    data |= {"maxPromptTokens": prompt, "maxTokens": prompt + response}
+    most = min(
+        max([prompt + RESPONSE_TOKENS, *map(_round_up, records)]), context or max(SURE_CONTEXT, prompt + response)
+    )
+    data |= {"maxPromptTokens": prompt, "maxTokens": most}
     spec: dict[str, Any] = {"stages": stages, "models": models, "data": data}
     ranks = gpus.count if gpus is not None else 1
-    micro = 8 if gpus is not None else 4
+    micro, together = 4, {}
+    if gpus is not None:
+        fit = MICRO_BATCH_TOKENS * gpus.memory // (80 * 10**9)
+        micro = max(1, min(8, fit // (prompt + response if generates else most)))
+        together = {"microBatchTokens": "Auto"}
     for stage, rate in (("sft", 1e-5), ("reward", 1e-5), ("dpo", 1e-6)):
         if stage in stages:
             size = _multiple(32 if gpus is not None else 8, ranks * micro)
-            spec[stage] = {"batchSize": size, "microBatchSize": micro, "optimizer": {"learningRate": rate}}
-    if "ppo" in stages:
-        spec["ppo"] = _ppo(line, ranks, micro, gpus is not None, response)
+            spec[stage] = {"batchSize": size, "microBatchSize": micro, **together, "optimizer": {"learningRate": rate}}
+    if generates:
+        spec["ppo"] = _ppo(line, ranks, micro, gpus is not None, response) | together
         spec["generation"] = {"maxTokens": response}
-    spec["groups"] = _groups("ppo" in stages, gpus)
+    spec["groups"] = _groups(generates, gpus)
     return {"apiVersion": API_VERSION, "kind": KIND, "metadata": {"name": job_name(line)}, "spec": spec}
+
+
+def _lengths(longest: int | None, context: int | None, gpus: GPUs | None, generates: bool) -> tuple[int, int]:
+    """The maximum tokens of a prompt and of a response."""
+    prompt = PROMPT_TOKENS if longest is None else _round_up(longest)
+    response = RESPONSE_TOKENS
+    if generates and gpus is not None:
+        response = REASONING_TOKENS if context else max(RESPONSE_TOKENS, SURE_CONTEXT - prompt)
+    if context:
+        prompt = min(prompt, context // 2)
+        response = min(response, context - prompt)
+    return prompt, response
+
+
+def _round_up(tokens: int) -> int:
+    return _multiple(max(tokens, 1), 64)
 
 
 def job_name(line: OneLine) -> str:

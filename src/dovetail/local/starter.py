@@ -209,7 +209,8 @@ def _manifest(
         parts[0] += "\n  loss: KTO"
     if "ppo" in stages:
         parts.append(_ppo(method, scratch))
-        parts.append(f"generation:\n  maxTokens: {response}\n  temperature: 1.0")
+        thought = "" if scratch else "  # a model that reasons needs 4096 or more"
+        parts.append(f"generation:\n  maxTokens: {response}{thought}\n  temperature: 1.0")
     roles = "{name: trainers, roles: [trainer], replicas: 1}"
     groups = f"groups:\n# GPUs: gpu: {{product: NVIDIA-A100-SXM4-80GB, perPod: 1}} in a group\n- {roles}"
     if "ppo" in stages:

@@ -30,7 +30,7 @@ CONFIG = {
     "vocab_size": 300,
     "max_position_embeddings": 256,
 }
-H100 = one_line_options.GPUs("NVIDIA-H100-80GB-HBM3", 3)
+H100 = one_line_options.GPUs("NVIDIA-H100-80GB-HBM3", 3, 80 * 2**30)
 
 
 @pytest.fixture
@@ -109,6 +109,35 @@ def test_each_method_makes_a_manifest_without_mistakes(method: str, gpus: one_li
         assert next(group.gpu.product for group in job.spec.groups) == (gpus.product if gpus else None)
         if method not in own:
             assert job.spec.ppo.method.replace(". ", "-").lower() == {"dapo": "grpo"}.get(method, method)
+
+
+@pytest.mark.parametrize("gib", [24, 80])
+def test_a_gpus_answers_have_room_for_a_thought_and_its_micro_batches_fit(here: Path, gib: int) -> None:
+    """Every reasoning model is cut at a few hundred tokens. A smaller GPU gets fewer rows, not shorter answers."""
+    line = OneLine("grpo", "my-Model", prompts=["prompts.jsonl"], rewards=("rewards:correct",))
+    gpus = one_line_options.GPUs("NVIDIA", 1, gib * 2**30)
+    spec = parse(document(line, frozenset({"my-Model", "prompts.jsonl"}), gpus, context=32_768)).spec
+    assert spec.generation.max_tokens >= 4096
+    assert spec.ppo.micro_batch_tokens == "Auto"
+    tokens = spec.ppo.micro_batch_size * (spec.data.max_prompt_tokens + spec.generation.max_tokens)
+    assert tokens <= 40_000 * gib / 80
+    unknown = parse(document(line, frozenset(), gpus)).spec
+    assert unknown.data.max_prompt_tokens + unknown.generation.max_tokens == 2048, "TinyLlama has no more"
+
+
+@pytest.mark.parametrize(("kind", "method"), [("prompts", "grpo"), ("demonstrations", "sft"), ("preferences", "dpo")])
+def test_no_record_of_a_file_is_cut(here: Path, kind: str, method: str) -> None:
+    config = CONFIG | {"max_position_embeddings": 8192}
+    (here / "my-Model/config.json").write_text(json.dumps(config))
+    long = "Add 1234 and 5678. " * 200
+    row = {"prompt": long, "response": long, "chosen": long, "rejected": "no", "answer": "4"}
+    (here / "prompts.jsonl").write_text(json.dumps({"prompt": "2 + 2 ="} | row | {"prompt": "short"}) + "\n")
+    (here / "long.jsonl").write_text("{}\n" + json.dumps(row) + "\n")
+    more = ("--reward", "rewards:correct") if method == "grpo" else ()
+    found = run("--method", method, "--model", "my-Model", f"--{kind}", "long.jsonl", *more, "--print-only")
+    data = yaml.safe_load(found.stdout)["spec"]["data"]
+    limit = data["maxPromptTokens" if kind == "prompts" else "maxTokens"]
+    assert len(long) // 2 <= limit <= 8192, "and it fits the model"
 
 
 def test_the_methods_are_those_of_the_table_in_the_docs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from dovetail.cli.common.overrides import apply_overrides
 from dovetail.gpus.nvidia_driver import driver_devices
 from dovetail.local.one_line import METHODS, GPUs, OneLine, document, product_label
 from dovetail.manifest.checks.hub_names import hub_problem
-from dovetail.manifest.fixed_names import DATA_KINDS
+from dovetail.manifest.fixed_names import DATA_KINDS, DataKind
 from dovetail.supervision.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -67,7 +68,8 @@ def manifest_text(line: OneLine, overrides: Sequence[str], seed: int | None, cpu
     for kind in DATA_KINDS:
         given += [(f"--{kind}", name, "file, and no data set") for name in getattr(line, kind)]
     local = frozenset(name for _, name, _ in given if Path(name).exists())
-    made = document(line, local, None if cpu else machine_gpus(), folder_context(line.model))
+    longest = {kind: most for kind in DATA_KINDS if (most := _longest(line, kind, local))}
+    made = document(line, local, None if cpu else machine_gpus(), folder_context(line.model), longest)
     for option, name, what in given:
         if name not in local and (problem := hub_problem(name, what, Path())) is not None:
             raise UsageError(f"{option} {name} {problem}")
@@ -75,12 +77,43 @@ def manifest_text(line: OneLine, overrides: Sequence[str], seed: int | None, cpu
     return yaml.safe_dump(made, sort_keys=False, default_flow_style=None, width=WIDTH, allow_unicode=True)
 
 
+# A file with more records than this is not read to its end. Its lengths are known well by then.
+_RECORDS = 20_000
+# A token has at least two bytes of UTF-8 on average, in every usual text. A template adds some tokens of its own.
+_BYTES_A_TOKEN, _TEMPLATE_TOKENS = 2, 64
+
+
+def _longest(line: OneLine, kind: DataKind, local: frozenset[str]) -> int | None:
+    """The most tokens that a record of these files can have, or its prompt. None if a data set is on a hub, or cannot
+    be read, which the job says itself."""
+    from dovetail.coordinator.data.data_error import DataError
+    from dovetail.coordinator.data.formats import MESSAGE_FIELDS, PROMPT_FIELDS
+    from dovetail.coordinator.data.sources import source_files
+    from dovetail.local.data_look import rows_of
+
+    names: Sequence[str] = getattr(line, kind)
+    if not names or not local.issuperset(names):
+        return None
+    prompts = {*PROMPT_FIELDS, *MESSAGE_FIELDS, "input", "system", "history", "tools"} if kind == "prompts" else None
+    most = 0
+    try:
+        for name in names:
+            for _, row in itertools.islice(rows_of(source_files(Path(name), f"--{kind}")), _RECORDS):
+                if isinstance(row, dict):
+                    read = {n: v for n, v in row.items() if prompts is None or n in prompts}
+                    most = max(most, len(json.dumps(read, ensure_ascii=False, default=str).encode(errors="replace")))
+    except DataError:
+        return None
+    return most // _BYTES_A_TOKEN + _TEMPLATE_TOKENS if most else None
+
+
 def machine_gpus() -> GPUs | None:
     """The GPUs of the same product as the first one. None if there is no GPU, or no driver."""
     devices = driver_devices()
     if not devices:
         return None
-    return GPUs(product_label(devices[0].name), sum(device.name == devices[0].name for device in devices))
+    alike = [device for device in devices if device.name == devices[0].name]
+    return GPUs(product_label(devices[0].name), len(alike), min(device.memory for device in alike))
 
 
 def folder_context(model: str) -> int | None:
