@@ -19,6 +19,7 @@ from dovetail.protocol.error_text import error_text
 from dovetail.protocol.files.sample_choice import ORDERS, choose
 from dovetail.protocol.http.header_deadline import CLIENT_KEEP_SECONDS
 from dovetail.protocol.process.extras import import_error
+from dovetail.protocol.process.inheritance import is_loopback
 
 try:
     import httpx2
@@ -328,7 +329,12 @@ class _Service:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         limits = httpx2.Limits(keepalive_expiry=CLIENT_KEEP_SECONDS)
         self._http = httpx2.Client(
-            base_url=(url or "").rstrip("/"), headers=headers, verify=verify, timeout=SECONDS, limits=limits
+            base_url=(url or "").rstrip("/"),
+            headers=headers,
+            verify=verify,
+            timeout=SECONDS,
+            limits=limits,
+            trust_env=not is_loopback(url or ""),
         )
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.plan import Plan, Rollout, TrainerRank
 from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.inheritance import inherited
 from dovetail.protocol.process.process_names import (
     COORDINATOR,
     COORDINATOR_MODULE,
@@ -88,15 +89,12 @@ def render(
     """The processes to start, the coordinator first.
 
     `ports` has one free port for each name of `port_names`. A process serves HTTP there, a trainer only its metrics.
-    Every process inherits `base_env`. `devices` are the machine's GPUs. Each GPU of a group takes the next one; if
-    there are too few, several share one. Processes of CPU groups see none. `threads`: OMP_NUM_THREADS, unless
-    `base_env` sets it."""
+    Every process has what it inherits of `base_env`. `devices` are the machine's GPUs. Each GPU of a group takes the
+    next one; if there are too few, several share one. Processes of CPU groups see none. `threads`: OMP_NUM_THREADS,
+    unless `base_env` sets it."""
     slots = gpu_slots(job, plan)
     coordinator = f"http://{HOST}:{ports[COORDINATOR]}"
-    inherited = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-    inherited["GLOO_SOCKET_IFNAME"] = "lo"  # other hosts must not reach the ranks, which ask for no token
-    inherited |= dict(base_env or {})
-    inherited["PYTHONUNBUFFERED"] = "1"
+    base = inherited(base_env or {}, threads) | {"PYTHONUNBUFFERED": "1"}
 
     def spec(
         name: str,
@@ -121,10 +119,10 @@ def render(
         if devices:
             mine = slots.get(place.name, ()) if place else ()
             env["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(devices[s % len(devices)] for s in mine))
-        if module == SERVER_MODULE and isinstance(place, Rollout) and VLLM_PORT not in inherited:
+        if module == SERVER_MODULE and isinstance(place, Rollout):
             env[VLLM_PORT] = str(ports[_inside(place)])
         log = run_dir / "logs" / f"{name}.log"
-        return ProcessSpec(name, module, inherited | env, log, shares_imports, finishes=isinstance(place, TrainerRank))
+        return ProcessSpec(name, module, base | env, log, shares_imports, finishes=isinstance(place, TrainerRank))
 
     specs = [spec(COORDINATOR, COORDINATOR_MODULE, shares_imports=False)]
     for trainer in plan.trainers:

@@ -102,8 +102,57 @@ def test_a_server_has_a_port_of_its_own_for_its_inside():
     assert inside.keys() == {"gen-0", "gen-1"}
     assert len(set(inside.values())) == 2
     assert not set(inside.values()) & {spec.env["DOVETAIL_PORT"] for spec in specs.values()}
-    given = rendered(a_job(CPU), CPU_PLAN, base_env={"VLLM_PORT": "7"})
-    assert given["gen-0"].env["VLLM_PORT"] == "7"
+
+
+def test_a_job_inherits_nothing_that_would_change_how_its_processes_meet():
+    """Of another launcher, of a user's own vLLM server, of another machine."""
+    foreign = {
+        **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"), "1"),
+        **dict.fromkeys(("VLLM_API_KEY", "VLLM_PORT", "VLLM_HOST_IP", "VLLM_PLUGINS", "VLLM_LOGGING_LEVEL"), "x"),
+        **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "nosuch0"),
+        **dict.fromkeys(("NCCL_COMM_ID", "GLOO_DEVICE_TRANSPORT", "TORCH_NCCL_BLOCKING_WAIT", "USE_LIBUV"), "1"),
+        **dict.fromkeys(("DOVETAIL_CONFIG_DIR", "DOVETAIL_SURPLUS", "ACCELERATE_USE_FSDP"), "1"),
+    }
+    for spec in rendered(a_job(CPU), CPU_PLAN, base_env=foreign, threads=3).values():
+        mine = {name: spec.env[name] for name in foreign.keys() & spec.env.keys()}
+        mine.pop("VLLM_PORT", None)
+        assert mine == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "=lo"}
+        assert spec.env.get("VLLM_PORT") != "x"
+    users = {
+        "PATH": "/bin",
+        "PYTHONPATH": "/p",
+        "HF_TOKEN": "h",
+        "HF_HOME": "/h",
+        "OPENAI_API_KEY": "o",
+        "CUDA_LAUNCH_BLOCKING": "1",
+        "NCCL_DEBUG": "INFO",
+        "NCCL_P2P_DISABLE": "1",
+        "VLLM_CACHE_ROOT": "/c",
+        "DOVETAIL_DEBUG": "trainer-0",
+        "OMP_PROC_BIND": "true",
+        "TORCH_LOGS": "+dynamo",
+    }
+    assert users.items() <= rendered(a_job(CPU), CPU_PLAN, base_env=users)["trainer-0"].env.items()
+
+
+@pytest.mark.parametrize("given", ["", "auto", "0", "4,2", "-1"])
+def test_a_thread_count_that_is_no_number_is_not_inherited(given):
+    env = rendered(a_job(CPU), CPU_PLAN, base_env={"OMP_NUM_THREADS": given}, threads=3)["trainer-0"].env
+    assert env["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize("proxy", ["http_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"])
+def test_a_proxy_stays_for_the_internet_and_is_not_asked_for_this_machine(proxy):
+    def direct(**given: str) -> str:
+        env = rendered(a_job(CPU), CPU_PLAN, base_env={proxy: "http://p:1", **given})["coordinator"].env
+        assert env[proxy] == "http://p:1"
+        assert env["no_proxy"] == env["NO_PROXY"]
+        return env["no_proxy"]
+
+    assert direct() == "127.0.0.1,localhost,::1"
+    assert direct(NO_PROXY="a.b, c") == "a.b,c,127.0.0.1,localhost,::1"
+    assert direct(no_proxy="*") == "*"
+    assert "no_proxy" not in rendered(a_job(CPU), CPU_PLAN, base_env={})["coordinator"].env
 
 
 def test_the_secret_is_not_in_the_repr():

@@ -65,7 +65,7 @@ def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patien
     my_capability()
     client = CoordinatorClient(env.coordinator, env.token, patience)
     # torch would end this process when a peer is lost. Instead, the heartbeat thread aborts the groups.
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     # The environment is checked before the slow imports and settings of torch.
     import torch
 

@@ -63,7 +63,9 @@ class Registrar:
 
     def _healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"{self._url()}/health", timeout=TIMEOUT_SECONDS) as reply:
+            # This process itself answers, so a proxy of the environment must not be asked.
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with opener.open(f"{self._url()}/health", timeout=TIMEOUT_SECONDS) as reply:
                 return bool(reply.status == 200)
         except (OSError, urllib.error.URLError):
             return False

@@ -20,6 +20,7 @@ from dovetail.local.launch.stopwatch import Stopwatch
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Plan
+from dovetail.protocol.process.inheritance import inherited
 from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.protocol.process.pulse import PULSE
 from dovetail.supervision.devices import cuda_devices
@@ -227,7 +228,7 @@ class Launcher:
 
         mine = [spec for spec in specs if spec.name not in self._exclude]
         self.specs = [replace(spec, env=spec.env | pulse(spec.name)) for spec in mine]
-        zygote_env = {"OMP_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"} | self._environ
+        zygote_env = inherited(self._environ, threads)
         if kind == "fork":
             # If the zygote had an OpenMP or BLAS thread pool, its children would wait for threads that they don't have.
             zygote_env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

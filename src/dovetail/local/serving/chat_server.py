@@ -12,6 +12,7 @@ from dovetail.coordinator.data.text.chat_template import Message
 from dovetail.local.serving.chat import DialogueTooLong, Sampling
 from dovetail.protocol.error_text import error_text
 from dovetail.protocol.http.header_deadline import CLIENT_KEEP_SECONDS
+from dovetail.protocol.process.inheritance import is_loopback
 from dovetail.supervision.errors import RunError
 
 CONNECT_SECONDS = 10.0
@@ -31,7 +32,9 @@ class ServedModel:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         timeout = httpx2.Timeout(PIECE_SECONDS, connect=CONNECT_SECONDS)
         limits = httpx2.Limits(keepalive_expiry=CLIENT_KEEP_SECONDS)
-        self._http = httpx2.Client(base_url=self.url, headers=headers, timeout=timeout, limits=limits)
+        self._http = httpx2.Client(
+            base_url=self.url, headers=headers, timeout=timeout, limits=limits, trust_env=not is_loopback(self.url)
+        )
         self._stop = list(stop)
         try:
             names = self._names()

@@ -24,6 +24,7 @@ from dovetail.coordinator.data.text.chat_template import HUMAN_ASSISTANT_TEMPLAT
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
 from dovetail.manifest.checks.scratch import cpu_head_error
 from dovetail.protocol.http.header_deadline import SERVER_KEEP_SECONDS
+from dovetail.protocol.process.inheritance import on_this_machine
 from dovetail.supervision.errors import RunError, UsageError
 from dovetail.supervision.logs import POINTER
 from dovetail.supervision.ports import PortReservation
@@ -153,7 +154,9 @@ def own_server(
     output. `given`: further arguments of `vllm serve`. `variables`: environment variables for the server, besides this
     process's own. `given_up`: whether to stop waiting for the start. Raises RunError if the server does not start."""
     key = secrets.token_hex(16)
-    environment = serve_environment(on_cpu, {**os.environ, **(variables or {})}) | {"VLLM_API_KEY": key}
+    environment = serve_environment(on_cpu, {**on_this_machine(os.environ), **(variables or {})}) | {
+        "VLLM_API_KEY": key
+    }
     ports = PortReservation(HOST)
     port = ports.reserve(["vLLM"])["vLLM"]
     command = serve_command(folder, serve_arguments(folder, name, HOST, port, on_cpu, given))
@@ -183,7 +186,7 @@ def _wait(url: str, process: subprocess.Popen[Any], log: Path, given_up: Callabl
     end = time.monotonic() + START_SECONDS
     while True:
         with contextlib.suppress(httpx2.HTTPError):
-            if httpx2.get(f"{url}/health", timeout=5.0).status_code == 200:
+            if httpx2.get(f"{url}/health", timeout=5.0, trust_env=False).status_code == 200:
                 return
         if process.poll() is not None:
             raise RunError(f"vLLM ended before it could serve: {last_error(log)} (log: {log})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from contextlib import suppress
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from dovetail.models.transfer import store_at
 from dovetail.protocol.files.machine_profile import LinkTimes
+from dovetail.protocol.process.inheritance import LOOPBACK_SOCKETS
 
 _SMALL, _LARGE = 1, 4 * 2**20  # numbers of float32 values
 
@@ -50,6 +52,7 @@ def measure_link(gpu: bool = False, repeats: int = 30, seconds: float = 60.0) ->
 
 
 def _peer(rank: int, port: int, gpu: bool, repeats: int, seconds: float, answers: Any) -> None:
+    os.environ |= LOOPBACK_SOCKETS
     timeout = timedelta(seconds=seconds)
     device = torch.device("cuda", rank) if gpu else torch.device("cpu")
     if gpu:
