@@ -29,8 +29,8 @@ def first_record(method: Method, data: Path) -> tuple[list[str], bool]:
     """The fields of the first record that reward functions get, and whether the record is a response with a label.
     Raises UsageError if the method cannot read the record."""
     from dovetail.coordinator.data.data_error import DataError
+    from dovetail.coordinator.data.data_files import source_files
     from dovetail.coordinator.data.formats import MESSAGE_FIELDS, PROMPT_FIELDS, convert, detect
-    from dovetail.coordinator.data.sources import source_files
     from dovetail.coordinator.data.text.chat_template import HumanAssistant, NoTools
     from dovetail.local.data_look import rows_of
 
@@ -75,7 +75,7 @@ def first_record(method: Method, data: Path) -> tuple[list[str], bool]:
 @click.option(
     "--data",
     type=click.Path(path_type=Path, exists=True),
-    help="Your own records, a .jsonl, .jsonl.gz or .parquet file or a folder of them: demonstrations for sft, "
+    help="Your own records, a .jsonl, .json, .csv or .parquet file or a folder of them: demonstrations for sft, "
     "preferences for ppo and dpo, prompts for grpo.  [default: five examples are written]",
 )
 def init(method: Method, folder: Path, model: str | None, data: Path | None) -> None:

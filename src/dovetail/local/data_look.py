@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.coordinator.data import jsonl
 from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.data_files import rows, source_files
 from dovetail.coordinator.data.formats import EMPTY, FORMATS, convert, detect, is_dialogue, unused_fields
 from dovetail.coordinator.data.records import Demonstration, Labelled, Preference, Record, equal_pairs
-from dovetail.coordinator.data.sources import hub_table, source_files
+from dovetail.coordinator.data.sources import hub_table
 from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, WithSystem, chat_format
 from dovetail.coordinator.data.text.conversations import table_row, tools_of
 from dovetail.coordinator.data.text.tokenize import Encoder
-from dovetail.manifest.fixed_names import PARQUET, DataKind
+from dovetail.manifest.fixed_names import DataKind
 from dovetail.manifest.types import DataSource
 
 # The number of records that are searched for fields that nothing reads.
@@ -86,10 +86,7 @@ def look(
     dialogues. None: the encoder's tokenizer writes them. Raises DataError for a file that is missing, empty or of no
     known kind."""
     files = source_files(path, where)
-    found = _read(rows_of(files), kind, fmt, encoder, chat)
-    if not found.records and not found.errors:
-        raise DataError(f"{files[0]}: the file is empty; every line should hold one JSON record")
-    return found.look(files)
+    return _read(rows_of(files), kind, fmt, encoder, chat).look(files)
 
 
 def look_at_hub(
@@ -233,33 +230,9 @@ def rows_of(files: Sequence[Path]) -> Iterator[tuple[str, Any]]:
     next one."""
     for file in files:
         try:
-            yield from _of_parquet(file) if file.name.endswith(PARQUET) else _of_lines(file)
+            yield from rows(file)
         except DataError as error:
             yield str(file), error
-
-
-def _of_lines(file: Path) -> Iterator[tuple[str, Any]]:
-    for number, text in jsonl.lines(file):
-        where = f"{file}:{number}"
-        try:
-            yield where, jsonl.parse(text, where)
-        except DataError as error:
-            yield where, error
-
-
-def _of_parquet(file: Path) -> Iterator[tuple[str, Any]]:
-    import pyarrow
-    from pyarrow import parquet
-
-    number = 0
-    try:
-        with parquet.ParquetFile(file) as table:
-            for batch in table.iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{file}: record {number}", table_row(row)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise DataError(f"{file}: cannot be read: {' '.join(str(error).split())[:300]}") from error
 
 
 def _parts(record: Record, encoder: Encoder) -> Iterator[tuple[str, int, int]]:

@@ -313,7 +313,10 @@ class DataSource(Model):
 
     hugging_face: Text | None = Field(default=None, description="Data set on a Hugging Face hub, loaded by `datasets`.")
     subset: Text | None = Field(default=None, description="The hub data set's configuration name or data folder.")
-    path: Path_ | None = Field(default=None, description="A .jsonl, .jsonl.gz or .parquet file, or a folder of them.")
+    path: Path_ | None = Field(
+        default=None,
+        description="A .jsonl, .json, .csv, .tsv or .parquet file, or a folder of them; text files may end in .gz.",
+    )
     pvc: Path_ | None = Field(default=None, description="claim/path: such a file or folder on a PersistentVolumeClaim.")
     synthetic: SyntheticData | None = Field(default=None, description="Generate the records.")
     revision: Text | None = Field(

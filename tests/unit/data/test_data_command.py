@@ -152,7 +152,7 @@ def test_nothing_is_said_of_the_records_of_a_file_without_a_good_one(tmp_path: P
     assert done.exit_code == 2
     assert "Records 0, and 1 bad" in squeezed(done.output)
     assert not any(name in done.output for name in ("Format", "Read as", "Template", "Auto"))
-    assert "not list; if the file holds one list of all records, this makes lines of it: jq -c '.[]'" in done.output
+    assert "not a list; a file with one list of all records must end in .json" in done.output
 
 
 def test_pairs_from_which_nothing_is_learnt_are_counted(tmp_path: Path, model: Path) -> None:
@@ -197,9 +197,10 @@ def test_a_model_of_a_jobs_hub_is_not_taken_for_a_folder_here(tmp_path: Path, mo
     ("name", "sentence"),
     [
         ("nothing.jsonl", "does not exist"),
-        ("text.csv", "must end in one of .jsonl"),
+        ("text.txt", "must end in .jsonl, .json"),
         ("empty.jsonl", "is empty"),
-        ("list.json", "jq -c"),
+        ("empty.json", "is empty"),
+        ("empty.csv", "is empty"),
     ],
 )
 def test_files_that_hold_no_records_are_refused(tmp_path: Path, name: str, sentence: str) -> None:

@@ -216,7 +216,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
 
 BAD_LINES: list[tuple[Any, DataKind, str]] = [
     ("{'a'}", "prompts", "not valid JSON (Expecting property name enclosed in double quotes at column 2)"),
-    ("[1]", "prompts", "each line must be an object"),
+    ("[1]", "prompts", "a record must be an object"),
     ({"prompt": 3}, "prompts", "field 'prompt' must be a string, not a number"),
     ({"prompt": ""}, "prompts", "field 'prompt' is an empty string"),
     ({"other": "x", "text": None}, "prompts", "field 'prompt' (or instruction, question, query, problem) is missing"),
@@ -302,16 +302,8 @@ def test_unknown_fields(tmp_path: Path) -> None:
 def test_missing_empty_and_broken_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"spec.data.prompts\[0\].path: .*nowhere.jsonl does not exist"):
         read(tmp_path / "nowhere.jsonl", "prompts")
-    with pytest.raises(DataError, match=r"data.csv must end in one of .jsonl, .jsonl.gz, .parquet"):
-        read(write(tmp_path, name="data.csv"), "prompts")
-    with pytest.raises(
-        DataError, match=r"lines.json must end in .*; its lines are JSON objects, so rename it to lines.js"
-    ):
-        read(write(tmp_path, {"prompt": "a"}, {"prompt": "b"}, name="lines.json"), "prompts")
-    for name, text in (("one.json", '[{"prompt": "a"}]'), ("pretty.json", '[\n  {"prompt": "a"}\n]'), ("no.json", "")):
-        (tmp_path / name).write_text(text)
-        with pytest.raises(DataError, match=f"{name} must end in .*; if the file holds one list .*jq -c"):
-            read(tmp_path / name, "prompts")
+    with pytest.raises(DataError, match=r"data.txt must end in .jsonl, .json, .csv or .tsv .* or .parquet"):
+        read(write(tmp_path, name="data.txt"), "prompts")
     with pytest.raises(DataError, match=r"empty.jsonl: the file is empty"):
         read(write(tmp_path, "", "  ", name="empty.jsonl"), "prompts")
     (tmp_path / "folder").mkdir()
@@ -333,6 +325,15 @@ def test_a_line_that_went_bad_after_good_ones_is_not_cached_as_good(tmp_path: Pa
     for _ in range(2):
         with pytest.raises(DataError, match=r"data.jsonl:2: not valid JSON"):
             read(path, "prompts")
+
+
+def test_a_table_gives_records_and_the_line_of_a_bad_one(tmp_path: Path) -> None:
+    path = write(tmp_path, "question,answer", '"one\nand",1', "two,2", name="a.csv")
+    records = read(path, "prompts")
+    assert [records[i] for i in range(2)] == [Prompt("one\nand", {"answer": "1"}), Prompt("two", {"answer": "2"})]
+    write(tmp_path, "question,answer", '"one\nand",1', ",2", name="a.csv")
+    with pytest.raises(DataError, match=r"a.csv:4: field 'question' is an empty string"):
+        read(path, "prompts")
 
 
 @pytest.mark.slow

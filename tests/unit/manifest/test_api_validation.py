@@ -332,7 +332,8 @@ def test_layers_that_ranks_cannot_share(tmp_path, scratch):
     [
         (lambda d: None, "no.jsonl", "does not exist; correct the path"),
         (lambda d: (d / "a.jsonl").touch(), "a.jsonl", "a.jsonl is empty"),
-        (lambda d: (d / "a.csv").write_text("x"), "a.csv", "a.csv is none of .jsonl, .jsonl.gz, .parquet"),
+        (lambda d: (d / "a.txt").write_text("x"), "a.txt", "a.txt must end in .jsonl, .json, .csv or .tsv"),
+        (lambda d: (d / "a.json").touch(), "a.json", "a.json is empty"),
         (lambda d: (d / "d").mkdir(), "d", "holds no data file"),
         (lambda d: ((d / "d").mkdir(), (d / "d" / "a.jsonl").touch()), "d", "a.jsonl is empty"),
     ],

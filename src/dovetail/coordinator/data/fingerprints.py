@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.data_files import source_files
 from dovetail.coordinator.data.records import Records
-from dovetail.coordinator.data.sources import Rows, source_files
+from dovetail.coordinator.data.sources import Rows
 from dovetail.manifest.types import DataSource, RLHFJobSpec
 
 Fingerprint = dict[str, Any]

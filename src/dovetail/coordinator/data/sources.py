@@ -9,17 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from dovetail.coordinator.data import jsonl, synthetic
+from dovetail.coordinator.data import synthetic
 from dovetail.coordinator.data.data_error import DataError, causes
+from dovetail.coordinator.data.data_files import rows, source_files
 from dovetail.coordinator.data.formats import convert, detect
 from dovetail.coordinator.data.records import ByIndex, Demonstration, Preference, Prompt, Record, Records
 from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, WithSystem
 from dovetail.coordinator.data.text.conversations import table_row
-from dovetail.manifest.fixed_names import DATA_SUFFIXES, PARQUET, DataKind
+from dovetail.manifest.fixed_names import PARQUET, DataKind
 from dovetail.manifest.types import DataSource
 
-# The version of the checks of JSON lines. Increase it when the checks change, so that lines are checked again.
-CHECKED = 6
+# The version of the checks of rows of files. Increase it when the checks change, so that rows are checked again.
+CHECKED = 7
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ def load(
     """Records of `kind` from the source, in the source's own order.
 
     `field` is the manifest field, for errors. Relative paths start from `base_dir`. Arrow files are written to
-    `cache_dir`. Every JSON line is checked here. In tables, only the first record is checked here, and each other
-    record when it is read. Raises DataError."""
+    `cache_dir`. Every row of a text file is checked here. In Parquet and on a hub, only the first record is checked
+    here, and each other record when it is read. Raises DataError."""
     chat = with_system(chat or HumanAssistant(), source)
     if source.synthetic is not None:
         return _synthetic(kind, source.synthetic.size, seed, field)
@@ -99,24 +100,6 @@ def _synthetic(kind: DataKind, size: int, seed: int, field: str) -> Records[Reco
     return ByIndex(size, make[kind])
 
 
-def source_files(path: Path, field: str) -> list[Path]:
-    """The files of a `path` source, in order. Raises DataError."""
-    if not path.exists():
-        raise DataError(f"{field}.path: {path} does not exist")
-    if path.is_dir():
-        files = sorted(p for p in path.iterdir() if p.is_file() and p.name.endswith(DATA_SUFFIXES))
-        if not files:
-            raise DataError(f"{field}.path: folder {path} holds no {', '.join(DATA_SUFFIXES)} file")
-    elif path.name.endswith(DATA_SUFFIXES):
-        files = [path]
-    else:
-        mend = f"; {jsonl.ending(path)}" if path.suffix == ".json" else ""
-        raise DataError(f"{field}.path: {path.name} must end in one of {', '.join(DATA_SUFFIXES)}{mend}")
-    if len({p.name.endswith(PARQUET) for p in files}) > 1:
-        raise DataError(f"{field}.path: folder {path} mixes JSON lines and Parquet; keep one kind a folder")
-    return files
-
-
 def _path(
     source: DataSource, path: Path, kind: DataKind, field: str, cache_dir: Path, chat: ChatFormat
 ) -> Records[Record]:
@@ -127,23 +110,23 @@ def _path(
 
     fmt = source.format
     if fmt == "Auto":
-        number, text = next(_numbered(files[:1]))[1:]
-        first = f"{files[0]}:{number}"
-        fmt = detect(jsonl.parse(text, first), first, kind)  # type: ignore[assignment]
+        _, first, row = next(_good(files[:1]))
+        fmt = detect(row, first, kind)  # type: ignore[assignment]
 
     def checked() -> Iterator[dict[str, Any]]:
         seen: set[str] = set()
-        for file, number, text in _numbered(files):
-            place = f"{files[file]}:{number}"
-            record = convert(jsonl.parse(text, place), fmt, kind, chat, place)
+        for file, place, row in _good(files):
+            record = convert(row, fmt, kind, chat, place)
             new = record.fields.keys() - seen if isinstance(record, Prompt) else set()
             seen |= new
-            # Names that no earlier line had, so that all names can be found without reading each line again.
-            yield {"file": file, "line": number, "json": text, "fields": json.dumps(sorted(new)) if new else ""}
+            # Names that no earlier row had, so that all names can be found without reading each row again.
+            names = json.dumps(sorted(new)) if new else ""
+            at = place.removeprefix(str(files[file]))
+            yield {"file": file, "at": at, "json": json.dumps(row), "fields": names}
 
-    # With this stamp, a later start reuses the Arrow file of unchanged lines that were checked before.
+    # With this stamp, a later start reuses the Arrow file of unchanged rows that were checked before.
     stamp = json.dumps([[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files] + [fmt, kind, CHECKED])
-    columns = {"file": "int32", "line": "int64", "json": "large_string", "fields": "string"}
+    columns = {"file": "int32", "at": "string", "json": "large_string", "fields": "string"}
     features = datasets.Features({name: datasets.Value(dtype) for name, dtype in columns.items()})
     with _quiet():
         table = _raising(
@@ -158,21 +141,19 @@ def _path(
 
     def where(index: int) -> str:
         row = table[index]
-        return f"{files[row['file']]}:{row['line']}"
+        return f"{files[row['file']]}{row['at']}"
 
     names = frozenset(name for new in table.unique("fields") if new for name in json.loads(new))
     return Rows(table, lambda row: cast(dict[str, Any], json.loads(row["json"])), where, fmt, kind, chat, names)
 
 
-def _numbered(files: Sequence[Path]) -> Iterator[tuple[int, int, str]]:
-    """The (position of the file, line number, line) of each line. Raises DataError for a file without records."""
+def _good(files: Sequence[Path]) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """The (position of the file, place, row) of each row. Raises DataError for the first that is bad."""
     for i, file in enumerate(files):
-        empty = True
-        for number, text in jsonl.lines(file):
-            empty = False
-            yield i, number, text
-        if empty:
-            raise DataError(f"{file}: the file is empty; every line should hold one JSON record")
+        for place, row in rows(file):
+            if isinstance(row, DataError):
+                raise row
+            yield i, place, row
 
 
 def _parquet(

@@ -11,7 +11,7 @@ from dovetail.manifest.checks.batching import pinned_layouts
 from dovetail.manifest.checks.function_modules import missing_modules
 from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.checks.scratch import SIZES, cpu_head_error, is_count
-from dovetail.manifest.fixed_names import DATA_SUFFIXES
+from dovetail.manifest.fixed_names import DATA_ENDINGS, data_files
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import problem, replay_error
 from dovetail.manifest.starting_models import TRAINED, owner
@@ -82,19 +82,16 @@ def _data(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
 
 
 def _data_path(field: str, path: Path) -> Iterator[str]:
-    kinds = ", ".join(DATA_SUFFIXES)
-    if path.is_dir():
-        files = sorted(p for p in path.iterdir() if p.name.endswith(DATA_SUFFIXES) and p.is_file())
-        if not files:
-            yield f"{field}: the folder {path} holds no data file; put {kinds} files into it."
-        for file in files:
-            yield from _not_empty(field, file)
-    elif not path.exists():
+    if not path.exists():
         yield f"{field}: {path} does not exist; {_variable(path) or _CORRECT}."
-    elif not path.name.endswith(DATA_SUFFIXES):
-        yield f"{field}: {path} is none of {kinds}; convert it, for example to one JSON object a line in a .jsonl file."
-    else:
-        yield from _not_empty(field, path)
+        return
+    files = data_files(path)
+    if not files and path.is_dir():
+        yield f"{field}: the folder {path} holds no data file; put {DATA_ENDINGS} files into it."
+    elif not files:
+        yield f"{field}: {path} must end in {DATA_ENDINGS}; convert it, for example to a .jsonl file."
+    for file in files:
+        yield from _not_empty(field, file)
 
 
 _CORRECT = "correct the path (relative paths start at the manifest's folder)"

@@ -8,7 +8,6 @@ from pathlib import Path, PurePath
 from dovetail.manifest.fixed_names import DATA_SUFFIXES
 
 _NAME = re.compile(r"([\w.-]+/)?[\w.-]+")
-_FILES = (*DATA_SUFFIXES, ".json", ".csv")
 
 
 def hub_problem(name: str, what: str, base: Path, owner: bool = True) -> str | None:
@@ -18,7 +17,7 @@ def hub_problem(name: str, what: str, base: Path, owner: bool = True) -> str | N
 
     `what` says what is missing, such as "file, and no data set". Relative paths start at `base`. With `owner`, names
     need an owner."""
-    if name.endswith(_FILES):
+    if name.endswith(DATA_SUFFIXES):
         return "does not exist"
     if not _NAME.fullmatch(name) or (owner and "/" not in name):
         return f"is no {what} of a hub (owner/name)"
