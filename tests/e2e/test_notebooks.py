@@ -108,7 +108,8 @@ def test_generate(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = found["llm"].generate([a["prompt"] for a in answers], SamplingParams(temperature=0.0, max_tokens=48))
     close(found["llm"])
     assert folder.left() == []
-    assert [output.outputs[0].text for output in drawn] == [answer["response"] for answer in answers]
+    said = [found["llm"].tokenizer.decode(output.outputs[0].token_ids) for output in drawn]
+    assert said == [answer["response"] for answer in answers]
     assert [len(output.outputs[0].token_ids) for output in drawn] == [answer["tokens"] for answer in answers]
 
 

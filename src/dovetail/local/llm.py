@@ -44,6 +44,7 @@ try:
     from dovetail.coordinator.data.seeds import derived_seed
     from dovetail.coordinator.data.text import tokenizer as tokenizers
     from dovetail.coordinator.data.text.chat_template import Message, chat_format
+    from dovetail.coordinator.data.text.texts import Texts
     from dovetail.coordinator.data.text.tokenize import Encoder
     from dovetail.coordinator.generation.requests import MODEL, RequestRefused, ServerFailure, stream
     from dovetail.local.serving.chat import REPLY_ENDS
@@ -118,8 +119,8 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One response. `index`: its number among the responses to the prompt. `text`: the text without special tokens and
-    without the stop string. `token_ids`: the tokens that were drawn, with the end token. `logprobs`: the natural
+    """One response. `index`: its number among the responses to the prompt. `text`: the text without the tokens that end
+    it and without the stop string. `token_ids`: the tokens that were drawn, with the end token. `logprobs`: the natural
     logarithm of each token's probability, at temperature 1 and before top-k and top-p. `finish_reason`: "stop", or
     "length" if the response was cut at `max_tokens`."""
 
@@ -217,6 +218,7 @@ class LLM:
         except DataError as error:
             raise RunError(str(error)) from error
         self._encoder = Encoder(tokenizer, _NO_LIMIT, _NO_LIMIT)
+        self._texts = Texts(tokenizer, self.folder)
         self._count, self._width, self._given = servers, tensor_parallel_size, list(vllm_args)
         self._log_dir = Path(log_dir) if log_dir is not None else None
         self._stack = contextlib.ExitStack()
@@ -360,7 +362,7 @@ class LLM:
         ]
 
     def _completion(self, index: int, draw: _Draw, stops: Sequence[str]) -> CompletionOutput:
-        text = str(self.tokenizer.decode(draw.tokens, skip_special_tokens=True))
+        text = self._texts.of(draw.tokens).text
         if draw.reason == "stop":
             text = text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
         return CompletionOutput(index, text, draw.tokens, draw.logprobs, draw.reason)

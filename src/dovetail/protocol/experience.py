@@ -23,8 +23,8 @@ class Experience:
     """N samples of one iteration, ordered by (prompt, sample), with at most R response tokens each. `arrays`: the
     arrays of a PPO batch (docs/architecture.md, "Batches"). `config`: the job's `spec.ppo`. `kl_coef`: the present
     coefficient of the KL penalty. `prompts`, `responses` and `fields` (the other fields of the prompt records) have one
-    entry per sample. In trainer ranks they are empty, because the ranks have only tokens. You may change `scores`.
-    `set_advantages` replaces the job's own estimator."""
+    entry per sample. `raw` has the responses with the tokens that end them. In trainer ranks all of these are empty,
+    because the ranks have only tokens. You may change `scores`. `set_advantages` replaces the job's own estimator."""
 
     iteration: int
     prompts: list[str]
@@ -33,6 +33,7 @@ class Experience:
     fields: list[dict[str, object]] = field(default_factory=list)
     config: PPO = field(default_factory=PPO)
     kl_coef: float = 0.0
+    raw: list[str] = field(default_factory=list)
 
     @property
     def scores(self) -> FloatArray:

@@ -274,6 +274,8 @@ def length(prompts, responses, right, **fields):
     return [float(len(text)) for text in responses]
 def broken(prompts, responses, **fields):
     raise KeyError("no")
+def ended(prompts, responses, raw, **fields):
+    return [float(text.endswith("<end>")) for text in raw]
 """
 
 
@@ -286,12 +288,18 @@ def test_functions_of_the_users_measure_all_answers_to_a_prompt_at_once(tmp_path
         try:
             prompts = prompts_of(2, right="x")
             await metrics.check(prompts)
-            answers = [HeldOutAnswer(p, s, "ab" * (s + 1), 2, "stop") for p in prompts for s in range(2)]
+            answers = [
+                HeldOutAnswer(p, s, text := "ab" * (s + 1), 2, "stop", None, text + "<end>" * s)
+                for p in prompts
+                for s in range(2)
+            ]
             return await metrics.measure(3, answers)
         finally:
             await metrics.close()
 
-    assert asyncio.run(run("length"))["length"] == [2.0, 4.0, 2.0, 4.0]
+    found = asyncio.run(run("length", "ended"))
+    assert found["length"] == [2.0, 4.0, 2.0, 4.0]
+    assert found["ended"] == [0.0, 1.0, 0.0, 1.0]
     with pytest.raises(RewardError, match=r"metric broken \(.*own_metrics.py:5\) raised KeyError.*on prompt 0"):
         asyncio.run(run("length", "broken"))
 

@@ -146,7 +146,7 @@ def test_texts_are_decoded_in_another_thread_in_the_order_in_which_they_are_aske
         texts = Texts(tokenizer)
 
         async def one(number: int) -> None:
-            done.append(await texts.later(np.array([number], np.int32)))
+            done.append((await texts.later(np.array([number], np.int32))).text)
 
         await asyncio.gather(*(one(number) for number in range(9)))
         texts.close()

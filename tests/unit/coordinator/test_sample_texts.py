@@ -133,6 +133,7 @@ def test_a_row_says_what_made_up_the_reward_and_holds_only_json(tmp_path: Path) 
             "ref_logprobs": np.stack([logprobs - 0.5, logprobs]),
         },
         fields=[{"answer": "4"}] * 2,
+        raw=["4<end>", "ünsinn\u2028"],
     )
     rows = sample_rows(experience, given, {Key(3, 0, 0): {"right": 1.0, "short": 0.5}})
     SampleFiles(tmp_path, 10**6).write(3, rows)
@@ -141,6 +142,7 @@ def test_a_row_says_what_made_up_the_reward_and_holds_only_json(tmp_path: Path) 
     assert (first["reward"], first["kl"], first["tokens"]) == (1.5, 1.0, 2)
     assert (first["rollout"], first["assignments"], first["weight_version"]) == ("v100-0", 2, 2)
     assert first["fields"] == {"answer": "4"}
+    assert first["response"] == "4<end>", "what the model said, its end token included"
     assert second["reward"] is None
     assert second["response"] == "ünsinn\u2028"
 

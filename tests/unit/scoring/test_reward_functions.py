@@ -20,6 +20,7 @@ import pytest
 
 from dovetail.coordinator import main as coordinator_main
 from dovetail.coordinator.data.prepare import PromptRecord, prepare
+from dovetail.coordinator.data.text.texts import ResponseText
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.rewards.calls import Call, Calls, Function, RewardAnswer, RewardError
 from dovetail.coordinator.rewards.live import LiveFunction
@@ -526,6 +527,41 @@ def test_a_function_whose_file_changes_during_a_run_is_told(tmp_path: Path) -> N
     assert told == [{"function": "mine:score", "file": str(file)}]
 
 
+RAW = """\
+def open_ended(prompts, responses, *, raw, **fields):
+    assert "raw" not in fields
+    return [float(r.endswith("<end>")) for r in raw]
+def closed(prompts, responses, raw):
+    return [float(len(r)) for r in raw]
+def takes_all(prompts, responses, **fields):
+    return [float("raw" in fields)] * len(responses)
+def takes_none(prompts, responses):
+    return [0.5] * len(responses)
+"""
+
+
+@pytest.mark.slow
+def test_a_function_with_a_parameter_raw_gets_the_end_tokens_too(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(RAW)
+    call = Call(1, 0, ["p", "p"], ["a", "b"], raw=["a<end>", "b"])
+
+    async def all_of_them(calls: Calls, _: Workers) -> list[list[float]]:
+        return [(await calls.rewards(number, call)).rewards for number in range(4)]
+
+    names = ("open_ended", "closed", "takes_all", "takes_none")
+    there = run(reward(*names), tmp_path, all_of_them)
+    assert there == [[1.0, 0.0], [6.0, 1.0], [0.0, 0.0], [0.5, 0.5]]
+    scope: dict[str, Any] = {}
+    exec(RAW, scope)
+    assert [live(scope[name], call) for name in names] == there
+    field = Call(1, 0, ["p"], ["a"], {"raw": ["of the record"]}, raw=["a<end>"])
+    assert live(scope["takes_all"], field) == [1.0], "a field of that name, where no function asks for the response"
+    with pytest.raises(
+        RewardError, match=r"a record has the field 'raw', but reward function open_ended gets the raw of"
+    ):
+        live(scope["open_ended"], field)
+
+
 # ---------------------------------------------------------------- in this process
 
 
@@ -638,8 +674,9 @@ def finished(store: Store, *keys: tuple[int, int]) -> list[Finished]:
 def rewards_of(store: Store, calls: Calls, joined: Joined) -> Rewards:
     records = [PromptRecord(i, f"prompt {i}", [5], fields) for i, fields in enumerate(FIELDS)]
 
-    async def text(sample: Finished) -> str:
-        return "".join(str(t) for t in sample.response)
+    async def text(sample: Finished) -> ResponseText:
+        said = "".join(str(t) for t in sample.response)
+        return ResponseText(said, f"{said}<end>")
 
     return Rewards(
         1,
@@ -677,6 +714,7 @@ def test_functions_are_called_while_others_generate_and_both_halves_make_a_score
             await settled(lambda: len(caller.calls) == 1)
             (number, call), *_ = caller.calls
             assert (number, call.prompt, call.sample, call.responses) == (0, 1, 1, ["11"]), "alone, at once"
+            assert call.raw == ["11<end>"]
             assert call.fields == {"gold": [None]}, "a field that another record of the iteration has"
             rewards.add(finished(store, (1, 0)))
             await settled(lambda: len(caller.calls) == 3)

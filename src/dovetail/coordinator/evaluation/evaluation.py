@@ -224,7 +224,7 @@ class Evaluator:
                 "prompt_index": answer.prompt.index,
                 "sample_index": answer.sample,
                 "prompt": answer.prompt.text,
-                "response": answer.text,
+                "response": answer.raw or answer.text,
                 "tokens": answer.tokens,
                 "finish_reason": answer.finish_reason,
                 "measures": {name: values[number] for name, values in measured.items()},

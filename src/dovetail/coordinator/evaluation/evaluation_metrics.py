@@ -24,7 +24,7 @@ REHEARSED_PROMPTS = 2
 @dataclass(frozen=True)
 class HeldOutAnswer:
     """One answer to an evaluation prompt. `tokens` is the number of its tokens. `reward` is None if no rewards were
-    requested."""
+    requested. `raw` is the text with the tokens that end it."""
 
     prompt: PromptRecord
     sample: int
@@ -32,6 +32,7 @@ class HeldOutAnswer:
     tokens: int
     finish_reason: str | None
     reward: float | None = None
+    raw: str = ""
 
 
 class EvaluationMetrics:
@@ -73,8 +74,9 @@ class EvaluationMetrics:
         if self._calls is not None:
             for number in range(len(await self._open(self._calls))):
                 for prompt in prompts[:REHEARSED_PROMPTS]:
-                    texts = [REHEARSED] * self._spec.samples_per_prompt
-                    await self._calls.rewards(number, _call(0, prompt, texts, prompts), rehearsal=True)
+                    answer = HeldOutAnswer(prompt, 0, REHEARSED, 0, None)
+                    call = _call(0, [answer] * self._spec.samples_per_prompt, prompts)
+                    await self._calls.rewards(number, call, rehearsal=True)
 
     async def measure(self, version: int, answers: Sequence[HeldOutAnswer]) -> dict[str, list[float]]:
         """The value of each metric for each answer. The answers to one prompt must follow each other. Raises
@@ -95,10 +97,7 @@ class EvaluationMetrics:
                 groups.setdefault(answer.prompt.index, []).append(answer)
             prompts = [group[0].prompt for group in groups.values()]
             for number, function in enumerate(await self._open(self._calls)):
-                calls = [
-                    self._calls.rewards(number, _call(version, group[0].prompt, [a.text for a in group], prompts))
-                    for group in groups.values()
-                ]
+                calls = [self._calls.rewards(number, _call(version, group, prompts)) for group in groups.values()]
                 found[function.title] = [value for one in await asyncio.gather(*calls) for value in one.rewards]
         return {name: found[name] for name in self.names}
 
@@ -114,10 +113,11 @@ class EvaluationMetrics:
         return calls.functions
 
 
-def _call(version: int, prompt: PromptRecord, texts: list[str], everyone: Sequence[PromptRecord]) -> Call:
+def _call(version: int, answers: Sequence[HeldOutAnswer], everyone: Sequence[PromptRecord]) -> Call:
     """The call for all answers to one prompt. An iteration below 1 stands for an evaluation (see `Call`)."""
-    fields = fields_of(everyone, [prompt] * len(texts))
-    return Call(evaluation_slot(version), prompt.index, [prompt.text] * len(texts), texts, fields)
+    prompt, texts = answers[0].prompt, [answer.text for answer in answers]
+    fields, raw = fields_of(everyone, [prompt] * len(texts)), [answer.raw or answer.text for answer in answers]
+    return Call(evaluation_slot(version), prompt.index, [prompt.text] * len(texts), texts, fields, raw=raw)
 
 
 def is_match(text: str, right: object) -> bool:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.data.text.texts import Texts
 from dovetail.coordinator.rewards.calls import Calls
@@ -30,7 +33,7 @@ class ExperienceAssembly:
         arrays = experience_arrays(samples, self._pad, experts)
         if self._calls is not None:
             weights = {function.title: function.weight for function in self._calls.functions}
-            arrays |= step_arrays(samples, self._samples.steps(iteration), weights, self._texts.of)
+            arrays |= step_arrays(samples, self._samples.steps(iteration), weights, self._text)
         return arrays
 
     def experience(self, iteration: int, version: int, prompts: Sequence[PromptRecord]) -> Experience:
@@ -40,10 +43,15 @@ class ExperienceAssembly:
         for held in (v for s in samples for v in (s.first_version, s.weight_version)):
             if held is not None and held != version:
                 raise StoreError(f"samples of iteration {iteration} are of weight version {held}, not {version}")
+        said = [self._texts.of(s.tokens) for s in samples]
         return Experience(
             iteration=iteration,
             prompts=[prompts[s.key.prompt].text for s in samples],
-            responses=[self._texts.of(s.tokens) for s in samples],
+            responses=[each.text for each in said],
             arrays=self.arrays_of(iteration, samples),
             fields=[s.fields for s in samples],
+            raw=[each.raw for each in said],
         )
+
+    def _text(self, tokens: NDArray[np.int32]) -> str:
+        return self._texts.of(tokens).text

@@ -103,7 +103,7 @@ class ExperienceMaker:
             wanted[REWARD_MODEL] = sources.reward_for_ppo
         if has_critic(spec):
             wanted["critic"] = sources.critic
-        self._texts = Texts(prepared.tokenizer)
+        self._texts = Texts(prepared.tokenizer, prepared.actor_config_dir)
         self._assembly = ExperienceAssembly(self._samples, self._texts, prepared.pad_token_id, calls)
         self.arrays_of = self._assembly.arrays_of
         self._models = ScorerModels(wanted, {r.name: r.scores for r in plan.rollouts}, fleet, session)
@@ -365,8 +365,8 @@ class ExperienceMaker:
         by_index = {record.index: record for record in records}
         texts = await asyncio.to_thread(lambda: [self._texts.of(s.tokens) for s in found])
         return [
-            HeldOutAnswer(by_index[s.key.prompt], s.key.sample, text, len(s.tokens), s.finish_reason, s.reward)
-            for s, text in zip(found, texts, strict=True)
+            HeldOutAnswer(by_index[s.key.prompt], s.key.sample, text, len(s.tokens), s.finish_reason, s.reward, raw)
+            for s, (text, raw) in zip(found, texts, strict=True)
         ]
 
     async def _reward(self, version: int, records: Sequence[PromptRecord], samples_per_prompt: int) -> None:

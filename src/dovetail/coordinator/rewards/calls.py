@@ -31,20 +31,22 @@ class CallFailed(Exception):
 
 @dataclass(frozen=True)
 class Function:
-    """A reward function. `where` is its file and line. `needs` names the samples of one call, Sample or Group. Messages
-    call it `what`."""
+    """A reward function. `where` is its file and line. `needs` names the samples of one call, Sample or Group. `raw`
+    says whether it has a parameter of this name. Messages call it `what`."""
 
     title: str
     weight: float
     where: str
     needs: Literal["Sample", "Group"]
+    raw: bool = False
     what: str = "reward function"
 
 
 @dataclass(frozen=True)
 class Call:
     """The arguments of one call. They are lists of equal length of prompts, responses and the record's other fields.
-    All responses answer one prompt. `prompt` is the prompt's number in the iteration, from 0. `sample` is the sample's
+    `raw` has the responses with the tokens that end them, or nothing if they are the same. All responses answer one
+    prompt. `prompt` is the prompt's number in the iteration, from 0. `sample` is the sample's
     number if there is only one. `iteration` is below 1 in an evaluation (`evaluation_slot`)."""
 
     iteration: int
@@ -53,6 +55,11 @@ class Call:
     responses: list[str]
     fields: dict[str, list[Any]] = field(default_factory=dict)
     sample: int | None = None
+    raw: list[str] = field(default_factory=list)
+
+    def keywords(self, raw: bool) -> dict[str, list[Any]]:
+        """The keyword arguments for a function. `raw` says whether it has a parameter of this name."""
+        return {**self.fields, "raw": self.raw or self.responses} if raw else self.fields
 
 
 @dataclass(frozen=True)
@@ -112,13 +119,20 @@ class Calls:
     async def rewards(self, function: int, call: Call, rehearsal: bool = False) -> RewardAnswer:
         """The rewards of one call. A rehearsal repeats the call only if a connection or a file failed. Raises
         RewardError with one sentence."""
+        asked = self.functions[function]
+        for name in ("prompts", "responses", *(["raw"] if asked.raw else [])):
+            if name in call.fields:
+                raise RewardError(
+                    f"spec.data.prompts: a record has the field {name!r}, but {asked.what} {asked.title} gets the "
+                    f"{name} of a call by this name; rename the field"
+                )
         tries = 0
         while True:
             tries += 1
             try:
                 return await self._caller.call(function, call)
             except CallFailed as error:
-                text = sentence(self.functions[function], call, error, tries, rehearsal)
+                text = sentence(asked, call, error, tries, rehearsal)
                 if not error.retry or tries > self._retries or (rehearsal and not error.outside):
                     raise RewardError(text) from error
                 seconds = min(BACKOFF_SECONDS * 2 ** (tries - 1), MAX_BACKOFF_SECONDS)

@@ -27,6 +27,7 @@ class LiveFunction:
         self._function = function
         self._seconds = seconds
         self._one = asyncio.Lock()
+        self._raw = False
 
     async def open(self) -> list[Function]:
         """Return the one function. Raises RewardError if its attribute `needs` is wrong."""
@@ -36,11 +37,14 @@ class LiveFunction:
         except ValueError as error:
             raise RewardError(f"reward function {title}: {error}") from error
         where = title if found["file"] is None else f"{found['file']}:{found['line']}"
-        return [Function(title, 1.0, where, found["needs"] or "Group")]
+        self._raw = bool(found["raw"])
+        return [Function(title, 1.0, where, found["needs"] or "Group", self._raw)]
 
     async def call(self, function: int, call: Call) -> RewardAnswer:
         """Call the function. Raises CallFailed."""
-        work: Callable[[], Any] = functools.partial(self._function, call.prompts, call.responses, **call.fields)
+        work: Callable[[], Any] = functools.partial(
+            self._function, call.prompts, call.responses, **call.keywords(self._raw)
+        )
         async with self._one:
             started = time.time()
             thread: _Thread | None = None

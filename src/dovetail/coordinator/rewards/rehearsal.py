@@ -5,14 +5,12 @@ from __future__ import annotations
 from itertools import cycle, islice
 
 from dovetail.coordinator.data.prepare import Prepared
-from dovetail.coordinator.rewards.calls import Call, Calls, RewardError
+from dovetail.coordinator.rewards.calls import Call, Calls
 from dovetail.coordinator.rewards.reward_stage import fields_of
 
 PROMPTS = 2
 # These responses are used in a job without demonstrations.
 RESPONSES = ["Yes, of course.", "I do not know."]
-# The arguments that every reward function gets beside the fields of records.
-ARGUMENTS = ("prompts", "responses")
 
 
 async def rehearse(calls: Calls, prepared: Prepared) -> None:
@@ -21,12 +19,6 @@ async def rehearse(calls: Calls, prepared: Prepared) -> None:
     functions = await calls.open()
     everyone = prepared.prompts(1)
     records = everyone[:PROMPTS]
-    for name in ARGUMENTS:
-        if name in records[0].fields:
-            raise RewardError(
-                f"spec.data.prompts: a record has the field {name!r}, but reward functions get the {name} of a call by "
-                "this name; rename the field"
-            )
     count = prepared.spec.ppo.samples_per_prompt
     demonstrations = prepared.data.demonstrations
     known = [d.response for d in demonstrations.batch(1, 2 * PROMPTS)] if demonstrations is not None else RESPONSES

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from dovetail.coordinator.data.prepare import PromptRecord
+from dovetail.coordinator.data.text.texts import ResponseText
 from dovetail.coordinator.rewards.calls import Call, Calls
 from dovetail.coordinator.scoring.scoring import Finished, Inference, Scores
 from dovetail.coordinator.scoring.scoring_lanes import ScorerLanes
@@ -41,7 +42,7 @@ class Rewards:
         samples: SampleTable,
         records: Sequence[PromptRecord],
         samples_per_prompt: int,
-        text: Callable[[Finished], Awaitable[str]],
+        text: Callable[[Finished], Awaitable[ResponseText]],
         on_score: Callable[[Key, float], None],
         on_span: Callable[[Span], None] = lambda _: None,
     ) -> None:
@@ -52,7 +53,7 @@ class Rewards:
         self._per_prompt = samples_per_prompt
         self._text, self._on_score, self._on_span = text, on_score, on_span
         self._known = samples.rewards(iteration)
-        self._responses: dict[Key, asyncio.Future[str]] = {}
+        self._responses: dict[Key, asyncio.Future[ResponseText]] = {}
         self._groups: dict[int, list[Key]] = {}
         self._left = 0
         self._done = asyncio.Event()
@@ -116,13 +117,15 @@ class Rewards:
         function = self._calls.functions[number]
         record = self._records[keys[0].prompt]
         try:
+            said = [await self._responses[key] for key in keys]
             call = Call(
                 self._iteration,
                 keys[0].prompt,
                 [record.text] * len(keys),
-                [await self._responses[key] for key in keys],
+                [each.text for each in said],
                 fields_of(self._records, [record] * len(keys)),
                 keys[0].sample if len(keys) == 1 and self._per_prompt > 1 else None,
+                [each.raw for each in said],
             )
             answer = await self._calls.rewards(number, call)
             steps = None if answer.steps is None else dict(zip(keys, answer.steps, strict=True))

@@ -104,9 +104,9 @@ def one_line(text: str) -> str:
 
 
 def describe(function: Callable[..., Any]) -> dict[str, Any]:
-    """The `file` and `line` of a function, the `digest` of the file (SHA-256), and the value of its attribute `needs`.
-    `digest` is None if the file cannot be read, and `needs` is None without the attribute. Raises ValueError if `needs`
-    is neither Sample nor Group."""
+    """The `file` and `line` of a function, the `digest` of the file (SHA-256), the value of its attribute `needs`, and
+    whether it has a parameter `raw`. `digest` is None if the file cannot be read, and `needs` is None without the
+    attribute. Raises ValueError if `needs` is neither Sample nor Group."""
     needs = getattr(function, "needs", None)
     if needs not in (None, "Sample", "Group"):
         raise ValueError(f"its attribute `needs` is {needs!r}; write 'Sample' or 'Group'")
@@ -122,7 +122,16 @@ def describe(function: Callable[..., Any]) -> dict[str, Any]:
         "line": None if code is None else code.co_firstlineno,
         "digest": None if code is None else _digest(code.co_filename),
         "needs": needs,
+        "raw": _takes_raw(function),
     }
+
+
+def _takes_raw(function: Callable[..., Any]) -> bool:
+    try:
+        found = inspect.signature(function).parameters.get("raw")
+    except (TypeError, ValueError):  # a function in C
+        return False
+    return found is not None and found.kind in (found.POSITIONAL_OR_KEYWORD, found.KEYWORD_ONLY)
 
 
 def _digest(file: str) -> str | None:

@@ -1,10 +1,10 @@
 """A process that calls reward functions: `python -P -m dovetail.coordinator.rewards.worker PARENT`.
 
 Input and output are JSON lines. The first input line is {"folder", "functions": [{"name", "field"}]}. The others are
-{"function": number, "prompts", "responses", "fields"}. The first output line is {"ready": [{"file", "line", "needs"}]}
-or {"refused": sentence}. The others are {"rewards", "steps"}, {"wrong": what} or {"raised": ...} (`values.raised`).
-Text that functions print goes to stderr. On SIGUSR1, the main thread's frames go there too. The process ends when its
-input or its parent ends."""
+{"function": number, "prompts", "responses", "fields"}. The first output line is {"ready": [...]} (`values.describe`) or
+{"refused": sentence}. The others are {"rewards", "steps"}, {"wrong": what} or {"raised": ...} (`values.raised`). Text
+that functions print goes to stderr. On SIGUSR1, the main thread's frames go there too. The process ends when its input
+or its parent ends."""
 
 from __future__ import annotations
 

@@ -193,7 +193,7 @@ class Workers:
         for function, ready in zip(self._reward.calls, self._ready, strict=True):
             where = function.function if ready["file"] is None else f"{ready['file']}:{ready['line']}"
             needs: Literal["Sample", "Group"] = function.needs or ready["needs"] or "Group"
-            found.append(Function(function.title, function.weight, where, needs))
+            found.append(Function(function.title, function.weight, where, needs, ready["raw"]))
         return found
 
     async def call(self, function: int, call: Call) -> RewardAnswer:
@@ -204,7 +204,7 @@ class Workers:
                 "function": function,
                 "prompts": call.prompts,
                 "responses": call.responses,
-                "fields": call.fields,
+                "fields": call.keywords(self._ready[function]["raw"]),
             }
             started = time.time()
             try:

@@ -43,9 +43,9 @@ def sample_rows(
     """One JSON object for each sample, in order of (prompt, sample). The function is pure.
 
     `samples` are those of the experience, in the same order. `rewards` has the rewards that reward functions returned,
-    by sample and function. The rows have them as `rewards`. Their `reward` is the score that was trained on. `kl` is in
-    nats, summed over the response. `first_version` and `weight_version` are the weights of the first token and of the
-    last server."""
+    by sample and function. The rows have them as `rewards`. Their `response` has the tokens that end it, and their
+    `reward` is the score that was trained on. `kl` is in nats, summed over the response. `first_version` and
+    `weight_version` are the weights of the first token and of the last server."""
     scores, kl = experience.scores, experience.kl
     return [
         {
@@ -66,7 +66,7 @@ def sample_rows(
             "fields": sample.fields,
         }
         for prompt, response, sample, score, divergence in zip(
-            experience.prompts, experience.responses, samples, scores, kl, strict=True
+            experience.prompts, experience.raw or experience.responses, samples, scores, kl, strict=True
         )
     ]
 
