@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import statistics
 import time
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 from dovetail.cli.main import cli
 from dovetail.coordinator.page.page_documents import PageDocuments
 from dovetail.coordinator.page.run_folder import RunFolder
+from dovetail.coordinator.store.identity import delete_run, run_of
 from dovetail.coordinator.store.sample_files import BEFORE_SFT, evaluation_files, read_rows
 from dovetail.coordinator.store.store import open_records
 from dovetail.local.report.report import write_report
@@ -80,6 +82,16 @@ def test_models_say_what_they_are(peaceful: Path) -> None:
         settings = json.loads((peaceful / "models" / name / "generation_config.json").read_text())
         assert settings["temperature"] == job().spec.generation.temperature
     assert (peaceful / "models/reward/README.md").exists()
+
+
+def test_every_file_of_a_run_is_known_as_the_runs(peaceful: Path, tmp_path: Path) -> None:
+    """So --overwrite deletes all of it, and nothing else."""
+    copy = Path(shutil.copytree(peaceful, tmp_path / "run"))
+    (copy / "notes.md").write_text("mine")
+    run = run_of(copy)
+    assert run is not None
+    delete_run(copy, run)
+    assert sorted(path.name for path in copy.iterdir()) == [".lock", "notes.md"]
 
 
 def test_every_response_can_be_read_and_makes_up_the_curve(peaceful: Path) -> None:

@@ -12,7 +12,7 @@ import click
 
 from dovetail.cli.common.require_extras import require
 from dovetail.cli.job_arguments import run_dir_argument
-from dovetail.supervision.errors import RunError
+from dovetail.supervision.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from dovetail.trainer.weights.compare_weights import Difference
@@ -47,6 +47,8 @@ def replay(run_dir: Path, iteration: int, keep: Path | None) -> None:
     require("dovetail debug replay", ["coordinator", "trainer"])
     from dovetail.local.replay import first_difference, read_replay, run_replay
 
+    if keep is not None and keep.exists() and any(keep.iterdir()):
+        raise UsageError(f"--keep {keep} is not empty, and the replay would write into it; name a new folder")
     found = read_replay(run_dir, iteration)
     section, ranks = found.section, found.plan.world_size
     start = f"checkpoint {section.first - 1}" if section.first > 1 else "the beginning of PPO"

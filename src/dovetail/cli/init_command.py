@@ -96,13 +96,14 @@ def init(method: Method, folder: Path, model: str | None, data: Path | None) -> 
     context = folder_context(where) if where is not None else None
     fields, labelled = (["answer"], False) if data is None else first_record(method, data)
     files = starter(method, job_name(folder), where, is_folder, given, context, fields, labelled)
-    there = [name for name in files if (folder / name).exists()]
+    there = [name for name in files if os.path.lexists(folder / name)]
     if there:
         raise UsageError(f"{folder / there[0]} exists; name another folder, or delete the file")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in files.items():
-            (folder / name).write_text(text, encoding="utf-8")
+            with (folder / name).open("x", encoding="utf-8") as file:
+                file.write(text)
     except OSError as error:
         raise RunError(f"cannot write {error.filename}: {error.strerror}") from error
     click.echo(f"Wrote {', '.join(str(folder / name) for name in files)}.")

@@ -174,7 +174,7 @@ def next_steps(run_dir: Path) -> list[str]:
     is_flag=True,
     help="Continue the run in the run directory. With --set spec.ppo.iterations=N the run is extended.",
 )
-@click.option("--overwrite", is_flag=True, help="Delete an earlier run in the run directory first.")
+@click.option("--overwrite", is_flag=True, help="Delete an earlier run in the run directory first. Other files stay.")
 @click.option(
     "--run-dir", type=click.Path(path_type=Path), help="Where the run's files go.  [default: runs/<job name>]"
 )

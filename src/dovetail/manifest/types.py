@@ -680,7 +680,10 @@ class Output(Model):
     """Where the trained models are copied when the job is done: exactly one of path, pvc and s3. Each model gets a
     folder of its own: sft, reward, actor, actor-best, actor-ema or critic."""
 
-    path: Path_ | None = Field(default=None, description="A folder. A model that is there already is replaced.")
+    path: Path_ | None = Field(
+        default=None,
+        description="A folder. A model that this run has copied there is replaced, and nothing else.",
+    )
     pvc: Path_ | None = Field(
         default=None, description="claim/path: a folder on a PersistentVolumeClaim, which the coordinator's pod mounts."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -318,6 +319,37 @@ def test_a_stage_that_ended_just_before_the_coordinator_can_begin_anew(
         life.cancel()
 
     run(scenario())
+
+
+def test_only_the_runs_own_checkpoints_are_deleted(tmp_path: Path) -> None:
+    """Someone keeps notes in the folder, and in a checkpoint."""
+    folder, events = tmp_path / "checkpoints", []
+    for name in (
+        "sft-000001",
+        "sft-000002",
+        "sft-000003.tmp",
+        "sft-000004",
+        "sft-notes",
+        "sft-000002.old.txt",
+        "ppo-000001",
+    ):
+        (folder / name).mkdir(parents=True)
+    for name, owner in (("sft-000001", "a"), ("sft-000002", "a"), ("sft-000004", "b")):
+        (folder / name / "state.json").write_text(json.dumps({"run": owner}))
+    (folder / "sft-000002" / "notes.md").write_text("mine")
+    (folder / "sft-notes" / "x").write_text("mine")
+
+    def log(event: str, **fields: Any) -> None:
+        events.append((event, Path(fields["folder"]).name))
+
+    async def scenario() -> None:
+        TrainerSession(make_group(1), Records(), tmp_path, keep=2, join_timeout=5, log=log, run="a").forget(Stage.SFT)
+
+    run(scenario())
+    left = ["ppo-000001", "sft-000002", "sft-000002.old.txt", "sft-000004", "sft-notes"]
+    assert sorted(path.name for path in folder.iterdir()) == left
+    assert (folder / "sft-000002" / "notes.md").read_text() == (folder / "sft-notes" / "x").read_text() == "mine"
+    assert sorted(events) == [("folder.kept", "sft-000002"), ("folder.kept", "sft-000004")]
 
 
 @pytest.mark.parametrize("stage", [Stage.DPO, Stage.REWARD, Stage.SFT])

@@ -16,6 +16,7 @@ from dovetail.coordinator.evaluation.best_weights import BestWeights
 from dovetail.coordinator.evaluation.evaluation import Evaluator
 from dovetail.coordinator.evaluation.evaluation_metrics import EvaluationMetrics, HeldOutAnswer, is_match
 from dovetail.coordinator.rewards.calls import RewardError, evaluation_slot
+from dovetail.coordinator.store.identity import delete_folder
 from dovetail.coordinator.store.run_records import RunRecords
 from dovetail.coordinator.store.sample_files import BEFORE_SFT, evaluation_files, read_rows
 from dovetail.coordinator.store.samples import NewSample, State
@@ -181,24 +182,32 @@ def test_the_best_is_the_earliest_with_the_highest_mean_and_ppo_ends_without_gai
 
 
 class Session:
-    """Exports the step that it is at."""
+    """Exports the step that it is at, as config.json."""
 
     step = 0
 
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
     async def export(self, model: str, path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
-        (path / "step").write_text(str(self.step))
+        (path / "config.json").write_text(str(self.step))
+
+    def delete(self, folder: Path) -> None:
+        delete_folder(folder, self._run_dir, "")
+
+    prune = delete
 
 
 def test_with_a_lag_weights_are_set_aside_until_they_are_evaluated(tmp_path: Path) -> None:
     """The trainers are one step ahead. A killed coordinator goes on with what was set aside."""
     run = Run(tmp_path, Policy(0, 5, 3, 6), everyIterations=1, keepBest=True)
-    session = Session()
+    session = Session(tmp_path)
 
     def kept() -> BestWeights:
         return BestWeights(run.spec, tmp_path, run.records.store, session, run.evaluation)  # type: ignore[arg-type]
 
-    best = tmp_path / "models/actor-best/step"
+    best = tmp_path / "models/actor-best/config.json"
     for version, expected in ((0, "0"), (1, "1"), (2, "1"), (3, "3")):
         session.step = version
         asyncio.run(kept().set_aside(version))
@@ -212,14 +221,14 @@ def test_with_a_lag_weights_are_set_aside_until_they_are_evaluated(tmp_path: Pat
 
 def test_weights_are_kept_though_the_coordinator_was_killed_after_their_evaluation(tmp_path: Path) -> None:
     run = Run(tmp_path, Policy(0, 5, 3), everyIterations=1, keepBest=True)
-    session = Session()
+    session = Session(tmp_path)
     kept = BestWeights(run.spec, tmp_path, run.records.store, session, run.evaluation)  # type: ignore[arg-type]
     for version in (1, 2):
         session.step = version
         asyncio.run(kept.set_aside(version))
         run(version)  # and here it is killed
     kept.choose(2)
-    assert (tmp_path / "models/actor-best/step").read_text() == "1"
+    assert (tmp_path / "models/actor-best/config.json").read_text() == "1"
     kept.close(2)
     assert not (tmp_path / "set-aside").exists()
     run.close()
@@ -229,9 +238,9 @@ def test_weights_are_kept_though_their_evaluation_ended_before_they_were_set_asi
     """The trainers may wait for a checkpoint, or for the code between two calls of a loop of one's own. Or the
     coordinator was killed in between."""
     run = Run(tmp_path, Policy(0, 5, 3, 6), everyIterations=1, keepBest=True)
-    session = Session()
+    session = Session(tmp_path)
     kept = BestWeights(run.spec, tmp_path, run.records.store, session, run.evaluation)  # type: ignore[arg-type]
-    best = tmp_path / "models/actor-best/step"
+    best = tmp_path / "models/actor-best/config.json"
     for version, expected in ((0, "0"), (1, "1"), (2, "1")):
         session.step = version
         run(version)

@@ -1,12 +1,14 @@
 """Rendering processes, the run directory, ports, devices and last words."""
 
 import json
+import random
 import socket
 import stat
 from pathlib import Path
 
 import pytest
 
+from dovetail.coordinator.store.identity import identify, read_id
 from dovetail.coordinator.store.manifest_changes import adopt
 from dovetail.coordinator.store.store import Store
 from dovetail.local.launch.launcher import Launcher, spawn_kind
@@ -244,71 +246,180 @@ def test_a_run_directory_is_locked_and_not_used_twice(tmp_path):
     again.close()
 
 
-def test_overwrite_removes_the_earlier_run(tmp_path):
-    run = started(tmp_path / "r")
-    (run.path / "models" / "actor").mkdir(parents=True)
+def content(folder):
+    """Everything below a folder: the bytes of files, and where links point. Links are not followed."""
+    return {
+        path.relative_to(folder).as_posix(): path.readlink() if path.is_symlink() else path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_symlink() or path.is_file()
+    }
+
+
+def a_whole_run(path):
+    """A run that has made a file of each kind, and its files."""
+    run = started(path)
+    run.token()
+    store, run_id = Store(run.path), read_id(run.path)
+    identify(run.path, store)
+    store.close()
+    model = [
+        "config.json",
+        "model-00001-of-00002.safetensors",
+        "README.md",
+        "tokenizer.json",
+        "value_head/model.safetensors",
+    ]
+    files = [
+        *("hub.json", "summary.json", "report.html", "schedule.json", "schedule-sft.json", "events.jsonl"),
+        *("history.jsonl", "elapsed.json", "tokenizer/tokenizer.json", "models/actor-config/config.json"),
+        *("experience/000003.safetensors", "samples/iteration-000001.jsonl", "samples/evaluation-before-sft.jsonl"),
+        *("logs/gen-0-scorer.log", "traces/iteration-0001.json", "tensorboard/events.out.tfevents.1.host.7.0"),
+        *("trackers/wandb.json", "trackers/wandb/run-1/files/x.txt", "summary.json.tmp", ".reserve"),
+        *(
+            f"{folder}/{name}"
+            for folder in ("models/actor", "models/sft", "set-aside/4", "models/reward.tmp")
+            for name in model
+        ),
+        *(f"checkpoints/{name}/__0_0.distcp" for name in ("ppo-000004", "ppo-000008.tmp", "sft-000003.old")),
+        "checkpoints/ppo-000004/.metadata",
+        "cache/datasets/json/default-1/0.0.0/x.arrow",
+    ]
+    for name in files:
+        (run.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (run.path / name).write_text("of the run")
+    for folder in ("models/actor", "models/sft", "set-aside/4"):
+        (run.path / folder / "dovetail.json").write_text(json.dumps({"run": run_id}))
+    (run.path / "checkpoints/ppo-000004/state.json").write_text(json.dumps({"run": run_id}))
     run.close()
+    return run
+
+
+def test_overwrite_removes_all_of_the_earlier_run_and_nothing_else(tmp_path):
+    """With --run-dir . the run's folder is the user's project."""
+    names = [".git/config", "job.yaml", "notes.md", "data/prompts.jsonl", "rewards.py", "checkpoint/x", "run.json.bak"]
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"my {name}")
+    (tmp_path / "elsewhere").symlink_to("data")
+    before = content(tmp_path)
+    run = a_whole_run(tmp_path)
+    first = read_id(tmp_path)
+    with pytest.raises(UsageError, match=r"replace it with --overwrite \(other files stay\)"):
+        run.open()
     run.open(overwrite=True)
-    assert not (run.path / "models").exists()
-    assert not (run.path / "job.json").exists()
+    assert content(tmp_path) == before | {".lock": b""}
+    run.write_job(a_job(CPU), CPU_PLAN, resume=False)
     run.close()
+    assert read_id(tmp_path) != first
 
 
-def test_overwrite_leaves_a_folder_alone_that_holds_no_run(tmp_path):
-    (tmp_path / "precious.txt").write_text("x")
-    run = RunDir(tmp_path)
-    run.open(overwrite=True)
+def places(run):
+    """Where a user may have put a file in a run's folder: beside each file of the run, but not among wandb's."""
+    return sorted(
+        {path.parent for path in run.path.rglob("*") if "run-1" not in path.parts}
+        | {run.path / "models" / "mine", run.path / "hub" / "mine"}
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_command_takes_a_foreign_file_from_a_run(tmp_path, seed):
+    """Files with names and places drawn at random, around a run and within its folders. Overwriting keeps each, whether
+    it is done or refused; if it is refused, the run is whole too."""
+    draw = random.Random(seed)
+    run = a_whole_run(tmp_path / "r")
+    known, foreign = content(run.path), {}
+    for _ in range(draw.randint(1, 3)):
+        stem = "".join(draw.choices("abcdefgh-_0123456789", k=draw.randint(1, 9)))
+        ending = draw.choice(["", ".txt", ".md", ".yaml", ".json.bak", ".gguf", ".bin", ".py.orig", ".jsonl.old"])
+        path = draw.choice(places(run)) / (stem + ending)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if draw.random() < 0.2:
+            path.symlink_to(tmp_path)
+        else:
+            path.write_bytes(draw.randbytes(20))
+        foreign |= {path.relative_to(run.path).as_posix(): content(run.path)[path.relative_to(run.path).as_posix()]}
+    said = ""
+    try:
+        run.open(overwrite=True)
+    except UsageError as error:
+        said = str(error)
     run.close()
-    assert (tmp_path / "precious.txt").read_text() == "x"
+    assert content(run.path) == foreign | {".lock": b""} | (known if said else {})
+    named = [path for name in foreign for path in (run.path / name, (run.path / name).parent) if f"{path} is " in said]
+    assert ("nothing was deleted" in said and named) or not said
+    assert tmp_path.is_dir()
 
 
-def test_an_interrupted_overwrite_is_completed_by_whoever_comes_next(tmp_path, monkeypatch):
-    """Killed after any number of deletions: nothing of the old run is left in the next one, nor is it resumed."""
-    import shutil
+@pytest.mark.parametrize("name", ["models", "checkpoints", "logs", "models/actor", "store.sqlite", "run.json"])
+def test_links_in_a_run_are_not_followed(tmp_path, name):
+    run = a_whole_run(tmp_path / "r")
+    (run.path / name).rename(tmp_path / "elsewhere")
+    (run.path / name).symlink_to(tmp_path / "elsewhere")
+    before = content(tmp_path)
+    with pytest.raises(UsageError, match=rf"/r/{name} is nothing that run \w+ has made; nothing was deleted"):
+        run.open(overwrite=True)
+    assert content(tmp_path) == before | {"r/.lock": b""}
 
-    names = ("job.json", "plan.json", "run.json", "store.sqlite", "models", "checkpoints", "experience")
-    for deletions in range(len(names)):
-        run = started(tmp_path / f"r{deletions}")
-        (run.path / "store.sqlite").touch()
-        for folder in ("models", "checkpoints", "experience"):
-            (run.path / folder).mkdir()
-            (run.path / folder / "weights").write_text("old")
-        run.close()
+
+@pytest.mark.parametrize("name", ["plan.json", "job.json", "summary.json", "models/mine/config.json", "logs/app.log"])
+@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"resume": True}])
+def test_files_with_names_of_a_runs_are_no_run(tmp_path, name, options):
+    """Before, a plan.json was enough for --overwrite to empty the folder."""
+    for mine in (name, "precious.txt"):
+        (tmp_path / mine).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / mine).write_text("mine")
+    with pytest.raises(UsageError, match=rf"has {name.split('/')[0]}, which a run would write .*: ?|move them away"):
+        RunDir(tmp_path).open(**options)
+    assert {key: value for key, value in content(tmp_path).items() if value} == {name: b"mine", "precious.txt": b"mine"}
+
+
+@pytest.mark.parametrize("text", ["{}", '{"id": null}', "my notes"])
+@pytest.mark.parametrize("name", ["run.json", "store.sqlite"])
+def test_a_record_of_something_else_is_no_run(tmp_path, name, text):
+    for mine in (name, "precious.txt"):
+        (tmp_path / mine).write_text(text)
+    for options in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(UsageError, match=rf"{name.replace('.', '[.]')} is of no run of Dovetail"):
+            RunDir(tmp_path).open(**options)
+    assert content(tmp_path) == {name: text.encode(), "precious.txt": text.encode()}
+
+
+def test_a_file_called_deleting_deletes_nothing(tmp_path):
+    run = a_whole_run(tmp_path / "r")
+    (run.path / ".deleting").touch()
+    before = content(run.path)
+    run.open(resume=True)
+    run.close()
+    assert content(run.path) == before | {".lock": b""}
+
+
+def test_an_interrupted_overwrite_goes_on_only_when_asked(tmp_path, monkeypatch):
+    """Killed after any number of deletions: the rest is not resumed, and is deleted by the next --overwrite."""
+    total = len(content(a_whole_run(tmp_path / "r").path))
+    for deletions in range(0, total - 2, 5):
+        run = a_whole_run(tmp_path / f"r{deletions}")
+        (run.path / "mine.txt").write_text("mine")
         left = [deletions]
 
-        def stopped(action, left=left, folder=run.path):
-            def perform(path, *args, **kwargs):
-                if Path(path).parent == folder and Path(path).name in names:
-                    left[0] -= 1
-                    if left[0] < 0:
-                        raise KeyboardInterrupt
-                return action(path, *args, **kwargs)
-
-            return perform
+        def unlink(path, *args, left=left, real=Path.unlink, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return real(path, *args, **kwargs)
 
         with monkeypatch.context() as patched:
-            patched.setattr(shutil, "rmtree", stopped(shutil.rmtree))
-            patched.setattr(Path, "unlink", stopped(Path.unlink))
+            patched.setattr(Path, "unlink", unlink)
             with pytest.raises(KeyboardInterrupt):
                 run.open(overwrite=True)
         run.close()
-        with pytest.raises(UsageError, match=r"no run to resume in .*--overwrite"):
-            run.open(resume=True)
-        run.open()
-        assert not [name for name in names if (run.path / name).exists()]
+        half = content(run.path)
+        for options in ({"resume": True}, {}):
+            with pytest.raises(UsageError, match=r"no run to resume in .* give --overwrite to delete the rest"):
+                run.open(**options)
+        assert content(run.path) == half
+        run.open(overwrite=True)
         run.close()
-
-
-def test_a_plain_run_does_not_mix_with_what_an_older_overwrite_left(tmp_path):
-    """What a deletion without a mark left over: job.json is gone, the store and the models are there."""
-    run = RunDir(tmp_path / "r")
-    (run.path / "models" / "actor").mkdir(parents=True)
-    (run.path / "store.sqlite").write_bytes(b"of the old run")
-    with pytest.raises(UsageError, match="holds an earlier run; continue it with --resume, replace it with --over"):
-        run.open()
-    run.open(overwrite=True)
-    assert not (run.path / "models").exists()
-    run.close()
+        assert content(run.path) == {".lock": b"", "mine.txt": b"mine"}
 
 
 def test_a_lost_plan_or_manifest_is_made_again_on_resume(tmp_path):
@@ -339,13 +450,6 @@ def test_results_without_their_store_are_refused(tmp_path, options, empty):
     run.open(overwrite=True)
     assert not (run.path / "checkpoints").exists()
     run.close()
-
-
-def test_someones_own_models_are_never_overwritten(tmp_path):
-    (tmp_path / "models" / "mine").mkdir(parents=True)
-    with pytest.raises(UsageError, match="move them away, or choose another --run-dir"):
-        RunDir(tmp_path).open(overwrite=True)
-    assert (tmp_path / "models" / "mine").exists()
 
 
 def test_resuming_nothing(tmp_path):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 from pathlib import Path
 
 from dovetail.coordinator.evaluation.evaluation import Evaluator
@@ -52,19 +52,23 @@ class BestWeights:
         older ones. The best version may be older, if the coordinator was killed after its evaluation."""
         best = self._unkept()
         if best is not None and (folder := self._folder(best)).is_dir():
-            shutil.rmtree(self._best, ignore_errors=True)
+            if self._best.exists():
+                self._session.delete(self._best)
             self._best.parent.mkdir(parents=True, exist_ok=True)
             folder.rename(self._best)
             self._store.put(KEPT, best)
         for older in self._aside.glob("*"):
             if older.name.isdecimal() and int(older.name) <= version:
-                shutil.rmtree(older, ignore_errors=True)
+                self._session.prune(older)
 
     def close(self, version: int) -> None:
         """Call this after the run's last evaluation, of `version`. It deletes the weights that were set aside and never
         evaluated."""
         self.choose(version)
-        shutil.rmtree(self._aside, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            for rest in self._aside.iterdir():
+                self._session.prune(rest)
+            self._aside.rmdir()
 
     def _unkept(self) -> int | None:
         """The version of the best weights so far, if the job keeps them and has not kept them yet."""

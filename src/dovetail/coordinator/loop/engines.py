@@ -473,7 +473,7 @@ class Engines:
     # ------------------------------------------------------------ export and result
     async def check_output(self) -> None:
         """Check that the models can be copied to spec.output. Raises OutputError."""
-        await asyncio.to_thread(check, self.spec.output)
+        await asyncio.to_thread(check, self.spec.output, self.spec.stages, self.run_id)
 
     async def finish(self) -> dict[str, Any]:
         """Export the trained models, copy them to spec.output, and write summary.json. Returns its content."""
@@ -482,7 +482,7 @@ class Engines:
             await self._ppo.finish()
         models = self.settings.run_dir / "models"
         await asyncio.to_thread(describe_models, models, self._card_facts(), self.prepared.tokenizer)
-        self._trained = await asyncio.to_thread(deliver, self.spec.output, models)
+        self._trained = await asyncio.to_thread(deliver, self.spec.output, models, self.run_id)
         if self.spec.output is not None:
             self.log("models.copied", models=self._trained, to=self.spec.output.place)
         document = self.records.results.write("succeeded")

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from dovetail.manifest.types import TRAINED_MODELS, ObjectStorage, Output
+from dovetail.coordinator.store.identity import check_own
+from dovetail.coordinator.store.store import StoreError
+from dovetail.manifest.types import TRAINED_MODELS, ObjectStorage, Output, Stage
 
 # A folder without this file does not count as a model, so it is written last.
 LAST = "config.json"
 CHUNK = 16 << 20
+# The stages that make a model; the others come from DPO and PPO.
+_MADE_BY = {"sft": {Stage.SFT}, "reward": {Stage.REWARD}}
 # AWS's SDK uses these words for errors that every further attempt would meet again.
 _HOPELESS = (
     *("ACCESS_DENIED", "NO_SUCH_BUCKET", "INVALID_ACCESS_KEY_ID", "INVALID_SIGNATURE", "SIGNATURE_DOES_NOT_MATCH"),
@@ -30,42 +34,74 @@ def trained(models: Path) -> list[str]:
     return [name for name in TRAINED_MODELS if (models / name / LAST).is_file()]
 
 
-def check(output: Output | None) -> None:
+def check(output: Output | None, stages: Collection[Stage], run: str) -> None:
     """Write a small file where the models will go, and delete it, so that a wrong bucket or key is noticed before the
-    training. Raises OutputError, or OSError for an error that may pass."""
+    training. Check that no model of these stages would replace what is not of run `run`. Raises OutputError, or OSError
+    for an error that may pass."""
     if output is None:
         return
     with _explained(output):
         if output.path is not None:
             Path(output.path).mkdir(parents=True, exist_ok=True)
-            mark = Path(output.path) / f".dovetail-{os.getpid()}"
-            mark.touch()
-            mark.unlink()
+            with tempfile.TemporaryFile(dir=output.path, prefix=".dovetail-"):
+                pass
         elif output.s3 is not None:
-            files, mark_name = _connect(output.s3), _key(output.s3, ".dovetail")
+            files, mark_name = _connect(output.s3), _key(output.s3, f".dovetail-{run}")
             with files.open_output_stream(mark_name) as file:
                 file.write(b"Dovetail may write here.\n")
             with contextlib.suppress(OSError):  # a user who may write may lack the right to delete
                 files.delete_file(mark_name)
+        for name in TRAINED_MODELS:
+            if not _MADE_BY.get(name, {Stage.DPO, Stage.PPO}).isdisjoint(stages):
+                _check_place(output, name, run)
 
 
-def deliver(output: Output | None, models: Path) -> list[str]:
-    """Copy all trained models in the folder `models`, and return their names. Models that were copied before are
-    replaced. Raises OutputError, or OSError for an error that may pass."""
+def deliver(output: Output | None, models: Path, run: str) -> list[str]:
+    """Copy all trained models in the folder `models`, and return their names. Models that run `run` has copied before
+    are replaced. Raises OutputError, or OSError for an error that may pass."""
     names = trained(models)
     if output is not None:
         with _explained(output):
             for name in names:
+                _check_place(output, name, run)
                 if output.path is not None:
-                    _copy(models / name, Path(output.path) / name)
+                    _copy(models / name, Path(output.path) / name, run)
                 elif output.s3 is not None:
-                    _upload(models / name, output.s3, name)
+                    _upload(models / name, output.s3, name, run)
     return names
 
 
-def _copy(source: Path, target: Path) -> None:
+def _check_place(output: Output, name: str, run: str) -> None:
+    """Raises OutputError if something is where the model goes that run `run` has not copied there."""
+    try:
+        if output.path is not None:
+            check_own(Path(output.path) / name, f"models/{name}", run)
+        elif output.s3 is not None:
+            _check_bucket(output.s3, name, run)
+    except StoreError as error:
+        raise OutputError(f"spec.output: {error}, or set another place for this run's models") from error
+
+
+def _check_bucket(storage: ObjectStorage, name: str, run: str) -> None:
+    """As `check_own`, for object storage. Where the run may not ask what is there, nothing counts as there."""
+    from pyarrow import fs
+
+    with contextlib.suppress(OSError):
+        folder = _key(storage, name)
+        paths = [f"{folder}/{LAST}", f"{folder}/dovetail.json", _mark(storage, name, run)]
+        *there, mine = (info.type != fs.FileType.NotFound for info in _connect(storage).get_file_info(paths))
+        if any(there) and not mine:
+            raise StoreError(f"s3://{folder} is no model that run {run} has copied; nothing was replaced: move it away")
+
+
+def _mark(storage: ObjectStorage, name: str, run: str) -> str:
+    """The key of an empty object that says that run `run` has copied the model."""
+    return _key(storage, f".{name}.{run}")
+
+
+def _copy(source: Path, target: Path, run: str) -> None:
     """Copy a model to a folder. A reader of `target` finds the old model, nothing, or the new one."""
-    fresh, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
+    fresh, old = target.with_name(f".{target.name}.{run}.new"), target.with_name(f".{target.name}.{run}.old")
     shutil.rmtree(fresh, ignore_errors=True)
     shutil.copytree(source, fresh, copy_function=shutil.copyfile)
     shutil.rmtree(old, ignore_errors=True)
@@ -75,8 +111,10 @@ def _copy(source: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _upload(source: Path, storage: ObjectStorage, name: str) -> None:
+def _upload(source: Path, storage: ObjectStorage, name: str, run: str) -> None:
     files = _connect(storage)
+    with files.open_output_stream(_mark(storage, name, run)):
+        pass
     found = sorted((path for path in source.rglob("*") if path.is_file()), key=lambda path: path == source / LAST)
     for path in found:
         key = _key(storage, f"{name}/{path.relative_to(source).as_posix()}")

@@ -115,5 +115,5 @@ class ExperienceFiles:
     def forget_through(self, iteration: int) -> None:
         """Drop the iterations up to and including this one. Call it when a checkpoint covers them."""
         for path in self._dir.glob("*.safetensors"):
-            if int(path.stem) <= iteration:
+            if path.stem.isdecimal() and int(path.stem) <= iteration:
                 path.unlink(missing_ok=True)

@@ -48,7 +48,7 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
 
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file atomically. It then has all of `data`, or its old content. Raises OSError that names `path`."""
-    temporary = path.with_suffix(".tmp")
+    temporary = path.with_name(path.name + ".tmp")
     try:
         with temporary.open("wb", buffering=0) as file:
             left = memoryview(data)

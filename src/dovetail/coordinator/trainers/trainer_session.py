@@ -7,13 +7,15 @@ repeated steps give the same bits."""
 from __future__ import annotations
 
 import asyncio
-import shutil
+import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from dovetail.coordinator.store.identity import check_own, delete_folder
+from dovetail.coordinator.store.store import StoreError
 from dovetail.coordinator.trainers.trainer_group import (
     CheckpointDamaged,
     TrainerError,
@@ -130,26 +132,29 @@ class TrainerSession:
         before = [step for step in ours if step <= self._step - self._lag][-min(2, self._keep) :]
         doomed = [step for step in ours[: -self._keep] if step not in before]
         for step in [*doomed, *(s for s in kept if s > self._step)]:
-            await asyncio.to_thread(self._delete, self._path(plan.stage, step))
+            await asyncio.to_thread(self.prune, self._path(plan.stage, step))
         # No rank writes now. A temporary folder was left by ranks that died while they wrote a checkpoint.
-        for ending in ("old", "damaged", "tmp"):
-            for rest in self._dir.glob(f"{plan.stage.value}-*.{ending}"):
-                await asyncio.to_thread(shutil.rmtree, rest, ignore_errors=True)
+        for rest in self._folders(plan.stage, r"\.(?:old|damaged|tmp)"):
+            await asyncio.to_thread(self.prune, rest)
 
     def forget(self, stage: Stage) -> None:
         """Delete the checkpoints of a finished stage. The next stages start from its exported model."""
         self._records.put(f"checkpoint/{stage.value}", None)
         self._records.sync()
-        for old in self._dir.glob(f"{stage.value}-*"):
-            shutil.rmtree(old, ignore_errors=True)
+        for old in self._folders(stage, r"(?:\.(?:old|damaged|tmp))?"):
+            self.prune(old)
 
     def _path(self, stage: Stage, step: int) -> Path:
         return self._dir / f"{stage.value}-{step:06d}"
 
     def _kept(self, stage: Stage) -> list[int]:
         """The steps of the stage's checkpoint folders, in ascending order."""
-        names = (p.name.removeprefix(f"{stage.value}-") for p in self._dir.glob(f"{stage.value}-*"))
-        return sorted(int(name) for name in names if name.isdecimal())
+        return sorted(int(path.name.removeprefix(f"{stage.value}-")) for path in self._folders(stage))
+
+    def _folders(self, stage: Stage, ending: str = "") -> list[Path]:
+        """The stage's folders in checkpoints/ whose names end so (a pattern)."""
+        name = re.compile(rf"{stage.value}-\d{{6,}}{ending}")
+        return [path for path in self._dir.glob(f"{stage.value}-*") if name.fullmatch(path.name)]
 
     def _record(self, stage: Stage, step: int) -> None:
         """Record this as the stage's last checkpoint, and flush the store, because other checkpoints are deleted
@@ -158,16 +163,16 @@ class TrainerSession:
         self._records.put(f"checkpoint/{stage.value}", where if step else None)
         self._records.sync()
 
-    @staticmethod
-    def _delete(folder: Path) -> None:
-        """Delete a checkpoint. A half-deleted folder never looks like a checkpoint."""
-        doomed = folder.with_name(folder.name + ".old")
-        shutil.rmtree(doomed, ignore_errors=True)
+    def prune(self, folder: Path) -> None:
+        """Delete a checkpoint or an exported model, unless something in it is not the run's."""
         try:
-            folder.rename(doomed)
-        except OSError:
-            return
-        shutil.rmtree(doomed, ignore_errors=True)
+            self.delete(folder)
+        except (OSError, StoreError) as error:
+            self._log("folder.kept", folder=str(folder), reason=str(error))
+
+    def delete(self, folder: Path) -> None:
+        """Delete a checkpoint or an exported model. Raises StoreError if something in it is not the run's."""
+        delete_folder(folder, self._dir.parent, self._run)
 
     def _fall_back(self, plan: StagePlan, step: int, damaged: int, reason: str) -> None:
         """Continue from an older checkpoint, or from the beginning of the stage. The damaged one is renamed, and
@@ -184,7 +189,8 @@ class TrainerSession:
         )
         folder = self._path(plan.stage, damaged)
         aside = folder.with_name(folder.name + ".damaged")
-        shutil.rmtree(aside, ignore_errors=True)
+        if aside.exists():
+            self.prune(aside)
         if folder.exists():
             folder.rename(aside)
         self._record(plan.stage, step_back)
@@ -249,7 +255,9 @@ class TrainerSession:
         return (await self.at_target(lambda: self._command(command))).logprobs
 
     async def export(self, model: str, path: Path, subtract: float = 0.0) -> None:
-        """Write the current weights as a Hugging Face folder. Each output of a value head is lowered by `subtract`."""
+        """Write the current weights as a Hugging Face folder in the run directory. Each output of a value head is
+        lowered by `subtract`. Raises StoreError if something is there that is not the run's."""
+        check_own(path, path.relative_to(self._dir.parent).as_posix(), self._run)
         where = {"path": str(path), "subtract": subtract, "run": self._run}
         command = Export.model_validate({"id": self._id(f"export-{model}"), "model": model, **where})
         await self.at_target(lambda: self._command(command))

@@ -9,12 +9,20 @@ import fcntl
 import json
 import os
 import secrets
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dovetail.coordinator.store.identity import RESULTS, has_store, new_id, write_id
+from dovetail.coordinator.store.identity import (
+    RESULTS,
+    delete_run,
+    has_store,
+    is_being_deleted,
+    names_taken,
+    new_id,
+    run_of,
+    write_id,
+)
 from dovetail.coordinator.store.manifest_changes import SPEC, ChangeError, check, remember
 from dovetail.coordinator.store.store import StoreError, open_records
 from dovetail.manifest.checks.changes import changes
@@ -24,11 +32,6 @@ from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.env import token_problem
 from dovetail.supervision.errors import RunError, UsageError
-
-# Any of these files shows that a run has begun here.
-SIGNS = ("job.json", "plan.json", "run.json", "store.sqlite")
-# This file exists while the files of an earlier run are deleted.
-DELETING = ".deleting"
 
 
 @contextlib.contextmanager
@@ -67,12 +70,10 @@ class RunDir:
         return self.path / "logs"
 
     def open(self, *, resume: bool = False, overwrite: bool = False) -> None:
-        """Make the directory and lock it. `overwrite` first deletes an earlier run in it. A deletion that was
-        interrupted is completed first. Raises UsageError if there is an earlier run and neither `resume` nor
-        `overwrite` is given, if the run to resume lacks what it needs, or if another launcher runs there now."""
-        deleting = (self.path / DELETING).exists()
-        if not deleting:
-            self._check(resume, overwrite)
+        """Make the directory and lock it. `overwrite` first deletes what an earlier run has made in it. Raises
+        UsageError if there is an earlier run and neither `resume` nor `overwrite` is given, if the run to resume lacks
+        what it needs, if files are in the way that no run has made, or if another launcher runs there now."""
+        self._check(resume, overwrite)
         with explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -84,16 +85,12 @@ class RunDir:
                     f"another dovetail run is using {self.path}; wait for it, or choose another --run-dir"
                 ) from None
             try:
-                if (self.path / DELETING).exists():
-                    self._empty()
-                    if resume:
-                        raise UsageError(
-                            f"there is no run to resume in {self.path}: an --overwrite was deleting it when it was "
-                            "stopped; leave out --resume to start the new run"
-                        )
-                self._check(resume, overwrite)
-                if overwrite and self._signs():
-                    self._empty()
+                earlier = self._check(resume, overwrite)
+                if overwrite and earlier is not None:
+                    delete_run(self.path, earlier)
+            except StoreError as error:
+                self.close()
+                raise UsageError(f"{error}, or choose another --run-dir") from error
             except UsageError:
                 self.close()
                 raise
@@ -162,44 +159,42 @@ class RunDir:
         except StoreError as error:
             raise RunError(str(error)) from error
 
-    def _signs(self) -> list[str]:
-        return [name for name in SIGNS if (self.path / name).exists()]
-
-    def _check(self, resume: bool, overwrite: bool) -> None:
-        """Raises UsageError unless the run may begin, continue or be replaced, as the user asked."""
-        signs = self._signs()
+    def _check(self, resume: bool, overwrite: bool) -> str | None:
+        """The id of the run in the directory, or None. Raises UsageError unless the run may begin, continue or be
+        replaced, as the user asked."""
+        try:
+            run = run_of(self.path)
+        except StoreError as error:
+            raise UsageError(str(error)) from error
         results = [f"{name}/" for name in RESULTS if _holds_files(self.path / name)]
-        if results and not has_store(self.path) and not (overwrite and signs):
+        if run is None:
+            if taken := names_taken(self.path):
+                raise UsageError(
+                    f"{self.path} has {', '.join(taken)}, which a run would write and which is of no run with a "
+                    "run.json or store.sqlite; move them away, or choose another --run-dir"
+                )
+            if resume:
+                raise UsageError(f"there is no run to resume in {self.path}; leave out --resume to start one")
+        elif overwrite:
+            pass
+        elif is_being_deleted(self.path):
+            raise UsageError(
+                f"there is no run to resume in {self.path}: an --overwrite was deleting it when it was stopped; give "
+                "--overwrite to delete the rest, or choose another --run-dir"
+            )
+        elif results and not has_store(self.path):
             # Without the store a run would start from zero among the files of the old one.
-            way = "delete the rest with --overwrite" if signs else "move them away"
             raise UsageError(
                 f"{self.path} has {' and '.join(results)} of an earlier run, but its store.sqlite is missing or "
-                f"empty; put that file back and --resume, or {way}, or choose another --run-dir"
+                "empty; put that file back and --resume, or delete the run's files with --overwrite, or choose "
+                "another --run-dir"
             )
-        if resume and not signs:
-            raise UsageError(f"there is no run to resume in {self.path}; leave out --resume to start one")
-        if signs and not resume and not overwrite:
+        elif not resume:
             raise UsageError(
-                f"{self.path} holds an earlier run; continue it with --resume, replace it with --overwrite, "
-                "or choose another --run-dir"
+                f"{self.path} holds an earlier run; continue it with --resume, replace it with --overwrite (other "
+                "files stay), or choose another --run-dir"
             )
-
-    def _empty(self) -> None:
-        """Delete everything but the lock. If this is interrupted, the next `open` completes it, so that files of the
-        old run are never taken for those of a new one."""
-        mark = self.path / DELETING
-        mark.touch()
-        sync(self.path)
-        for entry in self.path.iterdir():
-            if entry.name in (".lock", DELETING):
-                continue
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
-        sync(self.path)
-        mark.unlink()
-        sync(self.path)
+        return run
 
 
 def _holds_files(folder: Path) -> bool:

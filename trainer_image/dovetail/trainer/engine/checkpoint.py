@@ -161,7 +161,7 @@ def _check_state(engine: EngineState, state: dict[str, Any], path: Path, run: st
     if run and state.get("run") and state["run"] != run:
         raise ValueError(
             f"{path} is of run {state['run']}, but store.sqlite of run {run}: the folder holds parts of two runs; put "
-            "this run's checkpoints back, or start anew with --overwrite"
+            "this run's checkpoints back, or start a new run in another folder"
         )
     if state["format"] != _FORMAT or state["stage"] != engine.stage.value:
         raise ValueError(f"{path}: a checkpoint of stage {state['stage']}, not of {engine.stage.value}")
