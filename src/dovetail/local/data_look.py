@@ -3,6 +3,7 @@ its bad lines. It reads every record in the way in which a job reads it."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.data_files import rows, source_files
-from dovetail.coordinator.data.formats import EMPTY, FORMATS, convert, detect, is_dialogue, unused_fields
+from dovetail.coordinator.data.formats import EMPTY, FORMATS, convert, detect, is_dialogue, left_out, unused_fields
 from dovetail.coordinator.data.records import Demonstration, Labelled, Preference, Record, equal_pairs
 from dovetail.coordinator.data.sources import hub_table
 from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, WithSystem, chat_format
@@ -44,7 +45,8 @@ class DataLook:
     number of bad lines. `first_error` names its file and line. `template`: how dialogues become text. `example`: the
     first good record. `lengths` is empty without a tokenizer. `tools`: the number of records that name tools. `equal`:
     the number of pairs with equal replies, perhaps because both are cut. `unused`: the fields that none of the first
-    records needs."""
+    records needs. `empty`, `repeated`: a clause about records with an empty response, and about those that an earlier
+    record equals, or ""."""
 
     files: Sequence[Path]
     format: str
@@ -59,6 +61,25 @@ class DataLook:
     tools: int = 0
     equal: int = 0
     unused: Sequence[str] = ()
+    empty: str = ""
+    repeated: str = ""
+
+
+@dataclass
+class _Places:
+    """The number of records of one kind, and the place of the first."""
+
+    count: int = 0
+    first: str = ""
+
+    def add(self, place: str) -> None:
+        self.count += 1
+        self.first = self.first or place
+
+    def clause(self, one: str, many: str) -> str:
+        """What the records are. "" if there are none."""
+        text = f"1 record {one}" if self.count == 1 else f"{self.count:,} records {many}"
+        return f"{text} (first: {self.first})" if self.count else ""
 
 
 @dataclass
@@ -126,7 +147,10 @@ class _Reading:
         self.first_error: str | None = None
         self._example: Record | None = None
         self._turns = False
-        self._tools = self._equal = 0
+        self._tools = self._equal = self._left_out = 0
+        self._empty, self._repeated = _Places(), _Places()
+        # A hash of each record.
+        self._seen: set[bytes] = set()
         # For the name of each field in the first records: whether a record needed it.
         self._needed: dict[str, bool] = {}
         self._counts: dict[str, _PartCounts] = {}
@@ -136,17 +160,24 @@ class _Reading:
         try:
             if isinstance(row, DataError):
                 raise row
-            self._keep(self._converted(row, where))
+            record = self._converted(row, where)
+            if record is None:
+                self._left_out += 1
+            else:
+                self._keep(record, where)
         except DataError as error:
             self.errors += 1
             self.first_error = self.first_error or str(error)
 
-    def _converted(self, row: Any, where: str) -> Record:
+    def _converted(self, row: Any, where: str) -> Record | None:
+        """The record in a row. None if a job leaves the row out."""
         self._turns = self._turns or is_dialogue(row)
         if self.format == "Auto":
             self.format = detect(row, where, self.kind)
         if self.kind is None:
             self.kind = kind_of(row, self.format, self.chat, where)
+        if left_out(row, self.format, self.kind, where):
+            return None
         record = convert(row, self.format, self.kind, self.chat, where)
         self._tools += is_dialogue(row) and bool(tools_of(row, where))
         if self.records < SEARCHED:
@@ -156,8 +187,14 @@ class _Reading:
                     self._needed[name] = self._needed.get(name, False) or name not in unused
         return record
 
-    def _keep(self, record: Record) -> None:
+    def _keep(self, record: Record, where: str) -> None:
         self.records += 1
+        digest = hashlib.blake2b(repr(record).encode(errors="replace"), digest_size=8).digest()
+        if digest in self._seen:
+            self._repeated.add(where)
+        self._seen.add(digest)
+        if not all(text.strip() for text in _responses(record)):
+            self._empty.add(where)
         self._example = self._example or record
         cut = 0
         if self._encoder is not None:
@@ -177,6 +214,11 @@ class _Reading:
         if self._turns:
             template = "the tokenizer's chat template" if own else "Human/Assistant"
         notes = []
+        empty = self._empty.clause("has an empty response", "have an empty response")
+        repeated = self._repeated.clause("repeats an earlier one", "repeat an earlier one")
+        notes += [f"{clause}." for clause in (empty, repeated) if clause]
+        if self._left_out:
+            notes.append(f"{self._left_out:,} records are left out, because their completions have equal scores.")
         if self._equal:
             notes.append(equal_pairs(self._equal, f"the {self.records:,} pairs") + ".")
         if own and not self._turns and self.records:
@@ -209,7 +251,19 @@ class _Reading:
             self._tools,
             self._equal,
             [name for name, needed in self._needed.items() if not needed],
+            empty,
+            repeated,
         )
+
+
+def _responses(record: Record) -> Iterator[str]:
+    """The texts of a record that are learnt or compared."""
+    if isinstance(record, Preference):
+        yield from (record.chosen, record.rejected)
+    elif isinstance(record, Demonstration):
+        yield from (record.response, *(turn.response for turn in record.turns))
+    elif isinstance(record, Labelled):
+        yield record.response
 
 
 def kind_of(row: Any, fmt: str, chat: ChatFormat, where: str) -> DataKind:

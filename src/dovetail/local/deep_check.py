@@ -179,11 +179,16 @@ def _data_found(
 
 def _described(name: str, found: DataLook) -> Finding:
     lengths = [f"{row.part}: median {row.median:,}, longest {row.longest:,} tokens" for row in found.lengths]
-    says = "; ".join([f"{found.records:,} records, {found.format}", *lengths])
+    odd = [clause for clause in (found.empty, found.repeated) if clause]
+    says = "; ".join([f"{found.records:,} records, {found.format}", *lengths, *odd])
     if found.equal:
         says += f"; {equal_pairs(found.equal, f'the {found.records:,} pairs')}"
         if found.equal > EQUAL_SHARE * found.records:
             return Finding(name, "warning", says, "leave them out, or raise spec.data.maxTokens if they are cut")
+    if found.empty:
+        return Finding(
+            name, "warning", says, "leave them out, or the model learns to say nothing"
+        )
     cut = [row for row in found.lengths if row.cut > CUT_SHARE * found.records]
     if cut:
         row = cut[0]

@@ -305,7 +305,7 @@ class SyntheticData(Model):
 
 
 # The formats that `dovetail.coordinator.data.formats` reads.
-DataFormat = Literal["Text", "PromptResponse", "ChosenRejected", "Labelled", "Messages", "HH"]
+DataFormat = Literal["Text", "PromptResponse", "ChosenRejected", "Labelled", "Completions", "Messages", "HH"]
 
 
 class DataSource(Model):

@@ -249,3 +249,15 @@ def test_a_data_set_of_a_hub_is_read_whole(tmp_path: Path, monkeypatch: pytest.M
     assert len(asked) == 1, "no hub is asked for a mistyped path"
     wrong = data("nothing.jsonl", "--subset", "main")
     assert "--subset and --split are for a data set of a hub (owner/name), but nothing.jsonl is not one" in wrong.stderr
+
+
+def test_empty_and_repeated_records_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
+    one, empty = {"prompt": "a", "response": "b"}, {"prompt": "c", "response": " "}
+    path = write(tmp_path / "d.jsonl", one, empty, one, {"prompt": "d", "response": ""}, one, {**one, "response": "x"})
+    told = " ".join(squeezed(data(path).output)).replace("\n", " ")
+    assert f"2 records have an empty response (first: {path}:2)." in told
+    assert f"2 records repeat an earlier one (first: {path}:3)." in told
+    pairs = [{"prompt": "a", "chosen": "b", "rejected": ""}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
+    told = " ".join(squeezed(data(path := write(tmp_path / "p.jsonl", *pairs)).output))
+    assert f"1 record has an empty response (first: {path}:1)." in told
+    assert "repeats" not in told

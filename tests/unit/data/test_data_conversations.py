@@ -52,7 +52,7 @@ CHATML, THINKS, PLAIN = Template(ChatML()), Template(ChatML(thinks=True)), Human
 
 
 def read(row: dict[str, Any], kind: DataKind = "demonstrations", chat: ChatFormat = CHATML) -> Any:
-    return convert(row, detect(row, "f:1"), kind, chat, "f:1")
+    return convert(row, detect(row, "f:1", kind), kind, chat, "f:1")
 
 
 def test_every_assistant_turn_is_learnt_with_what_closes_it() -> None:
@@ -208,3 +208,115 @@ def test_a_message_may_be_a_list_of_texts() -> None:
         DataError, match=r"^here: message 0 of field 'messages' needs 'role' and 'content', both strings$"
     ):
         conversation([{"role": "user", "content": [*parts, {"type": "image"}]}], "messages", "here")
+
+
+SHAREGPT = [
+    {"from": "human", "value": "Rain?"},
+    {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Bern"}}'},
+    {"from": "observation", "value": "dry"},
+    {"from": "gpt", "value": "No."},
+]
+
+
+def test_calls_and_observations_of_sharegpt() -> None:
+    found = conversation(SHAREGPT, "conversations", "here")
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+    assert found.messages == [
+        {"role": "user", "content": "Rain?"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "dry"},
+        {"role": "assistant", "content": "No."},
+    ]
+    assert found.learnt == [False, True, False, True]
+    several = [SHAREGPT[0], {"from": "function_call", "value": '[{"name": "a"}, {"name": "b"}]'}]
+    calls = conversation(several, "conversations", "here").messages[1]["tool_calls"]
+    assert [each["function"] for each in calls] == [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]
+    for text in ("weather(Bern)", "[]", '{"arguments": {}}', "3"):
+        with pytest.raises(
+            DataError, match=r"here: message 0 of field 'c' has the role function_call, so its text"
+        ):
+            conversation([{"from": "function_call", "value": text}], "c", "here")
+
+
+@pytest.mark.parametrize("name", ["conversations", "messages"])
+def test_preferences_of_llama_factory(name: str) -> None:
+    """One conversation, and the last message twice as an object. For KTO the whole conversation and a tag."""
+    asked = [{"from": "human", "value": "Hi"}]
+    pair = {side: {"from": "gpt", "value": side} for side in ("chosen", "rejected")}
+    row = {name: asked, **pair, "system": "Be kind."}
+    start = "\n\nSystem: Be kind.\n\nHuman: Hi\n\nAssistant:"
+    expected = Preference(start, " chosen", " rejected")
+    assert read(row, "preferences", HumanAssistant()) == expected
+    assert read({**row, **{side: side for side in pair}}, "preferences", HumanAssistant()) == expected
+    assert read(row, "demonstrations", HumanAssistant()) == Demonstration(start, " chosen")
+    assert read(row, "prompts", HumanAssistant()) == Prompt(start, {"system": "Be kind."})
+    assert detect(row, "here") == "ChosenRejected"
+    talk = [*asked, {"from": "gpt", "value": "Yo."}, *asked, {"from": "gpt", "value": "Hello"}]
+    start = "\n\nHuman: Hi\n\nAssistant: Yo.\n\nHuman: Hi\n\nAssistant:"
+    for good in (True, False):
+        tagged = {name: talk, "kto_tag": good}
+        assert read(tagged, "preferences", HumanAssistant()) == Labelled(start, " Hello", good)
+        assert read({**tagged, "label": None}, "preferences", HumanAssistant()) == Labelled(start, " Hello", good)
+    with pytest.raises(DataError, match="'kto_tag' is false, so SFT must not learn this response"):
+        read({name: talk, "kto_tag": False}, "demonstrations", HumanAssistant())
+    with pytest.raises(DataError, match="chosen and rejected must be one assistant message each after a common"):
+        read({name: talk, **pair}, "preferences", HumanAssistant())
+
+
+def test_the_history_of_an_alpaca_record_comes_before_its_instruction() -> None:
+    row = {
+        "system": "Be kind.",
+        "history": [["Hi", "Hello"], ["2 + 2?", "4"]],
+        "instruction": "And",
+        "input": "3 + 3?",
+        "output": "6",
+    }
+    start = "\n\nSystem: Be kind.\n\nHuman: Hi\n\nAssistant:"
+    second, third = "\n\nHuman: 2 + 2?\n\nAssistant:", "\n\nHuman: And\n3 + 3?\n\nAssistant:"
+    turns = (LaterTurn(second, " 4"), LaterTurn(third, " 6"))
+    assert read(row, "demonstrations", HumanAssistant()) == Demonstration(start, " Hello", turns)
+    prompt = f"{start} Hello{second} 4{third}"
+    assert read(row, "prompts", HumanAssistant()).prompt == prompt
+    pair = {**row, "chosen": "6", "rejected": "7"}
+    assert read(pair, "preferences", HumanAssistant()) == Preference(prompt, " 6", " 7")
+    other = {"instruction": "Tell", "history": "of Rome", "output": "x"}
+    assert read(other, "demonstrations", HumanAssistant()) == Demonstration("Tell", " x")
+
+
+def scored(*scores: Any) -> dict[str, Any]:
+    """A row as those of openbmb/UltraFeedback."""
+    completions = [{"model": "m", "response": f"r{i}", "overall_score": score} for i, score in enumerate(scores)]
+    return {"source": "x", "instruction": "Hi", "models": ["m"], "completions": completions}
+
+
+def test_completions_with_scores() -> None:
+    chat = HumanAssistant()
+    assert read(scored(5, 7.5, 2, 3), "preferences", chat) == Preference("Hi", " r1", " r2")
+    assert read(scored(5, 7.5), "demonstrations", chat) == Demonstration("Hi", " r1")
+    assert read(scored(5, 7.5), "prompts", chat).prompt == "Hi"
+    even = scored(5, 5)
+    even["completions"][1]["fine-grained_score"] = 4.0
+    even["completions"][0]["fine-grained_score"] = 3.0
+    assert read(even, "preferences", chat) == Preference("Hi", " r1", " r0")
+    for row in (scored(5, 5), scored(5), scored()):
+        with pytest.raises(DataError, match="f:1: no two completions have different scores"):
+            read(row, "preferences", chat)
+    with pytest.raises(DataError, match="f:1: completion 1 needs 'response', a text, and 'overall_score' or 'score'"):
+        read(scored(5, None), "preferences", chat)
+
+
+def test_rows_without_a_better_completion_are_left_out(tmp_path: Path) -> None:
+    import datasets
+
+    rows = [scored(5, 7), scored(4, 4), scored(1, 2), scored(3)]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    for name in ("a.json", "a.parquet"):
+        source = DataSource.model_validate({"path": name})
+        options: dict[str, Any] = {"field": "f", "base_dir": tmp_path, "cache_dir": tmp_path / "cache", "seed": 0}
+        found = load(source, "preferences", **options)
+        assert [found[i] for i in range(len(found))] == [Preference("Hi", " r1", " r0")] * 2
+        assert len(load(source, "prompts", **options)) == 4
+    (tmp_path / "a.json").write_text(json.dumps([scored(4, 4)]))
+    with pytest.raises(DataError, match=r"a.json: no record has two completions with different scores"):
+        load(DataSource.model_validate({"path": "a.json"}), "preferences", **options)

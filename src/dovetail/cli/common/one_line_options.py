@@ -87,8 +87,8 @@ def _longest(line: OneLine, kind: DataKind, local: frozenset[str]) -> int | None
     """The most tokens that a record of these files can have, or its prompt. None if a data set is on a hub, or cannot
     be read, which the job says itself."""
     from dovetail.coordinator.data.data_error import DataError
+    from dovetail.coordinator.data.data_files import source_files
     from dovetail.coordinator.data.formats import MESSAGE_FIELDS, PROMPT_FIELDS
-    from dovetail.coordinator.data.sources import source_files
     from dovetail.local.data_look import rows_of
 
     names: Sequence[str] = getattr(line, kind)

@@ -24,6 +24,8 @@ from dovetail.manifest.fixed_names import DataKind
 PROMPT_FIELDS = ("prompt", "instruction", "question", "query", "problem")
 RESPONSE_FIELDS = ("response", "completion", "output", "answer", "solution")
 MESSAGE_FIELDS = ("messages", "conversations")
+# The second is LLaMA-Factory's.
+LABEL_FIELDS = ("label", "kto_tag")
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 _PARTS = (Demonstration, LaterTurn, Preference, Labelled, Prompt)
@@ -38,9 +40,11 @@ def detect(row: Row, where: str, kind: DataKind | None = None) -> str:
         fitting.sort(key=lambda each: not each.judged)
     if fitting:
         return fitting[0].name
+    lists = (name for name, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict))
+    listed = next((f"; if {name!r} holds the records, write this list alone into the file" for name in lists), "")
     raise DataError(
         f"{where}: cannot tell the format of a record with {_has(row)}; name the fields prompt and response, "
-        "chosen and rejected, messages, or text, or set the source's format"
+        f"chosen and rejected, messages, or text, or set the source's format{listed}"
     )
 
 
@@ -49,7 +53,7 @@ def convert(row: Row, fmt: str, kind: DataKind, chat: ChatFormat, where: str) ->
     line, or the data set and row."""
     chosen = FORMATS[fmt]
     if kind == "preferences" and not chosen.judged:
-        if row.get("label") is not None and _first(row, RESPONSE_FIELDS) is not None:
+        if _first(row, LABEL_FIELDS) is not None and _first(row, RESPONSE_FIELDS) is not None:
             _label(row, where)
         better = detect(row, where, kind)
         if FORMATS[better].judged:
@@ -61,6 +65,7 @@ def convert(row: Row, fmt: str, kind: DataKind, chat: ChatFormat, where: str) ->
             f"{where}: spec.data.preferences needs records with chosen and rejected replies, or with prompt, response "
             f"and label, but this one has {_has(row)}"
         )
+    row = _with_history(row, where)
     if isinstance(chat, WithSystem) and not is_dialogue(row):
         raise DataError(
             f"{where}: a system prompt opens conversations, but this record is no list of messages; write messages, "
@@ -107,6 +112,11 @@ def _check_characters(text: str, where: str) -> None:
         ) from None
 
 
+def left_out(row: Row, fmt: str, kind: DataKind, where: str) -> bool:
+    """Whether a list of preferences leaves the row out, because no reply of it is better than another."""
+    return kind == "preferences" and FORMATS[fmt].no_pair(row, where)
+
+
 def unused_fields(row: Row, fmt: str, kind: DataKind, chat: ChatFormat, where: str) -> set[str]:
     """The fields that are not empty, but do not change the record that `convert` makes of the row. Raises DataError as
     `convert` does."""
@@ -123,7 +133,30 @@ def unused_fields(row: Row, fmt: str, kind: DataKind, chat: ChatFormat, where: s
 
 def is_dialogue(row: Row) -> bool:
     """Whether a row holds messages, which a chat template turns into text."""
-    return any(isinstance(row.get(name), list) for name in (*MESSAGE_FIELDS, *PROMPT_FIELDS, "chosen"))
+    if any(isinstance(row.get(name), list) for name in (*MESSAGE_FIELDS, *PROMPT_FIELDS)):
+        return True
+    return isinstance(row.get("chosen"), list | Mapping) or bool(_history(row))
+
+
+def _history(row: Row) -> list[Message]:
+    """The turns before an instruction, as LLaMA-Factory reads Alpaca's records: a list of pairs of texts."""
+    history = row.get("history")
+    pairs = history if isinstance(history, list) else []
+    if not all(isinstance(pair, list) and len(pair) == 2 and all(isinstance(t, str) for t in pair) for pair in pairs):
+        return []
+    return [
+        {"role": role, "content": text}
+        for pair in pairs
+        for role, text in zip(("user", "assistant"), pair, strict=True)
+    ]
+
+
+def _with_history(row: Row, where: str) -> Row:
+    """The row with its instruction and the turns before it as a list of messages, if there are such turns."""
+    asked, before = _first(row, PROMPT_FIELDS), _history(row)
+    if asked is None or not isinstance(row[asked], str) or not before:
+        return row
+    return {**row, asked: [*before, {"role": "user", "content": _prompt_text(row, asked, where)}]}
 
 
 def _prompt_response(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> Record:
@@ -158,19 +191,24 @@ def _prompt_messages(row: Row, name: str, kind: DataKind, chat: ChatFormat, wher
         replies = Conversation([{"role": "assistant", "content": row[answer]}], [True])
     else:
         replies = conversation(row[answer], answer, where)
-    return demonstration(given.unlearnt() + replies, answer, chat, where)
+    # The turns of a record's history are examples as the last one is. Those of a prompt are not.
+    return demonstration((given if _history(row) else given.unlearnt()) + replies, answer, chat, where)
 
 
 def _labelled(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> Record:
-    label = row.get("label")
-    if kind == "demonstrations" and label is False:
-        raise DataError(f"{where}: field 'label' is false, so SFT must not learn this response; remove the record")
+    if kind == "demonstrations" and (bad := next((each for each in LABEL_FIELDS if row.get(each) is False), None)):
+        raise DataError(f"{where}: field {bad!r} is false, so SFT must not learn this response; remove the record")
+    name = None if _first(row, PROMPT_FIELDS) else _need(row, MESSAGE_FIELDS, where)
     if kind != "preferences":
-        return _prompt_response(row, kind, chat, where)
-    if label is None:
-        raise DataError(f"{where}: field 'label' is missing; the record has {_has(row)}")
+        return (_messages if name else _prompt_response)(row, kind, chat, where)
     good = _label(row, where)
-    record = _prompt_response(row, "demonstrations", chat, where)
+    if name:
+        # Only the last answer has the label.
+        dialogue = conversation(row[name], name, where)
+        last = [i == len(dialogue.messages) - 1 for i in range(len(dialogue.messages))]
+        record: Record = demonstration(Conversation(dialogue.messages, last), name, chat, where)
+    else:
+        record = _prompt_response(row, "demonstrations", chat, where)
     assert isinstance(record, Demonstration)
     if record.turns:
         raise DataError(f"{where}: the response must be one assistant message, because the label is of one reply")
@@ -178,10 +216,12 @@ def _labelled(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> Record:
 
 
 def _label(row: Row, where: str) -> bool:
-    label = row["label"]
-    if not isinstance(label, bool):
-        raise DataError(f"{where}: field 'label' must be true (a good response) or false, not {type_name(label)}")
-    return label
+    name = _first(row, LABEL_FIELDS)
+    if name is None:
+        raise DataError(f"{where}: field {LABEL_FIELDS[0]!r} is missing; the record has {_has(row)}")
+    if not isinstance(row[name], bool):
+        raise DataError(f"{where}: field {name!r} must be true (a good response) or false, not {type_name(row[name])}")
+    return bool(row[name])
 
 
 def _text(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> Record:
@@ -201,6 +241,12 @@ def _messages(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> Record:
     return demonstration(dialogue, name, chat, where)
 
 
+def _is_messages(row: Row) -> bool:
+    """Whether a row is a whole conversation. In LLaMA-Factory's rows it may lack the answer, or have a tag of KTO."""
+    judged = isinstance(row.get("chosen"), Mapping) or isinstance(row.get("kto_tag"), bool)
+    return _first(row, MESSAGE_FIELDS) is not None and not judged
+
+
 def _asked(dialogue: Conversation, name: str, where: str) -> list[Message]:
     """The messages up to the last one that is not the assistant's."""
     messages = list(dialogue.messages)
@@ -216,15 +262,14 @@ def _chosen_rejected(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> 
         if name not in row:
             raise DataError(f"{where}: field {name!r} is missing; the record has {_has(row)}")
     asked = _first(row, PROMPT_FIELDS)
-    fields = _others(row, asked or "prompt", "chosen", "rejected")
-    if isinstance(row["chosen"], list):
+    given = asked or _first(row, MESSAGE_FIELDS) or "prompt"
+    fields = _others(row, given, "chosen", "rejected")
+    if any(isinstance(value, list | Mapping) for value in (row.get(given), row["chosen"], row["rejected"])):
         return _from_pair(kind, *_message_pair(row, chat, where), fields)
     chosen, rejected = _string(row, "chosen", where), _string(row, "rejected", where)
     if asked is not None:
         prompt = _prompt_text(row, asked, where)
-        # Some data sets repeat the prompt at the start of both replies.
-        if chosen.startswith(prompt) and rejected.startswith(prompt):
-            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        chosen, rejected = _without_prompt(prompt, chosen, rejected)
         return _from_pair(kind, prompt, _continued(prompt, chosen), _continued(prompt, rejected), fields)
     common = _common(chosen, rejected)
     cut = max(common.rfind(" "), common.rfind("\n"))
@@ -234,12 +279,20 @@ def _chosen_rejected(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> 
     return _from_pair(kind, chosen[:cut], chosen[cut:], rejected[cut:], fields)
 
 
+def _without_prompt(prompt: str, chosen: str, rejected: str) -> tuple[str, str]:
+    """The replies without the prompt, which some data sets repeat at the start of both."""
+    if chosen.startswith(prompt) and rejected.startswith(prompt):
+        return chosen[len(prompt) :], rejected[len(prompt) :]
+    return chosen, rejected
+
+
 def _message_pair(row: Row, chat: ChatFormat, where: str) -> tuple[str, str, str]:
     """Conversational preferences: two lists of messages that differ only in the last one. There may be a list with the
-    prompt, which some data sets repeat at the start of both."""
-    chosen = conversation(row["chosen"], "chosen", where).messages
-    rejected = conversation(row["rejected"], "rejected", where).messages
+    prompt, which some data sets repeat at the start of both. A reply may also be one message, or its text."""
+    chosen, rejected = (conversation(_reply(row[name]), name, where).messages for name in ("chosen", "rejected"))
     asked = _first(row, PROMPT_FIELDS)
+    if asked is None and len(chosen) == 1:
+        asked = _first(row, MESSAGE_FIELDS)
     before: list[Message] = []
     if asked is not None and isinstance(row[asked], list):
         before = conversation(row[asked], asked, where).messages
@@ -249,10 +302,58 @@ def _message_pair(row: Row, chat: ChatFormat, where: str) -> tuple[str, str, str
         before = []
     before = before + chosen[:-1]
     last = [messages[-1] for messages in (chosen, rejected) if messages and messages[-1]["role"] in ASSISTANTS]
-    if not before or len(last) < 2 or chosen[:-1] != rejected[:-1]:
+    if not before or before[-1]["role"] in ASSISTANTS or len(last) < 2 or chosen[:-1] != rejected[:-1]:
         raise DataError(f"{where}: chosen and rejected must be one assistant message each after a common dialogue")
     replies = [chat.reply(before, message) for message in last]
     return chat.prompt(before), replies[0], replies[1]
+
+
+def _reply(value: Any) -> Any:
+    """The messages of one side of a pair."""
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    return [value] if isinstance(value, Mapping) else value
+
+
+# The fields of a completion's score. The second decides between equal ones.
+_SCORES = ("overall_score", "score", "fine-grained_score")
+
+
+def _ranked(row: Row, where: str) -> list[tuple[list[float], str]]:
+    """The scores and texts of the row's completions, the best first."""
+    found = []
+    completions = row[_need(row, ("completions",), where)]
+    if not isinstance(completions, list):
+        raise DataError(f"{where}: field 'completions' must be a list, not {type_name(completions)}")
+    for i, item in enumerate(completions):
+        text = item.get("response", item.get("text")) if isinstance(item, Mapping) else None
+        scores = [item.get(name) for name in _SCORES] if isinstance(item, Mapping) else []
+        known = [float(score) for score in scores if isinstance(score, int | float) and not isinstance(score, bool)]
+        if not isinstance(text, str) or not known:
+            raise DataError(
+                f"{where}: completion {i} needs 'response', a text, and {_SCORES[0]!r} or 'score', a number"
+            )
+        found.append((known, text))
+    return sorted(found, key=lambda each: each[0], reverse=True)
+
+
+def _no_pair(row: Row, where: str) -> bool:
+    """Whether the row's completions tell no better reply from a worse one."""
+    ranked = _ranked(row, where)
+    return len(ranked) < 2 or ranked[0][0] == ranked[-1][0]
+
+
+def _completions(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> Record:
+    """The best completion of a prompt, and the worst one."""
+    others = _others(row, "completions")
+    if kind == "prompts":
+        return _prompt_response(row, kind, chat, where)
+    ranked = _ranked(row, where)
+    if kind == "demonstrations" and ranked:
+        return _prompt_response({**others, RESPONSE_FIELDS[0]: ranked[0][1]}, kind, chat, where)
+    if _no_pair(row, where):
+        raise DataError(f"{where}: no two completions have different scores; leave the record out")
+    return _chosen_rejected({**others, "chosen": ranked[0][1], "rejected": ranked[-1][1]}, kind, chat, where)
 
 
 def _is_hh(row: Row) -> bool:
@@ -337,18 +438,27 @@ def _has(row: Row) -> str:
 FORMATS: dict[str, RowFormat] = {
     each.name: each
     for each in (
-        RowFormat("Messages", lambda row: _first(row, MESSAGE_FIELDS) is not None, _messages),
+        RowFormat("Messages", _is_messages, _messages),
         RowFormat("HH", _is_hh, _read_hh, judged=True),
         RowFormat("ChosenRejected", lambda row: "chosen" in row and "rejected" in row, _chosen_rejected, judged=True),
         RowFormat(
             "Labelled",
             lambda row: (
-                isinstance(row.get("label"), bool)
-                and _first(row, PROMPT_FIELDS) is not None
-                and _first(row, RESPONSE_FIELDS) is not None
+                isinstance(row.get(_first(row, LABEL_FIELDS) or ""), bool)
+                and (
+                    _first(row, MESSAGE_FIELDS) is not None
+                    or (_first(row, PROMPT_FIELDS) is not None and _first(row, RESPONSE_FIELDS) is not None)
+                )
             ),
             _labelled,
             judged=True,
+        ),
+        RowFormat(
+            "Completions",
+            lambda row: isinstance(row.get("completions"), list) and _first(row, PROMPT_FIELDS) is not None,
+            _completions,
+            judged=True,
+            no_pair=_no_pair,
         ),
         RowFormat("PromptResponse", lambda row: _first(row, PROMPT_FIELDS) is not None, _prompt_response),
         RowFormat("Text", lambda row: "text" in row, _text),

@@ -17,9 +17,11 @@ Row = Mapping[str, Any]
 class RowFormat:
     """One format of a row. `fits` says whether a row has it (`format: Auto`). `read(row, kind, chat, where)` makes the
     record, or raises DataError whose message begins with `where`. `judged` says whether rows tell good replies from bad
-    ones. Other formats give no preferences."""
+    ones. Other formats give no preferences. `no_pair(row, where)` says whether a row of a judged format tells none from
+    another, so that it is left out of preferences."""
 
     name: str
     fits: Callable[[Row], bool]
     read: Callable[[Row, DataKind, ChatFormat, str], Record]
     judged: bool = False
+    no_pair: Callable[[Row, str], bool] = lambda row, where: False

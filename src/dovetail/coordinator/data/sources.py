@@ -12,7 +12,7 @@ from typing import Any, cast
 from dovetail.coordinator.data import synthetic
 from dovetail.coordinator.data.data_error import DataError, causes
 from dovetail.coordinator.data.data_files import rows, source_files
-from dovetail.coordinator.data.formats import convert, detect
+from dovetail.coordinator.data.formats import convert, detect, left_out
 from dovetail.coordinator.data.records import ByIndex, Demonstration, Preference, Prompt, Record, Records
 from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, WithSystem
 from dovetail.coordinator.data.text.conversations import table_row
@@ -21,6 +21,7 @@ from dovetail.manifest.types import DataSource
 
 # The version of the checks of rows of files. Increase it when the checks change, so that rows are checked again.
 CHECKED = 7
+NO_PAIRS = "no record has two completions with different scores, so there is no pair"
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,11 @@ def _path(
 
     def checked() -> Iterator[dict[str, Any]]:
         seen: set[str] = set()
+        empty = True
         for file, place, row in _good(files):
+            if left_out(row, fmt, kind, place):
+                continue
+            empty = False
             record = convert(row, fmt, kind, chat, place)
             new = record.fields.keys() - seen if isinstance(record, Prompt) else set()
             seen |= new
@@ -123,6 +128,8 @@ def _path(
             names = json.dumps(sorted(new)) if new else ""
             at = place.removeprefix(str(files[file]))
             yield {"file": file, "at": at, "json": json.dumps(row), "fields": names}
+        if empty:
+            raise DataError(f"{path}: {NO_PAIRS}")
 
     # With this stamp, a later start reuses the Arrow file of unchanged rows that were checked before.
     stamp = json.dumps([[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files] + [fmt, kind, CHECKED])
@@ -198,7 +205,14 @@ def _table(table: Any, source: DataSource, name: str, kind: DataKind, chat: Chat
     if not len(table):
         raise DataError(f"{name}: the data set is empty")
     fmt = detect(table[0], f"{name}: record 1", kind) if source.format == "Auto" else source.format
-    rows = Rows(table, table_row, lambda i: f"{name}: record {i + 1}", fmt, kind, chat)
+    kept: Sequence[int] = range(len(table))
+    if "completions" in table.column_names and kind == "preferences":
+        # Only a table of this format may have rows without a pair. Others are not read here.
+        kept = [i for i in kept if not left_out(table_row(table[i]), fmt, kind, f"{name}: record {i + 1}")]
+        table = table.select(kept)
+    if not kept:
+        raise DataError(f"{name}: {NO_PAIRS}")
+    rows = Rows(table, table_row, lambda i: f"{name}: record {kept[i] + 1}", fmt, kind, chat)
     first = rows[0]
     # All rows of a table have the same columns.
     return replace(rows, fields=frozenset(first.fields)) if isinstance(first, Prompt) else rows

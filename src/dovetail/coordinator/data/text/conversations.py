@@ -11,10 +11,17 @@ from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.records import Demonstration, LaterTurn
 from dovetail.coordinator.data.text.chat_template import ASSISTANTS, ChatFormat, Message
 
-_PROMPT_ROLES = ("user", "human", "system", "tool")
 # The other fields of a message that templates read.
 _FURTHER = {"assistant": ("tool_calls", "reasoning_content", "thinking"), "tool": ("name", "tool_call_id")}
-_ROLES = {"human": "user", "gpt": "assistant"}
+# Other names of the roles. Those of ShareGPT's records are as LLaMA-Factory reads them.
+_ROLES = {
+    **{role: role for role in ("system", "user", "assistant", "tool")},
+    "human": "user",
+    "gpt": "assistant",
+    "developer": "system",
+    "function_call": "assistant",
+    "observation": "tool",
+}
 
 
 @dataclass(frozen=True)
@@ -53,9 +60,11 @@ def conversation(value: Any, name: str, where: str) -> Conversation:
             content = ""  # null beside calls, as in OpenAI's API
         if not isinstance(role, str) or not isinstance(content, str):
             raise DataError(f"{place} needs 'role' and 'content', both strings")
-        if role not in _PROMPT_ROLES and role not in ASSISTANTS:
+        if role not in _ROLES:
             raise DataError(f"{place} has role {role!r}; use system, user, assistant or tool")
-        role = _ROLES.get(role, role)
+        if role == "function_call":
+            item, content = {**item, "tool_calls": _calls(content, place)}, ""
+        role = _ROLES[role]
         messages.append({"role": role, "content": content, **_further(item, role, place)})
         learnt.append(role in ASSISTANTS and _marked(item, place))
     return Conversation(messages, learnt)
@@ -71,6 +80,21 @@ def _further(item: Mapping[str, Any], role: str, place: str) -> dict[str, Any]:
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise DataError(f"{place} must have a list of objects in 'tool_calls'")
     return {**further, "tool_calls": [_parsed(call) for call in calls]}
+
+
+def _calls(text: str, place: str) -> list[Any]:
+    """The calls in a message of the role function_call: one call or a list of calls in JSON, each with a name and
+    arguments."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    calls = found if isinstance(found, list) else [found]
+    if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
+        raise DataError(
+            f'{place} has the role function_call, so its text must be a call such as {{"name": ..., "arguments": ...}}'
+        )
+    return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
 
 
 def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
