@@ -119,6 +119,29 @@ def child(prompts, responses, **fields):
     TRIED.write_text(str(subprocess.Popen(["sleep", "3600"]).pid))
     time.sleep(3600)
 
+def orphan(prompts, responses, **fields):
+    import subprocess
+    subprocess.run(["setsid", "sh", "-c", f"sleep 3600 & echo $! > {TRIED}"])
+    if responses[0] == "dies":
+        os._exit(7)
+    if responses[0] == "hangs":
+        time.sleep(3600)
+    return [1.0] * len(responses)
+
+def bar(prompts, responses, **fields):
+    # Nearly two million characters without an end of line, and a line of nearly a million.
+    for step in range(60_000):
+        sys.stderr.write(f"\\r{step:6d}/60000 scoring the answers")
+    sys.stderr.write("." * 900_000)
+    sys.stderr.flush()
+    inner()
+
+def takes(prompts, responses, gold, **fields):
+    values = [float(len(responses.pop(0))) for _ in prompts]
+    gold[0].append("seen")
+    prompts.clear()
+    return values
+
 not_a_function = 3
 """
 
@@ -235,6 +258,53 @@ def test_a_coroutine_that_hangs_ends_too(folder: Path) -> None:
 def test_what_a_hung_function_started_ends_with_it(folder: Path) -> None:
     failing("child", folder, of("a"), timeoutSeconds=4)
     wait_for("its end", lambda: not lives(int((folder / "tried").read_text())), 60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ends", "dies", "hangs"])
+def test_what_a_function_started_in_a_session_of_its_own_ends_with_its_worker(folder: Path, how: str) -> None:
+    async def work(calls: Calls, _: Workers) -> None:
+        try:
+            await calls.rewards(0, of(how))
+        except RewardError:
+            # Its worker is gone, and another goes on: what the first one left must not pile up until the run's end.
+            assert not lives(int((folder / "tried").read_text()))
+
+    run(reward("orphan", timeoutSeconds=5), folder, work)
+    assert not lives(int((folder / "tried").read_text()))
+
+
+@pytest.mark.slow
+def test_a_progress_bar_is_not_kept_without_end(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    async def work(calls: Calls, workers: Workers) -> tuple[int, str]:
+        asked = asyncio.create_task(calls.rewards(0, of("a")))
+        (worker,) = workers._all
+        await settled(lambda: bool(worker._said) and worker._said[-1].endswith("." * 4000))
+        kept = sum(map(len, worker._said))
+        with pytest.raises(RewardError) as error:
+            await asked
+        return kept, str(error.value)
+
+    kept, says = run(reward("bar", timeoutSeconds=5), folder, work)
+    assert kept < 100_000
+    assert f"mine.py:{line('bar') + 6} in bar" in says, "the frames are still found behind it"
+    assert "59999/60000" in capfd.readouterr().err
+
+
+def test_a_function_may_use_up_its_arguments(folder: Path) -> None:
+    call = of("a", "bbb", gold=[["x"], ["y"]])
+
+    async def work(calls: Calls, _: Workers) -> Any:
+        return (await calls.rewards(0, call)).rewards
+
+    def takes(prompts: list[str], responses: list[str], gold: list[list[str]]) -> list[float]:
+        gold[0].append("seen")
+        prompts.clear()
+        return [float(len(responses.pop(0))) for _ in range(2)]
+
+    assert run(reward("takes"), folder, work) == [1.0, 3.0]
+    assert live(takes, call) == [1.0, 3.0]
+    assert call == of("a", "bbb", gold=[["x"], ["y"]]), "another try gets the same"
 
 
 def test_what_comes_from_outside_is_tried_again_on_a_fresh_worker(folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import functools
 import inspect
 import sys
@@ -42,9 +43,9 @@ class LiveFunction:
 
     async def call(self, function: int, call: Call) -> RewardAnswer:
         """Call the function. Raises CallFailed."""
-        work: Callable[[], Any] = functools.partial(
-            self._function, call.prompts, call.responses, **call.keywords(self._raw)
-        )
+        # A function may change its arguments. Another try and the check need them as they were.
+        prompts, responses, fields = copy.deepcopy((call.prompts, call.responses, call.keywords(self._raw)))
+        work: Callable[[], Any] = functools.partial(self._function, prompts, responses, **fields)
         async with self._one:
             started = time.time()
             thread: _Thread | None = None

@@ -67,7 +67,8 @@ def _load(order: dict[str, Any]) -> tuple[list[Callable[..., Any]], dict[str, An
 
 def _call(function: Callable[..., Any], request: dict[str, Any], loop: asyncio.AbstractEventLoop) -> dict[str, Any]:
     try:
-        result = function(request["prompts"], request["responses"], **request["fields"])
+        # A function may change its arguments, and the check needs the responses.
+        result = function(request["prompts"], list(request["responses"]), **request["fields"])
         if inspect.isawaitable(result):
             result = loop.run_until_complete(_awaited(result))
         found = checked(result, request["responses"])

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +28,11 @@ START_SECONDS = 300.0
 END_SECONDS = 2.0
 LINE_BYTES = 1 << 26
 TAIL_LINES = 200
+# A longer line is kept from its end. A progress bar may never end its line.
+LINE_CHARACTERS = 4096
+_LINE_END = re.compile(r"[\r\n]+")
+# What a worker starts inherits this variable, whichever session or parent it has later.
+MARK = "DOVETAIL_REWARD_WORKER"
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (\S+)')
 
 
@@ -37,15 +43,16 @@ class _Gone(Exception):
 class _Worker:
     """One process and its pipes."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, process: asyncio.subprocess.Process, mark: str) -> None:
+        self._process, self._mark = process, mark
         self._said: deque[str] = deque(maxlen=TAIL_LINES)
         self._output_changed = asyncio.Event()
         self._listening = asyncio.create_task(self._listen())
 
     @staticmethod
     async def start() -> _Worker:
-        environment = {name: value for name, value in os.environ.items() if name != TOKEN}
+        mark = uuid.uuid4().hex
+        environment = {name: value for name, value in os.environ.items() if name != TOKEN} | {MARK: mark}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
@@ -57,10 +64,9 @@ class _Worker:
             stderr=asyncio.subprocess.PIPE,
             env=environment,
             limit=LINE_BYTES,
-            # The worker has its own process group, so that the processes that it starts end with it.
             start_new_session=True,
         )
-        return _Worker(process)
+        return _Worker(process, f"{MARK}={mark}")
 
     async def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Send a request and return the worker's answer. Raises TimeoutError after `seconds`, and _Gone if the worker
@@ -82,6 +88,7 @@ class _Worker:
         """Kill the worker and all processes that it started."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        await asyncio.to_thread(_kill_marked, self._mark)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
                 await self._process.wait()
@@ -142,11 +149,27 @@ class _Worker:
         while chunk := await self._process.stderr.read(1 << 16):
             text = chunk.decode(errors="replace")
             print(text, end="", file=sys.stderr, flush=True)
-            lines = text.split("\n")
+            lines = _LINE_END.split(text)
             if self._said:
                 lines[0] = self._said.pop() + lines[0]
-            self._said.extend(lines)
+            self._said.extend(line[-LINE_CHARACTERS:] for line in lines[-TAIL_LINES:])
             self._output_changed.set()
+
+
+def _kill_marked(mark: str) -> None:
+    """End the processes that have `mark` in their environment, also those with sessions of their own. Processes that
+    are started meanwhile are found too."""
+    deadline = time.monotonic() + END_SECONDS
+    while time.monotonic() < deadline:
+        found = False
+        for folder in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    os.kill(int(folder.name), signal.SIGKILL)
+                    found = True
+        if not found:
+            return
+        time.sleep(0.01)
 
 
 class Workers:
