@@ -208,6 +208,63 @@ def test_a_folder_that_may_not_be_read_hides_no_run(tmp_path, monkeypatch):
     assert list(RunList(tmp_path).runs()) == ["mine"]
 
 
+def nested(depth):
+    return "[" * depth + "]" * depth
+
+
+# What a run's folder may hold by accident or malice, by the name of a file.
+FOREIGN = {
+    "deep": {"job.json": nested(200_000), "summary.json": nested(200_000), "history.jsonl": nested(200_000) + "\n"},
+    "deep-spec": {"job.json": '{"spec": {"seed": 1, "data": ' + nested(900) + "}}"},
+    "odd": {"job.json": '{"metadata": [], "spec": 3}', "history.jsonl": '{"stage": ["x"], "step": 1, "metrics": {}}\n'},
+    "words": {"history.jsonl": '{"stage": "ppo", "step": 1, "time": "noon", "metrics": {"reward": "high"}}\n'},
+    "list": {"job.json": "[]", "summary.json": "7", "plan.json": "null", "events.jsonl": nested(200_000) + "\n"},
+}
+
+
+@pytest.mark.slow
+def test_no_folder_hides_the_other_runs(tmp_path):
+    for name, files in FOREIGN.items():
+        (tmp_path / name).mkdir()
+        for file, text in files.items():
+            (tmp_path / name / file).write_text(text)
+    names = ("job.json", "plan.json", "summary.json", "events.jsonl", "token", "store.lock", "schedule.json")
+    for name in (
+        *names,
+        "samples/iteration-000001.jsonl",
+        "traces/iteration-0001.json",
+        "experience/000001.safetensors",
+    ):
+        path = tmp_path / f"fifo-{name.split('/')[0]}" / name
+        path.parent.mkdir(parents=True)
+        os.mkfifo(path)
+        append(path.parents[name.count("/")] / "history.jsonl", {"stage": "ppo", "step": 1, "time": 1.0, "metrics": {}})
+    (tmp_path / "mine").mkdir()
+    append(tmp_path / "mine" / "history.jsonl", {"stage": "ppo", "step": 7, "time": 1.0, "metrics": {"reward": 0.5}})
+    server = serve_page(tmp_path)
+    with httpx.Client(base_url=server.url, timeout=120) as client:
+        found = {run["id"]: run for run in client.get("/api/v1/runs").json()["runs"]}
+        assert found["mine"]["done"] == 7
+        for name in found:
+            for question in (
+                "overview",
+                "events",
+                "history/0",
+                "samples/1",
+                "sample/1/0/0",
+                "timeline/1",
+                "schedule/1",
+            ):
+                reply = client.get(f"/api/v1/runs/{name}/{question}")
+                assert reply.status_code == 200 or "detail" in reply.json(), (name, question, reply.text)
+            client.get(f"/api/v1/runs/{name}/live")
+        with client.stream("GET", "/api/v1/changes") as reply:
+            told = next(json.loads(line[6:]) for line in reply.iter_lines() if line.startswith("data: "))
+        assert told.keys() == found.keys()
+    server.close()
+    assert [found[name]["reward"] for name in ("mine", "words")] == [0.5, None]
+
+
 # ---------------------------------------------------------------- health
 
 

@@ -237,6 +237,7 @@ COORDINATOR = st.one_of(
         ).map(lambda p: f"/v1/batches/{quoted(p[0])}/{quoted(p[1])}"),
         st.just(b""),
     ),
+    st.tuples(st.just("DELETE"), NUMBERS.map(lambda n: f"/v1/instances/r?wait={quoted(n)}"), st.just(b"")),
     st.tuples(st.just("DELETE"), WORDS.map(lambda w: f"/v1/instances/{quoted(w)}"), st.just(b"")),
     st.tuples(st.just("POST"), st.just("/v1/heartbeat"), like(BEAT)),
     st.tuples(st.just("POST"), st.just("/v1/trainer/join"), like(JOIN | {"world_size": 2})),
@@ -265,6 +266,14 @@ API = st.one_of(
     st.tuples(st.just("GET"), NUMBERS.map(lambda n: f"{BASE}/job/iterations?limit={quoted(n)}"), st.just(b"")),
     st.tuples(st.just("GET"), NUMBERS.map(lambda n: f"{BASE}/job/iterations/{quoted(n)}/trace"), st.just(b"")),
     st.tuples(st.just("GET"), NUMBERS.map(lambda n: f"{BASE}?limit={quoted(n)}&continue=0"), st.just(b"")),
+    st.tuples(st.just("GET"), NUMBERS.map(lambda n: f"{BASE}/job/logs/job-0?lines={quoted(n)}"), st.just(b"")),
+    st.tuples(
+        st.just("GET"),
+        st.tuples(st.sampled_from(["history", "samples", "evaluation", "sample/1/1", "samples/1/rows"]), NUMBERS).map(
+            lambda p: f"{BASE}/job/run/{p[0]}/{quoted(p[1])}"
+        ),
+        st.just(b""),
+    ),
     st.tuples(st.just("GET"), WORDS.map(lambda w: f"{BASE}/{quoted(w)}"), st.just(b"")),
     st.tuples(st.just("GET"), WORDS.map(lambda w: f"{BASE}/job/logs/{quoted(w)}"), st.just(b"")),
 )
@@ -303,6 +312,7 @@ def test_whatever_is_asked_is_answered_by_a_sentence(
         ("/v1/batches/sft-eval/99", 404),
         ("/v1/history?offset=" + "9" * 5000, 400),
         ("/v1/history?offset=" + "9" * 30, 400),
+        ("/v1/history?offset=" + "9" * 15, 200),
     ],
 )
 def test_malformed_numbers_of_the_coordinator(ports: dict[str, int], path: str, code: int) -> None:

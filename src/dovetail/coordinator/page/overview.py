@@ -70,11 +70,9 @@ def line(seen: SeenRun) -> Document:
         "done": max(steps, default=0),
         "total": _total(seen, stage),
         "method": seen.parsed.spec.ppo.method if seen.parsed is not None else None,
-        "reward": figures.get("reward"),
-        "kl": figures.get("kl"),
-        "samples_per_second": figures.get("samples_per_second"),
-        "began": seen.rows[0].get("time") if seen.rows else None,
-        "ended": last.get("time") if last is not None else None,
+        **{name: _number(figures.get(name)) for name in ("reward", "kl", "samples_per_second")},
+        "began": _number(seen.rows[0].get("time")) if seen.rows else None,
+        "ended": _number(last.get("time")) if last is not None else None,
     }
 
 
@@ -178,6 +176,10 @@ def _left(seen: SeenRun, found: Mapping[str, Any]) -> float | None:
         if isinstance(row.get("time"), int | float):
             estimate.see(Stage(found["stage"]), step, found["total"], row["time"])
     return estimate.left(seen.now)
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) else None
 
 
 def _of(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:

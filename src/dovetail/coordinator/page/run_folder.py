@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from safetensors import SafetensorError
 
-from dovetail.coordinator.store.sample_files import Row, evaluation_files, files, read_rows, rows_from
+from dovetail.coordinator.store.sample_files import Row, evaluation_files, files, read_rows, regular, rows_from
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.wire import Arrays, unpack
 
@@ -59,7 +59,7 @@ class RunFolder:
         """job.json as a manifest. None if it is of another release, or missing."""
         try:
             return RLHFJob.model_validate(self.job())
-        except ValidationError:
+        except (ValidationError, RecursionError):
             return None
 
     def plan(self) -> Document:
@@ -109,7 +109,8 @@ class RunFolder:
     def batch(self, iteration: int) -> Arrays:
         """The iteration's tokens, log-probabilities and values. {} if the run does not keep them any more."""
         try:
-            return unpack((self.path / "experience" / f"{iteration:06d}.safetensors").read_bytes())
+            with open(self.path / "experience" / f"{iteration:06d}.safetensors", "rb", opener=regular) as file:
+                return unpack(file.read())
         except (OSError, SafetensorError):
             return {}
 
@@ -188,7 +189,7 @@ class RunFolder:
             self._read[name] = start = 0
             for known in (self._rows,) if name == "history.jsonl" else (self._events, self._moves):
                 known.clear()
-        with contextlib.suppress(OSError), (self.path / name).open("rb") as file:
+        with contextlib.suppress(OSError), open(self.path / name, "rb", opener=regular) as file:
             file.seek(start)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -197,7 +198,7 @@ class RunFolder:
                 self._read[name] = start
                 try:
                     document = json.loads(line)
-                except ValueError:  # cut off by a crash
+                except (ValueError, RecursionError):  # cut off by a crash, or not ours
                     continue
                 if isinstance(document, dict):
                     yield document
@@ -214,8 +215,9 @@ class RunFolder:
         if name in self._given:
             return self._given[name]
         try:
-            document = json.loads((self.path / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            with open(self.path / name, encoding="utf-8", opener=regular) as file:
+                document = json.load(file)
+        except (OSError, ValueError, RecursionError):
             return {}
         return document if isinstance(document, dict) else {}
 

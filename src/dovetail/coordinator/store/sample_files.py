@@ -5,10 +5,12 @@ Training does not read these files."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import re
+import stat
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -160,6 +162,16 @@ def _found(run_dir: Path, kind: str) -> dict[int, Path]:
     return {int(number) if number.isdecimal() else BEFORE_SFT: path for number, path in numbered}
 
 
+def regular(path: str, flags: int) -> int:
+    """An opener for files in the folder of a run. Raises OSError for a FIFO or a device, which could be read for
+    ever."""
+    file = os.open(path, flags | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    raise OSError(errno.EINVAL, "not a regular file", path)
+
+
 def read_rows(path: Path) -> list[Row]:
     """The rows of one file. Raises OSError, and ValueError with a sentence if a line is not a JSON object."""
     return list(rows_from(path, 0))
@@ -167,11 +179,11 @@ def read_rows(path: Path) -> list[Row]:
 
 def rows_from(path: Path, start: int) -> Iterator[Row]:
     """The rows from number `start` on. Earlier rows are not parsed. Raises the same errors as `read_rows`."""
-    with path.open(encoding="utf-8") as file:
+    with open(path, encoding="utf-8", opener=regular) as file:
         for number, line in islice(enumerate(file, 1), start, None):
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number} is not JSON: {error}") from error
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number} is not a JSON object")

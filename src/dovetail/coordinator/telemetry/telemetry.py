@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -135,7 +136,8 @@ class MetricsHistory:
     def since(self, offset: int) -> dict[str, Any]:
         """The rows of history.jsonl from byte `offset` on, at most 1 MiB, and the offset after them."""
         with self._path.open("rb") as file:
-            file.seek(offset)
+            # Some file systems cannot seek far behind the end.
+            file.seek(min(offset, file.seek(0, os.SEEK_END)))
             whole, newline, _ = file.read(1 << 20).rpartition(b"\n")
         rows = []
         for line in whole.split(b"\n"):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dovetail.coordinator.store.sample_files import regular
 from dovetail.local.launch.status_poll import fetch_status
 
 HOST = "127.0.0.1"
@@ -30,8 +31,9 @@ def live_status(run_dir: Path, events: Sequence[Mapping[str, Any]]) -> dict[str,
     """The fields SHOWN of the coordinator's status. None if it does not answer."""
     port = coordinator_port(events)
     try:
-        token = (run_dir / "token").read_text(encoding="utf-8").strip()
-    except OSError:
+        with open(run_dir / "token", encoding="utf-8", opener=regular) as file:
+            token = file.read().strip()
+    except (OSError, ValueError):
         return None
     if port is None or not token.isalnum():
         return None

@@ -57,7 +57,13 @@ def make_page_app(runs: RunList, about: dict[str, Any], *, any_host: bool = Fals
     async def listed(_: web.Request) -> web.Response:
         def lines() -> list[dict[str, Any]]:
             now = time.time()
-            return [run.line(now, runs.alive(run)) for run in runs.runs().values()]
+            return [line(name, run, now) for name, run in runs.runs().items()]
+
+        def line(name: str, run: PageDocuments, now: float) -> dict[str, Any]:
+            try:
+                return run.line(now, runs.alive(run))
+            except Exception:  # files that are not a run's must not hide the other runs
+                return {"id": name, "name": name, "state": "unreadable"}
 
         return _json(encode({"runs": await asyncio.to_thread(lines)}))
 
@@ -78,6 +84,8 @@ def make_page_app(runs: RunList, about: dict[str, Any], *, any_host: bool = Fals
             return _json(await asyncio.to_thread(lambda: run.answer(question, time.time(), runs.alive(run))))
         except NotKept as error:
             return _problem(404, str(error))
+        except Exception as error:
+            return _problem(500, f"the files of this run cannot be read: {type(error).__name__}: {error}")
 
     async def live(_: web.Request, run: PageDocuments) -> web.Response:
         def status() -> dict[str, Any] | None:

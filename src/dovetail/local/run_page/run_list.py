@@ -17,7 +17,7 @@ SIGNS = ("job.json", "history.jsonl")
 def at_work(run_dir: Path) -> bool | None:
     """Whether a coordinator holds the lock of the run's store. None if that cannot be known. Takes no lock itself."""
     try:
-        file = os.open(run_dir / "store.lock", os.O_RDONLY | os.O_CLOEXEC)
+        file = os.open(run_dir / "store.lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     except OSError:
