@@ -1,7 +1,11 @@
 """Rendering processes, the run directory, ports, devices and last words."""
 
+import errno
 import json
+import os
 import random
+import shutil
+import signal
 import socket
 import stat
 from pathlib import Path
@@ -572,3 +576,81 @@ def test_processes_read_files_as_utf_8_in_any_locale(tmp_path):
     with launcher:
         assert launcher.specs
         assert {spec.env["PYTHONUTF8"] for spec in launcher.specs} == {"1"}
+
+
+def watched(run_dir, on_step):
+    """Run a job whose processes others start, until something ends it. `on_step` gets the number of the step."""
+    everyone = {"coordinator", "trainer-0", "trainer-1", "gen-0", "gen-0-scorer", "gen-1", "gen-1-scorer"}
+    steps = iter(range(1000))
+    with Launcher(a_job(CPU), CPU_PLAN, run_dir, exclude=everyone) as launcher:
+        assert launcher.specs == []
+        return launcher.run(lambda: on_step(next(steps)))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_run_that_is_told_to_stop_leaves_a_summary(tmp_path, number):
+    previous = signal.getsignal(number)
+    outcome = watched(tmp_path / "run", lambda step: os.kill(os.getpid(), number))
+    assert outcome.interrupted
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["state"] == "interrupted"
+    assert signal.getsignal(number) is previous
+
+
+def test_a_run_under_nohup_goes_on(tmp_path):
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        seen = []
+
+        def on_step(step):
+            seen.append(step)
+            os.kill(os.getpid(), signal.SIGTERM if step == 2 else signal.SIGHUP)
+
+        assert watched(tmp_path / "run", on_step).interrupted
+        assert seen == [0, 1, 2]
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+@pytest.mark.parametrize(
+    ("error", "state"),
+    [
+        (OSError(errno.EIO, "Input/output error"), "interrupted"),
+        (BrokenPipeError(errno.EPIPE, "pipe"), "interrupted"),
+        (ZeroDivisionError("division by zero"), "failed"),
+    ],
+)
+def test_a_launcher_that_cannot_show_the_progress_leaves_a_summary(tmp_path, error, state):
+    """As of a terminal that was closed, or of `dovetail run job.yaml | head`."""
+
+    def on_step(step):
+        raise error
+
+    with pytest.raises(type(error)):
+        watched(tmp_path / "run", on_step)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["state"] == state
+
+
+def test_a_run_whose_folder_is_moved_ends_with_a_sentence(tmp_path):
+    run, elsewhere = tmp_path / "a" / "run", tmp_path / "b"
+    outcome = watched(run, lambda step: (tmp_path / "a").rename(elsewhere) if step == 1 else None)
+    assert outcome.reason == (
+        f"the run directory {run} was moved to {elsewhere / 'run'} during the run; continue with --run-dir "
+        f"{elsewhere / 'run'} --resume"
+    )
+    assert json.loads((elsewhere / "run" / "summary.json").read_text())["reason"] == outcome.reason
+    assert not run.exists(), "nothing is made where the folder was"
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_run_whose_folder_is_deleted_ends_with_a_sentence(tmp_path, again):
+    run = tmp_path / "run"
+
+    def on_step(step):
+        if step == 1:
+            shutil.rmtree(run)
+            if again:
+                run.mkdir()  # another run of this name begins
+
+    outcome = watched(run, on_step)
+    assert outcome.reason == f"the run directory {run} was deleted during the run; start it anew"
+    assert not run.exists() or not list(run.iterdir())

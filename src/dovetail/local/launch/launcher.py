@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -147,6 +148,11 @@ class Launcher:
         assert self._supervisor is not None
         assert self._stopwatch is not None
         outcome = self._supervisor.step(seconds)
+        place = self._dir.place()
+        if place != self.run_dir and not (outcome and outcome.succeeded):
+            to = f"moved to {place}" if place.exists() else "deleted"
+            way = f"continue with --run-dir {place} --resume" if place.exists() else "start it anew"
+            return Outcome(False, f"the run directory {self.run_dir} was {to} during the run; {way}")
         self._stopwatch.look()
         limit = self._job.spec.active_deadline_seconds
         if outcome is None and limit is not None and self._stopwatch.seconds > limit:
@@ -158,8 +164,8 @@ class Launcher:
         return outcome
 
     def run(self, on_step: Callable[[], None] = lambda: None) -> Outcome:
-        """Start the processes, wait for the job's end, and stop them. SIGINT or SIGTERM stops everything within
-        seconds; a second one stops it at once.
+        """Start the processes, wait for the job's end, and stop them. SIGINT, SIGTERM or SIGHUP stops everything within
+        seconds; a second one stops it at once. SIGHUP stays ignored if it is (nohup).
 
         `on_step` is called a few times a second. Signals are handled only when called from the main thread."""
         disks = DiskWatch(self._disks, self._tell, time.monotonic)
@@ -170,22 +176,25 @@ class Launcher:
             outcome: Outcome | None = None
             while outcome is None:
                 outcome = self.step(0.2)
-                on_step()
-                disks.look()
                 if self._interrupts:
                     outcome = Outcome(False, "interrupted", interrupted=True)
+                else:
+                    on_step()
+                    disks.look()
             # Look at the disks before the processes end, because they free space then.
             outcome = with_cause(outcome, self._disks)
             self.stop()
             if not outcome.succeeded:
-                write_results(self.run_dir, outcome)
+                write_results(self._dir.place(), outcome)
             return outcome
-        except RunError as error:
+        except Exception as error:
             self.stop()
-            write_results(self.run_dir, Outcome(False, str(error)))
+            # The terminal or the pipe to which the progress goes is gone.
+            gone = isinstance(error, OSError) and error.errno in (errno.EIO, errno.EPIPE)
+            write_results(self._dir.place(), Outcome(False, str(error), interrupted=gone))
             raise
         finally:
-            give_back(self.run_dir)
+            give_back(self._dir.place())
             for sig, handler in previous.items():
                 signal.signal(sig, handler)
 
@@ -200,7 +209,7 @@ class Launcher:
         try:
             self.stop()
         finally:
-            if self._stopwatch is not None:
+            if self._stopwatch is not None and self._dir.place() == self.run_dir:
                 self._stopwatch.write()
             self._supervisor = self._stopwatch = None
             if self._pulses is not None:
@@ -264,4 +273,7 @@ class Launcher:
         def on_signal(number: int, frame: FrameType | None) -> None:
             self._interrupts += 1
 
-        return {sig: signal.signal(sig, on_signal) for sig in (signal.SIGINT, signal.SIGTERM)}
+        wanted = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+            wanted.remove(signal.SIGHUP)
+        return {sig: signal.signal(sig, on_signal) for sig in wanted}

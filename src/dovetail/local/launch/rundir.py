@@ -64,6 +64,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
         self._lock: int | None = None
+        self._folder: int | None = None
 
     @property
     def logs(self) -> Path:
@@ -76,6 +77,7 @@ class RunDir:
         self._check(resume, overwrite)
         with explained(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
+            self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -98,9 +100,21 @@ class RunDir:
             (self.path / "traces").mkdir(exist_ok=True)
 
     def close(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        for file in (self._lock, self._folder):
+            if file is not None:
+                os.close(file)
+        self._lock = self._folder = None
+
+    def place(self) -> Path:
+        """Where the directory is now. It is another path than `path` if somebody has moved or deleted it since
+        `open`."""
+        if self._folder is None:
+            return self.path
+        try:
+            same = os.path.samestat(os.stat(self.path), os.fstat(self._folder))
+        except OSError as error:
+            same = not isinstance(error, FileNotFoundError | NotADirectoryError)
+        return self.path if same else Path(os.readlink(f"/proc/self/fd/{self._folder}"))
 
     def write_job(self, job: RLHFJob, plan: Plan, *, resume: bool) -> None:
         """Write run.json, job.json and plan.json. With `resume` the manifest must be the run's, except for fields that
