@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -412,7 +413,10 @@ def test_data_that_changed_under_a_run_is_refused_by_name(with_files: RLHFJobSpe
     (tmp_path / "demos" / "c.jsonl").unlink()
 
     pairs = tmp_path / "pairs.jsonl"
+    was = pairs.stat()
     pairs.write_text(pairs.read_text().replace("q 3", "q 4"))
+    os.utime(pairs, ns=(was.st_atime_ns, was.st_mtime_ns))
+    assert (pairs.stat().st_size, pairs.stat().st_mtime_ns) == (was.st_size, was.st_mtime_ns)
     assert f"spec.data.preferences[0].path: {pairs} has changed" in changed(with_files, tmp_path, known)
 
 

@@ -163,7 +163,7 @@ def collect(
             records = load(source, kind, field=name, base_dir=base_dir, cache_dir=cache_dir, seed=spec.seed, chat=chat)
             if kind == "preferences":
                 _one_shape(spec, name, records, parts)
-            print_ = fingerprint(source, records, name, base_dir, (known or {}).get(name))
+            print_ = fingerprint(source, records, name, base_dir)
             if print_ is not None:
                 prints[name] = print_
             key = identity(source, kind, i, base_dir)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import hashlib
 import io
 import json
 import re
@@ -38,6 +39,16 @@ def source_files(path: Path, field: str) -> list[Path]:
     if len({next(kind for kind in kinds if file.name.endswith(kind)) for file in files}) > 1:
         raise DataError(f"{field}.path: folder {path} mixes JSON, CSV or Parquet; keep one kind a folder")
     return files
+
+
+def content_digest(path: Path) -> str:
+    """The SHA-256 of a file. It is read each time, because a file may change and keep its size and time. Raises
+    DataError."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def rows(file: Path) -> Iterator[tuple[str, dict[str, Any] | DataError]]:

@@ -3,14 +3,13 @@ and compared when it is resumed."""
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.data_files import source_files
+from dovetail.coordinator.data.data_files import content_digest, source_files
 from dovetail.coordinator.data.records import Records
 from dovetail.coordinator.data.sources import Rows
 from dovetail.manifest.types import DataSource, RLHFJobSpec
@@ -19,18 +18,15 @@ Fingerprint = dict[str, Any]
 _COMMIT = re.compile(r"@([0-9a-f]{40})/")
 
 
-def fingerprint(
-    source: DataSource, records: Records[Any], field: str, base_dir: Path, known: Fingerprint | None
-) -> Fingerprint | None:
+def fingerprint(source: DataSource, records: Records[Any], field: str, base_dir: Path) -> Fingerprint | None:
     """The fingerprint of a source as it is now. It is None for synthetic data, because the manifest determines that
     data.
 
-    For files it has name, size in bytes, modification time (ns) and SHA-256. Files with the same size and time in
-    `known` are not read again. For hub data it has the repository, the requested revision, and the commit if `datasets`
-    reports it. Raises DataError."""
+    For files it has name, size in bytes and SHA-256. For hub data it has the repository, the requested revision, and
+    the commit if `datasets` reports it. Raises DataError."""
     if source.path is not None:
-        before = {file["name"]: file for file in (known or {}).get("files", [])}
-        return {"files": [_file(p, before.get(p.name)) for p in source_files(base_dir / source.path, field)]}
+        files = source_files(base_dir / source.path, field)
+        return {"files": [{"name": p.name, "size": p.stat().st_size, "sha256": content_digest(p)} for p in files]}
     if source.hugging_face is not None:
         return {"huggingFace": source.hugging_face, "revision": source.revision, "commit": _commit(records)}
     return None
@@ -86,20 +82,6 @@ def _same_files(field: str, before: Fingerprint, now: Fingerprint, folder: Path)
             f"{field}.path: {folder / name} {what} since the run began, whose batches were drawn from what was there; "
             f"{fix}, or start a new run"
         )
-
-
-def _file(path: Path, known: Mapping[str, Any] | None) -> dict[str, Any]:
-    try:
-        about = path.stat()
-        same = known is not None and (known["size"], known["mtime_ns"]) == (about.st_size, about.st_mtime_ns)
-        if known is not None and same:
-            content = known["sha256"]
-        else:
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from error
-    return {"name": path.name, "size": about.st_size, "mtime_ns": about.st_mtime_ns, "sha256": content}
 
 
 def _commit(records: Records[Any]) -> str | None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from dovetail.coordinator.data import synthetic
 from dovetail.coordinator.data.data_error import DataError, causes
-from dovetail.coordinator.data.data_files import rows, source_files
+from dovetail.coordinator.data.data_files import content_digest, rows, source_files
 from dovetail.coordinator.data.formats import convert, detect, left_out
 from dovetail.coordinator.data.records import ByIndex, Demonstration, Preference, Prompt, Record, Records
 from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, WithSystem
@@ -132,7 +132,7 @@ def _path(
             raise DataError(f"{path}: {NO_PAIRS}")
 
     # With this stamp, a later start reuses the Arrow file of unchanged rows that were checked before.
-    stamp = json.dumps([[str(f), f.stat().st_size, f.stat().st_mtime_ns] for f in files] + [fmt, kind, CHECKED])
+    stamp = json.dumps([[str(f), content_digest(f)] for f in files] + [fmt, kind, CHECKED])
     columns = {"file": "int32", "at": "string", "json": "large_string", "fields": "string"}
     features = datasets.Features({name: datasets.Value(dtype) for name, dtype in columns.items()})
     with _quiet():
@@ -168,6 +168,8 @@ def _parquet(
 ) -> Records[Record]:
     import datasets
 
+    # The cache of `datasets` takes a file of the same time for the same file.
+    cache_dir /= hashlib.sha256("".join(map(content_digest, files)).encode()).hexdigest()[:32]
     with _quiet():
         table = _raising(
             lambda: datasets.load_dataset(
