@@ -131,7 +131,9 @@ async def _run(env: ProcessEnv, log: EventLog) -> int:
             write_termination_message(final_figures(engines.status()))
     except asyncio.CancelledError:
         log("coordinator.stopped")
-        return 128 + signal.SIGTERM
+        _discard_unwritten_logs()
+        # The interpreter would wait for a thread with a search or a download. The engines have closed all records.
+        os._exit(128 + signal.SIGTERM)
     except Exception:
         if not failed:
             raise

@@ -6,7 +6,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
+import signal
 import socket
+import subprocess
+import sys
 
 import aiohttp
 import pytest
@@ -123,3 +127,43 @@ def test_a_crash_of_the_coordinator_is_no_failure_of_the_job(tmp_path, monkeypat
     assert not (tmp_path / "summary.json").exists()
     assert broken(ValueError("no such folder")) == JOB_FAILED
     assert json.loads((tmp_path / "summary.json").read_text())["reason"] == "no such folder"
+
+
+SEARCHING = """
+import asyncio, sys, threading
+from dovetail.coordinator import main
+
+class Engines:
+    def __init__(self, *_): pass
+    async def __aenter__(self): return self
+    async def __aexit__(self, *_): print("closed", flush=True)
+    async def guard(self, work): return await work
+
+async def job(_):
+    print("searching", flush=True)
+    await asyncio.to_thread(threading.Event().wait)
+
+main.Engines, main.run_job = Engines, job
+sys.exit(main.main([]))
+"""
+
+
+@pytest.mark.slow
+def test_a_coordinator_that_searches_a_schedule_ends_when_it_is_told_to(tmp_path):
+    """No thread of a search or a download holds it up, and its records are closed."""
+    environment = ProcessEnv("tiny", "coordinator", tmp_path, "", "t", "127.0.0.1", 0, 0, "", 0, 1)
+    job = tiny_job()
+    (tmp_path / "job.json").write_text(job.model_dump_json(by_alias=True))
+    (tmp_path / "plan.json").write_text(make_plan(job.spec).model_dump_json(by_alias=True))
+    with subprocess.Popen(
+        [sys.executable, "-c", SEARCHING], env=os.environ | environment.write(), stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout.readline() == "searching\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(120) == 128 + signal.SIGTERM
+        finally:
+            process.kill()
+        assert process.stdout.read() == "closed\n"
+    events = [json.loads(line)["event"] for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert events == ["coordinator.stopped"]
