@@ -30,6 +30,14 @@ LEAST_BUSY_SECONDS = 1800.0
 BUSY_SHARE = 0.02
 LONGEST_PERIOD_SECONDS = 5.0
 _PREFIX, _LOCK = "dovetail-pulse-", "lock"
+# The path of a Unix socket has at most 107 bytes. This leaves room for the names of our folder and of vLLM's sockets.
+_LONGEST_PARENT = 40
+
+
+def temporary_folder() -> Path:
+    """The system's temporary folder (TMPDIR). If its path is too long for a Unix socket in it, /tmp."""
+    path = tempfile.gettempdir()
+    return Path(path if len(os.fsencode(path)) <= _LONGEST_PARENT else "/tmp")
 
 
 @dataclass(frozen=True)
@@ -63,13 +71,14 @@ class _Watched:
 
 
 class Pulses:
-    """The files of the pulses. They are in a folder of their own in the system's temporary folder, because the run
-    directory may be on a slow, shared disk. A launcher that is killed leaves its folder. The next `Pulses` of the same
-    user removes it. A lock, which ends with its process, shows whose folder is still in use."""
+    """The files of the pulses, and vLLM's sockets. They are in a folder of their own in the system's temporary folder,
+    because the run directory may be on a slow, shared disk. A launcher that is killed leaves its folder. The next
+    `Pulses` of the same user removes it. A lock, which ends with its process, shows whose folder is still in use."""
 
     def __init__(self) -> None:
-        _remove_abandoned(Path(tempfile.gettempdir()))
-        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        parent = temporary_folder()
+        _remove_abandoned(parent)
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
         # It is locked before it gets its name, so that no process sees a folder of ours that is not locked.
         new = self._folder / f"{_LOCK}.new"
         self._lock = new.open("w")

@@ -2,11 +2,14 @@
 
 import asyncio
 import os
+import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import pytest
@@ -134,7 +137,22 @@ def test_a_beat_changes_the_mark():
     Pulse.read({}).beat()
 
 
-def test_what_a_killed_launcher_leaves_is_removed_by_the_next(tmp_path, monkeypatch):
+def test_a_unix_socket_fits_beside_the_pulses_whatever_the_temporary_folder_is(tmp_path, monkeypatch):
+    long = tmp_path / ("a" * 90)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    pulses = Pulses()
+    with socket.socket(socket.AF_UNIX) as one:
+        # vLLM names them so.
+        one.bind(str(pulses.path("gen-0").with_name(str(uuid.uuid4()))))
+    folder = pulses.path("gen-0").parent
+    pulses.close()
+    assert not folder.exists(), "the sockets of servers that were killed go too"
+
+
+def test_what_a_killed_launcher_leaves_is_removed_by_the_next(monkeypatch, request):
+    tmp_path = Path(tempfile.mkdtemp())
+    request.addfinalizer(lambda: shutil.rmtree(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     code = "from dovetail.supervision.liveness import Pulses; all = Pulses(); print(all.path('a'), flush=True); input()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

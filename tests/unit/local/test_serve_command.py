@@ -2,6 +2,7 @@
 
 import json
 import socket
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,14 @@ def test_a_model_without_a_chat_template_gets_that_of_its_training(run_dir):
 def test_what_the_user_has_set_stays():
     found = serve_environment(True, {"VLLM_CPU_KVCACHE_SPACE": "8", "VLLM_PLUGINS": "mine"})
     assert (found["VLLM_CPU_KVCACHE_SPACE"], found["VLLM_PLUGINS"]) == ("8", "mine")
+
+
+def test_sockets_have_short_paths_whatever_the_temporary_folder_is(monkeypatch, tmp_path):
+    long = tmp_path / ("a" * 90)
+    long.mkdir()
+    for temporary, expected in ((str(long), "/tmp"), ("/var/tmp", "/var/tmp")):
+        monkeypatch.setattr(tempfile, "tempdir", temporary)
+        assert serve_environment(True, {})["VLLM_RPC_BASE_PATH"] == expected
 
 
 def test_what_cannot_be_served_is_said_at_once(run_dir, tmp_path, started):

@@ -19,6 +19,7 @@ from dovetail.protocol.http.header_deadline import CLIENT_KEEP_SECONDS
 from dovetail.protocol.kv import KVAbility
 from dovetail.protocol.plan import Plan, Rollout
 from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.pulse import PULSE
 from dovetail.protocol.sampling import COUNTER_SAMPLER
 from dovetail.rollout.serving import token_check as auth
 from dovetail.rollout.serving import vllm_server as server
@@ -235,6 +236,13 @@ def test_environment_leaves_the_users_choices_alone() -> None:
     assert made["TORCH_COMPILE_DISABLE"] == "1"
     assert float(made["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > CLIENT_KEEP_SECONDS
     assert "TORCH_COMPILE_DISABLE" not in server.environment(False, {})
+
+
+def test_vllms_sockets_are_in_the_folder_that_ends_with_the_run() -> None:
+    """vLLM leaves them behind when it is killed. Their path has a length that a Unix socket may have."""
+    folder = server.environment(True, {PULSE: "/tmp/dovetail-pulse-x/gen-0", "VLLM_RPC_BASE_PATH": "/tmp"})
+    assert folder["VLLM_RPC_BASE_PATH"] == "/tmp/dovetail-pulse-x"
+    assert "VLLM_RPC_BASE_PATH" not in server.environment(True, {})
 
 
 def test_vllms_processes_can_use_cuda_whatever_this_one_asked_of_it() -> None:

@@ -33,6 +33,7 @@ from dovetail.protocol.budgets import KV_BLOCK_TOKENS
 from dovetail.protocol.http.header_deadline import SERVER_KEEP_SECONDS, HeaderDeadline
 from dovetail.protocol.plan import Plan, Rollout
 from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.pulse import PULSE
 from dovetail.protocol.sampling import COUNTER_SAMPLER, SERVED_TEMPERATURE, served_temperature
 from dovetail.rollout.backend import ServerPlan, load_backend
 from dovetail.rollout.kv.kv_config import KVSetup, prepare
@@ -151,6 +152,9 @@ def environment(on_cpu: bool, given: Mapping[str, str]) -> dict[str, str]:
 
     must = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "dovetail,dovetail_info", "VLLM_NO_USAGE_STATS": "1"}
     must["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(SERVER_KEEP_SECONDS)
+    if given.get(PULSE):
+        # vLLM leaves its sockets behind when it is killed. This folder is removed after the run, and its path is short.
+        must["VLLM_RPC_BASE_PATH"] = os.path.dirname(given[PULSE])
     may: dict[str, str] = {}
     if on_cpu:
         # The worker runs inside the engine core, which saves a process and its imports.

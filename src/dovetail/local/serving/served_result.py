@@ -26,6 +26,7 @@ from dovetail.manifest.checks.scratch import cpu_head_error
 from dovetail.protocol.http.header_deadline import SERVER_KEEP_SECONDS
 from dovetail.protocol.process.inheritance import on_this_machine
 from dovetail.supervision.errors import RunError, UsageError
+from dovetail.supervision.liveness import temporary_folder
 from dovetail.supervision.logs import POINTER
 from dovetail.supervision.ports import PortReservation
 
@@ -90,7 +91,7 @@ def serve_arguments(
 
 def serve_environment(on_cpu: bool, given: Mapping[str, str]) -> dict[str, str]:
     """The environment of `vllm serve`, without Dovetail's plug-ins, which are for rollouts."""
-    defaults = {"VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1"}
+    defaults = {"VLLM_PLUGINS": "", "VLLM_NO_USAGE_STATS": "1", "VLLM_RPC_BASE_PATH": str(temporary_folder())}
     defaults["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"] = str(SERVER_KEEP_SECONDS)
     return defaults | (_CPU_ENVIRONMENT if on_cpu else {}) | dict(given)
 
