@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from dovetail.coordinator.data.text.tokenize import Encoded, dpo_batch
+from dovetail.coordinator.loop.supervised import SupervisedStages
 from dovetail.coordinator.store.reference_logprobs import ReferenceLogprobs
 from dovetail.coordinator.store.store import Store
 from dovetail.local.report.report import chart_metrics
@@ -133,6 +136,36 @@ def test_references_are_known_again_after_a_restart_whatever_the_batch(tmp_path:
     turned = dpo_batch(pairs[::-1], 0, None)
     assert after.added(turned)["reference"].tolist() == [-2.0, -1.0, -4.0, -3.0]
     store.close()
+
+
+def test_the_pass_of_the_reference_says_how_far_it_is(tmp_path: Path) -> None:
+    """It goes over all steps before the first one, because training changes the weights."""
+    store = Store(tmp_path)
+    references, asked, told = ReferenceLogprobs(store), [], []
+    arrays = {f"dpo/{k}": dpo_batch([(Encoded([k, 2, 3], 1), Encoded([k, 4], 1))], 0, None) for k in range(1, 201)}
+
+    class Session:
+        async def logprobs(self, key: str) -> list[float]:
+            asked.append(key)
+            return [-1.0, -2.0]
+
+    spec = job(dpo={"loss": "KTO"}).spec
+    progress = SimpleNamespace(update=lambda **fields: told.append(fields["message"]))
+    records: Any = SimpleNamespace(progress=progress, store=store)
+    batches: Any = SimpleNamespace(references=references, arrays=arrays.__getitem__)
+    session: Any = Session()
+    unused: Any = None
+    stages = SupervisedStages(spec, unused, tmp_path, "run", records, session, unused, unused, batches, unused)
+    keys = list(arrays)
+    asyncio.run(stages._references(keys[:60]))
+    asyncio.run(stages._references(keys))
+    assert asked == keys, "each once, also after a restart"
+    store.close()
+    second = told[told.index("") + 1 :]
+    assert second[0].endswith("of all batches before training: 60 of 200")
+    assert second[-2].endswith(": 180 of 200")
+    assert second[-1] == ""
+    assert len(second) == 8, "a line for each tenth"
 
 
 def test_mismatched_responses_answer_other_prompts() -> None:

@@ -181,13 +181,16 @@ class SupervisedStages:
         """Let the trainers compute the reference log-probabilities of all responses that the stage will use, each once.
         The store keeps them."""
         known = self._batches.references
-        for key in batches:
+        told = -1
+        for number, key in enumerate(batches):
             arrays = self._batches.arrays(key)
             if not known.has(arrays):
-                message = self._warning or "computing the reference's log-probabilities"
-                self._records.progress.update(message=message)
+                if (tenth := 10 * number // len(batches)) > told:
+                    # They cannot be computed later, because training changes the weights.
+                    told, message = tenth, "computing the reference's log-probabilities of all batches before training"
+                    self._records.progress.update(message=f"{message}: {number} of {len(batches)}")
                 known.add(key, arrays, await self._session.logprobs(key))
-        self._records.progress.update(message=self._warning)
+        self._records.progress.update(message="")
 
     def _stage(self, stage: Stage, source: ModelRef) -> SupervisedStage:
         schedules: StageSchedules | None = None
