@@ -186,9 +186,7 @@ def _described(name: str, found: DataLook) -> Finding:
         if found.equal > EQUAL_SHARE * found.records:
             return Finding(name, "warning", says, "leave them out, or raise spec.data.maxTokens if they are cut")
     if found.empty:
-        return Finding(
-            name, "warning", says, "leave them out, or the model learns to say nothing"
-        )
+        return Finding(name, "warning", says, "leave them out, or the model learns to say nothing")
     cut = [row for row in found.lengths if row.cut > CUT_SHARE * found.records]
     if cut:
         row = cut[0]

@@ -232,9 +232,7 @@ def test_calls_and_observations_of_sharegpt() -> None:
     calls = conversation(several, "conversations", "here").messages[1]["tool_calls"]
     assert [each["function"] for each in calls] == [{"name": "a", "arguments": {}}, {"name": "b", "arguments": {}}]
     for text in ("weather(Bern)", "[]", '{"arguments": {}}', "3"):
-        with pytest.raises(
-            DataError, match=r"here: message 0 of field 'c' has the role function_call, so its text"
-        ):
+        with pytest.raises(DataError, match=r"here: message 0 of field 'c' has the role function_call, so its text"):
             conversation([{"from": "function_call", "value": text}], "c", "here")
 
 
