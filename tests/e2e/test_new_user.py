@@ -15,7 +15,7 @@ import pytest
 
 from dovetail.coordinator.data.text import tokenizer as tokenizers
 from helpers.free_ports import free_port
-from helpers.vllm_servers import tiny_llama, wait_for
+from helpers.vllm_servers import tiny_llama
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 ROOT = Path(__file__).parents[2]
@@ -127,17 +127,13 @@ def test_the_page_of_the_runs_is_served(trained: Path) -> None:
     command = [sys.executable, "-m", "dovetail.cli.main", "ui", str(trained.parent), "--port", str(port), "--no-open"]
     with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         try:
-            url = f"http://127.0.0.1:{port}/"
-
-            def served() -> bool:
-                try:
-                    with urllib.request.urlopen(url, timeout=5) as reply:
-                        return b"<html" in reply.read()
-                except OSError:
-                    assert process.poll() is None, "the command ended"
-                    return False
-
-            wait_for(served, 120.0, "dovetail ui")
+            assert process.stdout is not None
+            told = process.stdout.readline().decode()
+            found = re.search(rf"http://127.0.0.1:{port}/\S+", told)
+            assert found is not None, told
+            browser = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+            with browser.open(found[0], timeout=60) as reply:
+                assert b"<html" in reply.read()
         finally:
             process.terminate()
             process.wait(60)

@@ -20,8 +20,11 @@ def demo_runs(folder: Path) -> Path:
     return runs[0].folder
 
 
+TOKEN = "the-users-own"
+
+
 def serve_page(folder: Path) -> ServerThread:
-    return ServerThread(make_page_app(RunList(folder), {"source": "folder", "folder": "runs/"}))
+    return ServerThread(make_page_app(RunList(folder), {"source": "folder", "folder": "runs/"}, TOKEN))
 
 
 def append(path: Path, *rows: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import tempfile
 import webbrowser
 from pathlib import Path
@@ -33,8 +34,8 @@ PORT = 8470
 def ui(runs_folder: Path | None, demo: bool, host: str, port: int, show: bool) -> None:
     """Show runs in the browser: metrics, samples, timelines, schedules and health.
 
-    RUNS_FOLDER holds runs, or is one. A run that goes on is shown live. Nothing is written, and the page loads nothing
-    from elsewhere.
+    RUNS_FOLDER holds runs, or is one. A run that goes on is shown live. The address that is printed holds a token,
+    without which nobody can read the runs. Nothing is written, and the page loads nothing from elsewhere.
 
     \b
       dovetail ui runs/
@@ -64,18 +65,20 @@ async def _serve(folder: Path | None, scratch: Path, host: str, port: int, show:
         playing = asyncio.create_task(play(recorded))
     runs = RunList(folder or scratch)
     about["folder"] = "demo" if folder is None else str(folder)
-    app = make_page_app(runs, about, any_host=not mine)
+    token = secrets.token_urlsafe(24)
+    app = make_page_app(runs, about, token, any_host=not mine)
     try:
         async with page_server(app, host, port) as found:
-            address = f"http://{'127.0.0.1' if host in ('0.0.0.0', '::') else host}:{found}/"
+            name = "127.0.0.1" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+            address = f"http://{name}:{found}/?token={token}"
             if not mine:
-                click.echo(
-                    "Warning: everyone who reaches this address can read the runs; nobody is asked for a password.",
-                    err=True,
-                )
+                click.echo("Warning: the address and the runs cross the network unencrypted.", err=True)
             click.echo(f"{about['folder']}: {address}  (Ctrl-C ends it)")
             if show:
-                webbrowser.open(address)
+                # Other users of the machine see a browser's arguments, so it gets the token in a file.
+                link = scratch / "open.html"
+                link.write_text(f'<meta http-equiv="refresh" content="0; url={address}">', encoding="utf-8")
+                webbrowser.open(link.as_uri())
             await asyncio.Event().wait()
     finally:
         if playing is not None:

@@ -26,9 +26,11 @@ from dovetail.local.report.report import CHARTS, chart_metrics, read_history, re
 from dovetail.local.run_page.demo_run import play, unpack
 from dovetail.local.run_page.live_status import coordinator_port
 from dovetail.local.run_page.run_list import RunList, at_work
-from helpers.demo_runs import append, demo_runs, serve_page
+from helpers.demo_runs import TOKEN, append, demo_runs, serve_page
 from helpers.fake_jobs_api import Run
 from helpers.fake_kube import ServerThread
+
+SIGNED_IN = {"Authorization": f"Bearer {TOKEN}"}
 
 
 @pytest.fixture(scope="module")
@@ -328,7 +330,7 @@ def test_advice_is_for_healthy_runs_only(tmp_path):
 @pytest.fixture(scope="module")
 def client(run):
     server = serve_page(run.parent)
-    with httpx.Client(base_url=server.url) as found:
+    with httpx.Client(base_url=server.url, headers=SIGNED_IN) as found:
         yield found
     server.close()
 
@@ -341,7 +343,10 @@ def test_the_list_hears_of_ended_steps_alone(tmp_path):
     append(run / "history.jsonl", {"stage": "sft", "step": 1, "metrics": {}})
     append(run / "events.jsonl", {"event": "sample.moved"})
     server = serve_page(tmp_path)
-    with httpx.Client(base_url=server.url, timeout=60) as client, client.stream("GET", "/api/v1/changes") as reply:
+    with (
+        httpx.Client(base_url=server.url, headers=SIGNED_IN, timeout=60) as client,
+        client.stream("GET", "/api/v1/changes") as reply,
+    ):
         told = (json.loads(line.removeprefix("data: ")) for line in reply.iter_lines() if line.startswith("data: "))
         first = next(told)
         append(run / "events.jsonl", {"event": "sample.moved"})
@@ -404,6 +409,29 @@ def test_a_run_that_is_not_there_is_one_sentence(client, run, question):
     reply = client.get(f"/api/v1/runs/nowhere/{question}")
     assert reply.status_code == 404
     assert reply.json() == {"detail": f"there is no run of this name in {run.parent}"}
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/static/main.js", "/api/v1/about", "/api/v1/runs", "/api/v1/changes", "/nothing"]
+)
+@pytest.mark.parametrize("token", [None, "", "wrong", TOKEN + "x"])
+def test_nobody_reads_anything_without_the_token(client, path, token):
+    """Every user of the machine can connect to 127.0.0.1."""
+    signs = {} if token is None else {"Authorization": f"Bearer{token and ' '}{token}", "Cookie": f"token={token}"}
+    reply = httpx.get(client.base_url.join(path), params={} if token is None else {"token": token}, headers=signs)
+    assert reply.status_code == 401
+    assert "the whole address that `dovetail ui` printed" in reply.json()["detail"]
+    assert client.base_url.host == "127.0.0.1"
+
+
+def test_a_browser_keeps_the_token_out_of_the_addresses(client, run):
+    with httpx.Client(base_url=client.base_url) as browser:
+        first = browser.get("/", params={"token": TOKEN})
+        assert (first.status_code, first.headers["location"]) == (303, "/")
+        assert {"httponly", "samesite=lax"} <= set(first.headers["set-cookie"].lower().split("; "))
+        for path in ("/", "/static/main.js", f"/api/v1/runs/{run.name}/overview"):
+            assert browser.get(path).status_code == 200
+    assert httpx.get(client.base_url.join("/api/v1/runs"), params={"token": TOKEN}).status_code == 200
 
 
 def test_a_name_that_leads_here_is_refused(client):

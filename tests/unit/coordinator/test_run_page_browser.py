@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.store.sample_files import BEFORE_SFT, SampleFiles, evaluation_files, read_rows
 from helpers.cluster import wait_for
-from helpers.demo_runs import append, demo_runs, serve_page
+from helpers.demo_runs import TOKEN, append, demo_runs, serve_page
 from helpers.fake_jobs_api import JOBS, Api, Run, condition, job
 from helpers.fake_kube import ServerThread
 
@@ -75,6 +75,8 @@ def watched(browser, url, forgiven=(), **options):
 @pytest.fixture
 def page(browser, url):
     with watched(browser, url) as found:
+        found.goto(f"{url}/?token={TOKEN}")
+        assert found.url == f"{url}/", "the address keeps no token"
         yield found
 
 

@@ -1,9 +1,10 @@
-"""Serves the run page of a folder of runs over HTTP, to browsers on this machine."""
+"""Serves the run page of a folder of runs over HTTP, to browsers that bring a token."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -27,17 +28,30 @@ KEEP_ALIVE_SECONDS = 15.0
 RunHandler = Callable[[web.Request, PageDocuments], Awaitable[web.StreamResponse]]
 
 
-def make_page_app(runs: RunList, about: dict[str, Any], *, any_host: bool = False) -> web.Application:
-    """Make the web application. `about`: what the page shows about this server. Unless `any_host` is true, a request
-    must use a loopback name of this machine. Otherwise a page of another site could read the runs through a name that
-    resolves to this machine."""
+def make_page_app(runs: RunList, about: dict[str, Any], token: str, *, any_host: bool = False) -> web.Application:
+    """Make the web application. `about`: what the page shows about this server. Every request must bring `token`: as
+    `?token=`, for which a browser gets a cookie, as that cookie, or as a bearer token. Unless `any_host` is true, a
+    request must also use a loopback name of this machine. Otherwise a page of another site could read the
+    runs through a name that resolves to this machine."""
+    # Servers on other ports of this machine share the browser's cookies.
+    cookie = f"dovetail-ui-{hashlib.sha256(token.encode()).hexdigest()[:12]}"
 
     @web.middleware
     async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
         if not any_host and request.host.rpartition(":")[0] not in LOOPBACK and request.host not in LOOPBACK:
             return web.json_response({"detail": "this address is not served; use 127.0.0.1"}, status=403)
+        given = request.query.get("token")
+        if not any(
+            serving.authorized(f"Bearer {found}", token) for found in (given, request.cookies.get(cookie)) if found
+        ) and not serving.authorized(request.headers.get("Authorization"), token):
+            detail = "open the whole address that `dovetail ui` printed; it ends with a token"
+            return web.json_response({"detail": detail}, status=401, headers=HEADERS)
         try:
             reply = await handler(request)
+            if given and request.path == "/":
+                # The address in the browser, and in its history, then has no token.
+                reply = web.Response(status=303, headers={"Location": "/"})
+                reply.set_cookie(cookie, token, httponly=True, samesite="Lax")
         except web.HTTPException as error:
             reply = web.json_response({"detail": error.reason}, status=error.status)
         if not reply.prepared:
