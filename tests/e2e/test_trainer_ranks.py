@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import signal
 import threading
 from pathlib import Path
@@ -412,6 +413,33 @@ def test_an_error_on_one_rank_alone_frees_the_others_and_is_reported(tmp_path: P
         assert all(process.poll() is None for process in ranks.processes.values())
         (left,) = [record for record in ranks.log(0) if record["event"] == "generation.left"]
     assert "Timed out" not in left["reason"], "freed by the failed rank, long before the groups' deadline"
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_a_function_that_polls_for_ever_is_named_and_ends_the_job(tmp_path: Path, stubborn: bool) -> None:
+    """It waits for a lock that nobody frees. The rank's process looks alive all the time."""
+    wait = "try: time.sleep(0.01)\n        except BaseException: pass" if stubborn else "time.sleep(0.01)"
+    (tmp_path / "locked.py").write_text(
+        "import time\n\n\n"
+        "def advantages(experience):\n"
+        "    while len(experience.scores) == 16:\n"
+        f"        {wait}\n"
+        "    return experience.rewards\n"
+    )
+    spec = job(ppo={"advantageFunction": "locked:advantages", "timeoutSeconds": 2})
+    told = "spec.ppo.advantageFunction: locked:advantages .*did not return within 2 s"
+    with TrainerRanks(tmp_path, spec, layouts(1, 1), environment={"PYTHONPATH": str(tmp_path)}) as ranks:
+        driver = Driver(ranks)
+        driver.load()
+        if stubborn:
+            ranks.coordinator.trainers.peer_timeout = 6.0
+            with pytest.raises(TrainerLost):
+                driver.step(1)
+            assert ranks.processes[0].wait(120) == 2
+            assert re.search(told, (tmp_path / "rank-0.log").read_text().splitlines()[-1])
+        else:
+            with pytest.raises(TrainerError, match=f"{told}.* at .*locked.py:6 in advantages"):
+                driver.step(1)
 
 
 def test_an_absent_coordinator_ends_the_rank_with_a_sentence(tmp_path: Path) -> None:

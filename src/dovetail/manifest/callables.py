@@ -4,10 +4,17 @@ from __future__ import annotations
 
 import importlib
 import os
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Self
+
+# A function that goes on although its call was interrupted ends its process after so many seconds.
+INTERRUPTED_SECONDS = 10.0
 
 
 class FunctionError(ValueError):
@@ -20,9 +27,41 @@ class FunctionError(ValueError):
         user's code."""
         text = str(error).strip().splitlines()
         what = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
-        frames = traceback.extract_tb(error.__traceback__)[1:]
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__)[1:] if frame.filename != __file__]
         at = f" at {frames[-1].filename}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
         return cls(f"{field}: {name} raised {what}{at}")
+
+
+@contextmanager
+def time_limit(seconds: float, field: str, name: str) -> Iterator[None]:
+    """Raises TimeoutError where the block stands after `seconds`. A block that goes on nevertheless, or that stands in
+    C code, ends the process with 2 and one sentence on stderr. Only the main thread can be interrupted. Other threads
+    have no limit, nor has a process whose function a debugger may stop."""
+    if threading.current_thread() is not threading.main_thread() or "debugpy" in sys.modules:
+        yield
+        return
+    what = f"did not return within {seconds:g} s (spec.ppo.timeoutSeconds)"
+
+    def late(_: int, __: FrameType | None) -> None:
+        raise TimeoutError(what)
+
+    over = threading.Event()
+    before = signal.signal(signal.SIGALRM, late)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    guard = threading.Thread(target=_end_process, args=(over, seconds, f"{field}: {name} {what}"), daemon=True)
+    guard.start()
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, before)
+        over.set()
+
+
+def _end_process(over: threading.Event, seconds: float, sentence: str) -> None:
+    if not over.wait(seconds + INTERRUPTED_SECONDS):
+        os.write(2, f"{sentence}, and could not be interrupted\n".encode())
+        os._exit(2)
 
 
 def load_callable(name: str, field: str, folder: str | None = None) -> Callable[..., Any]:

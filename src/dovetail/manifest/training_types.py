@@ -205,6 +205,11 @@ class PPO(Model):
         description="Folder that advantageFunction and loss are imported from; default: the manifest's, in pods the "
         "working directory. PYTHONPATH comes after it.",
     )
+    timeout_seconds: PositiveFloat = Field(
+        default=600.0,
+        description="Time limit of one call of advantageFunction, or of a loss that is a function, in trainers, and of "
+        "their import. The job ends if one takes longer.",
+    )
     normalize_std: bool = Field(
         default=True,
         description="grpo: divide by the deviation of the group's scores (Shao et al. 2024); false: do not (Dr. GRPO, "

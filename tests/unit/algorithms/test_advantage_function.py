@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,10 @@ from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command, ppo_batch
 
 MINE = """
+import threading
+import time
+
+
 def centred(experience):
     sums = experience.rewards[:, ::-1].cumsum(axis=1)[:, ::-1]
     return (sums - sums[experience.mask].mean()) * experience.per_token(experience.groups % 2 + 1)
@@ -40,6 +45,15 @@ def endless(experience):
 
 def broken(experience):
     return experience.no_such_field
+
+
+def polls(experience):
+    while True:
+        time.sleep(0.01)
+
+
+def waits(experience):
+    threading.Semaphore(0).acquire()
 """
 
 
@@ -135,14 +149,38 @@ def test_returns_are_advantages_and_values_unless_given() -> None:
         ("my_advantages:flat", r"returned advantages of shape \(2,\); return one number a token, \(2, 3\)"),
         ("my_advantages:text", "returned advantages as list; return an array"),
         ("my_advantages:endless", "returned advantages that are not finite"),
+        (
+            "my_advantages:polls",
+            r"did not return within 0.2 s \(spec.ppo.timeoutSeconds\) at .*my_advantages.py:\d+ in polls",
+        ),
+        ("my_advantages:waits", "did not return within 0.2 s"),
+        ("never_imported:f", "did not return within 0.2 s"),
         ("my_advantages:broken", r"raised AttributeError: .*no_such_field.* at .*my_advantages.py:\d+ in broken"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")
 def test_what_is_wrong_shows_before_anything_is_trained(folder: str, function: str, message: str) -> None:
-    config = PPO(advantage_function=function, import_path=folder)
+    late = function in ("my_advantages:polls", "my_advantages:waits", "never_imported:f")
+    config = PPO(advantage_function=function, import_path=folder, timeout_seconds=0.2 if late else 600.0)
+    (Path(folder) / "never_imported.py").write_text("import threading\n\nthreading.Semaphore(0).acquire()\n")
     with pytest.raises(ValueError, match=f"^spec.ppo.advantageFunction: .*{message}"):
         rehearse_advantages(config)
+
+
+def test_a_function_that_cannot_be_interrupted_ends_its_process_with_the_sentence(folder: str) -> None:
+    (Path(folder) / "stubborn.py").write_text(
+        "import time\n\n\ndef f(e):\n    while True:\n        try:\n            time.sleep(60)\n"
+        "        except BaseException:\n            pass\n"
+    )
+    program = (
+        "import sys\nfrom dovetail.manifest import callables\nfrom dovetail.manifest.callables import *\n"
+        "callables.INTERRUPTED_SECONDS = 0.2\nwith time_limit(0.2, 'spec.ppo.loss', 'stubborn:f'):\n"
+        "    load_callable('stubborn:f', 'spec.ppo.loss', sys.argv[1])(None)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 2
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith("spec.ppo.loss: stubborn:f did not return within 0.2 s (spec.ppo.timeoutSeconds)")
 
 
 def test_a_function_that_fails_later_is_a_commands_error(folder: str) -> None:

@@ -283,6 +283,38 @@ def test_a_lost_step_is_replayed_from_the_checkpoint(tmp_path: Path) -> None:
     run(scenario())
 
 
+def test_a_commands_deadline_follows_what_such_commands_took(tmp_path: Path) -> None:
+    """A rank in a loop that polls looks alive. A first step, which compiles, and a slow machine's steps have time."""
+
+    async def scenario() -> None:
+        group = make_group(1)
+        session = TrainerSession(group, Records(), tmp_path, keep=2, join_timeout=5, log=lambda *_, **__: None)
+        life = asyncio.create_task(Ranks(group).live())
+        plain, limits, took = group.execute, dict[str, list[float]](), {1: 3000.0, 2: 40.0, 3: 0.5, 4: 0.5}
+
+        async def execute(command: Any, timeout: float) -> CommandResult:
+            limits.setdefault(command.kind, []).append(timeout)
+            result = await plain(command, timeout)
+            return result.model_copy(update={"metrics": {"seconds": took.get(getattr(command, "step", 0), 0.0)}})
+
+        group.execute = execute  # type: ignore[method-assign,assignment]
+        session.begin(plan(), 0)
+        for _ in range(2):
+            await session.run_step()
+        await session.save()
+        await session.run_step()
+        assert limits["step"] == [6 * 3600, 30_000, 30_000]
+        assert limits["save"] == [6 * 3600]
+        await session.save()
+        assert limits["save"][-1] == 1800
+        group.peer_timeout = 86_400.0  # somebody has a debugger attached
+        await session.run_step()
+        assert limits["step"][-1] == 864_000
+        life.cancel()
+
+    run(scenario())
+
+
 def test_a_stage_that_ended_just_before_the_coordinator_can_begin_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from dovetail.manifest.callables import FunctionError, load_callable
+from dovetail.manifest.callables import FunctionError, load_callable, time_limit
 from dovetail.manifest.types import PPO
 from dovetail.protocol.experience import AdvantageFunction, Experience, FloatArray, advantages_of
 from dovetail.protocol.wire import Arrays
@@ -22,14 +22,19 @@ def load_advantages(config: PPO) -> UserAdvantages | None:
     name = config.advantage_function
     if name is None:
         return None
-    function: AdvantageFunction = load_callable(name, FIELD, config.import_path)
+    try:
+        with time_limit(config.timeout_seconds, FIELD, name):
+            function: AdvantageFunction = load_callable(name, FIELD, config.import_path)
+    except TimeoutError as error:
+        raise FunctionError.raised(FIELD, name, error) from error
 
     def call(experience: Experience) -> tuple[FloatArray, FloatArray | None]:
         raised: list[Exception] = []
 
         def tried(experience: Experience) -> object:
             try:
-                return function(experience)
+                with time_limit(config.timeout_seconds, FIELD, name):
+                    return function(experience)
             except Exception as error:
                 raised.append(error)
                 raise

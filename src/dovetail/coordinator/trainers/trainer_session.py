@@ -28,7 +28,11 @@ from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import Accumulate, Command, CommandResult, Evaluate, Export, Load, ModelRef, Save, Step
 from dovetail.protocol.plan import Layout
 
-STEP_TIMEOUT_SECONDS = 6 * 3600.0
+# A command's first deadline, and the least and the factor of those that follow from what such commands took. The least
+# leaves time to compile again. Longer responses and larger files take a few times longer, but not ten times.
+FIRST_SECONDS = 6 * 3600.0
+LEAST_SECONDS = 1800.0
+TIMES_LONGEST = 10.0
 # The interval at which it checks whether ranks that do not keep a version must be restored.
 BACK_SECONDS = 0.5
 T = TypeVar("T")
@@ -90,6 +94,8 @@ class TrainerSession:
         # The oldest version that may be requested. Restored ranks must compute it again. If it is None, only the newest
         # version may be requested.
         self._needed: int | None = None
+        # The seconds of the longest command of each stage and kind. Those for the reference are a kind of their own.
+        self._longest: dict[tuple[Stage, str, bool], float] = {}
         # The generation in which the ranks last learnt a part of a step's samples.
         self._with_parts: int | None = None
 
@@ -121,7 +127,7 @@ class TrainerSession:
         path = self._path(plan.stage, self._step)
         if self.checkpoint(plan.stage) == (self._step, str(path)):
             return
-        await self.at_target(lambda: self._command(Save(id=self._id("save"), path=str(path), run=self._run)))
+        await self.at_target(lambda: self._execute(Save(id=self._id("save"), path=str(path), run=self._run)))
         self._record(plan.stage, self._step)
         self._log("checkpoint.saved", stage=plan.stage.value, step=self._step)
         kept = self._kept(plan.stage)
@@ -221,7 +227,7 @@ class TrainerSession:
                         result = known
                     else:
                         await self._bring(plan, self._step)
-                        result = await self._group.execute(command, STEP_TIMEOUT_SECONDS)
+                        result = await self._execute(command)
                 except TrainerLost as lost:
                     self._log("trainers.recover", stage=plan.stage.value, step=step, reason=str(lost))
                     continue
@@ -236,7 +242,7 @@ class TrainerSession:
             before, self._with_parts = self._with_parts, self._group.generation
             if command.part and before != self._with_parts:
                 raise TrainerLost("the ranks that learnt the earlier parts were lost")
-            return await self._group.execute(command, STEP_TIMEOUT_SECONDS)
+            return await self._execute(command)
 
     async def evaluate(self, batches: list[str], demonstrations: Sequence[str] = ()) -> dict[str, float]:
         """The metrics of the current weights on whole batches. A reward model is centred with the batches
@@ -245,14 +251,14 @@ class TrainerSession:
         command = Evaluate(
             id=self._id("evaluate"), stage=plan.stage, batches=batches, demonstrations=list(demonstrations)
         )
-        return (await self.at_target(lambda: self._command(command))).metrics
+        return (await self.at_target(lambda: self._execute(command))).metrics
 
     async def logprobs(self, batch: str) -> list[float]:
         """The log-probabilities, in nats, of the batch's responses under the current weights. There is one for each
         response."""
         plan = self._need_plan()
         command = Evaluate(id=self._id("reference"), stage=plan.stage, batches=[batch], reference=True)
-        return (await self.at_target(lambda: self._command(command))).logprobs
+        return (await self.at_target(lambda: self._execute(command))).logprobs
 
     async def export(self, model: str, path: Path, subtract: float = 0.0) -> None:
         """Write the current weights as a Hugging Face folder in the run directory. Each output of a value head is
@@ -260,7 +266,7 @@ class TrainerSession:
         check_own(path, path.relative_to(self._dir.parent).as_posix(), self._run)
         where = {"path": str(path), "subtract": subtract, "run": self._run}
         command = Export.model_validate({"id": self._id(f"export-{model}"), "model": model, **where})
-        await self.at_target(lambda: self._command(command))
+        await self.at_target(lambda: self._execute(command))
 
     async def hold(self) -> None:
         """Run as a background task. When the ranks have formed new process groups, it brings them back to the current
@@ -332,8 +338,17 @@ class TrainerSession:
         record = self._records.get(f"result/{command_id}")
         return None if record is None else CommandResult.model_validate(record)
 
-    async def _command(self, command: Command) -> CommandResult:
-        return await self._group.execute(command, STEP_TIMEOUT_SECONDS)
+    async def _execute(self, command: Command) -> CommandResult:
+        """Run a command. Raises TrainerLost if it takes much longer than such commands took so far, because a rank may
+        wait for ever and use its CPU meanwhile."""
+        kind = (self._need_plan().stage, command.kind, isinstance(command, Evaluate) and command.reference)
+        longest, began = self._longest.get(kind), time.monotonic()
+        limit = FIRST_SECONDS if longest is None else max(TIMES_LONGEST * longest, LEAST_SECONDS)
+        result = await self._group.execute(command, max(limit, 10 * self._group.peer_timeout))
+        # A command that was run before this coordinator started is answered at once.
+        taken = max(time.monotonic() - began, result.metrics.get("seconds", 0.0))
+        self._longest[kind] = max(longest or 0.0, taken)
+        return result
 
     async def at_target(self, action: Callable[[], Awaitable[T]]) -> T:
         """Run `action` (a publish) while the ranks hold the current step. It is repeated if the ranks are lost."""
@@ -396,9 +411,9 @@ class TrainerSession:
                 )
                 self._log("trainers.load", stage=plan.stage.value, checkpoint_step=saved, target_step=step)
                 try:
-                    await self._command(load)
+                    await self._execute(load)
                 except CheckpointDamaged as damaged:
                     self._fall_back(plan, step, saved, str(damaged))
                 continue
             self._log("trainers.replay", stage=plan.stage.value, step=position.step + 1)
-            await self._command(plan.make_step(position.step + 1))
+            await self._execute(plan.make_step(position.step + 1))

@@ -40,6 +40,7 @@ CHANGEABLE = (
     "reward.optimizer.learningRate",
     "dpo.optimizer.learningRate",
     "ppo.importPath",
+    "ppo.timeoutSeconds",
     "ppo.iterations",
     "ppo.actorOptimizer.learningRate",
     "ppo.criticOptimizer.learningRate",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dovetail.manifest.callables import FunctionError, load_callable
+from dovetail.manifest.callables import FunctionError, load_callable, time_limit
 from dovetail.manifest.types import PPO
 from dovetail.trainer.algorithms.kl import log_ratio
 from dovetail.trainer.algorithms.masks import inside, kept
@@ -152,7 +152,8 @@ class PolicyLoss:
         if not inputs.logprobs.numel():
             return inputs.logprobs, {}
         try:
-            losses, metrics = _pair(self.function(inputs))
+            with time_limit(inputs.config.timeout_seconds, FIELD, self.name):
+                losses, metrics = _pair(self.function(inputs))
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -188,7 +189,11 @@ def load_loss(config: PPO) -> PolicyLoss:
     imported."""
     if config.loss in LOSSES:
         return PolicyLoss(config.loss, LOSSES[config.loss])
-    return PolicyLoss(config.loss, load_callable(config.loss, FIELD, config.import_path))
+    try:
+        with time_limit(config.timeout_seconds, FIELD, config.loss):
+            return PolicyLoss(config.loss, load_callable(config.loss, FIELD, config.import_path))
+    except TimeoutError as error:
+        raise FunctionError.raised(FIELD, config.loss, error) from error
 
 
 def rehearse_loss(config: PPO) -> None:
