@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.model_families import MODEL_FAMILIES, ModelFamily
 from dovetail.models.model_stage import SCORE_BIAS, VALUE_HEAD_FILE
 from dovetail.protocol.files.durable import sync
 from dovetail.protocol.messages import Head
@@ -31,6 +31,9 @@ _TOKENIZER_FILES = (
 )
 # A tokenizer's folder of further chat templates, such as one for tools.
 _TEMPLATES = "additional_chat_templates"
+# The fields of `rope_parameters` that are not in `rope_scaling` of Transformers 4.
+_NOT_SCALING = ("rope_theta", "partial_rotary_factor")
+_PAD = "<|pad|>"
 
 
 class HuggingFaceWriter:
@@ -108,28 +111,48 @@ class HuggingFaceWriter:
                 "weight_map": dict(sorted(weight_map.items())),
             }
             write_text(self.folder / "model.safetensors.index.json", json.dumps(index, indent=1))
-        write_text(self.folder / "config.json", json.dumps(exported_config(config, head, dtype, subtract), indent=1))
-        for name in _TOKENIZER_FILES if tokenizer is not None else ():
-            assert tokenizer is not None
+        fields = exported_config(config, head, dtype, subtract)
+        if tokenizer is not None:
+            self._copy_tokenizer(tokenizer, fields if head == "value" else None)
+        write_text(self.folder / "config.json", json.dumps(fields, indent=1))
+        sync(self.folder)
+
+    def _copy_tokenizer(self, tokenizer: Path, classifier: dict[str, Any] | None) -> None:
+        """Copy the tokenizer's files. `classifier`: the config.json of a model with a value head, which gets the
+        padding token."""
+        for name in _TOKENIZER_FILES:
             if (tokenizer / name).is_file():
                 shutil.copyfile(tokenizer / name, self.folder / name)
+        settings, whole = _read(self.folder / "tokenizer_config.json"), self.folder / "tokenizer.json"
+        if settings and whole.is_file():
+            if "auto_map" not in settings:
+                settings = _for_version_4(settings)
+            if classifier is not None:
+                _pad(settings, whole, classifier)
+            write_text(self.folder / "tokenizer_config.json", json.dumps(settings, indent=2, ensure_ascii=False))
+        for name in _TOKENIZER_FILES:
+            if (self.folder / name).is_file():
                 sync(self.folder / name)
-        if tokenizer is not None and (tokenizer / _TEMPLATES).is_dir():
+        if (tokenizer / _TEMPLATES).is_dir():
             shutil.copytree(tokenizer / _TEMPLATES, self.folder / _TEMPLATES, dirs_exist_ok=True)
             for path in (self.folder / _TEMPLATES).rglob("*"):
                 sync(path)
             sync(self.folder / _TEMPLATES)
-        sync(self.folder)
 
 
 def exported_config(config: Any, head: Head, dtype: torch.dtype, subtract: float = 0.0) -> dict[str, Any]:
-    """The config.json of the trained model. It is the source's config.json with the trained model's architecture, dtype
-    and head. `subtract`: see `HuggingFaceWriter.finish`."""
-    fields: dict[str, Any] = config.to_dict()
+    """The config.json of the trained model. It is the source's config.json (in the folder `config.name_or_path`) with
+    the trained model's architecture, dtype and head. Fields are there in the forms of Transformers 4 and 5. `subtract`:
+    see `HuggingFaceWriter.finish`."""
     family = MODEL_FAMILIES[config.model_type]
+    source = _read(Path(config.name_or_path) / "config.json") if config.name_or_path else {}
+    fields: dict[str, Any] = source | config.to_dict() | _rotary_fields(config, source, family)
+    if family.experts is not None:
+        found = next(fields[name] for name in family.experts.count if name in fields)
+        fields |= dict.fromkeys(family.experts.count, found)  # the versions have different names
     fields["architectures"] = [family.classifier if head == "value" else family.causal_lm]
-    fields["dtype"] = str(dtype).removeprefix("torch.")
-    for stale in ("torch_dtype", "auto_map", "_name_or_path", "_attn_implementation"):
+    fields["dtype"] = fields["torch_dtype"] = str(dtype).removeprefix("torch.")
+    for stale in ("auto_map", "_name_or_path", "_attn_implementation"):
         fields.pop(stale, None)
     if head == "value":
         fields |= {"num_labels": 1, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -139,6 +162,82 @@ def exported_config(config: Any, head: Head, dtype: torch.dtype, subtract: float
         for name in ("num_labels", "id2label", "label2id", SCORE_BIAS):
             fields.pop(name, None)
     return fields
+
+
+def _rotary_fields(config: Any, source: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
+    """The fields that say to Transformers 4 what `rope_parameters` says to version 5. Those of a source that was
+    written by version 4 stay as they are."""
+    kinds = getattr(config, "rope_parameters", None)
+    if not kinds:
+        return {}
+    each = kinds.get("full_attention", kinds)
+    scaling = {name: value for name, value in each.items() if name not in _NOT_SCALING}
+    # It is written even if it is None, because the default of gpt-oss is another one.
+    found = {"rope_theta": each["rope_theta"], "rope_scaling": None if each["rope_type"] == "default" else scaling}
+    if "sliding_attention" in kinds:
+        found["rope_local_base_freq"] = kinds["sliding_attention"]["rope_theta"]
+    if "partial_rotary_factor" in each:
+        found["partial_rotary_factor"] = each["partial_rotary_factor"]
+    found |= {name: each[now] for name, now in family.rotary_fields.items()}
+    return found if "rope_parameters" in source else found | {name: source[name] for name in found if name in source}
+
+
+def _for_version_4(settings: dict[str, Any]) -> dict[str, Any]:
+    """A tokenizer_config.json that Transformers 4 reads too. Its classes for single families build a tokenizer of their
+    own, with a begin token for example. The generic class takes tokenizer.json as it is, in both versions."""
+    found = {name: value for name, value in settings.items() if name not in ("backend", "is_local")}
+    found |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    found.setdefault("model_input_names", ["input_ids", "attention_mask"])
+    if isinstance(more := found.get("extra_special_tokens"), list):  # version 4 takes only a mapping here
+        del found["extra_special_tokens"]
+        found["additional_special_tokens"] = more
+    return found
+
+
+def _pad(settings: dict[str, Any], whole: Path, fields: dict[str, Any]) -> None:
+    """Give a model with a value head a padding token that never ends a text, in its config.json (`fields`) and its
+    tokenizer. transformers takes the score of the last token that is not `pad_token_id`.
+
+    It is the first of these: the tokenizer's, the model's, a token that is called so, a new one if the embedding has a
+    row to spare, the unknown token, the begin token. If there is none, transformers refuses batches."""
+    from tokenizers import AddedToken, Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(whole))
+
+    def named(kind: str) -> int | None:
+        token = settings.get(kind)
+        token = token.get("content") if isinstance(token, dict) else token
+        return None if token is None else tokenizer.token_to_id(token)
+
+    ends = fields.get("eos_token_id")
+    never = {named("eos_token"), *(ends if isinstance(ends, list) else [ends])}
+    more = tokenizer.get_added_tokens_decoder()
+    found = [named("pad_token"), fields.get("pad_token_id")]
+    found += [number for number, token in more.items() if token.special and "pad" in token.content.lower()]
+    found = [number for number in found if number not in never and tokenizer.id_to_token(number or 0) is not None]
+    if not found and (size := tokenizer.get_vocab_size()) < fields["vocab_size"]:
+        tokenizer.add_special_tokens([AddedToken(_PAD, special=True, normalized=False)])
+        if tokenizer.token_to_id(_PAD) == size:
+            tokenizer.save(str(whole))
+            found = [size]
+    found += [named("unk_token"), named("bos_token")]
+    pad = next((number for number in found if number is not None and number not in never), None)
+    fields["pad_token_id"] = pad
+    settings["padding_side"] = "right"
+    if pad is not None:
+        settings["pad_token"] = tokenizer.id_to_token(pad)
+    map_path = whole.with_name("special_tokens_map.json")
+    if pad is not None and map_path.is_file():
+        write_text(map_path, json.dumps(_read(map_path) | {"pad_token": settings["pad_token"]}, indent=2))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. {} if there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_text(path: Path, text: str) -> None:

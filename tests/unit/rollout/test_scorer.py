@@ -7,8 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import transformers
 from aiohttp.test_utils import TestClient
 
+from dovetail.protocol.budgets import RESPONSE_BLOCK
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import pack
 from dovetail.rollout.scoring import forward_passes as scoring
@@ -160,3 +163,47 @@ def test_an_empty_request_has_empty_answers(folders: dict[str, ModelRef]) -> Non
     none = SamplesToScore(np.zeros((0, 4), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
     result = scorer.score(scoring.MODELS, none)
     assert {k: v.shape for k, v in result.items()} == {"ref_logprobs": (0, 0), "scores": (0,), "values": (0, 0)}
+
+
+def test_a_reward_model_from_elsewhere_is_read_where_transformers_reads_it(tmp_path: Path) -> None:
+    """Its `pad_token_id` is often the end token: the score is that of the token before it."""
+    end, g = 7, np.random.default_rng(2)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=512,
+        num_labels=1,
+        pad_token_id=end,
+    )
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    model.save_pretrained(tmp_path)
+    tokens = g.integers(8, 64, (6, 2 * RESPONSE_BLOCK + 9)).astype(np.int32)
+    prompts = np.array([5, 5, 4, 3, 6, 2], np.int32)
+    lengths = np.array([9, 2 * RESPONSE_BLOCK + 9, 12, 7, 8, RESPONSE_BLOCK + 5], np.int32)
+    for row, ends in enumerate([1, 1, 0, 4, 6, 4]):  # of rows 3 and 4 the response has nothing else
+        tokens[row, lengths[row] - ends : lengths[row]] = end
+    arrays = {"tokens": tokens, "prompt_lengths": prompts, "response_lengths": lengths - prompts}
+
+    def unfinished(most: int) -> SamplesToScore:
+        return SamplesToScore.read({**arrays, "response_lengths": np.minimum(lengths - prompts, most)})
+
+    for own in (False, True):
+        if own:
+            (tmp_path / "dovetail.json").write_text("{}")
+        scorer = scoring.ModelScorer(room=10**6)
+        scorer.load({"reward": ModelRef(head="value", path=str(tmp_path))})
+        model.config.pad_token_id = None if own else end
+        with torch.no_grad():
+            wanted = [
+                model(torch.from_numpy(row[:length].astype(np.int64))[None]).logits.item()
+                for row, length in zip(tokens, lengths, strict=True)
+            ]
+        for parts in ((), (RESPONSE_BLOCK + 1, 2 * RESPONSE_BLOCK + 1)):
+            for most in parts:
+                scorer.begin(["reward"], unfinished(most))
+            got = scorer.score(["reward"], SamplesToScore.read(arrays))["scores"]
+            np.testing.assert_allclose(got, wanted, atol=1e-5)

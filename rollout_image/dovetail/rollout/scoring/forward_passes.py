@@ -4,6 +4,7 @@ except for loading models. It is not thread-safe."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Literal, cast, get_args
 
 import numpy as np
@@ -151,9 +152,9 @@ class ModelScorer:
     def score(self, want: Iterable[str], samples: SamplesToScore, temperature: float = 1.0) -> Arrays:
         """Returns float32 arrays that are 0 outside of responses. R is the length of the longest response.
         `ref_logprobs` (N, R) are log-probabilities of the response tokens at `temperature`, in nats. `scores` (N,) are
-        the reward head's outputs at a sample's last token. `values` (N, R) are the critic's outputs before each
-        response token. The part of a sample that `begin` has computed is not computed again. Raises NotReady, and
-        ValueError for a bad request."""
+        the reward head's outputs at a sample's last token, or before it (`_skipped_end`). `values` (N, R) are the
+        critic's outputs before each response token. The part of a sample that `begin` has computed is not computed
+        again. Raises NotReady, and ValueError for a bad request."""
         models = self._asked(want, samples, temperature)
         prefixes = self._found(samples)
         shape = (len(samples.tokens), int(samples.responses.max(initial=0)))
@@ -247,7 +248,11 @@ class ModelScorer:
     ) -> None:
         """Fill `result` (N,) or (N, R). For unfinished samples fill the part that the model has processed, as
         `prefixes` say."""
+        if name == "reward" and result is not None and (pad := self._skipped_end()) is not None:
+            samples = samples.without_end(pad)
         seen = {row: prefix.models[name] for row, prefix in prefixes.items() if name in prefix.models}
+        if name == "reward" and result is not None:
+            seen = {row: each for row, each in seen.items() if each.held < samples.responses[row]}
         if HEADS[name] == "lm":
             seen = {row: each for row, each in seen.items() if each.temperature == temperature}
         held = np.zeros(len(samples.tokens), np.int64)
@@ -281,6 +286,17 @@ class ModelScorer:
             count = int(samples.responses[row])
             mine = None if at_end else outputs[row, :count]
             prefix.models[name] = SeenTokens(caches[row], count - 1, mine, temperature)
+
+    def _skipped_end(self) -> int | None:
+        """The token that a text's score does not depend on at its end. None if there is none.
+
+        transformers takes the score of the last token that is not `pad_token_id`, which is often the end token. A
+        reward model from elsewhere was trained so. Dovetail trains the score of the last token."""
+        path = self._refs["reward"].path
+        if path is None or (Path(path) / "dovetail.json").is_file():
+            return None
+        pad = getattr(self._models["reward"].config, "pad_token_id", None)
+        return pad if isinstance(pad, int) else None
 
     def _passes(
         self,

@@ -4,7 +4,7 @@ responses to it."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -60,6 +60,12 @@ class SamplesToScore:
     @property
     def lengths(self) -> NDArray[np.int64]:
         return self.prompts + self.responses
+
+    def without_end(self, token: int) -> SamplesToScore:
+        """The samples without the tokens `token` at their ends. Each keeps its first token."""
+        inside = np.arange(self.tokens.shape[1]) < self.lengths[:, None]
+        kept = np.where(inside & (self.tokens != token), np.arange(1, self.tokens.shape[1] + 1), 1).max(axis=1)
+        return replace(self, prompts=np.minimum(self.prompts, kept), responses=np.maximum(kept - self.prompts, 0))
 
     @cached_property
     def begins(self) -> NDArray[np.int64]:

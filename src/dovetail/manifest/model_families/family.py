@@ -95,7 +95,9 @@ class ModelFamily:
 
     The planner needs to know what autograd keeps. `kept` is the number of tensors with the MLP's inner width (a gate,
     its activation, up and their product). `partial_rotary` says that rotary positions may turn a part of each head,
-    which costs a copy of the queries. `side_by_side` says that attention and MLP have the same input."""
+    which costs a copy of the queries. `side_by_side` says that attention and MLP have the same input.
+
+    `rotary_fields` has the fields of `rope_parameters` by the names that only this family has in Transformers 4."""
 
     name: str
     classes: str
@@ -126,6 +128,7 @@ class ModelFamily:
     experts: Experts | None = None
     kept: int = 4
     partial_rotary: bool = False
+    rotary_fields: Mapping[str, str] = field(default_factory=dict)
     side_by_side: bool = False
 
     @property

@@ -31,5 +31,6 @@ GPT_NEOX = ModelFamily(
     saved_head="embed_out",
     kept=2,
     partial_rotary=True,
+    rotary_fields={"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"},
     side_by_side=True,
 )
