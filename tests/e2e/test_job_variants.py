@@ -68,7 +68,7 @@ def test_stages_adapters_mixture_and_average_in_one_job(tmp_path: Path) -> None:
     assert rows[2]["ptx_loss"] > 0
     # The first mini-batch of an iteration has ratio 1 by construction; later ones move.
     assert rows[1]["ratio"] == pytest.approx(1.0, abs=0.2)
-    # At a temperature other than 1 the trainers' own pass counts, which is the scorers' as long as nothing is learnt.
+    # The rollouts' log-probabilities are the scorers' as long as nothing is learnt, at the temperature of both.
     kl = summary(tmp_path)["ppo"]
     assert kl["kl_first"]["mean"] == pytest.approx(0.0, abs=1e-3)
     assert kl["kl_last"]["mean"] != 0

@@ -438,10 +438,6 @@ RULES = [
     ({"ppo.clipLow": 1.5}, "spec.ppo.clipLow is above 1"),
     ({"ppo.dropEqualGroups": True}, "the advantages do not compare the samples of one prompt"),
     ({"ppo.overlong": {"fromTokens": 100_000}}, "spec.ppo.overlong.fromTokens is not below its toTokens"),
-    (
-        {"ppo.oldLogProbs": "Rollout", "generation.temperature": 0.7},
-        "spec.ppo.oldLogProbs is Rollout, but rollouts report log-probabilities at temperature 1",
-    ),
     ({"ppo.normalizeStd": False}, "spec.ppo.normalizeStd is false, but gae does not divide by a group's deviation"),
     (
         {"ppo.whitenRewards": True, "ppo.advantage": "grpo", "ppo.samplesPerPrompt": 2},

@@ -60,7 +60,7 @@ PRIVATE = (
     Private(
         "vllm.model_executor.layers.logits_processor:LogitsProcessor.forward",
         SEEN,
-        "with ppo.lag the model's logits are divided by the sampling temperature through its attribute `scale`",
+        "the model's logits are divided by the sampling temperature through its attribute `scale`",
     ),
     Private(
         "vllm.distributed.parallel_state:get_tensor_model_parallel_rank",
@@ -383,8 +383,6 @@ def divide_logits(model: Any, temperature: float) -> None:
 
     found = [module for module in model.modules() if isinstance(module, LogitsProcessor)]
     if not found and get_pp_group().is_last_rank:
-        raise ValueError(
-            f"{type(model).__name__} has no LogitsProcessor; with spec.ppo.lag set generation.temperature to 1"
-        )
+        raise ValueError(f"{type(model).__name__} has no LogitsProcessor; set spec.generation.temperature to 1")
     for module in found:
         module.scale /= temperature

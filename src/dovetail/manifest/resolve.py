@@ -67,7 +67,7 @@ def _old_log_probs(spec: RLHFJobSpec) -> Literal["Rollout", "Recompute"]:
     exact = spec.models.actor.dtype is Dtype.FLOAT32 and all(
         group.dtype is Dtype.FLOAT32 for group in spec.groups if Role.ROLLOUT in group.roles
     )
-    plain = generation.temperature == 1.0 and generation.top_k == 0 and generation.top_p == 1.0
+    plain = generation.top_k == 0 and generation.top_p == 1.0
     return "Rollout" if exact and plain and spec.ppo.lag == 0 else "Recompute"
 
 

@@ -284,10 +284,9 @@ class PPO(Model):
     kl: KL = Field(default_factory=KL, description="KL penalty against the reference.")
     old_log_probs: Literal["Auto", "Rollout", "Recompute"] = Field(
         default="Auto",
-        description="Denominator of the policy ratio: the rollout's own log-probabilities (which are at temperature 1: "
-        "refused with another), or a forward pass of the trainer. Auto: Rollout for float32 at temperature 1 without "
-        "top-k or top-p, else Recompute. With a lag always a forward pass at the weights that the iteration begins "
-        "with.",
+        description="Denominator of the policy ratio: the rollout's own log-probabilities, or the trainer's. Auto: "
+        "Rollout for float32 without top-k or top-p, else Recompute. With a lag always the trainer's at the weights "
+        "that the iteration begins with.",
     )
     importance_sampling: ImportanceSampling = Field(
         default_factory=ImportanceSampling, description="Correction of the gap between rollout and trainer."
@@ -398,7 +397,12 @@ class Generation(Model):
     """How rollouts generate responses."""
 
     max_tokens: PositiveInt = Field(default=512, description="Longest response, tokens.")
-    min_tokens: int = Field(default=0, ge=0, description="No end token before this many.")
+    min_tokens: int = Field(
+        default=0,
+        ge=0,
+        description="No end token before this many. As with topK and topP, log-probabilities are those of the whole "
+        "distribution, in which it is still possible.",
+    )
     temperature: PositiveFloat = Field(default=1.0, description="Sampling temperature.")
     top_p: float = Field(
         default=1.0, gt=0, le=1, description="Nucleus sampling: least probability mass to keep; 1: off."

@@ -36,10 +36,9 @@ def served_temperature(spec: RLHFJobSpec) -> float:
     """The temperature by which servers divide the model's logits, before all other steps. Servers report
     log-probabilities of these logits.
 
-    With a lag the log-probabilities must be those of the policy that sampled, at its temperature, because
-    importance-sampling weights use them. So a server with a lag serves the model at that temperature, and samples from
-    it at 1. Without a lag it serves the model at temperature 1."""
-    return spec.generation.temperature if spec.ppo.lag > 0 else 1.0
+    They must be those of the policy that sampled, at its temperature, because the policy's ratio and the weights of
+    importance sampling use them. So servers sample from the divided logits at temperature 1."""
+    return spec.generation.temperature
 
 
 def asked_of_servers(spec: RLHFJobSpec, temperature: float | None = None) -> Generation:

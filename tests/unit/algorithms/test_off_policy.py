@@ -126,13 +126,12 @@ def test_with_a_lag_the_trainer_recomputes() -> None:
     assert recomputes_old_logprobs(job.spec, "cpu")
 
 
-def test_with_a_lag_servers_report_what_they_sample_from() -> None:
-    warm = {"temperature": 0.8, "maxTokens": 48}
-    with_lag = tiny_job(ppo={"lag": 1}, generation=warm).spec
-    without = tiny_job(generation=warm).spec
-    assert (served_temperature(with_lag), asked_of_servers(with_lag).temperature) == (0.8, 1.0)
-    assert (served_temperature(without), asked_of_servers(without).temperature) == (1.0, 0.8)
-    assert asked_of_servers(without) == without.generation
+@pytest.mark.parametrize("lag", [0, 1])
+def test_servers_report_what_they_sample_from(lag: int) -> None:
+    spec = tiny_job(ppo={"lag": lag}, generation={"temperature": 0.8, "maxTokens": 48}).spec
+    assert (served_temperature(spec), asked_of_servers(spec).temperature) == (0.8, 1.0)
+    assert asked_of_servers(spec, 0.0).temperature == 0.0, "an evaluation takes the most likely token"
+    assert asked_of_servers(spec, 0.4).temperature == 0.5
 
 
 @pytest.mark.parametrize(

@@ -52,10 +52,11 @@ def test_losses_are_those_of_the_papers_however_the_batch_is_cut(config: DPO) ->
     policy, reference = -5 * torch.rand(2, 6, 2, generator=made, dtype=torch.float64)
     expected = by_hand(policy.tolist(), reference.tolist(), config, kl=0.4)
     chosen, rejected = (policy - reference).unbind(1)
-    whole, stats = preference_loss(chosen, rejected, config, normaliser=6, kl=0.4)
+    one = torch.ones(6)
+    whole, stats = preference_loss(chosen, rejected, config, normaliser=6, kl=0.4, tokens=(one, one))
     assert float(whole) == pytest.approx(expected, abs=1e-12)
     shares = [
-        preference_loss(chosen[a:b], rejected[a:b], config, normaliser=6, kl=0.4)[0]
+        preference_loss(chosen[a:b], rejected[a:b], config, normaliser=6, kl=0.4, tokens=(one[a:b], one[a:b]))[0]
         for a, b in ((0, 1), (1, 4), (4, 6))
     ]
     assert float(sum(shares)) == pytest.approx(expected, abs=1e-12)
@@ -63,14 +64,15 @@ def test_losses_are_those_of_the_papers_however_the_batch_is_cut(config: DPO) ->
     assert float(stats["margin"]) == pytest.approx(float(stats["chosen"] - stats["rejected"]), abs=1e-5)
     assert float(stats["chosen"]) == pytest.approx(config.beta * float(chosen.sum()), abs=1e-5)
     pair = torch.stack([chosen, rejected]).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: preference_loss(x[0], x[1], config, normaliser=6, kl=0.4)[0], pair)
+    assert torch.autograd.gradcheck(
+        lambda x: preference_loss(x[0], x[1], config, normaliser=6, kl=0.4, tokens=(one, one))[0], pair
+    )
 
 
-def given(name: str, mean: bool = False) -> torch.Tensor:
+def given(name: str) -> torch.Tensor:
     """Log-probabilities that TRL was given, policy less reference."""
     values = [torch.tensor(TRL["given"][each], dtype=torch.float64) for each in (name, f"ref_{name}")]
-    ratios = values[0] - values[1]
-    return ratios / torch.tensor(TRL["given"][f"{name}_tokens"]) if mean else ratios
+    return values[0] - values[1]
 
 
 @pytest.mark.parametrize(
@@ -84,16 +86,22 @@ def given(name: str, mean: bool = False) -> torch.Tensor:
 )
 def test_losses_of_pairs_are_trls(name: str, config: DPO) -> None:
     """tests/golden/make_trl_preferences.py ran TRL's own code."""
-    chosen, rejected = (given(side, config.loss == "IPO").requires_grad_() for side in ("chosen", "rejected"))
+    chosen, rejected = (given(side).requires_grad_() for side in ("chosen", "rejected"))
     kl = kl_estimate(given("kl"))
-    loss, stats = preference_loss(chosen, rejected, config, normaliser=len(chosen), kl=kl)
+    tokens = torch.tensor(TRL["given"]["chosen_tokens"]), torch.tensor(TRL["given"]["rejected_tokens"])
+    loss, stats = preference_loss(chosen, rejected, config, normaliser=len(chosen), kl=kl, tokens=tokens)
     known = TRL[name]
     assert kl == pytest.approx(known.get("kl", kl), abs=1e-9)
     assert float(loss) == pytest.approx(known["loss"], abs=1e-6)
-    for found, wanted in zip(torch.autograd.grad(loss, [chosen, rejected]), known["gradients"], strict=True):
-        assert found.tolist() == pytest.approx(wanted, abs=1e-6)
-    for side, rewards in zip(("chosen", "rejected"), known["rewards"], strict=True):
-        assert float(stats[side]) == pytest.approx(sum(rewards), abs=1e-4)
+    # The file is of a release of TRL that gave IPO's loss means over tokens, and so had rewards and gradients of means.
+    # Today's release takes the means in the loss alone, so that rewards are sums for every loss.
+    counts = tokens if config.loss == "IPO" else (torch.ones(len(chosen)), torch.ones(len(chosen)))
+    for found, wanted, of in zip(
+        torch.autograd.grad(loss, [chosen, rejected]), known["gradients"], counts, strict=True
+    ):
+        assert (found * of).tolist() == pytest.approx(wanted, abs=1e-6)
+    for side, rewards, of in zip(("chosen", "rejected"), known["rewards"], counts, strict=True):
+        assert float(stats[side]) == pytest.approx(float((torch.tensor(rewards) * of).sum()), abs=1e-4)
 
 
 def test_the_loss_of_labels_is_trls() -> None:
@@ -129,9 +137,10 @@ def test_labels_give_the_loss_of_pairs_and_need_none() -> None:
 
 
 def test_at_the_start_the_losses_are_the_known_constants() -> None:
-    same = torch.zeros(3)
+    same, counts = torch.zeros(3), (torch.ones(3), torch.ones(3))
     at_start = {
-        loss: float(preference_loss(same, same, DPO(loss=loss), normaliser=3)[0]) for loss in ("DPO", "IPO", "KTO")
+        loss: float(preference_loss(same, same, DPO(loss=loss), normaliser=3, tokens=counts)[0])
+        for loss in ("DPO", "IPO", "KTO")
     }
     assert at_start == pytest.approx({"DPO": math.log(2), "IPO": 25.0, "KTO": 0.5})
 

@@ -61,16 +61,6 @@ def test_several_tokens_at_one_position(chunk: int) -> None:
     torch.testing.assert_close(whole.logprobs, expected)
 
 
-def test_at_temperature_one_as_well() -> None:
-    hidden, weight, tokens = inputs()
-    for say in (predict, by_chunks):
-        with torch.no_grad():
-            said = say(hidden, Vocabulary(weight), Predictions(tokens, 0.7, plain=True))
-            alone = say(hidden, Vocabulary(weight), Predictions(tokens))
-        torch.testing.assert_close(said.plain, alone.logprobs)
-        assert not torch.allclose(said.logprobs, alone.logprobs)
-
-
 def test_a_temperature_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="temperature must be above 0"):
         Predictions(torch.tensor([0]), 0.0)

@@ -19,6 +19,8 @@ from dovetail.trainer.command_errors import is_peer_loss, sentence
 from dovetail.trainer.communication.groups import PeerLost, RankFailed
 from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.engine.optim import learning_rate
+from dovetail.trainer.steps.experience_batch import PPOSamples
+from dovetail.trainer.steps.ppo_step import before_step
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command, ppo_batch, sft_batch
 
@@ -252,16 +254,19 @@ def test_group_baselines_need_no_critic(advantage: str) -> None:
 
 
 @pytest.mark.slow
-def test_rollouts_are_compared_at_temperature_1_whatever_they_sample_at() -> None:
-    arrays = unpack(ppo_batch(1))
-    arrays["rollout_logprobs"] = np.zeros_like(arrays["rollout_logprobs"])  # the mismatch is the trainer's own, then
-    found = []
+def test_importance_weights_compare_the_distributions_that_were_sampled_from() -> None:
+    """The rollouts' log-probabilities are those of the logits divided by the temperature, and so are the trainer's."""
+    arrays, found = unpack(ppo_batch(1)), {}
     for temperature in (1.0, 0.5):
         with LocalTrainer(job(generation={"temperature": temperature})) as trainer:
             trainer.metrics(load_command(Stage.PPO))
-            found.append(trainer.metrics(ppo_step(trainer, ["actor", "critic"], pack(arrays))))
-    assert found[1]["mismatch_kl"] == pytest.approx(found[0]["mismatch_kl"], abs=1e-6)
-    assert found[1]["kl"] != pytest.approx(found[0]["kl"], abs=1e-2), "the penalty is at the sampling temperature"
+            samples = PPOSamples.read(arrays, trainer.job.spec.ppo)
+            own, _ = before_step(trainer.runner._context, samples, None)
+            sampled = pack({**arrays, "rollout_logprobs": own.numpy()})
+            found[temperature] = trainer.metrics(ppo_step(trainer, ["actor", "critic"], sampled))
+            assert found[temperature]["mismatch_abs"] == pytest.approx(0.0, abs=1e-6)
+            assert found[temperature]["mismatch_ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert found[0.5]["kl"] != pytest.approx(found[1.0]["kl"], abs=1e-2), "the penalty is at the sampling temperature"
 
 
 @pytest.mark.slow

@@ -14,13 +14,11 @@ from dovetail.protocol.experience import kl_per_sample
 from dovetail.protocol.wire import Arrays
 
 
-def iteration_metrics(
-    arrays: Arrays, trained: Mapping[str, float], temperature: float = 1.0, lag: int = 0
-) -> dict[str, float]:
+def iteration_metrics(arrays: Arrays, trained: Mapping[str, float], lag: int = 0) -> dict[str, float]:
     """One row of history.jsonl without the times. It has rewards, KL (nats), response lengths (tokens) and the
     trainers' own metrics."""
     scores = arrays["scores"].tolist()
-    reward, kl = mean_ci95(scores), mean_kl(arrays, trained, temperature, lag)
+    reward, kl = mean_ci95(scores), mean_kl(arrays, trained, lag)
     lengths = arrays["response_lengths"].astype(np.float64)
     return {
         **trained,
@@ -47,12 +45,11 @@ def times(samples: int, phases: Mapping[str, float], wall_seconds: float | None)
     return whole | {f"seconds_{name}": seconds for name, seconds in phases.items()}
 
 
-def mean_kl(arrays: Arrays, trained: Mapping[str, float], temperature: float, lag: int = 0) -> dict[str, float]:
-    """The mean KL to the reference per sample, in nats, and the half-width of its 95% interval. At a temperature other
-    than 1 the trainers' KL is used, because rollouts then report log-probabilities at temperature 1. With a lag it is
-    used, too, because the rollouts' log-probabilities are of older weights. The trainers' KL is that of the weights
-    with which the iteration's training begins."""
-    if (temperature != 1.0 or lag > 0) and "kl" in trained:
+def mean_kl(arrays: Arrays, trained: Mapping[str, float], lag: int = 0) -> dict[str, float]:
+    """The mean KL to the reference per sample, in nats, and the half-width of its 95% interval. With a lag the
+    trainers' KL is used, because the rollouts' log-probabilities are of older weights. The trainers' KL is that of the
+    weights with which the iteration's training begins."""
+    if lag > 0 and "kl" in trained:
         return {"mean": trained["kl"], "ci95": trained.get("kl_ci95", 0.0)}
     return mean_ci95(kl_per_sample(arrays).tolist())
 

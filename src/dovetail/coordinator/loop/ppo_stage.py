@@ -355,7 +355,7 @@ class PPOStage:
 
     def _measured(self, arrays: Arrays, result: CommandResult) -> dict[str, float]:
         """The iteration's metrics without its times."""
-        return iteration_metrics(arrays, result.metrics, self._spec.generation.temperature, self._spec.ppo.lag)
+        return iteration_metrics(arrays, result.metrics, self._spec.ppo.lag)
 
     def _refuse_untrue(self, iteration: int, metrics: dict[str, float]) -> None:
         """Raise UnhealthyError if the result of this iteration cannot be trusted. The iteration is then forgotten, so a

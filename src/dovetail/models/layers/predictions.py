@@ -38,13 +38,11 @@ class Predicted(NamedTuple):
     """The predictions of `tokens`, (m,) int64, in the order in which they were asked for.
 
     `logprobs` (m,) are log-probabilities. `entropy` (n,) is that of each wanted position, in nats. It means nothing if
-    it was not asked for. `plain` (m,) are the log-probabilities at temperature 1, or None if they were not asked for.
-    All are float32, or float64 for float64 logits."""
+    it was not asked for. All are float32, or float64 for float64 logits."""
 
     tokens: Tensor
     logprobs: Tensor
     entropy: Tensor
-    plain: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -53,13 +51,11 @@ class Predictions:
 
     Without `rows` there is one token for each of the n wanted positions. With `rows`, (m,) int64 and ascending, token i
     is at the position `rows[i]` among them, and there are no gradients. `temperature` divides the logits. `entropy`
-    asks for no entropy, its value, or also its gradient. `plain` asks for the log-probabilities at temperature 1 too,
-    without gradients. Raises ValueError unless the temperature is above 0."""
+    asks for no entropy, its value, or also its gradient. Raises ValueError unless the temperature is above 0."""
 
     tokens: Tensor
     temperature: float = 1.0
     entropy: Entropy = "none"
-    plain: bool = False
     rows: NDArray[np.int64] | None = None
 
     def __post_init__(self) -> None:
@@ -106,23 +102,19 @@ def by_chunks(
         (first, _), group = rows_of(weight), weight.device_mesh.get_group()
         weight = weight.to_local()
     part = _Part(first, group, vocabulary.bound, chunk)
-    plain = None
-    if asked.plain and asked.temperature != 1.0:
-        with torch.no_grad():
-            plain = _sums(hidden, weight, asked.tokens, asked.rows, 1.0, False, part).logprobs(asked.rows)
     if asked.rows is not None or not torch.is_grad_enabled():
         sums = _sums(hidden, weight, asked.tokens, asked.rows, asked.temperature, asked.entropy != "none", part)
         logprobs, entropy = sums.logprobs(asked.rows), sums.entropy
     else:
         logprobs, entropy = _Chunked.apply(hidden, weight, asked.tokens, asked.temperature, asked.entropy, part)
-    return Predicted(asked.tokens, logprobs, entropy, logprobs if asked.plain and plain is None else plain)
+    return Predicted(asked.tokens, logprobs, entropy)
 
 
 # ------------------------------------------------------------ from whole logits
 
 
 def _from_logits(logits: Tensor, asked: Predictions) -> Predicted:
-    tokens, plain = asked.tokens, None
+    tokens = asked.tokens
     if asked.rows is not None:
         rows = torch.from_numpy(asked.rows).to(logits.device, non_blocking=True)
         logprobs = _of_rows(logits, rows, tokens, asked.temperature)
@@ -133,9 +125,7 @@ def _from_logits(logits: Tensor, asked: Predictions) -> Predicted:
     else:
         gradient = asked.entropy == "gradient"
         logprobs, entropy = logprobs_and_entropy(logits, tokens, asked.temperature, gradient)
-    if asked.plain:
-        plain = logprobs if asked.temperature == 1.0 else gather_logprobs(logits, tokens)
-    return Predicted(tokens, logprobs, entropy, plain)
+    return Predicted(tokens, logprobs, entropy)
 
 
 def _of_rows(logits: Tensor, rows: Tensor, tokens: Tensor, temperature: float) -> Tensor:

@@ -14,14 +14,21 @@ from dovetail.trainer.algorithms.losses import Stats
 
 
 def preference_loss(
-    chosen: Tensor, rejected: Tensor, config: DPO, *, normaliser: float | Tensor, kl: float | Tensor = 0.0
+    chosen: Tensor,
+    rejected: Tensor,
+    config: DPO,
+    *,
+    normaliser: float | Tensor,
+    kl: float | Tensor = 0.0,
+    tokens: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Stats]:
-    """Mean loss over pairs. chosen, rejected (pairs,): log-ratios of a pair's two responses, in float32 or wider. They
-    are sums over tokens; for IPO they are means over tokens, as in TRL. With h = chosen - rejected:
+    """Mean loss over pairs. chosen, rejected (pairs,): log-ratios of a pair's two responses, sums over tokens in
+    float32 or wider. `tokens` counts the tokens of both, each (pairs,). IPO needs them, because its loss takes means
+    over tokens, as in TRL. With h = chosen - rejected:
 
     DPO (Rafailov et al. 2023, eq. 7): -log sigmoid(beta h). With label smoothing e (conservative DPO, Mitchell 2023):
     -(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h).
-    IPO (Azar et al. 2023, eq. 17): (h - 1 / (2 beta))^2.
+    IPO (Azar et al. 2023, eq. 17): (h - 1 / (2 beta))^2, with h of the means.
     KTO (Ethayarajh et al. 2024, eq. 8): the mean of w_D (1 - sigmoid(beta (chosen - kl))) and of
     w_U (1 - sigmoid(beta (kl - rejected))). `kl` is `kl_estimate` of the whole batch.
 
@@ -29,7 +36,10 @@ def preference_loss(
     `chosen` and `rejected` (rewards, beta times the log-ratios) and `margin` (of rewards)."""
     margin = chosen - rejected
     if config.loss == "IPO":
-        losses = (margin - 1 / (2 * config.beta)).square()
+        if tokens is None:
+            raise ValueError("the loss IPO needs the number of tokens of each response")
+        means = chosen / tokens[0] - rejected / tokens[1]
+        losses = (means - 1 / (2 * config.beta)).square()
     elif config.loss == "KTO":
         desirable = config.desirable_weight * (1 - torch.sigmoid(config.beta * (chosen - kl)))
         undesirable = config.undesirable_weight * (1 - torch.sigmoid(config.beta * (kl - rejected)))

@@ -50,15 +50,10 @@ class Responses:
         micro = 2 * context.spec.dpo.micro_batch_size
         return context.per_sequence("actor", self.sequences, self.mask, micro, 1, sums, Predictions, tokens).squeeze(1)
 
-    def ratios(self, logprobs: Tensor, config: DPO, rows: list[int] | None = None) -> Tensor:
-        """The log-ratios (rows,) of these rows, or of all rows if `rows` is None, from their log-probabilities. For IPO
-        they are divided by the number of response tokens."""
+    def ratios(self, logprobs: Tensor, rows: list[int] | None = None) -> Tensor:
+        """The log-ratios (rows,) of these rows, or of all rows if `rows` is None, from their log-probabilities."""
         assert self.reference is not None
-        chosen = slice(None) if rows is None else rows
-        ratios = logprobs - moved(self.reference[chosen], logprobs.device)
-        if config.loss != "IPO":
-            return ratios
-        return ratios / moved(self.mask[chosen].sum(dim=1).clamp(min=1), logprobs.device)
+        return logprobs - moved(self.reference[slice(None) if rows is None else rows], logprobs.device)
 
 
 @dataclass(frozen=True)
@@ -95,7 +90,10 @@ class JudgedBatch:
             good = moved(self.good if records is None else self.good[records], ratios.device)
             return labelled_loss(ratios, good, config, normaliser=normaliser, kl=kl)
         half = len(ratios) // 2
-        return preference_loss(ratios[:half], ratios[half:], config, normaliser=normaliser, kl=kl)
+        mask = self.responses.mask if records is None else self.responses.mask[self.rows(records)]
+        tokens = moved(mask.sum(dim=1).clamp(min=1), ratios.device)
+        counts = tokens[:half], tokens[half:]
+        return preference_loss(ratios[:half], ratios[half:], config, normaliser=normaliser, kl=kl, tokens=counts)
 
     def kl(self, context: Context, tokens: int | None = None) -> float:
         """KTO's KL estimate under the current weights, in nats. It is the same on every rank, and 0 for other losses.
@@ -104,7 +102,7 @@ class JudgedBatch:
             return 0.0
         with context.timeline.phase("dpo kl"):
             found = self.mismatched.logprobs(context, tokens)
-        return kl_estimate(self.mismatched.ratios(found, context.spec.dpo))
+        return kl_estimate(self.mismatched.ratios(found))
 
 
 def load_batch(context: Context, key: str) -> JudgedBatch:
@@ -170,7 +168,7 @@ def prepare_step(context: Context, step: Step) -> Run:
 
         def loss(said: Predicted) -> tuple[Tensor, dict[str, Tensor]]:
             logprobs = unpacked(said.logprobs, mask).sum(dim=1)
-            ratios = responses.ratios(logprobs, config, rows)
+            ratios = responses.ratios(logprobs, rows)
             return batch.loss(ratios, config, records, normaliser=n, kl=kl)
 
         return MicroBatch(responses.sequences.pack(rows, mask), loss, Predictions)
@@ -200,7 +198,7 @@ def prepare_evaluate(context: Context, command: Evaluate) -> Run:
             kl = batch.kl(context)
             with context.timeline.phase("dpo evaluation"):
                 found = batch.responses.logprobs(context)
-            ratios = batch.responses.ratios(found, config)
+            ratios = batch.responses.ratios(found)
             _, stats = batch.loss(ratios, config, normaliser=1.0, kl=kl)
             for name, value in stats.items():
                 totals[name] = totals.get(name, 0.0) + float(value)

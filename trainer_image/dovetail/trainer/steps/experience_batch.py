@@ -159,8 +159,8 @@ def recomputes_old_logprobs(spec: RLHFJobSpec, device_type: str) -> bool:
     """Whether the denominator of the policy ratio comes from a forward pass of the trainer (`ppo.oldLogProbs`).
 
     `Auto` uses the rollout's log-probabilities if both sides compute the same numbers. This needs float32 on both
-    sides, temperature 1, and no top-k or top-p. Otherwise rounding and the truncated distribution would change the
-    ratio. With a lag the rollout's weights are older, so its log-probabilities are never the denominator."""
+    sides, and no top-k or top-p. Otherwise rounding and the truncated distribution would change the ratio. With a lag
+    the rollout's weights are older, so its log-probabilities are never the denominator."""
     if spec.ppo.lag > 0:
         return True
     if spec.ppo.old_log_probs != "Auto":
@@ -172,7 +172,7 @@ def recomputes_old_logprobs(spec: RLHFJobSpec, device_type: str) -> bool:
             on_cpu = group.gpu.product is None
             exact = exact and (group.dtype is Dtype.FLOAT32 or (group.dtype is Dtype.AUTO and on_cpu))
     generation = spec.generation
-    return not (exact and generation.temperature == 1.0 and generation.top_k == 0 and generation.top_p == 1.0)
+    return not (exact and generation.top_k == 0 and generation.top_p == 1.0)
 
 
 @dataclass(frozen=True)
@@ -199,13 +199,11 @@ def targets(
     kl_coef: float,
     recomputed: Tensor | None,
     function: UserAdvantages | None = None,
-    compared: Tensor | None = None,
     iteration: int = 1,
 ) -> Targets:
     """Advantages and the other inputs of the losses, over the global batch.
 
     `recomputed` (N, R) are the log-probabilities at the trainer's current weights. With None the rollout's are used.
-    `compared` (N, R) are the same at the temperature of the rollout's log-probabilities, if that temperature differs.
     `function` is the function of `advantageFunction`. `iteration` is 1 for the first. Advantages in the batch take
     precedence. Raises BadCommand if a setting and the batch do not fit, and if the function fails."""
     mask = samples.mask
@@ -215,14 +213,13 @@ def targets(
     metrics: Metrics = {}
     if recomputed is not None:
         cap = config.importance_sampling.cap
-        same = recomputed if compared is None else compared
         if config.importance_sampling.mode == "Truncated":
-            weights = truncated_weights(same, samples.rollout_logprobs, mask, cap)
+            weights = truncated_weights(recomputed, samples.rollout_logprobs, mask, cap)
         if config.lag > 0:
             metrics["staleness"] = float(staleness)
-            metrics |= staleness_metrics(same, samples.rollout_logprobs, mask, weights, cap)
+            metrics |= staleness_metrics(recomputed, samples.rollout_logprobs, mask, weights, cap)
         if staleness == 0:  # otherwise the gap also contains what was learnt meanwhile, and is no error
-            metrics |= mismatch(same, samples.rollout_logprobs, mask, cap)
+            metrics |= mismatch(recomputed, samples.rollout_logprobs, mask, cap)
     advantages, returns, rewards = _advantages(samples, config, kl_coef, function, old, iteration)
     kl = kl_estimate(old, samples.ref_logprobs, mask, "k1").sum(dim=1)
     clip = None if config.reward_clip == "Auto" or samples.advantages is not None else config.reward_clip

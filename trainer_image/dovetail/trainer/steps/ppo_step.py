@@ -17,7 +17,6 @@ from dovetail.models import Outputs
 from dovetail.models.layers.logprobs import Entropy
 from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.messages import Action, Step
-from dovetail.protocol.sampling import served_temperature
 from dovetail.protocol.wire import Arrays
 from dovetail.trainer.algorithms.importance import mismatch_metrics
 from dovetail.trainer.algorithms.kl import kl_loss
@@ -126,11 +125,11 @@ def prepare_step(context: Context, step: Step) -> Run:
     def run() -> Metrics:
         if recompute or shared:
             with context.timeline.phase("old log-probabilities"):
-                old, values, compared = before_step(context, samples, step.micro_batch_tokens)
+                old, values = before_step(context, samples, step.micro_batch_tokens)
             with_values = replace(samples, values=values) if shared else samples
             recomputed = old if recompute else None
             function, number = context.advantages, step.step
-            goals = targets(with_values, config, step.kl_coef, recomputed, function, compared, number)
+            goals = targets(with_values, config, step.kl_coef, recomputed, function, number)
             check_returns(learns_values, goals)
         else:
             goals = ready
@@ -487,34 +486,26 @@ def _run_ptx(context: Context, ptx: Ptx, mini: MiniBatch, actions: list[Action])
     return context.engine.run(schedule, {"actor": work})["actor"]
 
 
-def before_step(
-    context: Context, samples: PPOSamples, tokens: int | None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+def before_step(context: Context, samples: PPOSamples, tokens: int | None) -> tuple[Tensor, Tensor | None]:
     """Outputs of the actor at its current weights for the response tokens, each (N, R), from one forward pass.
 
     The first are log-probabilities (nats). The second are the values of its value head before each token, or None
-    without one. The third are log-probabilities at temperature 1, or None if servers report them at the temperature of
-    sampling. If micro-batches are cut by tokens, each has at most `tokens`. This is a collective call."""
+    without one. If micro-batches are cut by tokens, each has at most `tokens`. This is a collective call."""
     width = samples.mask.shape[1]
-    temperature = context.spec.generation.temperature
-    warm = temperature != served_temperature(context.spec)
 
     def asks(tokens: Tensor) -> Predictions:
-        return Predictions(tokens, temperature, plain=warm)
+        return Predictions(tokens, context.spec.generation.temperature)
 
     def of(output: Predicted | Outputs, packed: Packed, rows: list[int]) -> Tensor:
         said = _said(output)
         found = unpacked(said.logprobs, samples.mask[rows])
         if isinstance(output, Outputs):
             found = torch.cat([found, unpacked(output.values, samples.mask[rows])], dim=1)
-        if said.plain is not None:
-            found = torch.cat([found, unpacked(said.plain, samples.mask[rows])], dim=1)
         return found
 
     micro, time = context.spec.ppo.micro_batch_size, samples.sequences.tokens.shape[1]
     wanted = response_positions(samples.prompt_lengths, samples.response_lengths, time)
     valued = context.require("actor").head != "lm"
-    columns = width * (1 + valued + warm)
+    columns = width * (1 + valued)
     table = context.per_sequence("actor", samples.sequences, wanted, micro, columns, of, asks, tokens)
-    values = table[:, width : 2 * width] if valued else None
-    return table[:, :width], values, table[:, -width:] if warm else None
+    return table[:, :width], table[:, width:] if valued else None

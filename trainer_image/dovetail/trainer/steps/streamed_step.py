@@ -46,12 +46,12 @@ STEPS = ("step_rewards", "step_ends")
 class HeldParts:
     """The parts of the next step whose gradient the ranks hold. `step` is its number. `digests` has the digest of each
     part. `totals` are statistics of the losses. `old` has the log-probabilities of each part that the trainer has
-    computed itself, as `before_step` returns them. They are None if the rollout's are used."""
+    computed itself, (n, r). They are None if the rollout's are used."""
 
     step: int = 0
     digests: list[str] = field(default_factory=list)
     totals: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    old: list[tuple[Tensor, Tensor | None] | None] = field(default_factory=list)
+    old: list[Tensor | None] = field(default_factory=list)
 
     def clear(self) -> None:
         """Drop the records of all parts. The caller drops the gradient."""
@@ -210,13 +210,11 @@ def _learn(
 ) -> None:
     """Add the part's gradient. This is a collective call. Raises BadCommand."""
     config, samples = ppo_config(context.spec), part.samples
-    old: tuple[Tensor, Tensor | None] | None = None
+    old = None
     if recomputes_old_logprobs(context.spec, context.groups.device.type):
         with context.timeline.phase("old log-probabilities"):
-            computed, _, plain = before_step(context, samples, None)
-        old = computed, plain
-    own, compared = old or (None, None)
-    goals = targets(samples, config, step.kl_coef, own, None, compared, step.step)
+            old, _ = before_step(context, samples, None)
+    goals = targets(samples, config, step.kl_coef, old, None, step.step)
     check_returns("critic" in models, goals)
     lengths = samples.sequences.lengths.tolist()
     work = {}
@@ -252,13 +250,9 @@ def _finish(context: Context, held: HeldParts, step: Step, models: list[str], sa
             context.engine.scale_gradient(model, factors[model])
             for key, value in context.engine.optimizer_step(model, defer=True).items():
                 applied[f"{model}_{key}"].append(value)
-    old = compared = None
-    if all(each is not None for each in held.old):
-        width, tables = samples.mask.shape[1], [each for each in held.old if each is not None]
-        old = _joined([own for own, _ in tables], width)
-        plain = [table for _, table in tables if table is not None]
-        compared = _joined(plain, width) if plain else None
-    goals = targets(samples, config, step.kl_coef, old, None, compared, step.step)
+    tables = [each for each in held.old if each is not None]
+    old = _joined(tables, samples.mask.shape[1]) if tables else None
+    goals = targets(samples, config, step.kl_coef, old, None, step.step)
     metrics = goals.metrics | step_metrics(context, samples, held.totals, applied, models, counted)
     held.clear()
     return metrics | {"optimizer_steps": 1.0}

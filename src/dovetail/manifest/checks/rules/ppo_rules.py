@@ -233,12 +233,6 @@ PPO_RULES = (
         "or set spec.ppo.normalizeStd to false.",
     ),
     ppo_rule(
-        lambda spec: spec.ppo.old_log_probs != "Rollout" or spec.generation.temperature == 1.0,
-        "self.ppo.oldLogProbs != 'Rollout' || self.generation.temperature == 1.0",
-        "spec.ppo.oldLogProbs is Rollout, but rollouts report log-probabilities at temperature 1 and the trainer's are "
-        "at spec.generation.temperature, which is not 1; use Recompute or Auto.",
-    ),
-    ppo_rule(
         lambda spec: spec.ppo.loss != "gspo" or spec.ppo.loss_aggregation == "Sequence",
         "self.ppo.loss != 'gspo' || self.ppo.lossAggregation == 'Sequence'",
         "spec.ppo.loss is gspo, whose objective is a mean over samples, but spec.ppo.lossAggregation is "
