@@ -169,10 +169,7 @@ def example(found: DataLook) -> list[tuple[str, str]]:
     assert record is not None
     parts = [("Prompt of the first record", record.prompt)]
     if isinstance(record, Demonstration):
-        parts.append(("Response, which is learnt", record.response))
-        for turn in record.turns:
-            parts += [("Given", turn.given), ("Response, which is learnt", turn.response)]
-        return parts
+        return parts + [("Response, which is learnt" if learnt else "Given", text) for text, learnt in record.parts()]
     if isinstance(record, Labelled):
         return [*parts, (f"Response, which is {'good' if record.good else 'bad'}", record.response)]
     if isinstance(record, Preference):

@@ -31,7 +31,7 @@ def first_record(method: Method, data: Path) -> tuple[list[str], bool]:
     from dovetail.coordinator.data.data_error import DataError
     from dovetail.coordinator.data.data_files import source_files
     from dovetail.coordinator.data.formats import MESSAGE_FIELDS, PROMPT_FIELDS, convert, detect
-    from dovetail.coordinator.data.text.chat_template import HumanAssistant, NoTools
+    from dovetail.coordinator.data.text.chat_template import HumanAssistant, NotWritten
     from dovetail.local.data_look import rows_of
 
     kinds: dict[str, DataKind] = {
@@ -57,7 +57,7 @@ def first_record(method: Method, data: Path) -> tuple[list[str], bool]:
         record = convert(row, fmt, kinds[method], HumanAssistant(), where)
         fields = getattr(record, "fields", {})
     except DataError as error:
-        if not isinstance(error.__cause__, NoTools):
+        if not isinstance(error.__cause__, NotWritten):
             raise UsageError(str(error).removeprefix("--data.path: ")) from error
         # The record has calls of tools. The model's template may know them, and `validate --deep` checks that.
         fields = [name for name in row if name not in MESSAGE_FIELDS + PROMPT_FIELDS]

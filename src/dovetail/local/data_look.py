@@ -146,6 +146,8 @@ class _Reading:
         self.records = self.errors = 0
         self.first_error: str | None = None
         self._example: Record | None = None
+        added = getattr(encoder.tokenizer, "added_tokens_decoder", {}) if encoder is not None else {}
+        self._special = [str(token) for token in added.values()]
         self._turns = False
         self._tools = self._equal = self._left_out = 0
         self._empty, self._repeated = _Places(), _Places()
@@ -193,7 +195,7 @@ class _Reading:
         if digest in self._seen:
             self._repeated.add(where)
         self._seen.add(digest)
-        if not all(text.strip() for text in _responses(record)):
+        if not all(self._without_special(text).strip() for text in _responses(record)):
             self._empty.add(where)
         self._example = self._example or record
         cut = 0
@@ -205,6 +207,11 @@ class _Reading:
             # If both replies are cut, what is left of them may be equal.
             same = cut == 2 and self._encoder is not None and self._encoder.equal(record)
             self._equal += same or record.chosen == record.rejected
+
+    def _without_special(self, text: str) -> str:
+        for token in self._special:
+            text = text.replace(token, "")
+        return text
 
     def look(self, files: Sequence[Path]) -> DataLook:
         lengths = [counts.summary() for counts in self._counts.values()]
@@ -261,7 +268,7 @@ def _responses(record: Record) -> Iterator[str]:
     if isinstance(record, Preference):
         yield from (record.chosen, record.rejected)
     elif isinstance(record, Demonstration):
-        yield from (record.response, *(turn.response for turn in record.turns))
+        yield from (text for text, learnt in record.parts() if learnt)
     elif isinstance(record, Labelled):
         yield record.response
 
@@ -292,14 +299,16 @@ def rows_of(files: Sequence[Path]) -> Iterator[tuple[str, Any]]:
 def _parts(record: Record, encoder: Encoder) -> Iterator[tuple[str, int, int]]:
     """Yields (name, tokens, limit) for each part of a record that has a limit. `tokens` counts before the part is
     cut."""
-    given = len(encoder.bos) + len(encoder.encode(record.prompt))
-    yield "prompt", given, encoder.max_prompt_tokens
+    wholes: dict[str, Demonstration] = {}
     if isinstance(record, Demonstration):
-        rest = [record.response, *(text for turn in record.turns for text in (turn.given, turn.response))]
-        name = "the whole conversation" if record.turns else "prompt and response"
-        yield name, given + sum(len(encoder.encode(text)) for text in rest) + 1, encoder.max_tokens
+        wholes["the whole conversation" if len(record.learnt) > 1 else "prompt and response"] = record
     elif isinstance(record, Labelled):
-        yield "prompt and response", given + len(encoder.encode(record.response)) + 1, encoder.max_tokens
+        wholes["prompt and response"] = Demonstration.of(record.prompt, record.response)
     elif isinstance(record, Preference):
-        for name, text in (("chosen", record.chosen), ("rejected", record.rejected)):
-            yield f"prompt and {name}", given + len(encoder.encode(text)) + 1, encoder.max_tokens
+        wholes["prompt and chosen"] = Demonstration.of(record.prompt, record.chosen)
+        wholes["prompt and rejected"] = Demonstration.of(record.prompt, record.rejected)
+    found = {name: encoder.whole(each) for name, each in wholes.items()}
+    prompts = [learnt[0][0] for _, learnt in found.values()]
+    yield "prompt", max(prompts, default=0) or len(encoder.encode(record.prompt)), encoder.max_prompt_tokens
+    for name, (ids, _) in found.items():
+        yield name, len(ids), encoder.max_tokens

@@ -323,7 +323,7 @@ class LLM:
 
     def _tokens(self, number: int, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
-            tokens = [*self._encoder.bos, *self._encoder.encode(prompt)]
+            tokens = self._encoder.encode(prompt)
         elif isinstance(prompt, int):
             raise ValueError("prompts is a list of numbers; give a list of prompts, each a text or a list of token ids")
         else:

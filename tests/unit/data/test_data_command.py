@@ -114,7 +114,7 @@ def test_fields_that_nothing_reads_are_named(tmp_path: Path) -> None:
 def test_labels(tmp_path: Path) -> None:
     done = data(write(tmp_path / "l.jsonl", {"prompt": "p", "response": "r", "label": False}))
     assert "Format Labelled" in squeezed(done.output)
-    assert "Response, which is bad\n r" in done.output
+    assert "Response, which is bad\nr" in done.output
 
 
 def test_the_first_bad_line_has_its_number_and_a_sentence(tmp_path: Path) -> None:

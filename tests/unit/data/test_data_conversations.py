@@ -10,7 +10,7 @@ import pytest
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import convert, detect
-from dovetail.coordinator.data.records import Demonstration, Labelled, LaterTurn, Preference, Prompt
+from dovetail.coordinator.data.records import Demonstration, Labelled, Preference, Prompt
 from dovetail.coordinator.data.sources import load, with_system
 from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, Template
 from dovetail.coordinator.data.text.conversations import conversation
@@ -55,23 +55,28 @@ def read(row: dict[str, Any], kind: DataKind = "demonstrations", chat: ChatForma
     return convert(row, detect(row, "f:1", kind), kind, chat, "f:1")
 
 
+def responses(record: Demonstration) -> list[str]:
+    return [text for text, learnt in record.parts() if learnt]
+
+
 def test_every_assistant_turn_is_learnt_with_what_closes_it() -> None:
     record = read({"messages": LONG})
     first = f"<|im_start|>user\nHi{END}\n<|im_start|>assistant\n"
     between = f"\n<|im_start|>user\nSum?{END}\n<|im_start|>assistant\n"
-    assert record == Demonstration(first, f"Hello!{END}", (LaterTurn(between, "4"),))
+    assert record.prompt == first
+    assert list(record.parts()) == [(f"Hello!{END}", True), (between, False), (f"4{END}", True)]
     whole = ChatML().apply_chat_template(LONG, tokenize=False)
-    assert record.text == whole.rstrip().removesuffix(END), "the end token is put there with the others' tokens"
-    assert read({"messages": LONG}, chat=PLAIN) == Demonstration(
-        "\n\nHuman: Hi\n\nAssistant:", " Hello!", (LaterTurn("\n\nHuman: Sum?\n\nAssistant:", " 4"),)
-    )
+    assert record.text == whole.rstrip(), "the line break after the end token is not the model's"
+    plain = read({"messages": LONG}, chat=PLAIN)
+    assert plain.prompt == "\n\nHuman: Hi\n\nAssistant:"
+    assert list(plain.parts()) == [(" Hello!", True), ("\n\nHuman: Sum?\n\nAssistant:", False), (" 4", True)]
 
 
 @pytest.mark.parametrize("mark", [{"train": False}, {"weight": 0}])
 def test_marked_turns_are_given(mark: dict[str, Any]) -> None:
     first = [LONG[0], {**LONG[1], **mark}, *LONG[2:]]
     only_last = read({"messages": first})
-    assert (only_last.response, only_last.turns) == ("4", ())
+    assert list(only_last.parts()) == [(f"4{END}", True)]
     assert "Hello!" in only_last.prompt
     last = [*LONG[:3], {**LONG[3], **mark}]
     assert read({"messages": last}) == read({"messages": LONG[:2]}), "what nothing learns from is left out"
@@ -80,19 +85,19 @@ def test_marked_turns_are_given(mark: dict[str, Any]) -> None:
 def test_a_template_that_thinks_before_the_last_answer_alone() -> None:
     """As Qwen3's: an earlier turn is in the conversation without the empty thought."""
     record = read({"messages": LONG}, chat=THINKS)
-    assert (record.response, record.turns[0].response) == (f"Hello!{END}", "<think>\n\n</think>\n\n4")
+    assert responses(record) == [f"Hello!{END}", f"<think>\n\n</think>\n\n4{END}"]
     thought = [LONG[0], say("assistant", "<think>greet</think>\nHello!"), *LONG[2:]]
-    with pytest.raises(DataError, match=r"message 1 of field 'messages' is not in the text .* \"train\": false"):
+    with pytest.raises(DataError, match=r"message 1 is not in the text .* \"train\": false"):
         read({"messages": thought}, chat=THINKS)
     thought[1]["train"] = False
-    assert read({"messages": thought}, chat=THINKS).turns == ()
+    assert len(responses(read({"messages": thought}, chat=THINKS))) == 1
 
 
 def test_a_system_prompt_opens_conversations_without_one(tmp_path: Path) -> None:
     chat = with_system(CHATML, DataSource(path="x", systemPrompt="Be kind."))
     opened = read({"messages": LONG}, chat=chat)
     assert opened.prompt.startswith(f"<|im_start|>system\nBe kind.{END}\n<|im_start|>user\nHi")
-    assert opened.turns == read({"messages": LONG}).turns
+    assert list(opened.parts()) == list(read({"messages": LONG}).parts())
     own = [say("system", "Be rude."), *LONG]
     assert read({"messages": own}, chat=chat) == read({"messages": own})
     pair = {"chosen": LONG[:2], "rejected": [LONG[0], say("assistant", "Go.")]}
@@ -125,7 +130,7 @@ def test_a_prompt_of_messages_and_what_follows() -> None:
     row = {"prompt": LONG[:1], "completion": LONG[1:], "gold": 4}
     assert read(row) == read({"messages": LONG})
     assert read(row, "prompts") == Prompt(read({"messages": LONG}).prompt, {"completion": LONG[1:], "gold": 4})
-    assert read({"prompt": LONG[:3], "completion": LONG[3:]}).turns == (), "the prompt is not learnt"
+    assert responses(read({"prompt": LONG[:3], "completion": LONG[3:]})) == [f"4{END}"], "the prompt is not learnt"
     assert read({"prompt": LONG[:3], "completion": "4"}) == read({"prompt": LONG[:3], "completion": LONG[3:]})
 
 
@@ -133,7 +138,7 @@ def test_pairs_share_all_but_the_last_message() -> None:
     other = say("assistant", "5")
     wanted = read({"chosen": LONG, "rejected": [*LONG[:3], other]}, "preferences")
     assert isinstance(wanted, Preference)
-    assert (wanted.chosen, wanted.rejected) == ("4", "5")
+    assert (wanted.chosen, wanted.rejected) == (f"4{END}", f"5{END}")
     for given in (1, 3):
         row = {"prompt": LONG[:given], "chosen": LONG[given:], "rejected": [*LONG[given:3], other]}
         assert read(row, "preferences") == wanted
@@ -146,11 +151,11 @@ def test_pairs_share_all_but_the_last_message() -> None:
 
 def test_one_response_and_a_label() -> None:
     row = {"prompt": "1+1=", "completion": "2", "label": True}
-    assert read(row, "preferences") == Labelled("1+1=", " 2", True)
-    assert read(row) == Demonstration("1+1=", " 2")
+    assert read(row, "preferences") == Labelled("1+1=", "2", True)
+    assert read(row) == Demonstration.of("1+1=", "2")
     messages = {"prompt": LONG[:3], "completion": LONG[3:], "label": False}
     found = read(messages, "preferences")
-    assert (found.response, found.good) == ("4", False)
+    assert (found.response, found.good) == (f"4{END}", False)
     with pytest.raises(DataError, match="the label is of one reply"):
         read({"prompt": LONG[:1], "completion": LONG[1:], "label": True}, "preferences")
     good, bad = ({"prompt": "a", "completion": "b", "label": label} for label in (True, False))
@@ -246,7 +251,7 @@ def test_preferences_of_llama_factory(name: str) -> None:
     expected = Preference(start, " chosen", " rejected")
     assert read(row, "preferences", HumanAssistant()) == expected
     assert read({**row, **{side: side for side in pair}}, "preferences", HumanAssistant()) == expected
-    assert read(row, "demonstrations", HumanAssistant()) == Demonstration(start, " chosen")
+    assert read(row, "demonstrations", HumanAssistant()) == Demonstration.of(start, " chosen")
     assert read(row, "prompts", HumanAssistant()) == Prompt(start, {"system": "Be kind."})
     assert detect(row, "here") == "ChosenRejected"
     talk = [*asked, {"from": "gpt", "value": "Yo."}, *asked, {"from": "gpt", "value": "Hello"}]
@@ -271,14 +276,15 @@ def test_the_history_of_an_alpaca_record_comes_before_its_instruction() -> None:
     }
     start = "\n\nSystem: Be kind.\n\nHuman: Hi\n\nAssistant:"
     second, third = "\n\nHuman: 2 + 2?\n\nAssistant:", "\n\nHuman: And\n3 + 3?\n\nAssistant:"
-    turns = (LaterTurn(second, " 4"), LaterTurn(third, " 6"))
-    assert read(row, "demonstrations", HumanAssistant()) == Demonstration(start, " Hello", turns)
+    whole = read(row, "demonstrations", HumanAssistant())
+    assert whole.text == f"{start} Hello{second} 4{third} 6"
+    assert responses(whole) == [" Hello", " 4", " 6"]
     prompt = f"{start} Hello{second} 4{third}"
     assert read(row, "prompts", HumanAssistant()).prompt == prompt
     pair = {**row, "chosen": "6", "rejected": "7"}
     assert read(pair, "preferences", HumanAssistant()) == Preference(prompt, " 6", " 7")
     other = {"instruction": "Tell", "history": "of Rome", "output": "x"}
-    assert read(other, "demonstrations", HumanAssistant()) == Demonstration("Tell", " x")
+    assert read(other, "demonstrations", HumanAssistant()) == Demonstration.of("Tell", "x")
 
 
 def scored(*scores: Any) -> dict[str, Any]:
@@ -289,13 +295,13 @@ def scored(*scores: Any) -> dict[str, Any]:
 
 def test_completions_with_scores() -> None:
     chat = HumanAssistant()
-    assert read(scored(5, 7.5, 2, 3), "preferences", chat) == Preference("Hi", " r1", " r2")
-    assert read(scored(5, 7.5), "demonstrations", chat) == Demonstration("Hi", " r1")
+    assert read(scored(5, 7.5, 2, 3), "preferences", chat) == Preference("Hi", "r1", "r2")
+    assert read(scored(5, 7.5), "demonstrations", chat) == Demonstration.of("Hi", "r1")
     assert read(scored(5, 7.5), "prompts", chat).prompt == "Hi"
     even = scored(5, 5)
     even["completions"][1]["fine-grained_score"] = 4.0
     even["completions"][0]["fine-grained_score"] = 3.0
-    assert read(even, "preferences", chat) == Preference("Hi", " r1", " r0")
+    assert read(even, "preferences", chat) == Preference("Hi", "r1", "r0")
     for row in (scored(5, 5), scored(5), scored()):
         with pytest.raises(DataError, match="f:1: no two completions have different scores"):
             read(row, "preferences", chat)
@@ -313,7 +319,7 @@ def test_rows_without_a_better_completion_are_left_out(tmp_path: Path) -> None:
         source = DataSource.model_validate({"path": name})
         options: dict[str, Any] = {"field": "f", "base_dir": tmp_path, "cache_dir": tmp_path / "cache", "seed": 0}
         found = load(source, "preferences", **options)
-        assert [found[i] for i in range(len(found))] == [Preference("Hi", " r1", " r0")] * 2
+        assert [found[i] for i in range(len(found))] == [Preference("Hi", "r1", "r0")] * 2
         assert len(load(source, "prompts", **options)) == 4
     (tmp_path / "a.json").write_text(json.dumps([scored(4, 4)]))
     with pytest.raises(DataError, match=r"a.json: no record has two completions with different scores"):

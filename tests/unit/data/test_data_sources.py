@@ -57,7 +57,7 @@ def test_hh(tmp_path: Path) -> None:
     path = write(tmp_path, HH, name="data.jsonl.gz")
     prompt = "\n\nHuman: Hi\n\nAssistant:"
     assert read(path, "preferences")[0] == Preference(prompt, " Hello!", " Go away.")
-    assert read(path, "demonstrations")[0] == Demonstration(prompt, " Hello!")
+    assert read(path, "demonstrations")[0] == Demonstration.of(prompt, " Hello!")
     assert read(path, "prompts")[0] == Prompt(prompt, {})
 
 
@@ -71,7 +71,7 @@ def test_hh_prompt_is_the_common_dialogue_up_to_its_last_assistant_turn(tmp_path
 @pytest.mark.parametrize("names", [("prompt", "response"), ("instruction", "output"), ("question", "answer")])
 def test_prompt_and_response(tmp_path: Path, names: tuple[str, str]) -> None:
     path = write(tmp_path, {names[0]: "1+1=", names[1]: "2", "level": 3})
-    assert read(path, "demonstrations")[0] == Demonstration("1+1=", " 2")
+    assert read(path, "demonstrations")[0] == Demonstration.of("1+1=", "2")
     assert read(path, "prompts")[0] == Prompt("1+1=", {names[1]: "2", "level": 3})
 
 
@@ -93,7 +93,7 @@ def test_chosen_and_rejected_without_a_prompt_share_their_beginning(tmp_path: Pa
 def test_the_prompt_of_a_pair_may_have_the_names_of_other_prompts(tmp_path: Path, name: str) -> None:
     """Pairs such as those of Intel/orca_dpo_pairs lost their question without a word: the prompt was empty."""
     path = write(tmp_path, {"system": "Be brief.", name: "2+2?", "chosen": "4", "rejected": "5"})
-    assert read(path, "preferences")[0] == Preference("2+2?", " 4", " 5")
+    assert read(path, "preferences")[0] == Preference("2+2?", "4", "5")
     assert read(path, "prompts")[0] == Prompt("2+2?", {"system": "Be brief."})
     replies = {side: [{"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
     for asked in ("Hi", [{"role": "user", "content": "Hi"}]):
@@ -103,7 +103,7 @@ def test_the_prompt_of_a_pair_may_have_the_names_of_other_prompts(tmp_path: Path
 
 def test_the_input_of_a_pairs_instruction_is_part_of_the_prompt(tmp_path: Path) -> None:
     path = write(tmp_path, {"instruction": "Add", "input": "2 and 2", "chosen": "4", "rejected": "5"})
-    assert read(path, "preferences")[0] == Preference("Add\n2 and 2", " 4", " 5")
+    assert read(path, "preferences")[0] == Preference("Add\n2 and 2", "4", "5")
 
 
 def test_pairs_beside_a_whole_dialogue_are_preferences_where_a_stage_needs_them(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_pairs_beside_a_whole_dialogue_are_preferences_where_a_stage_needs_them(
     row = {"prompt": "Hi", "chosen": chosen, "rejected": rejected, "messages": chosen, "score_chosen": 8.0}
     path = write(tmp_path, row)
     assert read(path, "preferences")[0] == Preference("\n\nHuman: Hi\n\nAssistant:", " yes", " no")
-    assert read(path, "demonstrations")[0] == Demonstration("\n\nHuman: Hi\n\nAssistant:", " yes")
+    assert read(path, "demonstrations")[0] == Demonstration.of("\n\nHuman: Hi\n\nAssistant:", " yes")
     with pytest.raises(DataError, match=r"Messages holds no preferences, .* set the source's format to Chosen"):
         read(path, "preferences", format="Messages")
 
@@ -126,7 +126,7 @@ def test_messages_without_a_template_are_human_and_assistant(tmp_path: Path) -> 
     ]
     path = write(tmp_path, {"messages": dialogue})
     prompt = "\n\nSystem: Be kind.\n\nHuman: Hi\n\nAssistant:"
-    assert read(path, "demonstrations")[0] == Demonstration(prompt, " Hello")
+    assert read(path, "demonstrations")[0] == Demonstration.of(prompt, " Hello")
     assert read(path, "prompts")[0] == Prompt(prompt, {})
 
 
@@ -148,14 +148,14 @@ def test_messages_use_the_tokenizers_chat_template(tmp_path: Path) -> None:
     dialogue = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
     path = write(tmp_path, {"conversations": dialogue})
     record = read(path, "demonstrations", chat=Template(Tokenizer()))[0]
-    assert record == Demonstration("[user]Hi</s>[assistant]", "Hello")
+    assert record == Demonstration.of("<s>[user]Hi</s>[assistant]", "Hello</s>")
 
 
 def test_text(tmp_path: Path) -> None:
     path = write(tmp_path, {"text": "Just words."}, {"text": "\n\nHuman: a\n\nAssistant: b"})
     records = read(path, "demonstrations")
-    assert records[0] == Demonstration("", "Just words.")
-    assert records[1] == Demonstration("\n\nHuman: a\n\nAssistant:", " b")
+    assert records[0] == Demonstration.of("", "Just words.")
+    assert records[1] == Demonstration.of("\n\nHuman: a\n\nAssistant:", " b")
 
 
 def test_a_folder_is_read_in_order_of_names(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_parquet(tmp_path: Path) -> None:
 
     datasets.Dataset.from_list([{"prompt": "p", "response": "r"}] * 3).to_parquet(str(tmp_path / "d.parquet"))
     records = read(tmp_path / "d.parquet", "demonstrations")
-    assert (len(records), records[2]) == (3, Demonstration("p", " r"))
+    assert (len(records), records[2]) == (3, Demonstration.of("p", "r"))
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_field_that_json_lacks_is_named(tmp_path: Path, value: Any, what: str)
     """It ended runs in the middle, when a reward function should get it."""
     rows = pyarrow.Table.from_pylist([{"prompt": "p", "response": "r", "when": value}] * 2)
     parquet.write_table(rows, tmp_path / "d.parquet")
-    assert read(tmp_path / "d.parquet", "demonstrations")[0] == Demonstration("p", " r"), "nobody reads the field"
+    assert read(tmp_path / "d.parquet", "demonstrations")[0] == Demonstration.of("p", "r"), "nobody reads the field"
     with pytest.raises(DataError, match=f"d.parquet: record 1: field 'when' is {what}; make it text"):
         read(tmp_path / "d.parquet", "prompts")
     with pytest.raises(ValueError, match=f"prompt 'p': field 'when' is {what}; make it text"):
@@ -281,7 +281,7 @@ def test_half_of_a_character_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"half.jsonl:1: the record holds '\\udc00'"):
         read(write(tmp_path, half, name="half.jsonl"), "demonstrations")
     unused = write(tmp_path, '{"prompt": "a", "response": "b", "author": "c\\uD83D"}', name="unused.jsonl")
-    assert read(unused, "demonstrations")[0] == Demonstration("a", " b"), "what nobody reads may be anything"
+    assert read(unused, "demonstrations")[0] == Demonstration.of("a", "b"), "what nobody reads may be anything"
 
 
 def test_a_field_that_is_null_or_no_label_is_named(tmp_path: Path) -> None:
@@ -355,10 +355,10 @@ def test_the_input_of_an_instruction_is_part_of_the_prompt(context: str | None, 
     row = {"instruction": "Add", "input": context, "output": "4"}
     assert detect(row, "here") == "PromptResponse"
     learnt = convert(row, "PromptResponse", "demonstrations", HumanAssistant(), "here")
-    assert learnt == Demonstration(prompt, " 4")
+    assert learnt == Demonstration.of(prompt, "4")
     asked = convert(row, "PromptResponse", "prompts", HumanAssistant(), "here")
     assert isinstance(asked, Prompt)
     assert (asked.prompt, asked.fields["input"]) == (prompt, context)
     other = {"prompt": "Add", "input": "x", "output": "4"}
     made = convert(other, "PromptResponse", "demonstrations", HumanAssistant(), "here")
-    assert made == Demonstration("Add", " 4"), "only Alpaca's records have this meaning"
+    assert made == Demonstration.of("Add", "4"), "only Alpaca's records have this meaning"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.records import Demonstration, LaterTurn, Preference
+from dovetail.coordinator.data.records import Demonstration, Preference
 from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.coordinator.data.text.tokenize import Encoder, by_length, ppo_batch, reward_batch, sft_batch
 
@@ -36,7 +36,7 @@ def ids(text: str) -> list[int]:
 
 def test_a_demonstration_learns_response_and_end() -> None:
     batch = sft_batch(
-        [Encoder(Characters(), 9, 20).demonstration(Demonstration(p, r)) for p, r in [("ab", "c"), ("", "x")]], 0
+        [Encoder(Characters(), 9, 20).demonstration(Demonstration.of(p, r)) for p, r in [("ab", "c"), ("", "x")]], 0
     )
     assert batch["tokens"].tolist() == [[*ids("abc"), 1], [*ids("x"), 1, 0, 0]]
     assert batch["lengths"].tolist() == [4, 2]
@@ -45,7 +45,7 @@ def test_a_demonstration_learns_response_and_end() -> None:
 
 
 def test_turns_between_responses_are_not_learnt() -> None:
-    record = Demonstration("ab", "c", (LaterTurn("de", "f"), LaterTurn("g", "hi")))
+    record = Demonstration("abcdefghi", ((2, 3), (5, 6), (7, 9)))
     batch = sft_batch([Encoder(Characters(), 9, 20).demonstration(record)], 0)
     assert batch["tokens"].tolist() == [[*ids("abcdefghi"), 1]]
     assert batch["loss_mask"].tolist() == [[0, 0, 1, 0, 0, 1, 0, 1, 1, 1]]
@@ -61,7 +61,7 @@ def test_prompts_keep_their_last_tokens_and_the_first_of_all() -> None:
 
 
 def test_a_truncated_response_keeps_its_start_and_has_no_end() -> None:
-    encoded = Encoder(Characters(), 4, 7).demonstration(Demonstration("abcdef", "123456"))
+    encoded = Encoder(Characters(), 4, 7).demonstration(Demonstration.of("abcdef", "123456"))
     assert encoded.tokens == ids("cdef123")
     assert encoded.prompt_length == 4
 
@@ -69,7 +69,7 @@ def test_a_truncated_response_keeps_its_start_and_has_no_end() -> None:
 @given(st.text("ab", max_size=30), st.text("12", max_size=30), st.integers(1, 20), st.integers(2, 20), st.booleans())
 def test_limits_hold(prompt: str, response: str, most_prompt: int, most: int, bos: bool) -> None:
     encoder = Encoder(Characters(bos), most_prompt, most)
-    encoded = encoder.demonstration(Demonstration(prompt, response))
+    encoded = encoder.demonstration(Demonstration.of(prompt, response))
     assert encoded.prompt_length <= len(encoded.tokens) <= most
     assert encoded.prompt_length <= max(most_prompt, 1)
     assert encoded.prompt_length < len(encoded.tokens)  # something is left to learn

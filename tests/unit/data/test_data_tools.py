@@ -63,8 +63,9 @@ def test_demonstrations_learn_calls_and_see_the_schemas(chat: ChatFormat) -> Non
     assert isinstance(record, Demonstration)
     assert record.prompt == HEAD + "<user>Rain?</user>\n<assistant>"
     assert record.response.rstrip() == CALLED.rstrip()
-    assert record.turns[0].given.strip() == "<tool>dry</tool>\n<assistant>"
-    assert record.turns[0].response.startswith("No.")
+    (_, _), (given, _), (answer, _) = record.parts()
+    assert given.strip() == "<tool>dry</tool>\n<assistant>"
+    assert answer.startswith("No.")
     assert record.text.startswith(HEAD + "<user>Rain?</user>\n<assistant>" + CALLED + "<tool>dry</tool>\n")
 
 
@@ -78,7 +79,7 @@ def test_prompts_and_pairs_see_them_too(chat: ChatFormat, tools: Any) -> None:
     better, worse = DIALOGUE[1], {"role": "assistant", "content": "I cannot know."}
     pair = read({"prompt": DIALOGUE[:1], "chosen": [better], "rejected": [worse], "tools": tools}, chat, "preferences")
     assert isinstance(pair, Preference)
-    assert (pair.prompt, pair.chosen) == (HEAD + "<user>Rain?</user>\n<assistant>", CALLED)
+    assert (pair.prompt, pair.chosen) == (HEAD + "<user>Rain?</user>\n<assistant>", CALLED + "<|eos|>")
     system = with_system(chat, DataSource(path="x", systemPrompt="Be kind."))
     assert read(row, system, "prompts").prompt.startswith(HEAD + "<system>Be kind.</system>\n<user>")
     assert "weather" not in read({"messages": DIALOGUE[:1], "tools": None}, chat, "prompts").prompt
@@ -109,13 +110,15 @@ def test_what_cannot_be_written_is_named(chat: ChatFormat) -> None:
     with pytest.raises(DataError, match=r"^f:1: field 'tools' must be a list of function schemas, such as \[") as error:
         read({"messages": DIALOGUE, "tools": {"name": "hammer"}}, chat)
     assert "rename it" in str(error.value)
-    with pytest.raises(DataError, match=r"^f:1: the conversation calls a tool, but the tokenizer has no chat template"):
+    with pytest.raises(
+        DataError, match=r"^f:1: message 1 belongs to a call of a tool, but the tokenizer has no chat template"
+    ):
         read({"messages": DIALOGUE}, HumanAssistant())
-    with pytest.raises(DataError, match=r"^f:1: the conversation calls a tool"):
+    with pytest.raises(DataError, match=r"^f:1: message 1 belongs to a call of a tool"):
         read({"messages": DIALOGUE[:2]}, HumanAssistant())
     with pytest.raises(DataError, match=r"must have a list of objects in 'tool_calls'$"):
         read({"messages": [DIALOGUE[0], {"role": "assistant", "content": "", "tool_calls": "f()"}]}, chat)
-    assert read({"prompt": "1+1=", "response": "2", "tools": "pencil"}, chat).response == " 2", "no conversation"
+    assert read({"prompt": "1+1=", "response": "2", "tools": "pencil"}, chat).response == "2", "no conversation"
 
 
 @pytest.mark.parametrize("shown", [True, False])

@@ -7,14 +7,14 @@ from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.plain_fields import plain_fields
-from dovetail.coordinator.data.records import Demonstration, Labelled, LaterTurn, Preference, Prompt, Record
+from dovetail.coordinator.data.records import Demonstration, Labelled, Preference, Prompt, Record, like
 from dovetail.coordinator.data.row_format import Row, RowFormat
 from dovetail.coordinator.data.text.chat_template import (
     ASSISTANT,
     ASSISTANTS,
     ChatFormat,
     Message,
-    NoTools,
+    NotWritten,
     TemplateRefused,
     WithSystem,
 )
@@ -28,7 +28,7 @@ MESSAGE_FIELDS = ("messages", "conversations")
 LABEL_FIELDS = ("label", "kto_tag")
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 
-_PARTS = (Demonstration, LaterTurn, Preference, Labelled, Prompt)
+_PARTS = (Demonstration, Preference, Labelled, Prompt)
 
 
 def detect(row: Row, where: str, kind: DataKind | None = None) -> str:
@@ -78,7 +78,7 @@ def convert(row: Row, fmt: str, kind: DataKind, chat: ChatFormat, where: str) ->
             chat = WithSystem(chat.chat if isinstance(chat, WithSystem) else chat, system)
     try:
         record = chosen.read(row, kind, chat, where)
-    except NoTools as error:
+    except NotWritten as error:
         raise DataError(f"{where}: {error}") from error
     except TemplateRefused as error:
         raise DataError(f"{where}: the tokenizer's chat template refuses the conversation: {error}") from error
@@ -167,7 +167,7 @@ def _prompt_response(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> 
     if kind == "prompts":
         return Prompt(prompt, _others(row, name))
     response = _string(row, _need(row, RESPONSE_FIELDS, where), where)
-    return Demonstration(prompt, _continued(prompt, response))
+    return Demonstration.of(prompt, response)
 
 
 def _prompt_text(row: Row, name: str, where: str) -> str:
@@ -210,7 +210,7 @@ def _labelled(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> Record:
     else:
         record = _prompt_response(row, "demonstrations", chat, where)
     assert isinstance(record, Demonstration)
-    if record.turns:
+    if len(record.learnt) > 1:
         raise DataError(f"{where}: the response must be one assistant message, because the label is of one reply")
     return Labelled(record.prompt, record.response, good)
 
@@ -230,7 +230,7 @@ def _text(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> Record:
         return Prompt(text, _others(row, "text"))
     cut = text.rfind(ASSISTANT)
     cut = 0 if cut < 0 else cut + len(ASSISTANT)
-    return Demonstration(text[:cut], text[cut:])
+    return Demonstration.of(text[:cut], text[cut:])
 
 
 def _messages(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> Record:
@@ -270,7 +270,7 @@ def _chosen_rejected(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> 
     if asked is not None:
         prompt = _prompt_text(row, asked, where)
         chosen, rejected = _without_prompt(prompt, chosen, rejected)
-        return _from_pair(kind, prompt, _continued(prompt, chosen), _continued(prompt, rejected), fields)
+        return _from_pair(kind, prompt, chosen, rejected, fields)
     common = _common(chosen, rejected)
     cut = max(common.rfind(" "), common.rfind("\n"))
     cut = 0 if cut < 0 else cut
@@ -304,8 +304,11 @@ def _message_pair(row: Row, chat: ChatFormat, where: str) -> tuple[str, str, str
     last = [messages[-1] for messages in (chosen, rejected) if messages and messages[-1]["role"] in ASSISTANTS]
     if not before or before[-1]["role"] in ASSISTANTS or len(last) < 2 or chosen[:-1] != rejected[:-1]:
         raise DataError(f"{where}: chosen and rejected must be one assistant message each after a common dialogue")
-    replies = [chat.reply(before, message) for message in last]
-    return chat.prompt(before), replies[0], replies[1]
+    (better, of_better), (worse, of_worse) = (chat.conversation([*before, m], [len(before)]) for m in last)
+    cut = min(of_better[0][0], of_worse[0][0])
+    if better[:cut] != worse[:cut]:
+        raise DataError(f"{where}: the tokenizer's chat template writes other dialogues before chosen and rejected")
+    return like(better, better[:cut]), better[cut:], worse[cut:]
 
 
 def _reply(value: Any) -> Any:
@@ -387,13 +390,7 @@ def _common(a: str, b: str) -> str:
 def _from_pair(kind: DataKind, prompt: str, chosen: str, rejected: str, fields: dict[str, Any] | None = None) -> Record:
     if kind == "preferences":
         return Preference(prompt, chosen, rejected)
-    return Demonstration(prompt, chosen) if kind == "demonstrations" else Prompt(prompt, fields or {})
-
-
-def _continued(prompt: str, response: str) -> str:
-    """The response. It gets a space in front if nothing else separates it from the prompt."""
-    joined = not response or response[0].isspace() or prompt[-1].isspace()
-    return response if joined else " " + response
+    return Demonstration.of(prompt, chosen) if kind == "demonstrations" else Prompt(prompt, fields or {})
 
 
 def _others(row: Row, *names: str) -> dict[str, Any]:

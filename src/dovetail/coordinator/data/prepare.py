@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -269,7 +270,7 @@ def prepare(
 
     def ready_for_rollouts(made: Callable[[], Any]) -> Any:
         """The tokenizer. Rollouts start as soon as it and the actor's configuration exist."""
-        _once(tokenizer_dir, lambda folder: made().save_pretrained(str(folder)))
+        _once(tokenizer_dir, lambda folder: _save_tokenizer(made(), folder))
         tokenizer = tokenizers.load(tokenizer_dir, "spec.models.tokenizer", trust_remote_code=_trusts(spec, "actor"))
         actor = sources["actor"]
         if isinstance(actor, ScratchModel):
@@ -284,7 +285,8 @@ def prepare(
     training = spec.models.tokenizer.train
     given = None if training else given_tokenizer(spec, sources, base_dir, hub)
     tokenizer = None if training else ready_for_rollouts(lambda: given)
-    data = collect(spec, base_dir, run_dir / "cache" / "datasets", chat_format(given), known)
+    chat = chat_format(given, _date_of(tokenizer_dir))
+    data = collect(spec, base_dir, run_dir / "cache" / "datasets", chat, known)
     if training is not None:
         tokenizer = ready_for_rollouts(lambda: tokenizers.train(data.texts(), training.vocab_size))
     for name, source in sources.items():
@@ -346,6 +348,8 @@ def given_tokenizer(spec: RLHFJobSpec, sources: dict[str, Path | ScratchModel], 
     """The tokenizer that the manifest names, or else the actor's own. Its chat template has the job's options. Raises
     DataError."""
     found = _found_tokenizer(spec, sources, base_dir, hub)
+    if isinstance(actor := sources["actor"], Path):
+        found.reply_ends = tokenizers.reply_ends(actor, found)
     return tokenizers.with_template_options(found, spec.data.chat_template_kwargs)
 
 
@@ -361,6 +365,23 @@ def _found_tokenizer(spec: RLHFJobSpec, sources: dict[str, Path | ScratchModel],
     if isinstance(actor, ScratchModel):
         raise DataError("spec.models.tokenizer: a model from scratch has no tokenizer of its own; set train or path")
     return tokenizers.load(actor, "spec.models.actor.source", trust_remote_code=trust)
+
+
+# The day on which the run was prepared, in its copy of the tokenizer. A chat template that writes the date always
+# writes this one in the run. In other programs the exported template writes the day of the request, as it did before.
+_DATE = "prepared.txt"
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    tokenizer.save_pretrained(str(folder))
+    (folder / _DATE).write_text(datetime.now().isoformat() + "\n")
+
+
+def _date_of(tokenizer_dir: Path) -> datetime | None:
+    try:
+        return datetime.fromisoformat((tokenizer_dir / _DATE).read_text().strip())
+    except (OSError, ValueError):
+        return None
 
 
 def _fits(model: Path, tokenizer: Any) -> None:

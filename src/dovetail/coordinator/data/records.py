@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -16,27 +16,48 @@ STAGE_OF: dict[DataKind, Stage] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class LaterTurn:
-    """A later turn of a conversation. `given` is the text before it, and `response` is the assistant's text."""
+class Rendered(str):
+    """A text that has its special tokens, because a chat template wrote it. To other texts the tokenizer adds them."""
 
-    given: str
-    response: str
+    __slots__ = ()
+
+
+def like(text: str, part: str) -> str:
+    """`part` as a text of the same kind as `text`, which is rendered or not."""
+    return Rendered(part) if isinstance(text, Rendered) else part
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """One conversation for SFT. The text is `prompt + response`, and then `given + response` for each of `turns`. Only
-    responses are learnt."""
+    """One text for SFT. `learnt` has the (start, end) of each learnt part in characters, in order. The last part ends
+    the text. A rendered text has its end token."""
 
-    prompt: str
-    response: str
-    turns: tuple[LaterTurn, ...] = ()
+    text: str
+    learnt: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, prompt: str, response: str) -> Demonstration:
+        """A prompt and a response, of which the response is learnt."""
+        return cls(like(prompt, prompt + response), ((len(prompt), len(prompt) + len(response)),))
 
     @property
-    def text(self) -> str:
-        """The whole text, without an end-of-sequence token."""
-        return self.prompt + self.response + "".join(turn.given + turn.response for turn in self.turns)
+    def prompt(self) -> str:
+        """The text before the first learnt part."""
+        return like(self.text, self.text[: self.learnt[0][0]])
+
+    @property
+    def response(self) -> str:
+        """The first learnt part."""
+        return self.text[slice(*self.learnt[0])]
+
+    def parts(self) -> Iterator[tuple[str, bool]]:
+        """Yields each part of the text after the prompt, and whether it is learnt."""
+        at = self.learnt[0][0]
+        for start, end in self.learnt:
+            if at < start:
+                yield self.text[at:start], False
+            yield self.text[start:end], True
+            at = end
 
 
 @dataclass(frozen=True, slots=True)

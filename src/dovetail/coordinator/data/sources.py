@@ -88,7 +88,7 @@ def _synthetic(kind: DataKind, size: int, seed: int, field: str) -> Records[Reco
     key = f"{seed}/{field}"
 
     def demonstration(i: int) -> Record:
-        return Demonstration(*synthetic.demonstration(i, key))
+        return Demonstration.of(*synthetic.demonstration(i, key))
 
     def preference(i: int) -> Record:
         pair = synthetic.preference(i, key)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from dovetail.coordinator.data.text.chat_template import HumanAssistant, Message
+from dovetail.coordinator.data.text.chat_template import Message, chat_format
 from dovetail.local.serving.served_result import model_folder
 from dovetail.supervision.errors import RunError
 
@@ -76,24 +76,18 @@ class ChatModel:
         self._model.eval()
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """The dialogue as the text that the model was trained on. The tokenizer's chat template makes it, or else it
-        has the format of HH. Raises RunError if the template refuses the dialogue."""
-        if getattr(self._tokenizer, "chat_template", None):
-            try:
-                return str(
-                    self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-                )
-            except Exception as error:  # a template may raise any error, for example for a system message
-                raise RunError(f"the tokenizer's chat template refuses the dialogue: {error}") from error
-        return HumanAssistant().prompt(messages)
+        """The dialogue as in training, with its special tokens. Raises RunError if the chat template refuses it."""
+        try:
+            return chat_format(self._tokenizer).prompt(messages)
+        except ValueError as error:
+            raise RunError(f"the tokenizer's chat template refuses the dialogue: {error}") from error
 
     def reply(self, messages: Sequence[Message], sampling: Sampling) -> Iterator[str]:
         """See `Replier`. A dialogue that is too long loses its first tokens."""
         from transformers import StoppingCriteriaList, TextIteratorStreamer
 
         limit = int(getattr(self._model.config, "max_position_embeddings", 0) or 0)
-        templated = bool(getattr(self._tokenizer, "chat_template", None))
-        ids = self._tokenizer(self.prompt(messages), return_tensors="pt", add_special_tokens=not templated)["input_ids"]
+        ids = self._tokenizer(self.prompt(messages), return_tensors="pt", add_special_tokens=False)["input_ids"]
         room = max(1, limit - sampling.max_tokens) if limit else ids.shape[1]
         ids = ids[:, -room:]
         streamer = TextIteratorStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True, timeout=120.0)

@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from dovetail.coordinator.data.text.chat_template import HUMAN_ASSISTANT_TEMPLATE
+from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.text import tokenizer as tokenizers
+from dovetail.coordinator.data.text.chat_template import HUMAN_ASSISTANT_TEMPLATE, human_assistant_template
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
 from dovetail.manifest.checks.scratch import cpu_head_error
 from dovetail.protocol.http.header_deadline import SERVER_KEEP_SECONDS
@@ -85,7 +87,11 @@ def serve_arguments(
         # Without this vLLM would compute a float32 model in 16 bits.
         arguments += ["--enforce-eager", "--dtype", str(_config(folder).get("dtype") or "auto")]
     if not has_template(folder):
-        arguments += ["--chat-template", HUMAN_ASSISTANT_TEMPLATE]
+        try:
+            template = human_assistant_template(tokenizers.load(folder, "model"))
+        except DataError:
+            template = HUMAN_ASSISTANT_TEMPLATE
+        arguments += ["--chat-template", template]
     return [*arguments, *given]
 
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
 from functools import cached_property
 from typing import Any, Protocol
+
+from dovetail.coordinator.data.records import Rendered
 
 HUMAN = "\n\nHuman: "
 ASSISTANT = "\n\nAssistant:"
 _HEADS = {"user": HUMAN, "human": HUMAN, "assistant": ASSISTANT + " ", "gpt": ASSISTANT + " ", "system": "\n\nSystem: "}
 ASSISTANTS = ("assistant", "gpt")
+# The fields in which an assistant's message has its thought, apart from the content.
+REASONING = ("reasoning_content", "reasoning", "thinking")
 
 _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
@@ -19,8 +25,7 @@ _GENERATION = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 # call that it answers.
 Message = dict[str, Any]
 
-# The Human/Assistant format as a chat template. It begins with a beginning-of-sequence token if the tokenizer writes
-# one.
+# The Human/Assistant format as a chat template. Before it comes what the tokenizer writes before every text.
 HUMAN_ASSISTANT_TEMPLATE = (
     "{%- for message in messages %}"
     "{%- if message['role'] == 'user' %}{{- '\\n\\nHuman: ' + message['content'] }}"
@@ -34,8 +39,8 @@ HUMAN_ASSISTANT_TEMPLATE = (
 def human_assistant_template(tokenizer: Any) -> str:
     """The Human/Assistant format as a chat template for this tokenizer. It is for models whose tokenizer has no
     template."""
-    begins = tokenizer.bos_token_id is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
-    return ("{{- bos_token }}" if begins else "") + HUMAN_ASSISTANT_TEMPLATE
+    opening = _opening(tokenizer)
+    return (f"{{{{- {_literal(opening)} }}}}" if opening else "") + HUMAN_ASSISTANT_TEMPLATE
 
 
 def with_options(template: str, options: Mapping[str, Any]) -> str:
@@ -83,12 +88,23 @@ class TemplateRefused(ValueError):
     """A tokenizer's chat template refuses the messages. The message is the template's own."""
 
 
-class NoTools(ValueError):
-    """The conversation calls tools, but its format cannot write calls. The message is one sentence."""
+class NotWritten(ValueError):
+    """The text cannot say what message `index` says. `reason` goes on after "message 3 "."""
+
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(f"message {index} {reason}")
+        self.index, self.reason = index, reason
+
+
+class NoTools(NotWritten):
+    """The conversation calls tools, but its format cannot write calls."""
+
+
+Spans = list[tuple[int, int]]
 
 
 class ChatFormat(Protocol):
-    """Turns messages (role, content) into text. Methods raise TemplateRefused and NoTools."""
+    """Turns messages (role, content) into text. Methods raise TemplateRefused and NotWritten."""
 
     @property
     def shows_tools(self) -> bool:
@@ -101,51 +117,48 @@ class ChatFormat(Protocol):
     def prompt(self, messages: Sequence[Message]) -> str:
         """The text up to the point where the assistant's next turn begins."""
 
-    def reply(self, messages: Sequence[Message], answer: Message | str) -> str:
-        """The text of `answer`, the assistant's next turn, without the end-of-sequence token. If `answer` is a string,
-        it is the content of the message."""
-
-    def turn_length(self, messages: Sequence[Message], answer: Message, rest: str) -> int | None:
-        """The length in characters of the assistant's turn `answer` in a longer conversation. It includes the text that
-        closes the turn. The turn follows `messages`.
-
-        `rest` is the conversation's text after `prompt(messages)`. Returns None if `rest` does not begin with the
-        turn."""
+    def conversation(self, messages: Sequence[Message], turns: Sequence[int]) -> tuple[str, Spans]:
+        """The text of a conversation, and for each of the assistant's `turns` the (start, end) of what the model must
+        produce there, in characters. The last message is the last of `turns`. The text ends with that turn, and with an
+        end token if the format has one."""
 
 
 class HumanAssistant:
-    """Anthropic's format of the hh-rlhf data set."""
+    """Anthropic's format of the hh-rlhf data set, for models without a template. `opening` is what the tokenizer writes
+    before every text, and `end` is its end token. Both are None where no tokenizer is known."""
 
     shows_tools = False
+
+    def __init__(self, opening: str | None = None, end: str | None = None) -> None:
+        self._opening, self._end = opening, end
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatFormat:
         return self
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        for message in messages:
-            _refuse_calls(message)
-        return "".join(_HEADS[m["role"]] + m["content"] for m in messages) + ASSISTANT
+        return self._text(self._written(messages) + ASSISTANT)
 
-    def reply(self, messages: Sequence[Message], answer: Message | str) -> str:
-        turn = _turn(answer)
-        _refuse_calls(turn)
-        return " " + str(turn["content"])
+    def conversation(self, messages: Sequence[Message], turns: Sequence[int]) -> tuple[str, Spans]:
+        for i in turns:
+            if any(messages[i].get(name) for name in REASONING):
+                raise NotWritten(i, "has a thought, but the tokenizer has no chat template to write it; remove it")
+        text = self._text(self._written(messages) + (self._end or ""))
+        ends = [len(self._text(self._written(messages[: i + 1]))) for i in turns]
+        starts = [len(self.prompt(messages[:i])) for i in turns]
+        return text, list(zip(starts, [*ends[:-1], len(text)], strict=True))
 
-    def turn_length(self, messages: Sequence[Message], answer: Message, rest: str) -> int | None:
-        text = self.reply(messages, answer)
-        return len(text) if rest.startswith(text) else None
+    def _written(self, messages: Sequence[Message]) -> str:
+        for i, message in enumerate(messages):
+            if message["role"] == "tool" or "tool_calls" in message:
+                raise NoTools(
+                    i,
+                    "belongs to a call of a tool, but the tokenizer has no chat template that could write it; take a "
+                    "tokenizer with one, or remove the record",
+                )
+        return "".join(_HEADS[m["role"]] + m["content"] for m in messages)
 
-
-def _turn(answer: Message | str) -> Message:
-    return {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
-
-
-def _refuse_calls(message: Message) -> None:
-    if message["role"] == "tool" or "tool_calls" in message:
-        raise NoTools(
-            "the conversation calls a tool, but the tokenizer has no chat template that could write it; take a "
-            "tokenizer with one, or remove the record"
-        )
+    def _text(self, text: str) -> str:
+        return text if self._opening is None else Rendered(self._opening + text)
 
 
 class WithSystem:
@@ -167,20 +180,37 @@ class WithSystem:
         return [{"role": "system", "content": self._system}, *messages]
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        return self.chat.prompt(self._opened(messages))
+        opened = self._opened(messages)
+        with _counted_from(len(opened) - len(messages)):
+            return self.chat.prompt(opened)
 
-    def reply(self, messages: Sequence[Message], answer: Message | str) -> str:
-        return self.chat.reply(self._opened(messages), answer)
+    def conversation(self, messages: Sequence[Message], turns: Sequence[int]) -> tuple[str, Spans]:
+        opened = self._opened(messages)
+        added = len(opened) - len(messages)
+        with _counted_from(added):
+            return self.chat.conversation(opened, [i + added for i in turns])
 
-    def turn_length(self, messages: Sequence[Message], answer: Message, rest: str) -> int | None:
-        return self.chat.turn_length(self._opened(messages), answer, rest)
+
+@contextmanager
+def _counted_from(first: int) -> Iterator[None]:
+    """Number the messages in errors as the record does, which lacks the first ones."""
+    try:
+        yield
+    except NotWritten as error:
+        raise type(error)(error.index - first, error.reason) from None
+
+
+# No record has this character, which Unicode leaves to private agreements. It stands for a message in a text.
+_MARK = "\U0010fff0"
 
 
 class Template:
-    """The chat template of a Hugging Face tokenizer. It gets the function schemas in `tools`."""
+    """The chat template of a Hugging Face tokenizer. It gets the function schemas in `tools`. A template that writes
+    the date always writes `today`."""
 
-    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, tokenizer: Any, tools: Sequence[Mapping[str, Any]] = (), today: datetime | None = None) -> None:
         self._tokenizer, self._tools = tokenizer, list(tools)
+        self._today = today or datetime.now()
 
     @cached_property
     def shows_tools(self) -> bool:
@@ -193,55 +223,228 @@ class Template:
             return "tools" in str(template)
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> ChatFormat:
-        return Template(self._tokenizer, tools)
+        return Template(self._tokenizer, tools, self._today)
+
+    @cached_property
+    def _source(self) -> str:
+        """The template that these conversations are written with."""
+        template = getattr(self._tokenizer, "chat_template", "")
+        if isinstance(template, Mapping):
+            template = template.get("tool_use" if self._tools and "tool_use" in template else "default", "")
+        return str(template)
+
+    @cached_property
+    def _options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {"tools": self._tools} if self._tools else {}
+        if "strftime_now" in self._source:
+            options["strftime_now"] = self._today.strftime
+        return options
+
+    @cached_property
+    def _ends(self) -> list[str]:
+        """The tokens that end a reply: the tokenizer's end token, and those of the model's generation_config.json."""
+        ends = {self._tokenizer.eos_token, *getattr(self._tokenizer, "reply_ends", ())}
+        return sorted(filter(None, ends))
+
+    @cached_property
+    def _thoughts(self) -> list[str]:
+        """The fields in which the template looks for a thought."""
+        return [name for name in REASONING if re.search(rf"[.'\"]{name}\b", self._source)]
 
     def _render(self, messages: Sequence[Message], **options: Any) -> str:
-        if self._tools:
-            options["tools"] = self._tools
         try:
-            return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
+            given = [self._named(message) for message in messages]
+            return str(self._tokenizer.apply_chat_template(given, tokenize=False, **self._options, **options))
         except Exception as error:  # a template may raise any error, such as for a system message
             raise TemplateRefused(" ".join(str(error).split()) or type(error).__name__) from error
 
+    def _named(self, message: Message) -> Message:
+        """The message with its thought in the field that the template reads."""
+        own = next((name for name in REASONING if name in message), None)
+        if own is None or own in self._thoughts or not self._thoughts:
+            return message
+        return {(self._thoughts[0] if name == own else name): value for name, value in message.items()}
+
     def prompt(self, messages: Sequence[Message]) -> str:
-        return self._without_bos(self._render(messages, add_generation_prompt=True))
+        text = self._render(messages, add_generation_prompt=True)
+        self._check_written(messages, text, add_generation_prompt=True)
+        return Rendered(text)
 
-    def reply(self, messages: Sequence[Message], answer: Message | str) -> str:
-        text = self._written(messages, _turn(answer))
-        end = self._tokenizer.eos_token
-        stripped = text.rstrip()
-        return stripped.removesuffix(end) if end and stripped.endswith(end) else text
+    def conversation(self, messages: Sequence[Message], turns: Sequence[int]) -> tuple[str, Spans]:
+        whole = self._render(messages)
+        self._check_written(messages, whole)
+        text, start = self._last(messages, whole)
+        spans: Spans = []
+        for i in turns[:-1]:
+            spans.append(self._earlier(messages, i, whole, spans[-1][1] if spans else 0))
+        return Rendered(text), self._narrowed(messages, text, [*spans, (start, len(text))])
 
-    def _written(self, messages: Sequence[Message], answer: Message) -> str:
-        """The assistant's turn as the end of a conversation, with the text that closes it."""
-        before = self._render(messages, add_generation_prompt=True)
-        whole = self._render([*messages, answer])
-        if whole.startswith(before):
-            return whole[len(before) :]
-        if "tool_calls" in answer:
-            raise TemplateRefused("it writes the assistant's call of a tool differently from where an answer begins")
-        # Some templates write the generation prompt differently from the turn itself. Then the plain text is the reply.
-        return str(answer["content"])
+    def _check_written(self, messages: Sequence[Message], text: str, **options: Any) -> None:
+        """Raises NotWritten for a call of a tool, or for a message, that the text lacks."""
 
-    def turn_length(self, messages: Sequence[Message], answer: Message, rest: str) -> int | None:
-        # Templates of reasoning models write other text before the last answer than before earlier ones.
-        said, last = str(answer["content"]).strip(), self._written(messages, answer)
-        if said not in rest or said not in last:
-            return None
-        head, opening = rest[: rest.index(said)], last[: last.index(said)]
-        if head.strip() and head != opening:
-            return None
-        closing, end = last[len(opening) + len(said) :], self._tokenizer.eos_token
-        if end and closing.rstrip().endswith(end):
-            closing = closing.rstrip()
-        return len(head + said + closing) if rest.startswith(head + said + closing) else None
+        def same(i: int, *other: Message) -> bool:
+            try:
+                return self._render([*messages[:i], *other, *messages[i + 1 :]], **options) == text
+            except TemplateRefused:
+                return False
 
-    def _without_bos(self, text: str) -> str:
-        """The text without a beginning-of-sequence token, because tokenization adds it."""
-        bos = self._tokenizer.bos_token
-        return text.removeprefix(bos) if bos else text
+        for i, message in enumerate(messages):
+            calls = message.get("tool_calls", [])
+            rest = {name: value for name, value in message.items() if name != "tool_calls"}
+            for n in range(len(calls)):
+                fewer = [*calls[:n], *calls[n + 1 :]]
+                if same(i, {**rest, "tool_calls": fewer} if fewer else rest):
+                    raise NotWritten(
+                        i,
+                        "calls a tool, but the tokenizer's chat template does not write tool_calls; take a tokenizer "
+                        "whose template does, or remove the record",
+                    )
+            content = str(message["content"]).strip()
+            if message["role"] not in ASSISTANTS and content not in text and same(i):
+                raise NotWritten(
+                    i,
+                    f"has role {message['role']}, but the tokenizer's chat template leaves it out; take a tokenizer "
+                    "whose template writes it, or remove the message",
+                )
+
+    def _content(self, messages: Sequence[Message], text: str, at: int) -> tuple[int, int]:
+        """The (start, end) of what message `at` adds to the text of `messages`."""
+        other = {"role": messages[at]["role"], "content": _MARK}
+        marked = self._render([*messages[:at], other, *messages[at + 1 :]])
+        start = _common(text, marked)
+        return start, len(text) - _common(text[start:][::-1], marked[::-1])
+
+    def _closed(self, text: str, said: int) -> int:
+        """The end of a turn whose content ends at `said`. What a template writes after the end token, such as a line
+        break, is not the model's to write."""
+        ends = [at + len(end) for end in self._ends if (at := text.find(end, said)) >= 0]
+        return min(ends, default=len(text))
+
+    def _last(self, messages: Sequence[Message], text: str) -> tuple[str, int]:
+        """The text of a conversation up to the end of its last turn, and the start of what the model must produce
+        there. The prompt for that turn begins the text."""
+        *before, answer = messages
+        prompt = self._render(before, add_generation_prompt=True)
+        first, said = self._content(messages, text, len(before))
+        thought = self._left_out(answer, len(before), text[min(first, len(prompt)) : said])
+        if thought or not text.startswith(prompt):
+            # The prompt may open a thought. Many templates leave out thoughts, or write the record's own tag.
+            shared = min(_common(text, prompt), first)
+            opened, written = prompt[shared:], text[first:said]
+            given = (thought.rstrip() if written[:1].isspace() else thought) + written
+            tag = opened.strip()
+            if text[shared:first].strip() or not given.lstrip().startswith(tag):
+                raise NotWritten(len(before), _unlike(tag))
+            if tag:
+                given = given.lstrip().removeprefix(tag).removeprefix(opened[opened.index(tag) + len(tag) :])
+            text, said = prompt + given + text[said:], len(prompt) + len(given)
+        end = self._closed(text, said)
+        closed = any(text.endswith(token, said, end) for token in self._ends)
+        return text[:end] if closed else text + self._tokenizer.eos_token, len(prompt)
+
+    def _left_out(self, answer: Message, at: int, written: str) -> str:
+        """The thought of a message, with its tags, if `written` lacks it."""
+        content = str(answer["content"])
+        own = next((str(answer[name]).strip() for name in REASONING if answer.get(name)), "")
+        if own and own not in written:
+            if "</think>" in self._source:
+                return f"<think>\n{own}\n</think>\n\n"
+            raise NotWritten(
+                at,
+                "has a thought, but the tokenizer's chat template does not write it; put it into the content, or "
+                "remove it",
+            )
+        thought, tag, said = content.rpartition("</think>")
+        if not tag or thought.strip().removeprefix("<think>").strip() in written:
+            return ""
+        return thought + tag + said[: len(said) - len(said.lstrip())]
+
+    def _earlier(self, messages: Sequence[Message], at: int, text: str, after: int) -> tuple[int, int]:
+        """Where a learnt turn is in the text of a longer conversation. It may be closed otherwise there than at the end
+        of a text. `after` is the end of the learnt turn before it."""
+        before, alone = self._render(messages[:at], add_generation_prompt=True), self._render(messages[: at + 1])
+        _, said = self._content(messages[: at + 1], alone, at)
+        close = alone[said : self._closed(alone, said)]
+        closes = [close, *(close.removesuffix(end) for end in self._ends if close.endswith(end)), ""]
+        if alone.startswith(before):
+            for each in closes:
+                if text.startswith(alone[:said] + each):
+                    return self._complete(messages, at, text, len(before), said + len(each))
+        first, said = self._content(messages, text, at)
+        # What the template writes where an answer begins.
+        opening = before[_common(before, self._render(messages[:at])) :]
+        start = min(_common(text, before), first)
+        if start < len(before) - len(opening):  # the turns before it are other ones, too
+            found = text.rfind(opening, after, first) if opening else -1
+            start = found + len(opening) if found >= 0 else first
+        end = next(said + len(each) for each in closes if text.startswith(each, said))
+        return self._complete(messages, at, text, start, end)
+
+    def _complete(self, messages: Sequence[Message], at: int, text: str, start: int, end: int) -> tuple[int, int]:
+        """The (start, end) of an earlier turn. Raises NotWritten if the text lacks its thought or its answer."""
+        answer, written = messages[at], text[start:end]
+        said = str(answer["content"]).rpartition("</think>")[2].strip()
+        if said not in written or self._left_out(answer, at, written):
+            raise NotWritten(
+                at,
+                "is not in the text of the whole conversation, because the tokenizer's chat template rewrites earlier "
+                'turns; mark it with "train": false',
+            )
+        return start, end
+
+    def _narrowed(self, messages: Sequence[Message], text: str, spans: Spans) -> Spans:
+        """The parts of the spans that the template itself marks as the assistant's, if it marks any. The end token that
+        follows them is learnt, too."""
+        if not _GENERATION.search(self._source):
+            return spans
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        options = {**self._tokenizer.special_tokens_map, **self._options}
+        given = [self._named(message) for message in messages]
+        (whole,), (marks,) = render_jinja_template(
+            [given], chat_template=self._source, return_assistant_tokens_mask=True, **options
+        )
+        found: Spans = []
+        for start, end in spans:
+            own = [(max(a, start), min(b, end)) for a, b in marks if a < end and b > start]
+            if not own or not whole.startswith(text[: own[-1][1]]):
+                own = [(start, end)]
+            if text[own[-1][1] : end].strip() in self._ends:
+                own[-1] = (own[-1][0], end)
+            found += own
+        return found
 
 
-def chat_format(tokenizer: Any | None) -> ChatFormat:
+def _unlike(opened: str) -> str:
+    """Why an answer cannot follow the prompt for it, which begins it with `opened`."""
+    if not opened:
+        return "is written otherwise by the tokenizer's chat template than its prompt for an answer begins it"
+    if opened.startswith("</"):
+        return f"has a thought, but the prompt for it closes thoughts ({opened}); remove it, or set chatTemplateKwargs"
+    return (
+        f"does not begin with {opened!r}, as the tokenizer's chat template begins each answer; begin the content with "
+        "it, or set chatTemplateKwargs if the template can leave it out"
+    )
+
+
+def _common(a: str, b: str) -> int:
+    """The length of the longest common beginning."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a.startswith(b[:middle]) else (low, middle - 1)
+    return low
+
+
+def chat_format(tokenizer: Any | None, today: datetime | None = None) -> ChatFormat:
     """The format for a tokenizer. It is the chat template if the tokenizer has one, otherwise Human/Assistant."""
-    return Template(tokenizer) if getattr(tokenizer, "chat_template", None) else HumanAssistant()
+    if getattr(tokenizer, "chat_template", None):
+        return Template(tokenizer, today=today)
+    return HumanAssistant() if tokenizer is None else HumanAssistant(_opening(tokenizer), tokenizer.eos_token)
+
+
+def _opening(tokenizer: Any) -> str:
+    """What the tokenizer writes before every text, such as a beginning-of-sequence token."""
+    text, alone = tokenizer("a")["input_ids"], tokenizer("a", add_special_tokens=False)["input_ids"]
+    first = next((i for i in range(len(text)) if text[i : i + len(alone)] == alone), 0)
+    return "".join(map(str, tokenizer.convert_ids_to_tokens(text[:first])))

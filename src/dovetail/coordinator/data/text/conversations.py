@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.records import Demonstration, LaterTurn
-from dovetail.coordinator.data.text.chat_template import ASSISTANTS, ChatFormat, Message
+from dovetail.coordinator.data.records import Demonstration
+from dovetail.coordinator.data.text.chat_template import ASSISTANTS, REASONING, ChatFormat, Message
 
 # The other fields of a message that templates read.
-_FURTHER = {"assistant": ("tool_calls", "reasoning_content", "thinking"), "tool": ("name", "tool_call_id")}
+FURTHER = ("name", "tool_calls", "tool_call_id", *REASONING)
 # Other names of the roles. Those of ShareGPT's records are as LLaMA-Factory reads them.
 _ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")},
@@ -65,15 +65,15 @@ def conversation(value: Any, name: str, where: str) -> Conversation:
         if role == "function_call":
             item, content = {**item, "tool_calls": _calls(content, place)}, ""
         role = _ROLES[role]
-        messages.append({"role": role, "content": content, **_further(item, role, place)})
+        messages.append({"role": role, "content": content, **_further(item, place)})
         learnt.append(role in ASSISTANTS and _marked(item, place))
     return Conversation(messages, learnt)
 
 
-def _further(item: Mapping[str, Any], role: str, place: str) -> dict[str, Any]:
+def _further(item: Mapping[str, Any], place: str) -> dict[str, Any]:
     """The other fields of a message, which are not its content. Templates want the arguments of a call as an object,
     but OpenAI's API writes this object as a text."""
-    further = {name: item[name] for name in _FURTHER.get(role, ()) if item.get(name)}
+    further = {name: item[name] for name in FURTHER if item.get(name)}
     calls = further.get("tool_calls")
     if calls is None:
         return further
@@ -185,26 +185,8 @@ def demonstration(dialogue: Conversation, name: str, chat: ChatFormat, where: st
         raise DataError(f"{where}: the last of field {name!r} must be an assistant message, for it is what SFT learns")
     if not turns:
         raise DataError(f"{where}: no message of field {name!r} is learnt; leave train or weight out of one at least")
-    last = turns[-1]
-    text = chat.prompt(messages[:last])
-    given: list[str] = []
-    responses: list[str] = []
-    end = 0
-    for i in turns[:-1]:
-        before = chat.prompt(messages[:i])
-        rest = text[len(before) :] if text.startswith(before) else ""
-        length = chat.turn_length(messages[:i], messages[i], rest)
-        if length is None:
-            raise DataError(
-                f"{where}: message {i} of field {name!r} is not in the text of the whole conversation, because the "
-                'tokenizer\'s chat template rewrites earlier turns; mark it with "train": false'
-            )
-        given.append(text[end : len(before)])
-        end = len(before) + length
-        responses.append(text[len(before) : end])
-    given.append(text[end:])
-    responses.append(chat.reply(messages[:last], messages[last]))
-    return Demonstration(given[0], responses[0], tuple(map(LaterTurn, given[1:], responses[1:])))
+    text, spans = chat.conversation(messages[: turns[-1] + 1], turns)
+    return Demonstration(text, tuple(spans))
 
 
 def type_name(value: Any) -> str:

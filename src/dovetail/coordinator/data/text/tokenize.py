@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.coordinator.data.records import Demonstration, Judged, Labelled, LaterTurn, Preference
+from dovetail.coordinator.data.records import Demonstration, Judged, Labelled, Preference, Rendered, like
 from dovetail.protocol.wire import Arrays
 
 Tokens = list[int]
@@ -38,42 +40,81 @@ class Encoder:
         self.pad: int = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else self.eos
         self.max_prompt_tokens = max_prompt_tokens
         self.max_tokens = max_tokens
-        bos = tokenizer.bos_token_id
-        # Only models whose tokenizers write the token themselves expect it (Llama does; Qwen and the GPT-2 tokenizer of
-        # OPT may not).
-        self.bos: Tokens = [bos] if bos is not None and tokenizer("a")["input_ids"][:1] == [bos] else []
+        # What the tokenizer writes around a text of its own accord. Only models that expect it have such tokenizers
+        # (Llama does; Qwen and the GPT-2 tokenizer of OPT do not).
+        around, alone = (self._ids("a", special) for special in (True, False))
+        first = next((i for i in range(len(around)) if around[i : i + len(alone)] == alone), 0)
+        self._first, self._last = first, len(around) - len(alone) - first
+        self._opening = {around[0] if first else None, tokenizer.bos_token_id}
+
+    def _ids(self, text: str, special: bool) -> Tokens:
+        return list(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
     def encode(self, text: str) -> Tokens:
-        """The token ids of the text, without special tokens."""
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        """All token ids of a text that the model continues. A rendered text has its special tokens. To another text the
+        tokenizer adds what it writes before it."""
+        if isinstance(text, Rendered):
+            return self._ids(text, special=False)
+        ids = self._ids(text, special=True)
+        return ids[: len(ids) - self._last]
 
-    def prompt(self, text: str, limit: int | None = None) -> Tokens:
-        """The beginning-of-sequence token if the model has one, and then the text. Only its last tokens are kept if
-        there are more than `limit` in all."""
-        limit = min(self.max_prompt_tokens, limit or self.max_prompt_tokens) - len(self.bos)
-        ids = self.encode(text)
-        return self.bos + (ids[-limit:] if limit > 0 else [])
+    def prompt(self, text: str) -> Tokens:
+        """The token ids of a prompt, within the limit."""
+        return self._cut(self.encode(text), self.max_prompt_tokens)
 
-    def continued(self, prompt: str, response: str) -> Encoded:
-        """The sequence of prompt, response and end token, within the limits."""
-        return self._sequence(prompt, response, ())
+    def _cut(self, ids: Tokens, limit: int) -> Tokens:
+        """The last `limit` ids. A first id that opens every text is kept, too."""
+        if len(ids) <= limit:
+            return ids
+        opening = ids[:1] if ids[0] in self._opening else []
+        return opening + ids[len(ids) - limit + len(opening) :]
 
-    def _sequence(self, prompt: str, response: str, turns: Sequence[LaterTurn]) -> Encoded:
-        given = self.prompt(prompt, max(1, self.max_tokens // 2) if self.max_prompt_tokens >= self.max_tokens else None)
-        tokens = given + self.encode(response)
-        later: list[tuple[int, int]] = []
-        for turn in turns:
-            between = self.encode(turn.given)
-            later.append((len(tokens), len(tokens) + len(between)))
-            tokens += between + self.encode(turn.response)
-        tokens.append(self.eos)
-        most = self.max_tokens
-        kept = tuple((start, min(end, most)) for start, end in later if start < most)
-        return Encoded(tokens[:most], len(given), kept)
+    def whole(self, record: Demonstration) -> tuple[Tokens, list[tuple[int, int]]]:
+        """All token ids of a text with its end token, and the (start, end) of each range that is learnt."""
+        text, fast = record.text, bool(getattr(self.tokenizer, "is_fast", False))
+        special = not isinstance(text, Rendered)
+        found = self.tokenizer(text, add_special_tokens=special, **({"return_offsets_mapping": True} if fast else {}))
+        ids = list(found["input_ids"])
+        offsets = found["offset_mapping"][: len(ids) - (self._last if special else 0)] if fast else None
+        places = [
+            self._place(text, at, ids, offsets, ends=ends) for span in record.learnt for ends, at in enumerate(span)
+        ]
+        if special and ids[-1:] != [self.eos]:
+            ids.append(self.eos)
+        places[-1] = len(ids)
+        return ids, list(zip(places[::2], places[1::2], strict=True))
+
+    def _place(self, text: str, at: int, ids: Tokens, offsets: Sequence[tuple[int, int]] | None, ends: int) -> int:
+        """The number of ids before character `at`. A token with characters on both sides is learnt, unless those of the
+        learnt side are only white space. `ends` says whether the learnt side is before `at`."""
+        if offsets is None:
+            before = self.encode(like(text, text[:at]))
+            unlike = (i for i, (a, b) in enumerate(zip(before, ids, strict=False)) if a != b)
+            return next(unlike, min(len(before), len(ids)))
+        first = 0 if isinstance(text, Rendered) else self._first
+        place = bisect_right(offsets, at, first, key=lambda span: span[1])
+        while place > first and offsets[place - 1] == (at, at):  # a word boundary that the text does not have
+            place -= 1
+        start, end = offsets[place] if place < len(offsets) else (at, at)
+        if not start < at < end:
+            return place
+        learnt = text[start:at] if ends else text[at:end]
+        return place + (bool(learnt.strip()) == bool(ends))
 
     def demonstration(self, record: Demonstration) -> Encoded:
-        """The sequence of the prompt (the text before the first response), all turns and the end token."""
-        return self._sequence(record.prompt, record.response, record.turns)
+        """The sequence of a text, within the limits."""
+        ids, learnt = self.whole(record)
+        first, most = learnt[0][0], self.max_tokens
+        limit = self.max_prompt_tokens if self.max_prompt_tokens < most else max(1, most // 2)
+        prompt = self._cut(ids[:first], limit)
+        gone = first - len(prompt)
+        between = [(a - gone, b - gone) for (_, a), (b, _) in pairwise(learnt) if a < b]
+        kept = tuple((start, min(end, most)) for start, end in between if start < most)
+        return Encoded((prompt + ids[first:])[:most], len(prompt), kept)
+
+    def continued(self, prompt: str, response: str) -> Encoded:
+        """The sequence of a prompt and a response, within the limits."""
+        return self.demonstration(Demonstration.of(prompt, response))
 
     def labelled(self, record: Labelled) -> Encoded:
         return self.continued(record.prompt, record.response)

@@ -75,9 +75,21 @@ def load(name: str | Path, field: str, revision: str | None = None, trust_remote
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.reply_ends = reply_ends(Path(name), tokenizer)
     # Long records are cut by the job's own limits, so transformers need not warn of them.
     getattr(tokenizer, "deprecation_warnings", {})[_LONG] = True
     return tokenizer
+
+
+def reply_ends(model: Path, tokenizer: Any) -> list[str]:
+    """The tokens that end a reply of the model besides the tokenizer's end token. Its generation_config.json has their
+    ids. Gemma and Llama close a turn with such a token."""
+    try:
+        found = json.loads((model / "generation_config.json").read_text())["eos_token_id"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+    ids = [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int)]
+    return [str(token) for token in tokenizer.convert_ids_to_tokens([i for i in ids if 0 <= i < len(tokenizer)])]
 
 
 # The key of transformers' warning that a text is longer than the model allows.
