@@ -1,4 +1,4 @@
-# make install | demo | drill | test | test-fast | test-nightly | lint | generate | requirements | bench-...
+# make install | demo | drill | test | test-fast | test-nightly | same-bits | lint | generate | requirements | bench-...
 # Needs python3.11 and the package registry that pip is configured for; everything goes into .venv.
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -22,7 +22,7 @@ PYTEST = PYTHONHASHSEED=$${PYTHONHASHSEED:-$$RANDOM} OMP_NUM_THREADS=$${OMP_NUM_
 	$(BIN)/python -m pytest -n $(TEST_WORKERS)
 DRILL_ARGS ?=
 
-.PHONY: help docs install tools demo drill test test-fast test-nightly lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-table3 bench-families bench-scale bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu test-gpu clean
+.PHONY: help docs install tools demo drill test test-fast test-nightly same-bits lint format generate requirements check-locks check-vllm bench-gae bench-weights bench-e2e bench-table3 bench-families bench-scale bench-pipeline bench-interstage bench-async bench-spot bench-interstage-paper bench-scoring bench-coordinator bench-operator bench-migration bench-papers bench-predict bench-switch bench-placements bench-gpu bench-gpu-wheels bench-memory-gpu test-gpu clean
 .PHONY: cluster cluster-install cluster-kubeconfig cluster-bin cluster-down cluster-packages cluster-binaries images images-push
 
 help: ## Show the targets
@@ -72,6 +72,9 @@ test-fast: install $(KERNELS) ## Tests that start no vLLM servers or trainers, e
 test-nightly: lint $(MODEL_INFOS) $(KERNELS) ## The whole test suite, and the long drills in all their variants
 	@$(DEVCLUSTER) build --where-supported >/dev/null
 	$(PYTEST) $(PYTEST_ARGS)
+
+same-bits: $(STAMP) ## In minutes: lint, the nearest tests, and whether tiny jobs have the same bits as at BASE=...
+	PYTHONPATH=hack OMP_NUM_THREADS=1 $(BIN)/python -m same_bits $(if $(BASE),--base $(BASE))
 
 format: install ## Format the code
 	$(BIN)/ruff check --fix .
