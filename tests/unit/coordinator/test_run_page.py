@@ -56,6 +56,7 @@ def test_the_overview_of_a_finished_run(documents):
     assert found["health"]["verdicts"] == []
     assert found["health"]["iteration"] == 12
     assert found["reward"] > 1
+    assert found["outcome"].startswith("PPO raised held-out quality from 0.67 to 0.93 and raised held-out reward from ")
     assert found["seconds_left"] is None
     assert "Reward per sample" in [row[0] for row in found["results"]]
     assert "Learning rates" in [row[0] for row in found["facts"]]
@@ -244,7 +245,7 @@ def test_no_folder_hides_the_other_runs(tmp_path):
     (tmp_path / "mine").mkdir()
     append(tmp_path / "mine" / "history.jsonl", {"stage": "ppo", "step": 7, "time": 1.0, "metrics": {"reward": 0.5}})
     server = serve_page(tmp_path)
-    with httpx.Client(base_url=server.url, timeout=120) as client:
+    with httpx.Client(base_url=server.url, timeout=120, headers=SIGNED_IN) as client:
         found = {run["id"]: run for run in client.get("/api/v1/runs").json()["runs"]}
         assert found["mine"]["done"] == 7
         for name in found:
@@ -362,6 +363,13 @@ def test_runs_of_one_manifest_are_a_group(client):
     assert len(runs) >= 2
     assert len({run["group"] for run in runs}) < len(runs), "seeds of one manifest"
     assert len({run["seed"] for run in runs}) == len(runs)
+
+
+def test_a_run_has_one_duration(client, run):
+    """In the list of runs and on the run's own page, over all its resumes."""
+    (listed,) = (line for line in client.get("/api/v1/runs").json()["runs"] if line["id"] == run.name)
+    overview = client.get(f"/api/v1/runs/{run.name}/overview").json()
+    assert listed["seconds"] == overview["seconds"] == json.loads((run / "summary.json").read_text())["wall_seconds"]
 
 
 def test_a_coordinator_answers_one_viewer_at_a_time(tmp_path):

@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.store.sample_files import BEFORE_SFT, SampleFiles, evaluation_files, read_rows
+from dovetail.local.report.report import write_report
 from helpers.cluster import wait_for
 from helpers.demo_runs import TOKEN, append, demo_runs, serve_page
 from helpers.fake_jobs_api import JOBS, Api, Run, condition, job
@@ -96,10 +97,16 @@ def test_a_finished_run_from_the_list_to_its_schedule(page, url, runs):
     )
     plan = page.get_by_role("table", name="Plan against actual")
     expect(plan.get_by_text("generation", exact=True)).to_have_count(1)
+    planned = page.get_by_role("table", name="Plan against actual", exact=True)
+    expect(planned.get_by_role("row")).to_have_count(2)
+    expect(planned.get_by_text("–", exact=True)).to_have_count(0)
+    page.get_by_text("PPO raised held-out quality from 0.67 to 0.93").wait_for()
     page.get_by_role("link", name="Timeline").click()
     lanes = page.locator("svg[data-lanes]")
     lanes.wait_for()
     wait_for("the bars", lambda: lanes.locator("rect").count() > 20)
+    for kind in ("generation", "training", "actor forward"):
+        expect(page.locator(".legend").get_by_text(kind, exact=True)).to_have_count(1)
     lanes.focus()
     page.keyboard.press("ArrowDown")
     page.locator("output", has_text=re.compile(r"coordinator.*: .* s, from")).wait_for()
@@ -282,6 +289,16 @@ def test_400_pixels_keys_and_the_dark(page, url, runs):
     page.goto(url)
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
+
+
+@pytest.mark.slow
+def test_the_report_on_a_phone(browser, runs):
+    address = write_report(runs).as_uri()
+    with watched(browser, address) as page:
+        page.set_viewport_size({"width": 400, "height": 800})
+        page.goto(address)
+        page.get_by_text("PPO raised held-out quality from 0.67 to 0.93").wait_for()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
 
 
 # ---------------------------------------------------------------- on a cluster

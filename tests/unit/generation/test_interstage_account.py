@@ -57,5 +57,9 @@ def test_the_summary_says_what_fusion_saved() -> None:
     fusion = {"setting": "Auto", "threshold": 6, "samples_migrated": 12.0, "seconds_saved": 1.5}
     shown = {row[0]: row[2] for row in fusion_rows({"fusion": {**fusion, "predicted_seconds_saved": 2.0}})}
     assert list(shown.values()) == ["12", "when 6 samples were left", "1.5 s (2.0 s predicted)"]
+    for migrated, said in ((0.0, "none had to migrate"), (2.0, "2 of them migrated")):
+        row = fusion_rows({"fusion": {**fusion, "samples_migrated": migrated, "migrated": migrated}})[1]
+        assert row[0].endswith("scoring began early"), "nothing migrates that is where it should be"
+        assert row[2] == f"when 6 samples were left, {said}"
     assert fusion_rows({"fusion": {**fusion, "threshold": 0}})[1][2] == "not, as that was not faster"
     assert fusion_rows({"fusion": {"setting": "Off"}}) == fusion_rows({}) == []

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from dovetail.coordinator.data.text.chat_template import HumanAssistant
-from dovetail.coordinator.telemetry.summary_rows import binomial_p, rows
+from dovetail.coordinator.telemetry.summary_rows import binomial_p, outcome, rows
 from dovetail.coordinator.telemetry.time_left import TimeLeft, position
 from dovetail.local.launch.progress_bars import Bars, Lines, describe_metrics, time_left
 from dovetail.local.report import charts
@@ -346,6 +346,77 @@ def test_the_time_that_is_left_is_that_of_the_last_steps():
     assert estimate.left(56.0) == 0.0, "the job ends early"
     estimate.see(Stage.REWARD, 0, 5, 60.0)
     assert estimate.left(61.0) is None
+
+
+@pytest.mark.parametrize("begun", [0, 7], ids=["new", "resumed"])
+def test_the_first_step_is_not_the_rate_of_the_others(begun):
+    """It compiles, so a stage of a minute would last for hours."""
+    estimate = TimeLeft()
+    estimate.see(Stage.SFT, begun, 1000, 0.0)
+    estimate.see(Stage.SFT, begun + 1, 1000, 20.0)
+    assert estimate.left(20.0) is None
+    estimate.see(Stage.SFT, begun + 2, 1000, 20.06)
+    assert estimate.left(20.06) == pytest.approx((998 - begun) * 0.06)
+
+
+def test_a_night_between_two_steps_is_not_the_rate_of_the_others():
+    estimate = TimeLeft()
+    for step in range(10):
+        estimate.see(Stage.PPO, step, 100, 30.0 * step + (36000.0 if step >= 5 else 0.0))
+    assert estimate.left(36270.0) == pytest.approx(91 * 30.0)
+
+
+def figure(mean, ci95=0.03):
+    return {"mean": mean, "ci95": ci95}
+
+
+def evaluated(before, after, **more):
+    return {"evaluation": {"prompts": 64, "quality": {"before_ppo": before, "after_ppo": after}, **more}}
+
+
+@pytest.mark.parametrize(
+    ("summary", "said"),
+    [
+        (evaluated(figure(0.64), figure(0.9)), "PPO raised held-out quality from 0.64 to 0.90."),
+        (evaluated(figure(0.9), figure(0.64)) | {"method": "GRPO"}, "GRPO lowered held-out quality from 0.90 to 0.64."),
+        (
+            evaluated(figure(0.2), figure(0.199), reward={"before_ppo": figure(-1.87), "after_ppo": figure(1.83)}),
+            "PPO did not clearly change held-out quality (0.200 before, 0.199 after) and raised held-out reward from "
+            "-1.87 to 1.83.",
+        ),
+        (evaluated(figure(0.001, 0.0), figure(0.002, 0.0)), "PPO raised held-out quality from 0.001 to 0.002."),
+        (evaluated(figure(0.5), figure(0.5)), "PPO did not clearly change held-out quality (0.50 before, 0.50 after)."),
+        (
+            {"ppo": {"reward_first": figure(0.0), "reward_last": figure(0.7)}},
+            "PPO raised the reward per sample from 0.00 to 0.70. That is on the prompts of training: no held-out "
+            "prompts were evaluated.",
+        ),
+        # It was stopped before the last evaluation.
+        (
+            evaluated(figure(0.5), None) | {"ppo": {"reward_first": figure(0.5), "reward_last": figure(0.1)}},
+            "PPO lowered the reward per sample from 0.50 to 0.10.",
+        ),
+        (
+            {"dpo": {"method": "KTO", "loss_before": 0.5, "loss_after": 0.41}},
+            "KTO lowered the held-out loss from 0.50 to 0.41.",
+        ),
+        ({"sft": {"loss_before": 6.221, "loss_after": 0.576}}, "SFT lowered the held-out loss from 6.22 to 0.58."),
+        (
+            {"reward_model": {"accuracy": 0.847}},
+            "The reward model prefers the chosen response in 84.7% of the held-out pairs.",
+        ),
+        ({"sft": {"loss_after": 0.5}}, ""),
+        ({"evaluation": None, "state": "failed"}, ""),
+    ],
+)
+def test_a_sentence_says_what_the_run_changed(summary, said):
+    assert outcome(summary) == said
+    out = StringIO()
+    show(Console(file=out, width=60), summary)
+    assert (said in out.getvalue()) if said else "raised" not in out.getvalue()
+    page = render_report("run", summary, {}, None)
+    assert said in page
+    assert not said or page.index(said) < page.index("<table>"), "it begins the report"
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ def record(
         sums["predicted_stage_seconds"] = decision.fused_seconds
     sums = totals(records.store.get(TOTALS), sums)
     records.store.put(TOTALS, sums)
-    records.results.fact("fusion", {"setting": setting, "threshold": fusion.threshold, **sums})
+    last = {"threshold": fusion.threshold, "migrated": facts["fusion_migrated"]}
+    records.results.fact("fusion", {"setting": setting, **last, **sums})
     records.log("fusion.done", iteration=iteration, **{k: round(v, 4) for k, v in facts.items()})
     return facts
 

@@ -12,7 +12,7 @@ from typing import Any
 from dovetail.coordinator.health.health import Rules
 from dovetail.coordinator.page.manifest_facts import manifest_facts
 from dovetail.coordinator.page.page_health import health
-from dovetail.coordinator.telemetry.summary_rows import get, rows
+from dovetail.coordinator.telemetry.summary_rows import get, outcome, rows
 from dovetail.coordinator.telemetry.time_left import TimeLeft
 from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.protocol.prediction import MEASURED_NAMES
@@ -71,6 +71,7 @@ def line(seen: SeenRun) -> Document:
         "total": _total(seen, stage),
         "method": seen.parsed.spec.ppo.method if seen.parsed is not None else None,
         **{name: _number(figures.get(name)) for name in ("reward", "kl", "samples_per_second")},
+        "seconds": _seconds(seen),
         "began": _number(seen.rows[0].get("time")) if seen.rows else None,
         "ended": _number(last.get("time")) if last is not None else None,
     }
@@ -98,7 +99,6 @@ def overview(seen: SeenRun) -> Document:
         **found,
         "reason": _why(found["state"], seen.summary),
         "seconds_left": _left(seen, found) if running else None,
-        "wall_seconds": seen.summary.get("wall_seconds"),
         "health": health(
             [(step, row["metrics"]) for step, row in sorted(ppo.items())],
             [row["time"] for row in seen.rows if isinstance(row.get("time"), int | float)],
@@ -107,6 +107,7 @@ def overview(seen: SeenRun) -> Document:
             predicted=prediction.get("iterationSeconds") if prediction else None,
             now=seen.now if running else None,
         ),
+        "outcome": outcome(seen.summary),
         "results": [list(row) for row in rows(seen.summary)],
         "facts": [list(row) for row in manifest_facts(seen.parsed)] if seen.parsed is not None else [],
         "versions": get(seen.summary, "versions") or {},
@@ -176,6 +177,14 @@ def _left(seen: SeenRun, found: Mapping[str, Any]) -> float | None:
         if isinstance(row.get("time"), int | float):
             estimate.see(Stage(found["stage"]), step, found["total"], row["time"])
     return estimate.left(seen.now)
+
+
+def _seconds(seen: SeenRun) -> float | None:
+    """How long the run took, over all its resumes. During a run, the seconds between its first and last step."""
+    if (known := _number(seen.summary.get("wall_seconds"))) is not None:
+        return known
+    began, ended = (_number(row.get("time")) for row in (seen.rows[0], seen.rows[-1])) if seen.rows else (None, None)
+    return None if began is None or ended is None else ended - began
 
 
 def _number(value: Any) -> float | None:

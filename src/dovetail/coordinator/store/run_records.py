@@ -70,7 +70,8 @@ class RunRecords:
         if not every or (iteration > 1 and iteration % every):
             return
         for which, row in best_and_worst(rows):
-            told = {key: row[key] for key in ("reward", "rewards", "kl", "tokens", "finish_reason") if row[key]}
+            told = {key: row[key] for key in ("reward", "rewards", "kl", "tokens", "finish_reason")}
+            told = {key: value for key, value in told.items() if value is not None and value != {}}
             texts = {key: shortened(row[key]) for key in ("prompt", "response")}
             self.log("sample.shown", which=which, iteration=iteration, **told, **texts)
 

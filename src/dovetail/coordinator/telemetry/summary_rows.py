@@ -39,6 +39,46 @@ def binomial_p(correct: int, pairs: int) -> float:
     return min(1.0, math.fsum(terms))
 
 
+def _moved(what: str, before: Any, after: Any) -> str | None:
+    """The verb phrase 'raised WHAT from 0.64 to 0.90'. Both values are numbers, or {mean, ci95}. It says so if the
+    difference is within the error. None if a value is missing."""
+    means, widths = [], []
+    for value in (before, after):
+        value = value if isinstance(value, Mapping) else {"mean": value}
+        if not isinstance(value.get("mean"), int | float):
+            return None
+        means.append(float(value["mean"]))
+        widths.append(float(value.get("ci95") or 0.0))
+    # As many digits as show the difference.
+    digits = next((n for n in range(2, 9) if f"{means[0]:.{n}f}" != f"{means[1]:.{n}f}"), 2)
+    first, last = (f"{mean:.{digits}f}" for mean in means)
+    if abs(means[1] - means[0]) <= math.hypot(*widths):
+        return f"did not clearly change {what} ({first} before, {last} after)"
+    return f"{'raised' if means[1] > means[0] else 'lowered'} {what} from {first} to {last}"
+
+
+def outcome(summary: Mapping[str, Any]) -> str:
+    """A sentence on what the run changed, such as 'PPO raised held-out quality from 0.64 to 0.90.' Held-out figures
+    come first. Empty if there is nothing to compare."""
+    ppo, dpo = method(summary), str(get(summary, "dpo.method") or "DPO")
+    # The reward comes last. It is what was trained on, so other measures say more.
+    measures = sorted((get(summary, "evaluation") or {}).items(), key=lambda item: item[0] == "reward")
+    found = [_moved(f"held-out {name}", get(v, "before_ppo"), get(v, "after_ppo")) for name, v in measures]
+    if phrases := [phrase for phrase in found if phrase]:
+        return f"{ppo} {' and '.join(phrases)}."
+    first, last = get(summary, "ppo.reward_first"), get(summary, "ppo.reward_last")
+    if said := _moved("the reward per sample", first, last):
+        held = "" if measures else " That is on the prompts of training: no held-out prompts were evaluated."
+        return f"{ppo} {said}.{held}"
+    for name, label in (("dpo", dpo), ("sft", "SFT")):
+        if said := _moved("the held-out loss", get(summary, f"{name}.loss_before"), get(summary, f"{name}.loss_after")):
+            return f"{label} {said}."
+    accuracy = get(summary, "reward_model.accuracy")
+    if accuracy is None:
+        return ""
+    return f"The reward model prefers the chosen response in {accuracy:.1%} of the held-out pairs."
+
+
 def rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """The rows (name, before or first, after or last) of all results in the summary."""
     found: list[tuple[str, str, str]] = []

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from itertools import pairwise
+from statistics import mean, median
 from typing import Any
 
 from dovetail.manifest.types import Stage
 
 # The estimate uses the mean time of this many last steps.
 STEPS = 20
+# Steps that took this many times the median do not count.
+RARELY = 10.0
 # These phases are between two iterations.
 _BETWEEN = (None, "export", "checkpoint", "evaluation")
 
@@ -48,10 +52,15 @@ class TimeLeft:
             self._seen.append((done, now))
 
     def left(self, now: float) -> float | None:
-        """The seconds until the stage's last step is finished. None until two steps have been finished."""
-        if len(self._seen) < 2:
+        """The seconds until the stage's last step is finished. None until two steps have been finished after the first
+        entry."""
+        # The time until the end of the first step includes work that is done only once, such as compiling.
+        steps = list(pairwise(list(self._seen)[1:]))
+        if not steps:
             return None
-        # The time until the end of the first step includes work that is done only once.
-        (first, begun), (last, ended) = self._seen[1 if len(self._seen) > 2 else 0], self._seen[-1]
-        each = (ended - begun) / (last - first)
+        times = [(ended - begun) / (last - first) for (first, begun), (last, ended) in steps]
+        # A step that took far longer than the others includes something else, such as the time until a resume.
+        usual = RARELY * median(times)
+        each = mean(seconds for seconds in times if seconds <= usual)
+        last, ended = self._seen[-1]
         return max(0.0, (self._total - last) * each - max(0.0, now - ended))

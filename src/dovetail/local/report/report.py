@@ -15,7 +15,7 @@ from typing import Any
 from dovetail.coordinator.page.iteration_timeline import timeline
 from dovetail.coordinator.page.overview import job_name
 from dovetail.coordinator.page.run_folder import RunFolder
-from dovetail.coordinator.telemetry.summary_rows import get, method, rows
+from dovetail.coordinator.telemetry.summary_rows import get, method, outcome, rows
 from dovetail.local.report import charts
 from dovetail.local.report.charts import ChartBar, Series
 from dovetail.local.report.report_run import run_section
@@ -43,6 +43,7 @@ main{max-width:1000px;margin:0 auto;padding:24px 16px 48px}
 h1{font-size:1.5rem;margin:0}h2{font-size:1.1rem;margin:28px 0 8px}
 .sub{color:var(--mute);margin:2px 0 18px}.bad{color:#c0392b}.warn{color:#b9770e}
 table{border-collapse:collapse;background:var(--card);border-radius:8px;width:100%}
+@media(max-width:700px){table{display:block;overflow-x:auto}}
 th,td{padding:6px 12px;text-align:right;border-bottom:1px solid var(--line);font-variant-numeric:tabular-nums}
 th:first-child,td:first-child{text-align:left}th{color:var(--mute);font-weight:500}tr:last-child td{border-bottom:0}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(420px,100%),1fr));gap:14px}
@@ -222,6 +223,7 @@ def render_report(
     subtitle = "".join(f'<span class="bad">{escape(line)}</span><br>' for line in ended)
     subtitle += escape(", ".join(([state] if state and not ended else []) + facts))
     subtitle += "".join(f'<br><span class="warn">{escape(line)}</span>' for line in health_sentences(summary))
+    said = f"<p><b>{escape(outcome(summary))}</b></p>" if outcome(summary) else ""
     sections = []
     for stage, heading in {**_STAGES, "ppo": method(summary)}.items():
         steps = history.get(stage, {})
@@ -267,7 +269,7 @@ def render_report(
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(name)}: Dovetail report</title><style>{STYLE}</style></head><body><main>"
-        f'<h1>{escape(name)}</h1><p class="sub">{subtitle}</p>{_table(summary)}{samples}{"".join(sections)}{when}'
+        f'<h1>{escape(name)}</h1><p class="sub">{subtitle}</p>{said}{_table(summary)}{samples}{"".join(sections)}{when}'
         f"{schedule_section(schedule)}{run}{changes_section(summary)}{families_section(schedule)}"
         "</main></body></html>\n"
     )

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dovetail.coordinator.telemetry.summary_rows import get, method, rows
+from dovetail.coordinator.telemetry.summary_rows import get, method, outcome, rows
 from dovetail.supervision.errors import RunError
 
 STAGES = ("sft", "reward", "dpo", "ppo")
@@ -80,13 +80,14 @@ def fusion_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     fusion = get(summary, "fusion")
     if not isinstance(fusion, Mapping) or fusion.get("setting") == "Off":
         return []
-    threshold = fusion.get("threshold")
+    threshold, migrated = fusion.get("threshold"), fusion.get("migrated")
+    how = "" if migrated is None else f", {migrated:.0f} of them migrated" if migrated else ", none had to migrate"
     found = [
         ("Fusion: samples migrated, all iterations", "", f"{fusion.get('samples_migrated', 0):.0f}"),
         (
-            "Fusion: in the last iteration the tail migrated",
+            "Fusion: in the last iteration scoring began early",
             "",
-            f"when {threshold} samples were left" if threshold else "not, as that was not faster",
+            f"when {threshold} samples were left{how}" if threshold else "not, as that was not faster",
         ),
     ]
     saved, predicted = fusion.get("seconds_saved"), fusion.get("predicted_seconds_saved")
@@ -154,6 +155,8 @@ def show(console: Console, summary: Mapping[str, Any]) -> None:
     for line in how_it_ended(summary):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
     console.print(summary_table(summary))
+    if said := outcome(summary):
+        console.print(f"\n{said}", highlight=False, markup=False, soft_wrap=True)
     if overlap := overlap_sentence(summary):
         console.print(f"\n{overlap}", highlight=False, soft_wrap=True)
     if sentences := health_sentences(summary):

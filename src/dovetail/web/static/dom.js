@@ -22,11 +22,12 @@ export function number(value, digits = 3) {
   return Number(value).toLocaleString("en", {maximumSignificantDigits: Math.max(digits, Math.ceil(Math.log10(Math.abs(value) + 1)))});
 }
 
+// As the terminal and the report write it.
 export function duration(seconds) {
   if (seconds === null || seconds === undefined) return "–";
-  if (seconds < 60) return `${number(seconds)} s`;
-  const minutes = Math.round(seconds / 60);
-  return minutes < 60 ? `${minutes} min` : `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+  if (seconds < 60) return `${seconds.toFixed(1)} s`;
+  const whole = Math.round(seconds), minutes = Math.floor(whole / 60), two = (value) => String(value).padStart(2, "0");
+  return minutes < 60 ? `${minutes} min ${two(whole % 60)} s` : `${Math.floor(minutes / 60)} h ${two(minutes % 60)} min`;
 }
 
 export const moment = (seconds) => (seconds ? new Date(seconds * 1000).toLocaleString() : "–");
@@ -65,6 +66,11 @@ export const PHASES = {
   generation: "#3b82c4", inference: "#c98a1b", waiting: "#9aa0a8", training: "#3f9a5a", weights: "#8a5cc2", checkpoint: "#b3564a",
   evaluation: "#2a9d9d", overlap: "#8b93a0", other: "#8b93a0", migration: "#c2487e",
 };
+// What the bars of one colour have in common.
+export function kindOf(name) {
+  const action = /^(actor|critic) ?([FBIW])/.exec(name);
+  return action ? `${action[1]} ${ACTION_NAMES[action[2]]}` : name.replace(/[0-9/-]+/g, "").trim();
+}
 export function colourOf(name) {
   if (PHASES[name]) return PHASES[name];
   const action = /^(actor|critic) ?([FBIW])/.exec(name);

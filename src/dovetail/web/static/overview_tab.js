@@ -63,9 +63,13 @@ export function planTable(plan, single = false) {
   if (!plan.length) return "";
   const measured = single ? [{label: "Measured, s", n: true}] : [{label: "Last, s", n: true}, {label: "Mean of the last ten, s", n: true}];
   const off = ({planned, mean}) => (planned && mean !== null ? mean / planned - 1 : null);
-  return [h("h3", {}, "Plan against actual"), table([{label: "Phase"}, {label: "Planned, s", n: true}, ...measured, {label: "Difference", n: true}],
-    plan.map((row) => [row.phase, number(row.planned), number(row.last), ...(single ? [] : [number(row.mean)]),
-      off(row) === null ? "–" : h("span", {class: Math.abs(off(row)) > 0.25 ? "warn" : ""}, `${off(row) > 0 ? "+" : ""}${percent(off(row))}`)]), "Plan against actual")];
+  const taken = (row) => [number(row.last), ...(single ? [] : [number(row.mean)])];
+  // A plan may predict all phases, some or none.
+  const planned = plan.filter((row) => row.planned !== null), rest = plan.filter((row) => row.planned === null);
+  return [...(planned.length ? [h("h3", {}, "Plan against actual"), table([{label: "Phase"}, {label: "Planned, s", n: true}, ...measured, {label: "Difference", n: true}],
+    planned.map((row) => [row.phase, number(row.planned), ...taken(row),
+      off(row) === null ? "–" : h("span", {class: Math.abs(off(row)) > 0.25 ? "warn" : ""}, `${off(row) > 0 ? "+" : ""}${percent(off(row))}`)]), "Plan against actual")] : []),
+  ...(rest.length ? [h("h3", {}, "Time of each phase"), table([{label: "Phase"}, ...measured], rest.map((row) => [row.phase, ...taken(row)]), "Plan against actual: phases without a plan")] : [])];
 }
 
 // The step in progress, and the servers that are not healthy.
@@ -90,10 +94,10 @@ export async function overviewTab({source, id, body, signal}) {
     const seen = await overviewOf(source, id, signal);
     const stages = byStage(await source.history(id, signal));
     const fact = (name, value) => h("div", {class: "card"}, h("span", {}, name), h("b", {}, value));
-    swap(top, ...healthPanel(seen.health).flat(), seen.reason ? h("div", {class: /fail|stop/i.test(seen.state) ? "note bad" : "note warn"}, h("b", {}, seen.state), seen.reason) : "",
+    swap(top, seen.outcome ? h("div", {class: "note"}, h("b", {}, "Result"), seen.outcome) : "", ...healthPanel(seen.health).flat(), seen.reason ? h("div", {class: /fail|stop/i.test(seen.state) ? "note bad" : "note warn"}, h("b", {}, seen.state), seen.reason) : "",
       seen.problem ? h("p", {class: "mute"}, absent(seen.job, seen.problem)) : "",
       h("div", {class: "facts"}, fact("State", stateMark(seen.state)), fact("Stage", stageOf(seen)), fact("Time left", duration(seen.seconds_left)), fact("Reward", number(seen.reward)),
-        fact("KL, nats", number(seen.kl)), fact("Samples per second", number(seen.samples_per_second)), fact("Seed", seen.seed ?? "–"), fact("Took", duration(seen.wall_seconds))),
+        fact("KL, nats", number(seen.kl)), fact("Samples per second", number(seen.samples_per_second)), fact("Seed", seen.seed ?? "–"), fact("Took", duration(seen.seconds))),
       seen.total ? h("progress", {max: seen.total, value: seen.done || 0, "aria-label": "Progress of the stage"}) : "");
     swap(present, now(seen.live));
     const ppo = stages.ppo || new Map();

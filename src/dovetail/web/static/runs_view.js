@@ -48,7 +48,7 @@ export async function runsView({source, root, signal, say}) {
         count();
       }}),
       h("a", {href: hrefOf(run.id, "overview")}, run.id), stateMark(run.state), stageOf(run), number(run.reward), number(run.kl), number(run.samples_per_second),
-      run.seed ?? "–", moment(run.began), run.ended && run.began ? duration(run.ended - run.began) : "–",
+      run.seed ?? "–", moment(run.began), duration(run.seconds),
     ]);
     swap(box, table([{label: "", head: "Compare"}, {label: "Run"}, {label: "State"}, {label: "Stage"}, {label: "Reward", n: true}, {label: "KL", n: true},
       {label: "Samples/s", n: true}, {label: "Seed", n: true}, {label: "Began"}, {label: "Took"}], rows, "Runs"));

@@ -1,9 +1,12 @@
 // Shows an iteration's timeline with every process, and the planned times beside the measured ones.
 
-import {h, select, swap} from "./dom.js";
+import {colourOf, h, kindOf, legend, select, swap} from "./dom.js";
 import {lanes} from "./lanes.js";
 import {LineChart} from "./line_chart.js";
 import {planTable} from "./overview_tab.js";
+
+// The legend names this many kinds of bars, those that take the longest.
+const KINDS = 16;
 
 export async function timelineTab({source, id, body, args, signal}) {
   let iteration = args[0] ? Number(args[0]) : null, follow = iteration === null, there = [], shown = null;
@@ -20,7 +23,13 @@ export async function timelineTab({source, id, body, args, signal}) {
     shown = iteration;
     const left = new LineChart({title: "Samples still to generate", axis: "second"});
     left.update(Object.entries(found.curves).map(([name, points]) => ({label: name, colour: "#3b82c4", points})));
-    box.replaceChildren(...[planTable(found.plan, true)].flat(), lanes({title: `Timeline of iteration ${iteration}`, note: found.left_out ? `The ${found.left_out} shortest bars are left out.` : "",
+    const kinds = new Map();
+    for (const [name, start, end] of found.lanes.flatMap((lane) => lane.bars)) {
+      const kind = kindOf(name), known = kinds.get(kind) || [0, colourOf(name)];
+      kinds.set(kind, [known[0] + end - start, known[1]]);
+    }
+    const longest = [...kinds].sort((a, b) => b[1][0] - a[1][0]).slice(0, KINDS);
+    box.replaceChildren(...[planTable(found.plan, true)].flat(), legend(longest.map(([kind, [, colour]]) => [kind, colour])), lanes({title: `Timeline of iteration ${iteration}`, note: found.left_out ? `The ${found.left_out} shortest bars are left out.` : "",
       lanes: found.lanes.map((lane) => ({label: lane.lane === "main" ? lane.process : `${lane.process} / ${lane.lane}`, bars: lane.bars}))}), left.node);
   }
   await load();
