@@ -13,6 +13,7 @@ import click
 from rich.console import Console
 
 from dovetail.cli.common.require_extras import require
+from dovetail.cli.job_arguments import checkpoint_option
 from dovetail.cli.serve_command import model_option, vllm_extra
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
 from dovetail.local.serving.chat import Replier
@@ -28,6 +29,7 @@ SHARE = 0.4
 @click.command()
 @click.argument("run_dir", metavar="[RUN_DIR]", required=False, type=click.Path(path_type=Path))
 @model_option
+@checkpoint_option
 @click.option(
     "--compare",
     nargs=2,
@@ -60,6 +62,7 @@ SHARE = 0.4
 def chat(
     run_dir: Path | None,
     model: str,
+    iteration: int | None,
     compare: tuple[str, str] | None,
     system: str | None,
     url: tuple[str, ...],
@@ -84,6 +87,8 @@ def chat(
         raise UsageError("name the folder of a run, for example runs/quickstart, or a server with --url")
     if engine is not None and url:
         raise UsageError("--engine says how a model is loaded here, and --url where it is served; give one of them")
+    if compare and iteration is not None:
+        raise UsageError("--iteration is for one model; leave out --compare")
     names = tuple(dict.fromkeys(compare)) if compare else (model,)
     if url and len(url) != len(names):
         raise UsageError(f"give --url {len(names)} times, once for each model: {', '.join(names)}")
@@ -100,14 +105,14 @@ def chat(
         for number, name in enumerate(names):
             if url:
                 require("dovetail chat --url", ["client"])
-                folder = None if run_dir is None else model_folder(run_dir, name)
+                folder = None if run_dir is None else model_folder(run_dir, name, iteration)
                 key = os.environ.get("OPENAI_API_KEY") or os.environ.get("VLLM_API_KEY")
                 models[name] = stack.enter_context(_served(folder, name, url[number], key))
             else:
                 assert run_dir is not None
                 chosen = engine or ("vllm" if cuda_devices() and is_installed("vllm") else "transformers")
                 share = ["--gpu-memory-utilization", str(SHARE)] if len(names) > 1 and cuda_devices() else []
-                models[name] = stack.enter_context(_loaded(run_dir, name, chosen, share))
+                models[name] = stack.enter_context(_loaded(run_dir, name, iteration, chosen, share))
         if person:
             what = " and ".join(url or [str(Path(str(run_dir)) / "models" / name) for name in names])
             click.echo(f"Talking with {what}. Ctrl-C stops a reply, /reset starts anew, /quit ends.")
@@ -142,16 +147,16 @@ def _served(folder: Path | None, name: str, address: str, key: str | None) -> It
 
 
 @contextlib.contextmanager
-def _loaded(run_dir: Path, name: str, engine: str, given: list[str]) -> Iterator[Replier]:
+def _loaded(run_dir: Path, name: str, iteration: int | None, engine: str, given: list[str]) -> Iterator[Replier]:
     """A model that this command loads until the chat ends. `given`: further arguments for vLLM."""
     if engine == "transformers":
         require("dovetail chat", ["trainer"])
         from dovetail.local.serving.chat import ChatModel
 
-        yield ChatModel(run_dir, name)
+        yield ChatModel(run_dir, name, iteration)
         return
     require("dovetail chat --engine vllm", ["client", vllm_extra()])
-    folder = model_folder(run_dir, name)
+    folder = model_folder(run_dir, name, iteration)
     on_cpu = not cuda_devices()
     check_served(folder, on_cpu)
     log = run_dir / "logs" / f"chat-{name}.log"

@@ -15,6 +15,19 @@ from dovetail.protocol.plan import Plan
 
 manifest_argument = click.argument("manifest", metavar="JOB.yaml", type=click.Path(path_type=Path))
 run_dir_argument = click.argument("run_dir", metavar="RUN_DIR", type=click.Path(path_type=Path))
+iteration_option = click.option(
+    "--iteration",
+    type=click.IntRange(1),
+    metavar="N",
+    help="The checkpoint after this iteration of PPO, or this step of another stage.  [default: the newest]",
+)
+checkpoint_option = click.option(
+    "--iteration",
+    type=click.IntRange(1),
+    metavar="N",
+    help="The model in the checkpoint after this iteration of PPO, or this step of another stage.  "
+    "[default: the finished model]",
+)
 new_file = click.Path(path_type=Path, dir_okay=False)
 set_option = click.option(
     "--set",

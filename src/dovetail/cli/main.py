@@ -14,6 +14,7 @@ from dovetail.cli.chat_command import chat
 from dovetail.cli.data_command import data
 from dovetail.cli.debug import debug
 from dovetail.cli.doctor_command import doctor
+from dovetail.cli.export_command import export
 from dovetail.cli.init_command import init
 from dovetail.cli.manifests import explain, validate
 from dovetail.cli.planning import plan
@@ -110,6 +111,7 @@ COMMANDS = (
     chat,
     serve,
     push,
+    export,
     report,
     validate,
     plan,

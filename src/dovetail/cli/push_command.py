@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from dovetail.cli.common.require_extras import require
-from dovetail.cli.job_arguments import run_dir_argument
+from dovetail.cli.job_arguments import checkpoint_option, run_dir_argument
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
 from dovetail.local.hub_push import push_model
 from dovetail.local.serving.served_result import model_folder
@@ -25,10 +25,19 @@ from dovetail.local.serving.served_result import model_folder
     show_default=True,
     help="Which of the run's models.",
 )
+@checkpoint_option
 @click.option("--private", is_flag=True, help="If the repository is new, only you may see it.")
 @click.option("--revision", metavar="BRANCH", help="A branch, which is made if there is none.  [default: main]")
 @click.option("--message", help="The commit's message.")
-def push(run_dir: Path, repository: str, model: str, private: bool, revision: str | None, message: str | None) -> None:
+def push(
+    run_dir: Path,
+    repository: str,
+    model: str,
+    iteration: int | None,
+    private: bool,
+    revision: str | None,
+    message: str | None,
+) -> None:
     """Send a run's model to a Hugging Face hub.
 
     The repository is made if there is none. HF_TOKEN, or `hf auth login`, says who you are; HF_ENDPOINT names another
@@ -37,8 +46,9 @@ def push(run_dir: Path, repository: str, model: str, private: bool, revision: st
     \b
       dovetail push runs/quickstart me/my-model --private
     """
-    folder = model_folder(run_dir, model)
     require("dovetail push", ["coordinator"])
-    said = message or f"{model} of {run_dir.resolve().name}, trained with Dovetail"
+    folder = model_folder(run_dir, model, iteration)
+    when = "" if iteration is None else f" after iteration {iteration}"
+    said = message or f"{model} of {run_dir.resolve().name}{when}, trained with Dovetail"
     address = push_model(folder, repository, private=private, revision=revision, message=said)
     click.echo(f"Sent {folder} to {address}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from dovetail.cli.common.require_extras import require
-from dovetail.cli.job_arguments import run_dir_argument
+from dovetail.cli.job_arguments import checkpoint_option, run_dir_argument
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
 from dovetail.local.serving.served_result import (
     check_port,
@@ -43,10 +43,13 @@ def vllm_extra() -> Extra:
 @click.command(context_settings={"ignore_unknown_options": True})
 @run_dir_argument
 @model_option
+@checkpoint_option
 @click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on. 0.0.0.0: all.")
 @click.option("--port", type=click.IntRange(1, 65535), default=PORT, show_default=True, help="The port to listen on.")
 @click.argument("vllm_arguments", metavar="[VLLM_ARGUMENTS]...", nargs=-1, type=click.UNPROCESSED)
-def serve(run_dir: Path, model: str, host: str, port: int, vllm_arguments: tuple[str, ...]) -> None:
+def serve(
+    run_dir: Path, model: str, iteration: int | None, host: str, port: int, vllm_arguments: tuple[str, ...]
+) -> None:
     """Serve a run's model with an OpenAI-compatible API.
 
     This becomes vLLM's own server, as `vllm serve` is. Further arguments are vLLM's. VLLM_API_KEY sets a key that
@@ -56,9 +59,10 @@ def serve(run_dir: Path, model: str, host: str, port: int, vllm_arguments: tuple
       dovetail serve runs/quickstart --port 8000
       dovetail chat --url http://127.0.0.1:8000
       dovetail serve runs/quickstart --model sft --gpu-memory-utilization 0.5
+      dovetail serve runs/quickstart --iteration 10
     """
-    folder = model_folder(run_dir, model)
     require("dovetail serve", [vllm_extra()])
+    folder = model_folder(run_dir, model, iteration)
     on_cpu = not cuda_devices()
     check_served(folder, on_cpu)
     check_port(host, port)

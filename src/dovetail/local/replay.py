@@ -23,9 +23,6 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.downloads.hub import Hub
-from dovetail.coordinator.data.prepare import model_sources, own_model
-from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.ppo_stage import stored_step
 from dovetail.coordinator.schedules.step_commands import optimizer_steps
 from dovetail.coordinator.schedules.stored_schedule import applies
@@ -35,11 +32,12 @@ from dovetail.coordinator.store.identity import KEY
 from dovetail.coordinator.store.manifest_changes import Settled
 from dovetail.coordinator.store.store import KeyValues, StoreError, open_records
 from dovetail.coordinator.trainers.trainer_group import TrainerError, TrainerGroup, TrainerLost
+from dovetail.local.checkpoint_export import stage_sources
 from dovetail.local.launch.launcher import spawn_kind
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.protocol.http import serving
-from dovetail.protocol.messages import Command, CommandResult, Export, Load, ModelRef, Offer, Register, Save, Step
+from dovetail.protocol.messages import Command, CommandResult, Export, Load, Offer, Register, Save, Step
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.supervision.devices import cuda_devices
@@ -151,7 +149,7 @@ def _read(run_dir: Path, job: RLHFJob, plan: Plan, records: KeyValues, iteration
     load = Load(
         id="replay/load",
         stage=Stage.PPO,
-        models=_sources(run_dir, job),
+        models=stage_sources(run_dir, job, Stage.PPO),
         total_steps=optimizer_steps(spec),
         checkpoint=str(run_dir / "checkpoints" / f"ppo-{section.first - 1:06d}") if section.first > 1 else None,
         run=str(records.get(KEY) or ""),
@@ -186,21 +184,6 @@ def _ended(run_dir: Path, done: int) -> bool:
 
 def _folder(model: str) -> str:
     return "actor-ema" if model == "ema" else model
-
-
-def _sources(run_dir: Path, job: RLHFJob) -> dict[str, ModelRef]:
-    """The models that the ranks loaded before the first iteration."""
-    spec = job.spec
-    hub = Hub(spec.hub, run_dir)
-    own = model_sources(spec, Path(), hub)
-    hub.download_weights()
-    sources = ModelSources(
-        spec, run_dir, lambda name: own_model(spec, name, own, run_dir / "tokenizer"), not spec.models.reward.calls
-    )
-    found = {"actor": sources.policy()}
-    if has_critic(spec):
-        found["critic"] = sources.critic()
-    return found
 
 
 def first_difference(stored: dict[str, float], replayed: dict[str, float]) -> str | None:

@@ -88,6 +88,7 @@ def test_help_lists_every_command():
         "chat",
         "serve",
         "push",
+        "export",
         "report",
         "validate",
         "plan",

@@ -32,12 +32,15 @@ _MODEL = (
     r"(?:model|part)(?:-\d+(?:-of)?-\d+)?\.safetensors|value_head/model\.safetensors)(?:\.tmp)?"
 )
 _RESULT = rf"models/(?:{'|'.join(TRAINED_MODELS)})|set-aside/\d+|checkpoints/(?:{_STAGE})-\d{{6,}}"
+# What `dovetail export` makes from checkpoints.
+_MADE = rf"cache/exports/(?:(?:{'|'.join(TRAINED_MODELS)})-\d{{6,}}|\.[\w-]+\.\d+\.tmp)"
+_HELD = r"checkpoints/\.export-\w+"
 _FILES = re.compile(
     r"(?:(?:run|job|plan|elapsed|hub|summary|schedule|schedule-\w+)\.json|token|report\.html)(?:\.tmp)?|"
     r"(?:events|history)\.jsonl|store\.(?:lock|sqlite(?:-wal|-shm|-journal)?)|\.reserve|"
     rf"(?:tokenizer|models/actor-config|\.tokenizer\.\d+\.tmp|models/\.actor-config\.\d+\.tmp)/(?:{_MODEL}|[\w.-]+\.py)|"
-    rf"(?:models/(?:{'|'.join(TRAINED_MODELS)})|set-aside/\d+)(?:\.tmp|\.old)?/{_MODEL}|"
-    rf"checkpoints/(?:{_STAGE})-\d{{6,}}(?:\.tmp|\.old|\.damaged)?/(?:state\.json|\.metadata(?:\.tmp)?|__\d+_\d+\.distcp)|"
+    rf"(?:(?:models/(?:{'|'.join(TRAINED_MODELS)})|set-aside/\d+)(?:\.tmp|\.old)?|{_MADE})/{_MODEL}|"
+    rf"(?:checkpoints/(?:{_STAGE})-\d{{6,}}(?:\.tmp|\.old|\.damaged)?|{_HELD})/(?:state\.json|\.metadata(?:\.tmp)?|__\d+_\d+\.distcp)|"
     r"experience/\d{6,}\.safetensors(?:\.tmp)?|traces/iteration-\d{4,}\.json(?:\.tmp)?|"
     r"samples/(?:iteration-\d{6,}|evaluation-\d{6,}|evaluation-before-sft)\.jsonl(?:\.tmp)?|"
     r"logs/[\w.-]+\.log|tensorboard/events\.out\.tfevents\.[^/]+|trackers/(?:\w+\.json(?:\.tmp)?|wandb/(?:(?:offline-)?run-[^/]+/.+|latest-run|debug[\w-]*\.log|settings))|"
@@ -47,7 +50,7 @@ _FILES = re.compile(
 # Libraries make links here.
 _LINKED = ("hub/", "trackers/wandb/")
 _FOLDERS = re.compile(
-    rf"(?:{_RESULT})(?:\.tmp|\.old|\.damaged)?(?:/value_head|/additional_chat_templates)?|"
+    rf"{_HELD}|cache/exports|(?:(?:{_RESULT})(?:\.tmp|\.old|\.damaged)?|{_MADE})(?:/value_head|/additional_chat_templates)?|"
     r"(?:tokenizer|models/actor-config|\.tokenizer\.\d+\.tmp|models/\.actor-config\.\d+\.tmp)(?:/additional_chat_templates)?|"
     r"models|set-aside|checkpoints|experience|traces|samples|logs|tensorboard|trackers(?:/wandb(?:/(?:offline-)?run-.+)?)?|"
     r"cache(?:/datasets(?:/.+)?)?|hub(?:/\.locks|/models--[^/]+)?(?:/.+)?"

@@ -49,18 +49,23 @@ def list_sizes(prepared: Prepared) -> list[ListSize]:
 def describe_models(models: Path, facts: CardFacts, tokenizer: Any) -> None:
     """Complete every whole model in the folder `models`. Files of an earlier end of the run are replaced. Raises
     OSError."""
-    base = _read(models / "actor-config" / GENERATION_CONFIG)
-    config = generation_config(base, facts.spec.generation, tokenizer.eos_token_id, tokenizer.pad_token_id)
-    own = bool(getattr(tokenizer, "chat_template", None))
     for name in trained(models):
-        folder = models / name
-        if name in LANGUAGE_MODELS:
-            write_json(folder / GENERATION_CONFIG, config)
-            if not own:
-                write_whole(folder / CHAT_TEMPLATE, human_assistant_template(tokenizer).encode())
-        step = _read(folder / "dovetail.json").get("step")
-        card = model_card(facts, name, step if isinstance(step, int) else None, own)
-        write_whole(folder / "README.md", card.encode())
+        describe_model(models / name, name, models / "actor-config", facts, tokenizer)
+
+
+def describe_model(folder: Path, name: str, base: Path, facts: CardFacts, tokenizer: Any) -> None:
+    """Complete the folder of the model `name`. The folder `base` has the settings of the model from which the training
+    began. Raises OSError."""
+    own = bool(getattr(tokenizer, "chat_template", None))
+    if name in LANGUAGE_MODELS:
+        ids = tokenizer.eos_token_id, tokenizer.pad_token_id
+        config = generation_config(_read(base / GENERATION_CONFIG), facts.spec.generation, *ids)
+        write_json(folder / GENERATION_CONFIG, config)
+        if not own:
+            write_whole(folder / CHAT_TEMPLATE, human_assistant_template(tokenizer).encode())
+    step = _read(folder / "dovetail.json").get("step")
+    card = model_card(facts, name, step if isinstance(step, int) else None, own)
+    write_whole(folder / "README.md", card.encode())
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -60,8 +60,8 @@ def until_stop(pieces: Iterable[str], stops: tuple[str, ...] = REPLY_ENDS) -> It
 class ChatModel:
     """A Hugging Face causal language model of a run. Raises RunError if the run has no such model."""
 
-    def __init__(self, run_dir: Path, name: str = "actor") -> None:
-        folder = model_folder(run_dir, name)
+    def __init__(self, run_dir: Path, name: str = "actor", iteration: int | None = None) -> None:
+        folder = model_folder(run_dir, name, iteration)
         import transformers
         from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -26,6 +26,7 @@ from dovetail.coordinator.data.text.chat_template import HUMAN_ASSISTANT_TEMPLAT
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
 from dovetail.manifest.checks.scratch import cpu_head_error
 from dovetail.protocol.http.header_deadline import SERVER_KEEP_SECONDS
+from dovetail.protocol.process.extras import missing_extras
 from dovetail.protocol.process.inheritance import on_this_machine
 from dovetail.supervision.errors import RunError, UsageError
 from dovetail.supervision.liveness import temporary_folder
@@ -44,8 +45,15 @@ TEMPLATES = ("chat_template.jinja", "chat_template.json")
 _GUARD = "import os, signal, sys; sys.stdin.buffer.read(); os.killpg(int(sys.argv[1]), signal.SIGKILL)"
 
 
-def model_folder(run_dir: Path, name: str) -> Path:
-    """The folder of a run's language model. Raises RunError if the run has no such model."""
+def model_folder(run_dir: Path, name: str, iteration: int | None = None) -> Path:
+    """The folder of a run's model. With `iteration` it is exported from the checkpoint after this iteration. Raises
+    RunError and UsageError if the run has no such model or checkpoint."""
+    if iteration is not None:
+        if missing := missing_extras("--iteration", ["coordinator", "trainer"]):
+            raise UsageError(missing)
+        from dovetail.local.checkpoint_export import exported
+
+        return exported(run_dir.resolve(), name, iteration)
     folder = run_dir / "models" / name
     if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
         return folder
@@ -53,6 +61,8 @@ def model_folder(run_dir: Path, name: str) -> Path:
         raise RunError(f"{run_dir} does not exist; name the folder of a run, for example runs/quickstart")
     there = [other for other in LANGUAGE_MODELS if (run_dir / "models" / other / "config.json").is_file()]
     hint = f"it has: {', '.join(there)} (choose with --model)" if there else "has the run finished?"
+    if any((run_dir / "checkpoints").glob("*/state.json")):
+        hint += "; dovetail export, or --iteration here, takes one from a checkpoint"
     raise RunError(f"{run_dir} has no trained model {name!r}; {hint}")
 
 

@@ -82,12 +82,11 @@ def restore(engine: EngineState, path: Path, run: str = "") -> int:
     incomplete or altered, and `RankFailed` if it is of another stage or run, or cannot be read. Raises `PeerLost`."""
     import torch.distributed.checkpoint as dcp
 
-    from dovetail.trainer.files.shards import CheckedReader, Damaged, verify
+    from dovetail.trainer.files.shards import CheckedReader, Damaged
 
     state, error, damaged = {}, None, False
     try:
-        state = _read_state(path)
-        verify(path, _LIST, state.get("files", {}))
+        state = checked_state(path)
         _check_state(engine, state, path, run)
     except Damaged as problem:
         error, damaged = str(problem), True
@@ -109,7 +108,7 @@ def restore(engine: EngineState, path: Path, run: str = "") -> int:
         damage = [c for c in causes(problem) if isinstance(c, Damaged)]
         damaged = bool(damage)
         error = (
-            f"{path}: the checkpoint cannot be loaded into the job's models: {_first_line(reader.problem or problem)}"
+            f"{path}: the checkpoint cannot be loaded into the job's models: {first_line(reader.problem or problem)}"
         )
         error = str(damage[0]) if damage else error
     _agree(engine, error, damaged)
@@ -137,9 +136,9 @@ def _checksum(state: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
-def _read_state(path: Path) -> dict[str, Any]:
-    """The content of state.json. Raises Damaged."""
-    from dovetail.trainer.files.shards import Damaged
+def checked_state(path: Path) -> dict[str, Any]:
+    """The content of state.json. The checkpoint's list of tensors is verified too. Raises Damaged."""
+    from dovetail.trainer.files.shards import Damaged, verify
 
     try:
         state = json.loads((path / STATE).read_bytes())
@@ -152,6 +151,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     expected = state.pop("checksum", None)
     if expected != _checksum(state) and (expected is not None or "files" in state):
         raise Damaged(f"{path / STATE} is damaged: its content is not what was saved")
+    verify(path, _LIST, state.get("files", {}))
     return state
 
 
@@ -227,10 +227,10 @@ def _set_rng(engine: EngineState, text: str) -> None:
         torch.cuda.set_rng_state(states[1], engine.groups.device)
 
 
-def _first_line(problem: BaseException) -> str:
+def first_line(problem: BaseException) -> str:
     failures = list(getattr(problem, "failures", {}).values())
     lines = str(failures[0][0] if failures else problem).strip().splitlines()
     return lines[0] if lines else type(problem).__name__
 
 
-__all__ = ["STATE", "CheckpointDamaged", "RankFailed", "restore", "save"]
+__all__ = ["STATE", "CheckpointDamaged", "RankFailed", "checked_state", "first_line", "restore", "save"]

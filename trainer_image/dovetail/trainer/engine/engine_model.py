@@ -156,13 +156,8 @@ class EngineModel:
                 wrapped: Any = like(parameter, shard)
                 return wrapped.full_tensor() if hasattr(wrapped, "full_tensor") else wrapped
 
-        for name in parameters:
-            plain = lora.plain_name(name)
-            if plain is None or (plain == self.module.beside_policy) is not beside:
-                continue
-            value = whole(name)
-            update = lora.delta(self.module, name, whole)
-            yield plain, value if update is None else (value.float() + update).to(value.dtype)
+        names = [name for name in parameters if (name == self.module.beside_policy) is beside]
+        yield from lora.merged(self.module, names, whole)
 
 
 def tokenizer_folder(ref: ModelRef) -> Path | None:

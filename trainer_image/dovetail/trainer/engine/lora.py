@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -22,17 +23,27 @@ def inject(stage: PipelineStage, config: LoRA) -> None:
     except the value head. It works on the meta device. Raises `ModelError` if no layer has a given name."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    layers = stage.body.layers
-    linear = sorted({n.rpartition(".")[2] for n, m in layers.named_modules() if isinstance(m, nn.Linear)})
-    targets = config.target_modules or linear
-    if missing := sorted(set(targets) - set(linear)):
-        raise ModelError(f"lora.targetModules: no layer is called {missing[0]!r}; this model has {', '.join(linear)}")
     adapter = LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=targets, bias="none"
+        r=config.rank,
+        lora_alpha=config.alpha,
+        lora_dropout=config.dropout,
+        target_modules=targets(stage, config),
+        bias="none",
     )
-    inject_adapter_in_model(adapter, layers, adapter_name=_ADAPTER, low_cpu_mem_usage=True)
+    inject_adapter_in_model(adapter, stage.body.layers, adapter_name=_ADAPTER, low_cpu_mem_usage=True)
     for name, parameter in stage.named_parameters():
         parameter.requires_grad_(".lora_" in name or name.startswith(f"{VALUE_HEAD}."))
+
+
+def targets(stage: PipelineStage, config: LoRA) -> list[str]:
+    """The names of the linear layers that get adapters. Raises `ModelError` if no layer has a given name."""
+    modules = stage.body.layers.named_modules()
+    # The base layer of an adapter is called base_layer, and its parts are in lora_A and lora_B.
+    found = {n.partition(".lora_")[0].removesuffix(".base_layer") for n, m in modules if isinstance(m, nn.Linear)}
+    linear = sorted({name.rpartition(".")[2] for name in found})
+    if missing := sorted(set(config.target_modules) - set(linear)):
+        raise ModelError(f"lora.targetModules: no layer is called {missing[0]!r}; this model has {', '.join(linear)}")
+    return config.target_modules or linear
 
 
 def initialise(stage: PipelineStage, seed: int) -> None:
@@ -54,6 +65,19 @@ def plain_name(name: str) -> str | None:
     if ".lora_" in name:
         return None
     return name.replace(_BASE, ".")
+
+
+def saved_name(name: str) -> str:
+    """The name of an adapter's parameter in the files of peft, after its prefix for the whole model."""
+    return name.replace(f".{_ADAPTER}.", ".")
+
+
+def merged(stage: PipelineStage, names: Iterable[str], read: Callable[[str], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters `names` as (Hugging Face name, tensor), with adapters merged. `read`: see `delta`."""
+    for name in names:
+        if (plain := plain_name(name)) is not None:
+            value, update = read(name), delta(stage, name, read)
+            yield plain, value if update is None else (value.float() + update).to(value.dtype)
 
 
 def delta(stage: PipelineStage, name: str, read: Any) -> Tensor | None:

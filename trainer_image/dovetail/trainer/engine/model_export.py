@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from dovetail.models import HuggingFaceWriter, load_config
 from dovetail.models.export import write_text
 from dovetail.models.tensor_names import in_files
+from dovetail.protocol.messages import ModelRef
 from dovetail.trainer.engine.engine_model import tokenizer_folder
 from dovetail.trainer.engine.engine_state import EngineState
 from dovetail.trainer.engine.parallel import compute_dtype
@@ -43,9 +47,20 @@ def export_model(engine: EngineState, model: str, path: Path, subtract: float = 
 
     def finish(folder: Path, manifests: list[dict[str, Any]]) -> None:
         stage = engine.stage.value if engine.stage else ""
-        write_text(folder / "dovetail.json", json.dumps({"run": run, "stage": stage, "step": engine.step}))
-        HuggingFaceWriter(folder).finish(
-            manifests, load_config(ref), ref.head, compute, tokenizer_folder(ref), subtract
-        )
+        complete(folder, manifests, ref, compute, {"run": run, "stage": stage, "step": engine.step}, subtract)
 
     write_together(engine.groups, path, write, finish)
+
+
+def complete(
+    folder: Path,
+    manifests: list[dict[str, Any]],
+    ref: ModelRef,
+    compute: torch.dtype,
+    origin: Mapping[str, Any],
+    subtract: float = 0.0,
+) -> None:
+    """Write everything beside the weights. `origin` has the run, the stage and the step of the weights. `subtract`: see
+    `HuggingFaceWriter.finish`."""
+    write_text(folder / "dovetail.json", json.dumps({name: origin[name] for name in ("run", "stage", "step")}))
+    HuggingFaceWriter(folder).finish(manifests, load_config(ref), ref.head, compute, tokenizer_folder(ref), subtract)

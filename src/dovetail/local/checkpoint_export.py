@@ -1,0 +1,214 @@
+"""Exports a model from a checkpoint that a run keeps. The run may go on meanwhile: it is not changed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
+
+from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.downloads.hub import Hub
+from dovetail.coordinator.data.prepare import model_sources, own_model
+from dovetail.coordinator.data.text import tokenizer as tokenizers
+from dovetail.coordinator.loop.model_sources import ModelSources
+from dovetail.coordinator.store.model_card import CardFacts
+from dovetail.coordinator.store.model_files import describe_model
+from dovetail.manifest.critic import has_critic
+from dovetail.manifest.types import Dtype, RLHFJob, RLHFJobSpec, Role, Stage
+from dovetail.planner.hardware.gpus import gpu, is_known
+from dovetail.protocol.messages import ModelRef
+from dovetail.supervision.errors import RunError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+# The folder below a run's `cache` with the exports that `chat`, `serve` and `push` made.
+MADE = "exports"
+
+
+@dataclass(frozen=True)
+class KeptModel:
+    """A checkpoint that a run keeps, and the model in it that is asked for, by the name of the folder in `models`."""
+
+    run_dir: Path
+    stage: Stage
+    step: int
+    model: str
+
+    @property
+    def when(self) -> str:
+        return f"iteration {self.step}" if self.stage is Stage.PPO else f"step {self.step} of {self.stage.value}"
+
+    @property
+    def folder(self) -> Path:
+        return self.run_dir / "checkpoints" / f"{self.stage.value}-{self.step:06d}"
+
+
+def find(run_dir: Path, model: str | None, iteration: int | None) -> KeptModel:
+    """The newest checkpoint, or the one after `iteration` (a step in other stages than PPO). Without `model` it is of
+    the last stage that has any. Raises UsageError, which names the checkpoints that there are."""
+    spec = read_job(run_dir).spec
+    found = {stage: _steps(run_dir, stage) for stage in spec.stages}
+    if model is None:
+        stage = next((stage for stage in reversed(spec.stages) if found[stage]), spec.stages[-1])
+        model = stage.value if stage in (Stage.SFT, Stage.REWARD) else "actor"
+    else:
+        stage = _stage(spec, model)
+    steps, what = found.get(stage, []), "iteration" if stage is Stage.PPO else f"step of {stage.value}"
+    if not steps:
+        finished = run_dir / "models" / model
+        done = f"the finished model is in {finished}" if (finished / "config.json").is_file() else ""
+        hint = done or "spec.checkpoint.everySteps says how often one is written"
+        raise UsageError(f"{run_dir} keeps no checkpoint with the model {model}; {hint}")
+    if iteration is not None and iteration not in steps:
+        raise UsageError(
+            f"{run_dir} keeps no checkpoint of {what} {iteration}; it keeps {', '.join(map(str, steps))} "
+            "(spec.checkpoint.everySteps and keep say which)"
+        )
+    return KeptModel(run_dir, stage, steps[-1] if iteration is None else iteration, model)
+
+
+def export(kept: KeptModel, folder: Path, adapter: bool = False) -> None:
+    """Write the model into `folder`, completely or not at all. `adapter`: write its LoRA adapters alone, as PEFT reads
+    them. Raises UsageError if the folder holds anything or the model has no adapters, and RunError."""
+    from dovetail.models import ModelError
+    from dovetail.trainer.weights.saved_model import SavedModel
+
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} is there already; name a new folder")
+    job, name = read_job(kept.run_dir), _in_checkpoint(kept)
+    trained = getattr(job.spec.models, "actor" if name == "ema" else name)
+    if adapter and trained.lora is None:
+        raise UsageError(f"the model {kept.model} is trained whole, without spec.models.*.lora; leave out --adapter")
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        ref = stage_sources(kept.run_dir, job, kept.stage, trained.lora is not None and not adapter)[
+            "actor" if name == "ema" else name
+        ]
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        with _held(kept) as checkpoint:
+            saved = SavedModel(checkpoint, name, ref, trained.lora, _dtype(job.spec, trained.dtype))
+            if adapter:
+                own = trained.source.hugging_face if trained.source is not None else None
+                first = kept.stage is job.spec.stages[0]
+                saved.write_adapter(temporary, own if own is not None and first else str(ref.path))
+            else:
+                saved.write(temporary)
+                _describe(kept, job, temporary)
+        if folder.is_dir():
+            folder.rmdir()
+        temporary.rename(folder)
+    except (ModelError, DataError, ValueError) as error:
+        raise RunError(str(error)) from error
+    except OSError as error:
+        raise RunError(f"the model cannot be written to {folder}: {error}") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def exported(run_dir: Path, model: str, iteration: int) -> Path:
+    """The folder of the model after `iteration`. It is made at its first use. Raises the errors of `find` and
+    `export`."""
+    folder = run_dir / "cache" / MADE / f"{model}-{iteration:06d}"
+    if not (folder / "config.json").is_file():
+        export(find(run_dir, model, iteration), folder)
+    return folder
+
+
+def read_job(run_dir: Path) -> RLHFJob:
+    """The job of a run. Raises UsageError for a folder that is no run, and RunError."""
+    if not (run_dir / "job.json").is_file():
+        raise UsageError(f"{run_dir} is no run directory: it has no job.json")
+    try:
+        return RLHFJob.model_validate_json((run_dir / "job.json").read_text(encoding="utf-8"))
+    except (OSError, ValidationError) as error:
+        raise RunError(f"{run_dir}: job.json cannot be read: {error}") from error
+
+
+def stage_sources(run_dir: Path, job: RLHFJob, stage: Stage, weights: bool = True) -> dict[str, ModelRef]:
+    """The models that the ranks loaded at the beginning of a stage. `weights`: download the weights of models of a hub,
+    if they are not there. Raises DataError."""
+    spec = job.spec
+    hub = Hub(spec.hub, run_dir)
+    own = model_sources(spec, Path(), hub)
+    if weights:
+        hub.download_weights()
+    sources = ModelSources(
+        spec, run_dir, lambda name: own_model(spec, name, own, run_dir / "tokenizer"), not spec.models.reward.calls
+    )
+    if stage is Stage.REWARD:
+        return {"reward": sources.reward()}
+    if stage is not Stage.PPO:
+        return {"actor": sources.actor() if stage is Stage.SFT else sources.actor_for_ppo()}
+    return {"actor": sources.policy()} | ({"critic": sources.critic()} if has_critic(spec) else {})
+
+
+def _stage(spec: RLHFJobSpec, model: str) -> Stage:
+    if model == "actor":
+        return Stage.PPO if Stage.PPO in spec.stages else Stage.DPO
+    return {"sft": Stage.SFT, "reward": Stage.REWARD}.get(model, Stage.PPO)
+
+
+def _in_checkpoint(kept: KeptModel) -> str:
+    """The model's name in the checkpoint."""
+    return {"sft": "actor", "actor-ema": "ema"}.get(kept.model, kept.model)
+
+
+def _steps(run_dir: Path, stage: Stage) -> list[int]:
+    """The steps of the stage's checkpoints, in ascending order."""
+    names = (path.name.removeprefix(f"{stage.value}-") for path in (run_dir / "checkpoints").glob(f"{stage.value}-*"))
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+@contextlib.contextmanager
+def _held(kept: KeptModel) -> Iterator[Path]:
+    """A folder with the checkpoint's files. The files stay until the context ends, even if the run deletes the
+    checkpoint: they are hard links. Where there are none, it is the checkpoint itself."""
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=kept.run_dir / "checkpoints") as folder:
+        linked = Path(folder)
+        try:
+            for path in kept.folder.iterdir():
+                os.link(path, linked / path.name)
+        except FileNotFoundError as error:
+            raise RunError(
+                f"the run has just deleted its checkpoint {kept.step}; export a newer one, or give the run a higher "
+                "spec.checkpoint.keep"
+            ) from error
+        except OSError:
+            linked = kept.folder
+        yield linked
+
+
+def _dtype(spec: RLHFJobSpec, dtype: Dtype) -> torch.dtype:
+    """The dtype in which the trainers of the run compute and export."""
+    import torch
+
+    if dtype is Dtype.AUTO:
+        group = next(group for group in spec.groups if Role.TRAINER in group.roles)
+        product = None if group.on_cpu else group.gpu.product
+        old = product is None or (is_known(product, {}) and not gpu(product).bf16)
+        dtype = Dtype.FLOAT32 if old else Dtype.BFLOAT16
+    found: torch.dtype = getattr(torch, dtype.value)
+    return found
+
+
+def _describe(kept: KeptModel, job: RLHFJob, folder: Path) -> None:
+    """Complete the folder as the end of a run does."""
+    tokenizer = tokenizers.load(
+        kept.run_dir / "tokenizer", "spec.models.tokenizer", trust_remote_code=job.spec.models.actor.trust_remote_code
+    )
+    try:
+        summary = json.loads((kept.run_dir / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        summary = {}
+    base = kept.run_dir / "models" / "actor-config"
+    describe_model(folder, kept.model, base, CardFacts(job.metadata.name, job.spec, summary), tokenizer)
