@@ -17,9 +17,11 @@ from safetensors.numpy import save_file
 from dovetail.coordinator.data.collection import collect
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.downloads.hub import Hub
+from dovetail.coordinator.data.downloads.model_folders import check_scores
 from dovetail.coordinator.data.prepare import Prepared, given_prompt, model_sources, prepare
 from dovetail.coordinator.data.text import tokenizer
 from dovetail.manifest.types import HubAccess, RLHFJobSpec, Stage
+from helpers.model_folder import llama_shapes, write_weights
 
 CONFIG = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
 SYNTHETIC = [{"synthetic": {"size": 64}}]
@@ -295,7 +297,7 @@ def test_prompts_of_further_rounds_are_others_and_the_same_again(tmp_path: Path)
             "spec.models.actor.source.path: .*nowhere is not a folder",
         ),
         ({"models": {"actor": {"source": {"pvc": "c/p"}}}}, "can be read only on a cluster"),
-        ({"models": {"actor": {"source": {"path": "pickled"}}}}, "only pickled weights .pytorch_model.bin."),
+        ({"models": {"actor": {"source": {"path": "pickled"}}}}, "holds only pickled weights"),
         ({"models": {"actor": {"source": {"path": "bare"}}}}, "config.json is missing"),
         (
             {"models": {"actor": {"source": {"scratch": {"config": {"vocab_size": 5}}}}, "tokenizer": {"train": {}}}},
@@ -321,14 +323,14 @@ def test_prompts_of_further_rounds_are_others_and_the_same_again(tmp_path: Path)
         ),
         (
             {"models": {"actor": {"source": {"scratch": {}}}, "tokenizer": {"path": "bare"}}},
-            "spec.models.tokenizer.path: no tokenizer can be loaded",
+            "spec.models.tokenizer.path: .*bare holds no tokenizer",
         ),
     ],
 )
 def test_bad_jobs(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     for name in ("pickled", "bare"):
         (tmp_path / name).mkdir()
-    (tmp_path / "pickled/config.json").write_text("{}")
+    (tmp_path / "pickled/config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "pickled/pytorch_model.bin").write_bytes(b"")
     run = tmp_path / "run"
     with pytest.raises(DataError, match=message) as error:
@@ -353,14 +355,15 @@ def test_a_pretrained_folder(prepared: tuple[Prepared, Path], tmp_path: Path) ->
     model.mkdir()
     job.tokenizer.save_pretrained(str(model))
     (model / "config.json").write_bytes((run / "models/actor-config/config.json").read_bytes())
-    (model / "model.safetensors").write_bytes(b"")
+    config = json.loads((model / "config.json").read_text())
+    write_weights(model / "model.safetensors", llama_shapes(config))
     loaded = prepare(spec(models={"actor": {"source": {"path": "model"}}}), tmp_path / "run", tmp_path)
     actor = loaded.model_ref("actor")
     assert actor is not None
     assert (actor.path, actor.scratch) == (str(model.resolve()), None)
     assert len(loaded.tokenizer) == len(job.tokenizer)
-    config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 9}))
+    write_weights(model / "model.safetensors", llama_shapes({**config, "vocab_size": 9}))
     with pytest.raises(DataError, match="do not fit the actor's vocabulary of 9"):
         prepare(spec(models={"actor": {"source": {"path": "model"}}}), tmp_path / "run2", tmp_path)
 
@@ -481,18 +484,13 @@ def test_a_prompt_of_ones_own_is_a_text_or_a_record():
     ],
 )
 def test_a_model_without_scores_is_no_reward_model(config: Any, sentence: str | None, tmp_path: Path) -> None:
-    (tmp_path / "model.safetensors").write_bytes(b"x")
+    """Before a hub's weights are there."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 300, **config}))
-    models = {**spec().models.model_dump(by_alias=True), "reward": {"source": {"path": str(tmp_path)}}}
-    hub = Hub(HubAccess(), tmp_path)
-    trains = spec(models=models)
-    assert model_sources(trains, tmp_path, hub)["reward"] == tmp_path, "the reward stage trains a head"
-    uses = spec(models=models, stages=["sft", "ppo"])
     if sentence is None:
-        assert model_sources(uses, tmp_path, hub)["reward"] == tmp_path
+        check_scores(tmp_path, "spec.models.reward.source")
     else:
         with pytest.raises(DataError, match=f"^spec.models.reward.source: .*{re.escape(sentence)}"):
-            model_sources(uses, tmp_path, hub)
+            check_scores(tmp_path, "spec.models.reward.source")
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -513,7 +511,9 @@ def test_a_model_without_scores_is_no_reward_model(config: Any, sentence: str | 
 def test_the_weights_say_whether_a_model_gives_scores(
     kind: str, head: tuple[str, int], sentence: str | None, sharded: bool, tmp_path: Path
 ) -> None:
-    files = {"a": {"model.norm.weight": np.ones(4)}, "b": {head[0]: np.ones((head[1], 4))}}
+    config = {**CONFIG, "model_type": "llama", "vocab_size": 300, "architectures": [kind]}
+    matrices = {name: np.ones(shape, np.float32) for name, shape in llama_shapes(config).items()}
+    files = {"a": matrices, "b": {head[0]: np.ones((head[1], 32), np.float32)}}
     if sharded:
         for name, tensors in files.items():
             save_file(tensors, tmp_path / f"{name}.safetensors")
@@ -521,11 +521,10 @@ def test_the_weights_say_whether_a_model_gives_scores(
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     else:
         save_file(files["a"] | files["b"], tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "llama", "vocab_size": 300, "architectures": [kind]})
-    )
+    (tmp_path / "config.json").write_text(json.dumps(config))
     models = {**spec().models.model_dump(by_alias=True), "reward": {"source": {"path": str(tmp_path)}}}
     uses, hub = spec(models=models, stages=["sft", "ppo"]), Hub(HubAccess(), tmp_path)
+    assert model_sources(spec(models=models), tmp_path, hub)["reward"] == tmp_path, "the reward stage trains a head"
     if sentence is None:
         assert model_sources(uses, tmp_path, hub)["reward"] == tmp_path
     else:

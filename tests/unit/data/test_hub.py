@@ -15,7 +15,8 @@ import pytest
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.downloads import hub
 from dovetail.coordinator.data.downloads.hub import Hub
-from dovetail.coordinator.data.downloads.hub_client import Request, kind_of, make_room, small_files, weight_files
+from dovetail.coordinator.data.downloads.hub_client import Request, kind_of, make_room, small_files
+from dovetail.manifest.checks.model_contents import weight_files
 from dovetail.manifest.types import HubAccess as HubSpec
 from dovetail.manifest.types import SecretKey
 from helpers.fake_hub import FakeHub

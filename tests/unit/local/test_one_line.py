@@ -19,6 +19,7 @@ from dovetail.gpus.nvidia_driver import Device, Driver, NoDriver
 from dovetail.local.one_line import METHODS, OneLine, document, product_label
 from dovetail.manifest.checks.validation import check, parse_manifest
 from dovetail.manifest.documents import parse
+from helpers.model_folder import llama_shapes, write_weights
 
 CONFIG = {
     "model_type": "qwen2",
@@ -44,7 +45,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my-Model").mkdir()
     (tmp_path / "my-Model/config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "my-Model/model.safetensors").write_bytes(b"x")
+    (tmp_path / "my-Model/tokenizer.json").write_text("{}")
+    write_weights(tmp_path / "my-Model/model.safetensors", llama_shapes(CONFIG))
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "2 + 2 =", "answer": "4"}\n')
     (tmp_path / "rewards.py").write_text(
         "def correct(prompts, responses, answer):\n    return [1.0 for _ in prompts]\n"

@@ -19,6 +19,7 @@ from dovetail.manifest.checks.validation import (
     warnings,
 )
 from dovetail.manifest.types import API_VERSION, Dtype, RLHFJob, Stage
+from helpers.model_folder import write_weights
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 DATA = {"demonstrations": [{"synthetic": {}}], "preferences": [{"synthetic": {}}], "prompts": [{"synthetic": {}}]}
@@ -203,8 +204,9 @@ def test_reward_functions_are_looked_for_beside_the_manifest(tmp_path):
 def model_folder(path: Path, weights: str | None = "model.safetensors", config: str = '{"model_type": "llama"}') -> str:
     path.mkdir(parents=True)
     (path / "config.json").write_text(config)
+    (path / "tokenizer.json").write_text("{}")
     if weights:
-        (path / weights).write_bytes(b"x")
+        write_weights(path / weights, {"a": [1]})
     return path.name
 
 
@@ -258,7 +260,10 @@ def test_sharded_weights_must_be_complete(tmp_path):
     name = model_folder(tmp_path / "m", "model-00001-of-00002.safetensors")
     index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (tmp_path / "m" / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert "lacks model-00002-of-00002.safetensors" in files(tmp_path, models=actor(name))[0]
+    assert (
+        "model-00002-of-00002.safetensors is missing, which model.safetensors.index.json names"
+        in files(tmp_path, models=actor(name))[0]
+    )
 
 
 @pytest.mark.parametrize(

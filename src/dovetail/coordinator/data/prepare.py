@@ -16,8 +16,8 @@ from typing import Any
 
 from dovetail.coordinator.data.collection import Collection, StageData, collect
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.coordinator.data.downloads.hub import Hub
-from dovetail.coordinator.data.downloads.model_folders import check_scores, resolve, scratch_config
+from dovetail.coordinator.data.downloads.hub import Hub, read_json
+from dovetail.coordinator.data.downloads.model_folders import check_scores, check_weights, resolve, scratch_config
 from dovetail.coordinator.data.fingerprints import Fingerprint
 from dovetail.coordinator.data.plain_fields import plain_fields
 from dovetail.coordinator.data.records import Judged, Labelled, Preference, Prompt, equal_pairs
@@ -35,7 +35,10 @@ from dovetail.coordinator.data.text.tokenize import (
 )
 from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.fixed_names import MODEL_NAMES
-from dovetail.manifest.types import ModelSource, RLHFJobSpec, ScratchModel, Stage, TrainedModel
+from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.model_families.support import target_problem
+from dovetail.manifest.starting_models import TRAINED, owner
+from dovetail.manifest.types import LoRA, ModelSource, RLHFJobSpec, ScratchModel, Stage, TrainedModel
 from dovetail.protocol.files.durable import sync
 from dovetail.protocol.messages import ModelRef
 from dovetail.protocol.wire import Arrays
@@ -296,6 +299,9 @@ def prepare(
     if Stage.PPO in spec.stages and spec.ppo.advantage == "distillation" and isinstance(teacher, Path):
         _same_tokens(tokenizer, teacher, _trusts(spec, "reference"))
     hub.download_weights()
+    for name, folder in sources.items():
+        if isinstance(folder, Path) and getattr(spec.models, name).source.hugging_face is not None:
+            check_weights(folder, f"spec.models.{name}.source.huggingFace")
     return Prepared(spec, tokenizer_dir, config_dir, sources, tokenizer, data)
 
 
@@ -336,7 +342,21 @@ def model_sources(spec: RLHFJobSpec, base_dir: Path, hub: Hub) -> dict[str, Path
             folder = result[name] = resolve(source, name, base_dir, hub, model.trust_remote_code)
             if name == "reward" and Stage.REWARD not in spec.stages and not spec.models.reward.calls:
                 check_scores(folder, f"spec.models.{name}.source")
+    for name in TRAINED:
+        lora, first = getattr(spec.models, name).lora, owner(spec, name)
+        if lora is not None and first is not None:
+            _check_targets(lora, result[first], f"spec.models.{name}.lora.targetModules")
     return result
+
+
+def _check_targets(lora: LoRA, source: Path | ScratchModel, field: str) -> None:
+    """Raises DataError if the model has no layer of a name in `targetModules`."""
+    config = (
+        {"model_type": source.architecture} if isinstance(source, ScratchModel) else read_json(source / "config.json")
+    )
+    family = MODEL_FAMILIES.get(str(config.get("model_type"))) if isinstance(config, dict) else None
+    if family is not None and (why := target_problem(lora.target_modules or (), family)) is not None:
+        raise DataError(f"{field}: {why}")
 
 
 def _trusts(spec: RLHFJobSpec, name: str) -> bool:

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Literal
 
+from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.downloads.model_folders import check_local
 from dovetail.local.launch.aftermath import DiskWatch, give_back, reserve, with_cause, write_results
 from dovetail.local.launch.open_files import allow_files, files_needed
 from dovetail.local.launch.rundir import RunDir
@@ -116,6 +118,10 @@ class Launcher:
     def __enter__(self) -> Launcher:
         devices = cuda_devices(self._environ)
         kind = spawn_kind(self._environ, devices)
+        try:
+            check_local(self._job.spec)
+        except DataError as error:
+            raise RunError(str(error)) from error
         allow_files(files_needed(self._job.spec, self._plan))
         self._dir.open(resume=self._resume, overwrite=self._overwrite)
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,21 +9,20 @@ from typing import Any
 from dovetail.manifest.checks.batching import pinned_layouts
 from dovetail.manifest.checks.function_modules import missing_modules
 from dovetail.manifest.checks.hub_names import hub_problem
+from dovetail.manifest.checks.model_contents import folder_problems, read_json, tokenizer_problem
 from dovetail.manifest.checks.scratch import SIZES, cpu_head_error, is_count
 from dovetail.manifest.fixed_names import DATA_ENDINGS, data_files
 from dovetail.manifest.model_families import MODEL_FAMILIES
-from dovetail.manifest.model_families.support import problem, replay_error
+from dovetail.manifest.model_families.support import replay_error, target_problem
 from dovetail.manifest.starting_models import TRAINED, owner
 from dovetail.manifest.types import ModelSource, RLHFJobSpec, Role, Stage
-
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 
 def check_files(spec: RLHFJobSpec, base_dir: Path, here: bool = False) -> list[str]:
     """One sentence for each local file or folder that is missing, empty or unusable, and for each function whose module
     is missing. Relative paths start at `base_dir`. `here` says whether the job runs on this machine. It reads names,
     sizes and model configurations, but no data, and imports nothing."""
-    checks = (_data, _models, _heads, _experts, _shared_layers, _tokenizer)
+    checks = (_data, _models, _heads, _experts, _shared_layers, _adapters, _tokenizer)
     found = [sentence for check in checks for sentence in check(spec, base_dir)]
     return list(dict.fromkeys([*found, *missing_modules(spec, base_dir, here)]))
 
@@ -50,7 +48,7 @@ def model_configs(spec: RLHFJobSpec, base_dir: Path) -> dict[str, dict[str, Any]
     for name in ("actor", "critic", "reward", "reference"):
         source: ModelSource | None = getattr(spec.models, name).source
         if source is not None and source.path is not None:
-            config = _json(base_dir / source.path / "config.json")
+            config = read_json(base_dir / source.path / "config.json")
             if isinstance(config, dict):
                 found[name] = config
     return found
@@ -61,7 +59,7 @@ def _layers(source: ModelSource | None, base: Path) -> int | None:
     if source is not None and source.scratch is not None:
         fields = source.scratch.config
     elif source is not None and source.path is not None:
-        fields = _json(base / source.path / "config.json")
+        fields = read_json(base / source.path / "config.json")
     count = fields.get("num_hidden_layers") if isinstance(fields, dict) else None
     return count if isinstance(count, int) else None
 
@@ -135,7 +133,7 @@ def _family_name(spec: RLHFJobSpec, name: str, base: Path) -> Any:
     if source is not None and source.scratch is not None:
         return source.scratch.architecture
     if source is not None and source.path is not None:
-        config = _json(base / source.path / "config.json")
+        config = read_json(base / source.path / "config.json")
         return config.get("model_type") if isinstance(config, dict) else None
     return None
 
@@ -147,7 +145,7 @@ def _heads(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
     on_cpu = any(Role.ROLLOUT in group.roles and group.on_cpu for group in spec.groups)
     if Stage.PPO not in spec.stages or not on_cpu or source is None or source.path is None:
         return
-    config = _json(base / source.path / "config.json")
+    config = read_json(base / source.path / "config.json")
     known = isinstance(config, dict) and all(is_count(config.get(size, 1)) for size in SIZES)
     if known and (error := cpu_head_error(config)) is not None:
         yield f"spec.models.actor.source.path: {error}; take a model of such a size, or rollouts on GPUs."
@@ -185,57 +183,30 @@ def _model_folder(field: str, path: Path) -> Iterator[str]:
         what = "is not a folder" if path.exists() else "does not exist"
         yield f"{field}: {path} {what}; {_variable(path) or 'give a folder in Hugging Face format'}."
         return
-    config = path / "config.json"
-    if not config.is_file():
-        yield f"{field}: {path} is no Hugging Face model folder: config.json is missing."
-    elif isinstance(read := _json(config), str):
-        yield f"{field}: {config} cannot be read: {read}."
-    elif not isinstance(read, dict) or "model_type" not in read:
-        yield f"{field}: {config} names no model_type; it is not a model's configuration."
-    elif (why := problem(read, MODEL_FAMILIES)) is not None:
-        yield f"{field}: {path}: {why}."
-    yield from _weights(field, path)
+    yield from (f"{field}: {why}." for why in folder_problems(path))
 
 
-def _weights(field: str, path: Path) -> Iterator[str]:
-    if (path / "model.safetensors.index.json").is_file():
-        index = _json(path / "model.safetensors.index.json")
-        if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
-            yield f"{field}: {path}/model.safetensors.index.json cannot be read: it holds no weight_map."
-            return
-        missing = sorted({str(file) for file in index["weight_map"].values() if not (path / str(file)).is_file()})
-        if missing:
-            yield f"{field}: {path} lacks {missing[0]}, which its index names; copy the whole model."
-    elif not any(path.glob("*.safetensors")):
-        if any(file for pattern in _PICKLES for file in path.glob(pattern)):
-            yield (
-                f"{field}: {path} holds only pickled weights, which could run code when loaded; convert them with "
-                "`model.save_pretrained(folder, safe_serialization=True)`."
-            )
-        else:
-            yield f"{field}: {path} holds no weights; a *.safetensors file is needed."
+def _adapters(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
+    for name in TRAINED:
+        lora = getattr(spec.models, name).lora
+        family = MODEL_FAMILIES.get(_family_name(spec, name, base))
+        if lora is not None and family is not None and (why := target_problem(lora.target_modules or (), family)):
+            yield f"spec.models.{name}.lora.targetModules: {why}."
 
 
 def _tokenizer(spec: RLHFJobSpec, base: Path) -> Iterator[str]:
-    given = spec.models.tokenizer.path
+    given, actor = spec.models.tokenizer.path, spec.models.actor.source
     if given is None:
+        own = base / actor.path if actor is not None and actor.path is not None else None
+        asked = spec.models.tokenizer.train is None and spec.models.tokenizer.pvc is None
+        if asked and own is not None and own.is_dir() and (why := tokenizer_problem(own)) is not None:
+            yield f"spec.models.actor.source.path: {why}."
         return
     path, field = base / given, "spec.models.tokenizer.path"
     if path.is_dir():
-        if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
-            yield f"{field}: {path} is no tokenizer folder: tokenizer.json is missing."
+        if (why := tokenizer_problem(path)) is not None:
+            yield f"{field}: {why}."
     elif path.exists():
         yield f"{field}: {path} is a file; give the folder that it is in."
     elif hub_problem(given, "folder, and no model", base, owner=False) is not None or given.startswith((".", "~")):
         yield f"{field}: {path} does not exist; give a folder, or a hub name such as owner/name."
-
-
-def _json(path: Path) -> Any:
-    """The file's value, or a string with the reason if there is none."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        return (error.strerror or str(error)).lower()
-    except ValueError as error:
-        return f"not valid JSON ({error})"
-    return value if not isinstance(value, str) else "not a JSON object"

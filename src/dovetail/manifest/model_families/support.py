@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from dovetail.manifest.model_families.family import ModelFamily
@@ -48,6 +48,13 @@ def replay_error(config: Mapping[str, Any], families: Mapping[str, ModelFamily])
     if family is None or family.experts is not None:
         return None
     return f"spec.ppo.routingReplay is for models with experts, and {kind} models have none; remove it."
+
+
+def target_problem(targets: Collection[str], family: ModelFamily) -> str | None:
+    """The reason why adapters cannot be put on the layers of these names, without a full stop. None if they can."""
+    names = [part.name for part in family.linears]
+    unknown = sorted(set(targets) - set(names))
+    return f"no layer is called {unknown[0]!r}; {family.name} models have {', '.join(names)}" if unknown else None
 
 
 def _has_windows(config: Mapping[str, Any]) -> bool:

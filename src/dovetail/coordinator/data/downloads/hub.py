@@ -19,8 +19,9 @@ from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.downloads import hub_client
-from dovetail.coordinator.data.downloads.hub_client import FINAL, INDEX, Request, small_files, weight_files
+from dovetail.coordinator.data.downloads.hub_client import FINAL, Request, small_files
 from dovetail.coordinator.telemetry.summary import write_whole
+from dovetail.manifest.checks.model_contents import INDEX, weight_files
 from dovetail.manifest.types import HubAccess as HubSpec
 
 COMMITS = "hub.json"

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.data.data_error import causes
+from dovetail.manifest.checks.model_contents import weight_files
 
 # The small files are configurations, tokenizers and templates, and Python code if the manifest allows it.
 SMALL = (".json", ".model", ".txt", ".jinja")
 CODE = ".py"
-WEIGHTS = ".safetensors"
-INDEX = "model.safetensors.index.json"
 # The kinds of errors that another attempt cannot fix. All others are `transient`.
 FINAL = ("gated", "missing", "revision", "token", "forbidden", "full", "invalid")
 
@@ -50,15 +49,6 @@ def small_files(names: Iterator[str] | list[str], code: bool) -> list[str]:
     out."""
     wanted = (*SMALL, CODE) if code else SMALL
     return sorted(name for name in names if "/" not in name and name.endswith(wanted))
-
-
-def weight_files(names: list[str], index: Any) -> list[str]:
-    """The files with the model's weights. `index` is the content of INDEX. Some repositories have the same weights
-    again in another format."""
-    here = sorted(name for name in names if "/" not in name and name.endswith(WEIGHTS))
-    if isinstance(index, dict) and isinstance(index.get("weight_map"), dict):
-        return sorted({str(name) for name in index["weight_map"].values()})
-    return ["model.safetensors"] if "model.safetensors" in here else here
 
 
 def download(request: Request) -> dict[str, Any]:

@@ -3,52 +3,91 @@ start from random weights."""
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.downloads.hub import Hub, read_json
-from dovetail.coordinator.data.downloads.hub_client import INDEX, weight_files
+from dovetail.manifest.checks.model_contents import PICKLES, BrokenWeights, folder_problems, headers, weight_files
+from dovetail.manifest.fixed_names import MODEL_NAMES
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import problem
-from dovetail.manifest.types import ModelSource, ScratchModel
-
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+from dovetail.manifest.types import ModelSource, RLHFJobSpec, ScratchModel
+from dovetail.planner.shape import ModelShape, ShapeError
 
 
 def resolve(source: ModelSource, name: str, base_dir: Path, hub: Hub, trust_remote_code: bool = False) -> Path:
     """The folder of a path or hub source. The weights of a hub model are there after `hub.download_weights`. `name` is
     actor, critic, reward or reference. Raises DataError that names the field."""
-    field = f"spec.models.{name}"
+    field = f"spec.models.{name}.source"
     if source.path is not None:
         folder = (base_dir / source.path).resolve()
         if not folder.is_dir():
-            raise DataError(f"{field}.source.path: {folder} is not a folder")
-        files = [path.name for path in folder.iterdir()]
-    elif source.hugging_face is not None:
-        where = f"{field}.source.huggingFace"
-        folder = hub.describe(name, where, source.hugging_face, source.revision, trust_remote_code)
-        files = hub.files(name)
-    else:
-        raise DataError(f"{field}.source: a volume claim (pvc) can be read only on a cluster; use path or huggingFace")
+            raise DataError(f"{field}.path: {folder} is not a folder")
+        check_weights(folder, f"{field}.path")
+        return folder
+    if source.hugging_face is None:
+        raise DataError(f"{field}: a volume claim (pvc) can be read only on a cluster; use path or huggingFace")
+    where, repository = f"{field}.huggingFace", source.hugging_face
+    folder = hub.describe(name, where, repository, source.revision, trust_remote_code)
+    files = hub.files(name)
     if not (folder / "config.json").is_file():
-        raise DataError(f"{field}.source: {folder} is not a Hugging Face model folder: config.json is missing")
-    if not any("/" not in file and file.endswith(".safetensors") for file in files):
-        pickles = sorted(file for file in files if file.endswith(_PICKLES))
+        adapter = (folder / "adapter_config.json").is_file()
+        what = "holds an adapter and no model; merge it into its base model" if adapter else "has no config.json"
+        raise DataError(f"{where}: {repository} {what}")
+    if not weight_files(files, None):
+        pickles = sorted(file for file in files if file.endswith(PICKLES))
         found = f"only pickled weights ({pickles[0]}), which can run code when loaded" if pickles else "no weights"
-        fix = (
-            "save the model with save_pretrained(..., safe_serialization=True)"
-            if source.path is not None
-            else "name a repository or revision that has them"
-        )
         raise DataError(
-            f"{field}.source: {source.path or source.hugging_face} has {found}; Dovetail loads safetensors, so {fix}"
+            f"{where}: {repository} has {found}; Dovetail loads safetensors, so name a repository or revision that has "
+            "them"
         )
     config = read_json(folder / "config.json")  # loading the model reports a file that is not JSON
     if isinstance(config, dict) and "model_type" in config and (why := problem(config, MODEL_FAMILIES)) is not None:
-        raise DataError(f"{field}.source: {source.path or source.hugging_face}: {why}")
+        raise DataError(f"{where}: {repository}: {why}")
     return folder
+
+
+def check_local(spec: RLHFJobSpec) -> None:
+    """Check the models in folders of this machine before anything starts. Paths are absolute. Raises DataError."""
+    for name in MODEL_NAMES:
+        source: ModelSource | None = getattr(spec.models, name).source
+        if source is not None and source.path is not None and Path(source.path).is_dir():
+            check_weights(Path(source.path), f"spec.models.{name}.source.path")
+
+
+def check_weights(folder: Path, field: str) -> None:
+    """Raises DataError for a folder whose configuration cannot be used, or whose weights are not whole or have other
+    shapes than config.json says."""
+    if (why := next(folder_problems(folder), None)) is not None:
+        raise DataError(f"{field}: {why}")
+    tensors = {name: tensor for header in headers(folder).values() for name, tensor in header.items()}
+    try:
+        shape = ModelShape.of(read_json(folder / "config.json"))
+    except (ShapeError, ValueError, TypeError):
+        return  # the plan says what is wrong with it
+    family = MODEL_FAMILIES[shape.family]
+    width = shape.embedding or shape.hidden
+    outer = {f"{name}.weight": [shape.vocabulary, width] for name in (family.embedding, family.saved_head)}
+    inner = {f"{part.name}.weight": [part.outputs, part.inputs] for part in shape.linears}
+    missing = {(layer, name) for layer in range(shape.layers) for name in inner}
+    for name, tensor in tensors.items():
+        found = _IN_LAYER.search(name)
+        short = ".".join(name.rsplit(".", 2)[-2:])
+        expected = (outer if found is None else inner).get(short)
+        if expected is not None and list(tensor["shape"]) != expected:
+            raise DataError(
+                f"{field}: {folder}: {name} has shape {tuple(tensor['shape'])}, but config.json asks for "
+                f"{tuple(expected)}; take the config.json that was saved with these weights"
+            )
+        if found is not None:
+            missing.discard((int(found[1]), short))
+    if (lacks := min(missing, default=None)) is not None:
+        raise DataError(
+            f"{field}: {folder}: the weights lack {lacks[1]} of layer {lacks[0]}, but config.json says that there are "
+            f"{shape.layers} layers; copy the whole model"
+        )
 
 
 def check_scores(folder: Path, field: str) -> None:
@@ -81,31 +120,18 @@ def check_scores(folder: Path, field: str) -> None:
 
 
 _SCORE = "score.weight"
-_MOST_HEADER = 100_000_000  # bytes, as in the library safetensors
+_IN_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def _labels(folder: Path) -> int | None:
     """The number of rows of the score head in the weights, or 0 if there is no head. None if the weights are missing or
     incomplete."""
-    tensors: dict[str, Any] = {}
-    for name in weight_files([path.name for path in folder.iterdir()], read_json(folder / INDEX)):
-        header = _header(folder / name)
-        if header is None:
-            return None  # loading says what is wrong
-        tensors |= header
-    return int(tensors[_SCORE]["shape"][0]) if _SCORE in tensors else 0 if tensors else None
-
-
-def _header(file: Path) -> dict[str, Any] | None:
-    """The header of a safetensors file, with the shape, dtype and byte offsets of each tensor. None if it cannot be
-    read."""
     try:
-        with file.open("rb") as opened:
-            size = int.from_bytes(opened.read(8), "little")
-            header = json.loads(opened.read(size)) if size <= _MOST_HEADER else None
-    except (OSError, ValueError):
-        return None
-    return header if isinstance(header, dict) else None
+        found = headers(folder)
+    except BrokenWeights:
+        return None  # a hub's weights come later
+    tensors = {name: tensor for header in found.values() for name, tensor in header.items()}
+    return int(tensors[_SCORE]["shape"][0]) if _SCORE in tensors else 0 if tensors else None
 
 
 # The fields of all families that must be integers above 0.

@@ -9,6 +9,7 @@ from typing import Any
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.text.chat_template import options_of, with_options
+from dovetail.manifest.checks.model_contents import tokenizer_problem
 from dovetail.manifest.checks.rules.data_rules import is_option
 
 PAD = "<|pad|>"
@@ -56,7 +57,11 @@ def train(texts: Iterable[str], vocab_size: int) -> Any:
 
 def load(name: str | Path, field: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """A Hugging Face tokenizer from a folder or hub name. `field` is the manifest field that names it. A missing pad
-    token is replaced by the end token. Raises DataError if it cannot be loaded or has no end token."""
+    token is replaced by the end token. Raises DataError if it cannot be loaded, or has no vocabulary or no end
+    token."""
+    mend = "copy the tokenizer's files into it, or name a tokenizer in spec.models.tokenizer.path"
+    if Path(name).is_dir() and (why := tokenizer_problem(Path(name))) is not None:
+        raise DataError(f"{field}: {why}; {mend}")
     try:
         if _is_plain(Path(name)):
             from transformers import PreTrainedTokenizerFast
@@ -69,6 +74,8 @@ def load(name: str | Path, field: str, revision: str | None = None, trust_remote
     except Exception as error:  # transformers raises many kinds of errors, all about the user's files
         message = " ".join(str(error).split())[:300]
         raise DataError(f"{field}: no tokenizer can be loaded from {name}: {message}") from error
+    if len(tokenizer) <= len(tokenizer.get_added_vocab()):
+        raise DataError(f"{field}: the tokenizer in {name} has no vocabulary; {mend}")
     if tokenizer.eos_token_id is None:
         raise DataError(
             f"{field}: the tokenizer {name} has no end-of-sequence token; set eos_token in its tokenizer_config.json"
