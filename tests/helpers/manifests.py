@@ -140,6 +140,21 @@ RULES = [
     ({"models.actor": {}}, "spec.models.actor.source is required"),
     ({"models.actor.source.path": "x"}, "spec.models.actor.source has path and scratch; give exactly one of"),
     ({"models.critic": {"source": {}}}, "spec.models.critic.source names nothing; give exactly one of"),
+    (
+        {"models.actor.source": {"huggingFace": "https://huggingface.co/Qwen/Qwen2.5-0.5B"}},
+        "spec.models.actor.source.huggingFace: https://huggingface.co/Qwen/Qwen2.5-0.5B is an address; write "
+        "Qwen/Qwen2.5-0.5B.",
+    ),
+    (
+        {"data.prompts": [{"path": "https://huggingface.co/datasets/openai/gsm8k/tree/v1"}]},
+        "spec.data.prompts[0].path: https://huggingface.co/datasets/openai/gsm8k/tree/v1 is an address; write "
+        "huggingFace: openai/gsm8k with revision: v1.",
+    ),
+    (
+        {"data.prompts": [{"path": "s3://bucket/x.jsonl"}]},
+        "spec.data.prompts[0].path: s3://bucket/x.jsonl is an address; no s3:// is read: copy the files to a folder",
+    ),
+    ({"output": {"path": "s3://bucket/models"}}, "spec.output.path is an address, but a path is a folder"),
     ({"models.critic": {"source": {"path": "x", "revision": "y"}}}, "spec.models.critic.source.revision belongs to"),
     ({"models.critic": {"source": {"pvc": "claim"}}}, "spec.models.critic.source.pvc must be claim/path"),
     *(

@@ -47,6 +47,23 @@ class _Refused(_Failed):
     exit_code = 2
 
 
+# What to write in place of options that other tools have.
+_OTHER_OPTIONS = {
+    **dict.fromkeys(
+        ("--gpus", "--num-gpus", "--ngpus", "--gpu", "--nproc-per-node"),
+        "The manifest says it: --set spec.groups[0].gpu.perPod=N, with spec.groups[0].replicas pods. "
+        "CUDA_VISIBLE_DEVICES chooses GPUs of this machine.",
+    ),
+    **dict.fromkeys(
+        ("--lr", "--learning-rate", "--epochs", "--steps", "--iterations", "--batch-size", "--max-tokens"),
+        "The manifest says it: --set changes a field of it, and dovetail explain WORD finds the field.",
+    ),
+    **dict.fromkeys(("--output", "--output-dir", "--out"), "--run-dir says where the run's files go."),
+    **dict.fromkeys(("--config", "--file", "--manifest", "-f", "-c"), "The manifest is an argument without an option."),
+    **dict.fromkeys(("--dataset", "--data"), "Data is given as --prompts, --preferences or --demonstrations."),
+}
+
+
 class _Group(click.Group):
     """Turns the project's errors into sentences and exit codes. Lists commands in the order in which people use
     them."""
@@ -63,6 +80,10 @@ class _Group(click.Group):
             raise _Refused("\n".join(error.errors)) from error
         except (UsageError, PlanError) as error:
             raise _Refused(str(error)) from error
+        except click.NoSuchOption as error:
+            if (hint := _OTHER_OPTIONS.get(error.option_name)) is None:
+                raise
+            raise click.NoSuchOption(error.option_name, f"{error.message} {hint}", ctx=error.ctx) from error
         except RunError as error:
             raise _Failed(str(error)) from error
         except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import json
 import math
@@ -15,7 +16,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from dovetail.manifest.type_descriptions import describe, expected, model_in
+from dovetail.manifest.type_descriptions import describe, expected, model_in, named
 from dovetail.manifest.types import API_VERSION, KIND, RLHFJob
 
 _MAX_BYTES = 4 * 1024 * 1024
@@ -221,9 +222,45 @@ def parse(data: Any) -> RLHFJob:
             raise ManifestError([f"{key} must be {wanted}; {given}."])
     try:
         # JSON mode is strict about types but takes enumerations by value.
-        return RLHFJob.model_validate_json(json.dumps(data, default=str), strict=True, by_alias=True, by_name=False)
+        return RLHFJob.model_validate_json(
+            json.dumps(_with_modules(data), default=str), strict=True, by_alias=True, by_name=False
+        )
     except ValidationError as error:
         raise ManifestError(_sentences(error, data)) from error
+
+
+_FILE = re.compile(r"(?:(.*)/)?([A-Za-z_]\w*)\.py:([A-Za-z_]\w*)", re.DOTALL)
+
+
+def _with_modules(data: dict[str, Any]) -> dict[str, Any]:
+    """The data with functions that are written as FILE.py:FUNCTION, as on the command line, in the form
+    module:callable. The file's folder becomes the importPath, if there is none. What cannot be written so stays."""
+    spec = copy.deepcopy(data.get("spec"))
+    places: list[tuple[Any, Any, Any]] = []  # the object with importPath, and what holds a function by which key
+
+    def part(*names: str) -> Any:
+        found = spec
+        for name in names:
+            found = found.get(name) if isinstance(found, dict) else None
+        return found if isinstance(found, dict | list) else {}
+
+    reward, ppo, metrics = part("models", "reward"), part("ppo"), part("evaluation", "metrics")
+    places += [(reward, reward, "function"), (ppo, ppo, "loss"), (ppo, ppo, "advantageFunction")]
+    functions = part("models", "reward", "functions")
+    places += [(reward, each, "function") for each in functions if isinstance(each, dict)]
+    places += [(reward, metrics, index) for index in range(len(metrics)) if isinstance(metrics, list)]
+    for holder, named_in, key in places:
+        value = named_in[key] if isinstance(named_in, list) else named_in.get(key)
+        found = _FILE.fullmatch(value) if isinstance(value, str) else None
+        if found is None or not isinstance(holder, dict):
+            continue
+        folder, module, function = found.groups()
+        if folder is not None and holder.get("importPath", folder) != folder:
+            continue
+        if folder is not None:
+            holder["importPath"] = folder
+        named_in[key] = f"{module}:{function}"
+    return data if spec is None else data | {"spec": spec}
 
 
 def _sentences(error: ValidationError, data: Any) -> list[str]:
@@ -289,12 +326,14 @@ def _unknown(path: tuple[str | int, ...]) -> str:
     parent = _model(path[:-1])
     known = [field.alias or name for name, field in parent.model_fields.items()] if parent else []
     wrong = str(path[-1])
-    close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.5)
-    camel = re.sub(r"_([a-z0-9])", lambda m: m[1].upper(), wrong)
-    if camel in known:
-        close = [camel]
     where = dotted(path[:-1]) or "the manifest"
-    fix = f"did you mean {close[0]}?" if close else f"{where} has {', '.join(known)}."
+    # A field of this name further below says more than one beside it with a name that is only similar.
+    below = named(parent, wrong) if parent else []
+    prefix = f"{dotted(path[:-1])}." if len(path) > 1 else ""
+    close = [name if "." not in name else f"{prefix}{name}".replace("[]", "[0]") for name in below]
+    close = close or difflib.get_close_matches(wrong, known, n=1, cutoff=0.5)
+    close = close or [name.replace("[]", "[0]") for name in named(RLHFJob, wrong)]
+    fix = f"did you mean {' or '.join(close[:2])}?" if close else f"{where} has {', '.join(known)}."
     return f"{dotted(path)} is not a field; {fix}"
 
 

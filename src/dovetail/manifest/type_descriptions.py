@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import types
+from collections.abc import Iterator
 from datetime import datetime
 from enum import StrEnum
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -34,6 +36,55 @@ def model_in(kind: Any) -> type[BaseModel] | None:
         if found := model_in(part):
             return found
     return None
+
+
+def fields_below(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """The path and the field of everything below an API object, such as `groups[].gpu.perPod`. Nearer ones come
+    first."""
+    inner = []
+    for name, field in model.model_fields.items():
+        path = f"{prefix}{field.alias or name}"
+        yield path, field
+        if below := model_in(field.annotation):
+            inner.append((below, f"{path}[]." if _short(field.annotation).startswith("[]") else f"{path}."))
+    for below, path in inner:
+        yield from fields_below(below, path)
+
+
+# The ends of our paths, by the names that other tools give to these fields, without _ and -.
+_OTHER_NAMES = {
+    **dict.fromkeys(("lr", "learningrate", "optimizer.learningrate"), "learningRate"),
+    **dict.fromkeys(("count", "gpus", "numgpus", "ngpus", "nprocpernode"), "perPod"),
+    **dict.fromkeys(("numgenerations", "groupsize", "numsamples", "n"), "samplesPerPrompt"),
+    **dict.fromkeys(("maxnewtokens", "maxcompletionlength", "maxresponselength", "responselength"), "maxTokens"),
+    **dict.fromkeys(("steps", "maxsteps", "totalsteps", "trainingsteps"), "iterations"),
+    **dict.fromkeys(("numtrainepochs", "numepochs", "totalepochs"), "epochs"),
+    **dict.fromkeys(("batchsize", "trainbatchsize", "rolloutbatchsize"), "globalBatchSize"),
+    **dict.fromkeys(("ppominibatchsize", "minibatch"), "miniBatchSize"),
+    **dict.fromkeys(("perdevicetrainbatchsize", "microbatch"), "microBatchSize"),
+    **dict.fromkeys(("cliprange", "clipratio", "clipeps", "epsilon"), "clip"),
+    **dict.fromkeys(("klcoef", "initklcoef", "klcoefficient", "beta"), "kl.coef"),
+    **dict.fromkeys(("optimizer",), "actorOptimizer"),
+    **dict.fromkeys(("lorar", "lorarank"), "lora.rank"),
+    **dict.fromkeys(("maxpromptlength",), "maxPromptTokens"),
+    **dict.fromkeys(("model", "modelname", "modelnameorpath"), "models.actor.source"),
+    **dict.fromkeys(("dataset", "datasets", "trainfiles"), "data"),
+    **dict.fromkeys(("rewardfn", "rewardfunc", "rewardfuncs", "rewardfunction"), "models.reward.function"),
+    **dict.fromkeys(("outputdir",), "output.path"),
+    **dict.fromkeys(("savesteps",), "checkpoint.everySteps"),
+    **dict.fromkeys(("evalsteps", "evalinterval"), "evaluation.everyIterations"),
+    **dict.fromkeys(("reportto", "wandb", "logger"), "trackers"),
+}
+
+
+def named(model: type[BaseModel], name: str) -> list[str]:
+    """The paths below an API object whose last name is `name`, or what other tools call so."""
+    plain = re.sub("[_-]", "", name).lower()
+    paths = [path for path, _ in fields_below(model)]
+    for wanted in (plain, _OTHER_NAMES.get(plain, "").lower()):
+        if wanted and (found := [path for path in paths if f".{path}".lower().endswith(f".{wanted}")]):
+            return found
+    return []
 
 
 def options(kind: Any) -> list[str]:

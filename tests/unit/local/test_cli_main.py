@@ -140,6 +140,9 @@ def test_validate_says_what_it_found(manifest):
     ("override", "sentence"),
     [
         ("spec.ppo.iteration=3", "spec.ppo.iteration is not a field; did you mean iterations?"),
+        ("ppo.iterations=3", "--set ppo.iterations=3: did you mean spec.ppo.iterations=3?"),
+        ("groups[0].replicas=3", "--set groups[0].replicas=3: did you mean spec.groups[0].replicas=3?"),
+        ("lr=3", "--set lr=3: did you mean spec.sft.optimizer.learningRate=3?"),
         ("spec.ppo.iterations=many", "spec.ppo.iterations must be"),
         ("spec.ppo.iterations", "write it as field=value"),
         ("spec..x=1", "write it as field=value"),
@@ -156,6 +159,29 @@ def test_mistakes_exit_with_2_and_one_sentence(manifest, override, sentence):
     assert sentence in result.output
     assert "Traceback" not in result.output
     assert all(line.startswith("Error: ") for line in result.output.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--gpus", "--set spec.groups[0].gpu.perPod=N"),
+        ("--lr", "dovetail explain WORD finds the field"),
+        ("--output-dir", "--run-dir says where"),
+        ("--overwrit", "--overwrite"),
+    ],
+)
+def test_options_of_other_tools_are_explained(manifest, option, said):
+    result = call("run", manifest, option, "4")
+    assert result.exit_code == 2
+    assert said in result.output
+
+
+@pytest.mark.parametrize("option", ["--model", "--prompts"])
+def test_a_hubs_address_is_explained_on_the_command_line(option):
+    given = {"--model": "a/b", "--prompts": "c/d", "--reward": "e:f"} | {option: "https://huggingface.co/me/mine"}
+    result = call("run", "--method", "grpo", "--print-only", *(word for pair in given.items() for word in pair))
+    assert result.exit_code == 2
+    assert f"{option} https://huggingface.co/me/mine is an address; write me/mine" in result.output
 
 
 def test_more_stages_than_layers_are_refused_when_a_manifest_is_validated(manifest, tmp_path):

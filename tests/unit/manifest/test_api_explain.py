@@ -51,6 +51,27 @@ def test_unknown_paths_name_the_nearest(path, sentence):
     assert str(caught.value).startswith(sentence)
 
 
+@pytest.mark.parametrize(
+    ("word", "first"),
+    [
+        ("clip", "  spec.ppo.clip <number>"),
+        ("ppo.clip", "  spec.ppo.clip <number>"),
+        ("learning_rate", "  spec.sft.optimizer.learningRate <number>"),
+        ("max_new_tokens", "  spec.data.maxTokens <integer>"),
+        ("distillation", "  spec.ppo.advantage <string>"),
+    ],
+)
+def test_a_word_is_searched(word, first):
+    lines = explain(word).splitlines()
+    assert lines[0] == f"FIELDS with {word}:"
+    assert first in lines[:10]
+
+
+def test_a_word_that_is_nowhere():
+    with pytest.raises(ExplainError, match=r"^RLHFJob has no field 'globalBathSize', .*; did you mean globalBatchSize"):
+        explain("globalBathSize")
+
+
 def test_every_field_is_described():
     todo, seen = [RLHFJob], set()
     while todo:

@@ -1,11 +1,13 @@
 """Bad manifests and the sentences that users get for them."""
 
+import copy
 from pathlib import Path
 
 import pytest
 import yaml
 
-from dovetail.manifest.checks.validation import ManifestError, load_manifest, parse_manifest
+from dovetail.manifest.checks.validation import ManifestError, load_manifest, parse_manifest, warnings
+from dovetail.manifest.documents import parse
 from helpers.manifests import FIELDS, GOOD, RULES, changed
 
 
@@ -95,3 +97,52 @@ def test_a_merge_key_is_no_repetition():
 def test_aliases_within_reason_are_fine():
     text = yaml.safe_dump(GOOD) + "  sft: &s {epochs: 2}\n  reward: *s\n"
     assert parse_manifest(text).spec.reward.epochs == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("ppo.learningRate", 1, "did you mean spec.ppo.actorOptimizer.learningRate or spec.ppo.criticOptimizer."),
+        ("sft.lr", 1, "did you mean spec.sft.optimizer.learningRate?"),
+        ("ppo.kl_coef", 1, "did you mean spec.ppo.kl.coef?"),
+        ("ppo.num_generations", 1, "did you mean samplesPerPrompt?"),
+        ("ppo.steps", 1, "did you mean iterations?"),
+        ("groups.0.gpu", {"count": 4}, "spec.groups[0].gpu.count is not a field; did you mean perPod?"),
+        ("generation.max_new_tokens", 1, "did you mean maxTokens?"),
+        ("model", "x", "did you mean spec.models.actor.source?"),
+    ],
+)
+def test_an_unknown_field_names_the_one_that_is_meant(field, value, said):
+    document = copy.deepcopy(GOOD)
+    *parents, last = field.split(".")
+    here = document["spec"]
+    for step in parents:
+        here = here[int(step)] if step.isdecimal() else here.setdefault(step, {})
+    here[last] = value
+    with pytest.raises(ManifestError) as refused:
+        parse(document)
+    assert said in str(refused.value)
+
+
+def test_a_function_may_be_written_as_its_file():
+    document = copy.deepcopy(GOOD)
+    spec = document["spec"]
+    spec["models"]["reward"] = {"functions": [{"function": "code/a/mine.py:one"}, {"function": "code/a/mine.py:two"}]}
+    spec["evaluation"] = {"metrics": ["reward", "code/a/other.py:measure"]}
+    spec["ppo"] = spec.get("ppo", {}) | {"loss": "losses.py:clipped", "advantageFunction": "losses.py:mine"}
+    found = parse(document).spec
+    assert [call.function for call in found.models.reward.calls] == ["mine:one", "mine:two"]
+    assert found.models.reward.import_path == "code/a"
+    assert found.evaluation.metrics == ["reward", "other:measure"]
+    assert (found.ppo.loss, found.ppo.advantage_function) == ("losses:clipped", "losses:mine")
+    assert found.ppo.import_path is None, "the manifest's own folder"
+    spec["models"]["reward"]["importPath"] = "elsewhere"
+    with pytest.raises(ManifestError, match=r"functions\[0\].function must be a Python function as module:callable"):
+        parse(document)
+
+
+def test_epochs_beside_steps_have_no_effect():
+    document = copy.deepcopy(GOOD)
+    document["spec"]["sft"] = document["spec"].get("sft", {}) | {"steps": 10, "epochs": 3}
+    (said,) = [line for line in warnings(parse(document).spec) if "epochs" in line]
+    assert said.startswith("spec.sft.epochs has no effect beside spec.sft.steps")

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from dovetail.manifest.documents import ManifestError, read_yaml
+from dovetail.manifest.type_descriptions import named
+from dovetail.manifest.types import RLHFJob
 from dovetail.supervision.errors import UsageError
 
 
@@ -17,6 +19,11 @@ def apply_overrides(document: dict[str, Any], overrides: Sequence[str]) -> None:
         steps = _steps(path.strip())
         if not equals or not steps:
             raise UsageError(f"--set {override}: write it as field=value, for example spec.ppo.iterations=3")
+        close = named(RLHFJob, str(steps[0]))
+        if close and steps[0] not in close:
+            # spec.ppo for ppo, and spec.ppo.iterations for iterations
+            full = next((path for path in close if path == f"spec.{steps[0]}"), close[0]).replace("[]", "[0]")
+            raise UsageError(f"--set {override}: did you mean {full}{path.strip()[len(str(steps[0])) :]}={text}?")
         try:
             value = read_yaml(f"value: {text}\n")["value"]
         except (ManifestError, TypeError, KeyError) as error:

@@ -190,5 +190,12 @@ def _pointless(spec: RLHFJobSpec) -> Iterator[str]:
     for index, group in enumerate(spec.groups):
         if Role.ROLLOUT not in group.roles and group.dtype is not Dtype.AUTO:
             yield f"spec.groups[{index}].dtype has no effect without the role rollout; see spec.models.actor.dtype."
+    for stage in (Stage.SFT, Stage.REWARD, Stage.DPO):
+        supervised = spec.supervised(stage)
+        if stage in spec.stages and supervised.steps is not None and supervised.epochs > 1:
+            yield (
+                f"spec.{stage.value}.epochs has no effect beside spec.{stage.value}.steps, which ends the stage; "
+                "remove one of them."
+            )
     if spec.data.held_out == 0:
         yield "spec.data.heldOut is 0: losses and accuracy before and after training cannot be measured."

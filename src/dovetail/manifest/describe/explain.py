@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from dovetail.manifest.type_descriptions import expected, model_in, options, short_type
+from dovetail.manifest.type_descriptions import expected, fields_below, model_in, named, options, short_type
 from dovetail.manifest.types import API_VERSION, KIND, RLHFJob
 
 _WIDTH = 100
@@ -33,6 +33,8 @@ def explain(path: str = KIND) -> str:
     steps = [step for step in re.sub(r"\[\d*\]", "", path.strip()).split(".") if step]
     if steps and steps[0].lower() in (KIND.lower(), "rlhfjobs", "rlhf"):
         steps = steps[1:]
+    elif steps and steps[0] not in dict(fields_below(RLHFJob)) and (len(steps) == 1 or named(RLHFJob, ".".join(steps))):
+        return _search(".".join(steps))
     model: type[BaseModel] | None = RLHFJob
     field: FieldInfo | None = None
     done = KIND
@@ -62,6 +64,22 @@ def summary(field: FieldInfo) -> str:
         return field.description
     inner = model_in(field.annotation)
     return ((inner.__doc__ or "").strip().splitlines() or [""])[0] if inner else ""
+
+
+def _search(word: str) -> str:
+    """The fields with a word in their name or description. Raises ExplainError if there is none."""
+    fields = dict(fields_below(RLHFJob))
+    exact = named(RLHFJob, word)
+    found = exact + [path for path in fields if word.lower() in path.rpartition(".")[2].lower() and path not in exact]
+    found += [path for path, field in fields.items() if word.lower() in summary(field).lower() and path not in found]
+    if not found:
+        close = difflib.get_close_matches(word, {path.rpartition(".")[2]: None for path in fields}, n=3, cutoff=0.5)
+        hint = f"; did you mean {' or '.join(close)}?" if close else ""
+        raise ExplainError(f"{KIND} has no field {word!r}, and no field's description has the word{hint}")
+    lines = [f"FIELDS with {word}:"]
+    for path in found:
+        lines += [f"  {path} <{short_type(fields[path])}>", _wrap(summary(fields[path]), 4), ""]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 def _unknown(step: str, done: str, known: list[str]) -> str:

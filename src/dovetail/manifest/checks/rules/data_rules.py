@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from dovetail.manifest.checks.hub_names import address_fix
 from dovetail.manifest.checks.rules.model_rules import MODEL_SOURCES, claim_rule
 from dovetail.manifest.checks.rules.rule import CALLS, Rule, Value, one_of, ppo_rule, spec_rule
 from dovetail.manifest.fixed_names import DATA_KINDS
@@ -84,7 +85,26 @@ def _has_share(stage: Stage) -> Rule:
     )
 
 
+def _address(source: ModelSource | DataSource) -> tuple[str, str] | None:
+    """The field with an address in place of a name or a path, and how to correct it."""
+    for name, text in (("huggingFace", source.hugging_face), ("path", source.path)):
+        if text is not None and (fix := address_fix(text)) is not None:
+            moved = "" if name == "huggingFace" or not fix.startswith("write") else "huggingFace: "
+            return f"{name}: {text}", fix.replace("write ", f"write {moved}")
+    return None
+
+
 DATA_RULES = (
+    Rule(
+        (*MODEL_SOURCES, *_DATA_SOURCES),
+        lambda source: _address(source) is None,
+        None,
+        "{path}.{address} is an address; {fix}.",
+        {
+            "address": Value(lambda source: (_address(source) or ("", ""))[0]),
+            "fix": Value(lambda source: (_address(source) or ("", ""))[1]),
+        },
+    ),
     *one_of(_DATA_SOURCES, "huggingFace", "path", "pvc", "synthetic"),
     claim_rule(*_DATA_SOURCES, what="a file or folder"),
     Rule(

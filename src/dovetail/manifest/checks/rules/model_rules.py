@@ -74,7 +74,16 @@ DPO_RULES = (
 
 # ---------------------------------------------------------------- where models go
 
-OUTPUT_RULES = one_of(("spec.output",), "path", "pvc", "s3")
+OUTPUT_RULES = (
+    *one_of(("spec.output",), "path", "pvc", "s3"),
+    Rule(
+        ("spec.output",),
+        lambda output: output.path is None or "://" not in output.path,
+        "!has(self.path) || !self.path.contains('://')",
+        "{path}.path is an address, but a path is a folder of this machine; give s3 with bucket and prefix for object "
+        "storage.",
+    ),
+)
 
 # ---------------------------------------------------------------- models
 
