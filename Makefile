@@ -28,7 +28,7 @@ DRILL_ARGS ?=
 help: ## Show the targets
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 24
 
-install: $(STAMP) tools ## Install into .venv, and build the tools of tests; does nothing when that is current
+install: $(STAMP) ## Install into .venv; does nothing when that is current
 
 $(BIN)/uv:
 	$(PYTHON) -m venv $(VENV)
@@ -62,14 +62,14 @@ lint: install ## Ruff, mypy and stale generated files
 	$(BIN)/mypy
 	$(BIN)/python hack/generate.py --check
 
-test: lint $(MODEL_INFOS) $(KERNELS) ## The whole test suite
+test: lint tools $(MODEL_INFOS) $(KERNELS) ## The whole test suite
 	@$(DEVCLUSTER) build --where-supported >/dev/null
 	$(PYTEST) -m "not nightly" $(PYTEST_ARGS)
 
-test-fast: install $(KERNELS) ## Tests that start no vLLM servers or trainers, each within half a CPU second or so
+test-fast: install tools $(KERNELS) ## Tests that start no vLLM servers or trainers, each within half a CPU second or so
 	$(PYTEST) -m "not slow and not nightly" -o testpaths=tests/unit $(PYTEST_ARGS)
 
-test-nightly: lint $(MODEL_INFOS) $(KERNELS) ## The whole test suite, and the long drills in all their variants
+test-nightly: lint tools $(MODEL_INFOS) $(KERNELS) ## The whole test suite, and the long drills in all their variants
 	@$(DEVCLUSTER) build --where-supported >/dev/null
 	$(PYTEST) $(PYTEST_ARGS)
 

@@ -20,7 +20,7 @@ from same_bits.facts import Fact, read_facts
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-VENV = ROOT / ".venv"
+VENV = (ROOT / ".venv").resolve()
 LOCK = "requirements/cpu.txt"
 SOURCES = ("src", "trainer_image", "rollout_image", "operator")
 JOBS = ("ppo", "grpo")

@@ -20,7 +20,7 @@ CHART = REPOSITORY / "helm" / "dovetail"
 
 
 def tool(program: str) -> str:
-    """The program that `make install` has built, or the PATH's. Skips where there is no Go to build it with."""
+    """The program that `make tools` has built, or the PATH's. Skips where there is no Go to build it with."""
     if binaries.folder(program).is_dir():  # a module of its own
         return str(binaries.path_of(program))
     found = shutil.which(program)
@@ -28,7 +28,7 @@ def tool(program: str) -> str:
         return found
     if shutil.which("go") is None:
         pytest.skip(f"{program} is not on the PATH, and there is no Go to build it")
-    pytest.fail(f"{program} is not built yet: run make install")
+    pytest.fail(f"{program} is not built yet: run make tools")
 
 
 def run(*words: str, **options: Any) -> subprocess.CompletedProcess[str]:

@@ -280,10 +280,10 @@ def test_commands_in_the_text_exist(page):
     assert [name for name in named if name not in cli.commands] == []
 
 
-def test_commands_of_the_readmes_table_are_complete(monkeypatch):
+def test_commands_of_the_table_are_complete(monkeypatch):
     """One lacked an option that it needs."""
     monkeypatch.setattr(click.Path, "convert", lambda self, value, param, ctx: self.coerce_path_result(value))
-    rows = re.findall(r"^\| `(dovetail [^`]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| `(dovetail [^`]+)` \|", (ROOT / "docs/index.md").read_text(), re.MULTILINE)
     whole = [row for row in rows if "..." not in row]
     assert len(whole) > 10
     for row in whole:
@@ -300,6 +300,25 @@ def test_make_targets_exist(page):
         for word in words.replace("-s ", "").split()
     ]
     assert [name for name in named if name not in targets] == []
+
+
+def test_workflows_run_what_contributors_run():
+    """Targets that exist, without root where a fork runs them, and at night also what `make test` leaves out."""
+    workflows = {path.stem: path.read_text() for path in (ROOT / ".github/workflows").glob("*.yml")}
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {
+        name: {
+            target
+            for job in yaml.safe_load(text)["jobs"].values()
+            for step in job["steps"]
+            for words in re.findall(r"\bmake ([a-z][a-z -]*)", step.get("run", ""))
+            for target in words.split()
+        }
+        for name, text in workflows.items()
+    }
+    assert named == {"ci": {"lint", "test-fast", "same-bits"}, "nightly": {"cluster-packages", "test-nightly"}}
+    assert targets >= set().union(*named.values())
+    assert "sudo" not in workflows["ci"]
 
 
 # ------------------------------------------------------------------ what others' commands are given
