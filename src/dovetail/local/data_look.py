@@ -13,7 +13,7 @@ import numpy as np
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.data_files import rows, source_files
-from dovetail.coordinator.data.formats import EMPTY, FORMATS, convert, detect, is_dialogue, left_out, unused_fields
+from dovetail.coordinator.data.formats import FORMATS, convert, detect, is_dialogue, left_out, needed_fields
 from dovetail.coordinator.data.records import Demonstration, Labelled, Preference, Record, equal_pairs
 from dovetail.coordinator.data.sources import hub_table
 from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, WithSystem, chat_format
@@ -183,10 +183,8 @@ class _Reading:
         record = convert(row, self.format, self.kind, self.chat, where)
         self._tools += is_dialogue(row) and bool(tools_of(row, where))
         if self.records < SEARCHED:
-            unused = unused_fields(row, self.format, self.kind, self.chat, where)
-            for name, value in row.items():
-                if value not in EMPTY:
-                    self._needed[name] = self._needed.get(name, False) or name not in unused
+            for name, needed in needed_fields(row, self.format, self.kind, self.chat, where).items():
+                self._needed[name] = self._needed.get(name, False) or needed
         return record
 
     def _keep(self, record: Record, where: str) -> None:

@@ -189,8 +189,9 @@ def test_a_macro_sees_an_option() -> None:
 
 def test_each_template_of_a_tokenizer_gets_the_options() -> None:
     made = tokenizer.train(["a"], 258)
-    made.chat_template = {"default": "{{ style }}", "tool_use": "tools"}
-    assert chat_format(with_template_options(made, {"style": "short"})).prompt(ASKED) == "short"
+    made.chat_template = {"default": "{{ style }}: {{ messages[0].content }}", "tool_use": "tools"}
+    prompt = chat_format(with_template_options(made, {"style": "short"})).prompt(ASKED)
+    assert prompt == "short: What is 2 + 2?"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,14 @@ from dovetail.coordinator.data.text.chat_template import (
     TemplateRefused,
     WithSystem,
 )
-from dovetail.coordinator.data.text.conversations import Conversation, conversation, demonstration, tools_of, type_name
+from dovetail.coordinator.data.text.conversations import (
+    SAID,
+    Conversation,
+    conversation,
+    demonstration,
+    tools_of,
+    type_name,
+)
 from dovetail.manifest.fixed_names import DataKind
 
 PROMPT_FIELDS = ("prompt", "instruction", "question", "query", "problem")
@@ -117,18 +124,31 @@ def left_out(row: Row, fmt: str, kind: DataKind, where: str) -> bool:
     return kind == "preferences" and FORMATS[fmt].no_pair(row, where)
 
 
-def unused_fields(row: Row, fmt: str, kind: DataKind, chat: ChatFormat, where: str) -> set[str]:
-    """The fields that are not empty, but do not change the record that `convert` makes of the row. Raises DataError as
-    `convert` does."""
+def needed_fields(row: Row, fmt: str, kind: DataKind, chat: ChatFormat, where: str) -> dict[str, bool]:
+    """For each field that is not empty: whether it changes the record that `convert` makes of the row. Fields of
+    messages have names such as messages[].name. Raises DataError as `convert` does."""
     record = convert(row, fmt, kind, chat, where)
 
-    def same_without(name: str) -> bool:
+    def changes(other: Row) -> bool:
         try:
-            return convert({other: row[other] for other in row if other != name}, fmt, kind, chat, where) == record
+            return convert(other, fmt, kind, chat, where) != record
         except DataError:
-            return False
+            return True
 
-    return {name for name, value in row.items() if value not in EMPTY and same_without(name)}
+    needed = {name: changes(_without(row, name)) for name, value in row.items() if value not in EMPTY}
+    for field in (name for name in (*MESSAGE_FIELDS, *PROMPT_FIELDS) if _are_messages(row.get(name))):
+        for name in sorted({key for each in row[field] for key, value in each.items() if value not in EMPTY} - SAID):
+            other = {**row, field: [_without(each, name) for each in row[field]]}
+            needed[f"{field}[].{name}"] = changes(other)
+    return needed
+
+
+def _without(row: Row, name: str) -> dict[str, Any]:
+    return {other: row[other] for other in row if other != name}
+
+
+def _are_messages(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(message, Mapping) for message in value)
 
 
 def is_dialogue(row: Row) -> bool:

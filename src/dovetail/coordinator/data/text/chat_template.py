@@ -299,13 +299,22 @@ class Template:
                         "calls a tool, but the tokenizer's chat template does not write tool_calls; take a tokenizer "
                         "whose template does, or remove the record",
                     )
-            content = str(message["content"]).strip()
-            if message["role"] not in ASSISTANTS and content not in text and same(i):
+            content = str(message["content"]).rpartition("</think>")[2].strip()
+            if content not in text and self._lacks(messages, i, **options):
                 raise NotWritten(
                     i,
-                    f"has role {message['role']}, but the tokenizer's chat template leaves it out; take a tokenizer "
-                    "whose template writes it, or remove the message",
+                    f"has the role {message['role']}, and the tokenizer's chat template leaves its content out; take a "
+                    "tokenizer whose template writes it, or remove the message",
                 )
+
+    def _lacks(self, messages: Sequence[Message], at: int, **options: Any) -> bool:
+        """Whether the text does not say the content of a message."""
+        try:
+            return _MARK not in self._render(
+                [*messages[:at], {**messages[at], "content": _MARK}, *messages[at + 1 :]], **options
+            )
+        except TemplateRefused:
+            return False
 
     def _content(self, messages: Sequence[Message], text: str, at: int) -> tuple[int, int]:
         """The (start, end) of what message `at` adds to the text of `messages`."""
@@ -326,38 +335,38 @@ class Template:
         *before, answer = messages
         prompt = self._render(before, add_generation_prompt=True)
         first, said = self._content(messages, text, len(before))
-        thought = self._left_out(answer, len(before), text[min(first, len(prompt)) : said])
+        thought = self._left_out(answer, len(before), prompt, text[min(first, len(prompt)) : said])
         if thought or not text.startswith(prompt):
             # The prompt may open a thought. Many templates leave out thoughts, or write the record's own tag.
             shared = min(_common(text, prompt), first)
             opened, written = prompt[shared:], text[first:said]
             given = (thought.rstrip() if written[:1].isspace() else thought) + written
             tag = opened.strip()
-            if text[shared:first].strip() or not given.lstrip().startswith(tag):
+            if opened and not tag and not thought:  # the prompt has a line break that the turn lacks
+                given = text[shared:said]
+            elif text[shared:first].strip() or not given.lstrip().startswith(tag):
                 raise NotWritten(len(before), _unlike(tag))
-            if tag:
+            elif tag:
                 given = given.lstrip().removeprefix(tag).removeprefix(opened[opened.index(tag) + len(tag) :])
             text, said = prompt + given + text[said:], len(prompt) + len(given)
         end = self._closed(text, said)
         closed = any(text.endswith(token, said, end) for token in self._ends)
         return text[:end] if closed else text + self._tokenizer.eos_token, len(prompt)
 
-    def _left_out(self, answer: Message, at: int, written: str) -> str:
-        """The thought of a message, with its tags, if `written` lacks it."""
-        content = str(answer["content"])
-        own = next((str(answer[name]).strip() for name in REASONING if answer.get(name)), "")
-        if own and own not in written:
-            if "</think>" in self._source:
-                return f"<think>\n{own}\n</think>\n\n"
+    def _left_out(self, answer: Message, at: int, prompt: str, written: str) -> str:
+        """The thought of the last message, with its tags, if `written` lacks it."""
+        thought, tagged = _thought(answer)
+        if not tagged or (thought in written if thought else "</think>" in prompt[-24:] + written):
+            return ""
+        if prompt.rstrip().endswith("</think>"):
+            raise NotWritten(at, _unlike("</think>"))
+        if "</think>" not in self._source:
             raise NotWritten(
                 at,
                 "has a thought, but the tokenizer's chat template does not write it; put it into the content, or "
                 "remove it",
             )
-        thought, tag, said = content.rpartition("</think>")
-        if not tag or thought.strip().removeprefix("<think>").strip() in written:
-            return ""
-        return thought + tag + said[: len(said) - len(said.lstrip())]
+        return tagged
 
     def _earlier(self, messages: Sequence[Message], at: int, text: str, after: int) -> tuple[int, int]:
         """Where a learnt turn is in the text of a longer conversation. It may be closed otherwise there than at the end
@@ -381,15 +390,18 @@ class Template:
         return self._complete(messages, at, text, start, end)
 
     def _complete(self, messages: Sequence[Message], at: int, text: str, start: int, end: int) -> tuple[int, int]:
-        """The (start, end) of an earlier turn. Raises NotWritten if the text lacks its thought or its answer."""
+        """The (start, end) of an earlier turn with its end token. Raises NotWritten if the text lacks its thought or
+        its answer."""
         answer, written = messages[at], text[start:end]
         said = str(answer["content"]).rpartition("</think>")[2].strip()
-        if said not in written or self._left_out(answer, at, written):
+        if said not in written or _thought(answer)[0] not in written:
             raise NotWritten(
                 at,
                 "is not in the text of the whole conversation, because the tokenizer's chat template rewrites earlier "
                 'turns; mark it with "train": false',
             )
+        if not any(written.endswith(token) for token in self._ends):
+            end += max(len(token) for token in (*self._ends, "") if text.startswith(token, end))
         return start, end
 
     def _narrowed(self, messages: Sequence[Message], text: str, spans: Spans) -> Spans:
@@ -411,8 +423,22 @@ class Template:
                 own = [(start, end)]
             if text[own[-1][1] : end].strip() in self._ends:
                 own[-1] = (own[-1][0], end)
-            found += own
+            for each in own:
+                if found and found[-1][1] == each[0]:
+                    each = (found.pop()[0], each[1])
+                found.append(each)
         return found
+
+
+def _thought(answer: Message) -> tuple[str, str]:
+    """The thought of an assistant's message, and the text with its tags that opens the content. Both are "" if there is
+    none."""
+    own = next((str(answer[name]).strip() for name in REASONING if answer.get(name)), "")
+    if own:
+        return own, f"<think>\n{own}\n</think>\n\n"
+    thought, tag, said = str(answer["content"]).rpartition("</think>")
+    inner = thought.strip().removeprefix("<think>").strip()
+    return inner, thought + tag + said[: len(said) - len(said.lstrip())] if tag else ""
 
 
 def _unlike(opened: str) -> str:

@@ -11,6 +11,8 @@ from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.records import Demonstration
 from dovetail.coordinator.data.text.chat_template import ASSISTANTS, REASONING, ChatFormat, Message
 
+# The fields of a message that every format reads.
+SAID = {"role", "content", "from", "value", "train", "weight"}
 # The other fields of a message that templates read.
 FURTHER = ("name", "tool_calls", "tool_call_id", *REASONING)
 # Other names of the roles. Those of ShareGPT's records are as LLaMA-Factory reads them.

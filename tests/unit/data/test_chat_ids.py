@@ -1,0 +1,365 @@
+"""The token ids of chats: those of transformers' apply_chat_template, and learnt is what the model must say there."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.formats import convert, detect
+from dovetail.coordinator.data.text.chat_template import Template, chat_format, human_assistant_template
+from dovetail.coordinator.data.text.tokenize import Encoder, sft_batch
+from dovetail.manifest.fixed_names import DataKind
+
+Messages = list[dict[str, Any]]
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TAGS = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+LLAMA2 = (
+    "{% if messages[0]['role'] == 'system' %}{% set first = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
+    "{% set rest = messages[1:] %}{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}"
+    "{% for m in rest %}{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + (first if loop.first else '')"
+    " + m['content'].strip() + ' [/INST]' }}{% else %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}"
+    "{% endfor %}"
+)
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n'"
+    " + m['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + '[/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else m['role']) + '\n' + m['content'] | trim"
+    " + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+PHI3 = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
+)
+R1 = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'assistant' %}"
+    "{{ '<|Assistant|>' + m['content'].split('</think>')[-1] + eos_token }}"
+    "{% else %}{{ ('' if m['role'] == 'system' else '<|User|>') + m['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|Assistant|><think>\n' }}{% endif %}"
+)
+# Qwen3's templates write an empty thought before the last answer. The thinking ones open it in the prompt.
+QWEN3 = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% set c = m['content'] %}"
+    "{% if m['role'] == 'assistant' %}{% set thought = m['reasoning_content'] or '' %}{% if '</think>' in c %}"
+    "{% set thought = c.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if loop.last %}{{ '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}{% endif %}"
+    "{{ c + '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+HARMONY = (
+    "{{ '<|start|>system<|message|>Today: ' + strftime_now('%Y-%m-%d') + '<|end|>' }}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{% if loop.last and m['thinking'] %}"
+    "{{ '<|start|>assistant<|channel|>analysis<|message|>' + m['thinking'] + '<|end|>' }}{% endif %}"
+    "{{ '<|start|>assistant<|channel|>final<|message|>' + m['content'] + ('<|return|>' if loop.last else '<|end|>') }}"
+    "{% else %}{{ '<|start|>' + m['role'] + '<|message|>' + m['content'] + '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
+)
+TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{% for call in m['tool_calls'] or [] %}{{ '<tool_call>' + call['function'] | tojson + '</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# The names of published templates of these shapes, with their end token.
+SHAPES = {
+    "SmolLM2": (CHATML, "<|im_end|>"),
+    "OLMo 2": ("{{ bos_token }}" + TAGS, "</s>"),
+    "TinyLlama": (TAGS, "</s>"),
+    "Zephyr": ("{{ bos_token }}" + TAGS, "</s>"),
+    "Llama 2": (LLAMA2, "</s>"),
+    "Llama 3": (LLAMA3, "<|eot_id|>"),
+    "Mistral": (MISTRAL, "</s>"),
+    "Gemma": (GEMMA, "</s>"),
+    "Phi-3": (PHI3, "</s>"),
+    "DeepSeek R1": (R1, "</s>"),
+    "Qwen3": (QWEN3, "<|im_end|>"),
+    "Qwen3 Thinking": (
+        QWEN3.replace("assistant\n' }}{% endif %}", "assistant\n<think>\n' }}{% endif %}"),
+        "<|im_end|>",
+    ),
+    "gpt-oss": (HARMONY, "<|return|>"),
+    "Hermes": (TOOLS, "<|im_end|>"),
+    "SmolLM3": (MARKED, "<|im_end|>"),
+}
+
+
+def shipped() -> dict[str, tuple[str, str]]:
+    """Every chat template that the installed packages ship as a file."""
+    found: dict[str, tuple[str, str]] = {}
+    for package in ("transformers", "trl", "vllm"):
+        place = importlib.util.find_spec(package)
+        for root in (place.submodule_search_locations or []) if place is not None else []:
+            for file in sorted(Path(root).rglob("*.jinja")):
+                text = file.read_text(encoding="utf-8")
+                if "messages" in text:
+                    ends = [end for end in ("<|im_end|>", "<|return|>", "<|eot_id|>") if end in text]
+                    found[f"{package}: {file.stem}"] = (text, (ends or ["</s>"])[0])
+    return found
+
+
+SPECIAL = [
+    *("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"),
+    *("<|end|>", "<|return|>", "<|start|>", "<|channel|>", "<|message|>", "<start_of_turn>", "<end_of_turn>"),
+    *("<|User|>", "<|Assistant|>", "<think>", "</think>"),
+]
+SAID = [
+    "What is two plus three? It is 5.",
+    "the cat has small fur",
+    "user assistant system weather Bern dry",
+    "Be kind.",
+]
+KINDS = ["bytes", "first", "always", "never", "prepend", "unigram", "wordpiece"]
+
+
+def built(kind: str, adds: bool) -> Tokenizer:
+    """A small tokenizer of a kind. `adds`: it writes special tokens around a text that it is given."""
+    trainer: dict[str, Any] = {"vocab_size": 480, "show_progress": False, "special_tokens": SPECIAL}
+    if kind == "wordpiece":
+        made = Tokenizer(models.WordPiece(unk_token="<unk>"))
+        made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        made.train_from_iterator(SAID * 20, trainers.WordPieceTrainer(**trainer))
+    elif kind == "unigram":
+        made = Tokenizer(models.Unigram())
+        made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+        made.train_from_iterator(SAID * 20, trainers.UnigramTrainer(**trainer, unk_token="<unk>"))
+    elif kind == "bytes":
+        made = Tokenizer(models.BPE())
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder = decoders.ByteLevel()
+        trainer["initial_alphabet"] = pre_tokenizers.ByteLevel.alphabet()
+        made.train_from_iterator(SAID * 20, trainers.BpeTrainer(**trainer))
+    else:
+        made = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+        if kind == "prepend":
+            made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        else:
+            made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+        trainer["special_tokens"] = SPECIAL + [f"<0x{i:02X}>" for i in range(256)]
+        made.train_from_iterator([f" {each}" for each in SAID] * 20, trainers.BpeTrainer(**trainer))
+    if adds:
+        around = "<s> $A </s>" if kind == "wordpiece" else "<s> $A"
+        ids = [(token, made.token_to_id(token)) for token in ("<s>", "</s>")]
+        made.post_processor = processors.TemplateProcessing(single=around, special_tokens=ids)
+    return made
+
+
+@pytest.fixture(scope="module", params=[f"{kind} {adds}" for kind in KINDS for adds in ("adds", "adds nothing")])
+def tokens(request: pytest.FixtureRequest) -> Tokenizer:
+    kind, adds = request.param.split(" ", 1)
+    return built(kind, adds == "adds")
+
+
+def with_template(tokens: Tokenizer, template: str | None, end: str) -> Any:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokens, bos_token="<s>", eos_token=end, unk_token="<unk>", chat_template=template
+    )
+
+
+def say(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+ASKED = [say("user", "What is two plus three?"), say("user", "the cat?"), say("user", "the fur?"), say("user", "dry?")]
+ANSWERS = [say("assistant", text) for text in ("It is 5.", "small", "the cat has small fur", " 5")]
+
+
+def conversations() -> Iterator[Messages]:
+    for count in (1, 2, 4):
+        turns = list(itertools.chain(*zip(ASKED[:count], ANSWERS, strict=False)))
+        yield turns
+        yield [say("system", "Be kind."), *turns]
+    yield [ASKED[0], say("assistant", "<think>\nthe cat\n</think>\n\nIt is 5.")]
+    yield [ASKED[0], say("assistant", "It is 5.", reasoning_content="the cat")]
+    yield [ASKED[3], say("assistant", "", tool_calls=[CALL]), say("tool", "dry", tool_call_id="abcdefghi"), ANSWERS[0]]
+
+
+def ids(found: Any) -> list[int]:
+    return list(found if isinstance(found, list) else found["input_ids"])
+
+
+@pytest.mark.slow
+def test_ids_are_those_of_apply_chat_template(tokens: Tokenizer) -> None:
+    """For every template, every kind of tokenizer and every conversation, or the record is refused."""
+    written = 0
+    for name, (template, end) in (SHAPES | shipped()).items():
+        tokenizer = with_template(tokens, template, end)
+        encoder = Encoder(tokenizer, 10_000, 10_000)
+        for messages in conversations():
+            tools = [TOOL] if any("tool_calls" in message for message in messages) else None
+            row = {"messages": messages, "tools": tools}
+            chat = chat_format(tokenizer)
+            try:
+                record: Any = convert(row, "Messages", "demonstrations", chat, "f:1")
+                asked: Any = convert({**row, "messages": messages[:-1]}, "Messages", "prompts", chat, "f:1")
+            except DataError:
+                plain = messages[0]["role"] == "user" and not any(
+                    word in str(messages) for word in ("think", "reas", "tool")
+                )
+                assert not plain or name in ("DeepSeek R1", "vllm: template_kimi_audio"), (name, messages)
+                continue
+            written += 1
+            given = [{"thinking": m.get("reasoning_content"), **m} for m in messages]
+            prompt = ids(
+                tokenizer.apply_chat_template(given[:-1], tools=tools, add_generation_prompt=True, tokenize=True)
+            )
+            whole = ids(tokenizer.apply_chat_template(given, tools=tools, tokenize=True))
+            assert encoder.prompt(asked.prompt) == prompt, (name, messages)
+            made = encoder.demonstration(record)
+            # The last end token is the end. A template may lack one, and some leave out the thought that is learnt.
+            if not (name == "DeepSeek R1" and ("think" in str(messages) or "reasoning" in str(messages))):
+                common = [*whole, tokenizer.eos_token_id][: len(made.tokens)]
+                assert made.tokens == common, (name, messages, tokenizer.decode(made.tokens))
+            assert made.tokens[-1] == tokenizer.eos_token_id
+            batch = sft_batch([made], 0)
+            learnt = [i for i in range(len(made.tokens)) if batch["loss_mask"][0][i]]
+            text = "".join(part for part, is_learnt in record.parts() if is_learnt)
+            for message in messages:
+                assert message["role"] != "assistant" or message["content"].split("</think>")[-1].strip() in text
+            for message in messages:
+                assert message["role"] == "assistant" or message["content"] not in text
+            # Only white space may belong to a token on both sides of the place where the model begins.
+            begin = max(i for i in range(len(made.tokens)) if i in learnt and i - 1 not in learnt)
+            agree = next((i for i, (a, b) in enumerate(zip(prompt, made.tokens, strict=False)) if a != b), len(prompt))
+            assert begin >= agree
+            assert begin <= len(prompt) or agree < len(prompt), (name, messages)
+    assert written > 60
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_without_a_template_are_served_the_ids_of_training(kind: str) -> None:
+    for adds in (True, False):
+        tokens = built(kind, adds)
+        plain, exported = with_template(tokens, None, "</s>"), with_template(tokens, None, "</s>")
+        exported.chat_template = human_assistant_template(plain)
+        encoder, chat = Encoder(plain, 10_000, 10_000), chat_format(plain)
+        for messages in ([ASKED[0]], [say("system", "Be kind."), ASKED[0], ANSWERS[0], ASKED[1]]):
+            served = ids(exported.apply_chat_template(messages, add_generation_prompt=True, tokenize=True))
+            assert encoder.prompt(chat.prompt(messages)) == served
+            whole = ids(exported.apply_chat_template([*messages, ANSWERS[0]], tokenize=True))
+            record: Any = convert({"messages": [*messages, ANSWERS[0]]}, "Messages", "demonstrations", chat, "f:1")
+            assert encoder.demonstration(record).tokens == [*whole, 2]
+        raw = encoder.encode("the cat")
+        assert raw == [i for n, i in enumerate(ids(plain("the cat"))) if n == 0 or i != 2]
+        pair: Any = convert(
+            {"prompt": "the cat", "response": " has fur"}, "PromptResponse", "demonstrations", chat, "f"
+        )
+        assert encoder.demonstration(pair).tokens == [*encoder.encode("the cat has fur"), 2]
+
+
+def read(messages: Messages, template: str, end: str = "</s>", kind: DataKind = "demonstrations", **fields: Any) -> Any:
+    chat = chat_format(with_template(TOKENS, template, end))
+    row = {"messages": messages, **fields}
+    return convert(row, detect(row, "f:1"), kind, chat, "f:1")
+
+
+TOKENS = built("bytes", adds=False)
+
+
+def responses(record: Any) -> list[str]:
+    return [part for part, learnt in record.parts() if learnt]
+
+
+@pytest.mark.parametrize(
+    ("name", "learnt"),
+    [
+        ("Phi-3", ["It is 5.<|end|>\n", "small<|end|>\n</s>"]),
+        ("gpt-oss", [f"<|channel|>final<|message|>{said}" for said in ("It is 5.", "small<|return|>")]),
+        ("Zephyr", ["It is 5.</s>", "small</s>"]),
+        ("Qwen3", ["It is 5.<|im_end|>", "<think>\n\n</think>\n\nsmall<|im_end|>"]),
+        ("Qwen3 Thinking", ["It is 5.<|im_end|>", "\n</think>\n\nsmall<|im_end|>"]),
+        ("SmolLM3", ["It is 5.<|im_end|>", "small<|im_end|>"]),
+    ],
+)
+def test_turns_that_a_longer_conversation_closes_otherwise_are_learnt(name: str, learnt: list[str]) -> None:
+    assert responses(read([ASKED[0], ANSWERS[0], ASKED[1], ANSWERS[1]], *SHAPES[name])) == learnt
+
+
+def test_a_thought_is_opened_once() -> None:
+    thought = say("assistant", "<think>\nthe cat\n</think>\n\n5")
+    field = say("assistant", "5", reasoning="the cat")
+    for said in (thought, field):
+        for name in ("DeepSeek R1", "Qwen3 Thinking"):
+            record = read([ASKED[0], said], *SHAPES[name])
+            assert record.prompt.endswith("<think>\n")
+            assert responses(record) == [f"the cat\n</think>\n\n5{SHAPES[name][1]}"]
+    earlier = read([ASKED[0], ANSWERS[0], ASKED[1], thought], *SHAPES["DeepSeek R1"])
+    assert responses(earlier)[0] == "It is 5.</s>"
+    with pytest.raises(DataError, match=r"^f:1: message 1 does not begin with '<think>', as the tokenizer's chat"):
+        read(ASKED[:1] + ANSWERS[:1], *SHAPES["DeepSeek R1"])
+    empty = read([ASKED[0], say("assistant", "<think>\n</think>\n\n5")], *SHAPES["DeepSeek R1"])
+    assert responses(empty) == ["</think>\n\n5</s>"]
+    with pytest.raises(DataError, match=r"message 1 is not in the text of the whole conversation"):
+        read([ASKED[0], thought, ASKED[1], ANSWERS[1]], *SHAPES["Qwen3"])
+    with pytest.raises(
+        DataError, match=r"message 1 has a thought, but the tokenizer's chat template does not write it"
+    ):
+        read([ASKED[0], field], *SHAPES["Zephyr"])
+    pair = {"chosen": [ASKED[0], thought], "rejected": [ASKED[0], say("assistant", "<think>\n</think>\n\n6")]}
+    chat = chat_format(with_template(TOKENS, *SHAPES["DeepSeek R1"]))
+    found: Any = convert(pair, "ChosenRejected", "preferences", chat, "f:1")
+    assert (found.prompt[-8:], found.chosen, found.rejected) == (
+        "<think>\n",
+        "the cat\n</think>\n\n5</s>",
+        "</think>\n\n6</s>",
+    )
+
+
+@pytest.mark.parametrize("kind", ["demonstrations", "prompts"])
+def test_what_a_template_leaves_out_is_refused(kind: DataKind) -> None:
+    called = [ASKED[0], say("assistant", "", tool_calls=[CALL]), say("tool", "dry"), ANSWERS[0]]
+    with pytest.raises(
+        DataError, match=r"^f:1: message 1 calls a tool, but the tokenizer's chat template does not write"
+    ):
+        read(called, CHATML, kind=kind)
+    system = [say("system", "Be kind."), say("user", "dry?"), ANSWERS[0]]
+    users = "{% for m in messages %}{% if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
+    with pytest.raises(DataError, match=r"message 0 has the role system, and the tokenizer's chat template leaves its"):
+        read(system, users, kind=kind)
+    parts = (
+        "{% for m in messages %}[{{ m.role }}]{% for p in m.content if p.type %}{{ p.text }}{% endfor %}{% endfor %}"
+    )
+    with pytest.raises(DataError, match=r"message 0 has the role user, and the tokenizer's chat template leaves its"):
+        read(system[1:], parts, kind=kind)
+
+
+def test_the_ends_of_the_model_end_a_turn() -> None:
+    """Gemma's end token is not that of its turns, which its generation_config.json names."""
+    tokenizer = with_template(TOKENS, GEMMA, "</s>")
+    assert responses(
+        convert({"messages": ASKED[:1] + ANSWERS[:1]}, "Messages", "demonstrations", Template(tokenizer), "f")
+    ) == ["It is 5.<end_of_turn>\n</s>"]
+    tokenizer.reply_ends = ["<end_of_turn>"]
+    record: Any = convert({"messages": ASKED[:1] + ANSWERS[:1]}, "Messages", "demonstrations", Template(tokenizer), "f")
+    assert responses(record) == ["It is 5.<end_of_turn>"]
