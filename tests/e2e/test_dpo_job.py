@@ -7,7 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from dovetail.coordinator.schedules.training_schedule import pinned_families
 from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, summary, tiny_job
@@ -57,3 +59,52 @@ def test_killed_trainers_and_coordinators_change_no_bit(tmp_path: Path) -> None:
     assert len(events(killed, "stage.finished")) == 1
     assert json.loads((killed / "schedule-dpo.json").read_text())["chosen"] in pinned_families("VShaped", 1)
     assert not (peaceful / "schedule-dpo.json").exists()
+
+
+def test_a_run_goes_on_with_fewer_and_with_more_trainer_ranks(tmp_path: Path) -> None:
+    """Two ranks that share the data, one, and two in a pipeline. Every step learns what it learns in peace, up to
+    rounding, and each once."""
+
+    def job(replicas: int, parallelism: dict[str, int]) -> Any:
+        actor = {"pp": 1, "dp": 1} | parallelism
+        return tiny_job(
+            stages=["dpo"],
+            dpo={"steps": 30, "batchSize": 8, "microBatchSize": 2, "optimizer": {"learningRate": 1e-3}},
+            groups=[{"name": "trainers", "roles": ["trainer"], "replicas": replicas}],
+            checkpoint={"everySteps": 1, "keep": 2},
+            plan={"parallelism": {"actor": actor}},
+        )
+
+    def until(step: int) -> Injector:
+        return Injector([], interrupt_when=reached(step))
+
+    peaceful, changed = tmp_path / "peaceful", tmp_path / "changed"
+    outcome, _ = run_job(job(2, {"dp": 2}), peaceful)
+    assert outcome.succeeded, outcome.reason
+    outcome, _ = run_job(job(2, {"dp": 2}), changed, until(11))
+    assert outcome.interrupted
+    outcome, said = run_job(job(1, {}), changed, until(21), resume=True)
+    assert outcome.interrupted
+    assert "trainer ranks 1 (actor: pp 1, dp 1, tp 1), after 2 (actor: pp 1, dp 2, tp 1)" in "\n".join(said)
+    assert "weights differ by rounding" in "\n".join(said)
+    outcome, said = run_job(job(2, {"pp": 2}), changed, resume=True)
+    assert outcome.succeeded, outcome.reason
+
+    one, other = history(peaceful, "dpo"), history(changed, "dpo")
+    assert sorted(one) == sorted(other) == list(range(1, 31))
+    for step in one:
+        for name in ("loss", "grad_norm"):
+            found = [value for key, value in sorted(other[step].items()) if key.endswith(name)]
+            assert found
+            assert found == pytest.approx([v for key, v in sorted(one[step].items()) if key.endswith(name)], rel=1e-3)
+    assert [e["stage"] for e in events(changed, "trainers.changed")] == ["dpo", "dpo"]
+    rows = [row for row in summary(changed)["changes"] if row["field"] == "trainer ranks"]
+    assert [row["new"] for row in rows] == ["1 (actor: pp 1, dp 1, tp 1)", "2 (actor: pp 2, dp 1, tp 1)"]
+    assert [row["step"] for row in rows] == [10, 20]
+    assert rows[0]["settled"] >= 11
+    files = ((run / "models/actor").glob("*.safetensors") for run in (peaceful, changed))
+    a, b = ({name: array for file in each for name, array in load_file(file).items()} for each in files)
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_allclose(a[name], b[name], rtol=1e-2, atol=1e-4, err_msg=name)
+    assert same_weights(peaceful, changed)

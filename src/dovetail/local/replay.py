@@ -29,7 +29,7 @@ from dovetail.coordinator.schedules.stored_schedule import applies
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.identity import KEY
-from dovetail.coordinator.store.manifest_changes import Settled
+from dovetail.coordinator.store.manifest_changes import CHANGES, RANKS, Settled
 from dovetail.coordinator.store.store import KeyValues, StoreError, open_records
 from dovetail.coordinator.trainers.trainer_group import TrainerError, TrainerGroup, TrainerLost
 from dovetail.local.checkpoint_export import stage_sources
@@ -145,6 +145,12 @@ def _read(run_dir: Path, job: RLHFJob, plan: Plan, records: KeyValues, iteration
     # Until an extended run ends, its exported models are those of an earlier iteration.
     succeeded = exported and _ended(run_dir, done)
     section = choose_section(iteration, done, checkpoints, batches, succeeded)
+    for change in records.get(CHANGES) or []:
+        if change["field"] == RANKS and change["stage"] == Stage.PPO.value and section.first <= change["settled"]:
+            raise UsageError(
+                f"iteration {iteration} was trained by other trainer ranks, {change['old']}, than the run has since "
+                f"iteration {change['settled']}, {change['new']}; only later iterations can be replayed bit for bit"
+            )
     layouts = stored_layouts(records, plan) if applies(spec, plan) else {}
     load = Load(
         id="replay/load",

@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 
+from dovetail.coordinator.loop.ppo_stage import stored_step
 from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.identity import check_complete, check_model, identify, write_id
-from dovetail.coordinator.store.manifest_changes import ChangeError, Settled, adopt, position
+from dovetail.coordinator.store.manifest_changes import ChangeError, Settled, adopt, position, reshard
 from dovetail.coordinator.store.store import Store, StoreError, open_records
 from dovetail.local.report.report import render_report
 from dovetail.manifest.checks.changes import CHANGEABLE, Change, changes
 from dovetail.manifest.training_types import Optimizer
 from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.messages import Step
 from dovetail.trainer.engine.optim import learning_rate
 from helpers.jobs import tiny_job
@@ -201,6 +203,37 @@ def test_groups_and_plan_may_be_adapted_to_the_nodes_but_not_the_order_of_sums(t
     settled(store, plan={"recompute": "Always"})
     with pytest.raises(ChangeError, match=r"spec\.plan\.zero3 .* in which order gradients are added up"):
         settled(store, plan={"recompute": "Always", "zero3": "Always"})
+    store.close()
+
+
+def test_other_trainer_ranks_forget_what_was_cut_for_the_earlier_ones(tmp_path: Path) -> None:
+    """Two ranks in a pipeline become two that share the data: as many, but the stored schedules are of no use."""
+    layouts: list[dict[str, int]] = [{"pp": 2}, {"dp": 2}]
+    piped, shared = (spec(stages=["sft", "ppo"], plan={"parallelism": {"actor": at, "critic": at}}) for at in layouts)
+    store, events = Store(tmp_path), Events()
+    reshard(piped, make_plan(piped), store, events)
+    schedule = {"family": "1f1b", "mini_batches": 1, "words": ["FB", "FB"]}
+    facts = {"kl_coef": 0.1, "train_actor": True, "schedule": schedule}
+    done = {"sft/done": True, "ppo/progress": {"step": 3, "kl_coef": 0.1}, "checkpoint/ppo": {"step": 2, "path": "x"}}
+    placed = {"ppo/placement": {"reverse": True}, "sft/schedules": [[1, schedule]]}
+    store.put_all({**done, **placed, "ppo/3/facts": facts, "ppo/4/facts": facts})
+    reshard(piped, make_plan(piped), store, events)
+    assert events == []
+    assert store.get("ppo/4/facts") == facts
+
+    reshard(shared, make_plan(shared), store, events)
+    assert [(e["event"], e["stage"], e["step"]) for e in events] == [("trainers.changed", "ppo", 2)]
+    assert (store.get("ppo/placement"), store.get("sft/schedules")) == (None, None)
+    step = stored_step(shared, make_plan(shared), store, Settled(shared, store), {}, 4)
+    assert {len(actions) for actions in step.actions} == {len(step.actions[0])} != {0}
+    assert {a.model for actions in step.actions for a in actions} == {"actor", "critic"}
+    (change,) = store.get("run/changes")
+    assert (change["field"], change["step"], change["settled"]) == ("trainer ranks", 2, 4)
+    assert change["old"] == "2 (actor: pp 2, dp 1, tp 1; critic: pp 2, dp 1, tp 1)"
+    assert change["new"] == "2 (actor: pp 1, dp 2, tp 1; critic: pp 1, dp 2, tp 1)"
+    page = render_report("run", {"state": "succeeded", "changes": [change]}, {}, None, None, "", "")
+    assert "trainer ranks" in page
+    assert "weights differ by rounding" in page
     store.close()
 
 

@@ -47,7 +47,7 @@ from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.serving.served_batches import Batches, NotPrepared
 from dovetail.coordinator.store.delivery import check, deliver
 from dovetail.coordinator.store.identity import check_complete, identify
-from dovetail.coordinator.store.manifest_changes import Settled, adopt
+from dovetail.coordinator.store.manifest_changes import Settled, adopt, reshard
 from dovetail.coordinator.store.model_card import CardFacts
 from dovetail.coordinator.store.model_files import describe_models, list_sizes
 from dovetail.coordinator.store.run_records import RunRecords
@@ -109,6 +109,7 @@ class Engines:
         try:
             self.run_id = identify(settings.run_dir, store)
             adopt(spec, store, log, guarded=settings.pods)
+            reshard(spec, plan, store, log)
         except BaseException:
             store.close()
             raise

@@ -11,12 +11,11 @@ from typing import Any, Protocol
 from dovetail.manifest.checks.changes import changes
 from dovetail.manifest.types import Optimizer, RLHFJobSpec, Stage
 from dovetail.protocol.messages import Step
+from dovetail.protocol.plan import Plan
 
 SPEC, CHANGES = "run/spec", "run/changes"
-# The operator adapts groups and plan to the nodes. Results do not depend on them. ZeRO-3 is an exception, because it
-# adds up gradients in another order.
-FITTED = ("spec.groups", "spec.plan")
-NOT_FITTED = "spec.plan.zero3"
+# The trainers' part of the plan, and the field of its changes.
+TRAINERS, RANKS = "run/trainers", "trainer ranks"
 
 
 class ChangeError(Exception):
@@ -28,6 +27,7 @@ class RunFacts(Protocol):
 
     def get(self, key: str) -> Any: ...
     def put_all(self, values: dict[str, object]) -> None: ...
+    def items(self, namespace: str) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,11 @@ def position(stages: list[Stage], records: RunFacts) -> RunPosition:
     return RunPosition(Stage.PPO, step + 1 if records.get(f"ppo/{step + 1}/facts") is not None else step)
 
 
-def check(spec: RLHFJobSpec, records: RunFacts, *, fitted: bool = False) -> None:
-    """Check that the run with these `records` can continue with `spec`. Raises ChangeError if it cannot. With `fitted`,
-    groups and plan may differ, but not ZeRO-3."""
+def check(spec: RLHFJobSpec, records: RunFacts) -> None:
+    """Check that the run with these `records` can continue with `spec`. Raises ChangeError if it cannot."""
     found = _found(spec, records)
     for change in found:
-        adapted = change.field.startswith(FITTED) and change.field != NOT_FITTED
-        if not change.allowed and not (fitted and adapted):
+        if not change.allowed:
             raise ChangeError(change.sentence)
     done = int((records.get("ppo/progress") or {"step": 0})["step"])
     # A user's own loop (the Python API) may run more iterations than the manifest says.
@@ -76,7 +74,7 @@ def adopt(spec: RLHFJobSpec, records: RunFacts, log: Callable[..., None], *, gua
     that is not allowed, unless `guarded` is true. It is true on a cluster, because only the defaults of a new release
     can differ there, and that is no reason to end a job."""
     if not guarded:
-        check(spec, records, fitted=True)
+        check(spec, records)
     found = _found(spec, records)
     values: dict[str, object] = {SPEC: spec.model_dump(mode="json", by_alias=True)}
     if found:
@@ -91,6 +89,34 @@ def adopt(spec: RLHFJobSpec, records: RunFacts, log: Callable[..., None], *, gua
         if progress is not None and any(c.field == "spec.ppo.kl.coef" for c in found):
             values["ppo/progress"] = {**progress, "kl_coef": spec.ppo.kl.coef}
     records.put_all(values)
+
+
+def reshard(spec: RLHFJobSpec, plan: Plan, records: RunFacts, log: Callable[..., None]) -> None:
+    """Take the trainers of `plan` from now on. If the run had others, whose steps since the last checkpoint are run
+    again by these: forget the schedules that were cut for the others, and record from which step on bits differ."""
+    now = plan.model_dump(mode="json", include={"parallelism", "schedule", "chunks"})
+    now["text"] = ranks_text(plan)
+    before = records.get(TRAINERS)
+    values: dict[str, object] = {TRAINERS: now}
+    if before is not None and before != now:
+        here = position(spec.stages, records)
+        step = int((records.get(f"checkpoint/{here.stage.value}") or {"step": 0})["step"])
+        # The results of the steps up to `settled` are those of the earlier ranks.
+        entry = {"stage": here.stage.value, "step": step, "settled": here.step, "field": RANKS}
+        entry |= {"old": before["text"], "new": ranks_text(plan)}
+        log("trainers.changed", **{name: entry[name] for name in ("stage", "step", "old", "new")})
+        values[CHANGES] = [*(records.get(CHANGES) or []), {**entry, "time": time.time()}]
+        values |= {f"{each.value}/{what}": None for each in Stage for what in ("placement", "schedules")}
+        for key, facts in records.items("ppo").items():
+            if key.endswith("/facts"):
+                values[key] = {**facts, "schedule": None}
+    records.put_all(values)
+
+
+def ranks_text(plan: Plan) -> str:
+    """The trainer ranks for people, such as "2 (actor: pp 1, dp 2, tp 1)"."""
+    layouts = (f"{name}: pp {at.pp}, dp {at.dp}, tp {at.tp}" for name, at in plan.parallelism.items())
+    return f"{plan.world_size} ({'; '.join(layouts)})"
 
 
 def _found(spec: RLHFJobSpec, records: RunFacts) -> list[Any]:

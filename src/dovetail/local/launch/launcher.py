@@ -125,7 +125,8 @@ class Launcher:
         allow_files(files_needed(self._job.spec, self._plan))
         self._dir.open(resume=self._resume, overwrite=self._overwrite)
         try:
-            self._dir.write_job(self._job, self._plan, resume=self._resume)
+            if told := self._dir.write_job(self._job, self._plan, resume=self._resume):
+                self._tell(told)
             if self._profile is not None:
                 self._dir.write_profile(self._profile)
             self.token = self._dir.token()

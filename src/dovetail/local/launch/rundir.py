@@ -23,7 +23,7 @@ from dovetail.coordinator.store.identity import (
     run_of,
     write_id,
 )
-from dovetail.coordinator.store.manifest_changes import SPEC, ChangeError, check, remember
+from dovetail.coordinator.store.manifest_changes import SPEC, ChangeError, check, ranks_text, remember
 from dovetail.coordinator.store.store import StoreError, open_records
 from dovetail.manifest.checks.changes import changes
 from dovetail.manifest.types import RLHFJob, Stage
@@ -116,20 +116,29 @@ class RunDir:
             same = not isinstance(error, FileNotFoundError | NotADirectoryError)
         return self.path if same else Path(os.readlink(f"/proc/self/fd/{self._folder}"))
 
-    def write_job(self, job: RLHFJob, plan: Plan, *, resume: bool) -> None:
+    def write_job(self, job: RLHFJob, plan: Plan, *, resume: bool) -> str | None:
         """Write run.json, job.json and plan.json. With `resume` the manifest must be the run's, except for fields that
-        may change (`dovetail.manifest.checks.changes`). Files that are lost are written again. Raises UsageError,
-        which names the first field that differs although it may not."""
+        may change (`dovetail.manifest.checks.changes`). Files that are lost are written again. Returns a sentence if
+        the run goes on with other trainer ranks. Raises UsageError, which names the first field that differs although
+        it may not."""
         new = job.model_dump(mode="json", by_alias=True)
-        path = self.path / "job.json"
+        path, told = self.path / "job.json", None
         if resume:
             self._check_same(job, _read_json(path) if path.exists() else None)
             (self.path / "summary.json").unlink(missing_ok=True)
+            with contextlib.suppress(RunError, ValueError):
+                before = Plan.model_validate(_read_json(self.path / "plan.json"))
+                if ranks_text(before) != ranks_text(plan):
+                    told = (
+                        f"The run goes on with the trainer ranks {ranks_text(plan)}, after {ranks_text(before)}. From "
+                        "its last checkpoint on, weights differ by rounding from those of the earlier ranks."
+                    )
         with explained(self.path):
             if not resume:
                 write_id(self.path, new_id())
             write_text(self.path / "plan.json", plan.model_dump_json(by_alias=True, indent=2) + "\n")
             write_text(path, json.dumps(new, indent=2) + "\n")
+        return told
 
     def write_profile(self, profile: Profile) -> None:
         """Write profile.json: the measured times for the first schedule of training."""

@@ -15,6 +15,7 @@ from typing import Any
 from dovetail.coordinator.page.iteration_timeline import timeline
 from dovetail.coordinator.page.overview import job_name
 from dovetail.coordinator.page.run_folder import RunFolder
+from dovetail.coordinator.store.manifest_changes import RANKS
 from dovetail.coordinator.telemetry.summary_rows import get, method, outcome, rows
 from dovetail.local.report import charts
 from dovetail.local.report.charts import ChartBar, Series
@@ -194,7 +195,11 @@ def changes_section(summary: Mapping[str, Any]) -> str:
         for c in changed
     )
     head = "<tr><th>after step</th><th>field</th><th>old</th><th>new</th></tr>"
-    return f"<h2>Changes of the manifest</h2><table><thead>{head}</thead><tbody>{lines}</tbody></table>"
+    ranks = any(isinstance(c, dict) and c.get("field") == RANKS for c in changed)
+    note = (
+        "<p>Other trainer ranks add up gradients in another order, so weights differ by rounding.</p>" if ranks else ""
+    )
+    return f"<h2>Changes of the manifest</h2><table><thead>{head}</thead><tbody>{lines}</tbody></table>{note}"
 
 
 def _section(title: str, figures: Iterable[str]) -> str:

@@ -15,7 +15,8 @@ from dovetail.manifest.reward import reward_clip
 from dovetail.manifest.types import RLHFJobSpec
 
 # None of these alters what the run has done so far. Learning rates and numbers of iterations are kept for each step, so
-# that a step that is run again (from a checkpoint) is run as it was.
+# that a step that is run again (from a checkpoint) is run as it was. Other groups and another plan only add up
+# gradients in another order: from the last checkpoint on, weights differ by rounding.
 CHANGEABLE = (
     "managedBy",
     "suspend",
@@ -32,6 +33,8 @@ CHANGEABLE = (
     "trackers",
     "coordinator",
     "hub",
+    "groups",
+    "plan",
     "models.reward.importPath",
     "models.reward.code",
     "models.reward.workers",
@@ -48,6 +51,7 @@ CHANGEABLE = (
     "ppo.kl.target",
     "ppo.kl.horizon",
 )
+NOT_CHANGEABLE = "plan.zero3"
 # Releases before `ppo.kl.in` wrote this value into job.json if the manifest had none.
 EARLIER_REWARD_CLIP = 5.0
 # The reasons why other fields may not change. The longest prefix of a field counts.
@@ -60,8 +64,6 @@ REASONS = {
     "stages": "each stage began from the result of the one before",
     "models": "the weights so far belong to these models",
     "data": "the records of each step were drawn from this data",
-    "groups": "the stored steps were cut for these processes",
-    "plan": "the stored steps were cut for this plan",
     "plan.zero3": "it says in which order gradients are added up",
     "sft": "the stage's steps and batches are counted in it",
     "reward": "the stage's steps and batches are counted in it",
@@ -91,7 +93,9 @@ class Change:
         if self.inherited:
             return True
         name = self.field.removeprefix("spec.")
-        if any(name == field or name.startswith(field + ".") for field in CHANGEABLE):
+        if name == NOT_CHANGEABLE:
+            return False
+        if any(name == field or name.startswith((field + ".", field + "[")) for field in CHANGEABLE):
             return True
         return name.startswith("data.") and self._same_data(name)
 
@@ -110,7 +114,7 @@ class Change:
     def sentence(self) -> str:
         """A sentence that says why the change is not allowed, and what is allowed."""
         name = self.field.removeprefix("spec.")
-        prefix = max((p for p in REASONS if not p or name == p or name.startswith(p + ".")), key=len)
+        prefix = max((p for p in REASONS if not p or name == p or name.startswith((p + ".", p + "["))), key=len)
         return (
             f"{self.field} may not change from {_short(self.old)} to {_short(self.new)} in a run: {REASONS[prefix]}; "
             f"undo the change, or start a new run in another --run-dir (may change: {', '.join(CHANGEABLE)})"
