@@ -4,6 +4,7 @@ Every request carries `Authorization: Bearer <token of the job>`. docs/architect
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -75,6 +76,11 @@ class ModelRef(Message):
     )
     seed: int = 0
     trust_remote_code: bool = False
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the weights, if they are not random."""
+        return None if self.path is None else Path(self.path)
 
 
 class Action(Message):

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.loop import supervised
 from dovetail.coordinator.loop.supervised import SupervisedStages
 from dovetail.coordinator.trainers.trainer_group import StaleGeneration, TrainerError, TrainerGroup, TrainerLost
@@ -310,6 +312,29 @@ def test_a_commands_deadline_follows_what_such_commands_took(tmp_path: Path) -> 
         group.peer_timeout = 86_400.0  # somebody has a debugger attached
         await session.run_step()
         assert limits["step"][-1] == 864_000
+        life.cancel()
+
+    run(scenario())
+
+
+def test_ranks_that_come_back_get_no_model_that_has_changed(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_text("weights")
+
+    async def scenario() -> None:
+        group = make_group(1)
+        ranks = Ranks(group)
+        session = TrainerSession(group, Records(), tmp_path, keep=2, join_timeout=5, log=lambda *_, **__: None)
+        session.folders = ModelFolders(tmp_path / "run", {"actor": folder}, Records())
+        life = asyncio.create_task(ranks.live())
+        session.begin(replace(plan(), models={"actor": ModelRef(head="lm", path=str(folder))}), 0)
+        await session.run_step()
+        (folder / "model.safetensors").write_text("trained")
+        ranks.die_before = {2}
+        with pytest.raises(DataError, match=r"spec\.models\.actor: .*/model\.safetensors has changed since the run"):
+            await session.run_step()
+        assert ranks.log == ["load", "step1"]
         life.cancel()
 
     run(scenario())

@@ -195,7 +195,7 @@ def holding(
     maker: Any = ExperienceMaker.__new__(ExperienceMaker)
     maker._fleet, maker._sleepers, maker._colocated = fleet, sleepers, {"g"}
     maker._trained_beside = maker._found = None
-    maker._published, maker._models = published, ScorerModels({}, {}, fleet, sleepers._session)
+    maker._published, maker._models = published, ScorerModels({}, {}, fleet, sleepers._session, maker)
     return maker, asyncio.create_task(maker.hold())
 
 

@@ -275,7 +275,13 @@ def a_whole_run(path):
     ]
     files = [
         *("hub.json", "summary.json", "report.html", "schedule.json", "schedule-sft.json", "events.jsonl"),
-        *("history.jsonl", "elapsed.json", "tokenizer/tokenizer.json", "models/actor-config/config.json"),
+        *(
+            "history.jsonl",
+            "elapsed.json",
+            "tokenizer/tokenizer.json",
+            "tokenizer/prepared.txt",
+            "models/actor-config/config.json",
+        ),
         *("experience/000003.safetensors", "samples/iteration-000001.jsonl", "samples/evaluation-before-sft.jsonl"),
         *("logs/gen-0-scorer.log", "traces/iteration-0001.json", "tensorboard/events.out.tfevents.1.host.7.0"),
         *("trackers/wandb.json", "trackers/wandb/run-1/files/x.txt", "summary.json.tmp", ".reserve"),

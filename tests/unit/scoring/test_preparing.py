@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 from aiohttp import web
 
+from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.coordinator.scoring.scorer_models import ScorerModels
 from dovetail.coordinator.scoring.scoring import Scorer
@@ -17,6 +20,7 @@ from dovetail.coordinator.weights.preparing import Preparing
 from dovetail.protocol.messages import ModelRef, Register
 from helpers.fake_vllm import listen
 from helpers.generation_job import until
+from helpers.records import Records
 
 
 @pytest.mark.slow
@@ -41,8 +45,9 @@ def test_a_scorer_that_hangs_does_not_keep_others_from_their_models() -> None:
             )
 
         come("r-0-scorer")
+        folders = ModelFolders(Path("/run"), {}, Records())
         async with aiohttp.ClientSession() as session:
-            models = ScorerModels({"reference": lambda: ModelRef(head="lm", path="x")}, {}, fleet, session)
+            models = ScorerModels({"reference": lambda: ModelRef(head="lm", path="x")}, {}, fleet, session, folders)
 
             async def hold() -> None:
                 while True:
@@ -63,6 +68,44 @@ def test_a_scorer_that_hangs_does_not_keep_others_from_their_models() -> None:
         await runner.cleanup()
 
     asyncio.run(scenario())
+
+
+def test_a_scorer_that_comes_back_gets_no_model_that_has_changed(tmp_path: Path) -> None:
+    """One scorer of two is started again after somebody has trained the reference further, in its folder."""
+    folder, loaded = tmp_path / "reference", []
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+
+    async def load(request: web.Request) -> web.Response:
+        loaded.append((await request.json())["models"]["reference"]["path"])
+        return web.Response(text=json.dumps({}))
+
+    async def scenario() -> None:
+        fleet = Fleet(asyncio.get_running_loop().time, lambda *_, **__: None, versioned=())
+        app = web.Application()
+        app.add_routes([web.post("/v1/load", load)])
+        runner, url = await listen(app)
+
+        async def loads(models: ScorerModels, incarnation: str) -> None:
+            facts = {"name": "r-scorer", "group": "r", "url": url, "incarnation": incarnation, "ready": True}
+            fleet.register(Register.model_validate({**facts, "kind": "scorer", "abilities": {}}))
+            while not models.has_loaded("r-scorer", incarnation):
+                await models.load_all()
+
+        async with aiohttp.ClientSession() as session:
+            sources = {"reference": lambda: ModelRef(head="lm", path=str(folder))}
+            folders = ModelFolders(tmp_path / "run", {"reference": folder}, Records())
+            models = ScorerModels(sources, {}, fleet, session, folders)
+            await loads(models, "1")
+            (folder / "model.safetensors").write_bytes(b"trained")
+            with pytest.raises(DataError, match=r"spec\.models\.reference: .*/model\.safetensors has changed since"):
+                await loads(models, "2")
+            await models.close()
+        await runner.cleanup()
+
+    asyncio.run(scenario())
+    assert loaded == [str(folder)]
 
 
 def test_what_takes_long_is_asked_for_again_and_not_begun_again() -> None:

@@ -29,6 +29,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from dovetail.coordinator.data.downloads.hub import Hub
+from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.data.prepare import GivenPrompt, Prepared, prepare
 from dovetail.coordinator.evaluation.evaluation import Evaluator
 from dovetail.coordinator.evaluation.evaluation_metrics import EvaluationMetrics
@@ -193,6 +194,9 @@ class Engines:
             self.log("model.found", model=name, **found)
         records.store.put("data/sources", {**known, **prepared.data.fingerprints})
         self._batches = Batches(prepared, records.batches, records.store)
+        folders = ModelFolders(settings.run_dir, prepared.sources, records.store)
+        await folders.check_all()
+        self.session.folders = folders
         sources = ModelSources(spec, settings.run_dir, prepared.model_ref, self._rewards is None)
         settled = Settled(spec, records.store)
         self._maker = maker = ExperienceMaker(
@@ -201,6 +205,7 @@ class Engines:
             records,
             prepared,
             sources,
+            folders,
             self.fleet,
             http,
             settings.token,

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import aiohttp
 import numpy as np
 
+from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.data.prepare import Prepared, PromptRecord
 from dovetail.coordinator.data.seeds import sample_seed
 from dovetail.coordinator.data.text.texts import Texts
@@ -82,6 +83,7 @@ class ExperienceMaker:
         records: RunRecords,
         prepared: Prepared,
         sources: ModelSources,
+        folders: ModelFolders,
         fleet: Fleet,
         session: aiohttp.ClientSession,
         token: str,
@@ -91,7 +93,7 @@ class ExperienceMaker:
         on_first: Callable[[int], None] = lambda version: None,
     ) -> None:
         self._spec, self._records, self._prepared = spec, records, prepared
-        self._fleet, self._session = fleet, session
+        self._fleet, self._session, self._folders = fleet, session, folders
         self._samples = records.store.samples
         self._calls = calls
         self._published = published
@@ -106,7 +108,7 @@ class ExperienceMaker:
         self._texts = Texts(prepared.tokenizer, prepared.actor_config_dir)
         self._assembly = ExperienceAssembly(self._samples, self._texts, prepared.pad_token_id, calls)
         self.arrays_of = self._assembly.arrays_of
-        self._models = ScorerModels(wanted, {r.name: r.scores for r in plan.rollouts}, fleet, session)
+        self._models = ScorerModels(wanted, {r.name: r.scores for r in plan.rollouts}, fleet, session, folders)
         self.facts: dict[int, dict[str, float]] = {}
         self._waking: asyncio.Task[None] | None = None
         self._sleepers = Sleepers(fleet, session, records.log, self._swapped)
@@ -169,8 +171,9 @@ class ExperienceMaker:
 
     async def prepare_instance(self, target: Target) -> None:
         """Prepare an instance for new weights: wake a rollout, or load a scorer's models. Raises OSError or
-        TimeoutError."""
+        TimeoutError, and DataError if the files that it loads have changed."""
         if target.kind == "rollout":
+            await self._folders.check(self._folders.for_rollouts)
             await self._sleepers.wake(target.name)
         if target.kind == "scorer":
             await self._models.load(Scorer(target.name, target.url, target.incarnation))

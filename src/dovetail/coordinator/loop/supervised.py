@@ -101,6 +101,8 @@ async def run_supervised(stage: SupervisedStage, session: TrainerSession, record
     after = await session.evaluate(stage.eval_batches, stage.demonstrations)
     records.put(f"{name}/after", after)
     await session.export(stage.model, stage.export_to, centre(after) if stage.centred else 0.0)
+    if session.folders is not None:
+        await session.folders.remember(stage.export_to)
     records.put(f"{name}/done", True)  # it is on the disk before `forget` deletes the checkpoints
     session.forget(stage.stage)
     hooks.on_fact(f"stages.{name}", hooks.wall_seconds() - began)

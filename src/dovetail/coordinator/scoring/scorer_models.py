@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import aiohttp
 
+from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.fleet.fleet import Fleet
 from dovetail.coordinator.scoring.scoring import Scorer, load_models
 from dovetail.coordinator.scoring.scoring_lanes import Lane, lanes_of
@@ -21,7 +22,7 @@ LOOK_SECONDS = 0.5
 class ScorerModels:
     """Loads the models of scorers. `sources` has the source of each model that scorers hold. `plan_holds` has for each
     rollout the models that the plan gives its scorer. A scorer that the plan does not know (of a surplus rollout) holds
-    all models. `session` sends the job's token."""
+    all models. `session` sends the job's token. `folders` says whether the models are what they were."""
 
     def __init__(
         self,
@@ -29,8 +30,10 @@ class ScorerModels:
         plan_holds: Mapping[str, Sequence[str]],
         fleet: Fleet,
         session: aiohttp.ClientSession,
+        folders: ModelFolders,
     ) -> None:
         self._sources, self._plan_holds, self._fleet, self._session = sources, plan_holds, fleet, session
+        self._folders = folders
         # For each scorer's name, the incarnation that has loaded its models.
         self._loaded: dict[str, str] = {}
         self._loading: Preparing[Scorer] = Preparing(self.load)
@@ -45,10 +48,12 @@ class ScorerModels:
         return self._loaded.get(name) == incarnation
 
     async def load(self, scorer: Scorer) -> None:
-        """Let the scorer load its models, unless it has. Raises OSError or TimeoutError."""
+        """Let the scorer load its models, unless it has. Raises OSError or TimeoutError, and DataError if a model's
+        files have changed."""
         if self.has_loaded(scorer.name, scorer.incarnation):
             return
         models = {model: self._sources[model]() for model in self.held_by(scorer.name)}
+        await self._folders.check(ref.folder for ref in models.values())
         try:
             await load_models(self._session, scorer, models, LOAD_SECONDS)
         except aiohttp.ClientError as error:

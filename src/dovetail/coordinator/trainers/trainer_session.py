@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
+from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.store.identity import check_own, delete_folder
 from dovetail.coordinator.store.store import StoreError
 from dovetail.coordinator.trainers.trainer_group import (
@@ -82,6 +83,8 @@ class TrainerSession:
         """`group` has the trainer ranks, and `keep` checkpoints are kept. The ranks may take `join_timeout` seconds to
         join. `run` is the run's id, which is written into its checkpoints and exports."""
         self._run = run
+        # It is set once the job's models are known. It says before each load whether they are what they were.
+        self.folders: ModelFolders | None = None
         self._group = group
         self._records = records
         self._dir = run_dir / "checkpoints"
@@ -410,6 +413,8 @@ class TrainerSession:
                     keep_versions=kept_versions(plan.lag),
                 )
                 self._log("trainers.load", stage=plan.stage.value, checkpoint_step=saved, target_step=step)
+                if self.folders is not None:
+                    await self.folders.check(ref.folder for ref in plan.models.values())
                 try:
                     await self._execute(load)
                 except CheckpointDamaged as damaged:
