@@ -32,11 +32,11 @@ install: $(STAMP) ## Install into .venv; does nothing when that is current
 
 $(BIN)/uv:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check uv==$(UV_VERSION)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements/uv.txt
 
 $(STAMP): requirements/cpu.txt pyproject.toml | $(BIN)/uv
 	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip sync --require-hashes requirements/cpu.txt
-	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --no-deps --editable .
+	VIRTUAL_ENV=$(CURDIR)/$(VENV) $(BIN)/uv pip install --no-deps --build-constraint requirements/build.txt --editable .
 	@touch $@
 
 # What a rollout image has, for the pods of test clusters: each vLLM server would take ten seconds to find it out.
@@ -99,6 +99,7 @@ requirements: $(BIN)/uv ## Compile the lists in requirements/ anew from pyprojec
 	$(COMPILE) --override requirements/overrides-gpu.txt --constraint requirements/trainer.txt \
 		--extra rollout-gpu pyproject.toml -o requirements/rollout-gpu.txt
 	$(COMPILE) requirements/build.in -o requirements/build.txt
+	echo uv==$(UV_VERSION) | $(COMPILE) - -o requirements/uv.txt
 	$(MAKE) check-locks
 
 LOCKS = cpu operator trainer rollout-cpu rollout-gpu docs

@@ -111,3 +111,24 @@ def test_cuda_python_comes_without_the_files_of_cuda_bindings(lock):
     python, bindings = pinned.get("cuda-python"), pinned.get("cuda-bindings")
     if python is not None and bindings is not None:
         assert python.split(".")[0] == bindings.split(".")[0], f"cuda-python {python}, cuda-bindings {bindings}"
+
+
+def test_everything_that_is_installed_has_a_hash():
+    """Also what installs and what builds: uv, and hatchling with what it needs."""
+    files = [ROOT / "Makefile", *ROOT.glob("*/Dockerfile")]
+    commands = [
+        line.strip()
+        for file in files
+        for line in file.read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
+        if re.search(r"\bpip\b.* (install|sync) ", line) and not line.startswith("#")
+    ]
+    assert len(commands) >= 6
+    # The extra index of a Dockerfile is for wheels of the user's own.
+    checked = ("--require-hashes", "--build-constraint requirements/build.txt", "--no-index", "--no-build-isolation")
+    assert [command for command in commands if not any(option in command for option in checked)] == []
+    for name in ("build", "uv"):
+        pins = re.findall(r"^[\w.-]+==.*\n(\s*--hash)?", (ROOT / f"requirements/{name}.txt").read_text(), re.MULTILINE)
+        assert pins
+        assert all(pins)
+    version = re.search(r"^UV_VERSION := (\S+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    assert f"\nuv=={version} " in (ROOT / "requirements/uv.txt").read_text()
