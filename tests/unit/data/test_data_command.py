@@ -111,6 +111,12 @@ def test_fields_that_nothing_reads_are_named(tmp_path: Path) -> None:
     assert "Not used level" in found
 
 
+def test_fields_of_messages_that_change_nothing_are_named(tmp_path: Path) -> None:
+    asked = {"role": "user", "content": "Hi", "name": "Bo", "time": 3}
+    done = data(write(tmp_path / "m.jsonl", {"messages": [asked, {"role": "assistant", "content": "Yo."}]}))
+    assert "Not used messages[].name, messages[].time" in squeezed(done.output)
+
+
 def test_labels(tmp_path: Path) -> None:
     done = data(write(tmp_path / "l.jsonl", {"prompt": "p", "response": "r", "label": False}))
     assert "Format Labelled" in squeezed(done.output)

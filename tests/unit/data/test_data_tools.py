@@ -85,6 +85,11 @@ def test_prompts_and_pairs_see_them_too(chat: ChatFormat, tools: Any) -> None:
     assert "weather" not in read({"messages": DIALOGUE[:1], "tools": None}, chat, "prompts").prompt
 
 
+def test_the_old_name_of_a_call_is_a_call(chat: ChatFormat) -> None:
+    old = {"role": "assistant", "content": None, "function_call": CALL["function"]}
+    assert read({"messages": [DIALOGUE[0], old]}, chat) == read({"messages": DIALOGUE[:2]}, chat)
+
+
 def test_what_the_assistant_thought_is_learnt(chat: ChatFormat) -> None:
     answer = {"role": "assistant", "content": "No.", "reasoning_content": "dry"}
     assert read({"messages": [DIALOGUE[0], answer]}, chat).response.startswith("<think>dry</think>No.")

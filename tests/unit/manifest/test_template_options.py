@@ -142,6 +142,19 @@ def test_without_options_the_model_thinks(model: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run/tokenizer/chat_template.jinja").read_text() == QWEN3
 
 
+def test_a_template_writes_the_time_of_the_preparation(tmp_path: Path) -> None:
+    """Templates of Llama 3 and gpt-oss write the date, which must not change in a run, nor after a resume."""
+    made = tokenizer.train(["What is 2 + 2? Four."], 300)
+    made.chat_template = "{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}{% for m in messages %} {{ m.content }}{% endfor %}"
+    made.save_pretrained(str(tmp_path / "model"))
+    first, again = (prepared(tmp_path / "model", tmp_path) for _ in range(2))
+    texts = {first.prompts(1)[0].text, first.prompts(1)[0].text, again.prompts(1)[0].text}
+    assert len(texts) == 1
+    (tmp_path / "other").mkdir()
+    assert prepared(tmp_path / "model", tmp_path / "other").prompts(1)[0].text not in texts
+    assert (tmp_path / "run/tokenizer/chat_template.jinja").read_text() == made.chat_template, "as it came"
+
+
 def test_what_the_run_saves_has_the_options_as_defaults(model: Path, tmp_path: Path) -> None:
     """From this folder come the exported models' tokenizers, `dovetail chat` and `dovetail serve`."""
     prepared(model, tmp_path, enable_thinking=False)

@@ -289,7 +289,7 @@ class Template:
                 return False
 
         for i, message in enumerate(messages):
-            calls = message.get("tool_calls", [])
+            calls = message.get("tool_calls") or []
             rest = {name: value for name, value in message.items() if name != "tool_calls"}
             for n in range(len(calls)):
                 fewer = [*calls[:n], *calls[n + 1 :]]
@@ -299,7 +299,8 @@ class Template:
                         "calls a tool, but the tokenizer's chat template does not write tool_calls; take a tokenizer "
                         "whose template does, or remove the record",
                     )
-            content = str(message["content"]).rpartition("</think>")[2].strip()
+            said = message["content"]
+            content = said.rpartition("</think>")[2].strip() if isinstance(said, str) else ""
             if content not in text and self._lacks(messages, i, **options):
                 raise NotWritten(
                     i,

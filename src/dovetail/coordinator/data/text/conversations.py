@@ -58,6 +58,11 @@ def conversation(value: Any, name: str, where: str) -> Conversation:
         role = item.get("role", item.get("from")) if isinstance(item, Mapping) else None
         content = _content(item) if isinstance(item, Mapping) else None
         place = f"{where}: message {i} of field {name!r}"
+        if isinstance(item, Mapping) and item.get("function_call"):
+            item = {
+                "tool_calls": [{"type": "function", "function": item["function_call"]}],
+                **item,
+            }  # OpenAI's old name
         if isinstance(item, Mapping) and content is None and item.get("tool_calls"):
             content = ""  # null beside calls, as in OpenAI's API
         if not isinstance(role, str) or not isinstance(content, str):
