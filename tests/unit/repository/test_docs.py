@@ -71,6 +71,26 @@ def test_links_lead_somewhere(page):
     assert broken == [], "a link of the site must lead to something in docs/ that is there"
 
 
+# What people type into a search box: here, in issues and chats of trainers.
+SEARCHES = """csv; json list; parquet; alpaca; sharegpt; system prompt; chat template; thinking; gated model;
+HF_TOKEN; offline; validation split; vision; packing; llm judge; reward model own; custom loss; training loop; agent
+tools; lora; qlora; 4-bit; 8-bit optimizer; learning rate schedule; gradient accumulation; early stopping;
+distillation; single GPU; multi node; slurm; deepspeed; megatron; amd rocm; macos; flash attention; bf16; fp8; long
+context; out of memory; docker; cost; resume; seed; tensorboard; wandb; mlflow; nan loss; reward hacking; notebook;
+checkpoint hugging face; merge lora; adapter peft; openai api; gguf; ollama; push hub; lm-eval; benchmarks; batch
+inference"""
+
+
+@pytest.mark.parametrize("query", [each.strip() for each in SEARCHES.replace("\n", " ").split(";")])
+def test_a_search_for_a_how_to_finds_an_answer(query: str) -> None:
+    """One answer of the page has all words of the query, as a search finds them, and says yes, how, or no."""
+    answers = re.findall(r"^- \*\*.+?(?=^- \*\*|^## |\Z)", (ROOT / "docs/questions.md").read_text(), re.M | re.S)
+    stems = [re.sub(r"(ion|ing|es|s|e|ed)$", "", word) if len(word) > 4 else word for word in query.lower().split()]
+    found = [each for each in answers if all(re.search(rf"\b{re.escape(stem)}", each.lower()) for stem in stems)]
+    assert found, "docs/questions.md has no answer"
+    assert any(re.search(r"`|\]\(|\bno\b|\bnot\b", each, re.I) for each in found)
+
+
 def test_contributing_names_files_that_are_there():
     named = re.findall(
         r"`((?:src|tests|docs|operator|trainer_image|rollout_image|helm)/[^`\s]+)`", PAGES[1].read_text()
