@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -158,11 +159,16 @@ def examples_page(root: Path) -> str:
     """The text of docs/examples.md. It has every file in examples/ unchanged."""
     lines = [f"{NOTE}# Examples", "", "The files of `examples/` in the repository.", ""]
     for path in sorted((root / "examples").rglob("*"), key=lambda p: (p.parent != root / "examples", str(p))):
-        if path.suffix not in (".yaml", ".py") or "__pycache__" in path.parts:
+        if path.suffix not in (".yaml", ".py", ".ipynb") or {"__pycache__", ".ipynb_checkpoints"} & set(path.parts):
             continue
-        language = "python" if path.suffix == ".py" else "yaml"
-        lines += [f"## {path.stem}", "", f"`{path.relative_to(root)}`", "", f"```{language}"]
-        lines += [path.read_text(encoding="utf-8").rstrip(), "```", ""]
+        lines += [f"## {path.stem}", "", f"`{path.relative_to(root)}`", ""]
+        text = path.read_text(encoding="utf-8").rstrip()
+        if path.suffix == ".ipynb":
+            for cell in json.loads(text)["cells"]:
+                source = re.sub(r"^#.*\n", "", "".join(cell["source"]))
+                lines += [source, ""] if cell["cell_type"] == "markdown" else ["```python", source, "```", ""]
+        else:
+            lines += [f"```{'python' if path.suffix == '.py' else 'yaml'}", text, "```", ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
