@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 STAGES = {stage: number for number, stage in enumerate(("sft", "reward", "ppo"), start=1)}
+HASH = "sha256:"
 STEPS = {"sft": "SFT step", "reward": "reward model step", "ppo": "PPO iteration"}
 # Names of what is measured, and of who did the work.
 MEASURED = re.compile(
@@ -58,10 +59,15 @@ def difference(base: Iterable[Fact], now: Iterable[Fact]) -> str | None:
     different = sorted((new.get(place) or old[place] for place in places), key=lambda fact: fact.when)
     first = {fact.kind: fact for fact in reversed(different)}
     told = [
-        f"{fact.what}: {fact.item} is {_value(old, fact.place)} at BASE and {_value(new, fact.place)} now"
+        f"{fact.what}: {fact.item} {_differs(_value(old, fact.place), _value(new, fact.place))}"
         for fact in sorted(first.values(), key=lambda fact: fact.when)
     ]
     return f"{'; then '.join(told)} ({len(places)} of {len(old.keys() | new.keys())} facts differ)"
+
+
+def _differs(old: str, new: str) -> str:
+    hashed = old.startswith(HASH) and new.startswith(HASH)
+    return "differs" if hashed else f"is {old} at BASE and {new} now"
 
 
 def _value(facts: dict[tuple[str, str], Fact], place: tuple[str, str]) -> str:
@@ -81,7 +87,7 @@ def _shown(value: Any) -> str:
 
 
 def _hash(content: bytes) -> str:
-    return f"sha256:{hashlib.sha256(content).hexdigest()[:12]}"
+    return f"{HASH}{hashlib.sha256(content).hexdigest()[:12]}"
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -170,7 +176,8 @@ def _checkpoints(run: Path) -> Iterator[Fact]:
             what = f"{kept} of the {model} after {STEPS[stage]} {int(number)}"
             content = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             value = _hash(f"{tensor.dtype}{tuple(tensor.shape)}".encode() + content)
-            yield Fact((STAGES[stage], int(number), 5), "weights", what, f"tensor {tensor_name}", value)
+            when = (STAGES[stage], int(number), 5 if part == "parameters" else 6)
+            yield Fact(when, "weights", what, f"tensor {tensor_name}", value)
 
 
 def _models(run: Path) -> Iterator[Fact]:
@@ -178,7 +185,7 @@ def _models(run: Path) -> Iterator[Fact]:
     for path in sorted((run / "models").rglob("*")):
         relative = path.relative_to(run / "models")
         model = relative.parts[0]
-        when = (STAGES["reward" if model == "reward" else "sft" if model == "sft" else "ppo"], 1 << 29, 6)
+        when = (STAGES["reward" if model == "reward" else "sft" if model == "sft" else "ppo"], 1 << 29, 7)
         if path.suffix == ".safetensors":
             content = path.read_bytes()
             (length,) = struct.unpack_from("<Q", content)

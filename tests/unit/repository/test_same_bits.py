@@ -96,7 +96,7 @@ def flip_sign(run: Path) -> None:
         (edit("history.jsonl", "0.25", "-0.25"), "history row ppo 2: loss is 0.25 at BASE and -0.25 now"),
         (
             edit("samples/iteration-000001.jsonl", "a b", "a  b"),
-            "iteration-000001.jsonl: prompt 0, sample 0 is",
+            "iteration-000001.jsonl: prompt 0, sample 0 differs",
         ),
         (query("DELETE FROM samples WHERE prompt_index = 1"), "store rows of samples: critic_version at iteration 2,"),
         (query("UPDATE samples SET response = x'0300'"), "store rows of samples: response at iteration 2, prompt 0,"),
@@ -104,7 +104,7 @@ def flip_sign(run: Path) -> None:
             query("UPDATE kv SET value = '\"ac\"' WHERE value = '\"ab\"'"),
             'ppo/2/batch is "ab" at BASE and "ac" now',
         ),
-        (flip_sign, "first moments of the actor after PPO iteration 2: tensor head is sha256:"),
+        (flip_sign, "first moments of the actor after PPO iteration 2: tensor head differs"),
     ],
 )
 def test_the_first_difference_is_named(
@@ -125,7 +125,7 @@ def test_one_difference_of_each_kind_is_named_the_earliest_first(base: Path, tmp
     told = difference(read_facts(base), read_facts(run)) or ""
     history, weights = told.split("; then ")
     assert history == "history row ppo 1: loss is 0.5 at BASE and 0.125 now"
-    assert weights.startswith("first moments of the actor after PPO iteration 2: tensor head is ")
+    assert weights.startswith("first moments of the actor after PPO iteration 2: tensor head differs ")
     assert "(3 of " in weights
 
 
