@@ -15,7 +15,7 @@ from dovetail.local.sample_texts import printable
 from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.fixed_names import DATA_KINDS
-from dovetail.manifest.types import Data, DataFormat, DataSource
+from dovetail.manifest.types import Data, DataFormat, DataSource, TemplateUse
 from dovetail.supervision.errors import UsageError
 
 if TYPE_CHECKING:
@@ -48,6 +48,13 @@ SHOWN_CHARACTERS = 2000
 )
 @click.option("--max-prompt-tokens", type=click.IntRange(1), help="data.maxPromptTokens of the job.  [default: 512]")
 @click.option("--system", metavar="TEXT", help="The field `systemPrompt` of a job's source.")
+@click.option(
+    "--template",
+    type=click.Choice(get_args(TemplateUse)),
+    default="Auto",
+    show_default=True,
+    help="The field `template` of a job's source.",
+)
 @click.option("--max-tokens", type=click.IntRange(1), help="data.maxTokens of the job.  [default: 1024]")
 @click.option("--subset", metavar="NAME", help="The field `subset` of a hub's data set.")
 @click.option(
@@ -64,6 +71,7 @@ def data(
     max_prompt_tokens: int | None,
     max_tokens: int | None,
     system: str | None,
+    template: str,
     subset: str | None,
     split: str,
 ) -> None:
@@ -96,7 +104,13 @@ def data(
             if system is not None:
                 chat = WithSystem(chat, system)
             if not path.exists() and hub_problem(str(path), "file, and no data set", Path()) is None:
-                fields = {"huggingFace": str(path), "subset": subset, "split": split, "format": fmt}
+                fields = {
+                    "huggingFace": str(path),
+                    "subset": subset,
+                    "split": split,
+                    "format": fmt,
+                    "template": template,
+                }
                 source = DataSource.model_validate(fields)
                 found = look_at_hub(source, "FILE", kind, encoder, chat)  # type: ignore[arg-type]
             elif subset is not None or split != "train":
@@ -104,7 +118,7 @@ def data(
                     f"--subset and --split are for a data set of a hub (owner/name), but {path} is not one"
                 )
             else:
-                found = look(path.expanduser(), "FILE", kind, fmt, encoder, chat)  # type: ignore[arg-type]
+                found = look(path.expanduser(), "FILE", kind, fmt, encoder, chat, template)  # type: ignore[arg-type]
     except DataError as error:
         raise UsageError(str(error).removeprefix("FILE.path: ").removeprefix("FILE.huggingFace: ")) from error
     show(console, found, guessed=kind is None)

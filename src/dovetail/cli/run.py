@@ -64,6 +64,18 @@ def shown_sample(line: str) -> list[str] | None:
         return None
 
 
+def first_record(line: str) -> list[str] | None:
+    """The first record of a list of data as the model gets it, as lines for people. None for other events."""
+    if '"data.first_record"' not in line:
+        return None
+    try:
+        event: dict[str, Any] = json.loads(line)
+        title = f"first record of {event['kind']}, as the model gets it:"
+        return [title, *texts_of(event, ("given", "learnt") if event["learnt"] else ("given",))]
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
 def tracker_line(line: str) -> str | None:
     """The event of a tracker that does not get its rows, as one line. None if `line` is another event."""
     try:
@@ -114,7 +126,7 @@ def run_job(
 
         def on_step() -> None:
             for line in follower.lines():
-                if (shown := shown_sample(line)) is not None:
+                if (shown := shown_sample(line) or first_record(line)) is not None:
                     for text in shown:
                         display.tell(text)
                 elif verbose:

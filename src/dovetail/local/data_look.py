@@ -13,14 +13,24 @@ import numpy as np
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.data_files import rows, source_files
-from dovetail.coordinator.data.formats import FORMATS, convert, detect, is_dialogue, left_out, needed_fields
+from dovetail.coordinator.data.formats import (
+    FORMATS,
+    as_messages,
+    convert,
+    detect,
+    has_template,
+    is_dialogue,
+    left_out,
+    needed_fields,
+    tools_in,
+)
 from dovetail.coordinator.data.records import Demonstration, Labelled, Preference, Record, equal_pairs
 from dovetail.coordinator.data.sources import hub_table
-from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, WithSystem, chat_format
-from dovetail.coordinator.data.text.conversations import table_row, tools_of
+from dovetail.coordinator.data.text.chat_template import ChatFormat, chat_format
+from dovetail.coordinator.data.text.conversations import table_row
 from dovetail.coordinator.data.text.tokenize import Encoder
 from dovetail.manifest.fixed_names import DataKind
-from dovetail.manifest.types import DataSource
+from dovetail.manifest.types import DataSource, TemplateUse
 
 # The number of records that are searched for fields that nothing reads.
 SEARCHED = 32
@@ -101,13 +111,14 @@ def look(
     fmt: str = "Auto",
     encoder: Encoder | None = None,
     chat: ChatFormat | None = None,
+    template: TemplateUse = "Auto",
 ) -> DataLook:
     """Read every record of a file or folder. `where`: the name of the data in errors about the whole. `kind`: the kind
     of the records. None: the kind that the first good record looks like. `encoder` counts tokens. `chat` writes
     dialogues. None: the encoder's tokenizer writes them. Raises DataError for a file that is missing, empty or of no
     known kind."""
     files = source_files(path, where)
-    return _read(rows_of(files), kind, fmt, encoder, chat).look(files)
+    return _read(rows_of(files), _Reading(kind, fmt, _chat(chat, encoder), encoder, template)).look(files)
 
 
 def look_at_hub(
@@ -123,16 +134,17 @@ def look_at_hub(
     table = hub_table(source, where, cache)
     name = f"{source.hugging_face} ({source.split})"
     rows = ((f"{name}: record {number}", table_row(row)) for number, row in enumerate(table, 1))
-    found = _read(rows, kind, source.format, encoder, chat)
+    found = _read(rows, _Reading(kind, source.format, _chat(chat, encoder), encoder, source.template))
     if not found.records and not found.errors:
         raise DataError(f"{name}: the data set is empty")
     return found.look([])
 
 
-def _read(
-    rows: Iterable[tuple[str, Any]], kind: DataKind | None, fmt: str, encoder: Encoder | None, chat: ChatFormat | None
-) -> _Reading:
-    found = _Reading(kind, fmt, chat or chat_format(None if encoder is None else encoder.tokenizer), encoder)
+def _chat(chat: ChatFormat | None, encoder: Encoder | None) -> ChatFormat:
+    return chat or chat_format(None if encoder is None else encoder.tokenizer)
+
+
+def _read(rows: Iterable[tuple[str, Any]], found: _Reading) -> _Reading:
     for place, row in rows:
         found.read(row, place)
     return found
@@ -141,8 +153,10 @@ def _read(
 class _Reading:
     """Reads rows one by one and keeps the facts about them."""
 
-    def __init__(self, kind: DataKind | None, fmt: str, chat: ChatFormat, encoder: Encoder | None) -> None:
-        self.kind, self.format, self.chat, self._encoder = kind, fmt, chat, encoder
+    def __init__(
+        self, kind: DataKind | None, fmt: str, chat: ChatFormat, encoder: Encoder | None, template: TemplateUse
+    ) -> None:
+        self.kind, self.format, self.chat, self._encoder, self._template = kind, fmt, chat, encoder, template
         self.records = self.errors = 0
         self.first_error: str | None = None
         self._example: Record | None = None
@@ -173,17 +187,18 @@ class _Reading:
 
     def _converted(self, row: Any, where: str) -> Record | None:
         """The record in a row. None if a job leaves the row out."""
-        self._turns = self._turns or is_dialogue(row)
         if self.format == "Auto":
             self.format = detect(row, where, self.kind)
+        dialogue = is_dialogue(as_messages(row, self.format, self.chat, where, self._template))
+        self._turns = self._turns or dialogue
         if self.kind is None:
-            self.kind = kind_of(row, self.format, self.chat, where)
+            self.kind = kind_of(row, self.format, self.chat, where, self._template)
         if left_out(row, self.format, self.kind, where):
             return None
-        record = convert(row, self.format, self.kind, self.chat, where)
-        self._tools += is_dialogue(row) and bool(tools_of(row, where))
+        record = convert(row, self.format, self.kind, self.chat, where, self._template)
+        self._tools += dialogue and bool(tools_in(row, where))
         if self.records < SEARCHED:
-            for name, needed in needed_fields(row, self.format, self.kind, self.chat, where).items():
+            for name, needed in needed_fields(row, self.format, self.kind, self.chat, where, self._template).items():
                 self._needed[name] = self._needed.get(name, False) or needed
         return record
 
@@ -213,8 +228,7 @@ class _Reading:
 
     def look(self, files: Sequence[Path]) -> DataLook:
         lengths = [counts.summary() for counts in self._counts.values()]
-        written = self.chat.chat if isinstance(self.chat, WithSystem) else self.chat
-        own = not isinstance(written, HumanAssistant)
+        own = has_template(self.chat)
         template = "none: the text is used as it is"
         if self._turns:
             template = "the tokenizer's chat template" if own else "Human/Assistant"
@@ -228,8 +242,8 @@ class _Reading:
             notes.append(equal_pairs(self._equal, f"the {self.records:,} pairs") + ".")
         if own and not self._turns and self.records:
             notes.append(
-                "The tokenizer has a chat template, but these records are not messages, so it is not used. For a chat "
-                'model write {"messages": [{"role": "user", "content": ...}, ...]}.'
+                "The tokenizer has a chat template, but it is not used: "
+                + ("the template of the source is Never." if self._template == "Never" else "these records are texts.")
             )
         if self._turns and not own:
             notes.append(
@@ -237,7 +251,7 @@ class _Reading:
                 if self._encoder is None
                 else "The tokenizer has no chat template, so dialogues are written as Human/Assistant."
             )
-        if self._tools and not written.shows_tools:
+        if self._tools and not self.chat.shows_tools:
             have = "record has" if self._tools == 1 else "records have"
             notes.append(
                 f"{self._tools:,} {have} tools, but the template shows none of them: the model will not know them."
@@ -271,15 +285,15 @@ def _responses(record: Record) -> Iterator[str]:
         yield record.response
 
 
-def kind_of(row: Any, fmt: str, chat: ChatFormat, where: str) -> DataKind:
+def kind_of(row: Any, fmt: str, chat: ChatFormat, where: str, template: TemplateUse) -> DataKind:
     """The kind that a record looks like: preferences, demonstrations, or else prompts. Raises DataError if it is none
     of them."""
     if FORMATS[fmt].judged:
         return "preferences"
     try:
-        convert(row, fmt, "demonstrations", chat, where)
+        convert(row, fmt, "demonstrations", chat, where, template)
     except DataError:
-        convert(row, fmt, "prompts", chat, where)
+        convert(row, fmt, "prompts", chat, where, template)
         return "prompts"
     return "demonstrations"
 

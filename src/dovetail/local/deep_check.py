@@ -25,6 +25,7 @@ from dovetail.gpus.nvidia_driver import Device, driver_devices
 from dovetail.local.data_look import DataLook, look, look_at_hub
 from dovetail.local.doctor.finding import Finding
 from dovetail.local.one_line import product_label
+from dovetail.local.sample_texts import printable
 from dovetail.manifest.fixed_names import DataKind
 from dovetail.manifest.types import DataSource, RLHFJob, RLHFJobSpec, Stage
 from dovetail.protocol.plan import Plan
@@ -33,6 +34,7 @@ from dovetail.supervision.processes import gpu_slots
 # A larger share of records that are cut, or of pairs with equal replies, is probably a mistake.
 CUT_SHARE = 0.05
 EQUAL_SHARE = 0.01
+SHOWN = 300  # characters of a text
 
 
 class _SmallFiles(Hub):
@@ -165,7 +167,7 @@ def _data_found(
         if source.path is None:
             found = look_at_hub(source, field, kind, encoder, chat, cache)
         else:
-            found = look(folder / source.path, field, kind, source.format, encoder, chat)
+            found = look(folder / source.path, field, kind, source.format, encoder, chat, source.template)
     except DataError as error:
         return Finding(name, "problem", str(error))
     if found.first_error is not None:
@@ -201,10 +203,11 @@ def _whole(prepared: Prepared, given: Any) -> Iterator[Finding]:
     if given is None:
         tokenizer = tokenizers.load(prepared.tokenizer_dir, "spec.models.tokenizer")
         yield Finding("tokenizer", "ok", f"{len(tokenizer):,} tokens, trained on the job's records")
-    for kind in needed(prepared.spec):
+    for kind, prompt, learnt in prepared.first_texts():
         listed = getattr(prepared.data, kind)
         held = sum(len(part.held_out) for part in listed.parts)
-        yield Finding(kind, "ok", f"{len(listed):,} to train on, {held:,} held out")
+        shown = f"{prompt[-SHOWN:]!r}" + (f", then {learnt[:SHOWN]!r}" if learnt else "")
+        yield Finding(kind, "ok", f"{len(listed):,} to train on, {held:,} held out; the first: {printable(shown)}")
 
 
 def _functions(spec: RLHFJobSpec, prepared: Prepared, folder: Path) -> Iterator[Finding]:

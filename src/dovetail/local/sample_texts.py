@@ -95,11 +95,11 @@ def facts_of(row: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def texts_of(row: Mapping[str, Any]) -> list[str]:
-    """Prompt and response as lines with a margin."""
+def texts_of(row: Mapping[str, Any], keys: Sequence[str] = _TEXTS) -> list[str]:
+    """Prompt and response, or other texts of the row, as lines with a margin."""
     return [
         f"  {key + ':' if not number else '':<9} {line}"
-        for key in _TEXTS
+        for key in keys
         for number, line in enumerate(printable(str(row[key])).split("\n"))
     ]
 

@@ -305,6 +305,7 @@ class SyntheticData(Model):
 
 
 # The formats that `dovetail.coordinator.data.formats` reads.
+TemplateUse = Literal["Auto", "Never", "Always"]
 DataFormat = Literal["Text", "PromptResponse", "ChosenRejected", "Labelled", "Completions", "Messages", "HH"]
 
 
@@ -329,9 +330,15 @@ class DataSource(Model):
     format: Literal["Auto", DataFormat] = Field(
         default="Auto", description="Shape of a record; Auto looks at the first one."
     )
+    template: TemplateUse = Field(
+        default="Auto",
+        description="Whether a prompt that is a text becomes a user's message in the tokenizer's chat template. Auto: "
+        "if it has one. Always: refuse tokenizers without one, and records without a prompt. Never: texts stay as they "
+        "are.",
+    )
     system_prompt: Text | None = Field(
         default=None,
-        description="Opens each conversation that has no system message of its own. For records of messages.",
+        description="Opens each conversation that has no system message of its own.",
     )
 
 

@@ -46,14 +46,14 @@ def squeezed(text: str) -> list[str]:
 
 def test_lengths_and_what_is_cut_at_the_limits(tmp_path: Path, model: Path) -> None:
     file = write(tmp_path / "d.jsonl", *({"prompt": "p" * n, "response": " r"} for n in range(1, 101)))
-    done = data(file, "--model", model, "--max-prompt-tokens", 90, "--max-tokens", 100)
+    done = data(file, "--model", model, "--max-prompt-tokens", 90, "--max-tokens", 100, "--template", "Never")
     assert done.exit_code == 0, done.output
     rows = squeezed(done.output)
     assert "Records 100" in rows
     assert "prompt 50 95 100 90 10 (10.0%)" in rows
     assert "prompt and response 53 98 103 100 3 (3.0%)" in rows
     assert "Read as demonstrations, a guess from the first record; --as names another" in rows
-    assert any("has a chat template, but these records are not messages" in row for row in rows)
+    assert any("has a chat template, but it is not used: the template of the source is Never" in row for row in rows)
 
 
 def test_long_records_are_told_in_our_words_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +103,9 @@ def test_fields_that_nothing_reads_are_named(tmp_path: Path) -> None:
     file = write(tmp_path / "d.jsonl", empty, full)
     assert "Not used context" in squeezed(data(file, "--as", "demonstrations").stdout)
     assert "Not used" not in data(file, "--as", "prompts").stdout, "reward functions get the others"
-    pair = {"system": "Be brief.", "question": "2+2?", "chosen": "4", "rejected": "5"}
-    assert "Not used system" in squeezed(data(write(tmp_path / "p.jsonl", pair)).stdout)
+    pair = write(tmp_path / "p.jsonl", {"system": "Be brief.", "question": "2+2?", "chosen": "4", "rejected": "5"})
+    assert "Not used" not in data(pair).stdout
+    assert "Not used system" in squeezed(data(pair, "--template", "Never").stdout)
     math = {"problem": "2+2?", "level": 1, "solution": "4"}
     found = squeezed(data(write(tmp_path / "m.jsonl", math)).stdout)
     assert "Read as demonstrations, a guess from the first record; --as names another" in found

@@ -151,8 +151,8 @@ def test_pairs_share_all_but_the_last_message() -> None:
 
 def test_one_response_and_a_label() -> None:
     row = {"prompt": "1+1=", "completion": "2", "label": True}
-    assert read(row, "preferences") == Labelled("1+1=", "2", True)
-    assert read(row) == Demonstration.of("1+1=", "2")
+    assert read(row, "preferences", PLAIN) == Labelled("1+1=", "2", True)
+    assert read(row, chat=PLAIN) == Demonstration.of("1+1=", "2")
     messages = {"prompt": LONG[:3], "completion": LONG[3:], "label": False}
     found = read(messages, "preferences")
     assert (found.response, found.good) == (f"4{END}", False)
@@ -324,3 +324,78 @@ def test_rows_without_a_better_completion_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([scored(4, 4)]))
     with pytest.raises(DataError, match=r"a.json: no record has two completions with different scores"):
         load(DataSource.model_validate({"path": "a.json"}), "preferences", **options)
+
+
+USER, ANSWER = f"<|im_start|>user\n%s{END}\n<|im_start|>assistant\n", f"%s{END}"
+
+
+def chat_text(asked: str, answer: str) -> Demonstration:
+    prompt, reply = USER % asked, ANSWER % answer
+    return Demonstration(prompt + reply, ((len(prompt), len(prompt + reply)),))
+
+
+@pytest.mark.parametrize(
+    ("row", "asked", "answer"),
+    [
+        ({"question": "2 + 2?", "answer": "4"}, "2 + 2?", "4"),
+        ({"prompt": "2 + 2?", "response": "4"}, "2 + 2?", "4"),
+        ({"instruction": "Add", "input": "2 and 2", "output": "4"}, "Add\n2 and 2", "4"),
+        ({"prompt": "2 + 2?", "completion": "4", "label": True}, "2 + 2?", "4"),
+        (scored(1, 2), "Hi", "r1"),
+    ],
+)
+def test_an_instruction_is_written_with_the_tokenizers_template(row: Any, asked: str, answer: str) -> None:
+    """A chat model was trained on raw text."""
+    assert read(row) == chat_text(asked, answer)
+    assert read(row, "prompts").prompt == USER % asked
+    assert convert(row, detect(row, "f:1"), "demonstrations", CHATML, "f:1", "Always") == chat_text(asked, answer)
+    plain = convert(row, detect(row, "f:1"), "demonstrations", CHATML, "f:1", "Never")
+    assert plain == Demonstration.of(asked, answer) == read(row, chat=HumanAssistant())
+
+
+def test_the_texts_of_preferences_are_written_with_the_template() -> None:
+    pair = Preference(USER % "2 + 2?", ANSWER % "4", ANSWER % "5")
+    for row in (
+        {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"},
+        {"question": "2 + 2?", "chosen": "2 + 2? 4", "rejected": "2 + 2? 5"},
+    ):
+        assert read(row, "preferences") == pair
+    label = {"prompt": "2 + 2?", "completion": "4", "label": False}
+    assert read(label, "preferences") == Labelled(pair.prompt, pair.chosen, False)
+    never = convert(row, "ChosenRejected", "preferences", CHATML, "f:1", "Never")
+    assert never == Preference("2 + 2?", " 4", " 5")
+
+
+def test_a_prompts_other_fields_go_to_reward_functions_as_before() -> None:
+    row = {"question": "2 + 2?", "answer": "4", "level": 3}
+    assert read(row, "prompts").fields == {"answer": "4", "level": 3}
+
+
+def test_system_messages_of_records_and_sources_open_instructions() -> None:
+    row = {"question": "2 + 2?", "answer": "4"}
+    start = f"<|im_start|>system\nBe brief.{END}\n"
+    source = DataSource.model_validate({"path": "x.jsonl", "systemPrompt": "Be brief."})
+    assert read(row, "prompts", with_system(CHATML, source)).prompt == start + USER % "2 + 2?"
+    assert read({**row, "system": "Be brief."}, "prompts").prompt == start + USER % "2 + 2?"
+    human = "\n\nSystem: Be brief.\n\nHuman: 2 + 2?\n\nAssistant:"
+    assert read({**row, "system": "Be brief."}, "prompts", HumanAssistant()).prompt == human
+
+
+def test_texts_that_are_no_instructions_stay() -> None:
+    assert read({"text": "Words."}) == Demonstration("Words.", ((0, 6),))
+    dialogue = {"chosen": "\n\nHuman: Hi\n\nAssistant: a", "rejected": "\n\nHuman: Hi\n\nAssistant: b"}
+    assert read(dialogue, "preferences").prompt == "\n\nHuman: Hi\n\nAssistant:"
+    for row, name in (({"text": "Words."}, "'text'"), (dialogue, "'chosen', 'rejected'")):
+        with pytest.raises(DataError, match=f"f:1: template is Always, but this record has .*{name} and no prompt"):
+            convert(row, detect(row, "f:1"), "demonstrations", CHATML, "f:1", "Always")
+    with pytest.raises(DataError, match="f:1: template is Always, but the tokenizer has no chat template"):
+        convert({"prompt": "a"}, "PromptResponse", "prompts", HumanAssistant(), "f:1", "Always")
+
+
+def test_a_prompt_that_is_written_with_the_template_already_is_named() -> None:
+    """It would be written twice."""
+    row = {"prompt": USER % "2 + 2?", "response": "4"}
+    with pytest.raises(DataError, match=r"f:1: the prompt is written with .* already, for it ends with '<\|im_s"):
+        read(row)
+    assert convert(row, "PromptResponse", "prompts", CHATML, "f:1", "Never").prompt == row["prompt"]
+    assert convert(row, "PromptResponse", "prompts", CHATML, "f:1", "Always").prompt == USER % row["prompt"]

@@ -147,6 +147,24 @@ def test_a_tokenizer_may_have_several_chat_templates(tmp_path: Path) -> None:
         assert job.tokenizer.chat_template.keys() == {"default", "tool_use"}
 
 
+def test_the_first_record_of_each_list_is_shown_with_its_special_tokens(tmp_path: Path) -> None:
+    """As the model gets it: a template that is not used, or used twice, can be seen."""
+    made = tokenizer.train(["question"], 300)
+    made.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}<assistant>"
+    made.save_pretrained(str(tmp_path / "tokens"))
+    (tmp_path / "sums.csv").write_text("question,answer\n" + "2 + 2?,4\n" * 8)
+    (tmp_path / "pairs.json").write_text(json.dumps([{"prompt": "Hi", "chosen": "a", "rejected": "b"}] * 8))
+    sums = [{"path": "sums.csv"}]
+    models = {"actor": {"source": {"scratch": {"config": CONFIG}}}, "tokenizer": {"path": "tokens"}}
+    data = {"demonstrations": sums, "preferences": [{"path": "pairs.json"}], "prompts": sums}
+    job = prepare(spec(models=models, data=data), tmp_path / "run", tmp_path)
+    assert list(job.first_texts()) == [
+        ("demonstrations", "<user>2 + 2?<|eos|><assistant>", "4<|eos|>"),
+        ("preferences", "<user>Hi<|eos|><assistant>", "a<|eos|>"),
+        ("prompts", "<user>2 + 2?<|eos|><assistant>", ""),
+    ]
+
+
 def test_every_prompt_has_the_fields_that_any_prompt_has(tmp_path: Path) -> None:
     """Else a reward function with an argument `answer` would fail in the first iteration without such a record. A
     function that names its arguments takes no others: those of evaluations do not reach PPO's prompts."""

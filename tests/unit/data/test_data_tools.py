@@ -123,7 +123,7 @@ def test_what_cannot_be_written_is_named(chat: ChatFormat) -> None:
         read({"messages": DIALOGUE[:2]}, HumanAssistant())
     with pytest.raises(DataError, match=r"must have a list of objects in 'tool_calls'$"):
         read({"messages": [DIALOGUE[0], {"role": "assistant", "content": "", "tool_calls": "f()"}]}, chat)
-    assert read({"prompt": "1+1=", "response": "2", "tools": "pencil"}, chat).response == "2", "no conversation"
+    assert read({"prompt": "1+1=", "response": "2", "tools": "pencil"}, chat).response.startswith("2<"), "a text"
 
 
 @pytest.mark.parametrize("shown", [True, False])

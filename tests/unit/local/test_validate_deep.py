@@ -44,7 +44,7 @@ def test_a_good_job_is_read_through(grpo: Path) -> None:
     text = " ".join(done.output.split())
     assert "a chat template, ends with '<|eos|>'" in text
     assert "data.prompts[0] 40 records, Messages; prompt: median" in text
-    assert "prompts 38 to train on, 2 held out" in text
+    assert "prompts 38 to train on, 2 held out; the first: '<user>What is 2 + 3?<assistant>'" in text
     assert "correct, short gave finite numbers for two prompts" in text
     assert "the plan uses no GPUs" in text
     assert "is valid: job" in text

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, cast
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.plain_fields import plain_fields
@@ -13,6 +14,7 @@ from dovetail.coordinator.data.text.chat_template import (
     ASSISTANT,
     ASSISTANTS,
     ChatFormat,
+    HumanAssistant,
     Message,
     NotWritten,
     TemplateRefused,
@@ -27,6 +29,7 @@ from dovetail.coordinator.data.text.conversations import (
     type_name,
 )
 from dovetail.manifest.fixed_names import DataKind
+from dovetail.manifest.types import TemplateUse
 
 PROMPT_FIELDS = ("prompt", "instruction", "question", "query", "problem")
 RESPONSE_FIELDS = ("response", "completion", "output", "answer", "solution")
@@ -55,9 +58,9 @@ def detect(row: Row, where: str, kind: DataKind | None = None) -> str:
     )
 
 
-def convert(row: Row, fmt: str, kind: DataKind, chat: ChatFormat, where: str) -> Record:
-    """The record of `kind` in the row. Raises DataError. Its message begins with `where`, which names the file and
-    line, or the data set and row."""
+def convert(row: Row, fmt: str, kind: DataKind, chat: ChatFormat, where: str, template: TemplateUse = "Auto") -> Record:
+    """The record of `kind` in the row. `template`: the field of its source. Raises DataError. Its message begins with
+    `where`, which names the file and line, or the data set and row."""
     chosen = FORMATS[fmt]
     if kind == "preferences" and not chosen.judged:
         if _first(row, LABEL_FIELDS) is not None and _first(row, RESPONSE_FIELDS) is not None:
@@ -72,16 +75,16 @@ def convert(row: Row, fmt: str, kind: DataKind, chat: ChatFormat, where: str) ->
             f"{where}: spec.data.preferences needs records with chosen and rejected replies, or with prompt, response "
             f"and label, but this one has {_has(row)}"
         )
-    row = _with_history(row, where)
+    given, row = row, as_messages(row, fmt, chat, where, template)
     if isinstance(chat, WithSystem) and not is_dialogue(row):
         raise DataError(
             f"{where}: a system prompt opens conversations, but this record is no list of messages; write messages, "
             "or remove systemPrompt"
         )
     if is_dialogue(row):
-        if tools := tools_of(row, where):
+        if tools := tools_in(given, where):
             chat = chat.with_tools(tools)
-        if isinstance(system := row.get("system"), str) and system.strip():
+        if system := _system(row):
             chat = WithSystem(chat.chat if isinstance(chat, WithSystem) else chat, system)
     try:
         record = chosen.read(row, kind, chat, where)
@@ -124,14 +127,16 @@ def left_out(row: Row, fmt: str, kind: DataKind, where: str) -> bool:
     return kind == "preferences" and FORMATS[fmt].no_pair(row, where)
 
 
-def needed_fields(row: Row, fmt: str, kind: DataKind, chat: ChatFormat, where: str) -> dict[str, bool]:
+def needed_fields(
+    row: Row, fmt: str, kind: DataKind, chat: ChatFormat, where: str, template: TemplateUse = "Auto"
+) -> dict[str, bool]:
     """For each field that is not empty: whether it changes the record that `convert` makes of the row. Fields of
     messages have names such as messages[].name. Raises DataError as `convert` does."""
-    record = convert(row, fmt, kind, chat, where)
+    record = convert(row, fmt, kind, chat, where, template)
 
     def changes(other: Row) -> bool:
         try:
-            return convert(other, fmt, kind, chat, where) != record
+            return convert(other, fmt, kind, chat, where, template) != record
         except DataError:
             return True
 
@@ -158,6 +163,18 @@ def is_dialogue(row: Row) -> bool:
     return isinstance(row.get("chosen"), list | Mapping) or bool(_history(row))
 
 
+def tools_in(row: Row, where: str) -> list[Mapping[str, Any]]:
+    """The function schemas of a conversation. In a record whose prompt is a text, a text of this name may be anything.
+    Raises DataError."""
+    return tools_of(row, where) if is_dialogue(row) or isinstance(row.get("tools"), list) else []
+
+
+def _system(row: Row) -> str:
+    """The record's own system message. "" if it has none."""
+    system = row.get("system")
+    return system if isinstance(system, str) and system.strip() else ""
+
+
 def _history(row: Row) -> list[Message]:
     """The turns before an instruction, as LLaMA-Factory reads Alpaca's records: a list of pairs of texts."""
     history = row.get("history")
@@ -171,12 +188,60 @@ def _history(row: Row) -> list[Message]:
     ]
 
 
-def _with_history(row: Row, where: str) -> Row:
-    """The row with its instruction and the turns before it as a list of messages, if there are such turns."""
+def as_messages(row: Row, fmt: str, chat: ChatFormat, where: str, template: TemplateUse) -> Row:
+    """The row with the text of its prompt as a list of messages, if a chat template is to write it, or if it belongs to
+    a conversation: the row has earlier turns or a system message. Raises DataError."""
     asked, before = _first(row, PROMPT_FIELDS), _history(row)
-    if asked is None or not isinstance(row[asked], str) or not before:
+    is_text = fmt in _INSTRUCTIONS and asked is not None and isinstance(row[asked], str)
+    own = has_template(chat)
+    if template == "Always" and not own:
+        raise DataError(f"{where}: template is Always, but the tokenizer has no chat template; take Auto or Never")
+    if template == "Always" and not is_text and not is_dialogue(row):
+        raise DataError(
+            f"{where}: template is Always, but this record has {_has(row)} and no prompt that a message could hold; "
+            "take Auto or Never"
+        )
+    if template == "Never" or not is_text or not (own or before or _system(row)):
         return row
-    return {**row, asked: [*before, {"role": "user", "content": _prompt_text(row, asked, where)}]}
+    assert asked is not None
+    prompt = _prompt_text(row, asked, where)
+    if (
+        own
+        and template == "Auto"
+        and (opening := _answer_opening(cast(Hashable, chat)))
+        and prompt.rstrip().endswith(opening)
+    ):
+        raise DataError(
+            f"{where}: the prompt is written with the tokenizer's chat template already, for it ends with {opening!r}; "
+            "set the source's template to Never, or write the user's words alone"
+        )
+    made = {**row, asked: [*before, {"role": "user", "content": prompt}]}
+    chosen, rejected = row.get("chosen"), row.get("rejected")
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        replies = _without_prompt(prompt, chosen, rejected)
+        if replies != (chosen, rejected):
+            made["chosen"], made["rejected"] = (reply.lstrip() for reply in replies)
+    return made
+
+
+# The formats in which a prompt may be a text that a user would write.
+_INSTRUCTIONS = ("PromptResponse", "ChosenRejected", "Labelled", "Completions")
+
+
+def has_template(chat: ChatFormat) -> bool:
+    """Whether the format is that of a tokenizer's own chat template."""
+    return not isinstance(chat.chat if isinstance(chat, WithSystem) else chat, HumanAssistant)
+
+
+@lru_cache(maxsize=16)
+def _answer_opening(chat: Any) -> str:
+    """The last line that a chat template writes before an answer. "" if it writes none."""
+    said = "?!?"
+    try:
+        text = str(chat.prompt([{"role": "user", "content": said}]))
+    except (NotWritten, TemplateRefused):
+        return ""
+    return text.rpartition(said)[2].strip().rpartition("\n")[2]
 
 
 def _prompt_response(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> Record:

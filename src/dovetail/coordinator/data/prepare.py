@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -14,13 +14,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dovetail.coordinator.data.collection import Collection, StageData, collect
+from dovetail.coordinator.data.collection import Collection, StageData, collect, needed
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.downloads.hub import Hub, read_json
 from dovetail.coordinator.data.downloads.model_folders import check_scores, check_weights, resolve, scratch_config
 from dovetail.coordinator.data.fingerprints import Fingerprint
 from dovetail.coordinator.data.plain_fields import plain_fields
-from dovetail.coordinator.data.records import Judged, Labelled, Preference, Prompt, equal_pairs
+from dovetail.coordinator.data.records import Demonstration, Judged, Labelled, Preference, Prompt, equal_pairs
 from dovetail.coordinator.data.seeds import derived_seed
 from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.coordinator.data.text.chat_template import chat_format
@@ -34,7 +34,7 @@ from dovetail.coordinator.data.text.tokenize import (
     sft_batch,
 )
 from dovetail.manifest.checks.hub_names import hub_problem
-from dovetail.manifest.fixed_names import MODEL_NAMES
+from dovetail.manifest.fixed_names import MODEL_NAMES, DataKind
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import target_problem
 from dovetail.manifest.starting_models import TRAINED, owner
@@ -180,6 +180,19 @@ class Prepared:
         if good:
             return labelled_batch([rows[0] for _, rows in batch], good, pad, longest)
         return dpo_batch(_pairs([rows for _, rows in batch]), pad, longest if self.spec.dpo.loss == "KTO" else None)
+
+    def first_texts(self) -> Iterator[tuple[DataKind, str, str]]:
+        """For each list of the job: the text of its first record as the model gets it, with all special tokens, up to
+        what is learnt (or drawn), and what is learnt. Of a pair it is the chosen response."""
+        for kind in needed(self.spec):
+            (record,) = getattr(self.data, kind).batch(1, 1)
+            if isinstance(record, Prompt):
+                ids, given = self.encoder.prompt(record.prompt), None
+            else:
+                whole = isinstance(record, Demonstration)
+                encoded = self.encoder.demonstration(record) if whole else self.encoder.judged(record)[0]
+                ids, given = encoded.tokens, encoded.prompt_length
+            yield kind, self.tokenizer.decode(ids[:given]), "" if given is None else self.tokenizer.decode(ids[given:])
 
     def equal_pairs(self) -> str:
         """A warning if some of the first 1,024 pairs have equal replies, because nothing is learnt from these. "" if

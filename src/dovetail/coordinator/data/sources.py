@@ -17,7 +17,7 @@ from dovetail.coordinator.data.records import ByIndex, Demonstration, Preference
 from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, WithSystem
 from dovetail.coordinator.data.text.conversations import table_row
 from dovetail.manifest.fixed_names import PARQUET, DataKind
-from dovetail.manifest.types import DataSource
+from dovetail.manifest.types import DataSource, TemplateUse
 
 # The version of the checks of rows of files. Increase it when the checks change, so that rows are checked again.
 CHECKED = 8
@@ -35,13 +35,14 @@ class Rows:
     format: str
     kind: DataKind
     chat: ChatFormat
+    template: TemplateUse
     fields: frozenset[str] = frozenset()
 
     def __len__(self) -> int:
         return len(self.table)
 
     def __getitem__(self, index: int) -> Record:
-        return convert(self.row(self.table[index]), self.format, self.kind, self.chat, self.where(index))
+        return convert(self.row(self.table[index]), self.format, self.kind, self.chat, self.where(index), self.template)
 
 
 def identity(source: DataSource, kind: DataKind, position: int, base_dir: Path) -> str:
@@ -121,7 +122,7 @@ def _path(
             if left_out(row, fmt, kind, place):
                 continue
             empty = False
-            record = convert(row, fmt, kind, chat, place)
+            record = convert(row, fmt, kind, chat, place, source.template)
             new = record.fields.keys() - seen if isinstance(record, Prompt) else set()
             seen |= new
             # Names that no earlier row had, so that all names can be found without reading each row again.
@@ -132,7 +133,7 @@ def _path(
             raise DataError(f"{path}: {NO_PAIRS}")
 
     # With this stamp, a later start reuses the Arrow file of unchanged rows that were checked before.
-    stamp = json.dumps([[str(f), content_digest(f)] for f in files] + [fmt, kind, CHECKED])
+    stamp = json.dumps([[str(f), content_digest(f)] for f in files] + [fmt, kind, source.template, CHECKED])
     columns = {"file": "int32", "at": "string", "json": "large_string", "fields": "string"}
     features = datasets.Features({name: datasets.Value(dtype) for name, dtype in columns.items()})
     with _quiet():
@@ -151,7 +152,9 @@ def _path(
         return f"{files[row['file']]}{row['at']}"
 
     names = frozenset(name for new in table.unique("fields") if new for name in json.loads(new))
-    return Rows(table, lambda row: cast(dict[str, Any], json.loads(row["json"])), where, fmt, kind, chat, names)
+    return Rows(
+        table, lambda row: cast(dict[str, Any], json.loads(row["json"])), where, fmt, kind, chat, source.template, names
+    )
 
 
 def _good(files: Sequence[Path]) -> Iterator[tuple[int, str, dict[str, Any]]]:
@@ -214,7 +217,7 @@ def _table(table: Any, source: DataSource, name: str, kind: DataKind, chat: Chat
         table = table.select(kept)
     if not kept:
         raise DataError(f"{name}: {NO_PAIRS}")
-    rows = Rows(table, table_row, lambda i: f"{name}: record {kept[i] + 1}", fmt, kind, chat)
+    rows = Rows(table, table_row, lambda i: f"{name}: record {kept[i] + 1}", fmt, kind, chat, source.template)
     first = rows[0]
     # All rows of a table have the same columns.
     return replace(rows, fields=frozenset(first.fields)) if isinstance(first, Prompt) else rows

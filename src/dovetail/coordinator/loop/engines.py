@@ -77,6 +77,7 @@ WEIGHTS_SECONDS = 300.0
 PORT_SECONDS = 60.0
 # The time that running requests may take at the end. Trainers always wait for their next command, and they ask again.
 CLOSE_SECONDS = 1.0
+SHOWN = 1000  # characters of a text in an event
 T = TypeVar("T")
 
 
@@ -193,6 +194,8 @@ class Engines:
         for name, found in self._hub.commits.items():
             self.log("model.found", model=name, **found)
         records.store.put("data/sources", {**known, **prepared.data.fingerprints})
+        for kind, given, learnt in prepared.first_texts():
+            records.log("data.first_record", kind=kind, given=given[-SHOWN:], learnt=learnt[:SHOWN])
         self._batches = Batches(prepared, records.batches, records.store)
         folders = ModelFolders(settings.run_dir, prepared.sources, records.store)
         await folders.check_all()
