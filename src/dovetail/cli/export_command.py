@@ -29,7 +29,7 @@ from dovetail.manifest.types import TRAINED_MODELS
     help="A new folder for the model.",
 )
 def export(run_dir: Path, iteration: int | None, model: str | None, adapter: bool, output: Path) -> None:
-    """Write a model from a checkpoint of a run, as a Hugging Face folder.
+    """Write a model of a run as a Hugging Face folder, also from a checkpoint.
 
     The run may be unfinished, stopped, failed, or still running: it goes on. The folder is like those that a run writes
     at its end (models/actor). Nothing but the CPU is used.
@@ -42,7 +42,7 @@ def export(run_dir: Path, iteration: int | None, model: str | None, adapter: boo
     from dovetail.local.checkpoint_export import export as write
     from dovetail.local.checkpoint_export import find
 
-    found = find(run_dir.resolve(), model, iteration)
+    found = find(run_dir.resolve(), model, iteration, adapter)
     write(found, output.resolve(), adapter)
     what = f"the adapters of {found.model}" if adapter else found.model
     click.echo(f"Wrote {what} after {found.when} to {output}")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
-from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.downloads.hub import Hub
 from dovetail.coordinator.data.prepare import model_sources, own_model
 from dovetail.coordinator.data.text import tokenizer as tokenizers
@@ -36,12 +35,13 @@ MADE = "exports"
 
 @dataclass(frozen=True)
 class KeptModel:
-    """A checkpoint that a run keeps, and the model in it that is asked for, by the name of the folder in `models`."""
+    """A model that a run keeps, in a checkpoint or finished. `model` is the name of its folder in `models`."""
 
     run_dir: Path
     stage: Stage
     step: int
     model: str
+    finished: bool = False
 
     @property
     def when(self) -> str:
@@ -49,70 +49,91 @@ class KeptModel:
 
     @property
     def folder(self) -> Path:
+        if self.finished:
+            return self.run_dir / "models" / self.model
         return self.run_dir / "checkpoints" / f"{self.stage.value}-{self.step:06d}"
 
+    @property
+    def saved(self) -> str:
+        """The model's name in the checkpoint."""
+        return {"sft": "actor", "actor-ema": "ema"}.get(self.model, self.model)
 
-def find(run_dir: Path, model: str | None, iteration: int | None) -> KeptModel:
-    """The newest checkpoint, or the one after `iteration` (a step in other stages than PPO). Without `model` it is of
-    the last stage that has any. Raises UsageError, which names the checkpoints that there are."""
+
+def find(run_dir: Path, model: str | None, iteration: int | None, adapter: bool = False) -> KeptModel:
+    """The model after `iteration` (a step in other stages than PPO), or the newest one. Without `model` it is of the
+    last stage that keeps one. `adapter`: its adapters are wanted, which finished models lack. Raises UsageError, which
+    names what the run keeps."""
     spec = read_job(run_dir).spec
-    found = {stage: _steps(run_dir, stage) for stage in spec.stages}
-    if model is None:
-        stage = next((stage for stage in reversed(spec.stages) if found[stage]), spec.stages[-1])
-        model = stage.value if stage in (Stage.SFT, Stage.REWARD) else "actor"
-    else:
-        stage = _stage(spec, model)
-    steps, what = found.get(stage, []), "iteration" if stage is Stage.PPO else f"step of {stage.value}"
-    if not steps:
-        finished = run_dir / "models" / model
-        done = f"the finished model is in {finished}" if (finished / "config.json").is_file() else ""
-        hint = done or "spec.checkpoint.everySteps says how often one is written"
-        raise UsageError(f"{run_dir} keeps no checkpoint with the model {model}; {hint}")
-    if iteration is not None and iteration not in steps:
+    names = [model] if model is not None else _names(spec)
+    for name in names:
+        stage = _stage(spec, name)
+        kept = {step: KeptModel(run_dir, stage, step, name) for step in _steps(run_dir, stage)}
+        if not adapter and (done := _finished(run_dir, stage, name)) is not None:
+            kept[done.step] = done
+        if kept:
+            break
+    if not _trains(spec, name):
+        raise UsageError(f"{run_dir} trains no model {name}; it trains {', '.join(_names(spec))}")
+    if not kept:
         raise UsageError(
-            f"{run_dir} keeps no checkpoint of {what} {iteration}; it keeps {', '.join(map(str, steps))} "
-            "(spec.checkpoint.everySteps and keep say which)"
+            f"{run_dir} keeps no checkpoint with the model {name}; spec.checkpoint.everySteps says how often one is "
+            "written, and those of a finished stage are deleted"
         )
-    return KeptModel(run_dir, stage, steps[-1] if iteration is None else iteration, model)
+    found = max(kept) if iteration is None else iteration
+    if found not in kept:
+        raise UsageError(
+            f"{run_dir} keeps no model {name} after {KeptModel(run_dir, stage, found, name).when}, only after "
+            f"{', '.join(map(str, sorted(kept)))} (spec.checkpoint.everySteps and keep say which)"
+        )
+    return kept[found]
 
 
 def export(kept: KeptModel, folder: Path, adapter: bool = False) -> None:
     """Write the model into `folder`, completely or not at all. `adapter`: write its LoRA adapters alone, as PEFT reads
     them. Raises UsageError if the folder holds anything or the model has no adapters, and RunError."""
-    from dovetail.models import ModelError
-    from dovetail.trainer.weights.saved_model import SavedModel
-
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} is there already; name a new folder")
-    job, name = read_job(kept.run_dir), _in_checkpoint(kept)
-    trained = getattr(job.spec.models, "actor" if name == "ema" else name)
-    if adapter and trained.lora is None:
-        raise UsageError(f"the model {kept.model} is trained whole, without spec.models.*.lora; leave out --adapter")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
-        ref = stage_sources(kept.run_dir, job, kept.stage, trained.lora is not None and not adapter)[
-            "actor" if name == "ema" else name
-        ]
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        with _held(kept) as checkpoint:
-            saved = SavedModel(checkpoint, name, ref, trained.lora, _dtype(job.spec, trained.dtype))
-            if adapter:
-                own = trained.source.hugging_face if trained.source is not None else None
-                first = kept.stage is job.spec.stages[0]
-                saved.write_adapter(temporary, own if own is not None and first else str(ref.path))
-            else:
-                saved.write(temporary)
-                _describe(kept, job, temporary)
+        if kept.finished:
+            shutil.copytree(kept.folder, temporary)
+        else:
+            with _held(kept) as checkpoint:
+                temporary.mkdir(parents=True)
+                _write(kept, checkpoint, temporary, adapter)
         if folder.is_dir():
             folder.rmdir()
         temporary.rename(folder)
-    except (ModelError, DataError, ValueError) as error:
+    except ValueError as error:
         raise RunError(str(error)) from error
     except OSError as error:
         raise RunError(f"the model cannot be written to {folder}: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write(kept: KeptModel, checkpoint: Path, folder: Path, adapter: bool) -> None:
+    """Write a model, or its adapters, from a checkpoint. Raises ValueError, DataError and OSError."""
+    from dovetail.trainer.weights.saved_model import SavedModel
+
+    job = read_job(kept.run_dir)
+    name = "actor" if kept.saved == "ema" else kept.saved
+    trained = getattr(job.spec.models, name)
+    if adapter and trained.lora is None:
+        raise UsageError(f"{kept.model} is trained whole, without spec.models.{name}.lora; leave out --adapter")
+    ref = stage_sources(kept.run_dir, job, kept.stage, trained.lora is not None and not adapter)[name]
+    if adapter and ref.path is None:
+        raise UsageError(
+            f"the adapters of {kept.model} belong to random weights, which no folder holds; leave out --adapter"
+        )
+    saved = SavedModel(checkpoint, kept.saved, ref, trained.lora, _dtype(job.spec, trained.dtype))
+    if adapter:
+        hub = next((part for part in Path(str(ref.path)).parts if part.startswith("models--")), None)
+        saved.write_adapter(folder, str(ref.path) if hub is None else "/".join(hub.split("--")[1:]))
+    else:
+        saved.write(folder)
+        _describe(kept, job, folder)
 
 
 def exported(run_dir: Path, model: str, iteration: int) -> Path:
@@ -152,15 +173,33 @@ def stage_sources(run_dir: Path, job: RLHFJob, stage: Stage, weights: bool = Tru
     return {"actor": sources.policy()} | ({"critic": sources.critic()} if has_critic(spec) else {})
 
 
-def _stage(spec: RLHFJobSpec, model: str) -> Stage:
-    if model == "actor":
-        return Stage.PPO if Stage.PPO in spec.stages else Stage.DPO
-    return {"sft": Stage.SFT, "reward": Stage.REWARD}.get(model, Stage.PPO)
+def _names(spec: RLHFJobSpec) -> list[str]:
+    """The models that a run trains, those of the last stage first."""
+    names = ("actor", "critic", "actor-ema", "reward", "sft")
+    return [name for name in names if _trains(spec, name)]
 
 
-def _in_checkpoint(kept: KeptModel) -> str:
-    """The model's name in the checkpoint."""
-    return {"sft": "actor", "actor-ema": "ema"}.get(kept.model, kept.model)
+def _trains(spec: RLHFJobSpec, name: str) -> bool:
+    if (name == "critic" and not has_critic(spec)) or (name == "actor-ema" and spec.ppo.ema is None):
+        return False
+    return _stage(spec, name) in spec.stages
+
+
+def _stage(spec: RLHFJobSpec, name: str) -> Stage:
+    if name == "actor" and Stage.PPO not in spec.stages:
+        return Stage.DPO
+    return {"sft": Stage.SFT, "reward": Stage.REWARD}.get(name, Stage.PPO)
+
+
+def _finished(run_dir: Path, stage: Stage, name: str) -> KeptModel | None:
+    """The model that the run exported at the end of the stage, or at an earlier end if it was extended."""
+    folder = run_dir / "models" / name
+    try:
+        told = json.loads((folder / "dovetail.json").read_text(encoding="utf-8"))
+        there = told["stage"] == stage.value and (folder / "config.json").is_file()
+        return KeptModel(run_dir, stage, int(told["step"]), name, finished=True) if there else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _steps(run_dir: Path, stage: Stage) -> list[int]:

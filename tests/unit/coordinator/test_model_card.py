@@ -85,6 +85,9 @@ def test_models_that_are_whole_are_completed(models, tokenizer):
     config = json.loads((models / "actor" / "generation_config.json").read_text())
     assert config["eos_token_id"] == [tokenizer.eos_token_id, 5, 6]
     assert "AutoModelForSequenceClassification" in (models / "reward" / "README.md").read_text()
+    (models / "reward" / "config.json").write_text('{"score_bias": -1.25}')
+    describe_models(models, facts(), tokenizer)
+    assert "Dovetail adds -1.25 to it" in (models / "reward" / "README.md").read_text()
 
 
 def test_a_card_says_how_the_model_was_trained_and_names_no_folder_of_the_machine(models, tokenizer):

@@ -87,7 +87,7 @@ def saved(folder: Path, eos: str = "</s>", style: str = "bytes", specials: tuple
 
 
 @pytest.mark.parametrize("case", POSITIONS)
-def test_positions_are_written_for_both_versions(case: str) -> None:
+def test_positions_are_written_for_both_versions(case: str, tmp_path: Path) -> None:
     family, changes = POSITIONS[case]
     config = load_config(ref(family, **changes))
     found = exported_config(config, "lm", torch.bfloat16)
@@ -97,6 +97,10 @@ def test_positions_are_written_for_both_versions(case: str) -> None:
     given = config.rope_parameters
     whole = given.get("full_attention", given)
     assert found["rope_parameters"] == given
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    again = load_config(ModelRef(head="lm", path=str(tmp_path)))
+    assert again.rope_parameters == given, "version 5 reads it as it was"
+    assert exported_config(again, "lm", torch.bfloat16) == found
     assert found["rope_theta"] == whole["rope_theta"]
     if whole["rope_type"] == "default":
         assert found["rope_scaling"] is None

@@ -153,9 +153,10 @@ def test_what_cannot_be_exported_is_one_sentence(stopped: Path, tmp_path: Path) 
     assert invoke(stopped, "-o", own)[0] == 0, "an empty folder is taken"
     (tmp_path / "file").write_text("x")
     cases: list[tuple[list[str | Path], str]] = [
-        ([stopped, "--iteration", "7", "-o", new], "keeps no checkpoint of step of sft 7; it keeps 1, 2"),
-        ([stopped, "--model", "actor", "-o", new], "keeps no checkpoint with the model actor"),
-        ([stopped, "--adapter", "-o", new], "without spec.models.*.lora; leave out --adapter"),
+        ([stopped, "--iteration", "7", "-o", new], "keeps no model sft after step 7 of sft, only after 1, 2 (spec"),
+        ([stopped, "--model", "actor", "-o", new], "trains no model actor; it trains sft"),
+        ([stopped, "--model", "critic", "-o", new], "trains no model critic; it trains sft"),
+        ([stopped, "--adapter", "-o", new], "without spec.models.actor.lora; leave out --adapter"),
         ([stopped, "-o", own], "mine is there already; name a new folder"),
         ([stopped, "-o", tmp_path / "file"], "file is there already; name a new folder"),
         ([tmp_path, "-o", new], "is no run directory: it has no job.json"),
@@ -171,6 +172,17 @@ def test_what_cannot_be_exported_is_one_sentence(stopped: Path, tmp_path: Path) 
     assert code == 1
     assert "is damaged: its content is not what was saved" in said
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "mine", "run"], "nothing is left behind"
+
+
+def test_a_finished_model_is_copied_and_has_no_adapters(tmp_path: Path, tokenizer: Any) -> None:
+    made = run_with(tmp_path / "run", tokenizer, Stage.SFT, {"sft": "actor"}, actor={"lora": {"rank": 2}})
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    shutil.copytree(made["sft"], tmp_path / "run" / "models" / "sft")
+    assert invoke(tmp_path / "run", "-o", tmp_path / "new") == (0, f"Wrote sft after step 2 of sft to {tmp_path}/new\n")
+    same_files(made["sft"], tmp_path / "new")
+    code, said = invoke(tmp_path / "run", "--adapter", "-o", tmp_path / "adapter")
+    assert code == 2
+    assert "keeps no checkpoint with the model sft" in said
 
 
 def test_chat_serve_and_push_take_a_checkpoint(stopped: Path, tmp_path: Path) -> None:

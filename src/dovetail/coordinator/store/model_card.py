@@ -61,10 +61,13 @@ def source_name(source: DataSource) -> str:
     return PurePath(source.path or source.pvc or "").name
 
 
-def model_card(facts: CardFacts, name: str, step: int | None, own_template: bool) -> str:
+def model_card(facts: CardFacts, name: str, step: int | None, own_template: bool, bias: float = 0.0) -> str:
     """README.md of the model `name`, as Markdown with the metadata that hubs read. `step` is the step after which it
-    was exported, if that is known. `own_template` says whether its chat template came with the tokenizer."""
-    return "\n".join([*_metadata(facts, name), *_about(facts, name, step), *_use(name, own_template), *_how(facts)])
+    was exported, if that is known. `own_template` says whether its chat template came with the tokenizer. `bias` is the
+    `score_bias` in its config.json."""
+    return "\n".join(
+        [*_metadata(facts, name), *_about(facts, name, step), *_use(name, own_template, bias), *_how(facts)]
+    )
 
 
 def _metadata(facts: CardFacts, name: str) -> Iterator[str]:
@@ -106,9 +109,12 @@ def _about(facts: CardFacts, name: str, step: int | None) -> Iterator[str]:
         yield ""
 
 
-def _use(name: str, own_template: bool) -> Iterator[str]:
+def _use(name: str, own_template: bool, bias: float) -> Iterator[str]:
     if name not in LANGUAGE_MODELS:
-        yield from ("## Use", "", "The model has one output: the score of a text.", "", "```python")
+        yield from ("## Use", "", "The model has one output: the score of a text.")
+        if bias:
+            yield f"Dovetail adds {bias:.6g} to it (`score_bias` in config.json). transformers does not."
+        yield from ("", "```python")
         yield from ("from transformers import AutoModelForSequenceClassification", "")
         yield from ('model = AutoModelForSequenceClassification.from_pretrained("FOLDER_OR_REPOSITORY")', "```", "")
         return

@@ -64,7 +64,8 @@ def describe_model(folder: Path, name: str, base: Path, facts: CardFacts, tokeni
         if not own:
             write_whole(folder / CHAT_TEMPLATE, human_assistant_template(tokenizer).encode())
     step = _read(folder / "dovetail.json").get("step")
-    card = model_card(facts, name, step if isinstance(step, int) else None, own)
+    bias = _read(folder / "config.json").get("score_bias") or 0.0
+    card = model_card(facts, name, step if isinstance(step, int) else None, own, bias)
     write_whole(folder / "README.md", card.encode())
 
 
