@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from dovetail.cli.main import cli
 from dovetail.coordinator.data.synthetic import quality
 from dovetail.coordinator.schedules.training_schedule import pinned_families
 from dovetail.local.launch.launcher import Launcher
@@ -25,6 +27,7 @@ from helpers.jobs import (
     SMALLER,
     Fault,
     Injector,
+    events,
     history,
     read_status,
     run_job,
@@ -246,3 +249,32 @@ def test_stages_in_a_v_train_the_weights_of_one_stage_a_rank(tmp_path: Path, adv
     assert chosen in pinned_families("VShaped", 2 if advantage == "gae" else 1)
     assert weights["VShaped"].keys() == weights["Serial"].keys()
     assert [n for n, tensor in weights["VShaped"].items() if not torch.equal(tensor, weights["Serial"][n])] == []
+
+
+def test_ppo_goes_on_with_one_trainer_rank_in_place_of_a_pipeline(tmp_path: Path) -> None:
+    """The schedules that were stored for two ranks are made anew, and the next iterations learn all their samples."""
+
+    def job(replicas: int, stages: int) -> Any:
+        at = {"pp": stages}
+        groups = [{**SMALLER["groups"][0], "replicas": replicas}, SMALLER["groups"][1]]
+        plan = {"parallelism": {"actor": at, "critic": at}}
+        return tiny_job(**{**SMALLER, "groups": groups, "checkpoint": {"everySteps": 1, "keep": 9}, "plan": plan})
+
+    def saved(status: dict[str, Any]) -> bool:
+        return status["stage"] == "ppo" and (status["checkpoint"] or {"step": 0})["step"] >= 2
+
+    outcome, _ = run_job(job(2, 2), tmp_path, Injector([], interrupt_when=saved))
+    assert outcome.interrupted
+    before = history(tmp_path, "ppo")
+    outcome, _ = run_job(job(1, 1), tmp_path, resume=True)
+    assert outcome.succeeded, outcome.reason
+    rows = history(tmp_path, "ppo")
+    assert sorted(rows) == [1, 2, 3, 4]
+    assert {row["samples"] for row in rows.values()} == {16.0}
+    assert [rows[i] for i in (1, 2)] == [before[i] for i in (1, 2)]
+    (change,) = events(tmp_path, "trainers.changed")
+    assert (change["stage"], change["new"][:2]) == ("ppo", "1 ")
+    assert 2 <= change["step"] < 4
+    result = CliRunner().invoke(cli, ["debug", "replay", str(tmp_path), "--iteration", "2"])
+    assert result.exit_code == 2
+    assert "iteration 2 was trained by other trainer ranks, 2 (actor: pp 2" in result.output

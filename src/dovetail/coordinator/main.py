@@ -21,6 +21,7 @@ from dovetail.coordinator.health.failure import EXPLAINED, disk_full, is_final, 
 from dovetail.coordinator.health.health import UnhealthyError
 from dovetail.coordinator.loop.driver import run_job
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
+from dovetail.coordinator.store.identity import has_store
 from dovetail.coordinator.store.results import write_final_summary
 from dovetail.coordinator.store.store import StoreError
 from dovetail.coordinator.telemetry.eventlog import EventLog
@@ -164,8 +165,9 @@ def main(argv: list[str] | None = None) -> int:
             log("coordinator.crashed", reason=reason)
             return CRASHED
         log("job.failed", reason=reason)
-        with contextlib.suppress(OSError):
-            write_final_summary(env.run_dir, "failed", reason)
+        if has_store(env.run_dir) or not isinstance(error, StoreError):  # else the folder may be somebody's
+            with contextlib.suppress(OSError):
+                write_final_summary(env.run_dir, "failed", reason)
         return JOB_FAILED
     finally:
         log.close()

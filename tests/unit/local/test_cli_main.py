@@ -471,3 +471,12 @@ def test_gpus_that_are_not_there_are_refused_unless_cpus_are_meant(manifest, mon
     assert ran[0][0].spec.groups[1].dtype == "float32", "as where no GPU was asked for"
     assert "--cpu" in ran[0][1], "a resume must mean CPUs too"
     assert CliRunner().invoke(cli, ["validate", str(manifest)]).exit_code == 0, "clusters may have them"
+
+
+def test_a_replay_is_not_written_among_other_files(tmp_path):
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "job.json").write_text("mine")
+    result = call("debug", "replay", tmp_path, "--iteration", 1, "--keep", tmp_path / "kept")
+    assert result.exit_code == 2
+    assert "kept is not empty, and the replay would write into it; name a new folder" in " ".join(result.output.split())
+    assert (tmp_path / "kept" / "job.json").read_text() == "mine"

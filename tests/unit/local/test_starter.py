@@ -159,3 +159,13 @@ def test_a_model_that_is_neither_a_folder_nor_a_hubs_is_refused(
 )
 def test_the_jobs_name_is_made_of_the_folders(folder: str, name: str, tmp_path: Path) -> None:
     assert job_name(tmp_path / folder) == name
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    """It leads to a file that does not exist yet, and is no file of the new job."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "rewards.py").symlink_to(tmp_path / "elsewhere.py")
+    result = init("grpo", tmp_path / "job")
+    assert result.exit_code == 2
+    assert "rewards.py exists; name another folder, or delete the file" in result.output
+    assert [path.name for path in tmp_path.iterdir()] == ["job"]

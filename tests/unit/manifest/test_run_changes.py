@@ -302,6 +302,20 @@ def test_a_store_is_not_begun_anew_beside_results(tmp_path: Path) -> None:
     check_complete(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["summary.json", "tokenizer/tokenizer.json", "samples/mine.jsonl", "history.jsonl"])
+def test_a_folder_of_somebody_on_a_claim_is_not_written_into(tmp_path: Path, name: str) -> None:
+    """On a cluster spec.storage.folder may name any folder."""
+    (tmp_path / "events.jsonl").touch()  # the coordinator's own
+    (tmp_path / "notes.md").touch()
+    check_complete(tmp_path)
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(StoreError, match=rf"has {name.split('/')[0]}, which a run would write .*spec\.storage\.folder"):
+        check_complete(tmp_path)
+    write_id(tmp_path, "a")
+    check_complete(tmp_path)
+
+
 def test_a_model_of_another_run_or_a_missing_one_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "sft"
     with pytest.raises(StoreError, match="sft is missing, though the run has finished that stage"):

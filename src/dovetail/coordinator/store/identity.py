@@ -205,7 +205,7 @@ def has_store(run_dir: Path) -> bool:
 
 def check_complete(run_dir: Path) -> None:
     """Call this before the store is opened, because opening makes an empty store. Raises StoreError if the run has
-    results but no store."""
+    results but no store, or if there is no run and something that a run would write."""
     if has_store(run_dir):
         return
     found = [f"{name}/" for name in RESULTS if (run_dir / name).is_dir() and any((run_dir / name).iterdir())]
@@ -213,6 +213,14 @@ def check_complete(run_dir: Path) -> None:
         raise StoreError(
             f"{run_dir} has {' and '.join(found)} of an earlier run, but its store.sqlite is missing or empty; put "
             "that file back, or begin anew in another run directory"
+        )
+    # The coordinator and those that start it have made these already.
+    begun = {"events.jsonl", "job.json", "plan.json", "token", "logs", "traces"}
+    taken = [name for name in names_taken(run_dir) if name not in begun]
+    if taken and read_id(run_dir) is None:
+        raise StoreError(
+            f"{run_dir} has {', '.join(taken)}, which a run would write and which is of no run; use another folder "
+            "(spec.storage.folder)"
         )
 
 
