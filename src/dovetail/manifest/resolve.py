@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+from dovetail.manifest.critic import shares_body
 from dovetail.manifest.fixed_names import DATA_KINDS
 from dovetail.manifest.sizes import pod_count
 from dovetail.manifest.training_types import AUTO_LAG
@@ -58,6 +59,16 @@ def _group(group: Group) -> Group:
         if Role.ROLLOUT in group.roles and group.dtype is Dtype.AUTO:
             update["dtype"] = Dtype.FLOAT32
     return group.model_copy(update=update)
+
+
+def old_is_current(spec: RLHFJobSpec) -> bool:
+    """Whether the forward pass of an iteration's only optimizer step also gives the old log-probabilities of the
+    trainer, so that they need no pass of their own. Advantages that read them, and values of a shared body, are needed
+    before the step."""
+    ppo = spec.ppo
+    in_advantages = ppo.advantage == "distillation" or (ppo.kl.coef > 0 and not ppo.kl_in_loss)
+    early = in_advantages or ppo.advantage_function is not None or shares_body(spec)
+    return ppo.lag == 0 and ppo.steps_per_iteration == 1 and not early
 
 
 def _old_log_probs(spec: RLHFJobSpec) -> Literal["Rollout", "Recompute"]:

@@ -91,7 +91,12 @@ class DPO(Supervised):
 class KL(Model):
     """KL penalty against the reference."""
 
-    coef: float = Field(default=0.05, ge=0, description="Coefficient, or its start value when a target is given.")
+    coef: float = Field(
+        default=0.05,
+        ge=0,
+        description="Coefficient, or its start value when a target is given. With 0 no reference is loaded and no KL "
+        "is measured, unless the advantage is distillation, or a function of your own may read them.",
+    )
     place: Literal["Auto", "Reward", "Loss"] = Field(
         default="Auto",
         alias="in",
@@ -286,7 +291,8 @@ class PPO(Model):
         default="Auto",
         description="Denominator of the policy ratio: the rollout's own log-probabilities, or the trainer's. Auto: "
         "Rollout for float32 without top-k or top-p, else Recompute. With a lag always the trainer's at the weights "
-        "that the iteration begins with.",
+        "that the iteration begins with. They cost a forward pass, unless an iteration is a single step that can use "
+        "its own.",
     )
     importance_sampling: ImportanceSampling = Field(
         default_factory=ImportanceSampling, description="Correction of the gap between rollout and trainer."
@@ -379,6 +385,12 @@ class PPO(Model):
     def compares_samples(self) -> bool:
         """Whether the advantages compare the samples of one prompt."""
         return self.advantage in ("grpo", "rloo", "reinforce++-baseline")
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether something reads the reference's log-probabilities: the KL penalty, distillation, or the user's own
+        advantage or loss."""
+        return self.kl.coef > 0 or self.advantage == "distillation" or self.names_functions
 
     @property
     def kl_in_loss(self) -> bool:

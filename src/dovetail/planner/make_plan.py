@@ -252,7 +252,7 @@ def _tasks(spec: RLHFJobSpec) -> list[TaskPlacement]:
         ("reward_training", trainers, Stage.REWARD in spec.stages),
         ("dpo", trainers, Stage.DPO in spec.stages),
         ("generation", rollouts, ppo),
-        ("reference", rollouts, ppo),
+        ("reference", rollouts, ppo and spec.ppo.reads_reference),
         ("reward", rollouts, ppo and not spec.models.reward.calls),
         ("critic", rollouts, ppo and has_critic(spec)),
         ("critic_training", trainers, ppo and has_critic(spec)),

@@ -68,7 +68,9 @@ class Workload:
     batch / mini_batch optimizer steps each.
 
     `critic`: None if there is no critic model (grpo, rloo, or a shared body). `reward`: None if there is a reward
-    function. Actor and reference have a language-model head. Critic and reward have a head with one value per token.
+    function. `reference`: None if nothing reads it.
+
+    Actor and reference have a language-model head. Critic and reward have a head with one value per token.
     With `value_head` the actor has both heads in training. `prompt`, `response`: the distributions of lengths.
     `per_prompt`: the samples of each prompt. `actor_lora`, `critic_lora`: adapters are trained in place of all weights.
     `ema`: averaged weights of the actor are kept in host memory. `kept_versions`: how many versions of actor and critic
@@ -78,7 +80,7 @@ class Workload:
     actor and critic keep to on a rank. None: what serial 1F1B takes."""
 
     actor: ModelShape
-    reference: ModelShape
+    reference: ModelShape | None
     reward: ModelShape | None
     critic: ModelShape | None
     batch: int

@@ -103,8 +103,9 @@ class Experience:
     @property
     def kl(self) -> FloatArray:
         """KL of each sample against the reference in nats, (N,) float32. It is the sum of differences of
-        log-probabilities (k1)."""
-        return kl_per_sample(self.arrays)
+        log-probabilities (k1), and zero without a reference."""
+        found = kl_per_sample(self.arrays)
+        return np.zeros(len(self.scores), np.float32) if found is None else found
 
     @property
     def rewards(self) -> FloatArray:
@@ -179,12 +180,12 @@ def advantages_of(
     return advantages, returns
 
 
-def kl_per_sample(arrays: Arrays) -> FloatArray:
-    """The sum over response tokens of rollout_logprobs - ref_logprobs, (N,) float32. It is zero without a reference."""
+def kl_per_sample(arrays: Arrays) -> FloatArray | None:
+    """The sum over response tokens of rollout_logprobs - ref_logprobs, (N,) float32. None without a reference."""
+    if "ref_logprobs" not in arrays:
+        return None
     lengths = arrays["response_lengths"].astype(np.int32)
     logprobs = arrays["rollout_logprobs"].astype(np.float32)
-    if "ref_logprobs" not in arrays:
-        return np.zeros(len(lengths), np.float32)
     mask = np.arange(logprobs.shape[1])[None, :] < lengths[:, None]
     difference = np.where(mask, logprobs - arrays["ref_logprobs"].astype(np.float32), 0.0)
     return np.asarray(difference.sum(axis=1), np.float32)

@@ -127,6 +127,7 @@ def arrays(scores: list[float], responses: list[list[int]], groups: list[int]) -
         "prompt_lengths": np.full(count, 2, np.int32),
         "response_lengths": np.array([len(r) for r in responses], np.int32),
         "rollout_logprobs": np.zeros((count, longest), np.float32),
+        "ref_logprobs": np.zeros((count, longest), np.float32),
         "scores": np.array(scores, np.float32),
         "groups": np.array(groups, np.int32),
         "finished": np.ones(count, np.uint8),
@@ -160,6 +161,7 @@ class Run:
 
     def __init__(self, folder: Path, ppo: dict[str, Any] | None = None, **policy: Any) -> None:
         spec = tiny_job(failurePolicy=policy, ppo=ppo or {}).spec
+        self.folder, self.lacks = folder, tuple[str, ...]()
         self.logged: list[tuple[str, dict[str, Any]]] = []
         self.engines = Engines(
             spec,
@@ -213,6 +215,7 @@ class Run:
         new = [NewSample(p, 0, np.zeros(2, np.int32), 1, {}) for p in range(len(scores))]
         self.engines.records.store.samples.begin_iteration(number, new)
         made = arrays(list(scores), [[p] for p in range(len(scores))], list(range(len(scores))))
+        made = {name: array for name, array in made.items() if name not in self.lacks}
         asyncio.run(self._train(Experience(number, [""] * len(scores), [""] * len(scores), made)))
 
     async def _train(self, experience: Experience) -> None:
@@ -284,6 +287,20 @@ def test_the_kl_coefficient_waits_until_the_actor_learns(start: Start) -> None:
         coefficients.append(run.engines.records.store.get("ppo/progress")["kl_coef"])
     assert coefficients == [0.1, 0.1, pytest.approx(0.08)]
     assert run.engines.records.store.get("ppo/3/facts")["train_actor"], "the first step of the actor"
+
+
+def test_without_a_reference_no_distance_to_it_is_told(start: Start) -> None:
+    run = start(ppo={"kl": {"coef": 0}})
+    run.lacks = ("ref_logprobs",)
+    run.iterate(1.0, 2.0)
+    row = json.loads((run.folder / "history.jsonl").read_text().splitlines()[-1])
+    assert row["stage"] == "ppo"
+    assert not {"kl", "kl_ci95"} & row["metrics"].keys()
+    assert run.health == {"iteration": 1, "verdicts": []}
+    told = run.engines.records.results.write("succeeded")
+    assert told["ppo"].keys() >= {"reward_first", "reward_last"}
+    assert not {"kl_first", "kl_last"} & told["ppo"].keys()
+    assert run.engines.records.store.get("ppo/progress")["kl_coef"] == 0.0
 
 
 def test_trends_are_kept_over_restarts(start: Start) -> None:

@@ -120,7 +120,7 @@ def test_defaults_bring_no_warning():
                 "models": {"reward": {"function": "a:b"}},
                 "ppo": {"advantage": "grpo", "samplesPerPrompt": 4},
             },
-            "Interleaving has no effect: scorers run no model but the reference",
+            "Interleaving has no effect: scorers run no model beside the reference",
         ),
         (
             {

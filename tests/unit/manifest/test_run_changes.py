@@ -197,6 +197,18 @@ def test_a_refused_change_leaves_the_store_as_it_was(tmp_path: Path) -> None:
     store.close()
 
 
+def test_a_run_without_a_reference_cannot_get_a_penalty(tmp_path: Path) -> None:
+    """Its scorers hold none, and the steps since its last checkpoint have no log-probabilities of it."""
+    store = Store(tmp_path)
+    settled(store, ppo={"kl": {"coef": 0.1}})
+    settled(store, ppo={"kl": {"coef": 0}})
+    with pytest.raises(
+        ChangeError, match=r"kl\.coef may not change from 0\.0 to 0\.1 in a run: with 0 no reference has"
+    ):
+        settled(store, ppo={"kl": {"coef": 0.1}})
+    store.close()
+
+
 def test_groups_and_plan_may_be_adapted_to_the_nodes_but_not_the_order_of_sums(tmp_path: Path) -> None:
     store = Store(tmp_path)
     settled(store)

@@ -124,3 +124,20 @@ def test_what_the_store_says_ends_all_lanes() -> None:
 
     with pytest.raises(OSError, match="disk is full"):
         score([Holder("reference"), Holder("reward", "critic")], samples(6), refuse)
+
+
+def test_a_sample_that_no_model_scores_is_done_at_once() -> None:
+    """GRPO with a reward function and without a KL penalty: nothing is asked of scorers."""
+    told: list[Scores] = []
+
+    async def main() -> None:
+        async with ScorerLanes(lanes_of([], [set(), set()]), lambda *_: pytest.fail("no lane"), told.extend) as lanes:
+            lanes.add([Finished(Key(1, 0, 0), np.array([1], np.int32), np.array([2], np.int32))])
+            lanes.add([])
+            lanes.follow(1, list)
+            lanes.poke()
+            lanes.check()
+            await lanes.finish(1.0)
+
+    asyncio.run(main())
+    assert [(s.key, s.ref_logprobs, s.values, s.score) for s in told] == [(Key(1, 0, 0), None, None, None)]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dovetail.coordinator.schedules.step_commands import optimizer_steps
+from dovetail.manifest.resolve import old_is_current
 from dovetail.manifest.types import Stage
 from dovetail.models.layers.predictions import by_chunks
 from dovetail.protocol.messages import Action, Export, Save
@@ -267,6 +268,76 @@ def test_importance_weights_compare_the_distributions_that_were_sampled_from() -
             assert found[temperature]["mismatch_abs"] == pytest.approx(0.0, abs=1e-6)
             assert found[temperature]["mismatch_ratio"] == pytest.approx(1.0, abs=1e-6)
     assert found[0.5]["kl"] != pytest.approx(found[1.0]["kl"], abs=1e-2), "the penalty is at the sampling temperature"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
+@pytest.mark.parametrize("kl", [{"coef": 0.05}, {"coef": 0.0}])
+def test_a_single_step_uses_its_own_pass_for_the_old_log_probabilities(
+    loss: str, kl: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same step as with a forward pass before it."""
+    ppo = {"advantage": "grpo", "samplesPerPrompt": 4, "miniBatchSize": 16, "epochs": 1, "kl": kl, "loss": loss}
+    ppo |= {"lossAggregation": "Sequence", "oldLogProbs": "Recompute"}
+    found = []
+    for own in (True, False):
+        if not own:
+            monkeypatch.setattr("dovetail.trainer.steps.ppo_step.old_is_current", lambda spec: False)
+        with LocalTrainer(job(ppo=ppo, generation={"temperature": 0.7})) as trainer:
+            load = load_command(Stage.PPO)
+            trainer.metrics(load.model_copy(update={"models": {"actor": load.models["actor"]}}))
+            result = trainer.execute(trainer.step(Stage.PPO, 1, ppo_batch(1), ["actor"], 8, kl_coef=kl["coef"]))
+            assert result.ok, result.error
+            assert ("old log-probabilities" in [span.name for span in result.spans]) is not own
+            found.append((result.metrics, parameters(trainer, "actor")))
+    (mine, weights), (before, expected) = found
+    for name, tensor in expected.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-4, atol=1e-6)
+    for name in ("policy_loss", "ratio", "actor_grad_norm", "mismatch_abs", "mismatch_kl", "mismatch_capped"):
+        assert mine[name] == pytest.approx(before[name], rel=1e-4, abs=1e-6), name
+    assert mine["mismatch_abs"] > 0.01, "weights of importance sampling have something to do"
+
+
+@pytest.mark.parametrize(
+    ("ppo", "spared"),
+    [
+        ({}, True),
+        ({"kl": {"in": "Reward"}}, False),
+        ({"kl": {"in": "Reward", "coef": 0}}, True),
+        ({"epochs": 2}, False),
+        ({"miniBatchSize": 8}, False),
+        ({"lag": 1}, False),
+        ({"advantage": "distillation", "kl": {"coef": 0}}, False),
+        ({"advantage": "gae"}, False),
+        ({"advantageFunction": "a:b"}, False),
+    ],
+)
+def test_what_needs_the_old_log_probabilities_before_the_step(ppo: dict[str, object], spared: bool) -> None:
+    one = {"advantage": "grpo", "samplesPerPrompt": 4, "miniBatchSize": 16, "epochs": 1}
+    assert old_is_current(job(ppo={**one, **ppo}).spec) is spared
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["Loss", "Reward"])
+def test_without_a_penalty_no_reference_is_needed_and_the_weights_are_the_same(place: str) -> None:
+    whole = unpack(ppo_batch(1))
+    lacking = {name: array for name, array in whole.items() if name != "ref_logprobs"}
+    kl = {"coef": 0, "in": place}
+    found = []
+    for arrays in (whole, lacking):
+        with LocalTrainer(job(ppo={"advantage": "rloo", "samplesPerPrompt": 4, "kl": kl})) as trainer:
+            load = load_command(Stage.PPO)
+            trainer.metrics(load.model_copy(update={"models": {"actor": load.models["actor"]}}))
+            step = trainer.step(Stage.PPO, 1, pack(arrays), ["actor"], 4)
+            found.append((trainer.metrics(step), parameters(trainer, "actor")))
+    (with_it, weights), (without, same) = found
+    assert unchanged(weights, same)
+    assert {"kl", "kl_ci95"} <= with_it.keys()
+    assert not {"kl", "kl_ci95", "kl_loss"} & without.keys()
+    with LocalTrainer(job(ppo={"kl": {"coef": 0.1}})) as trainer:
+        trainer.metrics(load_command(Stage.PPO))
+        refused = trainer.execute(trainer.step(Stage.PPO, 1, pack(lacking), ["actor", "critic"], 4, kl_coef=0.1))
+    assert "no array 'ref_logprobs'" in str(refused.error)
 
 
 @pytest.mark.slow

@@ -100,7 +100,7 @@ class ExperienceMaker:
         # The trainers learn from short samples while longer ones are drawn.
         self._streams = plan.streamed_parts > 0
         self._colocated = {g.name for g in spec.groups if g.colocated}
-        wanted = {"reference": sources.reference}
+        wanted = {"reference": sources.reference} if spec.ppo.reads_reference else {}
         if calls is None:
             wanted[REWARD_MODEL] = sources.reward_for_ppo
         if has_critic(spec):

@@ -19,6 +19,7 @@ def iteration_metrics(arrays: Arrays, trained: Mapping[str, float], lag: int = 0
     trainers' own metrics."""
     scores = arrays["scores"].tolist()
     reward, kl = mean_ci95(scores), mean_kl(arrays, trained, lag)
+    distance = {} if kl is None else {"kl": kl["mean"], "kl_ci95": kl["ci95"]}
     lengths = arrays["response_lengths"].astype(np.float64)
     return {
         **trained,
@@ -29,8 +30,7 @@ def iteration_metrics(arrays: Arrays, trained: Mapping[str, float], lag: int = 0
         "reward_max": max(scores),
         "equal_reward_groups": equal_groups(arrays),
         "distinct_responses": float(distinct_responses(arrays)),
-        "kl": kl["mean"],
-        "kl_ci95": kl["ci95"],
+        **distance,
         "response_length": float(lengths.mean()),
         "response_length_max": float(lengths.max()),
         "finished_fraction": float(arrays["finished"].astype(np.float64).mean()),
@@ -45,13 +45,15 @@ def times(samples: int, phases: Mapping[str, float], wall_seconds: float | None)
     return whole | {f"seconds_{name}": seconds for name, seconds in phases.items()}
 
 
-def mean_kl(arrays: Arrays, trained: Mapping[str, float], lag: int = 0) -> dict[str, float]:
-    """The mean KL to the reference per sample, in nats, and the half-width of its 95% interval. With a lag the
+def mean_kl(arrays: Arrays, trained: Mapping[str, float], lag: int = 0) -> dict[str, float] | None:
+    """The mean KL to the reference per sample, in nats, and the half-width of its 95% interval. None without a
+    reference. With a lag the
     trainers' KL is used, because the rollouts' log-probabilities are of older weights. The trainers' KL is that of the
     weights with which the iteration's training begins."""
     if lag > 0 and "kl" in trained:
         return {"mean": trained["kl"], "ci95": trained.get("kl_ci95", 0.0)}
-    return mean_ci95(kl_per_sample(arrays).tolist())
+    found = kl_per_sample(arrays)
+    return None if found is None else mean_ci95(found.tolist())
 
 
 def distinct_responses(arrays: Arrays) -> int:

@@ -4,6 +4,7 @@ end with a checkpoint."""
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -324,7 +325,7 @@ class PPOStage:
             measured = await asyncio.to_thread(self._measured, experience.arrays, result)
             self._refuse_untrue(iteration, measured)
             if self._facts(iteration).train_actor:
-                self._kl.update(measured["kl"], len(experience.responses))
+                self._kl.update(measured.get("kl", math.nan), len(experience.responses))
             self._records.store.put("ppo/progress", {"step": iteration, "kl_coef": self._kl.coef})
             await self._maker.trained(iteration)
         if self._open is None:
@@ -442,12 +443,13 @@ class PPOStage:
         records.history.add(Stage.PPO, iteration, metrics)
         for when in ["first"] * (iteration == 1) + ["last"]:
             records.results.fact(f"ppo.reward_{when}", mean_ci95(arrays["scores"].tolist()))
-            records.results.fact(f"ppo.kl_{when}", {"mean": metrics["kl"], "ci95": metrics["kl_ci95"]})
+            if "kl" in metrics:
+                records.results.fact(f"ppo.kl_{when}", {"mean": metrics["kl"], "ci95": metrics["kl_ci95"]})
         self._verdicts = self._health.judge(iteration, metrics)
         health = self._health.note(iteration, metrics, self._verdicts)
         gauges = records.metrics
         gauges.reward.set(metrics["reward"])
-        gauges.kl.set(metrics["kl"])
+        gauges.kl.set(metrics.get("kl", math.nan))
         if self._open is None:
             gauges.weight_version.set(iteration)
         gauges.stage_step.labels("ppo").set(iteration)

@@ -55,7 +55,8 @@ class ScorerModels:
         models = {model: self._sources[model]() for model in self.held_by(scorer.name)}
         await self._folders.check(ref.folder for ref in models.values())
         try:
-            await load_models(self._session, scorer, models, LOAD_SECONDS)
+            if models:
+                await load_models(self._session, scorer, models, LOAD_SECONDS)
         except aiohttp.ClientError as error:
             raise OSError(str(error)) from error
         self._loaded[scorer.name] = scorer.incarnation

@@ -32,7 +32,8 @@ def lanes_of(want: Sequence[str], holders: Sequence[Collection[str]]) -> list[La
 
 class ScorerLanes:
     """One `Inference` for each lane, with the interface of a single one. `make(lane, on_scores)` builds the `Inference`
-    of a lane. `on_scores` gets a sample's scores once all lanes have scored it."""
+    of a lane. `on_scores` gets a sample's scores once all lanes have scored it. Without lanes that is at once, without
+    scores."""
 
     def __init__(
         self,
@@ -61,6 +62,8 @@ class ScorerLanes:
         new = list(samples)
         for lane in self._lanes:
             lane.add(new)
+        if not self._lanes and new:
+            self._on_scores([Scores(sample.key, None, None, None) for sample in new])
 
     def follow(self, left: int, growing: Callable[[], Sequence[Growing]]) -> None:
         """Let scorers compute parts of samples that are still generated."""

@@ -34,7 +34,7 @@ def experience_arrays(
 
     arrays["rollout_logprobs"] = per_token([s.logprobs for s in samples])
     references = [s.ref_logprobs for s in samples if s.ref_logprobs is not None]
-    if references:
+    if len(references) == len(samples):  # an earlier release also scored samples whose reference nobody reads
         arrays["ref_logprobs"] = per_token(references)
     values = [s.values for s in samples if s.values is not None]
     if values:

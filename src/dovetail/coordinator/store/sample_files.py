@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
 from dovetail.coordinator.telemetry.summary import write_whole
+from dovetail.protocol.experience import kl_per_sample
 
 if TYPE_CHECKING:
     from dovetail.coordinator.store.samples import Key, Sample
@@ -48,7 +49,8 @@ def sample_rows(
     by sample and function. The rows have them as `rewards`. Their `response` has the tokens that end it, and their
     `reward` is the score that was trained on. `kl` is in nats, summed over the response. `first_version` and
     `weight_version` are the weights of the first token and of the last server."""
-    scores, kl = experience.scores, experience.kl
+    scores, kl = experience.scores, kl_per_sample(experience.arrays)
+    divergences: Iterable[float | None] = [None] * len(samples) if kl is None else kl.tolist()
     return [
         {
             "iteration": experience.iteration,
@@ -60,7 +62,7 @@ def sample_rows(
             "finish_reason": sample.finish_reason,
             "reward": _number(score),
             "rewards": dict(sorted(rewards.get(sample.key, {}).items())),
-            "kl": _number(divergence),
+            "kl": None if divergence is None else _number(divergence),
             "weight_version": sample.weight_version,
             "first_version": sample.first_version,
             "rollout": sample.instance,
@@ -68,7 +70,7 @@ def sample_rows(
             "fields": sample.fields,
         }
         for prompt, response, sample, score, divergence in zip(
-            experience.prompts, experience.raw or experience.responses, samples, scores, kl, strict=True
+            experience.prompts, experience.raw or experience.responses, samples, scores, divergences, strict=True
         )
     ]
 

@@ -70,6 +70,7 @@ REASONS = {
     "dpo": "the stage's steps and batches are counted in it",
     **{f"{stage}.{length}": _NOT_EXTENDED for stage in ("sft", "reward", "dpo") for length in ("steps", "epochs")},
     "ppo.globalBatchSize": "stored batches have this size",
+    "ppo.kl.coef": "with 0 no reference has scored the run's samples",
     "ppo.lag": "samples under way were drawn with the weights that it names",
     "ppo.streaming": "it says in which order gradients are added up",
     "generation": "samples under way were begun with it",
@@ -92,6 +93,8 @@ class Change:
         """Whether a run may go on with the new value."""
         if self.inherited:
             return True
+        if self.field == "spec.ppo.kl.coef" and not self.old:
+            return False
         name = self.field.removeprefix("spec.")
         if name == NOT_CHANGEABLE:
             return False

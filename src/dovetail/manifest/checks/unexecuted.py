@@ -170,11 +170,13 @@ def _pointless(spec: RLHFJobSpec) -> Iterator[str]:
     critic = spec.models.critic
     if ppo and spec.ppo.advantage != "gae" and (critic.source or critic.lora or critic.share_actor_body):
         yield f"spec.models.critic has no effect: {spec.ppo.advantage} uses no critic."
+    if ppo and not spec.ppo.reads_reference and spec.models.reference.source:
+        yield "spec.models.reference has no effect: spec.ppo.kl.coef is 0, so nothing reads it."
     if ppo and spec.plan.placement == "Interleaving":
         if sum(pod_count(group) for group in spec.groups if Role.ROLLOUT in group.roles) < 2:
             yield "spec.plan.placement Interleaving has no effect: it takes two rollouts to place models apart."
-        elif spec.models.reward.calls and not has_critic(spec):
-            yield "spec.plan.placement Interleaving has no effect: scorers run no model but the reference."
+        elif not spec.ppo.reads_reference or (spec.models.reward.calls and not has_critic(spec)):
+            yield "spec.plan.placement Interleaving has no effect: scorers run no model beside the reference."
     trainers = [group for group in spec.groups if Role.TRAINER in group.roles]
     if trainers and all(group.on_cpu for group in trainers):
         optimizers = {

@@ -112,7 +112,7 @@ class CpuStageTimes:
         self._gathered = work.rollouts < 2
         self._servers = [_Server(0.0, deque(range(i, count, work.rollouts))) for i in range(work.rollouts)]
         self._scoring = [NEVER] * work.rollouts  # the seconds that are left of each scorer's chunk
-        self._waiting: dict[tuple[str, ...], list[int]] = {models: [] for models in set(work.scores)}
+        self._waiting: dict[tuple[str, ...], list[int]] = {models: [] for models in set(work.scores) if models}
         self._now = machine.generation.begin
         self.generated = self._now
         self.working = self.core_seconds = 0.0
@@ -193,7 +193,7 @@ class CpuStageTimes:
     def _assign(self) -> None:
         """Give each free scorer that may work its next chunk."""
         for i, (models, server) in enumerate(zip(self.work.scores, self._servers, strict=True)):
-            waiting = self._waiting[models]
+            waiting = self._waiting.get(models)
             may = not self._left or (self._fusion is not None and server.idle)
             if self._scoring[i] == NEVER and waiting and may:
                 rows = max(1, chunk_target(-sum(waiting), self.work.scores.count(models)) // -waiting[0])

@@ -9,6 +9,7 @@ from typing import Literal
 from dovetail.manifest.accelerators import sleeps
 from dovetail.manifest.checks.batching import pinned_layouts
 from dovetail.manifest.critic import shares_body
+from dovetail.manifest.resolve import old_is_current
 from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import RLHFJobSpec, Role
 from dovetail.planner.candidate import Placement, Schedule
@@ -140,7 +141,7 @@ def pinned(spec: RLHFJobSpec, limits: Limits) -> Limits:
         dedicated=dedicated,
         migrations=MIGRATIONS if fusion == "Auto" else (None if fusion == "Off" else float(fusion),),
         # With a shared body, the values come from the forward pass that a fold would save.
-        folded=spec.ppo.old_log_probs == "Rollout" and not shares_body(spec),
+        folded=(spec.ppo.old_log_probs == "Rollout" or old_is_current(spec)) and not shares_body(spec),
         recompute=RECOMPUTE[spec.plan.recompute],
         fsdp=ZERO.get(spec.plan.zero3, limits.fsdp),
     )

@@ -86,7 +86,7 @@ class PlannedJob:
         limit = spec.plan.activation_memory
         return Workload(
             actor=self.shape("actor"),
-            reference=self.shape("reference"),
+            reference=self.shape("reference") if spec.ppo.reads_reference else None,
             reward=None if spec.models.reward.calls else self.shape("reward"),
             critic=self.shape("critic") if has_critic(spec) else None,
             batch=spec.ppo.global_batch_size,
@@ -241,7 +241,8 @@ def needed(spec: RLHFJobSpec, model: str) -> bool:
     ppo = Stage.PPO in spec.stages
     if model == "reward":
         return Stage.REWARD in spec.stages or (ppo and not spec.models.reward.calls)
-    return {"actor": True, "reference": ppo, "critic": ppo and has_critic(spec)}[model]
+    wanted = {"actor": True, "reference": ppo and spec.ppo.reads_reference, "critic": ppo and has_critic(spec)}
+    return wanted[model]
 
 
 def _scratch(spec: RLHFJobSpec, source: ModelSource) -> dict[str, Any] | None:

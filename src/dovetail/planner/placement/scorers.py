@@ -3,6 +3,8 @@ Interleaving)."""
 
 from __future__ import annotations
 
+from typing import get_args
+
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.protocol.plan import Scored
@@ -14,13 +16,14 @@ def scorer_models(spec: RLHFJobSpec, scorers: int, interleaved: bool = False) ->
     With Interleaving, which is pinned or chosen (`interleaved`), and two scorers or more, the first half of them holds
     the reference. The second half holds the other models, which have no vocabulary projection. So each scorer holds
     fewer models, and their passes run side by side. Otherwise every scorer holds all models."""
-    models: list[Scored] = ["reference"]
-    if not spec.models.reward.calls:
-        models.append("reward")
-    if has_critic(spec):
-        models.append("critic")
+    needs = {
+        "reference": spec.ppo.reads_reference,
+        "reward": not spec.models.reward.calls,
+        "critic": has_critic(spec),
+    }
+    models: list[Scored] = [model for model in get_args(Scored) if needs[model]]
     halves = interleaved or spec.plan.placement == "Interleaving"
-    if not halves or scorers < 2 or len(models) < 2:
+    if not halves or scorers < 2 or len(models) < 2 or "reference" not in models:
         return [list(models) for _ in range(scorers)]
     half = scorers // 2
     return [["reference"] if index < half else models[1:] for index in range(scorers)]

@@ -33,7 +33,7 @@ class PPOSamples:
     response_lengths: Tensor
     mask: Tensor
     rollout_logprobs: Tensor
-    ref_logprobs: Tensor
+    ref_logprobs: Tensor | None
     values: Tensor | None
     scores: Tensor
     groups: Tensor
@@ -84,7 +84,7 @@ class PPOSamples:
             response_lengths=responses,
             mask=mask,
             rollout_logprobs=_present(per_token("rollout_logprobs", True)),
-            ref_logprobs=_present(per_token("ref_logprobs", True)),
+            ref_logprobs=per_token("ref_logprobs", config.reads_reference),
             values=per_token("values", needs_values),
             scores=scores,
             groups=read(arrays, "groups", torch.int64, (n,)),
@@ -180,7 +180,8 @@ class Targets:
     """The inputs of the losses besides the model's outputs. Tensors are (N, R) float32.
 
     `old_logprobs` and `advantages` are for the policy, `returns` and `old_values` for the critic, `weights` for
-    truncated importance sampling. `kl_coef` is the coefficient of a KL penalty in the loss. `metrics` are those of the
+    truncated importance sampling. With `current` the old log-probabilities are those that the step itself computes, and
+    so are the weights. `kl_coef` is the coefficient of a KL penalty in the loss. `metrics` are those of the
     batch. `staleness` says by how many iterations the weights that sampled are older than the trainer's."""
 
     old_logprobs: Tensor
@@ -191,6 +192,7 @@ class Targets:
     kl_coef: float
     metrics: Metrics
     staleness: int = 0
+    current: bool = False
 
 
 def targets(
@@ -221,14 +223,11 @@ def targets(
         if staleness == 0:  # otherwise the gap also contains what was learnt meanwhile, and is no error
             metrics |= mismatch(recomputed, samples.rollout_logprobs, mask, cap)
     advantages, returns, rewards = _advantages(samples, config, kl_coef, function, old, iteration)
-    kl = kl_estimate(old, samples.ref_logprobs, mask, "k1").sum(dim=1)
     clip = None if config.reward_clip == "Auto" or samples.advantages is not None else config.reward_clip
     metrics |= {
         "reward": float(samples.scores.double().mean()),
         "reward_clipped": 0.0 if clip is None else float((samples.scores.abs() > clip).double().mean()),
         "reward_std": float(samples.scores.double().std()) if len(samples) > 1 else 0.0,
-        "kl": float(kl.double().mean()),
-        "kl_ci95": 1.96 * float(kl.double().std()) / len(samples) ** 0.5 if len(samples) > 1 else 0.0,
         "kl_coef": kl_coef,
         "response_length": float(samples.response_lengths.double().mean()),
         "finished_fraction": float(samples.finished.double().mean()),
@@ -236,6 +235,10 @@ def targets(
         "samples": float(len(samples)),
         "tokens": float(mask.sum()),
     }
+    if samples.ref_logprobs is not None:
+        kl = kl_estimate(old, samples.ref_logprobs, mask, "k1").sum(dim=1).double()
+        metrics["kl"] = float(kl.mean())
+        metrics["kl_ci95"] = 1.96 * float(kl.std()) / len(samples) ** 0.5 if len(samples) > 1 else 0.0
     if rewards is not None and not config.kl_in_loss:
         metrics["reward_with_kl"] = float(rewards.double().sum(dim=1).mean())
     if samples.step_rewards is not None and samples.step_ends is not None:
@@ -267,7 +270,8 @@ def _advantages(
             config,
             scores=samples.scores,
             logprobs=old,
-            ref_logprobs=samples.ref_logprobs,
+            # Without a reference the coefficient is 0.
+            ref_logprobs=old if samples.ref_logprobs is None else samples.ref_logprobs,
             mask=samples.mask,
             groups=samples.groups,
             finished=samples.finished,

@@ -12,13 +12,14 @@ from torch import Tensor
 
 from dovetail.manifest.critic import value_coef
 from dovetail.manifest.model_families import MODEL_FAMILIES
+from dovetail.manifest.resolve import old_is_current
 from dovetail.manifest.reward import ppo_config
 from dovetail.models import Outputs
 from dovetail.models.layers.logprobs import Entropy
 from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.messages import Action, Step
 from dovetail.protocol.wire import Arrays
-from dovetail.trainer.algorithms.importance import mismatch_metrics
+from dovetail.trainer.algorithms.importance import mismatch_metrics, truncated_weights
 from dovetail.trainer.algorithms.kl import kl_loss
 from dovetail.trainer.algorithms.losses import aggregation_weights, entropy_bonus, ptx_loss, right_loss, value_loss
 from dovetail.trainer.algorithms.policy import LossInputs, policy_loss
@@ -113,7 +114,8 @@ def prepare_step(context: Context, step: Step) -> Run:
         )
     actions = context.actions(step, {name: len(minis[0].work[name]) for name in here})
     schedule = RankSchedule(actions, step.mini_batches, digest(step.actions))
-    recompute = recomputes_old_logprobs(context.spec, context.groups.device.type)
+    trusted = not recomputes_old_logprobs(context.spec, context.groups.device.type)
+    recompute = not trusted and not old_is_current(context.spec)
     if "critic" in models and samples.values is None and config.value_clip is not None:
         raise BadCommand("the batch has no array 'values', which the critic's clipped loss needs")
     learns_values = shared or "critic" in models
@@ -132,7 +134,7 @@ def prepare_step(context: Context, step: Step) -> Run:
             goals = targets(with_values, config, step.kl_coef, recomputed, function, number)
             check_returns(learns_values, goals)
         else:
-            goals = ready
+            goals = replace(ready, current=not trusted)
         return _train(context, samples, goals, ptx, minis, schedule, models)
 
     return run
@@ -359,15 +361,20 @@ def _actor_micro_batch(
         numbers += [] if counts is None else [counts[keep].long()]
         sequence_ids, *counting = moved_together(numbers, device)
         mask = counting[0].bool() if counting else torch.ones_like(wanted, dtype=torch.bool)
-        tables = [goals.old_logprobs, samples.rollout_logprobs, samples.ref_logprobs, goals.advantages]
+        # Without a reference nothing reads its log-probabilities.
+        reference = goals.old_logprobs if samples.ref_logprobs is None else samples.ref_logprobs
+        tables = [goals.old_logprobs, samples.rollout_logprobs, reference, goals.advantages]
         tables += [] if goals.weights is None else [goals.weights]
         shares = [] if share is None else [share.float().unsqueeze(1).expand(keep.shape)[keep]]
         columns = moved_together([*(table[rows][keep] for table in tables), *shares], device)
         old_logprobs, rollout_logprobs, ref_logprobs, advantages, *factors = columns
         aggregated = None if share is None else factors[-1]
-        weights = aggregated
-        if goals.weights is not None:
-            weights = factors[0] if aggregated is None else aggregated * factors[0]
+        sampling = None if goals.weights is None else factors[0]
+        if goals.current:
+            old_logprobs = logprobs.detach()
+            if config.importance_sampling.mode == "Truncated":
+                sampling = truncated_weights(logprobs, rollout_logprobs, mask, config.importance_sampling.cap)
+        weights = aggregated if sampling is None else sampling if aggregated is None else aggregated * sampling
         inputs = LossInputs(
             tokens=wanted,
             sequence_ids=sequence_ids,
@@ -387,7 +394,7 @@ def _actor_micro_batch(
             spread, inputs.mask, normaliser=normaliser, coef=config.entropy_coef, weights=aggregated
         )
         stats |= more
-        if config.kl_in_loss:
+        if config.kl_in_loss and samples.ref_logprobs is not None:
             penalty, more = kl_loss(
                 logprobs,
                 inputs.ref_logprobs,

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dovetail.manifest.resolve import old_is_current
 from dovetail.manifest.reward import ppo_config
 from dovetail.manifest.types import PPO
 from dovetail.models.config import balance_coefficient
@@ -210,11 +211,12 @@ def _learn(
 ) -> None:
     """Add the part's gradient. This is a collective call. Raises BadCommand."""
     config, samples = ppo_config(context.spec), part.samples
-    old = None
-    if recomputes_old_logprobs(context.spec, context.groups.device.type):
+    old, trusted = None, not recomputes_old_logprobs(context.spec, context.groups.device.type)
+    if not trusted and not old_is_current(context.spec):
         with context.timeline.phase("old log-probabilities"):
             old, _ = before_step(context, samples, None)
     goals = targets(samples, config, step.kl_coef, old, None, step.step)
+    goals = replace(goals, current=not trusted and old is None)
     check_returns("critic" in models, goals)
     lengths = samples.sequences.lengths.tolist()
     work = {}

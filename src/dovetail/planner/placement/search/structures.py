@@ -69,6 +69,8 @@ class Structures:
         missing: dict[str, Any] = {task: () for task in TASKS if self.work.model(task) is None}
         for found in self._all():
             kept = replace(found, **missing)
+            if kept.placement is Placement.INTERLEAVING and not kept.reference and len(self.limits.placements) > 1:
+                continue  # no model runs beside the reference
             if kept.placement in self.limits.placements and kept not in seen:
                 seen.add(kept)
                 yield kept
