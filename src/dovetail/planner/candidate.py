@@ -137,9 +137,9 @@ class Candidate:
 
     `schedule`: how actor and critic training share their GPUs. With Dedicated each has GPUs of its own. `migration`:
     the fraction of the samples left at which generation's tail gathers and inference begins on freed instances
-    (inter-stage fusion). None: inference waits for the last sample. `folded`: the rollouts' own log-probabilities, or
-    those of the iteration's only step, serve as the old ones, so the actor needs no forward pass before training (APP
-    section V-A1). `beside`: each copy of an inference share is in the scorer of one vLLM server, on the first GPUs of that
+    (inter-stage fusion). None: inference waits for the last sample. `folded`: the old log-probabilities are those of
+    the rollouts or of the iteration's only step, so the actor needs no forward pass before training (APP section
+    V-A1). `beside`: each copy of an inference share is in the scorer of one vLLM server, on the first GPUs of that
     server. `note`: what else a user should know about the placement.
 
     Before layouts are chosen it is a *structure*. A share then stands for `dp` GPUs, however the task will use them."""
