@@ -347,6 +347,10 @@ def test_what_a_template_leaves_out_is_refused(kind: DataKind) -> None:
     users = "{% for m in messages %}{% if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endif %}{% endfor %}"
     with pytest.raises(DataError, match=r"message 0 has the role system, and the tokenizer's chat template leaves its"):
         read(system, users, kind=kind)
+    with pytest.raises(DataError, match=r"template refuses the conversation: it leaves the system prompt out$"):
+        read(system[1:], users, kind=kind, system="Be kind.")
+    with pytest.raises(DataError, match=r"^f:1: message 1 calls a tool"):
+        read(called, CHATML, kind=kind, system="Be kind.")
     parts = (
         "{% for m in messages %}[{{ m.role }}]{% for p in m.content if p.type %}{{ p.text }}{% endfor %}{% endfor %}"
     )

@@ -96,10 +96,6 @@ class NotWritten(ValueError):
         self.index, self.reason = index, reason
 
 
-class NoTools(NotWritten):
-    """The conversation calls tools, but its format cannot write calls."""
-
-
 Spans = list[tuple[int, int]]
 
 
@@ -150,7 +146,7 @@ class HumanAssistant:
     def _written(self, messages: Sequence[Message]) -> str:
         for i, message in enumerate(messages):
             if message["role"] == "tool" or "tool_calls" in message:
-                raise NoTools(
+                raise NotWritten(
                     i,
                     "belongs to a call of a tool, but the tokenizer has no chat template that could write it; take a "
                     "tokenizer with one, or remove the record",
@@ -197,7 +193,9 @@ def _counted_from(first: int) -> Iterator[None]:
     try:
         yield
     except NotWritten as error:
-        raise type(error)(error.index - first, error.reason) from None
+        if error.index < first:
+            raise TemplateRefused("it leaves the system prompt out") from None
+        raise NotWritten(error.index - first, error.reason) from None
 
 
 # No record has this character, which Unicode leaves to private agreements. It stands for a message in a text.
