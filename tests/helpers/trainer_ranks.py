@@ -15,6 +15,7 @@ from dovetail.manifest.types import Parallelism, RLHFJob, ScratchModel, Stage
 from dovetail.protocol.messages import Action, Evaluate, Export, Load, ModelRef, Save, Step
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.pulse import PULSE
 from dovetail.protocol.wire import pack
 from helpers.fake_coordinator import TOKEN, FakeCoordinator
 from helpers.nursery import NURSERY, Adopted
@@ -126,7 +127,9 @@ class TrainerRanks:
     def start(self, rank: int) -> None:
         """Start a rank, also in place of one that died."""
         env = self.process_env(f"trainer-{rank}", rank)
-        variables = {**os.environ, **env.write(), "OMP_NUM_THREADS": "1", **self._environment}
+        # A rank that is killed leaves what it put beside its pulse to its starter.
+        beside = {PULSE: str(self.folder / f"rank-{rank}.pulse"), "OMP_NUM_THREADS": "1"}
+        variables = {**os.environ, **env.write(), **beside, **self._environment}
         patience = ("--patience", str(self._patience))
         self.processes[rank] = NURSERY.fork(
             self.folder / f"rank-{rank}.log", variables, "dovetail.trainer.main", *patience

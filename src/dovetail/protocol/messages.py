@@ -48,6 +48,9 @@ class JoinRequest(Message):
     incarnation: str
     host: str
     port: int = Field(description="A free port on host. That of rank 0 becomes the rendezvous.")
+    meeting: str = Field(
+        default="", description="On one machine, rank 0's file that becomes the rendezvous in place of the port."
+    )
     nccl_version: str | None = None
 
 
@@ -58,6 +61,7 @@ class JoinReply(Message):
     world_size: int = 0
     master_host: str = ""
     master_port: int = 0
+    meeting: str = ""
 
 
 class ModelRef(Message):

@@ -1,22 +1,28 @@
-"""torch's rendezvous asks nobody for a token: it must be reachable at the job's address alone."""
+"""torch's rendezvous asks nobody for a token: it must be reachable at the job's address alone, and on one machine for
+the job's user alone."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import socket
+import struct
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from dovetail.models.transfer import Deadline, call, listen, store_at
-from dovetail.trainer.communication.groups import Groups
+from dovetail.trainer.communication.groups import Groups, PeerLost
+from dovetail.trainer.rank.sending import Exchange
 from helpers.free_ports import free_port
 from helpers.trainer_ranks import layouts
 
 
-def wildcards() -> set[str]:
-    """Ports on which this process listens on all interfaces."""
+def listening() -> dict[int, bool]:
+    """The ports on which this process listens, and whether on all interfaces."""
     inodes = set()
     for entry in Path("/proc/self/fd").iterdir():
         try:
@@ -25,14 +31,75 @@ def wildcards() -> set[str]:
             continue
         if target.startswith("socket:["):
             inodes.add(target[8:-1])
-    found = set()
+    found = {}
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
             fields = line.split()
             address, _, port = fields[1].partition(":")
-            if fields[3] == "0A" and fields[9] in inodes and not address.strip("0"):
-                found.add(port)
+            if fields[3] == "0A" and fields[9] in inodes:
+                found[int(port, 16)] = not address.strip("0")
     return found
+
+
+def wildcards() -> set[int]:
+    return {port for port, everywhere in listening().items() if everywhere}
+
+
+def answers_as_a_store(port: int) -> bool:
+    """Whether torch's store is served at the port. It answers a ping from everybody with the ping's number."""
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as outsider:
+        outsider.sendall(struct.pack("=BIBI", 0, 0x3C85F7CE, 13, 4711))
+        outsider.settimeout(2.0)
+        try:
+            return outsider.recv(4) == struct.pack("=I", 4711)
+        except OSError:
+            return False
+
+
+@pytest.mark.slow
+def test_other_users_of_the_machine_reach_no_rendezvous_of_its_ranks(tmp_path: Path) -> None:
+    """They can connect to every port, but not open the file."""
+    before = listening().keys()
+    groups = Groups.form("127.0.0.1", 0, 0, 1, layouts(), 60.0, meeting=str(tmp_path / "store"), token="t")
+    store = store_at("127.0.0.1", 0, None, timedelta(seconds=60), wait_for_workers=False)
+    try:
+        found = listening().keys() - before
+        assert [port for port in found if answers_as_a_store(port)] == [int(store.port)]
+    finally:
+        groups.close()
+
+
+def _rank(rank: int, meeting: str, token: str, answers: Any) -> None:
+    try:
+        groups = Groups.form("127.0.0.1", 0, rank, 2, layouts(1, 2), 60.0, meeting=meeting, token=token)
+        exchange = Exchange.form(groups, "127.0.0.1", timedelta(seconds=60), lambda: False)
+        everyone = exchange.gather_json(rank)
+        answers.put(exchange.broadcast_json(everyone))
+        groups.close()
+    except PeerLost as error:
+        answers.put(str(error))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("token", ["the job's", "another"])
+def test_a_rank_takes_nobody_for_its_peer_who_lacks_the_token(tmp_path: Path, token: str) -> None:
+    """Gloo takes whoever connects first with a small number."""
+    context: Any = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    ranks = [
+        context.Process(target=_rank, args=(rank, str(tmp_path / "store"), given, answers), daemon=True)
+        for rank, given in enumerate(["the job's", token])
+    ]
+    for process in ranks:
+        process.start()
+    told = [answers.get(timeout=240) for _ in ranks]
+    for process in ranks:
+        process.join(120)
+    if token == "the job's":
+        assert told == [[0, 1]] * 2, "the threads that send kept weights meet there too"
+    else:
+        assert any("is no rank of this job" in str(one) for one in told)
+        assert [0, 1] not in told
 
 
 @pytest.mark.slow

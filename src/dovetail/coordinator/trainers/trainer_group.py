@@ -310,6 +310,7 @@ class TrainerGroup:
             world_size=self.world_size,
             master_host=first.host,
             master_port=first.port,
+            meeting=first.meeting,
         )
         now = self.clock()
         for rank, pending in self._pending.items():

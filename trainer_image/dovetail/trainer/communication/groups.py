@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
+import hmac
 import itertools
 import json
 import re
+import secrets
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -173,6 +175,9 @@ class Groups:
         self.control: dist.ProcessGroup = None
         self._patient: dist.ProcessGroup = None
         self._store: Any = None
+        self.meeting = ""
+        self._key = b""
+        self._made = 0
         # If another thread aborted the groups, this says why.
         self.lost: str | None = None
         self._closed = False
@@ -191,13 +196,17 @@ class Groups:
         timeout_seconds: float,
         local_rank: int | None = None,
         listening: socket.socket | None = None,
+        meeting: str = "",
+        token: str = "",
     ) -> Self:
         """Meet the other ranks at rank 0's address and make every group, in the same order on all ranks.
 
         `local_rank` picks the GPU (default: rank modulo the number of GPUs here). `listening` is a socket that already
-        listens at that address. Rank 0's store takes it over and serves it. Collectives fail if they wait longer than
-        `timeout_seconds`. Raises `PeerLost` if a rank does not come, and `ValueError` for a layout whose product is not
-        `world_size`."""
+        listens at that address. Rank 0's store takes it over and serves it. `meeting` is a file in a folder that only
+        this user can open; the ranks then meet there, and nobody else can. `token` is the job's. Every rank proves to
+        every peer of a Gloo group that it has it, because Gloo takes whoever connects first. Collectives fail if they
+        wait longer than `timeout_seconds`. Raises `PeerLost` if a rank does not come, and `ValueError` for a layout
+        whose product is not `world_size`."""
         for name, layout in layouts.items():
             if layout.pp * layout.dp * layout.tp != world_size:
                 raise ValueError(
@@ -216,12 +225,19 @@ class Groups:
             with peer_errors("forming the trainer's groups"):
                 # Starting up may take longer than a message, because ranks start seconds apart.
                 patience = max(timeout, timedelta(seconds=_FORMING_SECONDS))
-                if rank == 0 and listening is not None:
+                if meeting:
+                    self.meeting = meeting
+                    self._store = dist.FileStore(meeting, world_size)
+                    self._store.set_timeout(patience)
+                elif rank == 0 and listening is not None:
                     self._store = store_on(listening, world_size, patience)
                 elif rank == 0:
                     self._store = store_at(master_host, master_port, world_size, patience)
                 else:
                     self._store = dist.TCPStore(master_host, master_port, world_size, timeout=patience)
+                if rank == 0:
+                    self._store.set("nonce", secrets.token_hex(16))
+                self._key = token.encode() + bytes(self._store.get("nonce"))
                 self.staged = gpu and self._ranks_share_a_gpu()
                 dist.init_process_group(
                     "cpu:gloo,cuda:nccl" if gpu and not self.staged else "gloo",
@@ -230,8 +246,12 @@ class Groups:
                     world_size=world_size,
                     timeout=timeout,
                 )
+                everyone = range(world_size)
+                self._prove(dist.group.WORLD, everyone)
                 self.control = dist.new_group(backend="gloo", timeout=timeout)
+                self._prove(self.control, everyone)
                 self._patient = dist.new_group(backend="gloo", timeout=timeout * _PATIENCE)
+                self._prove(self._patient, everyone)
                 for name in sorted(layouts):
                     self._form_model(name, layouts[name])
                 self._warm_up(self.model)
@@ -352,7 +372,32 @@ class Groups:
         group = dist.new_group(ranks, timeout=self.timeout * patience, backend=backend, pg_options=options)
         if self.rank in ranks:
             self._forming.append(group)
+        if backend != "nccl":
+            self._prove(group, ranks)
         return group
+
+    def _prove(self, group: dist.ProcessGroup | None, ranks: Sequence[int]) -> None:
+        """Show each peer of a new group that this rank is of the job, and check the peers. Call it on all ranks in the
+        same order. A proof is for one pair of one group, so nobody can use it again. Raises PeerLost."""
+        self._made += 1
+        if self.rank not in ranks:
+            return
+
+        def proof(sender: int, receiver: int) -> torch.Tensor:
+            text = f"{self._made} {sender} {receiver}".encode()
+            return torch.frombuffer(bytearray(hmac.digest(self._key, text, "sha256")), dtype=torch.uint8)
+
+        others = [rank for rank in ranks if rank != self.rank]
+        mine = [proof(self.rank, other) for other in others]
+        sent = [dist.isend(sent, other, group=group) for sent, other in zip(mine, others, strict=True)]
+        for other in others:
+            shown = torch.empty(32, dtype=torch.uint8)
+            dist.recv(shown, other, group=group)
+            if not hmac.compare_digest(shown.numpy().tobytes(), proof(other, self.rank).numpy().tobytes()):
+                raise PeerLost(f"what connected as trainer rank {other} is no rank of this job")
+        for work in sent:
+            assert work is not None
+            work.wait()
 
     def _warm_up(self, models: Iterable[str]) -> None:
         """Use every group once as it will be used later, in the same order on all ranks.

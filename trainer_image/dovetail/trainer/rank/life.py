@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from pydantic import TypeAdapter
 
@@ -15,6 +19,8 @@ from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 from dovetail.models.transfer import listening_at
 from dovetail.protocol.messages import Command, CommandResult, JoinReply, JoinRequest, NextRequest, Stop
 from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.inheritance import LOOPBACK_HOSTS
+from dovetail.protocol.process.pulse import PULSE
 from dovetail.trainer.command_errors import Superseded
 from dovetail.trainer.command_runner import CommandRunner
 from dovetail.trainer.communication.groups import Groups, PeerLost
@@ -56,11 +62,18 @@ class Rank:
     def run(self) -> None:
         """Run until `stop`. Raises CoordinatorUnreachable, Refused or GPUFailed."""
         while True:
-            # This socket listens until the groups are formed. If a free port were only looked up, another process could
-            # take it.
-            door = listening_at(self.env.host)
+            # The ranks of one machine meet in a file of this user's, because everybody on the machine can connect to a
+            # port. A socket listens until the groups are formed. If a free port were only looked up, another process
+            # could take it.
+            folder, door = None, None
+            if self.env.host not in LOOPBACK_HOSTS:
+                door = listening_at(self.env.host)
+            elif self.env.rank == 0:
+                # The launcher removes the folder of the pulses, even if this process is killed.
+                pulse = os.environ.get(PULSE)
+                folder = tempfile.mkdtemp(prefix="dovetail-meeting-", dir=Path(pulse).parent if pulse else None)
             try:
-                reply = self._join(door)
+                reply = self._join(door, f"{folder}/store" if folder else "")
                 generation = reply.generation
                 assert generation is not None
                 self.log("rank.joined", generation=generation, world_size=reply.world_size)
@@ -72,14 +85,17 @@ class Rank:
                 if context_is_lost():
                     raise GPUFailed(f"the GPU failed: {reason}") from reason
             finally:
-                door.close()
+                if door is not None:
+                    door.close()
+                if folder is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
                 self.heartbeat.leave()
                 self.metrics.generation.set(0)
             self.metrics.rejoins.inc()
             # The peers need a moment to notice that this rank left. Without a pause two ranks can chase each other.
             self.sleep(REJOIN_PAUSE_SECONDS)
 
-    def _join(self, door: socket.socket) -> JoinReply:
+    def _join(self, door: socket.socket | None, meeting: str) -> JoinReply:
         while True:
             request = JoinRequest(
                 name=self.env.name,
@@ -87,14 +103,15 @@ class Rank:
                 world_size=self.env.world_size,
                 incarnation=self.incarnation,
                 host=self.env.host,
-                port=int(door.getsockname()[1]),
+                port=0 if door is None else int(door.getsockname()[1]),
+                meeting=meeting,
                 nccl_version=self.nccl_version,
             )
             reply = self.client.join(request)
             if reply.generation is not None:
                 return reply
 
-    def _live(self, reply: JoinReply, generation: int, door: socket.socket) -> bool:
+    def _live(self, reply: JoinReply, generation: int, door: socket.socket | None) -> bool:
         """Serve in one generation. Returns True after `stop`. Raises PeerLost, StaleGeneration, Superseded."""
         self.heartbeat.enter(generation, FORMING_GRACE_SECONDS)
         groups = Groups.form(
@@ -105,6 +122,8 @@ class Rank:
             self.layouts,
             max(LEAST_TIMEOUT_SECONDS, float(self.spec.failure_policy.peer_timeout_seconds)),
             listening=door,
+            meeting=reply.meeting,
+            token=self.env.token,
         )
         # A CPU's wait ends by itself, when the connection breaks or at its deadline.
         self.heartbeat.enter(generation, SERVING_GRACE_SECONDS, groups if groups.device.type == "cuda" else None)

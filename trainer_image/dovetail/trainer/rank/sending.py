@@ -46,6 +46,10 @@ class Exchange:
         store: dist.Store | None = None
         if groups.world_size > 1:
             with peer_errors("forming the exchange of the sending threads"):
+                if groups.meeting:
+                    store = dist.FileStore(f"{groups.meeting}-sending", groups.world_size)
+                    store.set_timeout(timeout)
+                    return cls(groups, store, timeout, over)
                 if groups.rank == 0:
                     store = store_at(host, 0, None, timeout, wait_for_workers=False)
                 port = groups.broadcast_json(int(store.port) if isinstance(store, dist.TCPStore) else 0)
