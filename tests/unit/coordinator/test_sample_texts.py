@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from dovetail.cli.main import cli
-from dovetail.cli.run import shown_sample
+from dovetail.cli.run import first_record, shown_sample
 from dovetail.coordinator.store.sample_files import (
     BEFORE_SFT,
     SampleFiles,
@@ -212,3 +212,11 @@ def test_a_folder_that_does_not_exist_is_no_run_without_samples(tmp_path: Path) 
     done = CliRunner().invoke(cli, ["samples", str(tmp_path / "nowhere")])
     assert done.exit_code == 2
     assert f"{tmp_path / 'nowhere'} does not exist; name the folder of a run" in done.output
+
+
+def test_the_first_record_of_a_list_is_shown_as_the_model_gets_it() -> None:
+    event = {"event": "data.first_record", "kind": "prompts", "given": "<user>a\nb\x1b[2J<assistant>", "learnt": ""}
+    title = "first record of prompts, as the model gets it:"
+    assert first_record(json.dumps(event)) == [title, "  given:    <user>a", "            b�[2J<assistant>"]
+    assert first_record(json.dumps({**event, "given": "a", "learnt": "b"})) == [title, "  given:    a", "  learnt:   b"]
+    assert first_record('{"event": "iteration.finished"}') is None

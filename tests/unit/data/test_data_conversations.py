@@ -12,9 +12,10 @@ from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.formats import convert, detect
 from dovetail.coordinator.data.records import Demonstration, Labelled, Preference, Prompt
 from dovetail.coordinator.data.sources import load, with_system
+from dovetail.coordinator.data.text import tokenizer
 from dovetail.coordinator.data.text.chat_template import ChatFormat, HumanAssistant, Template
 from dovetail.coordinator.data.text.conversations import conversation
-from dovetail.manifest.fixed_names import DataKind
+from dovetail.manifest.fixed_names import DATA_KINDS, DataKind
 from dovetail.manifest.types import DataSource
 
 END = "<|im_end|>"
@@ -399,3 +400,20 @@ def test_a_prompt_that_is_written_with_the_template_already_is_named() -> None:
         read(row)
     assert convert(row, "PromptResponse", "prompts", CHATML, "f:1", "Never").prompt == row["prompt"]
     assert convert(row, "PromptResponse", "prompts", CHATML, "f:1", "Always").prompt == USER % row["prompt"]
+
+
+def test_a_developer_is_the_system_where_the_template_knows_none(tmp_path: Path) -> None:
+    talk = [say("developer", "Be brief."), say("user", "2 + 2?"), say("assistant", "4")]
+    as_system = [say("system", "Be brief."), *talk[1:]]
+    for chat in (CHATML, HumanAssistant()):
+        for kind in DATA_KINDS[::2]:
+            assert read({"messages": talk}, kind, chat) == read({"messages": as_system}, kind, chat)
+    source = DataSource.model_validate({"path": "x.jsonl", "systemPrompt": "Be long."})
+    assert "Be long." not in read({"messages": talk}, "prompts", with_system(CHATML, source)).prompt
+    made = tokenizer.train(["a"], 258)
+    made.chat_template = (
+        "{% for m in messages %}{% if m.role == 'developer' %}D{% endif %}<{{ m.role }}>{{ m.content }}"
+    )
+    made.chat_template += "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    prompt = read({"messages": talk}, "prompts", Template(made)).prompt
+    assert prompt == "D<developer>Be brief.<user>2 + 2?<assistant>"

@@ -15,6 +15,7 @@ from dovetail.coordinator.data.records import Rendered
 HUMAN = "\n\nHuman: "
 ASSISTANT = "\n\nAssistant:"
 _HEADS = {"user": HUMAN, "human": HUMAN, "assistant": ASSISTANT + " ", "gpt": ASSISTANT + " ", "system": "\n\nSystem: "}
+_HEADS["developer"] = _HEADS["system"]
 ASSISTANTS = ("assistant", "gpt")
 # The fields in which an assistant's message has its thought, apart from the content.
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -171,7 +172,7 @@ class WithSystem:
         return WithSystem(self.chat.with_tools(tools), self._system)
 
     def _opened(self, messages: Sequence[Message]) -> list[Message]:
-        if any(message["role"] == "system" for message in messages):
+        if any(message["role"] in ("system", "developer") for message in messages):
             return list(messages)
         return [{"role": "system", "content": self._system}, *messages]
 
@@ -257,7 +258,10 @@ class Template:
             raise TemplateRefused(" ".join(str(error).split()) or type(error).__name__) from error
 
     def _named(self, message: Message) -> Message:
-        """The message with its thought in the field that the template reads."""
+        """The message with its thought in the field that the template reads. A developer is the system where the
+        template knows none."""
+        if message["role"] == "developer" and "developer" not in self._source:
+            message = {**message, "role": "system"}
         own = next((name for name in REASONING if name in message), None)
         if own is None or own in self._thoughts or not self._thoughts:
             return message

@@ -17,10 +17,9 @@ SAID = {"role", "content", "from", "value", "train", "weight"}
 FURTHER = ("name", "tool_calls", "tool_call_id", *REASONING)
 # Other names of the roles. Those of ShareGPT's records are as LLaMA-Factory reads them.
 _ROLES = {
-    **{role: role for role in ("system", "user", "assistant", "tool")},
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
     "human": "user",
     "gpt": "assistant",
-    "developer": "system",
     "function_call": "assistant",
     "observation": "tool",
 }
