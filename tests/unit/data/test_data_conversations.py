@@ -417,3 +417,24 @@ def test_a_developer_is_the_system_where_the_template_knows_none(tmp_path: Path)
     made.chat_template += "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
     prompt = read({"messages": talk}, "prompts", Template(made)).prompt
     assert prompt == "D<developer>Be brief.<user>2 + 2?<assistant>"
+
+
+def test_the_prompt_beside_whole_conversations_is_not_written_twice() -> None:
+    """Rows as those of HuggingFaceH4/ultrafeedback_binarized. The two may differ by white space."""
+    for prompt in ("2 + 2?", " 2 + 2? "):
+        row = {"prompt": prompt, "messages": [say("user", "2 + 2?"), say("assistant", "4")], "score_chosen": 8.0}
+        row |= {
+            side: [say("user", "2 + 2?"), say("assistant", text)] for side, text in (("chosen", "4"), ("rejected", "5"))
+        }
+        assert read(row, "preferences") == Preference(USER % "2 + 2?", ANSWER % "4", ANSWER % "5")
+        assert read(row) == chat_text("2 + 2?", "4")
+
+
+def test_an_answer_that_is_no_text_is_named() -> None:
+    with pytest.raises(DataError, match="f:1: field 'answer' must be a string, not a number"):
+        read({"question": "2 + 2?", "answer": 4})
+
+
+def test_a_list_of_records_in_an_object_is_named() -> None:
+    with pytest.raises(DataError, match="; if 'data' holds the records, write this list alone into the file"):
+        detect({"version": 1, "data": [{"question": "2 + 2?"}]}, "f")

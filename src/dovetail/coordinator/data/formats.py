@@ -203,6 +203,8 @@ def as_messages(row: Row, fmt: str, chat: ChatFormat, where: str, template: Temp
         )
     if template == "Never" or not is_text or not (own or before or _system(row)):
         return row
+    if isinstance(chosen := row.get("chosen"), list) and len(chosen) > 1:
+        return row  # the replies are whole conversations, which begin with the prompt
     assert asked is not None
     prompt = _prompt_text(row, asked, where)
     if (
@@ -216,7 +218,7 @@ def as_messages(row: Row, fmt: str, chat: ChatFormat, where: str, template: Temp
             "set the source's template to Never, or write the user's words alone"
         )
     made = {**row, asked: [*before, {"role": "user", "content": prompt}]}
-    chosen, rejected = row.get("chosen"), row.get("rejected")
+    rejected = row.get("rejected")
     if isinstance(chosen, str) and isinstance(rejected, str):
         replies = _without_prompt(prompt, chosen, rejected)
         if replies != (chosen, rejected):
@@ -272,10 +274,10 @@ def _prompt_messages(row: Row, name: str, kind: DataKind, chat: ChatFormat, wher
     if kind == "prompts":
         return Prompt(chat.prompt(_asked(given, name, where)), _others(row, name))
     answer = _need(row, RESPONSE_FIELDS, where)
-    if isinstance(row[answer], str):
-        replies = Conversation([{"role": "assistant", "content": row[answer]}], [True])
-    else:
+    if isinstance(row[answer], list):
         replies = conversation(row[answer], answer, where)
+    else:
+        replies = Conversation([{"role": "assistant", "content": _string(row, answer, where)}], [True])
     # The turns of a record's history are examples as the last one is. Those of a prompt are not.
     return demonstration((given if _history(row) else given.unlearnt()) + replies, answer, chat, where)
 
