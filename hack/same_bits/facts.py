@@ -21,9 +21,9 @@ MEASURED = re.compile(
     r"seconds|per_second|_peak_bytes$|^streamed_fraction$|^(began|times?|rollout|instance|incarnation|attempt|"
     r"assignments|run)$"
 )
-# Records that are times, or that exist in a number that depends on them.
+# Records that are times of clocks or files, or that exist in a number that depends on them.
 UNSTEADY = re.compile(
-    r"^(job/seconds|run/id|store/.*|trainers/generation|fact/(stages\..*|fusion|versions)|ppo/fusion.*|ppo/totals|"
+    r"^(job/seconds|run/id|folders/.*|store/.*|trainers/generation|fact/(stages\..*|fusion|versions)|ppo/fusion.*|ppo/totals|"
     r".*/began|result/(?!\w+/\d+/step$).*)$"
 )
 
@@ -98,10 +98,14 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
+def _anywhere(run: Path, text: str) -> Any:
+    """A document without the path of the job's folder, which is the run's parent."""
+    return json.loads(text.replace(str(run.resolve().parent), "FOLDER"))
+
+
 def _documents(run: Path) -> Iterator[Fact]:
     for name in ("job.json", "plan.json"):
-        text = (run / name).read_text(encoding="utf-8").replace(str(run.resolve().parent), "FOLDER")
-        for path, value in _leaves(json.loads(text)):
+        for path, value in _leaves(_anywhere(run, (run / name).read_text(encoding="utf-8"))):
             yield Fact((0, 0, 0), name, name, path, _shown(value))
 
 
@@ -134,7 +138,7 @@ def _store(run: Path) -> Iterator[Fact]:
             if table == "kv":
                 for row in rows:
                     if not UNSTEADY.match(row["key"]):
-                        value = json.loads(row["value"])
+                        value = _anywhere(run, row["value"])
                         yield Fact(_when(row["key"]), "store", "store row of kv", row["key"], _shown(value))
                 continue
             for row in rows:

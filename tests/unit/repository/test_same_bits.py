@@ -47,6 +47,8 @@ def write_run(run: Path, clock: float) -> Path:
         )
         database.executemany(insert, [(prompt, 70 + prompt, str(clock)) for prompt in (0, 1)])
         kept = {"ppo/2/batch": "ab", f"result/publish/2/{clock:.0f}": {"ok": True}, "job/seconds": clock}
+        kept["folders/models/sft"] = {"config.json": [123, int(clock)]}
+        kept["run/spec"] = {"importPath": str(run.parent)}
         kept["result/ppo/2/step"] = {"metrics": {"loss": 0.25, "seconds": clock}, "times": [clock]}
         database.executemany("INSERT INTO kv VALUES (?, ?)", [(key, json.dumps(value)) for key, value in kept.items()])
         database.commit()
