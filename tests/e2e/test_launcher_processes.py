@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.protocol.process.pulse import PULSE
 from dovetail.supervision.liveness import Liveness, LivenessLimits
 from dovetail.supervision.processes import ProcessSpec
 from dovetail.supervision.spawn import ExecSpawner, Exited, ForkSpawner, Started
@@ -167,13 +168,12 @@ def test_close_ends_everything(spawner, folder):
 
 
 def test_a_killed_zygote_ends_its_processes_and_is_replaced(spawner, folder):
-    spawner.spawn(spec(folder, "a", "dv_family", PIDS=folder / "pids"))
+    spawner.spawn(spec(folder, "a", "dv_family", PIDS=folder / "pids", **{PULSE: folder / "pulse-a"}))
     pids = family(folder)
     os.kill(spawner.zygote_pid, signal.SIGKILL)
     exits = [e for e in events_until(spawner, Exited) if isinstance(e, Exited)]
     assert exits == [Exited("a", -9, lost=True)]
-    gone(pids[:2])
-    os.kill(pids[2], signal.SIGKILL)  # hid in a session of its own
+    gone(pids)
     (folder / "pids").unlink()
     spawner.spawn(spec(folder, "a", "dv_family", PIDS=folder / "pids"))
     assert family(folder)[0] != pids[0]

@@ -33,7 +33,7 @@ from dovetail.manifest import fixed_names
 from dovetail.manifest.types import Group, RLHFJob, Role
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process import env
-from dovetail.protocol.process.env import ProcessEnv
+from dovetail.protocol.process.env import ProcessEnv, started_with
 from dovetail.protocol.process.exit_codes import BAD_CONFIGURATION
 from dovetail.protocol.process.process_names import (
     SCORER_MODULE,
@@ -45,7 +45,7 @@ from dovetail.protocol.process.process_names import (
 from dovetail.protocol.process.pulse import PULSE
 from dovetail.supervision.devices import cuda_devices
 from dovetail.supervision.liveness import Liveness, LivenessLimits, Pulses
-from dovetail.supervision.proctree import descendants, snapshot
+from dovetail.supervision.proctree import descendants, kill_until_gone, snapshot
 from dovetail.supervision.supervisor import WINDOW_SECONDS, cpu_threads, how_it_ended
 
 GRACE_SECONDS = 30.0
@@ -54,6 +54,8 @@ DRAIN_SECONDS, RETIRE_SECONDS = 15, 5.0
 # A server or scorer that worked this long was not broken from the start.
 STEADY_SECONDS = 60.0
 STOPPED = 128 + signal.SIGTERM
+# The time between two looks whether a process has ended.
+EXIT_SECONDS = 0.05
 TERMINATION_LOG = Path(fixed_names.TERMINATION_LOG)
 LONGEST_LINE = 2000
 
@@ -224,10 +226,11 @@ class Pod:
         return True
 
     async def _one(self, process: PodProcess) -> int:
+        pulse = str(self._pulses.path(process.name))
         started = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-P", "-m", process.module),
-            env=self._environ | process.env | {PULSE: str(self._pulses.path(process.name))},
+            env=self._environ | process.env | {PULSE: pulse},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
@@ -239,14 +242,16 @@ class Pod:
         if self._stop.is_set():
             started.terminate()
         assert started.stdout is not None
-        ended = asyncio.create_task(started.wait())
         copying = asyncio.create_task(self._copy(process.name, started.stdout))
-        code = await ended
+        # `wait` would also wait for the pipe, which a process that it started may hold open.
+        while (code := started.returncode) is None:  # noqa: ASYNC110
+            await asyncio.sleep(EXIT_SECONDS)
         if self._liveness is not None:
             self._liveness.end(process.name)
-        # A process that it started may hold the pipe open.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)
+        # Processes that it started may have sessions of their own.
+        await asyncio.to_thread(kill_until_gone, lambda _: started_with([f"{PULSE}={pulse}"]))
         await asyncio.wait({copying}, timeout=2.0)
         copying.cancel()
         return code

@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dovetail.protocol.process.env import started_with
+from dovetail.protocol.process.pulse import PULSE
 from dovetail.supervision import logs, proctree
 from dovetail.supervision.processes import ProcessSpec
 
@@ -61,6 +63,7 @@ class Spawner:
         self._pids: dict[str, int] = {}
         self._sessions: set[int] = set()
         self._below: set[int] = set()
+        self._marks: set[str] = set()
         self._log_start = 0
 
     @property
@@ -93,6 +96,8 @@ class Spawner:
         """Ask for a process. `poll` returns `Started` when the zygote is ready and has started it."""
         self.start()
         self._asked.add(spec.name)
+        if PULSE in spec.env:
+            self._marks.add(f"{PULSE}={spec.env[PULSE]}")
         request = {"op": "spawn", "name": spec.name, "module": spec.module, "env": spec.env, "log": str(spec.log)}
         self._send(request)
 
@@ -202,15 +207,18 @@ class Spawner:
         except subprocess.TimeoutExpired:
             zygote.kill()
             code = zygote.wait()
-        # Its children die with it (PR_SET_PDEATHSIG). We have adopted their children, and find them by their sessions.
+        # Its children die with it (PR_SET_PDEATHSIG). We have adopted their children, and find them by their sessions,
+        # and by the pulse in their environment if they have sessions of their own.
         sessions, below = self._sessions | {zygote.pid}, self._below
 
         def left(found: list[proctree.Process]) -> set[int]:
-            return {p.pid for p in found if (p.session in sessions or p.pid in below) and not p.zombie}
+            marked = started_with(self._marks) | below
+            return {p.pid for p in found if (p.session in sessions or p.pid in marked) and not p.zombie}
 
         proctree.kill_until_gone(left)
         _reap(p.pid for p in proctree.snapshot() if p.session in sessions and p.parent == os.getpid() and p.zombie)
         self._sessions.clear()
+        self._marks.clear()
         self._below = set()
         return code
 

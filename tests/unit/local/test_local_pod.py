@@ -146,6 +146,20 @@ def test_a_process_whose_child_is_stopped_for_good_is_killed_with_it(modules, tm
 
 
 @pytest.mark.slow
+def test_what_a_process_started_in_a_session_of_its_own_ends_with_it(modules, tmp_path):
+    write, environ = modules
+    code = "import subprocess, sys\n"
+    code += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+    code += f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\nsys.exit(1)"
+    assert run([write("dies", code)], environ)[0] == 1
+    child = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + SECONDS
+    while any(process.pid == child and not process.zombie for process in snapshot()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
 def test_a_process_whose_pulse_stops_is_killed(modules):
     """It lives, and its connections would, too: but nothing is done any more."""
     write, environ = modules

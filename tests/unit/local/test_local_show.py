@@ -406,6 +406,7 @@ def evaluated(before, after, **more):
             "The reward model prefers the chosen response in 84.7% of the held-out pairs.",
         ),
         ({"sft": {"loss_after": 0.5}}, ""),
+        ({"ppo": {"reward_first": figure(0.5), "reward_last": figure(0.5)}, "progress": {"done": 1}}, ""),
         ({"evaluation": None, "state": "failed"}, ""),
     ],
 )

@@ -20,7 +20,7 @@ from dovetail.coordinator.rewards import worker as worker_module
 from dovetail.coordinator.rewards.calls import Call, CallFailed, Function, RewardAnswer, RewardError
 from dovetail.coordinator.rewards.values import FRAMES
 from dovetail.manifest.types import RewardModel
-from dovetail.protocol.process.env import TOKEN
+from dovetail.protocol.process.env import TOKEN, started_with
 
 # The time limit of a worker's start. A module may import large libraries and load models, which takes time.
 START_SECONDS = 300.0
@@ -160,15 +160,10 @@ def _kill_marked(mark: str) -> None:
     """End the processes that have `mark` in their environment, also those with sessions of their own. Processes that
     are started meanwhile are found too."""
     deadline = time.monotonic() + END_SECONDS
-    while time.monotonic() < deadline:
-        found = False
-        for folder in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    os.kill(int(folder.name), signal.SIGKILL)
-                    found = True
-        if not found:
-            return
+    while time.monotonic() < deadline and (found := started_with([mark])):
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)
 
 

@@ -67,7 +67,7 @@ def outcome(summary: Mapping[str, Any]) -> str:
     if phrases := [phrase for phrase in found if phrase]:
         return f"{ppo} {' and '.join(phrases)}."
     first, last = get(summary, "ppo.reward_first"), get(summary, "ppo.reward_last")
-    if said := _moved("the reward per sample", first, last):
+    if first != last and (said := _moved("the reward per sample", first, last)):  # one iteration is both
         held = "" if measures else " That is on the prompts of training: no held-out prompts were evaluated."
         return f"{ppo} {said}.{held}"
     for name, label in (("dpo", dpo), ("sft", "SFT")):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,3 +120,14 @@ class ProcessEnv:
         if self.config_dir is not None:
             variables[CONFIG_DIR] = str(self.config_dir)
         return variables
+
+
+def started_with(entries: Iterable[str]) -> set[int]:
+    """The ids of the processes of this user that have one of the `NAME=value` in the environment with which they were
+    started. A process inherits it whatever session and parent it has."""
+    wanted, found = {entry.encode() for entry in entries}, set()
+    for folder in Path("/proc").glob("[0-9]*") if wanted else ():
+        with contextlib.suppress(OSError):
+            if not wanted.isdisjoint((folder / "environ").read_bytes().split(b"\0")):
+                found.add(int(folder.name))
+    return found
