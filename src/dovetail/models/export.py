@@ -212,16 +212,17 @@ def _pad(settings: dict[str, Any], whole: Path, fields: dict[str, Any]) -> None:
     ends = fields.get("eos_token_id")
     never = {named("eos_token"), *(ends if isinstance(ends, list) else [ends])}
     more = tokenizer.get_added_tokens_decoder()
-    found = [named("pad_token"), fields.get("pad_token_id")]
-    found += [number for number, token in more.items() if token.special and "pad" in token.content.lower()]
-    found = [number for number in found if number not in never and tokenizer.id_to_token(number or 0) is not None]
+    known = [named("pad_token"), fields.get("pad_token_id")]
+    known += [number for number, token in more.items() if token.special and "pad" in token.content.lower()]
+    # Some models say -1.
+    found = [n for n in known if n is not None and n >= 0 and n not in never and tokenizer.id_to_token(n) is not None]
     if not found and (size := tokenizer.get_vocab_size()) < fields["vocab_size"]:
         tokenizer.add_special_tokens([AddedToken(_PAD, special=True, normalized=False)])
         if tokenizer.token_to_id(_PAD) == size:
             tokenizer.save(str(whole))
             found = [size]
-    found += [named("unk_token"), named("bos_token")]
-    pad = next((number for number in found if number is not None and number not in never), None)
+    found += [n for n in (named("unk_token"), named("bos_token")) if n is not None and n not in never]
+    pad = next(iter(found), None)
     fields["pad_token_id"] = pad
     settings["padding_side"] = "right"
     if pad is not None:
@@ -242,5 +243,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file and flush it to the disk."""
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     sync(path)

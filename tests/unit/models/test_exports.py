@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +135,8 @@ PADS: dict[str, tuple[dict[str, Any], dict[str, Any], str | None]] = {
     "model's": ({"specials": ("<x>", "<reserved>")}, {"pad_token_id": 1}, "<x>"),
     "called so": ({"specials": ("<|fim_pad|>",), "bos_token": "<s>"}, {}, "<|fim_pad|>"),
     "a row to spare": ({"bos_token": "<s>"}, {"vocab_size": 1000}, "<|pad|>"),
+    "a row to spare, no id": ({"bos_token": "<s>"}, {"vocab_size": 1000, "pad_token_id": None}, "<|pad|>"),
+    "an id that is none": ({"bos_token": "<s>"}, {"pad_token_id": -1}, "<s>"),
     "unknown": ({"style": "prepends", "unk_token": "<unk>", "bos_token": "<s>"}, {}, "<unk>"),
     "begin": ({"bos_token": "<s>"}, {}, "<s>"),
     "none": ({}, {}, None),
@@ -195,17 +199,21 @@ VERSION_4 = ("transformers==4.57.6", "huggingface-hub==0.36.2", "tokenizers==0.2
 @pytest.fixture(scope="module")
 def version_4() -> Path:
     folder = Path.home() / ".cache" / "dovetail" / "-".join(VERSION_4)
-    if not (folder / "done").exists():
-        uv = Path(sys.executable).with_name("uv")
-        subprocess.run(
-            [uv, "pip", "install", "--quiet", "--no-deps", "--target", folder, *VERSION_4], check=True, timeout=600
-        )
-        (folder / "done").touch()
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # It appears whole, also if this is killed or another checkout does the same.
+        with tempfile.TemporaryDirectory(dir=folder.parent) as fresh:
+            uv, made = Path(sys.executable).with_name("uv"), Path(fresh) / "made"
+            options = ["--quiet", "--no-deps", "--python", sys.executable, "--target", str(made)]
+            patient = os.environ | {"UV_HTTP_TIMEOUT": "180"}
+            subprocess.run([uv, "pip", "install", *options, *VERSION_4], check=True, env=patient, timeout=600)
+            with contextlib.suppress(OSError):
+                made.rename(folder)
     return folder
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1500)
 def test_transformers_4_computes_the_same(version_4: Path, tmp_path: Path) -> None:
     logits, ids = {}, {}
     for case, (family, changes) in POSITIONS.items():
