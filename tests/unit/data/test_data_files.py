@@ -62,6 +62,7 @@ def test_every_kind_of_file(
         ("colon.json", '[{"a": 1}\n{"a": 2}]', "no comma and no end of the list after record 1: '{' is there"),
         ("two.json", LIST + LIST, "there is more after the end of the list"),
         ("typo.json", '[\n{"a": 1},\n{"a": b}]', r"record 2: not valid JSON \(Expecting value in line 3\)"),
+        ("digits.json", '[{"a": 1}, {"a": ' + "9" * 5000 + "}]", r"record 2: not valid JSON \(Exceeds the limit"),
         ("twice.csv", "prompt,response,prompt\na,b,c\n", "twice.csv:1: two columns are called 'prompt'; rename one"),
         ("quotes.csv", 'prompt,response\na,"b\n', r"quotes.csv:2: not valid CSV \(unexpected end of data\)"),
         ("after.csv", 'prompt,response\na,"b"c\n', "after.csv:2: not valid CSV"),
@@ -105,6 +106,9 @@ def test_a_table_holds_labels_and_messages_as_json(tmp_path: Path) -> None:
     cell = json.dumps(talk).replace('"', '""')
     (tmp_path / "a.csv").write_text(f'prompt,messages,label,response\n[1],"{cell}",True,"[{{}}]"\n')
     assert found(tmp_path / "a.csv") == [{"prompt": "[1]", "messages": talk, "label": True, "response": "[{}]"}]
+    for text in ("[]", "[[1, 2], [3, 4]]", "[" * 100_000):
+        (tmp_path / "a.csv").write_text(f'prompt,response\n"{text}",b\n')
+        assert found(tmp_path / "a.csv") == [{"prompt": text, "response": "b"}], "no messages, but a text"
 
 
 def test_a_list_is_not_read_whole_to_find_its_first_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,6 +156,8 @@ class _Json:
                     continue
                 line = self._line + self._text.count("\n", 0, error.pos)
                 raise DataError(f"{place}: not valid JSON ({error.msg} in line {line})") from None
+            except ValueError as error:  # a number with thousands of digits
+                raise DataError(f"{place}: not valid JSON ({error})") from None
             except RecursionError:
                 raise DataError(f"{place}: JSON nested too deeply") from None
 
@@ -222,9 +224,11 @@ def _cell(name: str, text: str) -> Any:
     if name in ("messages", "conversations", "prompt", "chosen", "rejected", "history", "tools") and text[:1] == "[":
         try:
             found = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             return text
-        return found if all(isinstance(each, dict | list) for each in found) else text
+        kind = list if name == "history" else dict
+        empty = not found and name not in ("history", "tools")
+        return text if empty or not all(isinstance(each, kind) for each in found) else found
     return text
 
 
