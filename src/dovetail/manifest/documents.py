@@ -238,27 +238,29 @@ def _with_modules(data: dict[str, Any]) -> dict[str, Any]:
     spec = copy.deepcopy(data.get("spec"))
     places: list[tuple[Any, Any, Any]] = []  # the object with importPath, and what holds a function by which key
 
-    def part(*names: str) -> Any:
+    def part(kind: type, *names: str) -> Any:
         found = spec
         for name in names:
             found = found.get(name) if isinstance(found, dict) else None
-        return found if isinstance(found, dict | list) else {}
+        return found if isinstance(found, kind) else kind()
 
-    reward, ppo, metrics = part("models", "reward"), part("ppo"), part("evaluation", "metrics")
+    models, reward, ppo = part(dict, "models"), part(dict, "models", "reward"), part(dict, "ppo")
+    metrics, functions = part(list, "evaluation", "metrics"), part(list, "models", "reward", "functions")
     places += [(reward, reward, "function"), (ppo, ppo, "loss"), (ppo, ppo, "advantageFunction")]
-    functions = part("models", "reward", "functions")
     places += [(reward, each, "function") for each in functions if isinstance(each, dict)]
-    places += [(reward, metrics, index) for index in range(len(metrics)) if isinstance(metrics, list)]
+    places += [(reward, metrics, index) for index in range(len(metrics))]
     for holder, named_in, key in places:
         value = named_in[key] if isinstance(named_in, list) else named_in.get(key)
         found = _FILE.fullmatch(value) if isinstance(value, str) else None
-        if found is None or not isinstance(holder, dict):
+        if found is None:
             continue
         folder, module, function = found.groups()
         if folder is not None and holder.get("importPath", folder) != folder:
             continue
         if folder is not None:
             holder["importPath"] = folder
+            if holder is reward and isinstance(spec, dict) and spec.setdefault("models", models) is models:
+                models.setdefault("reward", reward)  # metrics in a job that names no reward
         named_in[key] = f"{module}:{function}"
     return data if spec is None else data | {"spec": spec}
 

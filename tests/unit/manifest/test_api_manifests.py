@@ -136,7 +136,12 @@ def test_a_function_may_be_written_as_its_file():
     assert found.evaluation.metrics == ["reward", "other:measure"]
     assert (found.ppo.loss, found.ppo.advantage_function) == ("losses:clipped", "losses:mine")
     assert found.ppo.import_path is None, "the manifest's own folder"
-    spec["models"]["reward"]["importPath"] = "elsewhere"
+    del spec["models"]["reward"]
+    assert parse(document).spec.models.reward.import_path == "code/a", "the metrics' folder"
+    for wrong in ({"models": {"reward": ["a.py:f"]}}, {"ppo": ["a.py:f"]}, {"evaluation": {"metrics": "a.py:f"}}):
+        with pytest.raises(ManifestError):
+            parse({**document, "spec": spec | wrong})
+    spec["models"]["reward"] = {"functions": [{"function": "code/a/mine.py:one"}], "importPath": "elsewhere"}
     with pytest.raises(ManifestError, match=r"functions\[0\].function must be a Python function as module:callable"):
         parse(document)
 
