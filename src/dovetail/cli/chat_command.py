@@ -87,6 +87,8 @@ def chat(
         raise UsageError("name the folder of a run, for example runs/quickstart, or a server with --url")
     if engine is not None and url:
         raise UsageError("--engine says how a model is loaded here, and --url where it is served; give one of them")
+    if run_dir is None and iteration is not None:
+        raise UsageError("--iteration is of a run; name its folder, for example runs/quickstart")
     if compare and iteration is not None:
         raise UsageError("--iteration is for one model; leave out --compare")
     names = tuple(dict.fromkeys(compare)) if compare else (model,)
@@ -114,7 +116,8 @@ def chat(
                 share = ["--gpu-memory-utilization", str(SHARE)] if len(names) > 1 and cuda_devices() else []
                 models[name] = stack.enter_context(_loaded(run_dir, name, iteration, chosen, share))
         if person:
-            what = " and ".join(url or [str(Path(str(run_dir)) / "models" / name) for name in names])
+            when = "" if iteration is None else f" after iteration {iteration}"
+            what = " and ".join(url or [f"{Path(str(run_dir)) / 'models' / name}{when}" for name in names])
             click.echo(f"Talking with {what}. Ctrl-C stops a reply, /reset starts anew, /quit ends.")
         screen: Screen = PlainScreen(write)
         if len(models) > 1 and sys.stdout.isatty():

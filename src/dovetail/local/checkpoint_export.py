@@ -64,6 +64,8 @@ def find(run_dir: Path, model: str | None, iteration: int | None, adapter: bool 
     last stage that keeps one. `adapter`: its adapters are wanted, which finished models lack. Raises UsageError, which
     names what the run keeps."""
     spec = read_job(run_dir).spec
+    if model == "actor-best":
+        raise UsageError("no checkpoint has the model actor-best, only the finished run; leave out --iteration")
     names = [model] if model is not None else _names(spec)
     for name in names:
         stage = _stage(spec, name)
@@ -211,10 +213,11 @@ def _steps(run_dir: Path, stage: Stage) -> list[int]:
 @contextlib.contextmanager
 def _held(kept: KeptModel) -> Iterator[Path]:
     """A folder with the checkpoint's files. The files stay until the context ends, even if the run deletes the
-    checkpoint: they are hard links. Where there are none, it is the checkpoint itself."""
-    with tempfile.TemporaryDirectory(prefix=".export-", dir=kept.run_dir / "checkpoints") as folder:
-        linked = Path(folder)
+    checkpoint: they are hard links. Where none can be made, it is the checkpoint itself."""
+    with contextlib.ExitStack() as stack:
         try:
+            folder = tempfile.TemporaryDirectory(prefix=".export-", dir=kept.run_dir / "checkpoints")
+            linked = Path(stack.enter_context(folder))
             for path in kept.folder.iterdir():
                 os.link(path, linked / path.name)
         except FileNotFoundError as error:

@@ -144,6 +144,7 @@ def test_the_command_compares_piped_lines(tmp_path):
         ([], "name the folder of a run"),
         (["runs/x", "--compare", "sft", "actor", "--url", "http://a"], "give --url 2 times"),
         (["runs/x", "--engine", "vllm", "--url", "http://a"], "give one of them"),
+        (["--iteration", "3", "--url", "http://a"], "--iteration is of a run; name its folder"),
     ],
 )
 def test_arguments_that_do_not_fit(arguments, said):

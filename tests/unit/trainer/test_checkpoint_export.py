@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +146,27 @@ def test_a_run_that_goes_on_may_delete_the_checkpoint_meanwhile(
     assert invoke(stopped, "-o", tmp_path / "during")[0] == 0
     same_files(tmp_path / "before", tmp_path / "during")
     assert [path.name for path in (stopped / "checkpoints").iterdir()] == ["sft-000001"]
+
+
+def test_a_run_that_may_only_be_read(stopped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert invoke(stopped, "-o", tmp_path / "linked")[0] == 0
+    made = tempfile.TemporaryDirectory
+
+    def refusing(**options: Any) -> Any:
+        if stopped in Path(options.get("dir") or "/").parents:
+            raise PermissionError(errno.EROFS, "Read-only file system")
+        return made(**options)
+
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", refusing)
+    assert invoke(stopped, "-o", tmp_path / "read")[0] == 0
+    same_files(tmp_path / "linked", tmp_path / "read")
+
+
+def test_the_best_weights_are_in_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints/ppo-000001").mkdir(parents=True)
+    (tmp_path / "job.json").write_text(job(stages=["ppo"]).model_dump_json(by_alias=True))
+    with pytest.raises(UsageError, match=r"no checkpoint has the model actor-best.*leave out --iteration"):
+        model_folder(tmp_path, "actor-best", 1)
 
 
 def test_what_cannot_be_exported_is_one_sentence(stopped: Path, tmp_path: Path) -> None:
