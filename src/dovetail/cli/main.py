@@ -5,6 +5,7 @@ Each command has a file of its own in this folder. A new command needs its file 
 from __future__ import annotations
 
 import io
+import re
 import sys
 from typing import Any, NoReturn
 
@@ -81,7 +82,10 @@ class _Group(click.Group):
         except (UsageError, PlanError) as error:
             raise _Refused(str(error)) from error
         except click.NoSuchOption as error:
-            if (hint := _OTHER_OPTIONS.get(error.option_name)) is None:
+            hint = _OTHER_OPTIONS.get(error.option_name)
+            there = {name for each in (error.ctx.command.params if error.ctx else ()) for name in each.opts}
+            # Only for a command that has what the hint names.
+            if hint is None or not there.issuperset(["manifest", *re.findall("--[a-z-]+", hint)]):
                 raise
             raise click.NoSuchOption(error.option_name, f"{error.message} {hint}", ctx=error.ctx) from error
         except RunError as error:

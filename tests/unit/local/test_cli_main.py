@@ -176,6 +176,21 @@ def test_options_of_other_tools_are_explained(manifest, option, said):
     assert said in result.output
 
 
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["export", "runs/x", "--output-dir", "y"], "--run-dir"),
+        (["data", "x.jsonl", "--out", "y"], "--run-dir"),
+        (["init", "sft", "new", "--dataset", "y"], "--prompts"),
+        (["push", "runs/x", "me/mine", "--config", "y"], "The manifest"),
+    ],
+)
+def test_no_command_names_an_option_that_it_lacks(words, hint):
+    result = call(*words)
+    assert result.exit_code != 0
+    assert hint not in result.output
+
+
 @pytest.mark.parametrize("option", ["--model", "--prompts"])
 def test_a_hubs_address_is_explained_on_the_command_line(option):
     given = {"--model": "a/b", "--prompts": "c/d", "--reward": "e:f"} | {option: "https://huggingface.co/me/mine"}
