@@ -31,7 +31,7 @@ def main() -> None:
     from PIL import Image
     from playwright.sync_api import sync_playwright
 
-    from helpers.demo_runs import demo_runs, serve_page
+    from helpers.demo_runs import TOKEN, demo_runs, serve_page
 
     chromium = sys.argv[1] if len(sys.argv) > 1 else "/usr/bin/chromium"
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
@@ -42,7 +42,7 @@ def main() -> None:
         def take(name: str, path: str, ready: str, size: dict[str, int] = WIDE, dark: bool = False) -> None:
             scheme = "dark" if dark else "light"
             page = browser.new_page(viewport=size, color_scheme=scheme)  # type: ignore[arg-type]
-            page.goto(f"{server.url}/#/{path}")
+            page.goto(f"{server.url}/?token={TOKEN}#/{path}")
             page.locator(ready).first.wait_for()
             image = Image.open(BytesIO(page.screenshot())).convert("RGB")
             image.quantize(COLOURS, dither=Image.Dither.NONE).save(TARGET / f"run-page-{name}.png", optimize=True)
