@@ -407,6 +407,7 @@ def evaluated(before, after, **more):
         ),
         ({"sft": {"loss_after": 0.5}}, ""),
         ({"ppo": {"reward_first": figure(0.5), "reward_last": figure(0.5)}, "progress": {"done": 1}}, ""),
+        ({"sft": {"loss_before": 6.2, "loss_after": float("nan")}}, ""),
         ({"evaluation": None, "state": "failed"}, ""),
     ],
 )

@@ -41,11 +41,11 @@ def binomial_p(correct: int, pairs: int) -> float:
 
 def _moved(what: str, before: Any, after: Any) -> str | None:
     """The verb phrase 'raised WHAT from 0.64 to 0.90'. Both values are numbers, or {mean, ci95}. It says so if the
-    difference is within the error. None if a value is missing."""
+    difference is within the error. None if a value is missing or not finite."""
     means, widths = [], []
     for value in (before, after):
         value = value if isinstance(value, Mapping) else {"mean": value}
-        if not isinstance(value.get("mean"), int | float):
+        if not isinstance(value.get("mean"), int | float) or not math.isfinite(value["mean"]):
             return None
         means.append(float(value["mean"]))
         widths.append(float(value.get("ci95") or 0.0))
