@@ -26,7 +26,7 @@ BIN = ROOT / ".venv/bin"
 
 def choose_base(asked: str) -> str:
     """The commit with which this checkout shares its past: with BASE, origin/main or main, whichever is there."""
-    for name in (asked, "") if asked else ("origin/main", "main"):
+    for name in [asked] if asked else ["origin/main", "main"]:
         with contextlib.suppress(Failed):
             base = git("merge-base", "HEAD", git("rev-parse", "--verify", f"{name}^{{commit}}"))
             if asked or base != git("rev-parse", "HEAD") or git("status", "--porcelain"):

@@ -47,9 +47,8 @@ def times(samples: int, phases: Mapping[str, float], wall_seconds: float | None)
 
 def mean_kl(arrays: Arrays, trained: Mapping[str, float], lag: int = 0) -> dict[str, float] | None:
     """The mean KL to the reference per sample, in nats, and the half-width of its 95% interval. None without a
-    reference. With a lag the
-    trainers' KL is used, because the rollouts' log-probabilities are of older weights. The trainers' KL is that of the
-    weights with which the iteration's training begins."""
+    reference. With a lag the trainers' KL is used, because the rollouts' log-probabilities are of older weights. The
+    trainers' KL is that of the weights with which the iteration's training begins."""
     if lag > 0 and "kl" in trained:
         return {"mean": trained["kl"], "ci95": trained.get("kl_ci95", 0.0)}
     found = kl_per_sample(arrays)

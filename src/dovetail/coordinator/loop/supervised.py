@@ -139,7 +139,6 @@ class SupervisedStages:
         self._spec, self._plan, self._models, self._run_id = spec, plan, run_dir / "models", run_id
         self._records, self._session, self._sources, self._settled = records, session, sources, settled
         self._batches, self._steps = batches, steps
-        self._warning = ""
 
     async def sft(self) -> None:
         """Fine-tune the actor on demonstrations. The result is models/sft. Facts: sft.loss_before, sft.loss_after."""
@@ -229,10 +228,10 @@ class SupervisedStages:
             # A coordinator that was killed as the stage ended may have left its checkpoints.
             self._session.forget(stage.stage)
             return
-        self._warning = self._batches.equal_pairs() if stage.stage.has_pairs else ""
-        if self._warning:
-            records.log("data.equal_pairs", level="warning", stage=name, message=self._warning)
-        told = {"message": self._warning} if self._warning else {}
+        warning = self._batches.equal_pairs() if stage.stage.has_pairs else ""
+        if warning:
+            records.log("data.equal_pairs", level="warning", stage=name, message=warning)
+        told = {"message": warning} if warning else {}
         records.progress.update(state="running", stage=name, step=0, total_steps=stage.steps, phase="training", **told)
         hooks = Hooks(self._on_step, records.results.fact, records.results.wall_seconds)
         await run_supervised(stage, self._session, records.store, hooks)
