@@ -261,8 +261,10 @@ def test_preferences_of_llama_factory(name: str) -> None:
         tagged = {name: talk, "kto_tag": good}
         assert read(tagged, "preferences", HumanAssistant()) == Labelled(start, " Hello", good)
         assert read({**tagged, "label": None}, "preferences", HumanAssistant()) == Labelled(start, " Hello", good)
-    with pytest.raises(DataError, match="'kto_tag' is false, so SFT must not learn this response"):
-        read({name: talk, "kto_tag": False}, "demonstrations", HumanAssistant())
+    for label in ("label", "kto_tag"):
+        with pytest.raises(DataError, match=f"'{label}' is false, so SFT must not learn this response"):
+            read({name: talk, label: False}, "demonstrations", HumanAssistant())
+        assert responses(read({name: talk, label: True}, "demonstrations", HumanAssistant())) == [" Yo.", " Hello"]
     with pytest.raises(DataError, match="chosen and rejected must be one assistant message each after a common"):
         read({name: talk, **pair}, "preferences", HumanAssistant())
 
@@ -306,8 +308,9 @@ def test_completions_with_scores() -> None:
     for row in (scored(5, 5), scored(5), scored()):
         with pytest.raises(DataError, match="f:1: no two completions have different scores"):
             read(row, "preferences", chat)
-    with pytest.raises(DataError, match="f:1: completion 1 needs 'response', a text, and 'overall_score' or 'score'"):
-        read(scored(5, None), "preferences", chat)
+    for none in (None, float("nan"), True):
+        with pytest.raises(DataError, match="f:1: completion 1 needs 'response', a text, and 'overall_score' or"):
+            read(scored(5, none), "preferences", chat)
 
 
 def test_rows_without_a_better_completion_are_left_out(tmp_path: Path) -> None:

@@ -329,8 +329,9 @@ def _messages(row: Row, kind: DataKind, chat: ChatFormat, where: str) -> Record:
 
 
 def _is_messages(row: Row) -> bool:
-    """Whether a row is a whole conversation. In LLaMA-Factory's rows it may lack the answer, or have a tag of KTO."""
-    judged = isinstance(row.get("chosen"), Mapping) or isinstance(row.get("kto_tag"), bool)
+    """Whether a row is a whole conversation. In LLaMA-Factory's rows it may lack the answer. A label judges the last
+    answer, which SFT must not learn if it is false."""
+    judged = isinstance(row.get("chosen"), Mapping) or any(isinstance(row.get(name), bool) for name in LABEL_FIELDS)
     return _first(row, MESSAGE_FIELDS) is not None and not judged
 
 
@@ -418,7 +419,8 @@ def _ranked(row: Row, where: str) -> list[tuple[list[float], str]]:
     for i, item in enumerate(completions):
         text = item.get("response", item.get("text")) if isinstance(item, Mapping) else None
         scores = [item.get(name) for name in _SCORES] if isinstance(item, Mapping) else []
-        known = [float(score) for score in scores if isinstance(score, int | float) and not isinstance(score, bool)]
+        numbers = (score for score in scores if isinstance(score, int | float) and not isinstance(score, bool))
+        known = [float(number) for number in numbers if abs(number) < 1e300]  # NaN is no score
         if not isinstance(text, str) or not known:
             raise DataError(
                 f"{where}: completion {i} needs 'response', a text, and {_SCORES[0]!r} or 'score', a number"
