@@ -108,9 +108,7 @@ def document(
     for name in DATA_KINDS:
         if given := getattr(line, name):
             data[name] = [_source(each, local) for each in given]
-    most = min(
-        max([prompt + RESPONSE_TOKENS, *map(_round_up, records)]), context or max(SURE_CONTEXT, prompt + response)
-    )
+    most = min(max([prompt + RESPONSE_TOKENS, *map(_round_up, records)]), context or SURE_CONTEXT)
     data |= {"maxPromptTokens": prompt, "maxTokens": most}
     spec: dict[str, Any] = {"stages": stages, "models": models, "data": data}
     ranks = gpus.count if gpus is not None else 1
@@ -132,14 +130,10 @@ def document(
 
 def _lengths(longest: int | None, context: int | None, gpus: GPUs | None, generates: bool) -> tuple[int, int]:
     """The maximum tokens of a prompt and of a response."""
-    prompt = PROMPT_TOKENS if longest is None else _round_up(longest)
-    response = RESPONSE_TOKENS
-    if generates and gpus is not None:
-        response = REASONING_TOKENS if context else max(RESPONSE_TOKENS, SURE_CONTEXT - prompt)
-    if context:
-        prompt = min(prompt, context // 2)
-        response = min(response, context - prompt)
-    return prompt, response
+    limit = context or SURE_CONTEXT
+    prompt = min(PROMPT_TOKENS if longest is None else _round_up(longest), limit // 2)
+    response = REASONING_TOKENS if generates and gpus is not None else RESPONSE_TOKENS
+    return prompt, min(response, limit - prompt)
 
 
 def _round_up(tokens: int) -> int:

@@ -142,6 +142,20 @@ def test_no_record_of_a_file_is_cut(here: Path, kind: str, method: str) -> None:
     assert len(long) // 2 <= limit <= 8192, "and it fits the model"
 
 
+@pytest.mark.parametrize("gpus", [None, H100])
+@pytest.mark.parametrize(("kind", "method"), [("prompts", "grpo"), ("demonstrations", "sft")])
+def test_long_records_do_not_ask_more_of_a_hubs_model_than_it_has(
+    kind: str, method: str, gpus: one_line_options.GPUs | None
+) -> None:
+    """Its context is known only when it is there. Then vLLM refuses a longer prompt, and training goes past the
+    positions that it has learnt."""
+    line = OneLine(method, "me/model", **{kind: ["long.jsonl"]}, rewards=("a:b",) if kind == "prompts" else ())
+    spec = parse(document(line, frozenset({"long.jsonl"}), gpus, longest={kind: 60_000})).spec
+    assert spec.data.max_prompt_tokens == 1024
+    assert spec.data.max_tokens <= 2048
+    assert kind == "demonstrations" or spec.data.max_prompt_tokens + spec.generation.max_tokens <= 2048
+
+
 def test_the_methods_are_those_of_the_table_in_the_docs() -> None:
     page = (Path(__file__).parents[3] / "docs/algorithms.md").read_text()
     rows = dict(re.findall(r"^\| ([^|]+?) \| `(\{.*?\})` \|", page, re.MULTILINE))
