@@ -100,7 +100,8 @@ def test_a_run_goes_on_with_fewer_and_with_more_trainer_ranks(tmp_path: Path) ->
     assert [e["stage"] for e in events(changed, "trainers.changed")] == ["dpo", "dpo"]
     rows = [row for row in summary(changed)["changes"] if row["field"] == "trainer ranks"]
     assert [row["new"] for row in rows] == ["1 (actor: pp 1, dp 1, tp 1)", "2 (actor: pp 2, dp 1, tp 1)"]
-    assert [row["step"] for row in rows] == [10, 20]
+    # The last checkpoint, and the last result: an interrupted run is a few steps further on a fast machine.
+    assert all(least <= row["step"] <= row["settled"] < 30 for least, row in zip((10, 20), rows, strict=True))
     assert rows[0]["settled"] >= 11
     files = ((run / "models/actor").glob("*.safetensors") for run in (peaceful, changed))
     a, b = ({name: array for file in each for name, array in load_file(file).items()} for each in files)
