@@ -145,13 +145,13 @@ def test_a_mean_over_a_sample_skips_what_does_not_count() -> None:
         ("my_losses:frozen", "returned losses without a gradient; compute them from inputs.logprobs"),
         ("my_losses:steep", "has a gradient that is not finite"),
         ("my_losses:broken", r"raised AttributeError: .*no_such_field.* at .*my_losses.py:\d+ in broken"),
-        ("my_losses:polls", r"did not return within 0.2 s \(spec.ppo.timeoutSeconds\) at .*my_losses.py:\d+ in polls"),
+        ("my_losses:polls", r"did not return within 1 s \(spec.ppo.timeoutSeconds\) at .*my_losses.py:\d+ in polls"),
         ("my_losses:bad_metric", r"returned the metric 'mean' of shape \(\)"),
     ],
 )
 def test_what_is_wrong_shows_before_a_rank_joins(module: str, loss: str, message: str) -> None:
     env: Any = type("Env", (), {"coordinator": "http://127.0.0.1:1", "token": "", "name": "trainer-0"})
-    wrong = job(ppo={"loss": loss, "importPath": module, "timeoutSeconds": 0.2 if "polls" in loss else 600})
+    wrong = job(ppo={"loss": loss, "importPath": module, "timeoutSeconds": 1.0 if "polls" in loss else 600})
     with pytest.raises(ValueError, match=f"^spec.ppo.loss: .*{message}"):
         serve(env, wrong, {}, 1.0, lambda *_, **__: None)  # type: ignore[arg-type]
 
