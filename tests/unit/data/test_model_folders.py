@@ -20,21 +20,14 @@ SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 
 FILES = [
     *SHARDS,
-    *("config.json", "tokenizer.json", "chat_template.jinja", "modeling.py", "value_head/model.safetensors"),
+    *("config.json", "tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"),
+    *("generation_config.json", "modeling.py", "value_head/model.safetensors"),
 ]
 
 
 def a_model(folder: Path) -> Path:
-    folder.mkdir(parents=True)
-    (folder / "value_head").mkdir()
-    for name in (
-        *SHARDS,
-        "config.json",
-        "tokenizer.json",
-        "chat_template.jinja",
-        "modeling.py",
-        "value_head/model.safetensors",
-    ):
+    for name in FILES:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"content of {name}")
     index = {"weight_map": {"a": SHARDS[0], "b": SHARDS[1]}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -79,8 +72,7 @@ def one_file(folder: Path) -> None:
 
 
 CHANGES = {
-    **{name: edit(name) for name in (*SHARDS, "config.json", "tokenizer.json", "chat_template.jinja", "modeling.py")},
-    "value_head/model.safetensors": edit("value_head/model.safetensors"),
+    **{name: edit(name) for name in FILES},
     **{each.__name__: each for each in (append, remove, add_code, replace, one_file)},
 }
 
