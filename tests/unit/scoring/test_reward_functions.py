@@ -270,7 +270,7 @@ def test_what_a_function_started_in_a_session_of_its_own_ends_with_its_worker(fo
             # Its worker is gone, and another goes on: what the first one left must not pile up until the run's end.
             await settled(lambda: not lives(int((folder / "tried").read_text())))
 
-    run(reward("orphan", timeoutSeconds=5), folder, work)
+    run(reward("orphan", timeoutSeconds=20), folder, work)
     wait_for("its end", lambda: not lives(int((folder / "tried").read_text())), 60)
 
 
@@ -285,7 +285,7 @@ def test_a_progress_bar_is_not_kept_without_end(folder: Path, capfd: pytest.Capt
             await asked
         return kept, str(error.value)
 
-    kept, says = run(reward("bar", timeoutSeconds=5), folder, work)
+    kept, says = run(reward("bar", timeoutSeconds=20), folder, work)
     assert kept < 100_000
     assert f"mine.py:{line('bar') + 6} in bar" in says, "the frames are still found behind it"
     assert "59999/60000" in capfd.readouterr().err
