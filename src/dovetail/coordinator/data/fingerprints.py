@@ -100,8 +100,8 @@ def _commit(records: Records[Any]) -> str | None:
 
 # What is read of a model's or tokenizer's folder, beside weights.
 _READ = re.compile(
-    r"(?:generation_)?config\.json|tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|chat_template\..*|"
-    r"[^/]+\.(?:py|model|tiktoken|jinja)|model\.safetensors\.index\.json"
+    r"(?:generation_)?config\.json|tokenizer.*|special_tokens_map\.json|added_tokens\.json|vocab\..*|merges\.txt|"
+    r"chat_template\..*|[^/]+\.(?:py|model|tiktoken|jinja)|model\.safetensors\.index\.json"
 )
 # A file that was written just before it was read may be written again within the same tick of the clock of its times.
 _TICK_NS = 100_000_000
