@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,12 +174,6 @@ def built(kind: str, adds: bool) -> Tokenizer:
     return made
 
 
-@pytest.fixture(scope="module", params=[f"{kind} {adds}" for kind in KINDS for adds in ("adds", "adds nothing")])
-def tokens(request: pytest.FixtureRequest) -> Tokenizer:
-    kind, adds = request.param.split(" ", 1)
-    return built(kind, adds == "adds")
-
-
 def with_template(tokens: Tokenizer, template: str | None, end: str) -> Any:
     return PreTrainedTokenizerFast(
         tokenizer_object=tokens, bos_token="<s>", eos_token=end, unk_token="<unk>", chat_template=template
@@ -209,11 +204,29 @@ def ids(found: Any) -> list[int]:
     return list(found if isinstance(found, list) else found["input_ids"])
 
 
+def opens_a_thought(tokenizer: Any) -> bool:
+    """Whether an answer begins in a thought, as in DeepSeek R1. An answer without one is refused there."""
+    asked = str(tokenizer.apply_chat_template(ASKED[:1], add_generation_prompt=True, tokenize=False))
+    return asked.rstrip().endswith("<think>")
+
+
+def writes_texts(tokenizer: Any) -> bool:
+    """Whether a content may be a text. Templates of models of images (Idefics 3, LLaVA) may take lists only."""
+    try:
+        return ASKED[0]["content"] in tokenizer.apply_chat_template([*ASKED[:1], *ANSWERS[:1]], tokenize=False)
+    except Exception:  # a template may raise any error
+        return False
+
+
 @pytest.mark.slow
-def test_ids_are_those_of_apply_chat_template(tokens: Tokenizer) -> None:
-    """For every template, every kind of tokenizer and every conversation, or the record is refused."""
-    written = 0
-    for name, (template, end) in (SHAPES | shipped()).items():
+@pytest.mark.parametrize("adds", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_are_those_of_apply_chat_template(kind: str, adds: bool) -> None:
+    """For every template, every kind of tokenizer and every conversation, or the record is refused. (All templates that
+    the packages ship meet the three tokenizers that differ most.)"""
+    written, tokens = 0, built(kind, adds)
+    every = shipped() if (kind, adds) in (("bytes", False), ("prepend", True), ("wordpiece", True)) else {}
+    for name, (template, end) in (SHAPES | every).items():
         tokenizer = with_template(tokens, template, end)
         encoder = Encoder(tokenizer, 10_000, 10_000)
         for messages in conversations():
@@ -227,10 +240,10 @@ def test_ids_are_those_of_apply_chat_template(tokens: Tokenizer) -> None:
                 plain = messages[0]["role"] == "user" and not any(
                     word in str(messages) for word in ("think", "reas", "tool")
                 )
-                assert not plain or name in ("DeepSeek R1", "vllm: template_kimi_audio"), (name, messages)
+                assert not plain or opens_a_thought(tokenizer) or not writes_texts(tokenizer), (name, messages)
                 continue
             written += 1
-            given = [{"thinking": m.get("reasoning_content"), **m} for m in messages]
+            given = [{"thinking": m["reasoning_content"], **m} if "reasoning_content" in m else m for m in messages]
             prompt = ids(
                 tokenizer.apply_chat_template(given[:-1], tools=tools, add_generation_prompt=True, tokenize=True)
             )
@@ -238,7 +251,9 @@ def test_ids_are_those_of_apply_chat_template(tokens: Tokenizer) -> None:
             assert encoder.prompt(asked.prompt) == prompt, (name, messages)
             made = encoder.demonstration(record)
             # The last end token is the end. A template may lack one, and some leave out the thought that is learnt.
-            if not (name == "DeepSeek R1" and ("think" in str(messages) or "reasoning" in str(messages))):
+            # Those of Nemotron open a thought otherwise in a prompt than in a turn. The prompt's ids then count.
+            thought = "think" in str(messages) or "reasoning" in str(messages) or "nemotron" in name
+            if not (opens_a_thought(tokenizer) and thought):
                 common = [*whole, tokenizer.eos_token_id][: len(made.tokens)]
                 assert made.tokens == common, (name, messages, tokenizer.decode(made.tokens))
             assert made.tokens[-1] == tokenizer.eos_token_id
@@ -252,9 +267,12 @@ def test_ids_are_those_of_apply_chat_template(tokens: Tokenizer) -> None:
             # Only white space may belong to a token on both sides of the place where the model begins.
             begin = max(i for i in range(len(made.tokens)) if i in learnt and i - 1 not in learnt)
             agree = next((i for i, (a, b) in enumerate(zip(prompt, made.tokens, strict=False)) if a != b), len(prompt))
-            assert begin >= agree
-            assert begin <= len(prompt) or agree < len(prompt), (name, messages)
-    assert written > 60
+            # (Unigram makes one unknown token of all neighbours that it does not know.)
+            assert begin >= agree - (made.tokens[begin] == tokenizer.unk_token_id), (name, messages)
+            # Where the template marks what is learnt, its marks decide.
+            marked = re.search(r"\{%-? *generation", template)
+            assert begin <= len(prompt) or agree < len(prompt) or marked, (name, messages)
+    assert written > (500 if every else 60)
 
 
 @pytest.mark.parametrize("kind", KINDS)

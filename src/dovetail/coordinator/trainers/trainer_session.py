@@ -200,6 +200,8 @@ class TrainerSession:
         aside = folder.with_name(folder.name + ".damaged")
         if aside.exists():
             self.prune(aside)
+        if aside.exists():
+            raise TrainerError(f"{reason}; {aside} holds what is not the run's: move it away, and resume the run")
         if folder.exists():
             folder.rename(aside)
         self._record(plan.stage, step_back)
