@@ -26,6 +26,7 @@ from dovetail.coordinator.store.store import Store
 from dovetail.coordinator.weights.offers import push_offer
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.messages import Offer, Publish, Receiver, Register
+from dovetail.protocol.sampling import asked_of_servers
 from helpers.nursery import Adopted
 from helpers.vllm_servers import TOKEN, Server, tiny_llama
 from helpers.weight_trainer import Alone, actor_of, probe_of, prove, weights_of
@@ -34,7 +35,7 @@ if find_spec("vllm") is None:
     pytest.skip("needs vLLM", allow_module_level=True)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-SAMPLES, MAX_TOKENS = 24, 160
+SAMPLES, MAX_TOKENS, TEMPERATURE = 24, 160, 0.8
 START_SECONDS = 400.0
 JOB = {
     "apiVersion": "dovetail.dev/v1alpha1",
@@ -43,7 +44,13 @@ JOB = {
     "spec": {
         "models": {"actor": {"source": {"scratch": {}}}},
         "data": {"maxPromptTokens": 64},
-        "generation": {"maxTokens": MAX_TOKENS, "maxConcurrent": 32, "temperature": 0.8, "topK": 100, "topP": 0.95},
+        "generation": {
+            "maxTokens": MAX_TOKENS,
+            "maxConcurrent": 32,
+            "temperature": TEMPERATURE,
+            "topK": 100,
+            "topP": 0.95,
+        },
         "groups": [{"name": "rollout", "roles": ["rollout"]}, {"name": "train", "roles": ["trainer"]}],
     },
 }
@@ -101,7 +108,7 @@ class Run:
             assert await push_offer(session, offer, pairs, True) == {t.name: None for t in targets}
             await sending
             for target in targets:
-                assert await prove(session, target.url, probe_of(model, version)) is None
+                assert await prove(session, target.url, probe_of(model, version, TEMPERATURE)) is None
         sender.close()
         for t in targets:
             self.fleet.weights_acked(t.name, t.incarnation, version)
@@ -113,8 +120,9 @@ class Run:
         store.samples.begin_iteration(1, [NewSample(i, 0, p, 77 + i) for i, p in enumerate(prompts)])
         # Every token is seen at once: on a fast machine all are made in a second.
         settings = GenerationSettings(stall=60, wait=60, flush=0.01, stream_interval=1)
+        asked = asked_of_servers(self.job.spec)
         try:
-            async with Generator(store, self.fleet, self.job.spec.generation, TOKEN, self.log, settings) as generator:
+            async with Generator(store, self.fleet, asked, TOKEN, self.log, settings) as generator:
                 result = await generator.generate(1, progress=progress)
             return store.samples.samples(1), result
         finally:
@@ -187,10 +195,10 @@ def test_killing_a_server_in_the_middle_changes_no_answer(tmp_path: Path) -> Non
 
 
 def check_logprobs(model: Any, sample: Sample) -> None:
-    """The stored log-probabilities are the model's own."""
+    """The stored log-probabilities are the model's own, at the temperature at which they were sampled."""
     ids = torch.tensor([[*sample.prompt_tokens.tolist(), *sample.tokens.tolist()]])
     with torch.no_grad():
-        logprobs = model(ids).logits[0].log_softmax(-1)
+        logprobs = (model(ids).logits[0] / TEMPERATURE).log_softmax(-1)
     start = len(sample.prompt_tokens) - 1
     expected = [float(logprobs[start + i, t]) for i, t in enumerate(sample.tokens.tolist())]
     np.testing.assert_allclose(sample.logprobs, expected, atol=5e-5)

@@ -69,14 +69,14 @@ def push(servers: Sequence[Server], command: Publish, offer: Offer, new: bool) -
     return asyncio.run(run())
 
 
-def probe_of(model: Any, version: int) -> Probe:
-    """As trainers make it; `model`: of transformers, or a whole stage."""
+def probe_of(model: Any, version: int, temperature: float = 1.0) -> Probe:
+    """As trainers make it; `model`: of transformers, or a whole stage. `temperature`: the job's."""
     from dovetail.trainer.weights.probe_logprobs import TOKENS, probe_tokens
 
     tokens = probe_tokens(model.config.vocab_size, TOKENS)
     with torch.no_grad():
         output = model(torch.tensor([tokens]))
-    logprobs = getattr(output, "logits", output)[0, :-1].log_softmax(-1)
+    logprobs = (getattr(output, "logits", output)[0, :-1] / temperature).log_softmax(-1)
     said = logprobs.gather(1, torch.tensor(tokens[1:]).unsqueeze(1)).squeeze(1)
     return Probe(version=version, tokens=tokens, logprobs=said.tolist(), dtype="float32")
 
