@@ -29,6 +29,7 @@ ELSEWHERE = {
     "chat .*--compare": ("tests/unit/local/test_chat_served.py", "--compare"),
     "chat": ("tests/unit/local/test_chat_served.py", '"chat"'),
     "serve": ("tests/e2e/test_served_result.py", '"serve"'),
+    "export": ("tests/unit/trainer/test_checkpoint_export.py", '"export"'),
     "push": ("tests/unit/data/test_hub_push.py", '"push"'),
     "ui": ("tests/unit/coordinator/test_run_page.py", '"ui"'),
     "profile": ("tests/e2e/test_new_user.py", '"profile"'),
