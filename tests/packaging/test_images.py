@@ -88,7 +88,9 @@ from dovetail.coordinator.data.text.tokenizer import load
 folder = pathlib.Path(sys.argv[1])
 sentencepiece.SentencePieceTrainer.train(
     sentence_iterator=iter(["What is two plus three? The answer is five."] * 50),
-    model_prefix=str(folder / "tokenizer"), vocab_size=300, model_type="bpe", byte_fallback=True, hard_vocab_limit=False, minloglevel=2)
+    model_prefix=str(folder / "tokenizer"),
+    vocab_size=300, model_type="bpe", byte_fallback=True, hard_vocab_limit=False, minloglevel=2,
+)
 (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
 print(len(load(folder, "f")("five")["input_ids"]) > 0)
 """
