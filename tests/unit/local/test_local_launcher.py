@@ -595,11 +595,17 @@ def watched(run_dir, on_step):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_run_that_is_told_to_stop_leaves_a_summary(tmp_path, number):
-    previous = signal.getsignal(number)
-    outcome = watched(tmp_path / "run", lambda step: os.kill(os.getpid(), number))
-    assert outcome.interrupted
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["state"] == "interrupted"
-    assert signal.getsignal(number) is previous
+    def own(*_):
+        raise AssertionError("the signal came when nothing was running")
+
+    before = signal.signal(number, own)  # the tests themselves may run under nohup
+    try:
+        outcome = watched(tmp_path / "run", lambda step: os.kill(os.getpid(), number))
+        assert outcome.interrupted
+        assert json.loads((tmp_path / "run" / "summary.json").read_text())["state"] == "interrupted"
+        assert signal.getsignal(number) is own
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_run_under_nohup_goes_on(tmp_path):
