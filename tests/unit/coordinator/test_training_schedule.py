@@ -261,6 +261,7 @@ def test_auto_beats_serial_on_two_ranks_and_the_report_shows_it(tmp_path: Path) 
     ticks = [re.findall(r'<text [^>]*text-anchor="middle" class="tick">([^<]*)<', chart) for chart in (before, after)]
     assert ticks[0] == ticks[1], "both timelines have one scale"
     table = families_section(found)
+    assert table.startswith("<details><summary>"), "who reads a result does not read schedules first"
     # Its rivals by the names that others know, also those that these ranks cannot hold.
     for name in ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ZB-H1", "RLHFuse"):
         assert name in table

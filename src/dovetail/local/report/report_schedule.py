@@ -44,8 +44,8 @@ def schedule_section(found: Mapping[str, Any]) -> str:
 
 
 def families_section(found: Mapping[str, Any]) -> str:
-    """The report's table of all families of schedules, or '' without a schedule. Pure."""
-    return f"<h2>All families of schedules</h2>{_families(found)}" if found else ""
+    """The report's table of all families of schedules, folded, or '' without a schedule."""
+    return f"<details><summary>All families of schedules</summary>{_families(found)}</details>" if found else ""
 
 
 def _names(models: Sequence[str]) -> list[str]:
