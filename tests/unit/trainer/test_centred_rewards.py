@@ -74,6 +74,7 @@ class Session:
 
     def __init__(self, evaluation: dict[str, float]) -> None:
         self.step, self.evaluation = 0, evaluation
+        self.folders = None
         self.exported: list[tuple[str, float]] = []
         self.evaluated: list[list[str]] = []
 
