@@ -41,6 +41,15 @@ def build(facts: Mapping[str, Any]) -> dict[str, Any]:
     return document
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. {} if there is none."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
     """Write a JSON document atomically. Raises OSError that names `path`."""
     write_whole(path, (json.dumps(document, indent=2, sort_keys=False) + "\n").encode())
