@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dovetail.coordinator.store.store import Store, StoreError
-from dovetail.coordinator.telemetry.summary import read_json, write_json
+from dovetail.coordinator.telemetry.summary import read_object, write_json
 from dovetail.manifest.types import TRAINED_MODELS, Stage
 
 KEY = "run/id"
@@ -112,7 +112,7 @@ def _is_own_name(path: Path) -> bool:
 
 def is_being_deleted(run_dir: Path) -> bool:
     """Whether a deletion of the run was interrupted."""
-    return bool(read_json(run_dir / "run.json").get("deleting"))
+    return bool(read_object(run_dir / "run.json").get("deleting"))
 
 
 def delete_run(run_dir: Path, run: str) -> None:
@@ -156,7 +156,7 @@ def _own(path: Path, name: str, run: str) -> Iterator[Path]:
     if path.is_dir() and not link:
         content = sorted(path.iterdir(), key=lambda each: (each.name not in MARKS, each.name))
         result = content and re.fullmatch(_RESULT, name)
-        if not _FOLDERS.fullmatch(name) or (result and read_json(content[0]).get("run", "") != run):
+        if not _FOLDERS.fullmatch(name) or (result and read_object(content[0]).get("run", "") != run):
             raise StoreError(_foreign(path, run))
         yield path
         for each in content:
@@ -177,7 +177,7 @@ def _delete(paths: list[Path]) -> None:
 
 
 def _foreign(path: Path, run: str) -> str:
-    other = read_json(path / "dovetail.json").get("run") or read_json(path / "state.json").get("run")
+    other = read_object(path / "dovetail.json").get("run") or read_object(path / "state.json").get("run")
     of = f"is of run {other}, not of run {run}" if other not in (None, run) else f"is nothing that run {run} has made"
     return f"{path} {of}; nothing was deleted or replaced: move it away"
 

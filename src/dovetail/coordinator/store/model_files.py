@@ -11,7 +11,7 @@ from dovetail.coordinator.data.prepare import Prepared
 from dovetail.coordinator.data.text.chat_template import human_assistant_template
 from dovetail.coordinator.store.delivery import trained
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS, CardFacts, ListSize, model_card, source_name
-from dovetail.coordinator.telemetry.summary import read_json, write_json, write_whole
+from dovetail.coordinator.telemetry.summary import read_object, write_json, write_whole
 from dovetail.manifest.fixed_names import DATA_KINDS
 from dovetail.manifest.types import Generation
 
@@ -58,11 +58,11 @@ def describe_model(folder: Path, name: str, base: Path, facts: CardFacts, tokeni
     own = bool(getattr(tokenizer, "chat_template", None))
     if name in LANGUAGE_MODELS:
         ids = tokenizer.eos_token_id, tokenizer.pad_token_id
-        config = generation_config(read_json(base / GENERATION_CONFIG), facts.spec.generation, *ids)
+        config = generation_config(read_object(base / GENERATION_CONFIG), facts.spec.generation, *ids)
         write_json(folder / GENERATION_CONFIG, config)
         if not own:
             write_whole(folder / CHAT_TEMPLATE, human_assistant_template(tokenizer).encode())
-    step = read_json(folder / "dovetail.json").get("step")
-    bias = read_json(folder / "config.json").get("score_bias") or 0.0
+    step = read_object(folder / "dovetail.json").get("step")
+    bias = read_object(folder / "config.json").get("score_bias") or 0.0
     card = model_card(facts, name, step if isinstance(step, int) else None, own, bias)
     write_whole(folder / "README.md", card.encode())

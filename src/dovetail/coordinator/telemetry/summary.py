@@ -41,7 +41,7 @@ def build(facts: Mapping[str, Any]) -> dict[str, Any]:
     return document
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file. {} if there is none."""
     try:
         document = json.loads(path.read_text(encoding="utf-8"))

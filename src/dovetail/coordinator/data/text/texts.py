@@ -4,7 +4,6 @@ the event loop, which must follow all servers, leaves it to threads."""
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,6 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from dovetail.coordinator.data.text.tokenizer import listed_ends
 
 _SAID = "an answer"
 
@@ -66,11 +67,7 @@ class Texts:
 def _ends(tokenizer: Any, folder: Path | None) -> Iterable[int | None]:
     """The ids of the tokens that begin, end and fill texts, and of those that the template writes after an answer."""
     yield from (getattr(tokenizer, f"{name}_token_id", None) for name in ("bos", "eos", "pad"))
-    try:
-        listed = json.loads((folder / "generation_config.json").read_bytes())["eos_token_id"] if folder else []
-    except (OSError, ValueError, KeyError, TypeError):
-        listed = []
-    yield from listed if isinstance(listed, list) else [listed]
+    yield from listed_ends(folder) if folder is not None else ()
     if not getattr(tokenizer, "chat_template", None):
         return
     turns = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": _SAID}]

@@ -91,12 +91,17 @@ def load(name: str | Path, field: str, revision: str | None = None, trust_remote
 def reply_ends(model: Path, tokenizer: Any) -> list[str]:
     """The tokens that end a reply of the model besides the tokenizer's end token. Its generation_config.json has their
     ids. Gemma and Llama close a turn with such a token."""
+    ids = [each for each in listed_ends(model) if 0 <= each < len(tokenizer)]
+    return [str(token) for token in tokenizer.convert_ids_to_tokens(ids)]
+
+
+def listed_ends(model: Path) -> list[int]:
+    """The ids of the end tokens in a model's generation_config.json."""
     try:
-        found = json.loads((model / "generation_config.json").read_text())["eos_token_id"]
+        found = json.loads((model / "generation_config.json").read_bytes())["eos_token_id"]
     except (OSError, ValueError, LookupError, TypeError):
         return []
-    ids = [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int)]
-    return [str(token) for token in tokenizer.convert_ids_to_tokens([i for i in ids if 0 <= i < len(tokenizer)])]
+    return [each for each in (found if isinstance(found, list) else [found]) if isinstance(each, int)]
 
 
 # The key of transformers' warning that a text is longer than the model allows.
