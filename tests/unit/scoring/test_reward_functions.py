@@ -275,6 +275,30 @@ def test_what_a_function_started_in_a_session_of_its_own_ends_with_its_worker(fo
 
 
 @pytest.mark.slow
+def test_a_worker_ends_whose_exit_is_known_before_its_last_word_is_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def work(calls: Calls, workers: Workers) -> str:
+        (worker,) = workers._all
+        stdout = worker._process.stdout
+        assert stdout is not None
+        read = stdout.readline
+
+        async def late() -> bytes:
+            line = await read()
+            await settled(lambda: worker._process.returncode is not None)
+            return line
+
+        monkeypatch.setattr(stdout, "readline", late)
+        with pytest.raises(RewardError) as error:
+            await calls.rewards(0, of("dies"))
+        return str(error.value)
+
+    assert "ended its worker process with exit code 7" in run(reward("orphan", timeoutSeconds=20), folder, work)
+    wait_for("its end", lambda: not lives(int((folder / "tried").read_text())), 60)
+
+
+@pytest.mark.slow
 def test_a_progress_bar_is_not_kept_without_end(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async def work(calls: Calls, workers: Workers) -> tuple[int, str]:
         asked = asyncio.create_task(calls.rewards(0, of("a")))

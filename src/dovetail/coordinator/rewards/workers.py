@@ -89,14 +89,18 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         await asyncio.to_thread(_kill_marked, self._mark)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_SECONDS):
-                await self._process.wait()
-                await self._listening
+        await self._ended()
         self._listening.cancel()
         await asyncio.gather(self._listening, return_exceptions=True)
         if self._process.stdin is not None:
             self._process.stdin.close()
+
+    async def _ended(self) -> None:
+        """Wait for the exit and the last output. What the function started may hold the pipe of the output: the time
+        limit must leave the listener as it is, for whoever waits next."""
+        exit_ = asyncio.ensure_future(self._process.wait())
+        await asyncio.wait({exit_, self._listening}, timeout=END_SECONDS)
+        exit_.cancel()
 
     async def stack(self) -> list[str]:
         """The last frames of the Python code that the worker runs. Empty if the worker does not answer."""
@@ -112,10 +116,7 @@ class _Worker:
 
     async def how_it_ended(self) -> tuple[str, list[str]]:
         """How the worker ended, as a verb phrase, and its last frames, if it wrote them."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_SECONDS):
-                await self._process.wait()
-                await self._listening
+        await self._ended()
         code = self._process.returncode
         if code is None:
             return "closed its worker process's pipe", []
