@@ -15,6 +15,8 @@ from typing import Any, Self
 
 # A function that goes on although its call was interrupted ends its process after so many seconds.
 INTERRUPTED_SECONDS = 10.0
+# Users' functions have their own SIGALRM.
+LATE = signal.SIGRTMIN
 
 
 class FunctionError(ValueError):
@@ -37,31 +39,35 @@ def time_limit(seconds: float, field: str, name: str) -> Iterator[None]:
     """Raises TimeoutError where the block stands after `seconds`. A block that goes on nevertheless, or that stands in
     C code, ends the process with 2 and one sentence on stderr. Only the main thread can be interrupted. Other threads
     have no limit, nor has a process whose function a debugger may stop."""
-    if threading.current_thread() is not threading.main_thread() or "debugpy" in sys.modules:
+    main = threading.main_thread()
+    if threading.current_thread() is not main or "debugpy" in sys.modules:
         yield
         return
     what = f"did not return within {seconds:g} s (spec.ppo.timeoutSeconds)"
+    over = threading.Event()
 
     def late(_: int, __: FrameType | None) -> None:
-        raise TimeoutError(what)
+        if not over.is_set():
+            raise TimeoutError(what)
 
-    over = threading.Event()
-    before = signal.signal(signal.SIGALRM, late)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    guard = threading.Thread(target=_end_process, args=(over, seconds, f"{field}: {name} {what}"), daemon=True)
+    def watch() -> None:
+        if over.wait(seconds):
+            return
+        assert main.ident is not None
+        signal.pthread_kill(main.ident, LATE)
+        if not over.wait(INTERRUPTED_SECONDS):
+            os.write(2, f"{field}: {name} {what}, and could not be interrupted\n".encode())
+            os._exit(2)
+
+    before = signal.signal(LATE, late)
+    guard = threading.Thread(target=watch, daemon=True)
     guard.start()
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
         over.set()
-
-
-def _end_process(over: threading.Event, seconds: float, sentence: str) -> None:
-    if not over.wait(seconds + INTERRUPTED_SECONDS):
-        os.write(2, f"{sentence}, and could not be interrupted\n".encode())
-        os._exit(2)
+        guard.join()
+        signal.signal(LATE, before)
 
 
 def load_callable(name: str, field: str, folder: str | None = None) -> Callable[..., Any]:

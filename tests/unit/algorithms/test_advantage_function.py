@@ -167,6 +167,18 @@ def test_what_is_wrong_shows_before_anything_is_trained(folder: str, function: s
         rehearse_advantages(config)
 
 
+def test_a_function_may_have_alarms_of_its_own(folder: str) -> None:
+    (Path(folder) / "alarmed.py").write_text(
+        "import signal\nimport time\n\nrang = []\n\n\ndef f(e):\n"
+        "    signal.signal(signal.SIGALRM, lambda *_: rang.append(1))\n    signal.setitimer(signal.ITIMER_REAL, 0.1)\n"
+        "    while not rang:\n        time.sleep(0.01)\n"
+        "    signal.signal(signal.SIGALRM, signal.SIG_DFL)\n    time.sleep(600)\n"
+    )
+    config = PPO(advantage_function="alarmed:f", import_path=folder, timeout_seconds=1.0)
+    with pytest.raises(ValueError, match=r"did not return within 1 s .* at .*alarmed.py:\d+ in f"):
+        rehearse_advantages(config)
+
+
 def test_a_function_that_cannot_be_interrupted_ends_its_process_with_the_sentence(folder: str) -> None:
     (Path(folder) / "stubborn.py").write_text(
         "import time\n\n\ndef f(e):\n    while True:\n        try:\n            time.sleep(60)\n"
