@@ -15,6 +15,7 @@ from dovetail.manifest.model_families import ModelFamily
 from dovetail.models.config import ModelError
 from dovetail.models.model_stage import VALUE_HEAD, VALUE_HEAD_FILE, PipelineStage
 from dovetail.models.tensor_names import saved_name, stacked
+from dovetail.protocol.process.pulse import PROGRESS
 
 
 class Source(Protocol):
@@ -105,6 +106,7 @@ class Folder:
         if found != tuple(shape):
             raise ModelError(f"{self.path}: {name} has shape {found}, config.json asks for {tuple(shape)}")
         values: Tensor = part[box] if found else self._files[key].get_tensor(key)
+        PROGRESS.made()
         return values
 
 

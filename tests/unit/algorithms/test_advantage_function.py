@@ -167,6 +167,14 @@ def test_what_is_wrong_shows_before_anything_is_trained(folder: str, function: s
         rehearse_advantages(config)
 
 
+def test_a_function_that_waits_within_its_limit_is_no_frozen_rank(folder: str) -> None:
+    (Path(folder) / "patient.py").write_text(
+        "from dovetail.protocol.process.pulse import PROGRESS\n\n\ndef f(e):\n"
+        "    assert all(PROGRESS.moved() for _ in range(3))\n    return e.rewards\n"
+    )
+    rehearse_advantages(PPO(advantage_function="patient:f", import_path=folder))
+
+
 def test_a_function_may_have_alarms_of_its_own(folder: str) -> None:
     (Path(folder) / "alarmed.py").write_text(
         "import signal\nimport time\n\nrang = []\n\n\ndef f(e):\n"

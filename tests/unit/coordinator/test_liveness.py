@@ -1,4 +1,4 @@
-"""Who hangs: the rule on made-up processes with a made-up clock, and what a thread's progress is on real threads."""
+"""Who hangs: the rule on made-up processes with a made-up clock, and what counts as progress."""
 
 import asyncio
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dovetail.protocol.process.pulse import PULSE, Pulse, ThreadProgress
+from dovetail.protocol.process.pulse import PROGRESS, PULSE, Progress, Pulse
 from dovetail.rollout.scoring.scorer_app import ScorerService
 from dovetail.rollout.serving import routes
 from dovetail.supervision.liveness import Liveness, LivenessLimits, Pulses
@@ -174,27 +174,32 @@ def test_what_a_killed_launcher_leaves_is_removed_by_the_next(monkeypatch, reque
     assert list(tmp_path.iterdir()) == [strange]
 
 
-def test_a_blocked_thread_makes_no_progress_and_a_working_one_does():
-    work, stop = threading.Event(), threading.Event()
-
-    def worker():
-        work.wait()
-        while not stop.is_set():
-            sum(range(1000))
-
-    thread = threading.Thread(target=worker, daemon=True)
-    thread.start()
-    progress = ThreadProgress(thread.ident)
-    deadline = time.monotonic() + 240
-    while progress.moved():  # it goes to sleep first
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+def test_a_loop_that_polls_is_no_progress_and_work_is():
+    clock, moved_bytes = [0.0], [0]
+    progress = Progress(lambda: clock[0], lambda: moved_bytes[0])
+    assert progress.moved()
+    sum(range(1_000_000))
+    clock[0], moved_bytes[0] = 60.0, 60_000
+    assert not progress.moved(), "it used the CPU and read a lock's file"
+    progress.made()
+    assert progress.moved()
     assert not progress.moved()
-    work.set()
-    while not progress.moved():
-        assert time.monotonic() < deadline
-    stop.set()
-    thread.join()
+    clock[0], moved_bytes[0] = 70.0, 70_000_000
+    assert progress.moved(), "it writes a checkpoint"
+    with progress.bounded():
+        assert progress.moved()
+        assert progress.moved()
+    assert progress.moved()
+    assert not progress.moved()
+
+
+def test_what_a_process_writes_is_progress(tmp_path):
+    clock = [0.0]
+    progress = Progress(lambda: clock[0])
+    progress.moved()
+    clock[0] = 5.0
+    (tmp_path / "weights").write_bytes(bytes(20_000_000))
+    assert progress.moved()
 
 
 def until(condition, seconds=240.0):
@@ -259,11 +264,10 @@ def test_a_server_beats_only_after_answers_of_its_engine_core(monkeypatch):
 def test_a_scorer_is_alive_while_it_idles_or_works_and_not_while_a_pass_hangs():
     class Stuck:
         device = torch.device("cpu")
-        hang, spin = threading.Event(), threading.Event()
+        over = threading.Event()
 
         def bring(self):
-            self.hang.wait()
-            while not self.spin.is_set():
+            while not self.over.is_set():
                 sum(range(1000))
             return []
 
@@ -275,11 +279,11 @@ def test_a_scorer_is_alive_while_it_idles_or_works_and_not_while_a_pass_hangs():
         task = asyncio.create_task(service.bring())
         await asyncio.sleep(0)
         await asyncio.to_thread(until, lambda: service._at_work)
-        await eventually(lambda: not service.alive())  # it falls asleep
-        assert not service.alive()
-        scorer.hang.set()
-        await eventually(service.alive)
-        scorer.spin.set()
+        await eventually(lambda: not service.alive())
+        assert not service.alive(), "it uses the CPU, and no more"
+        PROGRESS.made()
+        assert service.alive()
+        scorer.over.set()
         await task
         assert service.alive()
 

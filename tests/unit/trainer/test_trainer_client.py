@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dovetail.protocol.messages import CommandResult, HeartbeatReply, JoinRequest, NextReply, NextRequest, Save
 from dovetail.protocol.process.exit_codes import SUPERSEDED
+from dovetail.protocol.process.pulse import PULSE, Progress
 from dovetail.trainer.rank import coordinator_client as client_module
+from dovetail.trainer.rank import heartbeat
 from dovetail.trainer.rank.coordinator_client import CoordinatorClient, CoordinatorUnreachable, Refused, StaleGeneration
 from dovetail.trainer.rank.heartbeat import HeartbeatThread
 from dovetail.trainer.rank.life import _Asking
@@ -221,8 +225,10 @@ class Beats:
         self.generation: int | None = None
         self.running: str | None = None
         self.away = False
+        self.heard = 0
 
     def heartbeat(self, beat: object) -> HeartbeatReply | None:
+        self.heard += 1
         return None if self.away else HeartbeatReply(generation=self.generation, running=self.running)
 
 
@@ -238,6 +244,36 @@ def make_heartbeat() -> tuple[HeartbeatThread, Beats, Clock, list[int]]:
         exits.append,
     )
     return thread, beats, clock, exits
+
+
+def test_the_pulse_beats_with_the_work_and_not_with_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark, progress = tmp_path / "pulse", Progress(transferred=lambda: 0)
+    mark.touch()
+    monkeypatch.setenv(PULSE, str(mark))
+    monkeypatch.setattr(heartbeat, "PROGRESS", progress)
+    monkeypatch.setattr(heartbeat, "INTERVAL_SECONDS", 0.01)
+    thread, beats, _, _ = make_heartbeat()
+    os.utime(mark, ns=(1, 1))
+
+    def polls_until(done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 240
+        while not done():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def heard(more: int) -> Callable[[], bool]:
+        before = beats.heard
+        return lambda: beats.heard >= before + more
+
+    thread.start()
+    polls_until(heard(3))
+    assert mark.stat().st_mtime_ns > 1, "it works"
+    os.utime(mark, ns=(1, 1))
+    polls_until(heard(5))
+    assert mark.stat().st_mtime_ns == 1, "it waits for what never comes"
+    progress.made()
+    polls_until(lambda: mark.stat().st_mtime_ns > 1)
+    thread.stop()
 
 
 def test_a_rank_stuck_in_a_generation_that_is_over_ends_after_its_grace() -> None:

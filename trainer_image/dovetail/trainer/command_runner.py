@@ -32,6 +32,7 @@ from dovetail.protocol.messages import (
     StageTimes,
     Step,
 )
+from dovetail.protocol.process.pulse import PROGRESS
 from dovetail.protocol.wire import Arrays, unpack
 from dovetail.trainer.algorithms.policy import load_loss
 from dovetail.trainer.command_errors import BadCommand, is_out_of_memory, is_peer_loss, sentence
@@ -338,7 +339,8 @@ class CommandRunner:
         weights = {name: self.engine.sendable(name, most) for name in sorted(wanted & set(self.engine.models))}
         with self.timeline.phase("publish"):
             try:
-                sent = self._sender.publish(command, weights)
+                with PROGRESS.bounded():
+                    sent = self._sender.publish(command, weights)
             finally:
                 self.engine.settle()
             if any(receiver.kind == "rollout" for receiver in command.receivers):
@@ -365,7 +367,8 @@ class CommandRunner:
 
     def _fetch(self, key: str) -> Arrays:
         try:
-            data = self._client.batch(key)
+            with PROGRESS.bounded():
+                data = self._client.batch(key)
         except Refused as refusal:
             raise BadCommand(f"batch {key}: {refusal}") from refusal
         try:

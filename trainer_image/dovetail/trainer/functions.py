@@ -9,6 +9,7 @@ import numpy as np
 from dovetail.manifest.callables import FunctionError, load_callable, time_limit
 from dovetail.manifest.types import PPO
 from dovetail.protocol.experience import AdvantageFunction, Experience, FloatArray, advantages_of
+from dovetail.protocol.process.pulse import PROGRESS
 from dovetail.protocol.wire import Arrays
 
 FIELD = "spec.ppo.advantageFunction"
@@ -23,7 +24,7 @@ def load_advantages(config: PPO) -> UserAdvantages | None:
     if name is None:
         return None
     try:
-        with time_limit(config.timeout_seconds, FIELD, name):
+        with PROGRESS.bounded(), time_limit(config.timeout_seconds, FIELD, name):
             function: AdvantageFunction = load_callable(name, FIELD, config.import_path)
     except TimeoutError as error:
         raise FunctionError.raised(FIELD, name, error) from error
@@ -33,7 +34,7 @@ def load_advantages(config: PPO) -> UserAdvantages | None:
 
         def tried(experience: Experience) -> object:
             try:
-                with time_limit(config.timeout_seconds, FIELD, name):
+                with PROGRESS.bounded(), time_limit(config.timeout_seconds, FIELD, name):
                     return function(experience)
             except Exception as error:
                 raised.append(error)

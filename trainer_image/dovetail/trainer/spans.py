@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from dovetail.protocol.messages import Span
+from dovetail.protocol.process.pulse import PROGRESS
 
 # An iteration of a large job has thousands of actions. A result must stay small, and the first spans are enough.
 MAX_SPANS = 2000
@@ -21,6 +22,7 @@ class SpanRecorder:
 
     def record(self, name: str, start: float, end: float, lane: str = "actions") -> None:
         """Add one span from `start` to `end` (seconds since the epoch). Spans beyond the limit are dropped."""
+        PROGRESS.made()
         if len(self._spans) < self._limit:
             self._spans.append(Span(name=name, process=self._process, lane=lane, start=start, end=end))
 

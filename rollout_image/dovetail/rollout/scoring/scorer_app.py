@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from dovetail.gpus.gpu_failure import context_is_lost, names_cuda
 from dovetail.protocol.http import serving
 from dovetail.protocol.http.serving import OPEN_PATHS, Handler
 from dovetail.protocol.messages import ModelRef, Receive
-from dovetail.protocol.process.pulse import ThreadProgress
+from dovetail.protocol.process.pulse import PROGRESS
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
 from dovetail.rollout.scoring.forward_passes import ModelScorer, NotReady
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
@@ -88,11 +87,10 @@ class ScorerService:
         self.scorer, self.log, self.temperature = scorer, log, temperature
         self.metrics = metrics or Metrics()
         self._receiver: Receiving = receiver or WeightReceiver(scorer.device)
-        self._forward = ThreadPoolExecutor(1, thread_name_prefix="forward", initializer=self._begin)
+        self._forward = ThreadPoolExecutor(1, thread_name_prefix="forward")
         self._transfer = ThreadPoolExecutor(1, thread_name_prefix="transfer")
 
         self._at_work = False
-        self._progress: ThreadProgress | None = None
         # The process must end if this is set. `failure` says why.
         self.failed = asyncio.Event()
         self.failure = ""
@@ -104,13 +102,9 @@ class ScorerService:
             self.failure = f"the GPU failed: {str(error).strip().splitlines()[0]}"
             self.failed.set()
 
-    def _begin(self) -> None:
-        self._progress = ThreadProgress(threading.get_ident())
-
     def alive(self) -> bool:
-        """Whether the thread of forward passes makes progress, if it has work. Call it in the event loop."""
-        moved = self._progress is None or self._progress.moved()
-        return moved or not self._at_work
+        """Whether forward passes and loads make progress, if there are any. Call it in the event loop."""
+        return PROGRESS.moved() or not self._at_work
 
     async def _run(self, function: Callable[..., R], *args: Any) -> R:
         def work() -> R:
@@ -119,6 +113,7 @@ class ScorerService:
                 return function(*args)
             finally:
                 self._at_work = False
+                PROGRESS.made()
 
         return await asyncio.get_running_loop().run_in_executor(self._forward, work)
 

@@ -18,6 +18,7 @@ from dovetail.models.config import load_config
 from dovetail.models.layers.packing import Past
 from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.messages import ModelRef
+from dovetail.protocol.process.pulse import PROGRESS
 
 R = TypeVar("R")
 
@@ -118,6 +119,7 @@ class SplitModel:
             # Kernels that do not know a tensor's device run on the thread's device.
             with torch.cuda.device_of(inputs):
                 found = stage(inputs, each.lengths, wanted, each.prefixes, predictions=predictions, pasts=each.pasts)
+        PROGRESS.made()
         assert isinstance(found, Tensor | Predicted)  # a scorer's models have one head
         return found
 

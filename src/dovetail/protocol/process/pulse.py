@@ -6,15 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 PULSE = "DOVETAIL_PULSE"
 BEAT_SECONDS = 1.0
-# A share of a core. A thread that only polls or serves metrics needs less.
-AT_WORK = 0.01
+# Bytes a second. A thread that only polls or serves metrics needs less.
+AT_WORK = 1e6
 
 
 class Pulse:
@@ -44,40 +44,51 @@ class Pulse:
             await asyncio.sleep(BEAT_SECONDS)
 
 
-class ThreadProgress:
-    """Tells whether thread `ident` does anything. A blocked thread uses no CPU time at all. But the thread may wait for
-    helper threads. So it also counts as moving if other threads together use more than AT_WORK of a core. The thread
-    that asks is left out. The clocks give seconds."""
+class Progress:
+    """Tells whether a process gets on with its work. `made` counts a unit of it, such as a micro-batch. Bytes that the
+    process reads and writes count too, as do blocks that have a deadline of their own (`bounded`). CPU seconds do not
+    count, because a loop that waits for what never comes uses some. It may be used from any thread. `clock` gives
+    seconds, `transferred` bytes."""
 
     def __init__(
-        self,
-        ident: int,
-        clock: Callable[[], float] = time.monotonic,
-        process: Callable[[], float] = time.process_time,
-        own: Callable[[], float] = time.thread_time,
-        worker: Callable[[], float] | None = None,
+        self, clock: Callable[[], float] = time.monotonic, transferred: Callable[[], int] | None = None
     ) -> None:
-        self._clock, self._process, self._own = clock, process, own
-        number = time.pthread_getcpuclockid(ident) if worker is None else 0
-        self._worker = worker or (lambda: time.clock_gettime(number))
-        self._before: tuple[float, float, float] | None = None
+        self._clock, self._transferred = clock, transferred or _transferred
+        self._units, self._waits = 0, 0
+        self._before: tuple[float, int, int] | None = None
 
-    @staticmethod
-    def of_main_thread() -> ThreadProgress:
-        """The progress of the program's main thread."""
-        ident = threading.main_thread().ident
-        assert ident is not None
-        return ThreadProgress(ident)
+    def made(self) -> None:
+        """Count a unit of work."""
+        self._units += 1
+
+    @contextmanager
+    def bounded(self) -> Iterator[None]:
+        """Run a block that has a deadline of its own."""
+        self._waits += 1
+        try:
+            yield
+        finally:
+            self._waits -= 1
+            self._units += 1
 
     def moved(self) -> bool:
-        """Whether the thread has done something since this last returned True. The first call returns True. Call it
-        from one thread."""
-        at, worker, others = now = self._now()
-        before = self._before
-        if before is None or worker > before[1] or others - before[2] > AT_WORK * (at - before[0]):
-            self._before = now
-            return True
-        return False
+        """Whether work was done since this last returned True. The first call returns True. Call it from one thread."""
+        before, now = self._before, (self._clock(), self._units, self._transferred())
+        still = before is not None and now[1] == before[1] and now[2] - before[2] <= AT_WORK * (now[0] - before[0])
+        if still and not self._waits:
+            return False
+        self._before = now
+        return True
 
-    def _now(self) -> tuple[float, float, float]:
-        return self._clock(), self._worker(), self._process() - self._own()
+
+def _transferred() -> int:
+    """The bytes that this process has read and written so far. 0 where the kernel does not tell."""
+    try:
+        lines = Path("/proc/self/io").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("rchar:", "wchar:")))
+
+
+# This process's own.
+PROGRESS = Progress()

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from dovetail.manifest.callables import FunctionError, load_callable, time_limit
 from dovetail.manifest.types import PPO
+from dovetail.protocol.process.pulse import PROGRESS
 from dovetail.trainer.algorithms.kl import log_ratio
 from dovetail.trainer.algorithms.masks import inside, kept
 from dovetail.trainer.command_errors import is_out_of_memory
@@ -152,7 +153,7 @@ class PolicyLoss:
         if not inputs.logprobs.numel():
             return inputs.logprobs, {}
         try:
-            with time_limit(inputs.config.timeout_seconds, FIELD, self.name):
+            with PROGRESS.bounded(), time_limit(inputs.config.timeout_seconds, FIELD, self.name):
                 losses, metrics = _pair(self.function(inputs))
         except Exception as error:
             if is_out_of_memory(error):
@@ -190,7 +191,7 @@ def load_loss(config: PPO) -> PolicyLoss:
     if config.loss in LOSSES:
         return PolicyLoss(config.loss, LOSSES[config.loss])
     try:
-        with time_limit(config.timeout_seconds, FIELD, config.loss):
+        with PROGRESS.bounded(), time_limit(config.timeout_seconds, FIELD, config.loss):
             return PolicyLoss(config.loss, load_callable(config.loss, FIELD, config.import_path))
     except TimeoutError as error:
         raise FunctionError.raised(FIELD, config.loss, error) from error

@@ -26,6 +26,7 @@ from dovetail.models.compiled import use_compiled
 from dovetail.models.layers.predictions import Predictions, gradients_of
 from dovetail.models.recompute import recomputes
 from dovetail.protocol.messages import Action
+from dovetail.protocol.process.pulse import PROGRESS
 from dovetail.trainer.communication.groups import ModelGroups, PeerLost, peer_errors, transport_sentence
 from dovetail.trainer.communication.host_staging import on_host
 from dovetail.trainer.compat import is_view
@@ -284,6 +285,7 @@ class Executor:
                 self._weight_gradient(action, pipe)
             else:
                 self._backward(action, pipe, arrived)
+            PROGRESS.made()
             self._reap()
             if self.nccl and pipe.groups.beside:
                 # On the GPU, FSDP2 or tensor-parallel layers wait for these ranks.

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from dovetail.protocol.messages import Heartbeat
 from dovetail.protocol.process.exit_codes import SUPERSEDED
-from dovetail.protocol.process.pulse import Pulse, ThreadProgress
+from dovetail.protocol.process.pulse import PROGRESS, Pulse
 from dovetail.trainer.rank.coordinator_client import CoordinatorClient
 
 INTERVAL_SECONDS = 2.0
@@ -28,7 +28,7 @@ class Abortable(Protocol):
 
 
 class HeartbeatThread:
-    """Sends a heartbeat to the coordinator every 2 s after `start`. The pulse beats only while the main thread works.
+    """Sends a heartbeat to the coordinator every 2 s after `start`. The pulse beats only while the work goes on.
 
     If a peer dies, a rank that waits for it normally gets a broken connection at once and leaves by itself. A frozen
     peer, or one that never came, breaks no connection. So `superseded` becomes true as soon as the coordinator names a
@@ -137,9 +137,9 @@ class HeartbeatThread:
             self._exit(SUPERSEDED)
 
     def _run(self) -> None:
-        pulse, main = Pulse.read(), ThreadProgress.of_main_thread()
+        pulse = Pulse.read()
         while not self._stop.is_set():
-            if main.moved():
+            if PROGRESS.moved():
                 pulse.beat()
             self.beat()
             self._stop.wait(INTERVAL_SECONDS)

@@ -20,7 +20,7 @@ from dovetail.models.transfer import listening_at
 from dovetail.protocol.messages import Command, CommandResult, JoinReply, JoinRequest, NextRequest, Stop
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.process.inheritance import LOOPBACK_HOSTS
-from dovetail.protocol.process.pulse import PULSE
+from dovetail.protocol.process.pulse import PROGRESS, PULSE
 from dovetail.trainer.command_errors import Superseded
 from dovetail.trainer.command_runner import CommandRunner
 from dovetail.trainer.communication.groups import Groups, PeerLost
@@ -107,7 +107,8 @@ class Rank:
                 meeting=meeting,
                 nccl_version=self.nccl_version,
             )
-            reply = self.client.join(request)
+            with PROGRESS.bounded():
+                reply = self.client.join(request)
             if reply.generation is not None:
                 return reply
 
@@ -178,6 +179,7 @@ class Rank:
             command = asking.next() if self.env.rank == 0 else None
             # An empty command is sent on too. It shows within every collective's deadline that rank 0 is alive.
             document = groups.broadcast_json(None if command is None else command.model_dump(mode="json"))
+            PROGRESS.made()
             self.metrics.idle_seconds.inc(time.monotonic() - waited)
             if self.heartbeat.superseded:
                 raise Superseded("the coordinator has moved on to a newer generation")
