@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import tempfile
@@ -23,6 +22,7 @@ from dovetail.coordinator.store.model_files import describe_model
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import Dtype, RLHFJob, RLHFJobSpec, Role, Stage
 from dovetail.planner.hardware.gpus import gpu, is_known
+from dovetail.protocol.files.durable import read_object
 from dovetail.protocol.messages import ModelRef
 from dovetail.supervision.errors import RunError, UsageError
 
@@ -196,12 +196,10 @@ def _stage(spec: RLHFJobSpec, name: str) -> Stage:
 def _finished(run_dir: Path, stage: Stage, name: str) -> KeptModel | None:
     """The model that the run exported at the end of the stage, or at an earlier end if it was extended."""
     folder = run_dir / "models" / name
-    try:
-        told = json.loads((folder / "dovetail.json").read_text(encoding="utf-8"))
-        there = told["stage"] == stage.value and (folder / "config.json").is_file()
-        return KeptModel(run_dir, stage, int(told["step"]), name, finished=True) if there else None
-    except (OSError, ValueError, KeyError, TypeError):
+    told = read_object(folder / "dovetail.json")
+    if told.get("stage") != stage.value or "step" not in told or not (folder / "config.json").is_file():
         return None
+    return KeptModel(run_dir, stage, int(told["step"]), name, finished=True)
 
 
 def _steps(run_dir: Path, stage: Stage) -> list[int]:
@@ -248,9 +246,6 @@ def _describe(kept: KeptModel, job: RLHFJob, folder: Path) -> None:
     tokenizer = tokenizers.load(
         kept.run_dir / "tokenizer", "spec.models.tokenizer", trust_remote_code=job.spec.models.actor.trust_remote_code
     )
-    try:
-        summary = json.loads((kept.run_dir / "summary.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        summary = {}
+    summary = read_object(kept.run_dir / "summary.json")
     base = kept.run_dir / "models" / "actor-config"
     describe_model(folder, kept.model, base, CardFacts(job.metadata.name, job.spec, summary), tokenizer)

@@ -16,7 +16,6 @@ import atexit
 import contextlib
 import dataclasses
 import importlib.util
-import json
 import secrets
 import shutil
 import tempfile
@@ -32,6 +31,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from dovetail.manifest.types import Generation, RLHFJob
+from dovetail.protocol.files.durable import read_object
 from dovetail.protocol.process.extras import import_error
 from dovetail.protocol.sampling import COUNTER_SAMPLER, sampling_params
 from dovetail.supervision.devices import cuda_devices
@@ -245,7 +245,7 @@ class LLM:
             with contextlib.suppress(OSError, ValueError):
                 job = RLHFJob.model_validate_json((self._run_dir / "job.json").read_text(encoding="utf-8"))
                 return _as_params(job.spec.generation)
-        return _of_config(_json(self.folder / "generation_config.json"))
+        return _of_config(read_object(self.folder / "generation_config.json"))
 
     def generate(
         self,
@@ -515,21 +515,13 @@ def _quiet(_: str) -> None:
 
 def _resolved(path: Path, model: str) -> tuple[Path, Path | None]:
     """The model's folder, and its run's folder if `path` is a run. Raises RunError."""
-    config = _json(path / "config.json")
+    config = read_object(path / "config.json")
     run_dir = None if config else path
     folder = path if run_dir is None else model_folder(path, model)
-    kinds = [str(kind) for kind in (config or _json(folder / "config.json")).get("architectures") or []]
+    kinds = [str(kind) for kind in (config or read_object(folder / "config.json")).get("architectures") or []]
     if any("SequenceClassification" in kind for kind in kinds):
         raise RunError(f"{folder} is a model that scores texts; name a language model, such as the run's actor or sft")
     return folder, run_dir
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Returns {} if there is none."""
-    try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return {}
 
 
 def _as_params(generation: Generation) -> SamplingParams:

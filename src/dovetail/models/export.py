@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dovetail.manifest.model_families import MODEL_FAMILIES, ModelFamily
 from dovetail.models.model_stage import SCORE_BIAS, VALUE_HEAD_FILE
-from dovetail.protocol.files.durable import sync
+from dovetail.protocol.files.durable import read_object, sync
 from dovetail.protocol.messages import Head
 
 _TOKENIZER_FILES = (
@@ -123,7 +123,7 @@ class HuggingFaceWriter:
         for name in _TOKENIZER_FILES:
             if (tokenizer / name).is_file():
                 shutil.copyfile(tokenizer / name, self.folder / name)
-        settings, whole = _read(self.folder / "tokenizer_config.json"), self.folder / "tokenizer.json"
+        settings, whole = read_object(self.folder / "tokenizer_config.json"), self.folder / "tokenizer.json"
         if settings and whole.is_file():
             if "auto_map" not in settings:
                 settings = _for_version_4(settings)
@@ -145,7 +145,7 @@ def exported_config(config: Any, head: Head, dtype: torch.dtype, subtract: float
     the trained model's architecture, dtype and head. Fields are there in the forms of Transformers 4 and 5. `subtract`:
     see `HuggingFaceWriter.finish`."""
     family = MODEL_FAMILIES[config.model_type]
-    source = _read(Path(config.name_or_path) / "config.json") if config.name_or_path else {}
+    source = read_object(Path(config.name_or_path) / "config.json") if config.name_or_path else {}
     fields: dict[str, Any] = source | config.to_dict() | _rotary_fields(config, source, family)
     if family.experts is not None:
         found = next(fields[name] for name in family.experts.count if name in fields)
@@ -229,16 +229,7 @@ def _pad(settings: dict[str, Any], whole: Path, fields: dict[str, Any]) -> None:
         settings["pad_token"] = tokenizer.id_to_token(pad)
     map_path = whole.with_name("special_tokens_map.json")
     if pad is not None and map_path.is_file():
-        write_text(map_path, json.dumps(_read(map_path) | {"pad_token": settings["pad_token"]}, indent=2))
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. {} if there is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+        write_text(map_path, json.dumps(read_object(map_path) | {"pad_token": settings["pad_token"]}, indent=2))
 
 
 def write_text(path: Path, text: str) -> None:

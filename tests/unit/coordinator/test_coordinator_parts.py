@@ -20,9 +20,10 @@ from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Sc
 from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.samples import Key
-from dovetail.coordinator.telemetry.summary import build, mean_ci95, write_json
+from dovetail.coordinator.telemetry.summary import build, mean_ci95
 from dovetail.coordinator.weights.publishing import Target, receivers_of
 from dovetail.protocol.experience import Experience, kl_per_sample
+from dovetail.protocol.files.durable import write_json
 from dovetail.protocol.wire import pack, unpack
 
 

@@ -21,12 +21,12 @@ from dovetail.coordinator.main import TERMINATION_BYTES, final_figures
 from dovetail.coordinator.store.results import Results, write_final_summary
 from dovetail.coordinator.store.store import Store, StoreError
 from dovetail.coordinator.telemetry.eventlog import EventLog
-from dovetail.coordinator.telemetry.summary import write_json
 from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.local.launch.aftermath import DiskWatch, full_disk, reserve, with_cause, write_results
 from dovetail.local.report.report import read_history
 from dovetail.manifest.types import DataSource, Stage
 from dovetail.planner.make_plan import make_plan
+from dovetail.protocol.files.durable import write_json
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.process.exit_codes import JOB_FAILED
 from dovetail.supervision.supervisor import Outcome

@@ -16,6 +16,7 @@ from dovetail.gpus.nvidia_driver import driver_devices
 from dovetail.local.one_line import METHODS, GPUs, OneLine, document, product_label
 from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.fixed_names import DATA_KINDS, DataKind
+from dovetail.protocol.files.durable import read_object
 from dovetail.supervision.errors import UsageError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -118,11 +119,7 @@ def machine_gpus() -> GPUs | None:
 
 def folder_context(model: str) -> int | None:
     """The longest sequence of the model in a folder, in tokens. None if config.json does not say it."""
-    try:
-        config = json.loads((Path(model) / "config.json").read_text(encoding="utf-8"))
-        found = config.get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):
-        return None
+    found = read_object(Path(model) / "config.json").get("max_position_embeddings")
     return found if isinstance(found, int) and found > 1 else None
 
 

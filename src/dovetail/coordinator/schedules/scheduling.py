@@ -30,7 +30,6 @@ from dovetail.coordinator.schedules.training_schedule import (
     shared_layouts,
     training_problem,
 )
-from dovetail.coordinator.telemetry.summary import write_json
 from dovetail.manifest.checks.batching import batch_rules
 from dovetail.manifest.types import RLHFJobSpec, Role, Stage
 from dovetail.pipelines import (
@@ -49,6 +48,7 @@ from dovetail.pipelines import (
     serial_memory,
 )
 from dovetail.planner.placement.layouts import divisions, same_batches
+from dovetail.protocol.files.durable import write_json
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.messages import CommandResult
 from dovetail.protocol.plan import Layout, Plan

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from dovetail.coordinator.data.text.tokenize import ppo_batch
 from dovetail.coordinator.store.experts import UNKNOWN, whole
 from dovetail.coordinator.store.samples import Key, Sample
-from dovetail.coordinator.telemetry.summary import write_whole
+from dovetail.protocol.files.durable import write_whole
 from dovetail.protocol.wire import Arrays, pack
 
 FloatArray = NDArray[np.float32]

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dovetail.coordinator.store.store import Store, StoreError
-from dovetail.coordinator.telemetry.summary import read_object, write_json
 from dovetail.manifest.types import TRAINED_MODELS, Stage
+from dovetail.protocol.files.durable import read_object, write_json
 
 KEY = "run/id"
 RESULTS = ("checkpoints", "experience", "models")

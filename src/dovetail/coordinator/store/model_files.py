@@ -11,9 +11,9 @@ from dovetail.coordinator.data.prepare import Prepared
 from dovetail.coordinator.data.text.chat_template import human_assistant_template
 from dovetail.coordinator.store.delivery import trained
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS, CardFacts, ListSize, model_card, source_name
-from dovetail.coordinator.telemetry.summary import read_object, write_json, write_whole
 from dovetail.manifest.fixed_names import DATA_KINDS
 from dovetail.manifest.types import Generation
+from dovetail.protocol.files.durable import read_object, write_json, write_whole
 
 GENERATION_CONFIG = "generation_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"

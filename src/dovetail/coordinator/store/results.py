@@ -12,7 +12,8 @@ from typing import Any
 
 from dovetail.coordinator.store.manifest_changes import CHANGES
 from dovetail.coordinator.store.store import Store
-from dovetail.coordinator.telemetry.summary import build, write_json
+from dovetail.coordinator.telemetry.summary import build
+from dovetail.protocol.files.durable import write_json
 
 NOTE_SECONDS = 5.0
 # The records that are not facts. Stages are in the order in which they run.

@@ -17,8 +17,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, SupportsFloat
 
-from dovetail.coordinator.telemetry.summary import write_whole
 from dovetail.protocol.experience import kl_per_sample
+from dovetail.protocol.files.durable import write_whole
 
 if TYPE_CHECKING:
     from dovetail.coordinator.store.samples import Key, Sample

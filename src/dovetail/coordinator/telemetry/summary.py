@@ -1,15 +1,10 @@
-"""Builds summary.json, the results of a run. All functions are pure except the atomic writes."""
+"""Builds summary.json, the results of a run."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-from dovetail.protocol.files.durable import sync
 
 
 def mean_ci95(values: Sequence[float]) -> dict[str, float]:
@@ -39,33 +34,3 @@ def build(facts: Mapping[str, Any]) -> dict[str, Any]:
     for path in sorted(facts):
         set_path(document, path, facts[path])
     return document
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. {} if there is none."""
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return document if isinstance(document, dict) else {}
-
-
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a JSON document atomically. Raises OSError that names `path`."""
-    write_whole(path, (json.dumps(document, indent=2, sort_keys=False) + "\n").encode())
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file atomically. It then has all of `data`, or its old content. Raises OSError that names `path`."""
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb", buffering=0) as file:
-            left = memoryview(data)
-            while left:
-                left = left[file.write(left) :]
-            os.fsync(file.fileno())
-        temporary.rename(path)
-        sync(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)  # on a full disk other files need the space
-        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dovetail.coordinator.telemetry import clock
-from dovetail.coordinator.telemetry.summary import write_json
+from dovetail.protocol.files.durable import write_json
 from dovetail.protocol.files.trace import chrome_trace
 from dovetail.protocol.messages import Span
 from dovetail.protocol.process.process_names import COORDINATOR

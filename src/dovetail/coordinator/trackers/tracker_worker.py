@@ -15,9 +15,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dovetail.coordinator.telemetry.summary import write_json
 from dovetail.coordinator.trackers.tracker_clients import CLIENTS
 from dovetail.coordinator.trackers.tracker_settings import State, TrackerClient, TrackerSettings
+from dovetail.protocol.files.durable import read_object, write_json
 
 FOLDER = "trackers"
 LOOK_SECONDS = 1.0
@@ -70,19 +70,7 @@ class RunFollower:
 
 def succeeded(run_dir: Path) -> bool:
     """Whether summary.json says that the run succeeded."""
-    try:
-        return bool(json.loads((run_dir / "summary.json").read_text(encoding="utf-8")).get("state") == "succeeded")
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
-def read_state(path: Path) -> State:
-    """The saved state. {} if there is none."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    return bool(read_object(run_dir / "summary.json").get("state") == "succeeded")
 
 
 def follow(order: Mapping[str, Any], is_over: Callable[[float], bool]) -> None:
@@ -92,7 +80,7 @@ def follow(order: Mapping[str, Any], is_over: Callable[[float], bool]) -> None:
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
     path = folder / f"{kind}.json"
-    state = read_state(path)
+    state = read_object(path)
     settings = TrackerSettings(order["project"], order["name"], order["url"], order["run"], folder, order["manifest"])
     client = CLIENTS[kind][1](settings, state)
     follower = RunFollower(run_dir, state, client)

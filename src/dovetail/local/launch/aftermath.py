@@ -4,7 +4,6 @@ it."""
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from dovetail.coordinator.store.results import write_final_summary
 from dovetail.local.report.report import write_report
+from dovetail.protocol.files.durable import read_object
 from dovetail.supervision.errors import RunError
 from dovetail.supervision.supervisor import Outcome
 
@@ -84,14 +84,7 @@ def write_results(run_dir: Path, outcome: Outcome) -> None:
     with contextlib.suppress(OSError):
         if outcome.interrupted:
             write_final_summary(run_dir, "interrupted", None)
-        elif _state(run_dir) != "failed":
+        elif read_object(run_dir / "summary.json").get("state") != "failed":
             write_final_summary(run_dir, "failed", outcome.reason)
     with contextlib.suppress(RunError, OSError):
         write_report(run_dir)
-
-
-def _state(run_dir: Path) -> object:
-    try:
-        return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["state"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None

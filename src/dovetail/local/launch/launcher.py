@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import signal
 import threading
@@ -21,6 +20,7 @@ from dovetail.local.launch.open_files import allow_files, files_needed
 from dovetail.local.launch.rundir import RunDir
 from dovetail.local.launch.stopwatch import Stopwatch
 from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.files.durable import read_object
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.inheritance import inherited
@@ -264,14 +264,8 @@ class Launcher:
 
     def _failure_reason(self) -> str | None:
         """The reason that the coordinator wrote into summary.json before it exited because the job had failed."""
-        try:
-            summary = json.loads((self.run_dir / "summary.json").read_text())
-        except (OSError, ValueError):
-            return None
-        for key in ("reason", "message", "error"):
-            if isinstance(summary, dict) and summary.get(key):
-                return str(summary[key])
-        return None
+        reason = read_object(self.run_dir / "summary.json").get("reason")
+        return str(reason) if reason else None
 
     def _catch_signals(self) -> dict[int, Any]:
         if threading.current_thread() is not threading.main_thread():

@@ -27,7 +27,7 @@ from dovetail.coordinator.store.manifest_changes import SPEC, ChangeError, check
 from dovetail.coordinator.store.store import StoreError, open_records
 from dovetail.manifest.checks.changes import changes
 from dovetail.manifest.types import RLHFJob, Stage
-from dovetail.protocol.files.durable import sync
+from dovetail.protocol.files.durable import read_object, sync
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.env import token_problem
@@ -126,8 +126,8 @@ class RunDir:
         if resume:
             self._check_same(job, _read_json(path) if path.exists() else None)
             (self.path / "summary.json").unlink(missing_ok=True)
-            with contextlib.suppress(RunError, ValueError):
-                before = Plan.model_validate(_read_json(self.path / "plan.json"))
+            with contextlib.suppress(ValueError):
+                before = Plan.model_validate(read_object(self.path / "plan.json"))
                 if ranks_text(before) != ranks_text(plan):
                     told = (
                         f"The run goes on with the trainer ranks {ranks_text(plan)}, after {ranks_text(before)}. From "
@@ -227,10 +227,10 @@ def _holds_files(folder: Path) -> bool:
 def lag_of_run(run_dir: Path) -> int | None:
     """The lag (`ppo.lag`) of the run in a folder. It is read from job.json, or from the store if that is lost. None if
     there is no run or neither can be read. Other code reports these errors."""
-    with contextlib.suppress(RunError, StoreError, KeyError, TypeError, ValueError):
+    with contextlib.suppress(StoreError, KeyError, TypeError, ValueError):
         path = run_dir / "job.json"
         if path.exists():
-            spec = _read_json(path)["spec"]
+            spec = read_object(path)["spec"]
         elif has_store(run_dir):
             records = open_records(run_dir)
             try:
@@ -246,8 +246,8 @@ def lag_of_run(run_dir: Path) -> int | None:
 def zero3_of_run(run_dir: Path) -> bool | None:
     """Whether PPO's models train with ZeRO-3 in the run in a folder. It is read from plan.json. None if there is no run
     with PPO, or if the plan cannot be read."""
-    with contextlib.suppress(RunError, KeyError, TypeError):
-        rows = _read_json(run_dir / "plan.json")["batching"]
+    with contextlib.suppress(KeyError, TypeError):
+        rows = read_object(run_dir / "plan.json")["batching"]
         found = [bool(row.get("zero3")) for row in rows if row["stage"] == Stage.PPO.value]
         return any(found) if found else None
     return None

@@ -33,6 +33,7 @@ from dovetail.local.report.run_summary import (
     read_summary,
     stage_seconds,
 )
+from dovetail.protocol.files.durable import read_object
 from dovetail.protocol.files.row_stages import EVALUATION
 from dovetail.supervision.errors import RunError
 
@@ -144,11 +145,7 @@ def last_trace(run_dir: Path) -> tuple[str, dict[str, Any]] | None:
     last iteration also has the final checkpoint. None if there is no trace."""
     files = sorted(p for p in (run_dir / "traces").glob("iteration-*.json") if re.fullmatch(r"iteration-\d+", p.stem))
     for path in [*files[-2:-1], *files[-1:], *reversed(files[:-2])]:
-        try:
-            document = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
-        if isinstance(document, dict) and document.get("traceEvents"):
+        if (document := read_object(path)).get("traceEvents"):
             return path.stem, document
     return None
 

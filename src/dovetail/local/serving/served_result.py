@@ -25,6 +25,7 @@ from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.coordinator.data.text.chat_template import HUMAN_ASSISTANT_TEMPLATE, human_assistant_template
 from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
 from dovetail.manifest.checks.scratch import cpu_head_error
+from dovetail.protocol.files.durable import read_object
 from dovetail.protocol.http.header_deadline import SERVER_KEEP_SECONDS
 from dovetail.protocol.process.extras import missing_extras
 from dovetail.protocol.process.inheritance import on_this_machine
@@ -70,10 +71,7 @@ def has_template(folder: Path) -> bool:
     """Whether the tokenizer in a model's folder has a chat template."""
     if any((folder / name).is_file() for name in TEMPLATES):
         return True
-    try:
-        return bool(json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
-    except (OSError, ValueError, AttributeError):
-        return False
+    return bool(read_object(folder / "tokenizer_config.json").get("chat_template"))
 
 
 def has_own_template(folder: Path) -> bool:

@@ -20,9 +20,9 @@ from typing import Any
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.downloads import hub_client
 from dovetail.coordinator.data.downloads.hub_client import FINAL, Request, small_files
-from dovetail.coordinator.telemetry.summary import write_whole
 from dovetail.manifest.checks.model_contents import INDEX, weight_files
 from dovetail.manifest.types import HubAccess as HubSpec
+from dovetail.protocol.files.durable import write_whole
 
 COMMITS = "hub.json"
 MAIN = "main"

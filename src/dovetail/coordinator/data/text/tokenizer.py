@@ -11,6 +11,7 @@ from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.text.chat_template import options_of, with_options
 from dovetail.manifest.checks.model_contents import tokenizer_problem
 from dovetail.manifest.checks.rules.data_rules import is_option
+from dovetail.protocol.files.durable import read_object
 
 PAD = "<|pad|>"
 EOS = "<|eos|>"
@@ -135,12 +136,6 @@ def with_template_options(tokenizer: Any, options: Mapping[str, Any]) -> Any:
 def _is_plain(folder: Path) -> bool:
     """Whether tokenizer.json has everything. (AutoTokenizer would also work, but it imports torch if torch is
     installed.)"""
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text())
-    except (OSError, ValueError):
-        return False
-    plain = isinstance(config, dict) and config.get("tokenizer_class") in (
-        "TokenizersBackend",
-        "PreTrainedTokenizerFast",
-    )
+    config = read_object(folder / "tokenizer_config.json")
+    plain = config.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
     return plain and "auto_map" not in config and (folder / "tokenizer.json").is_file()
