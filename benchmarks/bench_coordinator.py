@@ -34,16 +34,16 @@ from prometheus_client import CollectorRegistry
 from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.data.text.texts import Texts
 from dovetail.coordinator.data.text.tokenizer import train
-from dovetail.coordinator.fleet.fleet import Fleet
-from dovetail.coordinator.generation.generator import Generator
-from dovetail.coordinator.generation.in_flight import GenerationSettings
 from dovetail.coordinator.loop.experience_assembly import ExperienceAssembly
 from dovetail.coordinator.loop.iteration_metrics import iteration_metrics
+from dovetail.coordinator.reporting.run_records import RunRecords
+from dovetail.coordinator.samples.generator import Generator
+from dovetail.coordinator.samples.in_flight import GenerationSettings
 from dovetail.coordinator.serving.served_batches import Batches
 from dovetail.coordinator.store.experience_files import ExperienceFiles
-from dovetail.coordinator.store.run_records import RunRecords
 from dovetail.coordinator.store.samples import Assignment, Delta, NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import Store, in_slices
+from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.manifest.types import Generation, SampleLog, Stage
 from dovetail.planner.simulate.profile import StageProfile
 from dovetail.protocol.messages import Register

@@ -35,7 +35,7 @@ import numpy as np
 from bench_interstage_paper import MODELS, profile
 from interstage.stage import Measured, Rule, alike, decided, emulated, instances, learn, lengths_of, measure, memory
 
-from dovetail.coordinator.fusion.threshold import Decision, ThresholdController
+from dovetail.coordinator.samples.fusion.threshold import Decision, ThresholdController
 from dovetail.coordinator.store.samples import NewSample
 from dovetail.planner.simulate.profile import StageProfile
 from dovetail.planner.simulate.stage import StagePrediction, scan

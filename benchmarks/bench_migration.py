@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import numpy as np
 
-from dovetail.coordinator.generation.migration_costs import Mechanism, MigrationCosts
+from dovetail.coordinator.samples.migration_costs import Mechanism, MigrationCosts
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.kv import HOLD, PULL
 from helpers.vllm_servers import GREEDY, TOKEN, Server, tiny_llama, wait_for

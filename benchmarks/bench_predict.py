@@ -30,10 +30,6 @@ from typing import Any
 import numpy as np
 from e2e.settings import Folder, Settings
 
-from dovetail.local.calibrate import JobShape, calibration_jobs, observe, variant, warmup
-from dovetail.local.calibrate.fit import MeasuredIteration, fit
-from dovetail.local.calibrate.measure import cores, end_rate, run_one
-from dovetail.local.calibrate.observe import PHASES
 from dovetail.manifest.resolve import resolve
 from dovetail.manifest.sizes import trained_models
 from dovetail.manifest.types import RLHFJob
@@ -41,6 +37,10 @@ from dovetail.planner.make_plan import make_plan
 from dovetail.planner.placement.on_cpus import predict_iteration, predicted_lanes
 from dovetail.planner.simulate.lanes import Lanes
 from dovetail.protocol.files.machine_profile import Machine
+from dovetail.tools.calibrate import JobShape, calibration_jobs, observe, variant, warmup
+from dovetail.tools.calibrate.fit import MeasuredIteration, fit
+from dovetail.tools.calibrate.measure import cores, end_rate, run_one
+from dovetail.tools.calibrate.observe import PHASES
 
 LAYERS = 4
 BASE = Settings(batch=32, mini_batches=2, max_new_tokens=96)

@@ -39,10 +39,10 @@ from interstage.stage import alike, lengths_of
 from spot.fleet import Servers, servers, token_at
 from spot.trace import Life, drawn, recorded
 
-from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
-from dovetail.coordinator.generation.generator import Generator
+from dovetail.coordinator.samples.generator import Generator
 from dovetail.coordinator.store.samples import State
 from dovetail.coordinator.store.store import Store
+from dovetail.coordinator.workers.fleet import Fleet, Timeouts
 from dovetail.manifest.types import Generation
 from dovetail.planner.simulate.profile import StageProfile
 from dovetail.protocol.messages import Register

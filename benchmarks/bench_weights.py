@@ -205,7 +205,7 @@ def measure(servers: list[tuple[str, str]], config: Any, rounds: int) -> dict[st
     import torch
     from transformers import LlamaForCausalLM
 
-    from dovetail.coordinator.weights.offers import push_offer
+    from dovetail.coordinator.workers.offers import push_offer
     from dovetail.models.transfer import Channel, Deadline, Part, message_bytes
     from dovetail.trainer.weight_sender import WeightSender
 

@@ -24,7 +24,7 @@ import numpy as np
 
 from dovetail.protocol.wire import pack, unpack
 
-TARGET = Path(__file__).parents[1] / "src/dovetail/local/run_page/demo.json.xz"
+TARGET = Path(__file__).parents[1] / "src/dovetail/tools/run_page/demo.json.xz"
 # In the stages before PPO one of so many steps is kept.
 EVERY = 5
 # The tokens and log-probabilities of so many last iterations are kept.

@@ -9,7 +9,7 @@ import tempfile
 from io import BytesIO
 from pathlib import Path
 
-from dovetail.coordinator.page.run_folder import RunFolder
+from dovetail.coordinator.reporting.page.run_folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))

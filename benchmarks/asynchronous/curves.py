@@ -13,10 +13,10 @@ import yaml
 
 from asynchronous.json_lines import print_line
 from asynchronous.run import MANIFEST
-from dovetail.local.calibrate.measure import run_one
-from dovetail.local.report.report import read_history
+from dovetail.coordinator.reporting.report.report import read_history
 from dovetail.manifest.documents import parse
 from dovetail.manifest.types import RLHFJob
+from dovetail.tools.calibrate.measure import run_one
 
 ITERATIONS, SAMPLES = 30, 64
 # The iterations at the end that count.

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from dovetail.local.launch.launcher import Launcher
+from dovetail.launch.local.launcher import Launcher
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.make_plan import make_plan
 from e2e.settings import Folder, Settings

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from dovetail.local.one_line import product_label
+from dovetail.tools.one_line import product_label
 from gpu.report import Report
 from gpu.scale import Scale
 
@@ -97,7 +97,7 @@ def _job(product: str) -> dict[str, Any]:
 def _run(product: str, run_dir: Path, kill: bool) -> float:
     """The seconds of the job. With `kill` they are the seconds from the kill until a step that had not been done
     before. Raises RuntimeError if the job fails."""
-    from dovetail.local.launch.launcher import Launcher
+    from dovetail.launch.local.launcher import Launcher
     from dovetail.manifest.types import RLHFJob
     from dovetail.planner.make_plan import make_plan
 

@@ -15,15 +15,15 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
-from dovetail.coordinator.fusion.fused_stage import generate_and_score
-from dovetail.coordinator.fusion.fusion import Fusion, StageFusion
-from dovetail.coordinator.fusion.threshold import Decision
-from dovetail.coordinator.generation.generator import Generator
-from dovetail.coordinator.generation.in_flight import Generated
-from dovetail.coordinator.scoring.scoring import Inference, Scorer, Scores
+from dovetail.coordinator.samples.fusion.fused_stage import generate_and_score
+from dovetail.coordinator.samples.fusion.fusion import Fusion, StageFusion
+from dovetail.coordinator.samples.fusion.threshold import Decision
+from dovetail.coordinator.samples.generator import Generator
+from dovetail.coordinator.samples.in_flight import Generated
+from dovetail.coordinator.samples.scoring import Inference, Scorer, Scores
 from dovetail.coordinator.store.samples import NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import Store
+from dovetail.coordinator.workers.fleet import Fleet, Timeouts
 from dovetail.manifest.types import Generation, RLHFJobSpec
 from dovetail.planner.simulate.profile import StageProfile
 from dovetail.planner.simulate.stage import StagePrediction

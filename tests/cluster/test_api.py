@@ -14,8 +14,8 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from dovetail.coordinator.reporting.telemetry import MetricsHistory
 from dovetail.coordinator.serving.coordinator_routes import make_app
-from dovetail.coordinator.telemetry.telemetry import MetricsHistory
 from dovetail.kube import names
 from dovetail.manifest.types import Stage
 from dovetail.operator.operator_settings import OperatorSettings

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from parts_check import parts_agree
 from torch.nn import functional as F
 
+from dovetail.launch.ports import PortReservation
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel
 from dovetail.protocol.messages import Action, Load, ModelRef
-from dovetail.supervision.ports import PortReservation
 from dovetail.trainer.communication.groups import Groups, PeerLost, RankFailed
 from dovetail.trainer.engine.engine import Engine, MicroBatch
 from dovetail.trainer.engine.optim import local

@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from dovetail.local.launch.launcher import Launcher
+from dovetail.launch.local.launcher import Launcher
 from dovetail.manifest.types import RLHFJob
 from helpers.jobs import (
     Fault,

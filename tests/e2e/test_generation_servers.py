@@ -18,12 +18,12 @@ import pytest
 import torch
 from aiohttp import web
 
-from dovetail.coordinator.fleet.fleet import Fleet
-from dovetail.coordinator.generation.generator import Generator
-from dovetail.coordinator.generation.in_flight import Generated, GenerationSettings
+from dovetail.coordinator.samples.generator import Generator
+from dovetail.coordinator.samples.in_flight import Generated, GenerationSettings
 from dovetail.coordinator.store.samples import NewSample, Sample
 from dovetail.coordinator.store.store import Store
-from dovetail.coordinator.weights.offers import push_offer
+from dovetail.coordinator.workers.fleet import Fleet
+from dovetail.coordinator.workers.offers import push_offer
 from dovetail.manifest.types import RLHFJob
 from dovetail.protocol.messages import Offer, Publish, Receiver, Register
 from dovetail.protocol.sampling import asked_of_servers

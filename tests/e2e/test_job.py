@@ -14,12 +14,12 @@ import pytest
 from click.testing import CliRunner
 
 from dovetail.cli.main import cli
-from dovetail.coordinator.page.page_documents import PageDocuments
-from dovetail.coordinator.page.run_folder import RunFolder
+from dovetail.coordinator.reporting.page.page_documents import PageDocuments
+from dovetail.coordinator.reporting.page.run_folder import RunFolder
+from dovetail.coordinator.reporting.report.report import write_report
+from dovetail.coordinator.reporting.sample_files import BEFORE_SFT, evaluation_files, read_rows
 from dovetail.coordinator.store.identity import delete_run, run_of
-from dovetail.coordinator.store.sample_files import BEFORE_SFT, evaluation_files, read_rows
 from dovetail.coordinator.store.store import open_records
-from dovetail.local.report.report import write_report
 from dovetail.manifest.types import RLHFJob
 from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, sample_rows, summary, tiny_job
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from dovetail.cli.main import cli
 from dovetail.coordinator.data.synthetic import quality
 from dovetail.coordinator.schedules.training_schedule import pinned_families
-from dovetail.local.launch.launcher import Launcher
+from dovetail.launch.local.launcher import Launcher
 from dovetail.local.pipeline import Pipeline
 from dovetail.manifest.checks.validation import check
 from dovetail.protocol.experience import Experience

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.coordinator.fleet.fleet import Fleet
-from dovetail.coordinator.generation.generator import Generator
-from dovetail.coordinator.generation.in_flight import GenerationSettings
-from dovetail.coordinator.generation.migration_costs import Mechanism
+from dovetail.coordinator.samples.generator import Generator
+from dovetail.coordinator.samples.in_flight import GenerationSettings
+from dovetail.coordinator.samples.migration_costs import Mechanism
 from dovetail.coordinator.store.samples import NewSample, Sample
 from dovetail.coordinator.store.store import Store
+from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.manifest.types import Generation
 from dovetail.protocol.kv import HOLD, PULL
 from dovetail.protocol.messages import Register
@@ -301,7 +301,7 @@ def generated(world: World, folder: Path, drain: bool) -> tuple[list[Sample], li
 
 
 def pretend_slow_prefills(generator: Generator, instance: Any) -> None:
-    from dovetail.coordinator.generation.kv_migration import ability
+    from dovetail.coordinator.samples.kv_migration import ability
 
     kv = ability(instance)
     assert kv is not None

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from dovetail.launch.liveness import Liveness, LivenessLimits
+from dovetail.launch.processes import ProcessSpec
+from dovetail.launch.spawn import ExecSpawner, Exited, ForkSpawner, Started
+from dovetail.launch.supervisor import Supervisor
 from dovetail.protocol.process.pulse import PULSE
-from dovetail.supervision.liveness import Liveness, LivenessLimits
-from dovetail.supervision.processes import ProcessSpec
-from dovetail.supervision.spawn import ExecSpawner, Exited, ForkSpawner, Started
-from dovetail.supervision.supervisor import Supervisor
 
 pytestmark = pytest.mark.slow
 
@@ -184,8 +184,8 @@ def test_kill_9_of_the_launcher_ends_all(folder):
         f"""
         import os, sys, time
         from pathlib import Path
-        from dovetail.supervision.processes import ProcessSpec
-        from dovetail.supervision.spawn import ExecSpawner, ForkSpawner
+        from dovetail.launch.processes import ProcessSpec
+        from dovetail.launch.spawn import ExecSpawner, ForkSpawner
         folder = Path({str(folder)!r})
         env = dict(os.environ)
         class Fork(ForkSpawner):

@@ -38,7 +38,7 @@ if __name__ == "__main__":
 """
 COMMAND = """
 import os, sys
-import dovetail.local.launch.launcher as launcher, dovetail.supervision.spawn as spawn
+import dovetail.launch.local.launcher as launcher, dovetail.launch.spawn as spawn
 launcher.Launcher.__init__.__kwdefaults__["grace"] = float(os.environ["TEST_GRACE"])
 original = launcher.render
 def render(*args, **options):

@@ -17,8 +17,8 @@ import torch
 
 from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.local.llm import LLM, RequestOutput, SamplingParams
-from dovetail.local.serving import served_result
-from dovetail.supervision.errors import RunError
+from dovetail.protocol.errors import RunError
+from dovetail.tools.serving import served_result
 from helpers import vllm_cli
 from helpers.jobs import tiny_job
 from helpers.nursery import NURSERY

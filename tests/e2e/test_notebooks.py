@@ -11,9 +11,9 @@ from typing import Any
 import psutil
 import pytest
 
+from dovetail.coordinator.reporting.sample_texts import read
 from dovetail.local.llm import LLM, SamplingParams
-from dovetail.local.sample_texts import read
-from dovetail.local.serving import served_result
+from dovetail.tools.serving import served_result
 from helpers import vllm_cli
 from helpers.jobs import history, summary
 from helpers.nursery import forked_jobs

@@ -11,8 +11,8 @@ from click.testing import CliRunner
 
 from dovetail.cli.main import cli
 from dovetail.coordinator.data.text import tokenizer as tokenizers
-from dovetail.local.serving.chat import ChatModel, Sampling
-from dovetail.local.serving.served_result import serve_arguments, serve_command, serve_environment
+from dovetail.tools.serving.chat import ChatModel, Sampling
+from dovetail.tools.serving.served_result import serve_arguments, serve_command, serve_environment
 from helpers.free_ports import free_port
 from helpers.nursery import NURSERY
 from helpers.vllm_servers import Server, tiny_llama, wait_for

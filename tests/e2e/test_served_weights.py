@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from dovetail.coordinator.generation.requests import abort, stream
+from dovetail.coordinator.samples.requests import abort, stream
 from dovetail.coordinator.store.experts import UNKNOWN, whole
 from dovetail.models.build import build_stage
 from dovetail.protocol.messages import ModelRef

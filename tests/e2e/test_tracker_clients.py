@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from dovetail.coordinator.trackers.tracker_processes import TrackerProcesses
+from dovetail.coordinator.reporting.trackers.tracker_processes import TrackerProcesses
 from dovetail.manifest.types import RLHFJobSpec
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly, pytest.mark.timeout(900)]

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from dovetail.coordinator.trainers.trainer_group import CheckpointDamaged, TrainerError, TrainerLost
+from dovetail.coordinator.workers.trainer_group import CheckpointDamaged, TrainerError, TrainerLost
 from dovetail.manifest.types import RLHFJob, ScratchModel, Stage
 from dovetail.protocol.messages import CommandResult, Probe, Publish, Receive, Receiver, Stop
 from dovetail.rollout.weight_receiver import WeightReceiver

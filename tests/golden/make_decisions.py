@@ -23,7 +23,7 @@ import numpy as np
 import yaml
 from pydantic import ValidationError
 
-from dovetail.coordinator.fusion.threshold import ThresholdController
+from dovetail.coordinator.samples.fusion.threshold import ThresholdController
 from dovetail.manifest.checks.rules import check
 from dovetail.manifest.documents import ManifestError, parse
 from dovetail.manifest.resolve import resolve

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dovetail.local.run_page.demo_run import recorded
-from dovetail.local.run_page.page_server import make_page_app
-from dovetail.local.run_page.run_list import RunList
+from dovetail.tools.run_page.demo_run import recorded
+from dovetail.tools.run_page.page_server import make_page_app
+from dovetail.tools.run_page.run_list import RunList
 from helpers.fake_kube import ServerThread
 
 

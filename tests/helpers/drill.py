@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dovetail.local.launch.launcher import Launcher
+from dovetail.launch.local.launcher import Launcher
 from helpers.jobs import children_of, run_job, same_weights, tiny_job
 
 PEER_TIMEOUT_SECONDS = 15

@@ -13,7 +13,7 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 
 from dovetail.coordinator.serving.coordinator_routes import make_app
-from dovetail.coordinator.trainers.trainer_group import TrainerGroup, TrainerPosition
+from dovetail.coordinator.workers.trainer_group import TrainerGroup, TrainerPosition
 from dovetail.protocol.messages import Command, CommandResult, Offer, Register
 from helpers.free_ports import free_port
 

@@ -14,11 +14,11 @@ import httpx
 import uvicorn
 from prometheus_client import CollectorRegistry
 
-from dovetail.coordinator.page.page_documents import PageDocuments
-from dovetail.coordinator.page.run_folder import RunFolder
+from dovetail.coordinator.reporting.page.page_documents import PageDocuments
+from dovetail.coordinator.reporting.page.run_folder import RunFolder
+from dovetail.coordinator.reporting.telemetry import MetricsHistory
+from dovetail.coordinator.reporting.timeline import Timeline
 from dovetail.coordinator.serving.coordinator_routes import make_app
-from dovetail.coordinator.telemetry.telemetry import MetricsHistory
-from dovetail.coordinator.telemetry.timeline import Timeline
 from dovetail.kube import coordinator_http, names
 from dovetail.manifest.types import Stage
 from dovetail.protocol.process.process_names import COORDINATOR

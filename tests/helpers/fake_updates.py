@@ -7,7 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
-from dovetail.coordinator.weights.publishing import Publisher, Target
+from dovetail.coordinator.workers.publishing import Publisher, Target
 from dovetail.protocol.messages import Bucket, CommandResult, Offer, Probe, Publish, Segment, SendOn
 from dovetail.protocol.probe import HEADER
 from helpers.fake_vllm import TOKEN, listen

@@ -15,7 +15,7 @@ import numpy as np
 from aiohttp import web
 from numpy.typing import NDArray
 
-from dovetail.coordinator.fleet.fleet import Fleet
+from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.protocol.messages import Register
 from dovetail.protocol.probe import WEIGHTS_HEADER
 from dovetail.protocol.sampling import SEED

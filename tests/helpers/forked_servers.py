@@ -11,9 +11,9 @@ import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
 
+from dovetail.launch.processes import ProcessSpec
+from dovetail.launch.spawn import Exited
 from dovetail.protocol.process.env import ProcessEnv
-from dovetail.supervision.processes import ProcessSpec
-from dovetail.supervision.spawn import Exited
 from helpers.free_ports import free_port
 from helpers.nursery import NurserySpawner
 from helpers.vllm_servers import TOKEN, Server

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dovetail.supervision.ports import PortReservation
+from dovetail.launch.ports import PortReservation
 
 _RESERVED: dict[str, PortReservation] = {}
 

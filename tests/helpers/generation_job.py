@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
-from dovetail.coordinator.generation.drawing import Tail
-from dovetail.coordinator.generation.generator import Generator
-from dovetail.coordinator.generation.in_flight import Generated, GenerationSettings
+from dovetail.coordinator.samples.drawing import Tail
+from dovetail.coordinator.samples.generator import Generator
+from dovetail.coordinator.samples.in_flight import Generated, GenerationSettings
 from dovetail.coordinator.store.samples import NewSample, Sample, State
 from dovetail.coordinator.store.store import Store
+from dovetail.coordinator.workers.fleet import Fleet, Timeouts
 from dovetail.manifest.types import Generation
 from helpers.fake_vllm import TOKEN, FakeVllm, logprob_of, response_of
 

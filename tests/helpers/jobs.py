@@ -21,10 +21,10 @@ from safetensors.numpy import load_file
 
 from dovetail.coordinator.store.samples import Sample
 from dovetail.coordinator.store.store import Store
-from dovetail.local.launch.launcher import Launcher
+from dovetail.launch.local.launcher import Launcher
+from dovetail.launch.supervisor import Outcome
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.make_plan import make_plan
-from dovetail.supervision.supervisor import Outcome
 from helpers.nursery import forked_jobs
 from helpers.whole_lines import whole_lines
 

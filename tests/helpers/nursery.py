@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any, NoReturn, cast
 from unittest import mock
 
-from dovetail.local.launch.launcher import spawn_kind
-from dovetail.supervision import proctree, zygote
-from dovetail.supervision.devices import cuda_devices
-from dovetail.supervision.spawn import PRELOAD, ForkSpawner
+from dovetail.launch import proctree, zygote
+from dovetail.launch.devices import cuda_devices
+from dovetail.launch.local.launcher import spawn_kind
+from dovetail.launch.spawn import PRELOAD, ForkSpawner
 
 TESTS = Path(__file__).parents[1]
 THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
@@ -124,7 +124,7 @@ def forked_jobs() -> Iterator[None]:
         yield
         return
     NURSERY.start()
-    launcher = "dovetail.local.launch.launcher"
+    launcher = "dovetail.launch.local.launcher"
     with (
         mock.patch(f"{launcher}.ForkSpawner", NurserySpawner),
         mock.patch(f"{launcher}.ExecSpawner", NurserySpawner),
@@ -137,7 +137,7 @@ def nothing() -> None:
 
 
 def main(argv: list[str]) -> int:
-    """The forkserver of a NurserySpawner: `python -m dovetail.supervision.zygote`, with nothing left to import."""
+    """The forkserver of a NurserySpawner: `python -m dovetail.launch.zygote`, with nothing left to import."""
     parent, channel = argv
     return zygote.main([channel, parent, f"{__name__}:nothing"])
 

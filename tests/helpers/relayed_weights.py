@@ -10,10 +10,10 @@ from unittest import mock
 
 import aiohttp
 
-from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
-from dovetail.coordinator.weights import publishing
-from dovetail.coordinator.weights.publishing import Publisher, Target
-from dovetail.coordinator.weights.weight_sync import WeightSync
+from dovetail.coordinator.workers import publishing
+from dovetail.coordinator.workers.fleet import Fleet, Timeouts
+from dovetail.coordinator.workers.publishing import Publisher, Target
+from dovetail.coordinator.workers.weight_sync import WeightSync
 from dovetail.protocol.messages import Register
 from helpers.generation_job import until
 from helpers.vllm_servers import TOKEN, Server

@@ -21,7 +21,7 @@ def main(arguments: list[str]) -> int:
 
 
 def started(command: Sequence[str], environment: Mapping[str, str], log: BinaryIO) -> Adopted:
-    """For tests in place of `dovetail.local.serving.served_result._started`: the same command, forked from a process
+    """For tests in place of `dovetail.tools.serving.served_result._started`: the same command, forked from a process
     that has the imports, and with its engine in one process."""
     one = {**environment, "OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     return NURSERY.fork(Path(log.name), one, "helpers.vllm_cli", *command[3:])

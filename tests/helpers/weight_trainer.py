@@ -13,8 +13,8 @@ from typing import Any
 import aiohttp
 import torch
 
-from dovetail.coordinator.weights import probing
-from dovetail.coordinator.weights.offers import ReceiverError, push_offer
+from dovetail.coordinator.workers import probing
+from dovetail.coordinator.workers.offers import ReceiverError, push_offer
 from dovetail.protocol.messages import Offer, Probe, Publish, Receiver
 from helpers.vllm_servers import TOKEN, Server
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from safetensors import safe_open
 
+from dovetail.launch.liveness import LivenessLimits
 from dovetail.manifest.types import Stage
 from dovetail.pod.main import Pod, pod_processes
 from dovetail.protocol.messages import Stop
 from dovetail.protocol.plan import Plan, TrainerRank
-from dovetail.supervision.liveness import LivenessLimits
 from helpers.fake_coordinator import FakeCoordinator
 from helpers.trainer_ranks import TrainerRanks, job, layouts, ppo_batch, reward_batch, sft_batch
 

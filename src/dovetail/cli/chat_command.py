@@ -15,12 +15,12 @@ from rich.console import Console
 from dovetail.cli.common.require_extras import require
 from dovetail.cli.job_arguments import checkpoint_option
 from dovetail.cli.serve_command import model_option, vllm_extra
-from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
-from dovetail.local.serving.chat import Replier
-from dovetail.local.serving.served_result import check_served, has_own_template, model_folder, own_server
+from dovetail.coordinator.reporting.model_card import LANGUAGE_MODELS
+from dovetail.launch.devices import cuda_devices
+from dovetail.protocol.errors import UsageError
 from dovetail.protocol.process.extras import is_installed
-from dovetail.supervision.devices import cuda_devices
-from dovetail.supervision.errors import UsageError
+from dovetail.tools.serving.chat import Replier
+from dovetail.tools.serving.served_result import check_served, has_own_template, model_folder, own_server
 
 # The share of a GPU's memory for each of two servers.
 SHARE = 0.4
@@ -80,8 +80,8 @@ def chat(
       dovetail chat runs/quickstart --compare sft actor
       dovetail chat --url http://127.0.0.1:8000
     """
-    from dovetail.local.serving.chat import Sampling
-    from dovetail.local.serving.conversation import ColumnScreen, PlainScreen, Screen, converse, typed_lines
+    from dovetail.tools.serving.chat import Sampling
+    from dovetail.tools.serving.conversation import ColumnScreen, PlainScreen, Screen, converse, typed_lines
 
     if run_dir is None and not url:
         raise UsageError("name the folder of a run, for example runs/quickstart, or a server with --url")
@@ -138,8 +138,8 @@ def _prompt() -> Callable[[], str]:
 def _served(folder: Path | None, name: str, address: str, key: str | None) -> Iterator[Replier]:
     """A model behind a server. `folder`: the model's folder if the model is a run's. The server must then call it
     `name`."""
-    from dovetail.local.serving.chat import REPLY_ENDS
-    from dovetail.local.serving.chat_server import ServedModel
+    from dovetail.tools.serving.chat import REPLY_ENDS
+    from dovetail.tools.serving.chat_server import ServedModel
 
     ends = () if folder is None or has_own_template(folder) else REPLY_ENDS
     served = ServedModel(address, None if folder is None else name, key, ends)
@@ -154,7 +154,7 @@ def _loaded(run_dir: Path, name: str, iteration: int | None, engine: str, given:
     """A model that this command loads until the chat ends. `given`: further arguments for vLLM."""
     if engine == "transformers":
         require("dovetail chat", ["trainer"])
-        from dovetail.local.serving.chat import ChatModel
+        from dovetail.tools.serving.chat import ChatModel
 
         yield ChatModel(run_dir, name, iteration)
         return

@@ -11,15 +11,15 @@ from rich.table import Table
 from rich.text import Text
 
 from dovetail.cli.common.require_extras import require
-from dovetail.local.sample_texts import printable
+from dovetail.coordinator.reporting.sample_texts import printable
 from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.fixed_names import DATA_KINDS
 from dovetail.manifest.types import Data, DataFormat, DataSource, TemplateUse
-from dovetail.supervision.errors import UsageError
+from dovetail.protocol.errors import UsageError
 
 if TYPE_CHECKING:
-    from dovetail.local.data_look import DataLook
+    from dovetail.tools.data_look import DataLook
 
 SHOWN_CHARACTERS = 2000
 
@@ -87,8 +87,8 @@ def data(
     from dovetail.coordinator.data.data_error import DataError
     from dovetail.coordinator.data.text.chat_template import WithSystem, chat_format
     from dovetail.coordinator.data.text.tokenize import Encoder
-    from dovetail.local.data_look import look, look_at_hub
-    from dovetail.local.job_tokenizer import named_tokenizer
+    from dovetail.tools.data_look import look, look_at_hub
+    from dovetail.tools.job_tokenizer import named_tokenizer
 
     console = Console()
     try:

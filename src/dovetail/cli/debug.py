@@ -12,7 +12,7 @@ import click
 
 from dovetail.cli.common.require_extras import require
 from dovetail.cli.job_arguments import run_dir_argument
-from dovetail.supervision.errors import RunError, UsageError
+from dovetail.protocol.errors import RunError, UsageError
 
 if TYPE_CHECKING:
     from dovetail.trainer.weights.compare_weights import Difference
@@ -45,7 +45,7 @@ def replay(run_dir: Path, iteration: int, keep: Path | None) -> None:
       dovetail debug replay runs/quickstart --iteration 11
     """
     require("dovetail debug replay", ["coordinator", "trainer"])
-    from dovetail.local.replay import first_difference, read_replay, run_replay
+    from dovetail.tools.replay import first_difference, read_replay, run_replay
 
     if keep is not None and keep.exists() and any(keep.iterdir()):
         raise UsageError(f"--keep {keep} is not empty, and the replay would write into it; name a new folder")

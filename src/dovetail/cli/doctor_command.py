@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dovetail.local.doctor.finding import Finding, report
+from dovetail.launch.devices import cuda_devices
 from dovetail.protocol.process.extras import DISTRIBUTION, MARKS, Extra, is_installed
-from dovetail.supervision.devices import cuda_devices
+from dovetail.tools.doctor.finding import Finding, report
 
 STYLES = {"skipped": "dim", "ok": "green", "warning": "yellow", "problem": "red"}
 STATES = list(STYLES)
@@ -55,15 +55,15 @@ def doctor(ctx: click.Context, gpu: bool, cluster: bool, as_json: bool) -> None:
 def _checks(gpu: bool, cluster: bool) -> Iterator[Iterable[Finding]]:
     """Yields the checks that the user chose. By default they are those of the machine and of its GPUs."""
     if gpu:
-        from dovetail.local.doctor.gpu_checks import check_gpus
+        from dovetail.tools.doctor.gpu_checks import check_gpus
 
         yield check_gpus()
     if cluster:
-        from dovetail.local.doctor.cluster_checks import check_cluster
+        from dovetail.tools.doctor.cluster_checks import check_cluster
 
         yield check_cluster()
     if not gpu and not cluster:
-        from dovetail.local.doctor.machine_checks import check_gpus_if_any, check_machine
+        from dovetail.tools.doctor.machine_checks import check_gpus_if_any, check_machine
 
         yield check_machine(missing_extras, Path("runs"))
         yield check_gpus_if_any()

@@ -39,8 +39,8 @@ def export(run_dir: Path, iteration: int | None, model: str | None, adapter: boo
       dovetail export runs/quickstart --iteration 10 --adapter -o my-adapter
     """
     require("dovetail export", ["coordinator", "trainer"])
-    from dovetail.local.checkpoint_export import export as write
-    from dovetail.local.checkpoint_export import find
+    from dovetail.tools.checkpoint_export import export as write
+    from dovetail.tools.checkpoint_export import find
 
     found = find(run_dir.resolve(), model, iteration, adapter)
     write(found, output.resolve(), adapter)

@@ -12,11 +12,11 @@ import click
 
 from dovetail.cli.common.one_line_options import folder_context
 from dovetail.cli.common.require_extras import require
-from dovetail.local.one_line import kubernetes_name
-from dovetail.local.starter import Method, starter
 from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.fixed_names import PARQUET, DataKind
-from dovetail.supervision.errors import RunError, UsageError
+from dovetail.protocol.errors import RunError, UsageError
+from dovetail.tools.one_line import kubernetes_name
+from dovetail.tools.starter import Method, starter
 
 
 def job_name(folder: Path) -> str:
@@ -32,7 +32,7 @@ def first_record(method: Method, data: Path) -> tuple[list[str], bool]:
     from dovetail.coordinator.data.data_files import source_files
     from dovetail.coordinator.data.formats import MESSAGE_FIELDS, PROMPT_FIELDS, convert, detect
     from dovetail.coordinator.data.text.chat_template import HumanAssistant, NotWritten
-    from dovetail.local.data_look import rows_of
+    from dovetail.tools.data_look import rows_of
 
     kinds: dict[str, DataKind] = {
         "sft": "demonstrations",

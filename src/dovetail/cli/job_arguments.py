@@ -60,7 +60,7 @@ def load_job(
 
     Raises ManifestError, UsageError and PlanError."""
     from dovetail.cli.common.plan_inputs import configurations, hardware, local_profile
-    from dovetail.local.launch.rundir import lag_of_run, zero3_of_run
+    from dovetail.launch.local.rundir import lag_of_run, zero3_of_run
     from dovetail.manifest.checks.files import layer_counts
     from dovetail.manifest.checks.validation import warnings
     from dovetail.manifest.resolve import with_lag
@@ -106,9 +106,9 @@ def read_job(
     """The checked job as it was written, the job with every default filled in, and the folder at which relative paths
     start. `~` in paths is the home folder. `cpu`: see `load_job`. Raises ManifestError and
     UsageError."""
+    from dovetail.launch.devices import cuda_devices
     from dovetail.manifest.accelerators import no_gpus, on_cpus
     from dovetail.manifest.checks.validation import absolute_paths, check, check_files, resolve
-    from dovetail.supervision.devices import cuda_devices
 
     document = read_yaml(manifest)
     if isinstance(document, dict):

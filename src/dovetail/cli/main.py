@@ -28,8 +28,8 @@ from dovetail.cli.schedule_command import schedule
 from dovetail.cli.serve_command import serve
 from dovetail.cli.ui_command import ui
 from dovetail.manifest.documents import ManifestError
+from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.process.extras import version as installed_version
-from dovetail.supervision.errors import RunError, UsageError
 
 
 class _Failed(click.ClickException):

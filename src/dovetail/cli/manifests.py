@@ -13,8 +13,8 @@ from dovetail.cli.doctor_command import findings_table
 from dovetail.cli.job_arguments import load_job, located, manifest_argument, set_option
 from dovetail.manifest.documents import ManifestError
 from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.errors import UsageError
 from dovetail.protocol.plan import Plan
-from dovetail.supervision.errors import UsageError
 
 
 @click.command()
@@ -43,7 +43,7 @@ def validate(manifest: Path, overrides: tuple[str, ...], deep: bool) -> None:
 def _deeply(manifest: Path, overrides: tuple[str, ...], job: RLHFJob, plan: Plan) -> None:
     """Show all findings. Raises ManifestError with the problems."""
     require("dovetail validate --deep", ["coordinator"])
-    from dovetail.local.deep_check import check_deeply
+    from dovetail.tools.deep_check import check_deeply
 
     console = Console()
     with console.status("checking"), TemporaryDirectory(prefix="dovetail-") as scratch:

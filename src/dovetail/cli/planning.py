@@ -24,8 +24,8 @@ from dovetail.planner.placement.on_gpus import place
 from dovetail.planner.placement.placed import Chosen, Infeasible
 from dovetail.planner.placement.planned_job import ConfigError, PlannedJob, needed
 from dovetail.planner.placement.recommend import Unknown, cheapest, fragment, recommend
+from dovetail.protocol.errors import UsageError
 from dovetail.protocol.plan import Plan
-from dovetail.supervision.errors import UsageError
 
 SEARCH_SECONDS = 60.0
 

@@ -14,10 +14,10 @@ from rich.table import Table
 from dovetail.cli.common.require_extras import require
 from dovetail.manifest.critic import has_critic, shares_body
 from dovetail.manifest.types import ModelSource, RLHFJob, RLHFJobSpec
+from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.files.machine_profile import Machine, ModelTimes, Profile
 from dovetail.protocol.messages import Head, ModelRef
 from dovetail.protocol.process.extras import Extra
-from dovetail.supervision.errors import RunError, UsageError
 
 
 @click.command()
@@ -108,8 +108,8 @@ def _write(path: Path, text: str) -> None:
 
 
 def _iterations(job: RLHFJob, layers: int, show: Callable[[str], None]) -> Machine:
-    from dovetail.local.calibrate import measure_machine
     from dovetail.manifest.types import Stage
+    from dovetail.tools.calibrate import measure_machine
 
     if Stage.PPO not in job.spec.stages:
         raise UsageError("--iterations measures PPO iterations, but spec.stages has no ppo; leave it out.")

@@ -8,9 +8,9 @@ import click
 
 from dovetail.cli.common.require_extras import require
 from dovetail.cli.job_arguments import checkpoint_option, run_dir_argument
-from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
-from dovetail.local.hub_push import push_model
-from dovetail.local.serving.served_result import model_folder
+from dovetail.coordinator.reporting.model_card import LANGUAGE_MODELS
+from dovetail.tools.hub_push import push_model
+from dovetail.tools.serving.served_result import model_folder
 
 
 @click.command()

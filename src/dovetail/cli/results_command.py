@@ -14,8 +14,8 @@ from dovetail.cli.job_arguments import run_dir_argument
 @run_dir_argument
 def report(run_dir: Path) -> None:
     """Show a run's table again, and write its report.html again."""
-    from dovetail.local.report.report import write_report
-    from dovetail.local.report.run_summary import read_summary, show
+    from dovetail.coordinator.reporting.report.report import write_report
+    from dovetail.coordinator.reporting.report.run_summary import read_summary, show
 
     console = Console()
     show(console, read_summary(run_dir))

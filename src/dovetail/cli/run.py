@@ -13,19 +13,19 @@ from rich.console import Console
 from dovetail.cli.common.one_line_options import given, line_of, manifest_text, one_line_options
 from dovetail.cli.common.require_extras import require
 from dovetail.cli.job_arguments import load_job, seed_option, set_option
-from dovetail.coordinator.store.sample_files import files
-from dovetail.coordinator.trackers.tracker_processes import missing as missing_trackers
-from dovetail.local.launch.launcher import Launcher
-from dovetail.local.launch.progress_bars import Display, make_display
-from dovetail.local.launch.status_poll import StatusPoller
-from dovetail.local.report.report import write_report
-from dovetail.local.report.run_summary import read_summary, show
-from dovetail.local.sample_texts import facts_of, texts_of
+from dovetail.coordinator.reporting.report.report import write_report
+from dovetail.coordinator.reporting.report.run_summary import read_summary, show
+from dovetail.coordinator.reporting.sample_files import files
+from dovetail.coordinator.reporting.sample_texts import facts_of, texts_of
+from dovetail.coordinator.reporting.trackers.tracker_processes import missing as missing_trackers
+from dovetail.launch.local.launcher import Launcher
+from dovetail.launch.local.progress_bars import Display, make_display
+from dovetail.launch.local.status_poll import StatusPoller
 from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.extras import needed_extras
-from dovetail.supervision.errors import RunError, UsageError
 
 INTERRUPTED = 130
 # The result of a run is the first of these models that it has.

@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 
 from dovetail.cli.job_arguments import run_dir_argument
-from dovetail.local.sample_texts import described, read
+from dovetail.coordinator.reporting.sample_texts import described, read
+from dovetail.protocol.errors import UsageError
 from dovetail.protocol.files.sample_choice import ORDERS, choose
-from dovetail.supervision.errors import UsageError
 
 
 @click.command()

@@ -42,8 +42,8 @@ from dovetail.pipelines import (
     text_rows,
     zero_bubble_limit,
 )
+from dovetail.protocol.errors import UsageError
 from dovetail.protocol.process.extras import DISTRIBUTION
-from dovetail.supervision.errors import UsageError
 
 _positive = click.FloatRange(0, min_open=True)
 _count = click.IntRange(1)

@@ -11,8 +11,10 @@ import click
 
 from dovetail.cli.common.require_extras import require
 from dovetail.cli.job_arguments import checkpoint_option, run_dir_argument
-from dovetail.coordinator.store.model_card import LANGUAGE_MODELS
-from dovetail.local.serving.served_result import (
+from dovetail.coordinator.reporting.model_card import LANGUAGE_MODELS
+from dovetail.launch.devices import cuda_devices
+from dovetail.protocol.process.extras import Extra
+from dovetail.tools.serving.served_result import (
     check_port,
     check_served,
     model_folder,
@@ -20,8 +22,6 @@ from dovetail.local.serving.served_result import (
     serve_command,
     serve_environment,
 )
-from dovetail.protocol.process.extras import Extra
-from dovetail.supervision.devices import cuda_devices
 
 PORT = 8000
 model_option = click.option(

@@ -15,8 +15,8 @@ from dovetail.cli.common.prediction_tables import (
     placement_name,
     task_name,
 )
-from dovetail.local.report import charts
-from dovetail.local.report.report import STYLE
+from dovetail.coordinator.reporting.report import charts
+from dovetail.coordinator.reporting.report.report import STYLE
 from dovetail.planner.placement.placed import Chosen
 from dovetail.planner.simulate.iteration import Simulated, simulate
 from dovetail.protocol.prediction import Prediction

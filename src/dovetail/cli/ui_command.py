@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from dovetail.cli.common.require_extras import require
+from dovetail.protocol.errors import UsageError
 from dovetail.protocol.process.extras import version
-from dovetail.supervision.errors import UsageError
 
 PORT = 8470
 
@@ -53,9 +53,9 @@ def ui(runs_folder: Path | None, demo: bool, host: str, port: int, show: bool) -
 
 async def _serve(folder: Path | None, scratch: Path, host: str, port: int, show: bool) -> None:
     """Serve the page until Ctrl-C. `folder`: the folder of runs. None: play the demo in `scratch`."""
-    from dovetail.local.run_page.demo_run import play, unpack
-    from dovetail.local.run_page.page_server import LOOPBACK, make_page_app, page_server
-    from dovetail.local.run_page.run_list import RunList
+    from dovetail.tools.run_page.demo_run import play, unpack
+    from dovetail.tools.run_page.page_server import LOOPBACK, make_page_app, page_server
+    from dovetail.tools.run_page.run_list import RunList
 
     mine = host in (*LOOPBACK, "::1")
     about: dict[str, Any] = {"source": "folder", "demo": folder is None, "version": version()}

@@ -17,17 +17,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dovetail.coordinator.health.failure import EXPLAINED, disk_full, is_final, sentence
-from dovetail.coordinator.health.health import UnhealthyError
 from dovetail.coordinator.loop.driver import run_job
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
+from dovetail.coordinator.loop.failure import EXPLAINED, disk_full, is_final, sentence
+from dovetail.coordinator.reporting.health import UnhealthyError
+from dovetail.coordinator.reporting.results import write_final_summary
 from dovetail.coordinator.store.identity import has_store
-from dovetail.coordinator.store.results import write_final_summary
 from dovetail.coordinator.store.store import StoreError
-from dovetail.coordinator.telemetry.eventlog import EventLog
 from dovetail.manifest import fixed_names
 from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.types import RLHFJob
+from dovetail.protocol.eventlog import EventLog
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.debugger import wait_for_debugger
 from dovetail.protocol.process.env import ProcessEnv

@@ -1,1 +1,1 @@
-"""Runs jobs on one machine: the launcher of a job's processes, the Python API, the report and the chat."""
+"""The Python API: jobs and models on this machine."""

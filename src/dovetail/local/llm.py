@@ -30,12 +30,12 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from dovetail.launch.devices import cuda_devices
 from dovetail.manifest.types import Generation, RLHFJob
+from dovetail.protocol.errors import RunError
 from dovetail.protocol.files.durable import read_object
 from dovetail.protocol.process.extras import import_error
 from dovetail.protocol.sampling import COUNTER_SAMPLER, sampling_params
-from dovetail.supervision.devices import cuda_devices
-from dovetail.supervision.errors import RunError
 
 try:
     import aiohttp
@@ -46,16 +46,16 @@ try:
     from dovetail.coordinator.data.text.chat_template import Message, chat_format
     from dovetail.coordinator.data.text.texts import Texts
     from dovetail.coordinator.data.text.tokenize import Encoder
-    from dovetail.coordinator.generation.requests import MODEL, RequestRefused, ServerFailure, stream
-    from dovetail.local.serving.chat import REPLY_ENDS
-    from dovetail.local.serving.served_result import (
+    from dovetail.coordinator.samples.requests import MODEL, RequestRefused, ServerFailure, stream
+    from dovetail.protocol.http.client_session import client_session, resend
+    from dovetail.tools.serving.chat import REPLY_ENDS
+    from dovetail.tools.serving.served_result import (
         check_served,
         has_own_template,
         last_error,
         model_folder,
         own_server,
     )
-    from dovetail.protocol.http.client_session import client_session, resend
 except ModuleNotFoundError as error:
     raise import_error("dovetail.local.llm", ["coordinator"], error) from error
 

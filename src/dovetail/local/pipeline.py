@@ -22,6 +22,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+from dovetail.launch.devices import cuda_devices
+from dovetail.launch.processes import HOST
+from dovetail.launch.supervisor import Outcome
 from dovetail.manifest.accelerators import no_gpus, on_cpus
 from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.checks.validation import load_manifest, parse_manifest, resolve
@@ -29,25 +32,22 @@ from dovetail.manifest.documents import ManifestError
 from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.make_plan import make_plan
+from dovetail.protocol.errors import RunError
 from dovetail.protocol.experience import AdvantageFunction, Experience, advantages_of
 from dovetail.protocol.process.extras import import_error, missing_extras, needed_extras
 from dovetail.protocol.process.process_names import COORDINATOR
-from dovetail.supervision.devices import cuda_devices
-from dovetail.supervision.errors import RunError
-from dovetail.supervision.processes import HOST
-from dovetail.supervision.supervisor import Outcome
 
 try:
     from dovetail.coordinator.data.prepare import GivenPrompt
-    from dovetail.coordinator.health.failure import sentence
     from dovetail.coordinator.loop.driver import run_job
     from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
+    from dovetail.coordinator.loop.failure import sentence
     from dovetail.coordinator.rewards.live import RewardCallable
-    from dovetail.coordinator.telemetry.eventlog import EventLog
-    from dovetail.local.launch.aftermath import with_cause, write_results
-    from dovetail.local.launch.launcher import Launcher
-    from dovetail.local.launch.rundir import lag_of_run, zero3_of_run
-    from dovetail.local.launch.status_poll import StatusPoller
+    from dovetail.launch.local.aftermath import with_cause, write_results
+    from dovetail.launch.local.launcher import Launcher
+    from dovetail.launch.local.rundir import lag_of_run, zero3_of_run
+    from dovetail.launch.local.status_poll import StatusPoller
+    from dovetail.protocol.eventlog import EventLog
 except ModuleNotFoundError as error:
     raise import_error("dovetail.local.pipeline", ["coordinator"], error) from error
 

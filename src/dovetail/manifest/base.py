@@ -16,7 +16,7 @@ CALLABLE_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 LOSSES = ("ppo", "gspo", "cispo")
 LOSS_PATTERN = rf"^({'|'.join(LOSSES)}|{CALLABLE_PATTERN[1:-1]})$"
 
-# The built-in metrics of an evaluation (`dovetail.coordinator.evaluation.evaluation_metrics`).
+# The built-in metrics of an evaluation (`dovetail.coordinator.samples.evaluation_metrics`).
 METRICS = ("reward", "exactMatch")
 METRIC_PATTERN = rf"^({'|'.join(METRICS)}|{CALLABLE_PATTERN[1:-1]})$"
 

@@ -29,6 +29,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dovetail.launch.devices import cuda_devices
+from dovetail.launch.liveness import Liveness, LivenessLimits, Pulses
+from dovetail.launch.proctree import descendants, kill_until_gone, snapshot
+from dovetail.launch.supervisor import WINDOW_SECONDS, cpu_threads, how_it_ended
 from dovetail.manifest import fixed_names
 from dovetail.manifest.types import Group, RLHFJob, Role
 from dovetail.protocol.plan import Plan
@@ -43,10 +47,6 @@ from dovetail.protocol.process.process_names import (
     scorer_name,
 )
 from dovetail.protocol.process.pulse import PULSE
-from dovetail.supervision.devices import cuda_devices
-from dovetail.supervision.liveness import Liveness, LivenessLimits, Pulses
-from dovetail.supervision.proctree import descendants, kill_until_gone, snapshot
-from dovetail.supervision.supervisor import WINDOW_SECONDS, cpu_threads, how_it_ended
 
 GRACE_SECONDS = 30.0
 # The hook's time is a part of the pod's grace period, which is 25 s on spot nodes.

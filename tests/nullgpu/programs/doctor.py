@@ -10,8 +10,8 @@ from worker import Place
 
 def finds(place: Place, visible: str, **claimed: str) -> dict[str, Any]:
     """The report. `claimed`: variables of the null GPU."""
-    from dovetail.local.doctor.finding import report
-    from dovetail.local.doctor.gpu_checks import check_gpus
+    from dovetail.tools.doctor.finding import report
+    from dovetail.tools.doctor.gpu_checks import check_gpus
 
     os.environ |= {"CUDA_VISIBLE_DEVICES": visible, **claimed}
     return report(check_gpus())

@@ -15,7 +15,7 @@ import torch
 from programs.trainer import engine_of
 from worker import DEADLINE, Place
 
-from dovetail.coordinator.weights.offers import receive_for
+from dovetail.coordinator.workers.offers import receive_for
 from dovetail.manifest.types import Parallelism
 from dovetail.models.links.nccl import NcclLink
 from dovetail.models.transfer import Channel, TransferError

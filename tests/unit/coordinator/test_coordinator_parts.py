@@ -16,12 +16,12 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Scores, Waiting
+from dovetail.coordinator.reporting.summary import build, mean_ci95
+from dovetail.coordinator.samples.scoring import Finished, Inference, Scorer, Scores, Waiting
 from dovetail.coordinator.store.database import StoreError
 from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.samples import Key
-from dovetail.coordinator.telemetry.summary import build, mean_ci95
-from dovetail.coordinator.weights.publishing import Target, receivers_of
+from dovetail.coordinator.workers.publishing import Target, receivers_of
 from dovetail.protocol.experience import Experience, kl_per_sample
 from dovetail.protocol.files.durable import write_json
 from dovetail.protocol.wire import pack, unpack

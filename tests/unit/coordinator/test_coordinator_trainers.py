@@ -15,8 +15,8 @@ from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.loop import supervised
 from dovetail.coordinator.loop.supervised import SupervisedStages
-from dovetail.coordinator.trainers.trainer_group import StaleGeneration, TrainerError, TrainerGroup, TrainerLost
-from dovetail.coordinator.trainers.trainer_session import StagePlan, TrainerSession
+from dovetail.coordinator.workers.trainer_group import StaleGeneration, TrainerError, TrainerGroup, TrainerLost
+from dovetail.coordinator.workers.trainer_session import StagePlan, TrainerSession
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import (
     Accumulate,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.coordinator.health.failure import is_final
+from dovetail.coordinator.loop.failure import is_final
 from dovetail.coordinator.store.delivery import OutputError, check, deliver
 from dovetail.manifest.types import ObjectStorage, Output, Stage
 from helpers.chart_tools import tool

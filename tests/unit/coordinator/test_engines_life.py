@@ -16,11 +16,11 @@ import aiohttp
 import pytest
 
 from dovetail.coordinator import main
-from dovetail.coordinator.generation.in_flight import GenerationError
-from dovetail.coordinator.health.failure import is_final
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
-from dovetail.coordinator.store.sample_files import BEFORE_SFT
-from dovetail.coordinator.trainers.trainer_group import POLL_SECONDS
+from dovetail.coordinator.loop.failure import is_final
+from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
+from dovetail.coordinator.samples.in_flight import GenerationError
+from dovetail.coordinator.workers.trainer_group import POLL_SECONDS
 from dovetail.operator.reconcile.progress import judged
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.messages import JoinReply, JoinRequest

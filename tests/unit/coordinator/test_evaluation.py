@@ -12,17 +12,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.prepare import PromptRecord
-from dovetail.coordinator.evaluation.best_weights import BestWeights
-from dovetail.coordinator.evaluation.evaluation import Evaluator
-from dovetail.coordinator.evaluation.evaluation_metrics import EvaluationMetrics, HeldOutAnswer, is_match
+from dovetail.coordinator.reporting.report.report import read_history
+from dovetail.coordinator.reporting.run_records import RunRecords
+from dovetail.coordinator.reporting.sample_files import BEFORE_SFT, evaluation_files, read_rows
+from dovetail.coordinator.reporting.summary_rows import evaluation_rows
 from dovetail.coordinator.rewards.calls import RewardError, evaluation_slot
+from dovetail.coordinator.samples.best_weights import BestWeights
+from dovetail.coordinator.samples.evaluation import Evaluator
+from dovetail.coordinator.samples.evaluation_metrics import EvaluationMetrics, HeldOutAnswer, is_match
 from dovetail.coordinator.store.identity import delete_folder
-from dovetail.coordinator.store.run_records import RunRecords
-from dovetail.coordinator.store.sample_files import BEFORE_SFT, evaluation_files, read_rows
 from dovetail.coordinator.store.samples import NewSample, State
 from dovetail.coordinator.store.store import Store
-from dovetail.coordinator.telemetry.summary_rows import evaluation_rows
-from dovetail.local.report.report import read_history
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
 from helpers.manifests import changed
 

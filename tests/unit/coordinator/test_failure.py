@@ -16,20 +16,20 @@ import pytest
 
 from dovetail.coordinator.data.data_error import DataError, causes
 from dovetail.coordinator.data.sources import load
-from dovetail.coordinator.health.failure import sentence
+from dovetail.coordinator.loop.failure import sentence
 from dovetail.coordinator.main import TERMINATION_BYTES, final_figures
-from dovetail.coordinator.store.results import Results, write_final_summary
+from dovetail.coordinator.reporting.report.report import read_history
+from dovetail.coordinator.reporting.results import Results, write_final_summary
+from dovetail.coordinator.reporting.telemetry import MetricsHistory
 from dovetail.coordinator.store.store import Store, StoreError
-from dovetail.coordinator.telemetry.eventlog import EventLog
-from dovetail.coordinator.telemetry.telemetry import MetricsHistory
-from dovetail.local.launch.aftermath import DiskWatch, full_disk, reserve, with_cause, write_results
-from dovetail.local.report.report import read_history
+from dovetail.launch.local.aftermath import DiskWatch, full_disk, reserve, with_cause, write_results
+from dovetail.launch.supervisor import Outcome
 from dovetail.manifest.types import DataSource, Stage
 from dovetail.planner.make_plan import make_plan
+from dovetail.protocol.eventlog import EventLog
 from dovetail.protocol.files.durable import write_json
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.process.exit_codes import JOB_FAILED
-from dovetail.supervision.supervisor import Outcome
 from dovetail.trainer.rank.events import Events
 from helpers.jobs import tiny_job
 

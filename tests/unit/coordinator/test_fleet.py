@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from dovetail.coordinator.fleet.fleet import Fleet, InstanceHealth, Timeouts
+from dovetail.coordinator.workers.fleet import Fleet, InstanceHealth, Timeouts
 from dovetail.protocol.messages import Register
 
 T = Timeouts(suspect=10, dead=100, back_off=1, back_off_max=8, revive=30, max_failures=3)

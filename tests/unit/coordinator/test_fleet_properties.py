@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from dovetail.coordinator.fleet.fleet import Fleet, InstanceHealth, Timeouts
+from dovetail.coordinator.workers.fleet import Fleet, InstanceHealth, Timeouts
 from dovetail.protocol.messages import Register
 
 NAMES = ["r0", "r1", "s0"]

@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.coordinator.health.health import REASONS, Rules, UnhealthyError, judge
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.loop.iteration_metrics import distinct_responses, equal_groups, iteration_metrics, mean_kl
 from dovetail.coordinator.loop.ppo_stage import PPOStage
+from dovetail.coordinator.reporting.health import REASONS, Rules, UnhealthyError, judge
 from dovetail.coordinator.store.manifest_changes import Settled
 from dovetail.coordinator.store.samples import NewSample
 from dovetail.planner.make_plan import make_plan

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from dovetail.launch.liveness import Liveness, LivenessLimits, Pulses
+from dovetail.launch.proctree import Process
 from dovetail.protocol.process.pulse import PROGRESS, PULSE, Progress, Pulse
 from dovetail.rollout.scoring.scorer_app import ScorerService
 from dovetail.rollout.serving import routes
-from dovetail.supervision.liveness import Liveness, LivenessLimits, Pulses
-from dovetail.supervision.proctree import Process
 
 LIMITS = LivenessLimits(stopped=60, silent=180, busy=1800, starting=1800)
 
@@ -154,7 +154,7 @@ def test_what_a_killed_launcher_leaves_is_removed_by_the_next(monkeypatch, reque
     tmp_path = Path(tempfile.mkdtemp())
     request.addfinalizer(lambda: shutil.rmtree(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    code = "from dovetail.supervision.liveness import Pulses; all = Pulses(); print(all.path('a'), flush=True); input()"
+    code = "from dovetail.launch.liveness import Pulses; all = Pulses(); print(all.path('a'), flush=True); input()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen(
         [sys.executable, "-c", code], env=os.environ | {"TMPDIR": str(tmp_path)}, **pipes

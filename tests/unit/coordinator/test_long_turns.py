@@ -14,13 +14,13 @@ import pytest
 
 from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.data.text.texts import Texts
-from dovetail.coordinator.fleet.fleet import Fleet
-from dovetail.coordinator.generation.dispatch import Speeds
-from dovetail.coordinator.generation.in_flight import GenerationSettings, InFlight, Work
 from dovetail.coordinator.loop.experience_assembly import ExperienceAssembly
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker
+from dovetail.coordinator.samples.dispatch import Speeds
+from dovetail.coordinator.samples.in_flight import GenerationSettings, InFlight, Work
 from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import AT_ONCE, Store, StoreError, in_slices
+from dovetail.coordinator.workers.fleet import Fleet
 
 PROMPTS, EACH = 5, 2
 

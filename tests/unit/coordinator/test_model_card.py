@@ -8,8 +8,8 @@ import yaml
 
 from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.coordinator.data.text.chat_template import HumanAssistant
-from dovetail.coordinator.store.model_card import CardFacts, ListSize, model_card, shown_manifest
-from dovetail.coordinator.store.model_files import describe_models, generation_config
+from dovetail.coordinator.reporting.model_card import CardFacts, ListSize, model_card, shown_manifest
+from dovetail.coordinator.reporting.model_files import describe_models, generation_config
 from dovetail.manifest.types import DPO, PPO, Generation, RLHFJob
 
 JOB = {

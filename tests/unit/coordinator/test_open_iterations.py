@@ -10,7 +10,7 @@ import pytest
 from test_coordinator_trainers import Records, form, make_group, run
 
 from dovetail.coordinator.loop.open_iterations import OpenIterations
-from dovetail.coordinator.trainers.trainer_session import StagePlan, TrainerSession
+from dovetail.coordinator.workers.trainer_session import StagePlan, TrainerSession
 from dovetail.manifest.training_types import PPO
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import CommandResult, ModelRef, NextRequest, Publish, Step

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from dovetail.coordinator.loop.ppo_stage import PPOStage
-from dovetail.coordinator.telemetry.telemetry import Status
+from dovetail.coordinator.reporting.telemetry import Status
 from dovetail.operator.reconcile import progress
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.prediction import Prediction

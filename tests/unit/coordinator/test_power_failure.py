@@ -16,7 +16,7 @@ from test_coordinator_trainers import Clock, Ranks, Records, make_group, run
 from dovetail.coordinator.store.database import Database
 from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.store import KeyValues, Store
-from dovetail.coordinator.trainers.trainer_session import StagePlan, TrainerSession
+from dovetail.coordinator.workers.trainer_session import StagePlan, TrainerSession
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import ModelRef, Step
 

@@ -10,8 +10,8 @@ from unittest import mock
 import aiohttp
 import pytest
 
-from dovetail.coordinator.weights import probing, publishing
-from dovetail.coordinator.weights.publishing import Published, Publisher
+from dovetail.coordinator.workers import probing, publishing
+from dovetail.coordinator.workers.publishing import Published, Publisher
 from dovetail.protocol.messages import CALLED_OFF, Probe
 from helpers.fake_updates import FakeTrainers, UpdatableVllm
 from helpers.fake_vllm import TOKEN

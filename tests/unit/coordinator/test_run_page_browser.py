@@ -12,9 +12,9 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 from prometheus_client import CollectorRegistry
 
+from dovetail.coordinator.reporting.report.report import write_report
+from dovetail.coordinator.reporting.sample_files import BEFORE_SFT, SampleFiles, evaluation_files, read_rows
 from dovetail.coordinator.serving.coordinator_routes import make_app
-from dovetail.coordinator.store.sample_files import BEFORE_SFT, SampleFiles, evaluation_files, read_rows
-from dovetail.local.report.report import write_report
 from helpers.cluster import wait_for
 from helpers.demo_runs import TOKEN, append, demo_runs, serve_page
 from helpers.fake_jobs_api import JOBS, Api, Run, condition, job

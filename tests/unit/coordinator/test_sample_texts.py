@@ -13,7 +13,8 @@ from click.testing import CliRunner
 
 from dovetail.cli.main import cli
 from dovetail.cli.run import first_record, shown_sample
-from dovetail.coordinator.store.sample_files import (
+from dovetail.coordinator.reporting.report.report_samples import SampleTexts, read_samples, samples_section
+from dovetail.coordinator.reporting.sample_files import (
     BEFORE_SFT,
     SampleFiles,
     evaluation_files,
@@ -21,9 +22,8 @@ from dovetail.coordinator.store.sample_files import (
     read_rows,
     sample_rows,
 )
+from dovetail.coordinator.reporting.sample_texts import printable
 from dovetail.coordinator.store.samples import Key, Sample, State
-from dovetail.local.report.report_samples import SampleTexts, read_samples, samples_section
-from dovetail.local.sample_texts import printable
 from dovetail.protocol.experience import Experience
 
 ESCAPE = "\x1b]0;gotcha\x07"

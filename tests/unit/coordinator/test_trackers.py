@@ -21,12 +21,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from dovetail.cli.run import tracker_line
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
-from dovetail.coordinator.trackers import tracker_worker
-from dovetail.coordinator.trackers.otlp_spans import OtlpClient
-from dovetail.coordinator.trackers.tracker_clients import MlflowClient, flattened
-from dovetail.coordinator.trackers.tracker_processes import TrackerProcesses, missing
-from dovetail.coordinator.trackers.tracker_settings import TrackerSettings
-from dovetail.coordinator.trackers.tracker_worker import RunFollower
+from dovetail.coordinator.reporting.trackers import tracker_worker
+from dovetail.coordinator.reporting.trackers.otlp_spans import OtlpClient
+from dovetail.coordinator.reporting.trackers.tracker_clients import MlflowClient, flattened
+from dovetail.coordinator.reporting.trackers.tracker_processes import TrackerProcesses, missing
+from dovetail.coordinator.reporting.trackers.tracker_settings import TrackerSettings
+from dovetail.coordinator.reporting.trackers.tracker_worker import RunFollower
 from dovetail.manifest.types import DataSource, RLHFJobSpec, Tracker
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.files.trace import chrome_trace

@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.coordinator.page.run_folder import RunFolder
+from dovetail.coordinator.reporting.page.run_folder import RunFolder
+from dovetail.coordinator.reporting.report.report_schedule import families_section, schedule_section
 from dovetail.coordinator.schedules.scheduling import Scheduling
 from dovetail.coordinator.schedules.stage_schedules import StageSchedules
 from dovetail.coordinator.schedules.step_commands import StepFacts, ppo_step, supervised_step
@@ -30,7 +31,6 @@ from dovetail.coordinator.schedules.training_schedule import (
     shared_layouts,
     training_problem,
 )
-from dovetail.local.report.report_schedule import families_section, schedule_section
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec, Stage
 from dovetail.pipelines import SearchEffort

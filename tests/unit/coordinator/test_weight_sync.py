@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 
-from dovetail.coordinator.store.sample_files import BEFORE_SFT
-from dovetail.coordinator.trainers.trainer_group import TrainerLost
-from dovetail.coordinator.weights.publishing import Published, Target
-from dovetail.coordinator.weights.weight_sync import WeightSync
+from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
+from dovetail.coordinator.workers.publishing import Published, Target
+from dovetail.coordinator.workers.trainer_group import TrainerLost
+from dovetail.coordinator.workers.weight_sync import WeightSync
 from dovetail.protocol.messages import CommandResult
 from helpers.generation_job import until
 
@@ -251,7 +251,7 @@ def late(monkeypatch, world, seconds):
         if world.now >= seconds and target.name not in world.targets:
             world.targets[target.name], world.held[target.name] = target, 0
 
-    monkeypatch.setattr("dovetail.coordinator.weights.weight_sync.asyncio.sleep", sleep)
+    monkeypatch.setattr("dovetail.coordinator.workers.weight_sync.asyncio.sleep", sleep)
 
 
 def test_a_first_rollout_that_pulls_its_image_for_long_is_waited_for(monkeypatch):
@@ -425,7 +425,7 @@ def test_the_time_in_which_a_server_sends_does_not_count(monkeypatch, world):
         world.now += 1.0
         await real(0)
 
-    monkeypatch.setattr("dovetail.coordinator.weights.weight_sync.asyncio.sleep", sleep)
+    monkeypatch.setattr("dovetail.coordinator.workers.weight_sync.asyncio.sleep", sleep)
     world.relay = relay
     world.join("rollout-c")
     missing = lambda: [] if world.has_current("rollout") else ["rollout"]  # noqa: E731
@@ -476,7 +476,7 @@ def test_the_time_until_the_trainers_are_restored_does_not_count(monkeypatch, be
         world.cut = set()
         await real(0)
 
-    monkeypatch.setattr("dovetail.coordinator.weights.weight_sync.asyncio.sleep", sleep)
+    monkeypatch.setattr("dovetail.coordinator.workers.weight_sync.asyncio.sleep", sleep)
     world.at_target, world.publish = at_target, publish
     world.at_version = lambda version, work: at_target(work)
     world.publish_version(1)
@@ -502,7 +502,7 @@ def test_the_time_in_which_another_round_waits_for_the_trainers_does_not_count(m
         world.cut = set()
         await real(0)
 
-    monkeypatch.setattr("dovetail.coordinator.weights.weight_sync.asyncio.sleep", sleep)
+    monkeypatch.setattr("dovetail.coordinator.workers.weight_sync.asyncio.sleep", sleep)
     world.at_target = at_target
     missing = lambda: [] if world.has_current("rollout") else ["rollout"]  # noqa: E731
 
@@ -533,8 +533,8 @@ def slow_to_prepare(world, monkeypatch, name, seconds, fails=False):
         world.now += 1.0
         await real(0.002)
 
-    monkeypatch.setattr("dovetail.coordinator.weights.weight_sync.asyncio.sleep", sleep)
-    monkeypatch.setattr("dovetail.coordinator.weights.weight_sync.PREPARE_SECONDS", 0.01)
+    monkeypatch.setattr("dovetail.coordinator.workers.weight_sync.asyncio.sleep", sleep)
+    monkeypatch.setattr("dovetail.coordinator.workers.weight_sync.PREPARE_SECONDS", 0.01)
     world.prepare_one = prepare
 
 

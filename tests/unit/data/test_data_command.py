@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from dovetail.cli.main import cli
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.text import tokenizer
-from dovetail.local.data_look import look
+from dovetail.tools.data_look import look
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -187,7 +187,7 @@ def test_a_model_of_a_jobs_hub_is_not_taken_for_a_folder_here(tmp_path: Path, mo
         asked.append(repository)
         raise DataError("no network")
 
-    monkeypatch.setattr("dovetail.local.job_tokenizer.Hub.describe", describe)
+    monkeypatch.setattr("dovetail.tools.job_tokenizer.Hub.describe", describe)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Qwen").mkdir()
     file = write(tmp_path / "p.jsonl", {"prompt": "p"})

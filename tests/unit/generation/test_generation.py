@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.coordinator.generation.in_flight import GenerationError, GenerationSettings
+from dovetail.coordinator.samples.in_flight import GenerationError, GenerationSettings
 from dovetail.coordinator.store.samples import State
 from helpers.fake_vllm import FakeVllm
 from helpers.generation_job import MAX_TOKENS, Job, play, until

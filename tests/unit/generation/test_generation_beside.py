@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.coordinator.generation.lineup import Lineup
+from dovetail.coordinator.samples.lineup import Lineup
 from dovetail.coordinator.store.samples import NewSample, State
 from helpers.fake_vllm import FakeVllm, response_of
 from helpers.generation_job import Job, play, until

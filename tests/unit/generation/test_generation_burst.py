@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dovetail.coordinator.generation import drawing
+from dovetail.coordinator.samples import drawing
 from helpers.generation_job import Job, play
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.coordinator.generation.dispatch import Speeds, excess, place
+from dovetail.coordinator.samples.dispatch import Speeds, excess, place
 
 LOADS = st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 40), min_size=1)
 

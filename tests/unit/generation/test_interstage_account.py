@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.coordinator.fusion.account import account, totals, union_seconds
-from dovetail.coordinator.page.iteration_timeline import timeline
-from dovetail.local.report.report import trace_curves
-from dovetail.local.report.run_summary import fusion_rows
+from dovetail.coordinator.reporting.page.iteration_timeline import timeline
+from dovetail.coordinator.reporting.report.report import trace_curves
+from dovetail.coordinator.reporting.report.run_summary import fusion_rows
+from dovetail.coordinator.samples.fusion.account import account, totals, union_seconds
 from dovetail.protocol.files.trace import chrome_trace
 from dovetail.protocol.messages import Span
 

@@ -13,13 +13,13 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.coordinator.fleet.fleet import Instance, InstanceHealth
-from dovetail.coordinator.fusion.fusion import ASSUMED, Fusion, StageFusion
-from dovetail.coordinator.fusion.threshold import Decision
-from dovetail.coordinator.generation.in_flight import Generated, GenerationSettings, reason_to_leave
-from dovetail.coordinator.generation.migrations import Migration
+from dovetail.coordinator.samples.fusion.fusion import ASSUMED, Fusion, StageFusion
+from dovetail.coordinator.samples.fusion.threshold import Decision
+from dovetail.coordinator.samples.in_flight import Generated, GenerationSettings, reason_to_leave
+from dovetail.coordinator.samples.migrations import Migration
 from dovetail.coordinator.store.samples import Key
 from dovetail.coordinator.store.store import Store
+from dovetail.coordinator.workers.fleet import Instance, InstanceHealth
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.simulate.stage import scan
 from helpers.generation_job import FAST, Job, play, until

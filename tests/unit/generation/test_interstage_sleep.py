@@ -11,10 +11,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from dovetail.coordinator.fleet.fleet import Fleet
-from dovetail.coordinator.fusion.sleep import Sleepers
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker
-from dovetail.coordinator.scoring.scorer_models import ScorerModels
+from dovetail.coordinator.samples.fusion.sleep import Sleepers
+from dovetail.coordinator.samples.scorer_models import ScorerModels
+from dovetail.coordinator.workers.fleet import Fleet
 from dovetail.protocol.messages import Register
 
 

@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
-from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
-from dovetail.coordinator.generation.allotment import Allotment, Left
-from dovetail.coordinator.generation.lineup import Lineup, Turn
+from dovetail.coordinator.samples.allotment import Allotment, Left
+from dovetail.coordinator.samples.lineup import Lineup, Turn
+from dovetail.coordinator.workers.fleet import Fleet, Timeouts
 from dovetail.protocol.messages import Register
 
 SERVERS = ["r0", "r1", "r2"]

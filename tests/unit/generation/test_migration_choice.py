@@ -15,9 +15,9 @@ from aiohttp import web
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dovetail.coordinator.fleet.fleet import Instance, InstanceHealth
-from dovetail.coordinator.generation.kv_migration import FRESH_SECONDS, KVMigration, nixl_leg
-from dovetail.coordinator.generation.migration_costs import MeasuredCosts, Mechanism, MigrationCosts
+from dovetail.coordinator.samples.kv_migration import FRESH_SECONDS, KVMigration, nixl_leg
+from dovetail.coordinator.samples.migration_costs import MeasuredCosts, Mechanism, MigrationCosts
+from dovetail.coordinator.workers.fleet import Instance, InstanceHealth
 from dovetail.protocol.kv import HOLD, PULL, KVAbility, KVHold, KVPull
 from helpers.generation_job import Job, play, until
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.coordinator.weights.publishing import Target
-from dovetail.coordinator.weights.senders import choose_senders, process_of
+from dovetail.coordinator.workers.publishing import Target
+from dovetail.coordinator.workers.senders import choose_senders, process_of
 
 
 def server(name: str, **more: Any) -> Target:

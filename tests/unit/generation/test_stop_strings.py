@@ -15,8 +15,8 @@ from tokenizers.decoders import DecodeStream
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-from dovetail.coordinator.generation.in_flight import GenerationSettings
-from dovetail.coordinator.generation.migrations import StopStrings
+from dovetail.coordinator.samples.in_flight import GenerationSettings
+from dovetail.coordinator.samples.migrations import StopStrings
 
 STOP = "Human:"
 

@@ -7,10 +7,10 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from dovetail.cli.main import cli
-from dovetail.local.serving.chat import Sampling
-from dovetail.local.serving.chat_server import ServedModel
-from dovetail.local.serving.conversation import ColumnScreen, PlainScreen, converse, typed_lines
-from dovetail.supervision.errors import RunError
+from dovetail.protocol.errors import RunError
+from dovetail.tools.serving.chat import Sampling
+from dovetail.tools.serving.chat_server import ServedModel
+from dovetail.tools.serving.conversation import ColumnScreen, PlainScreen, converse, typed_lines
 from helpers.fake_openai import FakeOpenAI
 
 SAMPLING = Sampling(8, 0.5)

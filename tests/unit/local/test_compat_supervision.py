@@ -7,7 +7,7 @@ import sys
 # A forked child with a thread that has not ended yet, an exit function and text that is not flushed yet.
 CHILD = """
 import atexit, os, threading, time
-from dovetail.supervision.compat import end_interpreter
+from dovetail.launch.compat import end_interpreter
 if os.fork() == 0:
     atexit.register(lambda: print("exit function"))
     threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()

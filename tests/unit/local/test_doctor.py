@@ -14,11 +14,11 @@ from dovetail.cli import doctor_command
 from dovetail.cli.doctor_command import findings_table
 from dovetail.cli.main import cli
 from dovetail.gpus.nvidia_driver import BrokenDriver, Device, Driver, NoDriver
-from dovetail.local.doctor import cluster_checks
-from dovetail.local.doctor import gpu_checks as gpu
-from dovetail.local.doctor import machine_checks as machine
-from dovetail.local.doctor.finding import Finding, report
 from dovetail.rollout import versions
+from dovetail.tools.doctor import cluster_checks
+from dovetail.tools.doctor import gpu_checks as gpu
+from dovetail.tools.doctor import machine_checks as machine
+from dovetail.tools.doctor.finding import Finding, report
 
 GIB = 2**30
 A100, V100 = Device(0, "NVIDIA A100", (8, 0), 80 * GIB), Device(1, "Tesla V100", (7, 0), 32 * GIB)

@@ -8,7 +8,7 @@ import pytest
 from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.local import llm
 from dovetail.local.llm import LLM, SamplingParams
-from dovetail.supervision.errors import RunError
+from dovetail.protocol.errors import RunError
 from helpers.jobs import tiny_job
 
 

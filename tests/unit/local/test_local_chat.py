@@ -8,9 +8,9 @@ import pytest
 from click.testing import CliRunner
 
 from dovetail.cli.main import cli
-from dovetail.local.serving.chat import ChatModel, Sampling
-from dovetail.local.serving.conversation import PlainScreen, converse
-from dovetail.supervision.errors import RunError
+from dovetail.protocol.errors import RunError
+from dovetail.tools.serving.chat import ChatModel, Sampling
+from dovetail.tools.serving.conversation import PlainScreen, converse
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -15,17 +15,17 @@ import pytest
 from dovetail.coordinator.store.identity import identify, read_id
 from dovetail.coordinator.store.manifest_changes import adopt
 from dovetail.coordinator.store.store import Store
-from dovetail.local.launch.launcher import Launcher, spawn_kind
-from dovetail.local.launch.rundir import RunDir, explained
-from dovetail.local.launch.stopwatch import Stopwatch
+from dovetail.launch.devices import cuda_devices
+from dovetail.launch.local.launcher import Launcher, spawn_kind
+from dovetail.launch.local.rundir import RunDir, explained
+from dovetail.launch.local.stopwatch import Stopwatch
+from dovetail.launch.logs import last_line
+from dovetail.launch.ports import PortReservation
+from dovetail.launch.processes import port_names, render
 from dovetail.manifest.types import Parallelism, RLHFJob
+from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.plan import Batching, Plan, Rollout, TaskPlacement, TrainerRank
 from dovetail.protocol.process.env import ProcessEnv
-from dovetail.supervision.devices import cuda_devices
-from dovetail.supervision.errors import RunError, UsageError
-from dovetail.supervision.logs import last_line
-from dovetail.supervision.ports import PortReservation
-from dovetail.supervision.processes import port_names, render
 
 
 def a_job(groups, **spec):

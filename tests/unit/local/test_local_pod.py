@@ -14,16 +14,16 @@ import pytest
 import yaml
 from golden import make_objects
 
+from dovetail.launch.liveness import LivenessLimits
+from dovetail.launch.processes import ProcessSpec
+from dovetail.launch.proctree import snapshot
+from dovetail.launch.spawn import ExecSpawner, Exited
 from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.operator.render.config_map import in_pods
 from dovetail.planner.make_plan import make_plan
 from dovetail.pod.main import Pod, PodProcess, drain, main, pod_processes
 from dovetail.protocol.process.env import ProcessEnv
-from dovetail.supervision.liveness import LivenessLimits
-from dovetail.supervision.processes import ProcessSpec
-from dovetail.supervision.proctree import snapshot
-from dovetail.supervision.spawn import ExecSpawner, Exited
 
 SECONDS = 240.0
 

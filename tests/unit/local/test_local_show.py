@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from dovetail.coordinator.data.text.chat_template import HumanAssistant
-from dovetail.coordinator.telemetry.summary_rows import binomial_p, outcome, rows
-from dovetail.coordinator.telemetry.time_left import TimeLeft, position
-from dovetail.local.launch.progress_bars import Bars, Lines, describe_metrics, time_left
-from dovetail.local.report import charts
-from dovetail.local.report.report import read_history, render_report, write_report
-from dovetail.local.report.run_summary import duration, read_summary, show, summary_table
-from dovetail.local.serving.chat import until_stop
+from dovetail.coordinator.reporting.report import charts
+from dovetail.coordinator.reporting.report.report import read_history, render_report, write_report
+from dovetail.coordinator.reporting.report.run_summary import duration, read_summary, show, summary_table
+from dovetail.coordinator.reporting.summary_rows import binomial_p, outcome, rows
+from dovetail.coordinator.reporting.time_left import TimeLeft, position
+from dovetail.launch.local.progress_bars import Bars, Lines, describe_metrics, time_left
 from dovetail.manifest.types import RLHFJobSpec, Stage
-from dovetail.supervision.errors import RunError
+from dovetail.protocol.errors import RunError
+from dovetail.tools.serving.chat import until_stop
 from helpers.finished_runs import SUMMARY, finished_run
 
 

@@ -21,13 +21,13 @@ from rich.console import Console
 from test_local_launcher import CPU, CPU_PLAN, a_job
 
 from dovetail.coordinator.store.samples import NewSample
-from dovetail.local.launch import launcher
-from dovetail.local.launch.progress_bars import Lines
+from dovetail.launch import supervisor
+from dovetail.launch.local import launcher
+from dovetail.launch.local.progress_bars import Lines
+from dovetail.launch.spawn import ForkSpawner
 from dovetail.manifest.types import Stage
 from dovetail.rollout.scoring import forward_passes as scoring
 from dovetail.rollout.scoring.packed_samples import SamplesToScore
-from dovetail.supervision import supervisor
-from dovetail.supervision.spawn import ForkSpawner
 from dovetail.trainer.engine.action_measures import SavedBytes
 from helpers.generation_job import Job, play
 from helpers.local_trainer import LocalTrainer

@@ -12,8 +12,8 @@ import pytest
 
 from dovetail.local import llm
 from dovetail.local.llm import LLM
-from dovetail.local.serving import served_result
-from dovetail.supervision.errors import RunError
+from dovetail.protocol.errors import RunError
+from dovetail.tools.serving import served_result
 from helpers.model_folder import save_model_folder
 
 # As vLLM, it has a process below it.
@@ -32,7 +32,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Healthy).serve_forever()
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-from dovetail.local.serving import served_result
+from dovetail.tools.serving import served_result
 
 folder, server = Path(sys.argv[1]), sys.argv[2]
 served_result.serve_command = lambda _, given: [sys.executable, "-c", server, given[given.index("--port") + 1]]

@@ -6,10 +6,10 @@ import time
 import pytest
 
 from dovetail.coordinator.data.data_error import DataError
-from dovetail.local.launch.launcher import Launcher
+from dovetail.launch.local.launcher import Launcher
 from dovetail.local.pipeline import Pipeline
+from dovetail.protocol.errors import RunError
 from dovetail.protocol.process.extras import MARKS
-from dovetail.supervision.errors import RunError
 from helpers.jobs import summary, tiny_job
 
 

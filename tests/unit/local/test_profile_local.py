@@ -15,7 +15,6 @@ from click.testing import CliRunner
 
 from dovetail.cli.main import cli
 from dovetail.coordinator.store.experience_files import ExperienceFiles
-from dovetail.local.calibrate import calibration_jobs, observe, run_lengths
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.types import RLHFJob
 from dovetail.planner.hardware.gpus import parse
@@ -23,6 +22,7 @@ from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.files.machine_profile import ModelTimes, PassTimes, Profile
 from dovetail.protocol.files.trace import chrome_trace
 from dovetail.protocol.messages import Span
+from dovetail.tools.calibrate import calibration_jobs, observe, run_lengths
 from dovetail.trainer.profile import hardware_toml
 from helpers.two_cores import MACHINE
 

@@ -11,10 +11,10 @@ from click.testing import CliRunner
 from dovetail.cli import serve_command
 from dovetail.cli.main import cli
 from dovetail.coordinator.data.text.chat_template import HUMAN_ASSISTANT_TEMPLATE
-from dovetail.local.serving.served_result import check_served, last_error, serve_arguments, serve_environment
-from dovetail.local.serving.served_result import serve_command as serve_command_of
-from dovetail.supervision.errors import RunError
-from dovetail.supervision.logs import last_line
+from dovetail.launch.logs import last_line
+from dovetail.protocol.errors import RunError
+from dovetail.tools.serving.served_result import check_served, last_error, serve_arguments, serve_environment
+from dovetail.tools.serving.served_result import serve_command as serve_command_of
 
 
 @pytest.fixture

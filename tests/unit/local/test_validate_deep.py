@@ -11,10 +11,10 @@ from click.testing import CliRunner, Result
 
 from dovetail.cli.main import cli
 from dovetail.gpus.nvidia_driver import Device
-from dovetail.local.deep_check import gpus_found
 from dovetail.manifest.checks.validation import load_manifest
 from dovetail.manifest.documents import FieldLines
 from dovetail.planner.make_plan import make_plan
+from dovetail.tools.deep_check import gpus_found
 from helpers.model_folder import save_model_folder
 
 

@@ -17,14 +17,14 @@ from dovetail.coordinator.data.downloads.hub import Hub
 from dovetail.coordinator.data.downloads.model_folders import check_weights
 from dovetail.coordinator.data.prepare import model_sources, prepare
 from dovetail.coordinator.data.text import tokenizer as tokenizers
-from dovetail.local.launch.launcher import Launcher
+from dovetail.launch.local.launcher import Launcher
 from dovetail.manifest.checks.model_contents import tokenizer_problem
 from dovetail.manifest.checks.validation import check_files, load_manifest
 from dovetail.manifest.model_families import MODEL_FAMILIES
 from dovetail.manifest.model_families.support import target_problem
 from dovetail.manifest.types import HubAccess
 from dovetail.planner.make_plan import make_plan
-from dovetail.supervision.errors import RunError
+from dovetail.protocol.errors import RunError
 from helpers.family_models import COMMON, FAMILIES
 from helpers.model_folder import CONFIG, llama_shapes, save_model_folder, write_weights
 

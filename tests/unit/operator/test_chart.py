@@ -9,7 +9,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from dovetail.coordinator.telemetry.telemetry import CoordinatorMetrics
+from dovetail.coordinator.reporting.telemetry import CoordinatorMetrics
 from dovetail.kube import names
 from dovetail.kube.resources import CHILDREN
 from dovetail.operator.cluster.leader import LEASE

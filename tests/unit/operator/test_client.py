@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dovetail.client import ClientError, Cluster
-from dovetail.coordinator.store import sample_files
+from dovetail.coordinator.reporting import sample_files
 from dovetail.kube import names
 from dovetail.manifest.documents import ManifestError
 from helpers.fake_jobs_api import JOBS, Api, condition, of_job
@@ -109,7 +109,7 @@ def keep(folder, name, rows):
 def sampled(api, cluster, tmp_path, monkeypatch):
     """A run with two iterations and an evaluation, whose samples come in many parts."""
     # A row has about 230 bytes.
-    monkeypatch.setattr("dovetail.coordinator.page.page_documents.SAMPLE_BYTES", 600)
+    monkeypatch.setattr("dovetail.coordinator.reporting.page.page_documents.SAMPLE_BYTES", 600)
     keep(tmp_path, "iteration-000001", [sample(1, prompt) for prompt in range(5)])
     keep(tmp_path, "iteration-000002", [sample(2, prompt, reward=-prompt, response="äh 😀") for prompt in range(7)])
     answer = {name: value for name, value in sample(0, 3).items() if name not in ("iteration", "reward", "kl")}

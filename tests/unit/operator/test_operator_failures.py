@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from dovetail.coordinator.health.health import UnhealthyError
 from dovetail.coordinator.main import verdict
+from dovetail.coordinator.reporting.health import UnhealthyError
 from dovetail.kube import names
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.reconcile.reconcile import SENT_SECONDS

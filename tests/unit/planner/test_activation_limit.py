@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from dovetail.coordinator.page.run_folder import RunFolder
+from dovetail.coordinator.reporting.page.run_folder import RunFolder
+from dovetail.coordinator.reporting.report.report_schedule import schedule_section
 from dovetail.coordinator.schedules.scheduling import Scheduling
-from dovetail.local.report.report_schedule import schedule_section
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.planner.make_plan import PlanError, make_plan
 from dovetail.protocol.plan import Plan

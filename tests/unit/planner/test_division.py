@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dovetail.coordinator.page.run_folder import RunFolder
+from dovetail.coordinator.reporting.page.run_folder import RunFolder
+from dovetail.coordinator.reporting.report.report_schedule import families_section
 from dovetail.coordinator.schedules.scheduling import Scheduling
 from dovetail.coordinator.schedules.step_commands import StepFacts, ppo_step
 from dovetail.coordinator.schedules.stored_schedule import StoredSchedule, applies, scheduled
 from dovetail.coordinator.schedules.training_schedule import Times, choose_dedicated, rank_actions, training_problem
-from dovetail.local.report.report_schedule import families_section
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, RLHFJobSpec
 from dovetail.planner.make_plan import PlanError, make_plan

@@ -10,8 +10,8 @@ from click.testing import CliRunner
 
 from dovetail.cli.common import plan_inputs
 from dovetail.cli.main import cli
+from dovetail.protocol.errors import RunError
 from dovetail.protocol.plan import Plan
-from dovetail.supervision.errors import RunError
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 CLUSTER = EXAMPLES / "quickstart-cluster.yaml"

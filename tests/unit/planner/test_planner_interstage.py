@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.coordinator.fusion.measurements import Measurements, rising
-from dovetail.coordinator.fusion.threshold import ThresholdController
+from dovetail.coordinator.samples.fusion.measurements import Measurements, rising
+from dovetail.coordinator.samples.fusion.threshold import ThresholdController
 from dovetail.planner.simulate.decode import Decode
 from dovetail.planner.simulate.migration import plan_migration
 from dovetail.planner.simulate.profile import ProfileError, StageProfile

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dovetail.coordinator.fusion.threshold import ThresholdController
+from dovetail.coordinator.samples.fusion.threshold import ThresholdController
 from dovetail.planner.simulate.profile import ProfileError, StageProfile
 from dovetail.planner.simulate.stage import scan
 from dovetail.planner.workload import Lengths

@@ -16,7 +16,7 @@ from test_recompute_plan import A100, on_cpus, on_gpus
 
 from dovetail.cli.common.plan_tables import plan_tables
 from dovetail.coordinator.schedules.scheduling import Scheduling
-from dovetail.local.launch.rundir import zero3_of_run
+from dovetail.launch.local.rundir import zero3_of_run
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.pipelines import FAMILIES
 from dovetail.planner.hardware.gpus import gpu

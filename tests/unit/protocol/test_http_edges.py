@@ -16,13 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
-from dovetail.coordinator.fleet.fleet import Fleet
+from dovetail.coordinator.reporting.telemetry import MetricsHistory
+from dovetail.coordinator.reporting.timeline import Timeline
 from dovetail.coordinator.serving.coordinator_routes import PIECE_BYTES, make_app
 from dovetail.coordinator.serving.served_batches import Batches
 from dovetail.coordinator.store.experience_files import ExperienceFiles
-from dovetail.coordinator.telemetry.telemetry import MetricsHistory
-from dovetail.coordinator.telemetry.timeline import Timeline
-from dovetail.coordinator.trainers.trainer_group import TrainerGroup
+from dovetail.coordinator.workers.fleet import Fleet
+from dovetail.coordinator.workers.trainer_group import TrainerGroup
 from dovetail.protocol.http import client_session, serving
 from dovetail.protocol.http.header_deadline import CLIENT_KEEP_SECONDS, SERVER_KEEP_SECONDS, HeaderDeadline
 from dovetail.protocol.messages import Offer, Register

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 import bench_predict
 from e2e.settings import Folder
 
-from dovetail.local.calibrate import variant
 from dovetail.planner.make_plan import make_plan
+from dovetail.tools.calibrate import variant
 from helpers.two_cores import MACHINE
 
 

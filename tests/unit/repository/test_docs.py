@@ -23,9 +23,9 @@ from mkdocs.utils.yaml import yaml_load
 from pydantic import TypeAdapter, ValidationError
 
 from dovetail.cli.main import cli
-from dovetail.coordinator.health import health
+from dovetail.coordinator.reporting import health
+from dovetail.coordinator.reporting.telemetry import CoordinatorMetrics
 from dovetail.coordinator.rewards.values import checked
-from dovetail.coordinator.telemetry.telemetry import CoordinatorMetrics
 from dovetail.manifest.checks.validation import load_manifest, parse_manifest
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.manifest.types import RLHFJobSpec

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from markdown_it import MarkdownIt
 
 from dovetail.cli.main import cli
-from dovetail.coordinator.store.sample_files import BEFORE_SFT, SampleFiles, evaluation_files, read_rows
+from dovetail.coordinator.reporting.sample_files import BEFORE_SFT, SampleFiles, evaluation_files, read_rows
 from helpers.demo_runs import demo_runs
 from helpers.model_folder import save_model_folder
 

@@ -21,7 +21,7 @@ NO_TORCH = (
     "kube",
     "operator",
     "statusapi",
-    "supervision",
+    "launch",
     "pod",
     "client",
 )
@@ -280,19 +280,6 @@ def repeated(found: list[tuple[str, Path]]) -> list[str]:
     for name, path in found:
         places.setdefault(name, set()).add(str(path.relative_to(ROOT)))
     return sorted(f"{name}: {', '.join(sorted(where))}" for name, where in places.items() if len(where) > 1)
-
-
-# Folders with a file for each command of the command line, and for each kind of object of a job.
-LONG_FOLDERS = {"src/dovetail/cli", "operator/dovetail/operator/render"}
-
-
-def test_a_folder_can_be_read_at_a_glance():
-    counts: dict[str, int] = {}
-    for path in all_modules().values():
-        if path.name != "__init__.py":
-            folder = str(path.parent.relative_to(ROOT))
-            counts[folder] = counts.get(folder, 0) + 1
-    assert {folder for folder, files in counts.items() if files > 15} == LONG_FOLDERS
 
 
 def test_a_file_name_says_which_file_is_meant():

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import dovetail.trainer.weight_sender as sending
-from dovetail.coordinator.weights.offers import receive_for
+from dovetail.coordinator.workers.offers import receive_for
 from dovetail.models.links import rendezvous
 from dovetail.models.transfer import Deadline, Part, TransferError, call, checksum
 from dovetail.protocol.messages import Offer, Publish, Receive, Receiver, SendOn

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from aiohttp.test_utils import TestServer
 
-from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Scores
-from dovetail.coordinator.scoring.streams import Growing
+from dovetail.coordinator.samples.scoring import Finished, Inference, Scorer, Scores
+from dovetail.coordinator.samples.streams import Growing
 from dovetail.coordinator.store.samples import Key
 from dovetail.manifest.types import ScratchModel
 from dovetail.protocol.budgets import RESPONSE_BLOCK

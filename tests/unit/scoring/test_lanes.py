@@ -12,8 +12,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Scores
-from dovetail.coordinator.scoring.scoring_lanes import Lane, ScorerLanes, lanes_of
+from dovetail.coordinator.samples.scoring import Finished, Inference, Scorer, Scores
+from dovetail.coordinator.samples.scoring_lanes import Lane, ScorerLanes, lanes_of
 from dovetail.coordinator.store.samples import Key
 from dovetail.protocol.wire import pack, unpack
 

@@ -13,10 +13,10 @@ from aiohttp import web
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.fingerprints import ModelFolders
-from dovetail.coordinator.fleet.fleet import Fleet
-from dovetail.coordinator.scoring.scorer_models import ScorerModels
-from dovetail.coordinator.scoring.scoring import Scorer
-from dovetail.coordinator.weights.preparing import Preparing
+from dovetail.coordinator.samples.scorer_models import ScorerModels
+from dovetail.coordinator.samples.scoring import Scorer
+from dovetail.coordinator.workers.fleet import Fleet
+from dovetail.coordinator.workers.preparing import Preparing
 from dovetail.protocol.messages import ModelRef, Register
 from helpers.fake_vllm import listen
 from helpers.generation_job import until

@@ -25,9 +25,9 @@ from dovetail.coordinator.loop.engines import CoordinatorSettings, Engines
 from dovetail.coordinator.rewards.calls import Call, Calls, Function, RewardAnswer, RewardError
 from dovetail.coordinator.rewards.live import LiveFunction
 from dovetail.coordinator.rewards.rehearsal import rehearse
-from dovetail.coordinator.rewards.reward_stage import Joined, Rewards
 from dovetail.coordinator.rewards.workers import Workers
-from dovetail.coordinator.scoring.scoring import Finished, Scores
+from dovetail.coordinator.samples.reward_stage import Joined, Rewards
+from dovetail.coordinator.samples.scoring import Finished, Scores
 from dovetail.coordinator.store.samples import Assignment, Delta, Key, NewSample, State
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import RewardModel, RLHFJob

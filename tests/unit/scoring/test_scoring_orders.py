@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Scores
-from dovetail.coordinator.scoring.streams import Growing
+from dovetail.coordinator.samples.scoring import Finished, Inference, Scorer, Scores
+from dovetail.coordinator.samples.streams import Growing
 from dovetail.coordinator.store.samples import Key
 from dovetail.protocol.budgets import RESPONSE_BLOCK
 from dovetail.protocol.wire import pack, unpack

@@ -13,8 +13,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Scores
-from dovetail.coordinator.scoring.streams import LOOK_TOKENS, Growing, Streams
+from dovetail.coordinator.samples.scoring import Finished, Inference, Scorer, Scores
+from dovetail.coordinator.samples.streams import LOOK_TOKENS, Growing, Streams
 from dovetail.coordinator.store.samples import Key
 from dovetail.planner.chunks import STREAMED_PER_SCORER
 from dovetail.protocol.budgets import RESPONSE_BLOCK

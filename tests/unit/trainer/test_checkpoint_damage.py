@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.coordinator.trainers.trainer_group import TrainerError, TrainerGroup
-from dovetail.coordinator.trainers.trainer_session import StagePlan, TrainerSession
+from dovetail.coordinator.workers.trainer_group import TrainerError, TrainerGroup
+from dovetail.coordinator.workers.trainer_session import StagePlan, TrainerSession
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import CommandResult, Export, JoinRequest, Load, NextRequest, Save
 from dovetail.trainer.files.shards import digest

@@ -17,12 +17,12 @@ from click.testing import CliRunner
 from dovetail.cli.main import cli
 from dovetail.coordinator.data.text import tokenizer as tokenizers
 from dovetail.coordinator.store.identity import delete_folder, delete_run
-from dovetail.local import checkpoint_export
-from dovetail.local.serving.served_result import model_folder
 from dovetail.manifest.types import Stage
 from dovetail.models.model_stage import VALUE_HEAD_FILE
+from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.messages import Export, Load, Save
-from dovetail.supervision.errors import RunError, UsageError
+from dovetail.tools import checkpoint_export
+from dovetail.tools.serving.served_result import model_folder
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import TINY, job, ppo_batch, sft_batch
 

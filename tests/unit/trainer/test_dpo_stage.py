@@ -13,9 +13,9 @@ import pytest
 
 from dovetail.coordinator.data.text.tokenize import Encoded, dpo_batch
 from dovetail.coordinator.loop.supervised import SupervisedStages
+from dovetail.coordinator.reporting.report.report import chart_metrics
 from dovetail.coordinator.store.reference_logprobs import ReferenceLogprobs
 from dovetail.coordinator.store.store import Store
-from dovetail.local.report.report import chart_metrics
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import Evaluate
 from dovetail.protocol.wire import pack, unpack

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dovetail.coordinator.weights import publishing
-from dovetail.coordinator.weights.publishing import Publisher, Target
+from dovetail.coordinator.workers import publishing
+from dovetail.coordinator.workers.publishing import Publisher, Target
 from dovetail.protocol.messages import CommandResult, Publish
 
 

@@ -14,7 +14,7 @@ from dovetail.cli.common.plan_inputs import read_profile
 from dovetail.cli.main import cli
 from dovetail.coordinator.schedules.stage_times import stage_layers
 from dovetail.coordinator.schedules.training_schedule import Times, profiled_problem, shared_layouts, training_problem
-from dovetail.local.launch.rundir import RunDir
+from dovetail.launch.local.rundir import RunDir
 from dovetail.manifest.types import Parallelism, ScratchModel
 from dovetail.models import ModelError
 from dovetail.pipelines import FAMILIES, ProblemError, family_instance

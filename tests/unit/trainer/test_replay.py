@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 
 from dovetail.cli.debug import different
 from dovetail.cli.main import cli
-from dovetail.local.replay import Section, choose_section, first_difference
 from dovetail.manifest.types import Stage
+from dovetail.protocol.errors import UsageError
 from dovetail.protocol.messages import Save
-from dovetail.supervision.errors import UsageError
+from dovetail.tools.replay import Section, choose_section, first_difference
 from dovetail.trainer.weights.compare_weights import compare_checkpoints, compare_models, difference
 from helpers.local_trainer import LocalTrainer
 from helpers.trainer_ranks import job, load_command, sft_batch

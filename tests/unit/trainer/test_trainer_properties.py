@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dovetail.coordinator.trainers.trainer_group import StaleGeneration, TrainerGroup
-from dovetail.coordinator.trainers.trainer_session import StagePlan, TrainerSession
+from dovetail.coordinator.workers.trainer_group import StaleGeneration, TrainerGroup
+from dovetail.coordinator.workers.trainer_session import StagePlan, TrainerSession
 from dovetail.manifest.types import Stage
 from dovetail.protocol.messages import (
     Command,

@@ -13,11 +13,11 @@ import yaml
 
 from dovetail.cli.common.overrides import apply_overrides
 from dovetail.gpus.nvidia_driver import driver_devices
-from dovetail.local.one_line import METHODS, GPUs, OneLine, document, product_label
 from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.fixed_names import DATA_KINDS, DataKind
+from dovetail.protocol.errors import UsageError
 from dovetail.protocol.files.durable import read_object
-from dovetail.supervision.errors import UsageError
+from dovetail.tools.one_line import METHODS, GPUs, OneLine, document, product_label
 
 F = TypeVar("F", bound=Callable[..., Any])
 # The characters in a line of the printed manifest.
@@ -90,7 +90,7 @@ def _longest(line: OneLine, kind: DataKind, local: frozenset[str]) -> int | None
     from dovetail.coordinator.data.data_error import DataError
     from dovetail.coordinator.data.data_files import source_files
     from dovetail.coordinator.data.formats import MESSAGE_FIELDS, PROMPT_FIELDS
-    from dovetail.local.data_look import rows_of
+    from dovetail.tools.data_look import rows_of
 
     names: Sequence[str] = getattr(line, kind)
     if not names or not local.issuperset(names):

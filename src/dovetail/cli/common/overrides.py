@@ -8,7 +8,7 @@ from typing import Any
 from dovetail.manifest.documents import ManifestError, read_yaml
 from dovetail.manifest.type_descriptions import named
 from dovetail.manifest.types import RLHFJob
-from dovetail.supervision.errors import UsageError
+from dovetail.protocol.errors import UsageError
 
 
 def apply_overrides(document: dict[str, Any], overrides: Sequence[str]) -> None:

@@ -16,8 +16,8 @@ from dovetail.manifest.checks.files import model_configs
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.planner.hardware.gpus import GPU, HardwareError, described, parse
 from dovetail.planner.inventory import Inventory, InventoryError, read
+from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.files.machine_profile import Profile
-from dovetail.supervision.errors import RunError, UsageError
 
 KUBECTL_SECONDS = 60.0
 
@@ -100,7 +100,7 @@ def local_profile(path: Path | None, run_dir: Path) -> Profile | None:
     found = read_profile(path or here) if path is not None or here.exists() else None
     if found is None or found.machine is None:
         return found
-    from dovetail.local.calibrate.observe import run_lengths
+    from dovetail.tools.calibrate.observe import run_lengths
 
     machine = found.machine.model_copy(update={"responses": run_lengths(run_dir)})
     return found.model_copy(update={"machine": machine})

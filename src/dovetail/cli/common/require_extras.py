@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from dovetail.protocol.errors import UsageError
 from dovetail.protocol.process.extras import Extra, is_installed, missing_extras
-from dovetail.supervision.errors import UsageError
 
 
 def require(what: str, extras: Collection[Extra], installed: Callable[[str], bool] = is_installed) -> None:

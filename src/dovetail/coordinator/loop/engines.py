@@ -31,35 +31,35 @@ from prometheus_client import CollectorRegistry
 from dovetail.coordinator.data.downloads.hub import Hub
 from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.data.prepare import GivenPrompt, Prepared, prepare
-from dovetail.coordinator.evaluation.evaluation import Evaluator
-from dovetail.coordinator.evaluation.evaluation_metrics import EvaluationMetrics
-from dovetail.coordinator.fleet.fleet import Fleet, Timeouts
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker
 from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.ppo_stage import PPOStage
 from dovetail.coordinator.loop.supervised import SupervisedStages
-from dovetail.coordinator.page.page_documents import PageDocuments
-from dovetail.coordinator.page.run_folder import RunFolder
+from dovetail.coordinator.reporting.installed_versions import installed_versions
+from dovetail.coordinator.reporting.model_card import CardFacts
+from dovetail.coordinator.reporting.model_files import describe_models, list_sizes
+from dovetail.coordinator.reporting.page.page_documents import PageDocuments
+from dovetail.coordinator.reporting.page.run_folder import RunFolder
+from dovetail.coordinator.reporting.run_records import RunRecords
+from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
+from dovetail.coordinator.reporting.trackers.tracker_processes import TrackerProcesses
 from dovetail.coordinator.rewards.calls import Calls
 from dovetail.coordinator.rewards.live import LiveFunction, RewardCallable
 from dovetail.coordinator.rewards.rehearsal import rehearse
 from dovetail.coordinator.rewards.workers import Workers
+from dovetail.coordinator.samples.evaluation import Evaluator
+from dovetail.coordinator.samples.evaluation_metrics import EvaluationMetrics
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.serving.served_batches import Batches, NotPrepared
 from dovetail.coordinator.store.delivery import check, deliver
 from dovetail.coordinator.store.identity import check_complete, identify
 from dovetail.coordinator.store.manifest_changes import Settled, adopt, reshard
-from dovetail.coordinator.store.model_card import CardFacts
-from dovetail.coordinator.store.model_files import describe_models, list_sizes
-from dovetail.coordinator.store.run_records import RunRecords
-from dovetail.coordinator.store.sample_files import BEFORE_SFT
 from dovetail.coordinator.store.store import Store, StoreError
-from dovetail.coordinator.telemetry.installed_versions import installed_versions
-from dovetail.coordinator.trackers.tracker_processes import TrackerProcesses
-from dovetail.coordinator.trainers.trainer_group import TrainerGroup
-from dovetail.coordinator.trainers.trainer_session import TrainerSession
-from dovetail.coordinator.weights.publishing import Publisher
-from dovetail.coordinator.weights.weight_sync import WeightSync
+from dovetail.coordinator.workers.fleet import Fleet, Timeouts
+from dovetail.coordinator.workers.publishing import Publisher
+from dovetail.coordinator.workers.trainer_group import TrainerGroup
+from dovetail.coordinator.workers.trainer_session import TrainerSession
+from dovetail.coordinator.workers.weight_sync import WeightSync
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.experience import Experience

@@ -16,29 +16,29 @@ from dovetail.coordinator.data.fingerprints import ModelFolders
 from dovetail.coordinator.data.prepare import Prepared, PromptRecord
 from dovetail.coordinator.data.seeds import sample_seed
 from dovetail.coordinator.data.text.texts import Texts
-from dovetail.coordinator.evaluation.evaluation_metrics import HeldOutAnswer
-from dovetail.coordinator.fleet.fleet import Fleet
-from dovetail.coordinator.fusion.fused_stage import generate_and_score
-from dovetail.coordinator.fusion.fusion import Fusion, StageFusion
-from dovetail.coordinator.fusion.sleep import Sleepers
-from dovetail.coordinator.generation.generator import Generator
-from dovetail.coordinator.generation.in_flight import GenerationSettings
-from dovetail.coordinator.generation.lineup import KIND as ROLLOUT
-from dovetail.coordinator.generation.lineup import Lineup, Turn
 from dovetail.coordinator.loop.dynamic_sampling import Further, IterationPrompts, replaced_key
 from dovetail.coordinator.loop.experience_assembly import ExperienceAssembly
 from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.record import record
+from dovetail.coordinator.reporting.run_records import RunRecords
+from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
 from dovetail.coordinator.rewards.calls import Calls, evaluation_slot
-from dovetail.coordinator.rewards.reward_stage import Joined, Rewards, WithRewards
-from dovetail.coordinator.scoring.scorer_models import ScorerModels
-from dovetail.coordinator.scoring.scoring import Finished, Inference, Scorer, Scores
-from dovetail.coordinator.scoring.scoring_lanes import Lane, ScorerLanes
-from dovetail.coordinator.store.run_records import RunRecords
-from dovetail.coordinator.store.sample_files import BEFORE_SFT
+from dovetail.coordinator.samples.evaluation_metrics import HeldOutAnswer
+from dovetail.coordinator.samples.fusion.fused_stage import generate_and_score
+from dovetail.coordinator.samples.fusion.fusion import Fusion, StageFusion
+from dovetail.coordinator.samples.fusion.sleep import Sleepers
+from dovetail.coordinator.samples.generator import Generator
+from dovetail.coordinator.samples.in_flight import GenerationSettings
+from dovetail.coordinator.samples.lineup import KIND as ROLLOUT
+from dovetail.coordinator.samples.lineup import Lineup, Turn
+from dovetail.coordinator.samples.reward_stage import Joined, Rewards, WithRewards
+from dovetail.coordinator.samples.scorer_models import ScorerModels
+from dovetail.coordinator.samples.scoring import Finished, Inference, Scorer, Scores
+from dovetail.coordinator.samples.scoring_lanes import Lane, ScorerLanes
 from dovetail.coordinator.store.samples import Key, NewSample, ScoreRow, State
 from dovetail.coordinator.store.store import StoreError, in_slices
-from dovetail.coordinator.weights.publishing import Target
+from dovetail.coordinator.workers.fleet import Fleet
+from dovetail.coordinator.workers.publishing import Target
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.protocol.budgets import RESPONSE_BLOCK

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from dovetail.coordinator.telemetry.summary import mean_ci95
+from dovetail.coordinator.reporting.summary import mean_ci95
 from dovetail.protocol.experience import kl_per_sample
 from dovetail.protocol.wire import Arrays
 

@@ -11,11 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dovetail.coordinator.data.prepare import GivenPrompt, Prepared
-from dovetail.coordinator.evaluation.best_weights import BestWeights
-from dovetail.coordinator.evaluation.evaluation import Evaluator
-from dovetail.coordinator.generation.lineup import Turn
-from dovetail.coordinator.health.health import UnhealthyError, Verdict
-from dovetail.coordinator.health.health_watch import HealthWatch
 from dovetail.coordinator.loop.experience_maker import ExperienceMaker, samples_lane
 from dovetail.coordinator.loop.iteration_metrics import iteration_metrics, one_after_the_other, other_seconds, times
 from dovetail.coordinator.loop.kl_controller import KLController
@@ -23,19 +18,24 @@ from dovetail.coordinator.loop.model_sources import ModelSources
 from dovetail.coordinator.loop.open_iterations import OpenIterations
 from dovetail.coordinator.loop.plan_check import Expected, PlanCheck
 from dovetail.coordinator.loop.streaming import Streamed, Streaming, in_learning_order
+from dovetail.coordinator.reporting.health import UnhealthyError, Verdict
+from dovetail.coordinator.reporting.health_watch import HealthWatch
+from dovetail.coordinator.reporting.run_records import RunRecords
+from dovetail.coordinator.reporting.sample_files import BEFORE_SFT
+from dovetail.coordinator.reporting.summary import mean_ci95
+from dovetail.coordinator.samples.best_weights import BestWeights
+from dovetail.coordinator.samples.evaluation import Evaluator
+from dovetail.coordinator.samples.lineup import Turn
 from dovetail.coordinator.schedules.step_commands import StepFacts, optimizer_steps, ppo_step, supervised_step
 from dovetail.coordinator.schedules.stored_schedule import applies, scheduled
 from dovetail.coordinator.store.manifest_changes import Settled
-from dovetail.coordinator.store.run_records import RunRecords
-from dovetail.coordinator.store.sample_files import BEFORE_SFT
 from dovetail.coordinator.store.store import in_slices
-from dovetail.coordinator.telemetry import clock
-from dovetail.coordinator.telemetry.summary import mean_ci95
-from dovetail.coordinator.trainers.trainer_session import StagePlan, TrainerSession
-from dovetail.coordinator.weights.weight_sync import WeightSync
+from dovetail.coordinator.workers.trainer_session import StagePlan, TrainerSession
+from dovetail.coordinator.workers.weight_sync import WeightSync
 from dovetail.manifest.critic import has_critic
 from dovetail.manifest.reward import ppo_config
 from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.protocol import clock
 from dovetail.protocol.experience import Experience
 from dovetail.protocol.messages import CommandResult, Span, Step
 from dovetail.protocol.plan import Plan

@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from dovetail.coordinator.fusion.account import StageAccount, account, totals
-from dovetail.coordinator.fusion.fusion import StageFusion
-from dovetail.coordinator.generation.in_flight import Generated
-from dovetail.coordinator.store.run_records import RunRecords
+from dovetail.coordinator.reporting.run_records import RunRecords
+from dovetail.coordinator.samples.fusion.account import StageAccount, account, totals
+from dovetail.coordinator.samples.fusion.fusion import StageFusion
+from dovetail.coordinator.samples.in_flight import Generated
 from dovetail.protocol.messages import Span
 from dovetail.protocol.process.process_names import COORDINATOR, rollout_of
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dovetail.coordinator.store.run_records import RunRecords
+from dovetail.coordinator.reporting.run_records import RunRecords
 from dovetail.coordinator.store.samples import Sample
-from dovetail.coordinator.telemetry import clock
-from dovetail.coordinator.trainers.trainer_group import TrainerError, TrainerLost
-from dovetail.coordinator.trainers.trainer_session import TrainerSession
+from dovetail.coordinator.workers.trainer_group import TrainerError, TrainerLost
+from dovetail.coordinator.workers.trainer_session import TrainerSession
 from dovetail.manifest.types import RLHFJobSpec, Stage
+from dovetail.protocol import clock
 from dovetail.protocol.messages import Accumulate, Step
 from dovetail.protocol.wire import Arrays, pack
 

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dovetail.coordinator.loop.model_sources import ModelSources
+from dovetail.coordinator.reporting.run_records import RunRecords
 from dovetail.coordinator.schedules.step_commands import supervised_step
 from dovetail.coordinator.schedules.stored_schedule import applies, scheduled
 from dovetail.coordinator.serving.served_batches import Batches
 from dovetail.coordinator.store.identity import check_model
 from dovetail.coordinator.store.manifest_changes import Settled
-from dovetail.coordinator.store.run_records import RunRecords
-from dovetail.coordinator.trainers.trainer_session import StagePlan, StepRecords, TrainerSession
+from dovetail.coordinator.workers.trainer_session import StagePlan, StepRecords, TrainerSession
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.messages import CommandResult, ModelRef, Step
 from dovetail.protocol.plan import Plan

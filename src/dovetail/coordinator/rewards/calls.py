@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
+from dovetail.coordinator.data.prepare import PromptRecord
 from dovetail.coordinator.rewards.values import Steps
 
 BACKOFF_SECONDS = 1.0
@@ -86,6 +87,13 @@ class Caller(Protocol):
     async def open(self) -> list[Function]: ...
     async def call(self, function: int, call: Call) -> RewardAnswer: ...
     async def close(self) -> None: ...
+
+
+def fields_of(records: Sequence[PromptRecord], chosen: Sequence[PromptRecord]) -> dict[str, list[Any]]:
+    """The other fields of the records `chosen`, each as a list. These are all fields that any of `records` has. A
+    record without a field has None there."""
+    names = sorted(set().union(*(r.fields for r in records)))
+    return {name: [r.fields.get(name) for r in chosen] for name in names}
 
 
 class Calls:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import cycle, islice
 
 from dovetail.coordinator.data.prepare import Prepared
-from dovetail.coordinator.rewards.calls import Call, Calls
-from dovetail.coordinator.rewards.reward_stage import fields_of
+from dovetail.coordinator.rewards.calls import Call, Calls, fields_of
 
 PROMPTS = 2
 # These responses are used in a job without demonstrations.

@@ -12,9 +12,9 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from pydantic import BaseModel, ValidationError
 
-from dovetail.coordinator.page.page_documents import NotKept
+from dovetail.coordinator.reporting.page.page_documents import NotKept
 from dovetail.coordinator.serving.served_batches import NotPrepared
-from dovetail.coordinator.trainers.trainer_group import StaleGeneration, TrainerGroup
+from dovetail.coordinator.workers.trainer_group import StaleGeneration, TrainerGroup
 from dovetail.protocol.http import serving
 from dovetail.protocol.messages import Heartbeat, JoinRequest, NextRequest, Offer, Register
 from dovetail.protocol.wire import CONTENT_TYPE

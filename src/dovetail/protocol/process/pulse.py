@@ -1,6 +1,6 @@
 """Shows the starter of a process that the process still works. The process touches a file of its own, its *pulse*. The
 thread that does the work touches the file, or another thread does so after it has checked on that thread. The starter
-watches the file. `dovetail.supervision.liveness` and docs/architecture.md say when a process counts as silent."""
+watches the file. `dovetail.launch.liveness` and docs/architecture.md say when a process counts as silent."""
 
 from __future__ import annotations
 

@@ -1,1 +1,0 @@
-"""Evaluates the weights, and keeps the best ones."""

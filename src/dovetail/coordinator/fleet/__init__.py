@@ -1,1 +1,0 @@
-"""The fleet. It knows which rollouts and scorers exist, and which of them may take work."""

@@ -1,1 +1,0 @@
-"""Draws samples on rollout servers."""

@@ -1,1 +1,0 @@
-"""Judges whether a run is well, and says why it failed."""

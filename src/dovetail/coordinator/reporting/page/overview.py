@@ -1,0 +1,196 @@
+"""Makes the run page's first document. It has a run's progress, its health, and the data that the page can show. The
+functions are pure."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dovetail.coordinator.reporting.health import Rules
+from dovetail.coordinator.reporting.page.manifest_facts import manifest_facts
+from dovetail.coordinator.reporting.page.page_health import health
+from dovetail.coordinator.reporting.summary_rows import get, outcome, rows
+from dovetail.coordinator.reporting.time_left import TimeLeft
+from dovetail.manifest.types import RLHFJob, Stage
+from dovetail.protocol.prediction import MEASURED_NAMES
+
+Document = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SeenRun:
+    """The known facts about a run. `rows` has the rows of history.jsonl. `alive` says whether its coordinator is
+    running, and is None if that is unknown. `now` is in seconds since the epoch. `kept` has the data that the page can
+    show, by kind."""
+
+    folder: str
+    job: Mapping[str, Any]
+    parsed: RLHFJob | None
+    plan: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    rows: Sequence[Document]
+    alive: bool | None
+    now: float
+    kept: Mapping[str, Any] = field(default_factory=dict)
+
+
+def last_of_each_step(rows: Sequence[Document], stage: str) -> dict[int, Document]:
+    """The rows of a stage by step. If a step was repeated, its last row counts."""
+    return {row["step"]: row for row in rows if row["stage"] == stage}
+
+
+def state(seen: SeenRun) -> str:
+    """The run's state. It is `succeeded`, `failed` or `interrupted` if the run itself has recorded that. Otherwise it
+    is `running`, or `stopped` if its coordinator has ended without a record."""
+    said = str(seen.summary.get("state") or "")
+    if said:
+        return said
+    return "stopped" if seen.alive is False else "running"
+
+
+def line(seen: SeenRun) -> Document:
+    """The run's line in the list."""
+    spec = _of(seen.job, "spec")
+    last = seen.rows[-1] if seen.rows else None
+    stage = str(last["stage"]) if last is not None else None
+    if stage == "evaluation":
+        stage = Stage.PPO.value
+    steps = last_of_each_step(seen.rows, stage) if stage else {}
+    figures = steps[max(steps)]["metrics"] if steps else {}
+    return {
+        "id": seen.folder,
+        "name": job_name(seen.job, seen.folder),
+        "group": group(seen.job),
+        "seed": spec.get("seed"),
+        "state": state(seen),
+        "stage": stage,
+        "done": max(steps, default=0),
+        "total": _total(seen, stage),
+        "method": seen.parsed.spec.ppo.method if seen.parsed is not None else None,
+        **{name: _number(figures.get(name)) for name in ("reward", "kl", "samples_per_second")},
+        "seconds": _seconds(seen),
+        "began": _number(seen.rows[0].get("time")) if seen.rows else None,
+        "ended": _number(last.get("time")) if last is not None else None,
+    }
+
+
+def job_name(job: Mapping[str, Any], folder: str) -> str:
+    """The name in the manifest `job`. If it has none, the name of the run's folder."""
+    return str(_of(job, "metadata").get("name") or folder)
+
+
+def group(job: Mapping[str, Any]) -> str:
+    """A text that is equal for runs of one manifest that differ only in their seed and name."""
+    spec = {name: value for name, value in _of(job, "spec").items() if name != "seed"}
+    return hashlib.sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def overview(seen: SeenRun) -> Document:
+    """All that the page's first view shows."""
+    ppo = last_of_each_step(seen.rows, Stage.PPO.value)
+    prediction = seen.plan.get("prediction") if isinstance(seen.plan.get("prediction"), Mapping) else None
+    spec = seen.parsed.spec if seen.parsed is not None else None
+    found = line(seen)
+    running = found["state"] == "running"
+    return {
+        **found,
+        "reason": _why(found["state"], seen.summary),
+        "seconds_left": _left(seen, found) if running else None,
+        "health": health(
+            [(step, row["metrics"]) for step, row in sorted(ppo.items())],
+            [row["time"] for row in seen.rows if isinstance(row.get("time"), int | float)],
+            rules=Rules.of(spec) if spec is not None else Rules(),
+            lag=spec.ppo.lag if spec is not None else 0,
+            predicted=prediction.get("iterationSeconds") if prediction else None,
+            now=seen.now if running else None,
+        ),
+        "outcome": outcome(seen.summary),
+        "results": [list(row) for row in rows(seen.summary)],
+        "facts": [list(row) for row in manifest_facts(seen.parsed)] if seen.parsed is not None else [],
+        "versions": get(seen.summary, "versions") or {},
+        "changes": seen.summary.get("changes") or [],
+        "plan": plan_against_actual(prediction, [row["metrics"] for _, row in sorted(ppo.items())]),
+        "placement": {
+            "trainers": [entry.get("name") for entry in seen.plan.get("trainers") or []],
+            "rollouts": [entry.get("name") for entry in seen.plan.get("rollouts") or []],
+            "parallelism": seen.plan.get("parallelism") or {},
+            "lag": seen.plan.get("lag"),
+            "alternatives": (prediction or {}).get("alternatives") or [],
+        },
+        **seen.kept,
+    }
+
+
+# The mean of this many last iterations is compared with the plan.
+COMPARED = 10
+
+
+def plan_against_actual(prediction: Mapping[str, Any] | None, metrics: Sequence[Mapping[str, float]]) -> list[Document]:
+    """The seconds of each phase, as predicted, as measured in the last iteration, and as the mean of the last COMPARED
+    iterations. If the plan has no prediction, the coordinator's own prediction of generation with inference is used."""
+    if not metrics:
+        return []
+    last, recent = metrics[-1], metrics[-COMPARED:]
+    phases = (prediction or {}).get("phases") or {}
+    planned = {MEASURED_NAMES.get(name, name): seconds for name, seconds in phases.items()}
+    total = {"iteration": (prediction or {}).get("iterationSeconds")}
+
+    def entry(name: str, metric: str, predicted: Any) -> Document | None:
+        values = [row[metric] for row in recent if row.get(metric) is not None]
+        if not values and predicted is None:
+            return None
+        mean = sum(values) / len(values) if values else None
+        return {"phase": name, "planned": predicted, "last": last.get(metric), "mean": mean}
+
+    names = [name.removeprefix("seconds_") for name in last if name.startswith("seconds_")]
+    found = [entry(name, f"seconds_{name}", planned.get(name)) for name in dict.fromkeys([*planned, *names])]
+    found.append(entry("iteration", "iteration_seconds", total["iteration"]))
+    if last.get("fusion_predicted_seconds") is not None:
+        found.append(entry("generation and inference", "fusion_stage_seconds", last["fusion_predicted_seconds"]))
+    return [one for one in found if one is not None]
+
+
+def _why(state: str, summary: Mapping[str, Any]) -> str:
+    if state == "stopped":
+        return "the run's processes are gone and left no result; dovetail run --resume goes on"
+    return str(summary.get("reason") or "")
+
+
+def _total(seen: SeenRun, stage: str | None) -> int | None:
+    if seen.parsed is None or stage is None:
+        return None
+    spec = seen.parsed.spec
+    if stage == Stage.PPO.value:
+        return spec.ppo.iterations
+    return {"sft": spec.sft.steps, "reward": spec.reward.steps, "dpo": spec.dpo.steps}.get(stage)
+
+
+def _left(seen: SeenRun, found: Mapping[str, Any]) -> float | None:
+    """The seconds until the current stage ends, if its next steps take as long as the last ones."""
+    if found["total"] is None or found["stage"] is None:
+        return None
+    estimate = TimeLeft()
+    for step, row in sorted(last_of_each_step(seen.rows, found["stage"]).items()):
+        if isinstance(row.get("time"), int | float):
+            estimate.see(Stage(found["stage"]), step, found["total"], row["time"])
+    return estimate.left(seen.now)
+
+
+def _seconds(seen: SeenRun) -> float | None:
+    """How long the run took, over all its resumes. During a run, the seconds between its first and last step."""
+    if (known := _number(seen.summary.get("wall_seconds"))) is not None:
+        return known
+    began, ended = (_number(row.get("time")) for row in (seen.rows[0], seen.rows[-1])) if seen.rows else (None, None)
+    return None if began is None or ended is None else ended - began
+
+
+def _number(value: Any) -> float | None:
+    return value if isinstance(value, int | float) else None
+
+
+def _of(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = document.get(name)
+    return value if isinstance(value, Mapping) else {}

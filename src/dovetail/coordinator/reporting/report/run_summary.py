@@ -1,0 +1,165 @@
+"""Prints the table at the end of a run, from summary.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dovetail.coordinator.reporting.summary_rows import get, method, outcome, rows
+from dovetail.protocol.errors import RunError
+
+STAGES = ("sft", "reward", "dpo", "ppo")
+PHASES = ("generation", "inference", "waiting", "training", "weights", "checkpoint", "other")
+
+
+def read_summary(run_dir: Path) -> dict[str, Any]:
+    """Read summary.json. Raises RunError if there is none, or if it is damaged."""
+    path = run_dir / "summary.json"
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunError(f"{path} does not exist: the run has not finished, or {run_dir} is no run directory") from None
+    except (OSError, ValueError) as error:
+        raise RunError(f"cannot read {path}: {error}") from error
+    if not isinstance(document, dict):
+        raise RunError(f"{path} is not a JSON object")
+    return document
+
+
+def duration(seconds: float) -> str:
+    """A duration as text, such as '12.3 s', '4 min 07 s' or '2 h 05 min'."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def how_it_ended(summary: Mapping[str, Any]) -> list[str]:
+    """Lines about a run that did not succeed. They tell its state, the reason, and what it finished."""
+    state = str(summary.get("state") or "")
+    if state in ("", "succeeded"):
+        return []
+    reason = summary.get("reason")
+    lines = [f"{state}: {reason}" if reason else state]
+    stage, done = get(summary, "progress.stage"), get(summary, "progress.done")
+    if stage is not None:
+        unit = f"{method(summary)} iteration" if stage == "ppo" else f"step of stage {stage},"
+        lines.append(f"last finished: {unit} {done}")
+    return lines
+
+
+def health_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Rows (what, first iteration, last one or count) of the iterations' health. Empty for a run without PPO."""
+    iterations, unhealthy = get(summary, "health.iterations"), get(summary, "health.unhealthy")
+    if not iterations:
+        return []
+    found = [("Unhealthy iterations", "", f"{unhealthy or 0} of {iterations}")]
+    for reason, known in sorted((get(summary, "health.reasons") or {}).items(), key=lambda item: item[1]["first"]):
+        first, last, count = known["first"], known["last"], known["count"]
+        found.append((f"  {reason}", f"iteration {first}", f"iteration {last}" if last > first else ""))
+        if count > 1:
+            found[-1] = (*found[-1][:2], f"iteration {last}, {count} in all")
+    return found
+
+
+def health_sentences(summary: Mapping[str, Any]) -> list[str]:
+    """The last sentence of each verdict, in the order of their first iterations."""
+    reasons = sorted((get(summary, "health.reasons") or {}).items(), key=lambda item: item[1]["first"])
+    return [f"{reason} (iteration {known['last']}): {known['message']}" for reason, known in reasons]
+
+
+def fusion_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Rows (what, "", value) of inter-stage fusion. Empty if it was off."""
+    fusion = get(summary, "fusion")
+    if not isinstance(fusion, Mapping) or fusion.get("setting") == "Off":
+        return []
+    threshold, migrated = fusion.get("threshold"), fusion.get("migrated")
+    how = "" if migrated is None else f", {migrated:.0f} of them migrated" if migrated else ", none had to migrate"
+    found = [
+        ("Fusion: samples migrated, all iterations", "", f"{fusion.get('samples_migrated', 0):.0f}"),
+        (
+            "Fusion: in the last iteration scoring began early",
+            "",
+            f"when {threshold} samples were left{how}" if threshold else "not, as that was not faster",
+        ),
+    ]
+    saved, predicted = fusion.get("seconds_saved"), fusion.get("predicted_seconds_saved")
+    if isinstance(saved, int | float):
+        text = duration(saved) + (f" ({duration(predicted)} predicted)" if isinstance(predicted, int | float) else "")
+        found.append(("Fusion: time saved", "", text))
+    return found
+
+
+def overlap_sentence(summary: Mapping[str, Any]) -> str:
+    """A sentence on what a run gained from a lag or from streaming. Empty for a run with neither."""
+    count, seconds, other = (
+        get(summary, f"overlap.{name}") for name in ("iterations", "seconds", "synchronous_seconds")
+    )
+    if not count or seconds is None or other is None:
+        return ""
+    return (
+        f"Phases overlap: an iteration took {duration(seconds / count)}; one after the other, its "
+        f"phases take {duration(other / count)}."
+    )
+
+
+def stage_seconds(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Rows (stage, seconds) in the order in which stages run."""
+    found = {k: float(v) for k, v in (get(summary, "stages") or {}).items() if isinstance(v, int | float)}
+    return sorted(found.items(), key=lambda item: STAGES.index(item[0]) if item[0] in STAGES else len(STAGES))
+
+
+def summary_table(summary: Mapping[str, Any]) -> Table:
+    """The table printed when a run ends."""
+    table = Table(title="Result", title_justify="left", show_edge=False, pad_edge=False)
+    table.add_column("")
+    table.add_column("before / first", justify="right")
+    table.add_column("after / last", justify="right")
+    for row in rows(summary):
+        table.add_row(*row)
+    rate, wall = get(summary, "samples_per_second"), get(summary, "wall_seconds")
+    table.add_section()
+    if rate is not None:
+        table.add_row("Samples per second", "", f"{rate:.2f}")
+    if wall is not None:
+        table.add_row("Wall time", "", duration(wall))
+    for row in [*health_rows(summary), *fusion_rows(summary)]:
+        table.add_row(*row)
+    for name, seconds in stage_seconds(summary):
+        table.add_row(f"  stage {name}", "", duration(seconds))
+    phases = {k: v for k, v in (get(summary, "phases") or {}).items() if isinstance(v, int | float)}
+    overlap = get(summary, "overlap.seconds")
+    total = sum(phases.values()) if overlap is None else float(overlap)
+    if total > 0:
+        table.add_section()
+        table.add_row(f"{method(summary)} iterations, all together", "", duration(total))
+        for name in sorted(phases, key=lambda n: PHASES.index(n) if n in PHASES else len(PHASES)):
+            table.add_row(f"  {name}", f"{phases[name] / total:.1%}", duration(phases[name]))
+        if (other := get(summary, "overlap.synchronous_seconds")) is not None:
+            table.add_row("  phases one after the other", f"{other / total:.1%}", duration(other))
+    if get(summary, "seed") is not None:
+        table.add_section()
+        table.add_row("Seed", "", str(summary["seed"]))
+    return table
+
+
+def show(console: Console, summary: Mapping[str, Any]) -> None:
+    """Print the reason if the run did not succeed, then the table, then the verdicts on its health."""
+    for line in how_it_ended(summary):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(summary_table(summary))
+    if said := outcome(summary):
+        console.print(f"\n{said}", highlight=False, markup=False, soft_wrap=True)
+    if overlap := overlap_sentence(summary):
+        console.print(f"\n{overlap}", highlight=False, soft_wrap=True)
+    if sentences := health_sentences(summary):
+        console.print()
+    for line in sentences:
+        console.print(f"Warning: {line}", highlight=False, markup=False, soft_wrap=True)

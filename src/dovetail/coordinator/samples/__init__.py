@@ -1,0 +1,1 @@
+"""Samples from prompt to score: drawn on rollout servers, scored by models, gathered, evaluated."""

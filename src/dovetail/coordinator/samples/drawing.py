@@ -1,0 +1,390 @@
+"""Draws the samples of one iteration on the servers of the fleet. It is one call of `Generator.generate`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from dovetail.coordinator.samples.dispatch import Speeds, excess, place
+from dovetail.coordinator.samples.in_flight import (
+    Generated,
+    GenerationError,
+    GenerationSettings,
+    InFlight,
+    Work,
+    mean_step,
+    reason_to_give_up,
+    reason_to_leave,
+)
+from dovetail.coordinator.samples.kv_migration import KVMigration
+from dovetail.coordinator.samples.lineup import KIND, Turn
+from dovetail.coordinator.samples.migration_costs import Mechanism
+from dovetail.coordinator.samples.migrations import Leave, Migration, StopStrings
+from dovetail.coordinator.samples.requests import RequestRefused, Requests, ServerFailure, body, cancel, stream
+from dovetail.coordinator.samples.streams import Growing
+from dovetail.coordinator.store.experts import reported_tokens
+from dovetail.coordinator.store.samples import Assignment, Key, Sample
+from dovetail.coordinator.store.store import Store, StoreError
+from dovetail.coordinator.workers.fleet import Fleet, Instance
+from dovetail.manifest.types import Generation
+
+GATHER_SECONDS = 0.005
+# The maximum number of requests that are started at once. Thousands would block the event loop until connections time
+# out.
+BURST = 256
+# The maximum number of samples that are stored as finished at once. All samples of a large iteration may reach their
+# limit of tokens in the same moment.
+MOST_FINISHED = 256
+TOKEN_BYTES = 4
+
+
+# The function gets the unfinished samples and the instances that may take work. Each sample comes with its instance, or
+# with None if it waits for one. It returns the instances on which the remaining samples gather, once it is time. Before
+# that it returns None or nothing.
+Tail = Callable[[Sequence[tuple[Key, str | None]], Collection[str]], Collection[str] | None]
+
+
+@dataclass
+class Shared:
+    """The state that the drawings of all iterations share. `clock` returns monotonic seconds. With `replay`, servers
+    must report which experts each token used. `leftovers` has for each process the ids of requests that an earlier
+    coordinator left there. `step` is the seconds of a decode step in an earlier drawing."""
+
+    store: Store
+    fleet: Fleet
+    generation: Generation
+    log: Callable[..., None]
+    settings: GenerationSettings
+    clock: Callable[[], float]
+    kv: KVMigration
+    requests: Requests
+    stop_strings: StopStrings
+    replay: bool = False
+    speeds: Speeds = field(default_factory=Speeds)
+    leftovers: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    step: float | None = None
+
+
+class Drawing:
+    """One call of `Generator.generate`. It is used once."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        iteration: int,
+        samples: Sequence[Sample],
+        on_finished: Callable[[Sample], None] | None = None,
+        progress: Callable[[int, int, int], None] | None = None,
+        tail: Tail | None = None,
+        generation: Generation | None = None,
+        turn: Turn | None = None,
+    ) -> None:
+        """`turn` is the iteration's place among the open ones. It is None if no other iteration is open."""
+        self._shared = shared
+        self._store, self._fleet, self._log, self._clock = shared.store, shared.fleet, shared.log, shared.clock
+        self._settings, self._requests = shared.settings, shared.requests
+        self._generation = generation or shared.generation
+        self._kv = shared.kv
+        self._iteration = iteration
+        self._on_finished, self._progress, self._tail, self._turn = on_finished, progress, tail, turn
+        self._pending = [Work.of(s) for s in samples]
+        if shared.replay:
+            pieces = self._store.samples.experts(iteration)
+            for work in self._pending:
+                work.reported = reported_tokens(pieces.get(work.key, ()))
+        self._total = len(self._pending)
+        self._flying = InFlight(self._store, self._fleet, self._log, self._clock, self._settings, shared.speeds)
+        self._wake = asyncio.Event()
+        self._migrations: list[Migration] = []
+        self._watched = 0.0
+        self._known: set[tuple[str, str]] = set()
+        self._destinations: frozenset[str] = frozenset()
+
+    async def run(self) -> Generated:
+        """Generate and store every sample. Raises GenerationError or StoreError."""
+        result, started = Generated(), self._clock()
+        if self._turn is not None:
+            self._turn.draws(self, own=self._iteration == self._turn.iteration)
+        result.tail.append((time.time(), self._total))
+        self._fleet.listeners.append(self._wake.set)
+        try:
+            await self._loop(result)
+        finally:
+            self._fleet.listeners.remove(self._wake.set)
+            await self._stop()
+        result.seconds = self._clock() - started
+        self._shared.step = mean_step(self._flying.activity.values()) or self._shared.step
+        result.migrations, result.instances = self._migrations, dict(self._flying.activity)
+        version = None if self._turn is None else self._turn.version
+        result.spans = [a.span(name, self._iteration, version) for name, a in sorted(self._flying.activity.items())]
+        return result
+
+    def remaining(self) -> tuple[int, Mapping[str, int]]:
+        """The number of samples that wait for a server, and the number on each server."""
+        return len(self._pending), self._flying.counts
+
+    def on(self, name: str) -> bool:
+        """Whether an instance has samples."""
+        return not self._flying.idle(name)
+
+    def idle(self, name: str) -> bool:
+        """Whether an instance has nothing to generate. It then gets new samples only if other instances fail."""
+        return not self._pending and self._flying.idle(name)
+
+    def left(self, name: str) -> bool:
+        """Whether an instance may end, as `Generator.left` defines it."""
+        waiting = self._pending if any(i.name != name for i in self._eligible()) else []
+        return self._flying.idle(name) and not any(
+            work.leave is not None and work.leave.instance == name for work in (*waiting, *self._flying)
+        )
+
+    def growing(self) -> list[Growing]:
+        """The samples that servers are generating, with their tokens so far."""
+        return [Growing(work.key, work.prompt, work.tokens) for work in self._flying]
+
+    async def drain(self, name: str) -> None:
+        """Move an instance's samples, with their tokens, to other instances. Returns when it has none left."""
+        works = self._flying.on(name)
+        self._end(works, "drain")
+        tasks = [w.task for w in works if w.task is not None]
+        if tasks:
+            # `_watch` cancels requests that ignore the abort.
+            await asyncio.wait(tasks, timeout=2 * self._settings.abort)
+
+    # ------------------------------------------------------------ the loop
+
+    async def _loop(self, result: Generated) -> None:
+        idle_since: float | None = None
+        flushed = self._clock()
+        while self._pending or self._flying:
+            self._leave()
+            eligible = self._eligible()
+            self._greet(eligible)
+            self._assign(eligible)
+            self._watch()
+            now = self._clock()
+            if self._flying or eligible or not (self._turn is None or self._turn.first):
+                idle_since = None
+            elif idle_since is None:
+                idle_since = now
+            elif now - idle_since > self._settings.wait:
+                raise GenerationError(
+                    f"no rollout could take the {len(self._pending)} remaining samples of iteration {self._iteration} "
+                    f"within {self._settings.wait:.0f} s: {self._fleet.describe(KIND)}"
+                )
+            # This does not use wait_for, which on Python 3.11 swallows a cancellation that comes with the event.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.flush):
+                    await self._wake.wait()
+            # Responses often end together, in the same decode step of a server.
+            await asyncio.sleep(GATHER_SECONDS)
+            self._wake.clear()
+            done = self._flying.flush(self._clock() - flushed, MOST_FINISHED)
+            if self._flying.late:
+                self._wake.set()
+            flushed = self._clock()
+            unfinished = self._flying.sort_out()
+            if unfinished:
+                self._pending = sorted([*self._pending, *unfinished], key=lambda w: w.key)
+                result.retries += len(unfinished)
+            self._gather()
+            for key in done:
+                result.samples += 1
+                if self._on_finished is not None:
+                    self._on_finished(self._store.samples.get(key))
+            if done:
+                result.tail.append((time.time(), len(self._pending) + len(self._flying)))
+            result.tokens = sum(a.tokens for a in self._flying.activity.values())
+            if self._progress is not None:
+                self._progress(result.samples, self._total, result.tokens)
+
+    def _eligible(self) -> list[Instance]:
+        """The instances that may get work. After the tail was gathered these are its destinations, unless all of them
+        have failed."""
+        everyone = [i for i in self._fleet.eligible(KIND) if self._turn is None or self._turn.has(i)]
+        return [i for i in everyone if i.name in self._destinations] or everyone
+
+    def _leave(self) -> None:
+        """Move samples away from servers that another open iteration has taken over."""
+        if self._turn is None:
+            return
+        self._turn.settle()
+        for name in list(self._flying.counts):
+            if (reason := self._turn.lost(name)) is not None:
+                works = [w for w in self._flying.on(name) if w.ending is None]
+                if works:
+                    self._end(works, reason)
+
+    def _gather(self) -> None:
+        """Ask `tail` where to gather the remaining samples. When it names destinations, move the samples of all other
+        instances there."""
+        if self._tail is None or self._destinations or not (self._pending or self._flying):
+            return
+        unfinished = [*((w.key, None) for w in self._pending), *((w.key, w.instance) for w in self._flying)]
+        chosen = self._tail(sorted(unfinished, key=lambda u: u[0]), [i.name for i in self._fleet.eligible(KIND)])
+        if chosen:
+            self._destinations = frozenset(chosen)
+            moving = [w for w in self._flying if w.instance not in self._destinations]
+            sources = sorted({w.instance for w in moving})
+            self._log("tail.gathered", left=len(unfinished), destinations=sorted(self._destinations), sources=sources)
+            self._end(moving, "tail")
+
+    def _greet(self, eligible: Sequence[Instance]) -> None:
+        """Prepare a new instance: abort requests that an earlier coordinator left there, and give it a share of the
+        work."""
+        new = [i for i in eligible if (i.name, i.incarnation) not in self._known]
+        first = not self._known
+        for instance in new:
+            self._known.add((instance.name, instance.incarnation))
+            leftovers = self._shared.leftovers.pop((instance.name, instance.incarnation), None)
+            if leftovers:
+                self._requests.abort(instance, leftovers)
+        if new and not first and not self._pending:
+            loads = self._flying.loads(eligible)
+            idle = [i.name for i in new if loads[i.name] == 0]
+            for name, count in excess(loads, idle, self._generation.max_concurrent).items():
+                works = [w for w in self._flying.on(name) if w.ending is None]
+                # Move the samples with the fewest tokens, because they have the most tokens to come.
+                self._end(sorted(works, key=lambda w: len(w.tokens))[:count], "newcomer")
+
+    def _assign(self, eligible: Sequence[Instance]) -> None:
+        if not eligible:
+            return
+        names = [i.name for i in eligible]
+        capacity = self._generation.max_concurrent
+        count = min(len(self._pending), BURST)
+        chosen = place(count, self._flying.loads(eligible), self._flying.speeds(names), capacity)
+        works, self._pending = self._pending[: len(chosen)], self._pending[len(chosen) :]
+        if not works:
+            return
+        if len(works) == BURST:
+            self._wake.set()
+        by_name = {i.name: i for i in eligible}
+        assignments = []
+        for work, name in zip(works, chosen, strict=True):
+            instance = by_name[name]
+            keep = self._shared.stop_strings.kept(work.prompt, work.tokens)
+            del work.tokens[keep:], work.logprobs[keep:]
+            work.stored = work.before = len(work.tokens)
+            work.instance, work.incarnation = name, instance.incarnation
+            work.ending = work.reason = work.failure = work.refusal = None
+            assignments.append(Assignment(work.key, name, instance.incarnation, instance.weight_version, work.stored))
+        attempts = self._store.samples.assign(assignments)
+        now, wall = self._clock(), time.time()
+        interval = self._settings.interval(len(works) + len(self._pending) + len(self._flying), self._shared.step)
+        for work, attempt in zip(works, attempts, strict=True):
+            work.attempt, work.interval = attempt, interval
+            self._flying.begin(work, now, wall)
+            work.task = asyncio.create_task(self._run(work, by_name[work.instance]))
+
+    async def _run(self, work: Work, instance: Instance) -> None:
+        def on_tokens(tokens: list[int], logprobs: list[float], reason: str | None, experts: bytes | None) -> None:
+            now = self._clock()
+            if work.first and tokens:
+                sent = self._kv.nbytes
+                self._started(work, instance, now, arrived(), self._kv.nbytes - sent)
+            else:
+                work.steps, work.spent = work.steps + len(tokens), work.spent + now - work.last_token
+            work.tokens += tokens
+            work.logprobs += logprobs
+            work.last_token, work.reason, work.experts = now, reason, experts
+
+        departure, work.departure = work.departure, None
+        try:
+            room = int(instance.abilities.get("max_model_len") or 2**31) - len(work.prompt) - len(work.tokens)
+            left = min(self._generation.max_tokens - len(work.tokens), room)
+            if left < 1:
+                # Either the response is complete but an earlier coordinator died before it was stored, or the context
+                # is full.
+                work.reason = "length"
+                return
+            session, request = self._requests.session, self._body(work, instance, left)
+            arrived = await self._kv.prepare(session, request, instance, departure, bool(work.tokens))
+            await stream(session, instance.url, request, on_tokens, instance.weight_version)
+            if work.reason == "abort" and len(work.tokens) > work.before:
+                work.departure = self._kv.left(instance, work.request_id)
+        except ServerFailure as error:
+            work.failure = str(error)
+        except RequestRefused as error:
+            work.refusal = str(error)
+        finally:
+            self._flying.ended(work)
+            self._wake.set()
+
+    def _body(self, work: Work, instance: Instance, left: int) -> dict[str, Any]:
+        return body(work, self._generation, instance, left, work.interval, self._shared.replay)
+
+    def _started(
+        self, work: Work, instance: Instance, now: float, moved: tuple[Mechanism, float] | None, nbytes: int
+    ) -> None:
+        """Record the time to a request's first token, after a prefill or a migration. `nbytes` bytes of KV cache were
+        moved."""
+        work.first = False
+        tokens = len(work.prompt) + len(work.tokens)
+        mechanism = Mechanism.TOKENS if moved is None else moved[0]
+        if mechanism is Mechanism.TOKENS:
+            nbytes = TOKEN_BYTES * tokens
+            self._flying.activity[instance.name].prefilled(work.begun, tokens, now - work.begun)
+        if work.leave is not None:
+            leave, work.leave = work.leave, None
+            names = leave.instance, instance.name, mechanism.value, leave.reason
+            migration = Migration(work.key, *names, tokens, nbytes, now - leave.time, time.time())
+            self._migrations.append(migration)
+            self._log("sample.moved", **migration.fields())
+
+    def _watch(self) -> None:
+        """End requests that stall, that lost their process, or that ignored an abort. Move samples away from servers
+        that will end soon or seem to be dead."""
+        now, s = self._clock(), self._settings
+        if now - self._watched < s.flush:
+            return
+        self._watched = now
+        fleet = {i.name: i for i in self._fleet.instances(KIND)}
+        eligible = {i.name for i in self._eligible()}
+        last_tokens: dict[str, float] = {}
+        for work in self._flying:
+            last_tokens[work.instance] = max(last_tokens.get(work.instance, 0.0), work.last_token)
+        for name in last_tokens:
+            quiet, others = now - last_tokens[name], bool(eligible - {name})
+            if (reason := reason_to_leave(fleet.get(name), quiet, others, s)) is not None:
+                self._end(self._flying.on(name), reason)
+        for work in self._flying:
+            if work.task is None or work.task.done():
+                continue
+            failure = reason_to_give_up(work, fleet.get(work.instance), now, last_tokens[work.instance], s)
+            if failure is not None:
+                work.failure = failure or work.failure
+                work.task.cancel()
+
+    # ------------------------------------------------------------ inner parts
+
+    def _end(self, works: Sequence[Work], reason: str) -> None:
+        """Ask servers to abort requests. Their samples then continue on other servers."""
+        works = [w for w in works if w.ending is None and w.reason is None]
+        self._store.samples.migrate([(w.key, w.attempt) for w in works])
+        now = self._clock()
+        by_instance: dict[str, list[str]] = {}
+        for work in works:
+            work.ending, work.leave = now, Leave(work.instance, reason, now)
+            by_instance.setdefault(work.instance, []).append(work.request_id)
+        for name, ids in by_instance.items():
+            instance = self._fleet.get(name)
+            if instance is not None:
+                self._requests.abort(instance, ids)
+
+    async def _stop(self) -> None:
+        """End all running requests. Their tokens are stored, and their samples become pending again."""
+        flying = list(self._flying)
+        await cancel([w.task for w in flying if w.task is not None])
+        try:
+            if flying:
+                self._flying.flush(0.0)
+                self._store.samples.release([(w.key, w.attempt) for w in self._flying])
+        except StoreError as error:
+            self._log("generation.unsaved", error=str(error))
+        self._flying.clear()
+        self._pending.clear()

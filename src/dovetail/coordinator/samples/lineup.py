@@ -1,0 +1,176 @@
+"""Keeps the open iterations and the servers of each (`ppo.lag`). It carries out the decisions of the allotment."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+from dovetail.coordinator.samples.allotment import Allotment, Left
+from dovetail.coordinator.workers.fleet import Fleet, Instance
+
+KIND = "rollout"
+
+
+class Drawn(Protocol):
+    """The parts of `Drawing` that are used here."""
+
+    def remaining(self) -> tuple[int, Mapping[str, int]]:
+        """The number of samples that wait for a server, and the number on each server."""
+
+    def on(self, name: str) -> bool:
+        """Whether a server has any of its samples."""
+
+
+class Turn:
+    """One open iteration. `version` is the version of the weights that draw and score it. `total` is its number of
+    samples, of which `unfinished` are still to be drawn."""
+
+    def __init__(self, lineup: Lineup, iteration: int, version: int, total: int, unfinished: int) -> None:
+        self._lineup = lineup
+        self.iteration, self.version, self.total = iteration, version, total
+        self._given, self._is_first = asyncio.Event(), asyncio.Event()
+        self._unfinished = unfinished
+        self._drawing: Drawn | None = None
+
+    def draws(self, drawing: Drawn, own: bool = True) -> None:
+        """Record that from now on `drawing` knows how many samples are left. `own` says whether it draws this
+        iteration's own samples, and not others that come before them."""
+        self._drawing = drawing
+        self._unfinished = 0 if own else self._unfinished
+
+    @property
+    def left(self) -> Left:
+        waiting, on = (0, {}) if self._drawing is None else self._drawing.remaining()
+        return Left(self.iteration, self.version, self.total, waiting + self._unfinished, on)
+
+    def on(self, name: str) -> bool:
+        """Whether a server has samples of this iteration."""
+        return self._drawing is not None and self._drawing.on(name)
+
+    @property
+    def first(self) -> bool:
+        """Whether no older iteration is open. Only the oldest open iteration is scored, and only it may fail because it
+        has no server."""
+        return self._lineup.first is self
+
+    async def wait_server(self) -> None:
+        """Wait until this iteration has a server or is the oldest open one."""
+        await self._given.wait()
+
+    async def wait_first(self) -> None:
+        """Wait until no older iteration is open."""
+        await self._is_first.wait()
+
+    def give(self, first: bool = False) -> None:
+        """Record that this iteration has a server. `first` says that it is now the oldest open one."""
+        self._given.set()
+        if first:
+            self._is_first.set()
+
+    def settle(self) -> None:
+        """Decide again which servers draw which iteration."""
+        self._lineup.settle()
+
+    def missing(self) -> list[str]:
+        """The kinds of instances that must load this iteration's weights before it can begin."""
+        self.settle()
+        return [] if any(self.has(i) for i in self._lineup.eligible()) else [KIND]
+
+    def has(self, instance: Instance) -> bool:
+        """Whether an instance may get samples of this iteration now. It must be allotted to this iteration, hold its
+        weights, and have no samples of another iteration left."""
+        return (
+            self._lineup.of(instance.name) == self.iteration
+            and instance.weight_version == self.version
+            and not self._lineup.busy_elsewhere(instance.name, self)
+        )
+
+    def lost(self, name: str) -> str | None:
+        """The reason why the samples of this iteration leave a server, which is that another iteration has it now. None
+        if they stay."""
+        number = self._lineup.of(name)
+        if number is None or number == self.iteration:
+            return None
+        return "tail" if number > self.iteration else "older"
+
+
+class Lineup:
+    """The open iterations of a job. It tells `fleet` which weights each server must hold. `on_first(version)` is called
+    with the version of the oldest open iteration whenever that changes. Scorers take that version, and so do servers
+    that no iteration can use yet. `capacity` and `gather` are those of `Allotment`."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        capacity: int,
+        gather: bool,
+        log: Callable[..., None],
+        on_first: Callable[[int], None] = lambda version: None,
+    ) -> None:
+        self._fleet, self._log, self._on_first = fleet, log, on_first
+        self._allotment = Allotment(capacity, gather)
+        self._turns: dict[int, Turn] = {}
+        self._told: dict[str, int] = {}
+
+    @contextmanager
+    def open(self, iteration: int, version: int, total: int, unfinished: int) -> Iterator[Turn]:
+        """Open an iteration. It stays open until this context ends. Until then its samples are drawn and scored. Of its
+        `total` samples, `unfinished` are to be drawn."""
+        turn = self._turns[iteration] = Turn(self, iteration, version, total, unfinished)
+        self._oldest_changed()
+        try:
+            yield turn
+        finally:
+            del self._turns[iteration]
+            self._oldest_changed()
+            self.settle()
+
+    @property
+    def first(self) -> Turn | None:
+        """The oldest open iteration. None if none is open."""
+        return self._turns[min(self._turns)] if self._turns else None
+
+    def eligible(self) -> list[Instance]:
+        """The servers that hold the weights that they must hold."""
+        return self._fleet.eligible(KIND)
+
+    def of(self, name: str) -> int | None:
+        """The iteration that a server draws, or will draw once it has the weights. None if it has no iteration."""
+        return self._allotment.of(name)
+
+    def busy_elsewhere(self, name: str, turn: Turn) -> bool:
+        """Whether a server still has samples of an iteration other than `turn`."""
+        return any(other.on(name) for other in self._turns.values() if other is not turn)
+
+    def settle(self) -> None:
+        """Decide which servers draw which iteration, and tell the fleet. A server keeps its weights until it has no
+        samples left that they draw."""
+        lefts = [turn.left for turn in self._turns.values()]
+        usable = self._fleet.usable(KIND)
+        self._allotment.settle(lefts, {i.name: i.weight_version for i in usable}, {i.name for i in usable if i.refused})
+        # A server that no iteration needs keeps its weights. One that refused a transfer must first show that it can
+        # take weights again.
+        wanted = {i.name: i.weight_version for i in usable if i.weight_version is not None and not i.refused}
+        for name in (i.name for i in usable):
+            if (number := self._allotment.of(name)) is not None:
+                turn = self._turns[number]
+                wanted[name] = turn.version
+                turn.give()
+                if self._told.get(name) != number:
+                    self._told[name] = number
+                    self._log("server.allotted", instance=name, iteration=number, version=turn.version)
+        for left in lefts:
+            wanted |= dict.fromkeys(left.on, left.version)
+        self._fleet.want(wanted)
+
+    def end(self) -> None:
+        """Call it when no more iterations will be drawn. From then on all servers take the current version."""
+        self._fleet.want({})
+
+    def _oldest_changed(self) -> None:
+        if (first := self.first) is not None:
+            self._fleet.publish(first.version)
+            self._on_first(first.version)
+            first.give(first=True)

@@ -1,1 +1,0 @@
-"""Scores finished samples with the reference, the reward model and the critic."""

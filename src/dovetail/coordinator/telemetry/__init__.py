@@ -1,1 +1,0 @@
-"""The metrics, events and timelines of a run."""

@@ -1,1 +1,0 @@
-"""Sends new weights from the trainers to rollouts and scorers."""

@@ -1,7 +1,0 @@
-"""Measures the costs of a job's models on this machine. It runs whole iterations of a few sizes."""
-
-from dovetail.local.calibrate.measure import measure_machine
-from dovetail.local.calibrate.observe import observe, run_lengths
-from dovetail.local.calibrate.short_jobs import JobShape, calibration_jobs, variant, warmup
-
-__all__ = ["JobShape", "calibration_jobs", "measure_machine", "observe", "run_lengths", "variant", "warmup"]

@@ -1,0 +1,240 @@
+"""The checks of `dovetail validate --deep`. They read every line of the data, load the tokenizer, call the user's
+functions and count the GPUs. They load no weights. They download only the small files of a hub's model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from dovetail.coordinator.data.collection import needed
+from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.downloads.hub import Hub, read_json
+from dovetail.coordinator.data.prepare import Prepared, given_tokenizer, model_sources, prepare
+from dovetail.coordinator.data.records import equal_pairs
+from dovetail.coordinator.data.sources import with_system
+from dovetail.coordinator.data.text import tokenizer as tokenizers
+from dovetail.coordinator.data.text.chat_template import chat_format
+from dovetail.coordinator.data.text.tokenize import Encoder
+from dovetail.coordinator.reporting.sample_texts import printable
+from dovetail.coordinator.rewards.calls import Calls, RewardError
+from dovetail.coordinator.rewards.rehearsal import rehearse
+from dovetail.coordinator.rewards.workers import Workers
+from dovetail.coordinator.samples.evaluation_metrics import EvaluationMetrics
+from dovetail.gpus.nvidia_driver import Device, driver_devices
+from dovetail.launch.processes import gpu_slots
+from dovetail.manifest.fixed_names import DataKind
+from dovetail.manifest.types import DataSource, RLHFJob, RLHFJobSpec, Stage
+from dovetail.protocol.plan import Plan
+from dovetail.tools.data_look import DataLook, look, look_at_hub
+from dovetail.tools.doctor.finding import Finding
+from dovetail.tools.one_line import product_label
+
+# A larger share of records that are cut, or of pairs with equal replies, is probably a mistake.
+CUT_SHARE = 0.05
+EQUAL_SHARE = 0.01
+SHOWN = 300  # characters of a text
+
+
+class _SmallFiles(Hub):
+    """A hub from which only the small files are downloaded."""
+
+    def download_weights(self) -> None:
+        return None
+
+
+def check_deeply(job: RLHFJob, plan: Plan, folder: Path, scratch: Path) -> Iterator[Finding]:
+    """Yields each finding as soon as it is known. A sentence about a field begins with the field. `job` has absolute
+    paths. `folder`: the place of the user's functions. `scratch`: an empty folder to write to."""
+    spec = job.spec
+    yield gpus_found(job, plan, driver_devices())
+    if remote := _on_claims(spec):
+        yield Finding("claims", "skipped", f"{remote[0]} is on a volume of a cluster, so data and models are not read")
+        return
+    hub = _SmallFiles(spec.hub, scratch)
+    try:
+        sources = model_sources(spec, folder, hub)
+        given = None if spec.models.tokenizer.train else given_tokenizer(spec, sources, folder, hub)
+    except DataError as error:
+        yield Finding("tokenizer", "problem", str(error))
+        return
+    if given is not None:
+        yield _tokenizer_found(given)
+        actor = sources["actor"]
+        if isinstance(actor, Path) and (too_long := _context(spec, actor)) is not None:
+            yield too_long
+    encoder = None if given is None else _encoder(given, spec)
+    good = True
+    for kind, field, source in _sources(spec):
+        if source.synthetic is not None:
+            continue
+        found = _data_found(kind, field, source, folder, scratch / "cache" / "datasets", encoder, given)
+        good = good and found.state != "problem"
+        yield found
+    if not good:
+        return
+    try:
+        prepared = prepare(spec, scratch, folder, hub=hub)
+        yield from _whole(prepared, given)
+    except DataError as error:
+        yield Finding("data", "problem", str(error))
+        return
+    if Stage.PPO in spec.stages:
+        yield from _functions(spec, prepared, folder)
+
+
+def gpus_found(job: RLHFJob, plan: Plan, devices: Sequence[Device]) -> Finding:
+    """Checks whether this machine has the GPUs of the plan. `devices`: this machine's GPUs."""
+    slots = gpu_slots(job, plan)
+    wanted = max((slot for each in slots.values() for slot in each), default=-1) + 1
+    have = len(devices)
+    if not wanted:
+        return Finding("GPUs", "ok", "the plan uses no GPUs")
+    products = sorted({g.gpu.product for g in job.spec.groups if not g.on_cpu and g.gpu.product is not None})
+    says = f"the plan uses {wanted} GPU{'s' * (wanted > 1)} ({', '.join(products)}), and this machine has {have}"
+    others = sorted(
+        {device.name for device in devices} - {p for d in devices if product_label(p := d.name) in products}
+    )
+    if have < wanted:
+        mend = "run the job on a cluster, or change spec.groups"
+        mend += ", or give dovetail run --cpu" if not have else "; processes would share GPUs"
+        return Finding("GPUs", "warning", says, mend)
+    if others:
+        return Finding("GPUs", "warning", f"{says}, of other products: {', '.join(others)}", "name them in spec.groups")
+    return Finding("GPUs", "ok", says)
+
+
+def _on_claims(spec: RLHFJobSpec) -> list[str]:
+    """The fields that name a volume of a cluster."""
+    found = []
+    for name in ("actor", "critic", "reward", "reference"):
+        source = getattr(spec.models, name).source
+        if source is not None and source.pvc is not None:
+            found.append(f"spec.models.{name}.source.pvc")
+    if spec.models.tokenizer.pvc is not None:
+        found.append("spec.models.tokenizer.pvc")
+    return found + [f"{field}.pvc" for _, field, source in _sources(spec) if source.pvc is not None]
+
+
+def _sources(spec: RLHFJobSpec) -> Iterator[tuple[DataKind, str, DataSource]]:
+    kinds = needed(spec)
+    for kind in kinds:
+        for i, source in enumerate(getattr(spec.data, kind)):
+            yield kind, f"spec.data.{kind}[{i}]", source
+    for i, source in enumerate(spec.evaluation.prompts if "prompts" in kinds else ()):
+        yield "prompts", f"spec.evaluation.prompts[{i}]", source
+
+
+def _encoder(tokenizer: Any, spec: RLHFJobSpec) -> Encoder:
+    return Encoder(tokenizer, spec.data.max_prompt_tokens, spec.data.max_tokens)
+
+
+def _tokenizer_found(tokenizer: Any) -> Finding:
+    template = "a chat template" if getattr(tokenizer, "chat_template", None) else "no chat template"
+    return Finding("tokenizer", "ok", f"{len(tokenizer):,} tokens, {template}, ends with {tokenizer.eos_token!r}")
+
+
+def _context(spec: RLHFJobSpec, folder: Path) -> Finding | None:
+    """Returns a problem if sequences may be longer than the model allows."""
+    config = read_json(folder / "config.json")
+    limit = config.get("max_position_embeddings") if isinstance(config, dict) else None
+    if not isinstance(limit, int):
+        return None
+    wanted = []
+    if Stage.PPO in spec.stages:
+        longest = spec.data.max_prompt_tokens + spec.generation.max_tokens
+        wanted.append(("spec.data.maxPromptTokens + spec.generation.maxTokens", longest))
+    if {Stage.SFT, Stage.REWARD, Stage.DPO} & set(spec.stages):
+        wanted.append(("spec.data.maxTokens", spec.data.max_tokens))
+    for field, tokens in wanted:
+        if tokens > limit:
+            says = (
+                f"{field} is {tokens}, but the model takes {limit} tokens (max_position_embeddings of its config.json)"
+            )
+            return Finding("lengths", "problem", says, "lower it")
+    return None
+
+
+def _data_found(
+    kind: DataKind, field: str, source: DataSource, folder: Path, cache: Path, encoder: Encoder | None, tokenizer: Any
+) -> Finding:
+    """Check one data set. `cache`: the folder in which `prepare` looks for a hub's data sets, so that each is
+    downloaded once."""
+    name = field.removeprefix("spec.")
+    chat = with_system(chat_format(tokenizer), source)
+    try:
+        if source.path is None:
+            found = look_at_hub(source, field, kind, encoder, chat, cache)
+        else:
+            found = look(folder / source.path, field, kind, source.format, encoder, chat, source.template)
+    except DataError as error:
+        return Finding(name, "problem", str(error))
+    if found.first_error is not None:
+        more = f"; {found.errors - 1:,} more of its records are bad" if found.errors > 1 else ""
+        return Finding(name, "problem", found.first_error + more)
+    if found.tools and not chat.shows_tools:
+        says = f"{found.tools:,} of {found.records:,} records have tools, but the chat template shows none of them"
+        return Finding(name, "warning", says, "take a tokenizer whose template does, or leave the tools out")
+    return _described(name, found)
+
+
+def _described(name: str, found: DataLook) -> Finding:
+    lengths = [f"{row.part}: median {row.median:,}, longest {row.longest:,} tokens" for row in found.lengths]
+    odd = [clause for clause in (found.empty, found.repeated) if clause]
+    says = "; ".join([f"{found.records:,} records, {found.format}", *lengths, *odd])
+    if found.equal:
+        says += f"; {equal_pairs(found.equal, f'the {found.records:,} pairs')}"
+        if found.equal > EQUAL_SHARE * found.records:
+            return Finding(name, "warning", says, "leave them out, or raise spec.data.maxTokens if they are cut")
+    if found.empty:
+        return Finding(name, "warning", says, "leave them out, or the model learns to say nothing")
+    cut = [row for row in found.lengths if row.cut > CUT_SHARE * found.records]
+    if cut:
+        row = cut[0]
+        field = "spec.data.maxPromptTokens" if row.part == "prompt" else "spec.data.maxTokens"
+        says += f"; {row.cut:,} are cut at {row.limit:,} ({row.part})"
+        return Finding(name, "warning", says, f"raise {field}, or leave long records out")
+    return Finding(name, "ok", says)
+
+
+def _whole(prepared: Prepared, given: Any) -> Iterator[Finding]:
+    """Describes the lists of records as a run would use them. Raises DataError."""
+    if given is None:
+        tokenizer = tokenizers.load(prepared.tokenizer_dir, "spec.models.tokenizer")
+        yield Finding("tokenizer", "ok", f"{len(tokenizer):,} tokens, trained on the job's records")
+    for kind, prompt, learnt in prepared.first_texts():
+        listed = getattr(prepared.data, kind)
+        held = sum(len(part.held_out) for part in listed.parts)
+        shown = f"{prompt[-SHOWN:]!r}" + (f", then {learnt[:SHOWN]!r}" if learnt else "")
+        yield Finding(kind, "ok", f"{len(listed):,} to train on, {held:,} held out; the first: {printable(shown)}")
+
+
+def _functions(spec: RLHFJobSpec, prepared: Prepared, folder: Path) -> Iterator[Finding]:
+    """Call the user's functions on two prompts. They run in processes of their own, as in a run."""
+
+    async def rewards() -> list[str]:
+        calls = Calls(Workers(spec.models.reward, folder), 0, lambda *_, **__: None)
+        try:
+            await rehearse(calls, prepared)
+            return [function.title for function in calls.functions]
+        finally:
+            await calls.close()
+
+    async def metrics() -> None:
+        checked = EvaluationMetrics(spec, folder, lambda *_, **__: None)
+        try:
+            await checked.check(prepared.evaluation_prompts())
+        finally:
+            await checked.close()
+
+    if spec.models.reward.calls:
+        try:
+            titles = asyncio.run(rewards())
+            yield Finding("reward functions", "ok", f"{', '.join(titles)} gave finite numbers for two prompts")
+        except RewardError as error:
+            yield Finding("reward functions", "problem", str(error))
+    try:
+        asyncio.run(metrics())
+    except (RewardError, DataError) as error:
+        yield Finding("evaluation metrics", "problem", str(error))

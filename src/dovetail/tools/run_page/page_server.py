@@ -1,0 +1,179 @@
+"""Serves the run page of a folder of runs over HTTP, to browsers that bring a token."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from aiohttp import web
+
+from dovetail.coordinator.reporting.page.page_documents import NotKept, PageDocuments, encode
+from dovetail.protocol.errors import RunError
+from dovetail.protocol.http import serving
+from dovetail.protocol.http.serving import Handler
+from dovetail.tools.run_page.live_status import live_status
+from dovetail.tools.run_page.run_list import RunList
+from dovetail.web.page_files import HEADERS, INDEX, PageFile, page_files
+
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+# The seconds between two looks at the files for an open page, and between two signs of life of a quiet stream.
+LOOK_SECONDS = 0.5
+KEEP_ALIVE_SECONDS = 15.0
+RunHandler = Callable[[web.Request, PageDocuments], Awaitable[web.StreamResponse]]
+
+
+def make_page_app(runs: RunList, about: dict[str, Any], token: str, *, any_host: bool = False) -> web.Application:
+    """Make the web application. `about`: what the page shows about this server. Every request must bring `token`: as
+    `?token=`, for which a browser gets a cookie, as that cookie, or as a bearer token. Unless `any_host` is true, a
+    request must also use a loopback name of this machine. Otherwise a page of another site could read the
+    runs through a name that resolves to this machine."""
+    # Servers on other ports of this machine share the browser's cookies.
+    cookie = f"dovetail-ui-{hashlib.sha256(token.encode()).hexdigest()[:12]}"
+
+    @web.middleware
+    async def guarded(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not any_host and request.host.rpartition(":")[0] not in LOOPBACK and request.host not in LOOPBACK:
+            return web.json_response({"detail": "this address is not served; use 127.0.0.1"}, status=403)
+        given = request.query.get("token")
+        if not any(
+            serving.authorized(f"Bearer {found}", token) for found in (given, request.cookies.get(cookie)) if found
+        ) and not serving.authorized(request.headers.get("Authorization"), token):
+            detail = "open the whole address that `dovetail ui` printed; it ends with a token"
+            return web.json_response({"detail": detail}, status=401, headers=HEADERS)
+        try:
+            reply = await handler(request)
+            if given and request.path == "/":
+                # The address in the browser, and in its history, then has no token.
+                reply = web.Response(status=303, headers={"Location": "/"})
+                reply.set_cookie(cookie, token, httponly=True, samesite="Lax")
+        except web.HTTPException as error:
+            reply = web.json_response({"detail": error.reason}, status=error.status)
+        if not reply.prepared:
+            reply.headers.update(HEADERS)
+        return reply
+
+    async def index(_: web.Request) -> web.Response:
+        return _file(page_files()[INDEX])
+
+    async def static(request: web.Request) -> web.Response:
+        found = page_files().get(request.match_info["name"])
+        return _problem(404, "there is no such file") if found is None else _file(found)
+
+    async def describe(_: web.Request) -> web.Response:
+        return _json(encode(about))
+
+    async def listed(_: web.Request) -> web.Response:
+        def lines() -> list[dict[str, Any]]:
+            now = time.time()
+            return [line(name, run, now) for name, run in runs.runs().items()]
+
+        def line(name: str, run: PageDocuments, now: float) -> dict[str, Any]:
+            try:
+                return run.line(now, runs.alive(run))
+            except Exception:  # files that are not a run's must not hide the other runs
+                return {"id": name, "name": name, "state": "unreadable"}
+
+        return _json(encode({"runs": await asyncio.to_thread(lines)}))
+
+    def of_run(handler: RunHandler) -> Handler:
+        """Calls `handler` with the run that the path names."""
+
+        async def found(request: web.Request) -> web.StreamResponse:
+            run = runs.get(request.match_info["run"])
+            if run is None:
+                return _problem(404, f"there is no run of this name in {runs.folder}")
+            return await handler(request, run)
+
+        return found
+
+    async def document(request: web.Request, run: PageDocuments) -> web.Response:
+        try:
+            question = request.match_info["question"]
+            return _json(await asyncio.to_thread(lambda: run.answer(question, time.time(), runs.alive(run))))
+        except NotKept as error:
+            return _problem(404, str(error))
+        except Exception as error:
+            return _problem(500, f"the files of this run cannot be read: {type(error).__name__}: {error}")
+
+    async def live(_: web.Request, run: PageDocuments) -> web.Response:
+        def status() -> dict[str, Any] | None:
+            return live_status(run.folder.path, run.folder.events()) if runs.alive(run) else None
+
+        return _json(encode({"status": await asyncio.to_thread(status)}))
+
+    async def changes(request: web.Request) -> web.StreamResponse:
+        def stamp() -> Any:
+            return {name: run.folder.sizes() | {"alive": runs.alive(run)} for name, run in runs.runs().items()}
+
+        return await _stream(request, stamp)
+
+    async def run_changes(request: web.Request, run: PageDocuments) -> web.StreamResponse:
+        return await _stream(request, lambda: run.folder.stamp() | {"alive": runs.alive(run)})
+
+    app = web.Application(middlewares=[guarded])
+    app.add_routes(
+        [
+            web.get("/", index),
+            web.get("/static/{name}", static),
+            web.get("/api/v1/about", describe),
+            web.get("/api/v1/runs", listed),
+            web.get("/api/v1/changes", changes),
+            web.get("/api/v1/runs/{run}/changes", of_run(run_changes)),
+            web.get("/api/v1/runs/{run}/live", of_run(live)),
+            web.get("/api/v1/runs/{run}/{question:.+}", of_run(document)),
+        ]
+    )
+    return app
+
+
+async def _stream(request: web.Request, stamp: Callable[[], Any]) -> web.StreamResponse:
+    """Send server-sent events. The event `changed` comes at the beginning and whenever files change. Its data is what
+    `stamp` returns."""
+    reply = web.StreamResponse(headers={**HEADERS, "Content-Type": "text/event-stream", "Cache-Control": "no-store"})
+    said, spoke = "", 0.0
+    with contextlib.suppress(ConnectionError):  # the browser has gone
+        await reply.prepare(request)
+        while True:
+            text = json.dumps(await asyncio.to_thread(stamp))
+            if text != said:
+                await reply.write(f"event: changed\ndata: {text}\n\n".encode())
+                said, spoke = text, time.monotonic()
+            elif time.monotonic() - spoke > KEEP_ALIVE_SECONDS:
+                await reply.write(b": still here\n\n")
+                spoke = time.monotonic()
+            await asyncio.sleep(LOOK_SECONDS)
+    return reply
+
+
+def _file(found: PageFile) -> web.Response:
+    return web.Response(body=found.content, content_type=found.kind, charset="utf-8")
+
+
+def _json(body: bytes) -> web.Response:
+    return web.Response(body=body, content_type="application/json", charset="utf-8")
+
+
+def _problem(status: int, detail: str) -> web.Response:
+    return web.json_response({"detail": detail}, status=status)
+
+
+@asynccontextmanager
+async def page_server(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
+    """Serve while the context is open. Yields the port. Raises RunError if the address is not available."""
+    runner = serving.Runner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, host, port)
+        try:
+            await site.start()
+        except OSError as error:
+            raise RunError(f"cannot listen on {host}, port {port}: {error.strerror}; give another --port") from error
+        yield int(runner.addresses[0][1])
+    finally:
+        await runner.cleanup()
