@@ -19,8 +19,7 @@ from dovetail.manifest.types import Parallelism, RLHFJobSpec, ScratchModel, Stag
 from dovetail.models.layers.predictions import Predicted, Predictions
 from dovetail.protocol.messages import Action, Load, ModelRef
 from dovetail.trainer.communication.groups import Groups
-from dovetail.trainer.determinism import choose_algorithms
-from dovetail.trainer.engine.engine import Engine
+from dovetail.trainer.engine.engine import Engine, choose_algorithms
 from dovetail.trainer.engine.executor import MicroBatch
 from dovetail.trainer.packed_batches import Sequences
 from gpu.scale import Scale

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from dovetail.manifest.types import Optimizer
-from dovetail.trainer.algorithms.ema import ema_update
+from dovetail.trainer.engine.engine import ema_update
 from dovetail.trainer.engine.optim import AdamW
 from gpu import device, models
 from gpu.report import Report

@@ -21,7 +21,7 @@ import torch
 from dovetail.coordinator.schedules.serial_schedule import serial_1f1b
 from dovetail.manifest.types import Parallelism
 from dovetail.trainer.communication.groups import Groups
-from dovetail.trainer.determinism import choose_algorithms
+from dovetail.trainer.engine.engine import choose_algorithms
 from gpu import models
 from gpu.report import Report
 from gpu.scale import SHAPES, Scale

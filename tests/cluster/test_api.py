@@ -22,8 +22,7 @@ from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.plan_worker import read_job
 from dovetail.operator.reconcile.reconcile import PlanRefused
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.role import role
-from dovetail.operator.render.role_binding import role_binding
+from dovetail.operator.render.objects import role, role_binding
 from dovetail.planner.make_plan import make_plan
 from helpers.chart_tools import CHART
 from helpers.cluster import KubeCluster, wait_for

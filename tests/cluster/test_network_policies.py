@@ -20,7 +20,7 @@ from dovetail.manifest.documents import parse
 from dovetail.manifest.resolve import resolve
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.network_policy import network_policy
+from dovetail.operator.render.objects import network_policy
 from dovetail.planner.make_plan import make_plan
 from dovetail.protocol.process import env
 from helpers import policies

@@ -14,8 +14,7 @@ from dovetail.manifest.resolve import resolve
 from dovetail.manifest.types import RLHFJob
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.objects import jobset, supporting_objects, surplus_jobs
-from dovetail.operator.render.secret import secret
+from dovetail.operator.render.objects import jobset, secret, supporting_objects, surplus_jobs
 from dovetail.planner.make_plan import make_plan
 
 FOLDER = Path(__file__).parent / "objects"

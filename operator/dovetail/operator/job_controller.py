@@ -47,7 +47,6 @@ from dovetail.operator.reconcile.children import Children, Object, is_true, mana
 from dovetail.operator.reconcile.conditions import JobEvent, state, why_deleted
 from dovetail.operator.reconcile.drift import Drift
 from dovetail.operator.reconcile.history import JobHistory, history_config_map, last_row
-from dovetail.operator.reconcile.job_names import shared
 from dovetail.operator.reconcile.reconcile import (
     AGAIN_SECONDS,
     PlanRefused,
@@ -58,7 +57,7 @@ from dovetail.operator.reconcile.reconcile import (
     old_status,
     reconcile,
 )
-from dovetail.operator.reconcile.refusals import held_up, started_anew
+from dovetail.operator.reconcile.refusals import held_up, shared, started_anew
 from dovetail.operator.reconcile.replan import Outlook, honoured, needs, resized, room
 from dovetail.operator.reconcile.rootcause import waiting_pods
 from dovetail.operator.render import spot

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from dovetail.gpus.kernels import DEFAULT_ARCHITECTURES, read_capability
 from dovetail.kube import names
@@ -25,13 +25,17 @@ from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.reconcile import reasons
 from dovetail.operator.reconcile.children import Children, Object
 from dovetail.operator.reconcile.reconcile import PLANNER_AGAIN_SECONDS, PlanRefused
-from dovetail.operator.remembered import Remembered
 from dovetail.operator.render.config_map import planned_hash, spec_hash
 from dovetail.operator.render.context import digest
 from dovetail.planner.hardware.gpus import GPU, estimate, is_known
 from dovetail.planner.hardware.images import ANY, image_errors
 from dovetail.protocol.plan import Plan
 
+V = TypeVar("V")
+
+MOST_ANSWERS = 5000
+# The maximum number of characters of JSON of all answers. In memory they take about ten times as much.
+MOST_TEXT = 8 << 20
 # The memory for manifests that were read, as `_memory` estimates it. Others are read again with each of their events.
 READ_BYTES = 64 << 20
 # No ConfigMap holds a larger plan.
@@ -438,3 +442,34 @@ class Planner:
         if kind == b"+":
             return Plan.model_validate_json(said)
         return PlanRefused(reasons.INFEASIBLE if kind == b"-" else reasons.PLANNER_FAILED, said)
+
+
+class Remembered(Generic[V]):
+    """The newest answers that can be computed again, by key. There are at most MOST_ANSWERS, and their sizes are at
+    most `most_size` together, but the last one is always kept. The caller chooses the unit of sizes. The default is
+    characters."""
+
+    def __init__(self, most_size: int = MOST_TEXT) -> None:
+        self._most_size = most_size
+        self._kept: dict[str, tuple[int, V]] = {}
+        self._size = 0
+
+    def put(self, key: str, value: V, size: int) -> None:
+        self.drop(key)
+        while self._kept and (len(self._kept) >= MOST_ANSWERS or self._size + size > self._most_size):
+            self.drop(next(iter(self._kept)))
+        self._kept[key] = size, value
+        self._size += size
+
+    def get(self, key: str) -> V | None:
+        found = self._kept.get(key)
+        return None if found is None else found[1]
+
+    def clear(self) -> None:
+        self._kept.clear()
+        self._size = 0
+
+    def drop(self, key: str) -> None:
+        """Forget one answer."""
+        size, _ = self._kept.pop(key, (0, None))
+        self._size -= size

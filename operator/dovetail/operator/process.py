@@ -15,9 +15,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from dovetail.kube import coordinator_http
 from dovetail.kube.connection import connect
 from dovetail.kube.resources import POD_GROUPS, RLHFJOB
-from dovetail.operator.cluster.client import Client
+from dovetail.operator.cluster.client import Client, until_served
 from dovetail.operator.cluster.coordinator_poller import CoordinatorPoller
-from dovetail.operator.cluster.kinds import until_served
 from dovetail.operator.cluster.leader import LEASE, Lock, lead
 from dovetail.operator.handlers import watch_jobs
 from dovetail.operator.job_controller import Controller

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Annotated, Any
@@ -10,7 +11,8 @@ from fastapi import Depends, FastAPI, Header, Path, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from fastapi.security import HTTPBearer
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dovetail.kube.connection import KubeError
 from dovetail.manifest.base import NAME_PATTERN
@@ -18,7 +20,6 @@ from dovetail.protocol.files.row_stages import ROW_STAGES
 from dovetail.protocol.http.page_questions import QUESTION
 from dovetail.statusapi.answer_room import LargeResponse, TooMany
 from dovetail.statusapi.answers import IterationList, JobDetail, JobList, PodLogList, Problem
-from dovetail.statusapi.api_metrics import ApiMetrics
 from dovetail.statusapi.auth import Forbidden, Unauthenticated
 from dovetail.statusapi.coordinator_reader import Unreachable
 from dovetail.statusapi.jobs import Large, NotFound, Service
@@ -284,3 +285,36 @@ def _errors(app: FastAPI) -> None:
 
     app.add_exception_handler(KubeError, kube)
     app.add_exception_handler(RequestValidationError, invalid)
+
+
+class ApiMetrics:
+    """Metrics of the status API itself, as ASGI middleware (FastAPI's own would buffer streams). Labels are bounded,
+    because they hold the route's template and never the path."""
+
+    def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
+        self._app = app
+        self._requests = Counter("dovetail_api_requests", "Requests answered.", ["route", "code"], registry=registry)
+        self._seconds = Histogram(
+            "dovetail_api_request_seconds",
+            "Time to the first byte of the answer.",
+            ["route"],
+            registry=registry,
+            buckets=(0.005, 0.02, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10),
+        )
+        self._open = Gauge("dovetail_api_requests_in_progress", "Requests and streams under way.", registry=registry)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        begun = time.perf_counter()
+
+        async def watched(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "none")
+                self._requests.labels(route, str(message["status"])).inc()
+                self._seconds.labels(route).observe(time.perf_counter() - begun)
+            await send(message)
+
+        with self._open.track_inprogress():
+            await self._app(scope, receive, watched)

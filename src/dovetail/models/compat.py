@@ -47,7 +47,7 @@ PRIVATE = (
     Private(
         "transformers.integrations.moe:grouped_mm_experts_forward",
         "transformers 5.19",
-        "on CPUs a scorer fills each expert's tokens up to a multiple before (layers/whole_experts.py)",
+        "on CPUs a scorer fills each expert's tokens up to a multiple before (layers/expert_routing.py)",
     ),
 )
 

@@ -1,7 +1,7 @@
 """Carries weights from a sender (trainer) to its receivers (vLLM workers and scorers). Both sides use this module.
 
 Each sender has a *channel*: rank 0 broadcasts, and the other ranks receive. CPU tensors travel by Gloo over TCP. CUDA
-tensors reach each receiver by CUDA IPC, NCCL or Gloo (`dovetail.models.links.link_choice`). A bucket is one message:
+tensors reach each receiver by CUDA IPC, NCCL or Gloo (`dovetail.models.links.rendezvous`). A bucket is one message:
 its packed tensors, and then a checksum of 16 bytes."""
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from dovetail.models.links import rendezvous
 from dovetail.models.links.cuda_ipc import IpcReceiver, IpcSender, mailbox_handle
 from dovetail.models.links.deadline import Deadline, Handle, Link, TransferError, first_line, in_time
 from dovetail.models.links.gloo import GlooLink
-from dovetail.models.links.link_choice import Place, Way, routes
 from dovetail.models.links.nccl import NcclLink, board_of, nccl_version
-from dovetail.models.links.rendezvous import Rendezvous
+from dovetail.models.links.rendezvous import Place, Rendezvous, Way, routes
 from dovetail.protocol.messages import Bucket
 from dovetail.protocol.weights.buckets import CHECKSUM_BYTES, TensorSpec, aligned, bucket_specs
 from dovetail.protocol.weights.layout import Box

@@ -27,9 +27,8 @@ from dovetail.trainer.algorithms.policy import load_loss
 from dovetail.trainer.communication.groups import Groups
 from dovetail.trainer.engine import engine_model
 from dovetail.trainer.engine.engine import Engine
-from dovetail.trainer.spans import SpanRecorder
 from dovetail.trainer.steps.ppo_step import prepare_step
-from dovetail.trainer.steps.step_context import Context
+from dovetail.trainer.steps.step_context import Context, SpanRecorder
 
 GIB = 2**30
 

@@ -28,13 +28,12 @@ from dovetail.protocol.messages import Heartbeat, HeartbeatReply, Load, ModelRef
 from dovetail.protocol.plan import Layout
 from dovetail.trainer.command_runner import CommandRunner
 from dovetail.trainer.communication.groups import Groups, PeerLost
-from dovetail.trainer.determinism import choose_algorithms
 from dovetail.trainer.engine import checkpoint
-from dovetail.trainer.engine.engine import Engine
+from dovetail.trainer.engine.engine import Engine, choose_algorithms
 from dovetail.trainer.engine.executor import MicroBatch
 from dovetail.trainer.engine.optim import OptimizerStep
 from dovetail.trainer.packed_batches import Sequences
-from dovetail.trainer.profile.transfers import measure_transfers
+from dovetail.trainer.profile.links import measure_transfers
 from dovetail.trainer.rank.heartbeat import HeartbeatThread
 from dovetail.trainer.weights.kept_weights import KeptWeights
 from helpers.trainer_ranks import job, load_command, ppo_batch

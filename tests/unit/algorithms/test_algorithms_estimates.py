@@ -16,7 +16,8 @@ from torch.autograd import gradcheck
 from dovetail.coordinator.loop.kl_controller import KLController
 from dovetail.manifest.types import KL
 from dovetail.models.layers import logprobs
-from dovetail.trainer.algorithms import balance, ema, importance, kl
+from dovetail.trainer.algorithms import balance, importance, kl
+from dovetail.trainer.engine import optim
 
 
 def draw(seed: int, *shape: int) -> torch.Tensor:
@@ -177,13 +178,13 @@ def test_ema_averages_in_place_in_its_own_dtype() -> None:
     start = average.data_ptr()
     parameter = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
     for _ in range(3):
-        ema.ema_update([average], [parameter], 0.9)
+        optim.ema_update([average], [parameter], 0.9)
     assert average.data_ptr() == start
     assert average.tolist() == pytest.approx([1 - 0.9**3] * 3)
     with pytest.raises(ValueError, match="argument"):
-        ema.ema_update([average], [], 0.9)
+        optim.ema_update([average], [], 0.9)
     with pytest.raises(ValueError, match="between 0 and 1"):
-        ema.ema_update([average], [parameter], 1.5)
+        optim.ema_update([average], [parameter], 1.5)
 
 
 # ---------------------------------------------------------------- balance

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dovetail.models.transfer import TransferError
-from dovetail.rollout.serving.fixed_places import FixedPlaces
+from dovetail.rollout.weight_receiver import FixedPlaces
 
 
 def tied() -> torch.nn.Module:

@@ -17,8 +17,8 @@ from dovetail.operator.cluster.tokens import KEY_SECRET
 from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
 from dovetail.operator.render.objects import SUPPORTING
-from dovetail.statusapi.api_metrics import ApiMetrics
-from dovetail.statusapi.api_settings import ApiSettings
+from dovetail.statusapi.__main__ import ApiSettings
+from dovetail.statusapi.app import ApiMetrics
 from helpers.chart_tools import CHART, binaries, kubernetes_schemas, run, template, tool
 
 SCHEMAS = CHART.parents[1] / "docs" / "schema"

@@ -13,11 +13,10 @@ from dovetail.operator import plan_worker
 from dovetail.operator.job_controller import Controller
 from dovetail.operator.operator_metrics import OperatorMetrics
 from dovetail.operator.operator_settings import OperatorSettings
-from dovetail.operator.plan_worker import Planner, read_job
+from dovetail.operator.plan_worker import Planner, Remembered, read_job
 from dovetail.operator.reconcile.children import Children
 from dovetail.operator.reconcile.drift import Drift, look_at
 from dovetail.operator.reconcile.reconcile import PlanRefused
-from dovetail.operator.remembered import Remembered
 from dovetail.operator.render.context import RenderContext
 from dovetail.planner.make_plan import PlanError, make_plan
 from helpers.fake_cluster import manifest
@@ -282,7 +281,7 @@ def test_a_plan_that_no_config_map_holds_is_refused():
 
 
 def test_what_is_remembered_is_bounded(monkeypatch):
-    monkeypatch.setattr("dovetail.operator.remembered.MOST", 3)
+    monkeypatch.setattr("dovetail.operator.plan_worker.MOST_ANSWERS", 3)
     kept = Remembered(100)
 
     def there():

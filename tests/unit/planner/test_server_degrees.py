@@ -141,18 +141,18 @@ def test_a_stage_that_is_not_the_first_has_room_for_what_it_receives(
     from vllm.model_executor.models.utils import make_empty_intermediate_tensors_factory
 
     from dovetail.rollout import compat
-    from dovetail.rollout.serving import stage_worker
+    from dovetail.rollout.serving import cpu_workers
 
-    assert f"{stage_worker.__name__}.{stage_worker.StageWorker.__name__}" == server.STAGE_WORKER
+    assert f"{cpu_workers.__name__}.{cpu_workers.StageWorker.__name__}" == server.STAGE_WORKER
     runner = SimpleNamespace(intermediate_tensors=None, max_num_tokens=7, model=None)
 
     def load_model(self: Any, *, load_dummy_weights: bool) -> None:
         make = make_empty_intermediate_tensors_factory(["hidden_states", "residual"], 5)
         runner.model = SimpleNamespace(make_empty_intermediate_tensors=make)
 
-    monkeypatch.setattr(stage_worker.CPUWorker, "load_model", load_model)
+    monkeypatch.setattr(cpu_workers.CPUWorker, "load_model", load_model)
     monkeypatch.setattr(compat, "is_first_stage", lambda: first)
-    worker = object.__new__(stage_worker.StageWorker)
+    worker = object.__new__(cpu_workers.StageWorker)
     worker.model_runner, worker.device = runner, torch.device("cpu")
     worker.model_config = SimpleNamespace(dtype=torch.bfloat16)
     worker.load_model()

@@ -30,7 +30,7 @@ from dovetail.protocol.wire import CONTENT_TYPE, pack
 from dovetail.rollout.scoring import scorer_app
 from dovetail.rollout.scoring.forward_passes import ModelScorer
 from dovetail.rollout.scoring.scorer_app import ScorerService
-from dovetail.trainer.rank.metrics_server import MetricsServer
+from dovetail.trainer.rank.metrics import MetricsServer
 from helpers.fake_jobs_api import Api
 from helpers.fake_kube import ServerThread
 from helpers.scorers import ref, samples

@@ -7,8 +7,7 @@ import json
 import pytest
 import torch.distributed as dist
 
-from dovetail.models.links.link_choice import Place, routes
-from dovetail.models.links.rendezvous import Rendezvous
+from dovetail.models.links.rendezvous import Place, Rendezvous, routes
 from dovetail.models.transfer import read_place, tell_place
 
 SENDER = Place("GPU-0", 22907, "0:1")

@@ -40,15 +40,14 @@ from dovetail.trainer.communication.groups import Groups, PeerLost, peer_errors
 from dovetail.trainer.engine.checkpoint import CheckpointDamaged
 from dovetail.trainer.engine.engine import Engine
 from dovetail.trainer.functions import load_advantages
-from dovetail.trainer.profile.transfers import measure_transfers
+from dovetail.trainer.profile.links import measure_transfers
 from dovetail.trainer.rank.coordinator_client import CoordinatorClient, Refused
-from dovetail.trainer.spans import SpanRecorder
 from dovetail.trainer.steps import dpo_step as dpo
 from dovetail.trainer.steps import ppo_step as ppo
 from dovetail.trainer.steps import reward_step as reward
 from dovetail.trainer.steps import sft_step as sft
 from dovetail.trainer.steps import streamed_step as streamed
-from dovetail.trainer.steps.step_context import Context, Metrics, Run
+from dovetail.trainer.steps.step_context import Context, Metrics, Run, SpanRecorder
 from dovetail.trainer.weight_sender import WeightSender
 from dovetail.trainer.weights.kept_weights import KeptWeights
 from dovetail.trainer.weights.probe_logprobs import take_probe

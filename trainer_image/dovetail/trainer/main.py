@@ -9,6 +9,7 @@ import sys
 import uuid
 from pathlib import Path
 
+import torch
 from pydantic import ValidationError
 
 from dovetail.gpus.gpu_failure import GPUFailed
@@ -67,10 +68,9 @@ def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patien
     # torch would end this process when a peer is lost. Instead, the heartbeat thread aborts the groups.
     os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     # The environment is checked before the slow imports and settings of torch.
-    import torch
 
     from dovetail.trainer.algorithms.policy import rehearse_loss
-    from dovetail.trainer.determinism import choose_algorithms
+    from dovetail.trainer.engine.engine import choose_algorithms
     from dovetail.trainer.functions import rehearse_advantages
     from dovetail.trainer.rank.heartbeat import HeartbeatThread
     from dovetail.trainer.rank.life import Rank
@@ -135,7 +135,6 @@ def read_plan(path: Path, env: ProcessEnv) -> Plan:
 
 
 def _nccl_version() -> str | None:
-    import torch
 
     if not torch.cuda.is_available():
         return None

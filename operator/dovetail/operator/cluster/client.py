@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from pydantic_core import from_json
 from dovetail.kube import names
 from dovetail.kube.connection import KubeError, request, stream
 from dovetail.kube.resources import BY_KIND, JOB, JOBSET, SECRET, WORKLOAD, Resource
+from dovetail.operator.log import log
 
 Object = dict[str, Any]
 APPLY = "application/apply-patch+yaml"
@@ -188,3 +190,20 @@ class Client:
 
 
 _MANAGER = names.FIELD_MANAGER
+LOOK_SECONDS = 2.0  # between two looks for a kind that others install
+
+
+async def until_served(client: Client, resource: Resource) -> None:
+    """Return when the API server has this kind."""
+    told = False
+    while True:
+        try:
+            if await client.serves(resource):
+                return
+        except KubeError as error:
+            log("kind.unknown", level="warning", kind=resource.kind, error=str(error))
+        else:
+            if not told:
+                log("kind.missing", level="warning", kind=resource.kind, api_version=resource.api_version)
+            told = True
+        await asyncio.sleep(LOOK_SECONDS)

@@ -33,7 +33,7 @@ from dovetail.operator.reconcile.reconcile import (
 )
 from dovetail.operator.reconcile.refusals import taken
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.sent_workload import workload
+from dovetail.operator.render.jobset import workload
 
 # Workloads are not watched.
 LOOK_SECONDS = 30.0

@@ -17,7 +17,7 @@ from dovetail.operator.cluster.client import Client, Object
 from dovetail.operator.cluster.own_objects import NameTaken
 from dovetail.operator.reconcile.refusals import forged
 from dovetail.operator.render.context import RenderContext
-from dovetail.operator.render.secret import secret
+from dovetail.operator.render.objects import secret
 
 KEY_SECRET = "dovetail-operator-key"
 KEY = "key"

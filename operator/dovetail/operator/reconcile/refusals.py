@@ -1,8 +1,9 @@
-"""Makes the sentences of a job's status when its objects cannot be made. The functions are pure."""
+"""Makes the sentences of a job's status when its objects cannot be made, also because of another job's names. The
+functions are pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -10,7 +11,9 @@ from dovetail.kube import names
 from dovetail.kube.resources import VOLUME_CLAIM
 from dovetail.manifest.status import RLHFJobStatus
 from dovetail.operator.reconcile import reasons
+from dovetail.operator.reconcile.children import Object
 from dovetail.operator.reconcile.conditions import Conditions, JobEvent
+from dovetail.protocol.process.process_names import COORDINATOR
 
 
 def taken(things: Sequence[tuple[str, str]]) -> str:
@@ -75,3 +78,37 @@ def held_up(
         conditions.set("Running", False, reason, problem)
     replanned = [event for event in events if event.reason == reasons.REPLANNED]
     return status.model_copy(update={"conditions": conditions.result()}), [*replanned, *conditions.events()]
+
+
+def parts(document: Object) -> list[str]:
+    """The parts of the names of an RLHFJob's Jobs that follow its own name."""
+    groups = (document.get("spec") or {}).get("groups") or []
+    return [COORDINATOR, *(str(group.get("name")) for group in groups)]
+
+
+def shared(document: Object, find: Callable[[str], Object | None], started: Callable[[str], bool]) -> str | None:
+    """A sentence if another RLHFJob has the names that this one needs. None if the names are free. `find` returns an
+    RLHFJob of the same namespace by its name. `started` says whether a job has a JobSet. Of two jobs without a JobSet
+    the older one comes first.
+
+    A group's Jobs are named after the RLHFJob and the group. So job `a-b` with group `c` and job `a` with group `b-c`
+    would both have a Job `a-b-c-0`."""
+    name = str(document["metadata"]["name"])
+    for part in parts(document):
+        words = f"{name}-{part}".split("-")
+        for at in range(1, len(words)):
+            other, theirs = "-".join(words[:at]), "-".join(words[at:])
+            there = find(other) if other != name else None
+            if there is None or theirs not in parts(there):
+                continue
+            if started(other) or _age(there) < _age(document):
+                return (
+                    f"Jobs of group {part} would have the names of the Jobs of RLHFJob {other}, group {theirs} "
+                    f"({name}-{part}-0). Delete this job, and create it with another name of the job or of the group."
+                )
+    return None
+
+
+def _age(document: Object) -> tuple[str, str]:
+    metadata = document["metadata"]
+    return str(metadata.get("creationTimestamp") or ""), str(metadata.get("uid"))

@@ -1,5 +1,5 @@
 """The JobSet of coordinator, trainers and the rollouts without which the job cannot start. Kueue admits all or
-nothing."""
+nothing. Also the Workload of a job that MultiKueue sends to another cluster."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dovetail.kube import names
-from dovetail.kube.resources import JOBSET
+from dovetail.kube.resources import JOBSET, WORKLOAD
 from dovetail.manifest.types import RLHFJobSpec
 from dovetail.operator.render import gang
 from dovetail.operator.render.context import Object, RenderContext, digest
@@ -86,3 +86,32 @@ def claim_names(context: RenderContext) -> set[str]:
     pods = (job["template"]["spec"]["template"]["spec"] for job in jobset(context)["spec"]["replicatedJobs"])
     claims = (volume.get("persistentVolumeClaim") for pod in pods for volume in pod.get("volumes") or ())
     return {str(claim["claimName"]) for claim in claims if claim}
+
+
+def workload(context: RenderContext) -> Object:
+    """The Workload says how many pods of each kind need room. It is made in the cluster of the queues, where the job
+    does not run. Kueue copies it to the other clusters. There Kueue compares the copy with the JobSet that the operator
+    makes, and the pods must be the same."""
+    made = jobset(context)
+    sets = []
+    for job in made["spec"]["replicatedJobs"]:
+        spec, copies = job["template"]["spec"], job["replicas"]
+        found = {"name": job["name"], "count": copies * spec["parallelism"], "template": spec["template"]}
+        if wanted := _topology(spec["template"], copies):
+            found["topologyRequest"] = wanted
+        sets.append(found)
+    metadata = context.metadata(names.workload(context.name, context.uid), "workload")
+    metadata["labels"][names.JOB_UID_LABEL] = context.uid
+    queue = context.job.metadata.labels[names.QUEUE_LABEL]
+    return {**WORKLOAD.type_meta, "metadata": metadata, "spec": {"queueName": queue, "podSets": sets}}
+
+
+def _topology(template: Object, copies: int) -> dict[str, Any] | None:
+    """The required closeness of the pods to each other, as Kueue would read it from the JobSet. It reads only the
+    Workload of a job that was sent."""
+    annotations = template["metadata"].get("annotations") or {}
+    for how in ("required", "preferred"):
+        if level := annotations.get(f"{names.KUEUE}podset-{how}-topology"):
+            index = {"podIndexLabel": names.INDEX_ANNOTATION, "subGroupIndexLabel": names.REPLICA_ANNOTATION}
+            return {how: level, **index, "subGroupCount": copies}
+    return None

@@ -1,9 +1,11 @@
-"""All objects of a job except its token's Secret, in the order in which they are applied."""
+"""All objects of a job, in the order in which they are applied. Long ones have a file of their own. The token's Secret
+is made apart from the others."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
+from dovetail.kube import names
 from dovetail.kube.resources import (
     CONFIG_MAP,
     DISRUPTION_BUDGET,
@@ -11,28 +13,171 @@ from dovetail.kube.resources import (
     POD_GROUP,
     ROLE,
     ROLE_BINDING,
+    SECRET,
     SERVICE,
     SERVICE_ACCOUNT,
     VOLUME_CLAIM,
 )
+from dovetail.manifest.describe.crd import GROUP, PLURAL
+from dovetail.manifest.types import Role
 from dovetail.operator.render.config_map import config_map
 from dovetail.operator.render.context import Object, RenderContext
-from dovetail.operator.render.disruption_budget import disruption_budget
 from dovetail.operator.render.gang import pod_group
+from dovetail.operator.render.job import surplus_jobs
 from dovetail.operator.render.jobset import jobset, pods_changed
-from dovetail.operator.render.network_policy import network_policy
-from dovetail.operator.render.role import role
-from dovetail.operator.render.role_binding import role_binding
-from dovetail.operator.render.service import service
-from dovetail.operator.render.service_account import service_account
-from dovetail.operator.render.surplus import surplus_jobs
 from dovetail.operator.render.volume_claim import volume_claim
+from dovetail.protocol.process import env
+from dovetail.protocol.process.process_names import COORDINATOR
 
-__all__ = ["SUPPORTING", "WITH_PODS", "jobset", "pods_changed", "supporting_objects", "surplus_jobs"]
+__all__ = [
+    "SUPPORTING",
+    "WITH_PODS",
+    "jobset",
+    "network_policy",
+    "pods_changed",
+    "role",
+    "role_binding",
+    "secret",
+    "supporting_objects",
+    "surplus_jobs",
+]
+
+
+def secret(context: RenderContext, token: str) -> Object:
+    """The Secret with the job's token. It is created once and never changes, because running pods hold the token."""
+    return {
+        **SECRET.type_meta,
+        "metadata": context.metadata(names.token_secret(context.name), "token"),
+        "type": "Opaque",
+        "immutable": True,
+        "stringData": {names.TOKEN_KEY: token},
+    }
+
+
+def service_account(context: RenderContext) -> Object:
+    """The ServiceAccount of the job's pods. No pod mounts its token unless the manifest's podTemplate says so."""
+    return {
+        **SERVICE_ACCOUNT.type_meta,
+        "metadata": context.metadata(names.account(context.name), "pods"),
+        "automountServiceAccountToken": False,
+    }
+
+
+def role(context: RenderContext) -> Object:
+    """The Role of the job's pods and of the status API. It allows reading the job, its plan and its history, and the
+    token with which the status API asks the coordinator. Pods have the token anyway. Users' programs in pods can read
+    the rest; Dovetail's own programs do not."""
+    texts = [names.plan_config_map(context.name), names.history_config_map(context.name)]
+    token = [names.token_secret(context.name)]
+    return {
+        **ROLE.type_meta,
+        "metadata": context.metadata(names.account(context.name), "pods"),
+        "rules": [
+            {"apiGroups": [GROUP], "resources": [PLURAL], "resourceNames": [context.name], "verbs": ["get"]},
+            {"apiGroups": [""], "resources": ["configmaps"], "resourceNames": texts, "verbs": ["get"]},
+            {"apiGroups": [""], "resources": ["secrets"], "resourceNames": token, "verbs": ["get"]},
+        ],
+    }
+
+
+def role_binding(context: RenderContext) -> Object:
+    """Gives the Role to the job's pods and to the status API."""
+    account, settings = names.account(context.name), context.settings
+    subjects = [{"kind": "ServiceAccount", "name": account, "namespace": context.namespace}]
+    if settings.api_account:
+        subjects.append({"kind": "ServiceAccount", "name": settings.api_account, "namespace": settings.namespace})
+    return {
+        **ROLE_BINDING.type_meta,
+        "metadata": context.metadata(account, "pods"),
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": account},
+        "subjects": subjects,
+    }
+
+
+def service(context: RenderContext) -> Object:
+    """The headless Service that gives the coordinator a name. The name resolves to the coordinator's pod even before
+    the pod is ready. The other processes wait for the coordinator themselves."""
+    port = env.COORDINATOR_PORT
+    return {
+        **SERVICE.type_meta,
+        "metadata": context.metadata(names.coordinator_service(context.name), COORDINATOR),
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {
+                names.JOB_LABEL: context.name,
+                names.UID_LABEL: context.uid,
+                names.ROLE_LABEL: COORDINATOR,
+            },
+            "ports": [{"name": "http", "port": port, "targetPort": port, "protocol": "TCP"}],
+        },
+    }
+
+
+def network_policy(context: RenderContext) -> Object:
+    """Says who may connect to which ports of the job's pods. The pods reach each other on all ports. The operator and
+    the status API reach the coordinator. Those that `OperatorSettings.metrics_from` names reach the ports that serve
+    metrics. If it names nobody, nobody else reaches the pods. The pods connect to each other, and to what
+    `OperatorSettings.egress` names. If it is None, they connect to anything."""
+    mine = {"matchLabels": {names.JOB_LABEL: context.name}}
+    dovetail = {
+        "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": context.settings.namespace}},
+        "podSelector": {
+            "matchExpressions": [
+                {"key": "app.kubernetes.io/component", "operator": "In", "values": ["operator", "api"]}
+            ]
+        },
+    }
+    ingress: list[Object] = [
+        {"from": [{"podSelector": mine}]},
+        {"from": [dovetail], "ports": [_tcp(env.COORDINATOR_PORT)]},
+    ]
+    if context.settings.metrics_from:
+        ingress.append({"from": context.settings.metrics_from, "ports": metrics_ports(context)})
+    spec: Object = {"podSelector": mine, "policyTypes": ["Ingress"], "ingress": ingress}
+    if context.settings.egress is not None:
+        egress = [{"to": [{"podSelector": mine}]}, *context.settings.egress]
+        spec |= {"policyTypes": ["Ingress", "Egress"], "egress": egress}
+    return {**NETWORK_POLICY.type_meta, "metadata": context.metadata(context.name, "network"), "spec": spec}
+
+
+def metrics_ports(context: RenderContext) -> list[Object]:
+    """The ports on which this job's pods serve metrics, as NetworkPolicyPorts."""
+    groups = context.job.spec.groups
+    ports = [_tcp(env.COORDINATOR_PORT)]
+    if any(Role.ROLLOUT in group.roles for group in groups):
+        ports += [_tcp(env.SERVER_PORT), _tcp(env.SCORER_PORT)]
+    if ranks := max((max(1, group.gpu.per_pod) for group in groups if Role.TRAINER in group.roles), default=0):
+        first = env.TRAINER_METRICS_PORT
+        ports.append(_tcp(first) | ({"endPort": first + ranks - 1} if ranks > 1 else {}))
+    return ports
+
+
+def _tcp(port: int) -> Object:
+    return {"protocol": "TCP", "port": port}
+
+
+def disruption_budget(context: RenderContext) -> Object:
+    """With this budget, drains take the job's pods one at a time. It gives the number of pods that must stay, because
+    `maxUnavailable` cannot be counted for Jobs. Surplus rollouts may always be evicted, and a pod that is not ready
+    never delays a drain."""
+    pods = 1 + sum(context.guaranteed(group) for group in context.job.spec.groups)
+    return {
+        **DISRUPTION_BUDGET.type_meta,
+        "metadata": context.metadata(context.name, "disruption"),
+        "spec": {
+            "minAvailable": pods - 1,
+            "unhealthyPodEvictionPolicy": "AlwaysAllow",
+            "selector": {
+                "matchLabels": {names.JOB_LABEL: context.name},
+                "matchExpressions": [{"key": names.SURPLUS_LABEL, "operator": "DoesNotExist"}],
+            },
+        },
+    }
+
 
 # These are made only with pods, because without pods there is nothing to evict.
 WITH_PODS = {DISRUPTION_BUDGET.kind}
-
 
 # The objects that pods need, one of each kind, in the order in which they are applied.
 SUPPORTING: dict[str, Callable[[RenderContext], Object | None]] = {

@@ -120,7 +120,7 @@ class ModelScorer:
     def _build(self, name: Model, ref: ModelRef) -> SplitModel:
         built = build_split(ref, self._split.get(name, 1), self.devices, self.dtype, on_host=self.host is not None)
         if self.device.type == "cpu" and MODEL_FAMILIES[built.config.model_type].experts is not None:
-            from dovetail.models.layers.whole_experts import use_whole_experts
+            from dovetail.models.layers.expert_routing import use_whole_experts
 
             for stage in built.stages:
                 use_whole_experts(stage)

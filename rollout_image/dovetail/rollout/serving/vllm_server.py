@@ -44,8 +44,8 @@ from dovetail.rollout.versions import installed, version_problem
 ACTOR_CONFIG_SECONDS = 300.0
 # After SIGTERM open connections may stay so long once the engine has ended.
 CLOSE_SECONDS = 2
-EXPERTS_WORKER = "dovetail.rollout.serving.experts_worker.ExpertsWorker"
-STAGE_WORKER = "dovetail.rollout.serving.stage_worker.StageWorker"
+EXPERTS_WORKER = "dovetail.rollout.serving.cpu_workers.ExpertsWorker"
+STAGE_WORKER = "dovetail.rollout.serving.cpu_workers.StageWorker"
 # The share of each GPU's memory for a server beside trainers, unless the plan says more.
 COLOCATED_MEMORY = 0.4
 MAX_KV_SHARE = 0.25

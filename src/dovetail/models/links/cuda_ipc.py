@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from dovetail.models.links.deadline import LONGEST_PAUSE, Deadline, Handle, TransferError
-from dovetail.models.links.libraries import library
+from dovetail.models.links.nccl import library
 from dovetail.models.links.rendezvous import Rendezvous
 from dovetail.protocol.budgets import SHARED_WEIGHT_BYTES
 

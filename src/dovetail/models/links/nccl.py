@@ -18,7 +18,6 @@ from typing import Any, NoReturn
 import torch
 
 from dovetail.models.links.deadline import LONGEST_PAUSE, Deadline, Handle, TransferError, first_line
-from dovetail.models.links.libraries import library
 from dovetail.models.links.rendezvous import Rendezvous
 
 _SUCCESS, _IN_PROGRESS = 0, 7
@@ -213,3 +212,10 @@ class _Pending:
 
     def wait(self) -> None:
         self._link.wait(self._event, self._deadline)
+
+
+def library(soname: str, function: str) -> ctypes.CDLL:
+    """The library that this process already uses for `function`, or else the one called `soname`. Raises OSError if it
+    is not found."""
+    process = ctypes.CDLL(None)
+    return process if hasattr(process, function) else ctypes.CDLL(soname)

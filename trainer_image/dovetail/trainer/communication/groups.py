@@ -22,6 +22,7 @@ from typing import Any, Self
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from dovetail.manifest.sizes import world_size
@@ -30,7 +31,6 @@ from dovetail.models.links.nccl import board_of
 from dovetail.models.transfer import store_at, store_on
 from dovetail.protocol.plan import Coordinates, Layout, chunks_of, coordinates, holds, loops, stage_path, stages_at
 from dovetail.trainer import compat
-from dovetail.trainer.communication.host_staging import receive, send
 from dovetail.trainer.communication.nccl_streams import StreamPool
 
 _FORMING_SECONDS = 60.0
@@ -624,3 +624,22 @@ def _same_places(a: Parallelism, b: Parallelism, world: int) -> bool:
 
 class RankFailed(RuntimeError):
     """Some rank could not do its part of a joint operation. All ranks raise this, with that rank's message."""
+
+
+def send(tensor: Tensor, peer: int, group: Any, staged: bool) -> None:
+    """Call `dist.send`. With `staged` the tensor travels through host memory. NCCL refuses ranks that share a GPU, and
+    Gloo sends and receives only host memory."""
+    dist.send(tensor.cpu() if staged else tensor, dst=peer, group=group)
+
+
+def receive(tensor: Tensor, peer: int, group: Any, staged: bool) -> None:
+    """Call `dist.recv`. With `staged` the tensor travels through host memory."""
+    target = on_host(tensor) if staged else tensor
+    dist.recv(target, src=peer, group=group)
+    if staged:
+        tensor.copy_(target)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """An empty tensor in host memory, page-locked for a tensor on a GPU, with the shape and dtype of `tensor`."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

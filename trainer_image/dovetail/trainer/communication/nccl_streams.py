@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dovetail.models.links.libraries import library
+from dovetail.models.links.nccl import library
 
 _NON_BLOCKING = 1
 # No pool has so many streams.

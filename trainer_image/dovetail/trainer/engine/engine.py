@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from dovetail.manifest.types import Optimizer, RLHFJobSpec, Stage
 from dovetail.models.config import balance_coefficient
 from dovetail.models.layers.expert_routing import take_counts, take_unbalance
 from dovetail.protocol.messages import Action, Load, Step
-from dovetail.trainer.algorithms.ema import ema_update
 from dovetail.trainer.communication.groups import Groups, PeerLost, peer_errors
 from dovetail.trainer.compat import multiply
 from dovetail.trainer.engine import checkpoint
@@ -28,7 +28,7 @@ from dovetail.trainer.engine.engine_model import EngineModel
 from dovetail.trainer.engine.engine_state import EngineState
 from dovetail.trainer.engine.executor import Executor, MicroBatch, Pipe, Record, agree_on_work, check_actions
 from dovetail.trainer.engine.model_export import export_model
-from dovetail.trainer.engine.optim import OptimizerStep, local
+from dovetail.trainer.engine.optim import OptimizerStep, ema_update, local
 from dovetail.trainer.engine.parallel import (
     drop_gathered,
     reshard,
@@ -443,3 +443,14 @@ def sentence(problem: Exception) -> str:
         return "out of memory while loading a model; use more ranks, a smaller model or LoRA"
     text = str(problem).strip().splitlines()
     return text[0] if text else type(problem).__name__
+
+
+def choose_algorithms(deterministic: bool) -> None:
+    """Make torch use only deterministic algorithms, on CPUs always and on GPUs if `deterministic`. On a GPU an
+    operation without such an algorithm then fails."""
+    gpu = torch.cuda.is_available()
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    if deterministic or not gpu:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        # With `warn_only`, flash attention keeps its own backward pass, whose sums differ from run to run.
+        torch.use_deterministic_algorithms(True, warn_only=not gpu)

@@ -27,8 +27,7 @@ from dovetail.models.layers.predictions import Predictions, gradients_of
 from dovetail.models.recompute import recomputes
 from dovetail.protocol.messages import Action
 from dovetail.protocol.process.pulse import PROGRESS
-from dovetail.trainer.communication.groups import ModelGroups, PeerLost, peer_errors, transport_sentence
-from dovetail.trainer.communication.host_staging import on_host
+from dovetail.trainer.communication.groups import ModelGroups, PeerLost, on_host, peer_errors, transport_sentence
 from dovetail.trainer.compat import is_view
 from dovetail.trainer.engine.action_measures import ActionStopwatch, AllocatedBytes, Meter, SavedBytes
 from dovetail.trainer.engine.optim import local

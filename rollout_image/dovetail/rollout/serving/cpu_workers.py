@@ -1,8 +1,4 @@
-"""vLLM's worker on CPUs that reports which experts each token got. Servers of jobs with routing replay have it as
-`--worker-cls`.
-
-vLLM collects the experts only in its V2 model runner, which CPUs do not have. Its routers, its store for cached
-prefixes and its API do not depend on the runner. So this worker gives them what the V2 runner would give them."""
+"""vLLM's workers on CPUs. A server has one of them as `--worker-cls`."""
 
 from __future__ import annotations
 
@@ -12,11 +8,15 @@ from typing import Any
 import numpy as np
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from dovetail.rollout.compat import experts_collector
+from dovetail.rollout.compat import experts_collector, make_room_for_arrivals
 
 
 class ExpertsWorker(CPUWorker):
-    """The worker of one pipeline stage, without speculative decoding."""
+    """The worker of servers of jobs with routing replay: one pipeline stage, without speculative decoding. It reports
+    which experts each token got.
+
+    vLLM collects the experts only in its V2 model runner, which CPUs do not have. Its routers, its store for cached
+    prefixes and its API do not depend on the runner. So this worker gives them what the V2 runner would give them."""
 
     _collector: Any = None
     _pending: Any = None
@@ -49,3 +49,12 @@ class ExpertsWorker(CPUWorker):
             pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
             output.aux_output_connector_output = pending.process_output()
         return output
+
+
+class StageWorker(CPUWorker):
+    """The worker of servers with several pipeline stages. It can receive from the stage before it
+    (`compat.make_room_for_arrivals`)."""
+
+    def load_model(self, *, load_dummy_weights: bool = False) -> None:
+        super().load_model(load_dummy_weights=load_dummy_weights)
+        make_room_for_arrivals(self.model_runner, self.model_config.dtype, self.device)
