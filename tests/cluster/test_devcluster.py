@@ -255,6 +255,7 @@ def gone() -> Iterator[str]:
         yield name
 
 
+@pytest.mark.nightly
 def test_nothing_is_left_of_a_cluster_and_its_pods_not_even_of_one_that_was_killed(gone: str) -> None:
     name, before = gone, traces(gone)
     try:

@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.skipif(external() is not None, reason="the cluster's components must be ours to break"),
 ]
 SYSTEM = "faults-system"
-ITERATIONS, PROMPTS = 80, 8
+PROMPTS = 8
 # Added to an iteration, that few go by: at all times; while pods start, who need the CPUs.
 PACE_SECONDS, STARTING_PACE_SECONDS = 3.0, 60.0
 PEER_TIMEOUT_SECONDS = 20
@@ -209,16 +209,35 @@ RETURNS = {
 }
 
 
-@pytest.mark.parametrize("lag", [0, pytest.param(1, marks=pytest.mark.nightly)])
+# A pod of each kind that comes anew or is mended in place, a node that goes, and processes that hear nothing any more.
+# tests/cluster/test_operator_api.py has an API server that is away and an operator that takes over.
+ALWAYS = ("coordinator killed", "vLLM killed", "node drained", "trainer killed", "network cut")
+
+
+@pytest.mark.parametrize(
+    ("lag", "names", "iterations"),
+    [
+        pytest.param(0, ALWAYS, 40, id="some"),
+        pytest.param(0, tuple(FAULTS), 80, id="all", marks=pytest.mark.nightly),
+        pytest.param(1, tuple(FAULTS), 80, id="all-lag-1", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
-    cluster: KubeCluster, namespace: str, chart: None, lag: int, record_property: Callable[[str, object], None]
+    cluster: KubeCluster,
+    namespace: str,
+    chart: None,
+    lag: int,
+    names: tuple[str, ...],
+    iterations: int,
+    record_property: Callable[[str, object], None],
 ) -> None:
-    cluster.apply(*paced(manifest(namespace, lag), PACE_SECONDS), namespace=namespace)
+    cluster.apply(*paced(manifest(namespace, lag, iterations), PACE_SECONDS), namespace=namespace)
     job = ClusterJob(cluster, namespace)
     wait_for(
         "an iteration", lambda: job.condition("Running").get("status") == "True" and job.iteration(), START_SECONDS
     )
-    for name, fault in FAULTS.items():
+    for name in names:
+        fault = FAULTS[name]
         began, before, last, births = time.monotonic(), job.uids(), job.iteration(), born(job)
         expected = fault(job)
         done = time.monotonic()
@@ -252,13 +271,13 @@ def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
         rows = store.execute(
             "SELECT iteration, prompt_index, sample_index, state FROM samples ORDER BY 1, 2, 3"
         ).fetchall()
-    assert rows == [(i, p, 0, "trained") for i in range(1, ITERATIONS + 1) for p in range(PROMPTS)]
+    assert rows == [(i, p, 0, "trained") for i in range(1, iterations + 1) for p in range(PROMPTS)]
     finished = [event["iteration"] for event in events(job.run_dir(), "iteration.finished")]
-    assert finished == list(range(1, ITERATIONS + 1)), "each iteration once, in order"
+    assert finished == list(range(1, iterations + 1)), "each iteration once, in order"
 
 
-def manifest(namespace: str, lag: int) -> dict[str, Any]:
-    document = tiny_manifest(namespace, ITERATIONS, PROMPTS)
+def manifest(namespace: str, lag: int, iterations: int) -> dict[str, Any]:
+    document = tiny_manifest(namespace, iterations, PROMPTS)
     spec = document["spec"]
     spec["ppo"]["lag"] = lag
     spec["checkpoint"] = {"everySteps": 1000}  # so that the store keeps every sample

@@ -10,7 +10,10 @@ from helpers.gang_jobs import A100, node, placed, pods, prepare, submit, thing, 
 from helpers.operator_process import OperatorProcess, established, install, kubeconfig, operator
 from helpers.rlhfjobs import condition
 
-pytestmark = pytest.mark.skipif(external() is not None, reason="it needs feature gates that are alpha")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(external() is not None, reason="it needs feature gates that are alpha"),
+]
 SPACE = "gangs"
 DRIVER = "gpu.example.com"
 

@@ -252,6 +252,7 @@ def metrics(own: KubeCluster, namespace: str, pod: str, port: int) -> str:
     return own.kubectl("get", "--raw", f"/api/v1/namespaces/{namespace}/pods/{pod}:{port}/proxy/metrics")
 
 
+@pytest.mark.nightly
 def test_a_model_in_a_shared_cache_and_code_on_a_claim_while_the_chart_is_upgraded(
     own: KubeCluster, place: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def test_jobset_may_be_installed_after_the_operator_and_come_back(server: KubeCl
         assert process.stop() == 0, "it was the same process all the time"
 
 
+@pytest.mark.nightly
 def test_a_gang_of_another_scheduler(server: KubeCluster, tmp_path: Path) -> None:
     """Volcano's PodGroup, whose definition comes after the operator. No Volcano runs here."""
     install(server, [SPACE], "jobs.gangScheduler=Volcano")

@@ -16,7 +16,7 @@ from helpers.kueue_process import NAMESPACE, install_kinds, kueue
 from helpers.operator_process import established, install, kubeconfig, operator
 from helpers.rlhfjobs import condition, create, quickstart
 
-pytestmark = pytest.mark.skipif(external() is not None, reason="it needs two clusters")
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(external() is not None, reason="it needs two clusters")]
 SPACE = "sent"
 QUEUE = {"kueue.x-k8s.io/queue-name": "team"}
 MULTIKUEUE = "kueue.x-k8s.io/multikueue"

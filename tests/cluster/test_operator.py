@@ -182,7 +182,18 @@ CAUSES: dict[str, tuple[dict[str, Any], str, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", sorted(CAUSES))
+# Of each reason one; the others differ in the words of Kubernetes.
+ALWAYS = (
+    "a claim that is missing",
+    "a product that no node has",
+    "a secret that is missing",
+    "an image that does not exist",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each in ALWAYS else pytest.mark.nightly) for each in sorted(CAUSES)]
+)
 def test_pods_that_cannot_start_are_explained(
     cluster: KubeCluster, namespace: str, leader: OperatorProcess, name: str
 ) -> None:
@@ -239,6 +250,7 @@ def test_what_admission_plug_ins_refuse_is_told(cluster: KubeCluster, namespace:
     assert not cluster.items("pods", "-n", namespace)
 
 
+@pytest.mark.nightly
 def test_a_job_that_finds_no_node_gives_up_in_time_and_holds_no_gpus(
     cluster: KubeCluster, namespace: str, leader: OperatorProcess
 ) -> None:
@@ -271,6 +283,7 @@ def test_a_missing_model_fails_the_job_with_the_coordinators_sentence(
     assert "/models/nothing" in end
 
 
+@pytest.mark.nightly
 def test_suspending_a_running_job_frees_its_gpus_and_it_goes_on_where_it_was(
     cluster: KubeCluster, namespace: str, leader: OperatorProcess
 ) -> None:

@@ -319,6 +319,7 @@ def test_what_others_add_to_a_jobs_objects_starts_no_quarrel(server: KubeCluster
     server.delete("sa", "demo-pods", "-n", NAMESPACES[0])  # its other owner would keep it
 
 
+@pytest.mark.nightly
 def test_a_manifest_that_would_fill_the_operators_memory_is_refused(
     server: KubeCluster, leader: OperatorProcess
 ) -> None:
@@ -505,6 +506,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.nightly
 def test_whatever_refuses_the_pods_is_told(server: KubeCluster, leader: OperatorProcess) -> None:
     """By the Job controller, and a JobSet controller of its Jobs. All at once, because Events are looked for after ten
     seconds, and again after a minute: what has Events of the test's own comes first."""

@@ -133,6 +133,7 @@ def after(rank: int, world: int, ports: Iterator[int], folder: Path) -> dict[str
     return {
         key: resumed(Engine(base.spec(EPS), groups), folder / f"checkpoint-{key}")
         for key in ("1x1x2", "2x1x2", "1x2x2")
+        if (folder / f"checkpoint-{key}").exists()
     }
 
 

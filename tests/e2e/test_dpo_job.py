@@ -61,6 +61,7 @@ def test_killed_trainers_and_coordinators_change_no_bit(tmp_path: Path) -> None:
     assert not (peaceful / "schedule-dpo.json").exists()
 
 
+@pytest.mark.nightly
 def test_a_run_goes_on_with_fewer_and_with_more_trainer_ranks(tmp_path: Path) -> None:
     """Two ranks that share the data, one, and two in a pipeline. Every step learns what it learns in peace, up to
     rounding, and each once."""

@@ -138,6 +138,7 @@ def unigram_loss(prepared: Prepared) -> float:
     return -float(np.log(counts / counts.sum())[learnt].mean())
 
 
+@pytest.mark.nightly
 def test_sft_lowers_held_out_loss_on_real_dialogues(run: tuple[Path, Prepared]) -> None:
     run_dir, prepared = run
     sft = summary(run_dir)["sft"]
@@ -147,6 +148,7 @@ def test_sft_lowers_held_out_loss_on_real_dialogues(run: tuple[Path, Prepared]) 
     assert sft["loss_after"] < baseline - 0.2, f"no better than token frequencies, {baseline:.3f}"
 
 
+@pytest.mark.nightly
 def test_the_reward_model_beats_chance_on_held_out_real_pairs(run: tuple[Path, Prepared]) -> None:
     facts = summary(run[0])["reward_model"]
     pairs = int(facts["pairs"])
@@ -162,6 +164,7 @@ def padded(batch: dict[str, Any], name: str) -> dict[str, torch.Tensor]:
     return {"input_ids": tokens, "attention_mask": (torch.arange(tokens.shape[1]) < lengths.unsqueeze(1)).long()}
 
 
+@pytest.mark.nightly
 @torch.inference_mode()
 def test_transformers_finds_the_same_numbers_in_the_exported_models(run: tuple[Path, Prepared]) -> None:
     """Accuracy and loss computed again, by other code: stock transformers on the exported folders."""

@@ -81,6 +81,7 @@ def test_fusion_changes_nothing_but_the_time(tmp_path: Path, serial: Path) -> No
         assert spent == pytest.approx(metrics["iteration_seconds"], rel=1e-3)
 
 
+@pytest.mark.nightly
 def test_whoever_dies_as_the_tail_migrates_no_sample_is_lost_or_doubled(tmp_path: Path, serial: Path) -> None:
     """Source and destination and the scorer of the freed server, all at once; then, of later tails, the source; then
     the destination."""

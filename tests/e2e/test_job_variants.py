@@ -213,7 +213,8 @@ def learning(iteration: int) -> Any:
     return lambda status: status["stage"] == "ppo" and status["iteration"] >= iteration
 
 
-@pytest.mark.parametrize("advantage", ["gae", pytest.param("grpo", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("advantage", ["gae", "grpo"])
 def test_stages_in_a_v_train_the_weights_of_one_stage_a_rank(tmp_path: Path, advantage: str) -> None:
     """Bit by bit, though a trainer and the coordinator are killed meanwhile: actor and critic with activation
     checkpointing, the first iteration with the critic alone; and the actor of a job without a critic, whose backwards

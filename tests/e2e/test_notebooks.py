@@ -86,12 +86,14 @@ def test_sft(folder: Folder) -> None:
     assert (folder.path / "runs/sft/models/sft/model.safetensors").is_file()
 
 
+@pytest.mark.nightly
 def test_preferences(folder: Folder) -> None:
     found = folder.run("preferences")["dpo"]
     assert found["loss_after"] < found["loss_before"]
     assert found == summary(folder.path / "runs/dpo")["dpo"]
 
 
+@pytest.mark.nightly
 def test_ppo(folder: Folder) -> None:
     folder.run("ppo")
     rows = history(folder.path / "runs/ppo", "ppo")
@@ -114,6 +116,7 @@ def test_generate(folder: Folder) -> None:
     assert found["reply"].prompt == "\n\nHuman: Tell me two things about the cat.\n\nAssistant:"
 
 
+@pytest.mark.nightly
 def test_generation_without_training_says_what_the_jobs_last_evaluation_said(folder: Folder) -> None:
     """Token by token: the answers of ppo.ipynb's evaluation are greedy."""
     folder.run("ppo")
@@ -127,6 +130,7 @@ def test_generation_without_training_says_what_the_jobs_last_evaluation_said(fol
     assert [len(output.outputs[0].token_ids) for output in drawn] == [answer["tokens"] for answer in answers]
 
 
+@pytest.mark.nightly
 def test_distillation(folder: Folder) -> None:
     folder.run("distillation")
     rows = history(folder.path / "runs/distillation", "ppo")
@@ -134,6 +138,7 @@ def test_distillation(folder: Folder) -> None:
     assert 0 < rows[4]["kl"] < rows[1]["kl"], "the student comes nearer to its teacher"
 
 
+@pytest.mark.nightly
 def test_own_reward(folder: Folder) -> None:
     scores = folder.run("own_reward")["experience"].scores
     rows = history(folder.path / "runs/own-reward", "ppo")

@@ -209,7 +209,7 @@ def test_a_late_server_gets_the_trainers_bits_from_one_of_any_layout_which_goes_
         assert [tokens for tokens, _, _ in batch(server)] == [tokens for tokens, _, _ in said]
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_server_that_freezes_or_dies_while_it_sends_is_named_and_another_sends(world: World, killed: bool) -> None:
     """The frozen one thaws. The killed one is `alone`, too, which no later test needs."""
     version = 16 + killed

@@ -1,4 +1,5 @@
-"""Tensor parallel training on 2 and 4 real ranks over Gloo equals one rank's; checkpoints go from one to the other."""
+"""Tensor parallel training on 2 real ranks over Gloo, nightly also on 4, equals one rank's; checkpoints go from one to
+the other."""
 
 from __future__ import annotations
 
@@ -13,18 +14,28 @@ import pytest
 import torch
 import transformers
 
+from helpers import nightly
+
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 FAMILIES = ("llama", "qwen2", "qwen3", "opt", "gemma2", "gemma3_text")
-SPLIT = [(2, "1x1x2"), (4, "2x1x2"), (4, "1x2x2"), (4, "1x2x2 whole")]
+SPLIT = [
+    (2, "1x1x2"),
+    *(pytest.param(4, layout, marks=pytest.mark.nightly) for layout in ("2x1x2", "1x2x2", "1x2x2 whole")),
+]
 
 Results = dict[int, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def worlds(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    return (1, 2, 4) if nightly.asked(request) else (1, 2)
+
+
+@pytest.fixture(scope="module")
+def folder(worlds: tuple[int, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tensor-parallel")
-    phases = [[{"scenario": "training", "world": w, "rank": r} for r in range(w)] for w in (1, 2, 4)]
+    phases = [[{"scenario": "training", "world": w, "rank": r} for r in range(w)] for w in worlds]
     phases.append([{"scenario": "after", "world": 1, "rank": 0}])
     command = [sys.executable, str(WORKER), str(folder), json.dumps(phases)]
     subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=True, timeout=1700)
@@ -36,8 +47,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folder: Path) -> Results:
-    return {w: [torch.load(folder / f"training-{w}-{r}.pt") for r in range(w)] for w in (1, 2, 4)}
+def results(folder: Path, worlds: tuple[int, ...]) -> Results:
+    return {w: [torch.load(folder / f"training-{w}-{r}.pt") for r in range(w)] for w in worlds}
 
 
 def merged(ranks: list[dict[str, Any]], which: str) -> dict[str, torch.Tensor]:
@@ -90,6 +101,7 @@ def test_training_equals_one_rank(results: Results, world: int, layout: str) -> 
         assert rank["peak_bytes"] < reference["peak_bytes"]
 
 
+@pytest.mark.nightly
 def test_backwards_in_two_halves_are_as_whole_ones(results: Results) -> None:
     ranks = [rank["2x1x2"] for rank in results[4]]
     assert_close(

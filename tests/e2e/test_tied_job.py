@@ -65,6 +65,7 @@ def job(folder: Path, pp: int) -> RLHFJob:
     )
 
 
+@pytest.mark.nightly
 def test_a_tied_model_learns_and_samples_as_its_untied_twin(tmp_path: Path) -> None:
     """The tied one's trainers hold embedding and head on two ranks."""
     folders = {True: tmp_path / "tied", False: tmp_path / "untied"}

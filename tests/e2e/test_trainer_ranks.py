@@ -276,7 +276,7 @@ class Driver:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param((1, 2), id="dp2", marks=pytest.mark.nightly), pytest.param((2, 1), id="pp2")],
+    params=[pytest.param((1, 2), id="dp2"), pytest.param((2, 1), id="pp2")],
 )
 def undisturbed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -309,6 +309,7 @@ def kill_when(ranks: TrainerRanks, rank: int, event: str, **fields: Any) -> thre
     return thread
 
 
+@pytest.mark.nightly
 def test_a_rank_killed_in_a_step_and_again_in_the_recovery(
     tmp_path: Path, undisturbed: tuple[tuple[int, int], dict[str, dict[str, str]]]
 ) -> None:
