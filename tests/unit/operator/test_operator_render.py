@@ -399,7 +399,7 @@ def with_own_things(**more):
 def test_no_template_may_use_the_name_of_a_volume_of_a_pod():
     context = with_own_things(output={"pvc": "results/a"})
     rendered = {volume["name"] for _, spec, _ in pods(context) for volume in spec["volumes"]}
-    claims = {name for name in rendered if name.startswith(pod_templates.CLAIM_VOLUME)}
+    claims = {name for name in rendered if name.startswith("claim-")}
     assert rendered - claims == {*pod_templates.VOLUMES, *pod_templates.SCRATCH_MOUNTS.values()}
 
 

@@ -1,4 +1,4 @@
-"""Rules in CEL (Common Expression Language), as the API server runs them.
+"""Rules in CEL (Common Expression Language), as the API server runs them, and the same rules run here.
 
 The API server also tries a rule on the default of its object, before the fields inside have their own defaults. A rule
 that reads fields with defaults, in an object that has a default itself, must therefore belong to `spec`, which has no
@@ -7,9 +7,17 @@ default. `function` and `in` are reserved words in CEL, so Kubernetes writes the
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
+
+from cel_expr_python import cel
+from cel_expr_python.ext import ext_strings
+from pydantic import BaseModel
 
 _HOLE = re.compile(r"\{([^{}]*\bself\b[^{}]*)\}")
+_RESERVED = ("function", "in")
+# A scratch model's configuration, of which no rule in CEL may read anything.
+_FREE_FORM = "config"
 
 
 class CelRule(NamedTuple):
@@ -25,9 +33,52 @@ class CelRule(NamedTuple):
 
     def schema(self) -> dict[str, str]:
         """The entry of x-kubernetes-validations."""
-        values = _HOLE.findall(self.message)
         said = {"message": self.message}
-        if values:  # format() is the one way to build a string whose cost the API server can bound
-            text = _HOLE.sub("%s", self.message.replace("%", "%%")).replace("'", "\\'")
-            said = {"messageExpression": f"'{text}'.format([{', '.join(values)}])"}
+        if _HOLE.search(self.message):  # format() is the one way to build a string whose cost the API server can bound
+            said = {"messageExpression": formatted(self.message)}
         return {"rule": self.rule, **said} | ({"fieldPath": self.field} if self.field else {})
+
+
+def formatted(text: str) -> str:
+    """The expression for a text in which each `{...self...}` is replaced by its value."""
+    plain = _HOLE.sub("%s", text.replace("%", "%%")).replace("'", "\\'")
+    return f"'{plain}'.format([{', '.join(_HOLE.findall(text))}])"
+
+
+class CelError(ValueError):
+    """An expression has no value, for example because an object has another form than it expects."""
+
+
+def evaluate(expression: str, value: Any) -> Any:
+    """The value of an expression in which `self` is `value`, a part of `as_seen`. Raises CelError."""
+    result = _compiled(expression).eval(data={"self": value})
+    if result.type() == cel.Type.ERROR:
+        raise CelError(f"{expression}: {result.value()}")
+    return result.value()
+
+
+def as_seen(value: BaseModel) -> Any:
+    """An API object as the API server's rules see it: with all defaults, without nulls, and with the API server's names
+    of fields whose names are reserved words."""
+    return _escaped(value.model_dump(mode="json", by_alias=True, exclude_none=True, warnings=False))
+
+
+def _escaped(data: Any) -> Any:
+    if isinstance(data, list):
+        return [_escaped(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    return {
+        (f"__{key}__" if key in _RESERVED else key): {} if key == _FREE_FORM else _escaped(value)
+        for key, value in data.items()
+    }
+
+
+@cache
+def _environment() -> Any:
+    return cel.NewEnv(variables={"self": cel.Type.DYN}, extensions=[ext_strings.ExtStrings()])
+
+
+@cache
+def _compiled(expression: str) -> Any:
+    return _environment().compile(expression)

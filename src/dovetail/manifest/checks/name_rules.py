@@ -1,15 +1,13 @@
-"""The rules about metadata.name, each in Python and in CEL. A name that passes works for all objects of the job. The
-functions are pure.
+"""The rules about metadata.name. A name that passes works for all objects of the job.
 
 Kubernetes makes the names of a job's pods from the job's name, the group's name and the pod's number, as in
 `demo-train-0-3-x7k2p`. They may have 63 characters. JobSet requires that they begin with a letter."""
 
 from __future__ import annotations
 
-from dovetail.manifest.checks.cel import CelRule
+from dovetail.manifest.checks.cel import CelRule, as_seen, evaluate
 from dovetail.manifest.fixed_names import COORDINATOR
-from dovetail.manifest.sizes import pod_count
-from dovetail.manifest.types import Group, RLHFJobSpec
+from dovetail.manifest.types import RLHFJobSpec
 
 LONGEST_POD_NAME = 63
 # `-coordinator-0-0-12345` follows the job's name.
@@ -39,14 +37,5 @@ NAME_RULES = (
 
 def check_name(name: str, spec: RLHFJobSpec) -> list[str]:
     """One sentence for each rule that the job's name breaks. [] if it breaks none."""
-    holds = (
-        "a" <= name[0] <= "z",
-        len(name) <= LONGEST_JOB_NAME,
-        all(len(name) + len(group.name) + _digits(group) <= LONGEST_TOGETHER for group in spec.groups),
-    )
-    return [rule.message for rule, held in zip(NAME_RULES, holds, strict=True) if not held]
-
-
-def _digits(group: Group) -> int:
-    pods = group.max_replicas or pod_count(group)
-    return next((digits for digits, most in ((1, 10), (2, 100), (3, 1000)) if pods <= most), 5)
+    job = {"metadata": {"name": name}, "spec": as_seen(spec)}
+    return [rule.message for rule in NAME_RULES if not evaluate(rule.rule, job)]

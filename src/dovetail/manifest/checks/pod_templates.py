@@ -14,7 +14,6 @@ from dovetail.manifest.merge import DIRECTIVE, MergeError, merge
 
 # Volumes that no template may replace. `tmp` and `shm` may get another size or medium.
 VOLUMES = ("files", "plan", "reward-code", "hub-cache", "output")
-CLAIM_VOLUME = "claim-"
 MOUNTS = (
     "/var/dovetail",
     "/etc/dovetail",
@@ -39,35 +38,6 @@ _SCALES = {"m": 1e-3, "k": 1e3} | {
     for power, unit in enumerate("KMGTPE", start=1)
     if unit + suffix != "K"
 }
-
-
-def own_variables(template: dict[str, Any]) -> list[str]:
-    """Dovetail's own variables that a template sets in the pod's container."""
-    return [str(each.get("name")) for each in _of_container(template, "env") if each.get("name") in VARIABLES]
-
-
-def own_mounts(template: dict[str, Any]) -> list[str]:
-    """The paths at which a template mounts something over Dovetail's own folders."""
-    paths = [str(each.get("mountPath")) for each in _of_container(template, "volumeMounts")]
-    below = tuple(f"{own}/" for own in MOUNTS)
-    return [path for path in paths if path in (*MOUNTS, *PARENTS) or path.startswith(below)]
-
-
-def own_volumes(template: dict[str, Any]) -> list[str]:
-    """Dovetail's own volumes that a template changes."""
-    found = [str(each.get("name")) for each in _items(_object(template.get("spec")).get("volumes"))]
-    return [name for name in found if name in VOLUMES or re.fullmatch(f"{CLAIM_VOLUME}[0-9]+", name)]
-
-
-def restart_policy(template: dict[str, Any]) -> Any:
-    """The template's restart policy. None if it has none."""
-    return _object(template.get("spec")).get("restartPolicy")
-
-
-def _of_container(template: dict[str, Any], name: str) -> Iterator[dict[str, Any]]:
-    for container in _items(_object(template.get("spec")).get("containers")):
-        if container.get("name") == CONTAINER:
-            yield from _items(container.get(name))
 
 
 def merge_problem(template: dict[str, Any]) -> str:

@@ -47,7 +47,7 @@ def _rules() -> list[str]:
     lines += ["  condition Planned to False with the sentence as its message.", ""]
     lines += ["| sentence | from |", "|---|---|"]
     for rule in RULES:
-        source = "API server, by type" if rule.by_type else "operator" if rule.cel is None else "API server"
+        source = "API server, by type" if rule.by_type else "API server" if isinstance(rule.holds, str) else "operator"
         lines.append(f"| {_cell(rule.shown())} | {source} |")
     return [*lines, ""]
 

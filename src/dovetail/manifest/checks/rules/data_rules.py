@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from dovetail.manifest.checks.hub_names import address_fix
 from dovetail.manifest.checks.rules.model_rules import MODEL_SOURCES, claim_rule
-from dovetail.manifest.checks.rules.rule import CALLS, Rule, Value, one_of, ppo_rule, spec_rule
+from dovetail.manifest.checks.rules.rule import CALLS, Rule, one_of, ppo_rule, spec_rule
 from dovetail.manifest.fixed_names import DATA_KINDS
 from dovetail.manifest.types import DataSource, ModelSource, RLHFJobSpec, Stage
 
@@ -22,26 +21,9 @@ _DATA_SOURCES = (
 _OPTION = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def _revision_of_hub(source: ModelSource | DataSource) -> bool:
-    return source.revision is None or source.hugging_face is not None
-
-
-def _whole_unless_hub(source: DataSource) -> bool:
-    return source.hugging_face is not None or source.split == "train"
-
-
-def _subset_of_hub(source: DataSource) -> bool:
-    return source.subset is None or source.hugging_face is not None
-
-
-def _trains(stage: Stage) -> tuple[Callable[[RLHFJobSpec], bool], str]:
-    """The predicate that the job trains the stage's model, in Python and in CEL."""
-    if stage is Stage.REWARD:
-        return (
-            lambda spec: Stage.REWARD in spec.stages and not spec.models.reward.calls,
-            f"'reward' in self.stages && !{CALLS}",
-        )
-    return lambda spec: stage in spec.stages, f"'{stage.value}' in self.stages"
+def _trains(stage: Stage) -> str:
+    """The expression that the job trains the stage's model."""
+    return f"'reward' in self.stages && !{CALLS}" if stage is Stage.REWARD else f"'{stage.value}' in self.stages"
 
 
 # These names are no options. A chat template gets them anyway, or they say how it is applied.
@@ -66,21 +48,17 @@ def _no_options(spec: RLHFJobSpec) -> list[str]:
 
 
 def _needed(stage: Stage, name: str) -> Rule:
-    trains, cel = _trains(stage)
     return spec_rule(
-        lambda spec: not trains(spec) or bool(getattr(spec.data, name)),
-        f"!({cel}) || size(self.data.{name}) > 0",
+        f"!({_trains(stage)}) || size(self.data.{name}) > 0",
         f"spec.data.{name} is empty, but the {stage.value} stage needs it; add a source or drop the stage from "
         "spec.stages.",
     )
 
 
 def _has_share(stage: Stage) -> Rule:
-    trains, cel = _trains(stage)
     share = "reward" if stage.has_pairs else stage.value
     return spec_rule(
-        lambda spec: not trains(spec) or getattr(spec.data.split, share) > 0,
-        f"!({cel}) || self.data.split.{share} > 0.0",
+        f"!({_trains(stage)}) || self.data.split.{share} > 0.0",
         f"spec.data.split.{share} is 0, but spec.stages has {stage.value}; give it a share above 0.",
     )
 
@@ -98,49 +76,42 @@ DATA_RULES = (
     Rule(
         (*MODEL_SOURCES, *_DATA_SOURCES),
         lambda source: _address(source) is None,
-        None,
         "{path}.{address} is an address; {fix}.",
         {
-            "address": Value(lambda source: (_address(source) or ("", ""))[0]),
-            "fix": Value(lambda source: (_address(source) or ("", ""))[1]),
+            "address": lambda source: (_address(source) or ("", ""))[0],
+            "fix": lambda source: (_address(source) or ("", ""))[1],
         },
     ),
     *one_of(_DATA_SOURCES, "huggingFace", "path", "pvc", "synthetic"),
     claim_rule(*_DATA_SOURCES, what="a file or folder"),
     Rule(
         _DATA_SOURCES,
-        _subset_of_hub,
         "!has(self.subset) || has(self.huggingFace)",
         "{path}.subset belongs to huggingFace; remove it or give huggingFace.",
     ),
     Rule(
         (*MODEL_SOURCES, *_DATA_SOURCES),
-        _revision_of_hub,
         "!has(self.revision) || has(self.huggingFace)",
         "{path}.revision belongs to huggingFace; remove it or give huggingFace.",
     ),
     Rule(
         _DATA_SOURCES,
-        _whole_unless_hub,
         "has(self.huggingFace) || self.split == 'train'",
         "{path}.split belongs to huggingFace; remove it, for files and synthetic data are used whole.",
     ),
     Rule(
         _DATA_SOURCES,
-        lambda source: source.system_prompt is None or source.synthetic is None,
         "!has(self.systemPrompt) || !has(self.synthetic)",
         "{path}.systemPrompt opens conversations, but synthetic records are texts; remove it.",
     ),
     spec_rule(
         lambda spec: not _no_options(spec),
-        None,
         "spec.data.chatTemplateKwargs has {names}, which cannot be an option of a chat template: a name has letters, "
         "digits and _, and messages, tools, documents and the tokenizer's tokens are given anyway; remove it.",
-        {"names": Value(lambda spec: ", ".join(_no_options(spec)))},
+        {"names": lambda spec: ", ".join(_no_options(spec))},
     ),
     spec_rule(
         lambda spec: not spec.data.chat_template_kwargs or spec.models.tokenizer.train is None,
-        None,
         "spec.data.chatTemplateKwargs are options of a chat template, but a tokenizer that the job trains "
         "(spec.models.tokenizer.train) has none; remove them.",
     ),
@@ -150,12 +121,10 @@ DATA_RULES = (
     _needed(Stage.PPO, "prompts"),
     *(_has_share(stage) for stage in Stage),
     ppo_rule(
-        lambda spec: spec.ppo.ptx_coef == 0 or bool(spec.data.demonstrations),
         "self.ppo.ptxCoef == 0.0 || size(self.data.demonstrations) > 0",
         "spec.ppo.ptxCoef is above 0, but spec.data.demonstrations is empty; add a source or set ptxCoef to 0.",
     ),
     spec_rule(
-        lambda spec: spec.data.held_out < 1,
         "self.data.heldOut < 1.0",
         "spec.data.heldOut is 1, which leaves nothing to train on; use less, such as 0.1.",
     ),

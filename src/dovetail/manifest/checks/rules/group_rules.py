@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dovetail.manifest.checks.rules.rule import Rule, Value, group_rule, ppo_rule
+from dovetail.manifest.checks.rules.rule import Rule, group_rule, ppo_rule
 from dovetail.manifest.fixed_names import COORDINATOR
-from dovetail.manifest.types import Dtype, Group, Role
+from dovetail.manifest.types import Group
 
 # These are set by the launcher or fixed by the protocol between the processes.
 RESERVED_VLLM_ARGS = (
@@ -32,30 +32,6 @@ def _twice(groups: list[Group]) -> list[str]:
     return sorted({name for name in names if names.count(name) > 1})
 
 
-def _trainers_alike(groups: list[Group]) -> bool:
-    return len({group.gpu.product is None for group in groups if Role.TRAINER in group.roles}) < 2
-
-
-def _ordered(group: Group) -> bool:
-    return group.min_replicas is None or group.max_replicas is None or group.min_replicas <= group.max_replicas
-
-
-def _within(group: Group) -> bool:
-    count = group.replicas
-    if count is None or not _ordered(group):
-        return True
-    return (group.min_replicas or 1) <= count <= (group.max_replicas or count)
-
-
-def _fixed(group: Group) -> bool:
-    bounds = {bound for bound in (group.min_replicas, group.max_replicas) if bound is not None}
-    return Role.TRAINER not in group.roles or bounds <= {group.replicas}
-
-
-def _option(argument: str) -> str:
-    return argument.split("=", 1)[0].replace("_", "-")
-
-
 _OPTION = "self.split('=', 2)[0].replace('_', '-')"
 _RESERVED = "[" + ", ".join(f"'{option}'" for option in RESERVED_VLLM_ARGS) + "]"
 
@@ -63,110 +39,86 @@ GROUP_RULES = (
     Rule(
         ("spec.groups",),
         lambda groups: not _twice(groups),
-        None,
         "{path} has {names} twice; give every group a name of its own.",
-        {"names": Value(lambda groups: " and ".join(map(repr, _twice(groups))))},
+        {"names": lambda groups: " and ".join(map(repr, _twice(groups)))},
         by_type=True,
     ),
     Rule(
         ("spec.groups",),
-        lambda groups: any(Role.TRAINER in group.roles for group in groups),
         "self.exists(g, 'trainer' in g.roles)",
         "{path} has no group with the role trainer; add `trainer` to the roles of one.",
     ),
     ppo_rule(
-        lambda spec: any(Role.ROLLOUT in group.roles for group in spec.groups),
         "self.groups.exists(g, 'rollout' in g.roles)",
         "spec.groups has no group with the role rollout, but the ppo stage generates; add `rollout` to one.",
     ),
     Rule(
         ("spec.groups",),
-        _trainers_alike,
         "!(self.exists(g, 'trainer' in g.roles && has(g.gpu.product)) "
         "&& self.exists(g, 'trainer' in g.roles && !has(g.gpu.product)))",
         "{path} mixes trainer groups with and without GPUs; "
         "all trainer ranks work in step, so give all of them GPUs or none.",
     ),
     group_rule(
-        lambda group: group.name != COORDINATOR,
         f"self.name != '{COORDINATOR}'",
         f"{{path}}.name is {COORDINATOR}, which is the name of another process of the job; choose another.",
     ),
     Rule(
         ("spec.groups[]",),
         lambda group: len(set(group.roles)) == len(group.roles),
-        None,
         "{path}.roles names a role twice; name each once.",
         by_type=True,
     ),
     group_rule(
-        _ordered,
         "!has(self.minReplicas) || !has(self.maxReplicas) || self.minReplicas <= self.maxReplicas",
         "{path}.minReplicas ({minReplicas}) is above maxReplicas ({maxReplicas}); lower it.",
     ),
     group_rule(
-        _within,
         "!has(self.replicas) || (has(self.minReplicas) && has(self.maxReplicas) "
         "&& self.minReplicas > self.maxReplicas) || ((!has(self.minReplicas) || self.minReplicas <= self.replicas) "
         "&& (!has(self.maxReplicas) || self.replicas <= self.maxReplicas))",
         "{path}.replicas ({replicas}) must be within minReplicas and maxReplicas (from {low}{high}).",
         {
-            "low": Value(lambda group: group.min_replicas or 1, ("has(self.minReplicas) ? self.minReplicas : 1",)),
-            "high": Value(
-                lambda group: f" to {group.max_replicas}" if group.max_replicas else " up",
-                (
-                    "has(self.maxReplicas) ? ' to ' : ' up'",
-                    "has(self.maxReplicas) ? string(self.maxReplicas) : ''",
-                ),
+            "low": ("has(self.minReplicas) ? self.minReplicas : 1",),
+            "high": (
+                "has(self.maxReplicas) ? ' to ' : ' up'",
+                "has(self.maxReplicas) ? string(self.maxReplicas) : ''",
             ),
         },
     ),
     group_rule(
-        _fixed,
         "!('trainer' in self.roles) || ((!has(self.minReplicas) || (has(self.replicas) && self.minReplicas == "
         "self.replicas)) && (!has(self.maxReplicas) || (has(self.replicas) && self.maxReplicas == self.replicas)))",
         "{path} has the role trainer, whose number of pods is fixed; set replicas and remove minReplicas and "
         "maxReplicas.",
     ),
     group_rule(
-        lambda group: group.gpu.product is not None or group.gpu.per_pod <= 1,
         "has(self.gpu.product) || self.gpu.perPod <= 1",
         "{path}.gpu.perPod is {gpu.perPod} without gpu.product; name the product or remove perPod.",
     ),
     group_rule(
-        lambda group: group.gpu.product is None or group.gpu.per_pod > 0,
         "!has(self.gpu.product) || self.gpu.perPod > 0",
         "{path}.gpu.perPod is 0, but gpu.product names a GPU; set perPod to 1 or more, or remove product.",
     ),
     group_rule(
-        lambda group: group.gpu.product is not None or group.gpu.claim_template is None,
         "has(self.gpu.product) || !has(self.gpu.claimTemplate)",
         "{path}.gpu.claimTemplate is given without gpu.product, which the plan is made for; name the product.",
     ),
     group_rule(
-        lambda group: Role.ROLLOUT in group.roles or not group.vllm_args,
         "'rollout' in self.roles || size(self.vllmArgs) == 0",
         "{path}.vllmArgs has no effect without the role rollout; remove it.",
     ),
     Rule(
         ("spec.groups[].vllmArgs[]",),
-        lambda argument: _option(argument) not in RESERVED_VLLM_ARGS,
         f"!({_OPTION} in {_RESERVED})",
         "{path}: {option} is set by Dovetail; remove it.",
-        {"option": Value(_option, (_OPTION,))},
+        {"option": (_OPTION,)},
     ),
     group_rule(
-        lambda group: Role.ROLLOUT not in group.roles or group.name not in ("trainer", "coordinator"),
         "!('rollout' in self.roles) || !(self.name in ['trainer', 'coordinator'])",
         "{path}.name '{name}' is the name of other processes; choose another, such as `rollouts`.",
     ),
     group_rule(
-        lambda group: (
-            Role.ROLLOUT not in group.roles
-            or group.dtype is not Dtype.BFLOAT16
-            or group.gpu.product is None
-            or not any(old in group.gpu.product for old in ("V100", "T4"))
-        ),
         "!('rollout' in self.roles) || self.dtype != 'bfloat16' || !has(self.gpu.product) "
         "|| !(self.gpu.product.contains('V100') || self.gpu.product.contains('T4'))",
         "{path}.dtype is bfloat16, which {gpu.product} does not have; use float16 or float32.",

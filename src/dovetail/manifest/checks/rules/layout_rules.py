@@ -36,7 +36,7 @@ def _layers(spec: RLHFJobSpec, model: str) -> int | None:
 
 
 def _of_layout(name: str, value: Callable[[RLHFJobSpec, str, Parallelism], object]) -> Value:
-    return Value(lambda spec: value(spec, *found) if (found := _laid_out(spec, name)) else "")
+    return lambda spec: value(spec, *found) if (found := _laid_out(spec, name)) else ""
 
 
 def _fills_the_ranks(name: str) -> Rule:
@@ -46,7 +46,6 @@ def _fills_the_ranks(name: str) -> Rule:
 
     return spec_rule(
         holds,
-        None,
         f"spec.plan.parallelism.{name}: pp {{pp}} x tp {{tp}} x dp {{dp}} is {{ranks}} ranks, but the trainer groups "
         "have {world}; make the product {world}.",
         {
@@ -54,7 +53,7 @@ def _fills_the_ranks(name: str) -> Rule:
             "tp": _of_layout(name, lambda spec, model, layout: layout.tp),
             "dp": _of_layout(name, lambda spec, model, layout: layout.dp),
             "ranks": _of_layout(name, lambda spec, model, layout: world_size(layout)),
-            "world": Value(trainer_world),
+            "world": trainer_world,
         },
     )
 
@@ -67,7 +66,6 @@ def _layer_for_each_stage(name: str) -> Rule:
 
     return spec_rule(
         holds,
-        None,
         f"spec.plan.parallelism.{name}.pp is {{pp}}, but the {{model}} has only {{layers}} layers; lower it.",
         {
             "pp": _of_layout(name, lambda spec, model, layout: layout.pp),
@@ -85,7 +83,6 @@ def _layers_for_two_stages(name: str) -> Rule:
 
     return spec_rule(
         holds,
-        None,
         f"spec.plan.parallelism.{name}.pp is {{pp}}, and spec.plan.intraStageFusion VShaped puts two stages of a model "
         "on each rank, but the {model} has only {layers} layers; lower pp, or set spec.plan.intraStageFusion to Auto.",
         {
@@ -107,10 +104,9 @@ def _whole_adapters(model: str) -> Rule:
 
     return spec_rule(
         holds,
-        None,
         f"{{field}}.tp is {{tp}}, but adapters (spec.models.{model}.lora) are not split over tensor-parallel ranks; "
         "make tp 1, or remove lora.",
-        {"field": Value(lambda spec: pinned(spec)[0]), "tp": Value(lambda spec: pinned(spec)[1].tp)},
+        {"field": lambda spec: pinned(spec)[0], "tp": lambda spec: pinned(spec)[1].tp},
     )
 
 
@@ -148,24 +144,22 @@ LAYOUT_RULES = (
     *(_whole_adapters(model) for model in ("actor", "critic", "reward")),
     spec_rule(
         _same_tensor_parallel,
-        None,
         "spec.plan.parallelism: the actor's tp {actor} and the critic's tp {critic} differ, but both train on the same "
         "ranks in turn; make them equal.",
         {
-            "actor": Value(lambda spec: _actor_and_critic(spec)[0].tp),
-            "critic": Value(lambda spec: _actor_and_critic(spec)[1].tp),
+            "actor": lambda spec: _actor_and_critic(spec)[0].tp,
+            "critic": lambda spec: _actor_and_critic(spec)[1].tp,
         },
     ),
     spec_rule(
         _pipelines_divide,
-        None,
         "spec.plan.parallelism: the actor's pp {actor} and the critic's pp {critic} do not divide each other, so "
         "their pipelines cannot share a schedule; make the lower one of {fits}, or set spec.plan.intraStageFusion to "
         "Serial.",
         {
-            "actor": Value(lambda spec: _actor_and_critic(spec)[0].pp),
-            "critic": Value(lambda spec: _actor_and_critic(spec)[1].pp),
-            "fits": Value(_divisors),
+            "actor": lambda spec: _actor_and_critic(spec)[0].pp,
+            "critic": lambda spec: _actor_and_critic(spec)[1].pp,
+            "fits": _divisors,
         },
     ),
 )
@@ -199,23 +193,19 @@ def _longest(spec: RLHFJobSpec) -> int:
     return spec.data.max_prompt_tokens + spec.generation.max_tokens
 
 
-_POSITIONS = Value(_positions)
-
 CONFIGURATION_RULES = (
     ppo_rule(
         _heads_fit,
-        None,
         f"spec.models.actor.source.scratch.config: {unsupported_heads('{size}')}.",
-        {"size": Value(lambda spec: head_size(_actor_config(spec)))},
+        {"size": lambda spec: head_size(_actor_config(spec))},
     ),
     ppo_rule(
         lambda spec: _longest(spec) <= (_positions(spec) or _longest(spec)),
-        None,
         "spec.data.maxPromptTokens + spec.generation.maxTokens is {longest}, but the actor has "
         "max_position_embeddings {positions}; lower the former or raise the latter.",
         {
-            "longest": Value(_longest),
-            "positions": _POSITIONS,
+            "longest": _longest,
+            "positions": _positions,
         },
     ),
     spec_rule(
@@ -223,9 +213,8 @@ CONFIGURATION_RULES = (
             not {Stage.SFT, Stage.REWARD, Stage.DPO} & set(spec.stages)
             or spec.data.max_tokens <= (_positions(spec) or spec.data.max_tokens)
         ),
-        None,
         "spec.data.maxTokens is {data.maxTokens}, but the actor has max_position_embeddings {positions}; "
         "lower the former or raise the latter.",
-        {"positions": _POSITIONS},
+        {"positions": _positions},
     ),
 )

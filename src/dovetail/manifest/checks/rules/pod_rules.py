@@ -3,22 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+from dovetail.manifest.checks.cel import as_seen
 from dovetail.manifest.checks.pod_templates import (
     MOUNTS,
     PARENTS,
     VARIABLES,
     VOLUMES,
     merge_problem,
-    own_mounts,
-    own_variables,
-    own_volumes,
-    restart_policy,
     template_problem,
 )
-from dovetail.manifest.checks.rules.rule import Rule, Value
+from dovetail.manifest.checks.rules.rule import Found, Rule
 from dovetail.manifest.fixed_names import CONTAINER
 from dovetail.manifest.types import Coordinator, Group
 
@@ -32,10 +28,6 @@ _OWN = f"has(c.name) && c.name == '{CONTAINER}'"
 
 def _listed(values: tuple[str, ...]) -> str:
     return "[" + ", ".join(f"'{value}'" for value in values) + "]"
-
-
-def _none(found: Callable[[dict[str, object]], list[str]]) -> Callable[[Pods], bool]:
-    return lambda pods: not found(pods.pod_template)
 
 
 def _of_container(field: str, key: str, wrong: str) -> str:
@@ -55,48 +47,38 @@ _VOLUME = f"has(v.name) && (v.name in {_listed(VOLUMES)} || v.name.matches('^cla
 POD_RULES = (
     Rule(
         _AT,
-        _none(own_variables),
         _ENV,
         f"{{path}}.podTemplate gives the container {CONTAINER} a variable that Dovetail sets ({', '.join(VARIABLES)}); "
         "remove it.",
     ),
     Rule(
         _AT,
-        _none(own_mounts),
         _MOUNT,
         f"{{path}}.podTemplate mounts a volume over folders of Dovetail ({', '.join(MOUNTS)}); choose another path.",
     ),
     Rule(
         _AT,
-        _none(own_volumes),
         f"{_NOTHING} || !has({_SPEC}.volumes) || !{_SPEC}.volumes.exists(v, {_VOLUME})",
         "{path}.podTemplate has a volume {first}, which is the name of a volume of Dovetail; choose another.",
-        {
-            "first": Value(
-                lambda pods: own_volumes(pods.pod_template)[0], (f"{_SPEC}.volumes.filter(v, {_VOLUME})[0].name",)
-            )
-        },
+        {"first": (f"{_SPEC}.volumes.filter(v, {_VOLUME})[0].name",)},
     ),
     Rule(
         _AT,
-        lambda pods: restart_policy(pods.pod_template) in (None, "Never"),
         f"{_NOTHING} || !has({_SPEC}.restartPolicy) || {_SPEC}.restartPolicy == 'Never'",
         "{path}.podTemplate.spec.restartPolicy must be Never, because the pod's Job replaces it; remove the field.",
     ),
     Rule(
         _AT,
         lambda pods: not merge_problem(pods.pod_template),
-        None,
         "{path} has a podTemplate that cannot be applied: {problem}.",
-        {"problem": Value(lambda pods: merge_problem(pods.pod_template))},
+        {"problem": lambda pods: merge_problem(pods.pod_template)},
         by_type=True,  # for the lists that describe/pod_template.py knows
     ),
     Rule(
         _AT,
         lambda pods: bool(merge_problem(pods.pod_template)) or not template_problem(pods.pod_template),
-        None,
         "{path} has a podTemplate that would break its pod: {problem}.",
-        {"problem": Value(lambda pods: template_problem(pods.pod_template))},
+        {"problem": lambda pods: template_problem(pods.pod_template)},
     ),
 )
 
@@ -104,4 +86,5 @@ POD_RULES = (
 def template_errors(template: dict[str, Any], path: str) -> list[str]:
     """The errors of a pod template that is not in a manifest. `path` is the object that has the podTemplate."""
     pods = Coordinator(pod_template=template)
-    return [sentence for rule in POD_RULES if (sentence := rule.told(pods, path)) is not None]
+    found = Found(path, pods, as_seen(pods))
+    return [sentence for rule in POD_RULES if (sentence := rule.told(found)) is not None]

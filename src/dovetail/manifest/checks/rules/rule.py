@@ -5,38 +5,40 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, partial
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
-from dovetail.manifest.checks.cel import CelRule
-from dovetail.manifest.types import Group, RLHFJobSpec, Stage
+from pydantic import BaseModel
+
+from dovetail.manifest.checks.cel import CelError, CelRule, as_seen, evaluate, formatted
+from dovetail.manifest.types import RLHFJobSpec, Stage
 
 # `{path}`, `{ppo.clip}` and `{value}` in a sentence, but not `{vocabSize: 512}`.
 _HOLE = re.compile(r"\{(\w+(?:\.\w+)*)\}")
 
+# A value in a sentence: expressions whose texts are joined, or for a rule in Python a function of the object.
+Value = tuple[str, ...] | Callable[[Any], object]
 
-@dataclass(frozen=True)
-class Value:
-    """A value in a sentence. Python computes it with `of(object)`, and the API server with the joined values of
-    `cel`."""
 
-    of: Callable[[Any], object]
-    cel: tuple[str, ...] = ()
+class Found(NamedTuple):
+    """An object of a spec: where it is, the object, and the same as rules in CEL see it."""
+
+    path: str
+    value: Any
+    seen: Any
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One row of the table. `at` has the places of the object that the predicate gets, such as `spec` or
-    `spec.groups[]` (`[]` stands for each item). If there is no such object, the rule holds. `holds` is the predicate in
-    Python. `cel` is the same predicate in CEL, where `self` is the object. It is None if CEL cannot express it.
-    `sentence` is the message if the predicate is false. In it `{path}` is the object's path, `{minReplicas}` is a field
-    below it, and other names are in `values`. The sentence of a rule about list items starts with `{path}`. With
-    `by_type`, the API server refuses the manifest by the type of the list (a set, or a map by name), with a message of
-    its own."""
+    """One row of the table. `at` has the places of the object that the rule is about, such as `spec` or `spec.groups[]`
+    (`[]` stands for each item). If there is no such object, the rule holds. `holds` is the rule in CEL, where `self` is
+    the object, or a Python function of the object if CEL cannot express the rule. `sentence` is the message if it does
+    not hold. In it `{path}` is the object's path, `{minReplicas}` is a field below it, and other names are in `values`.
+    The sentence of a rule about list items starts with `{path}`. With `by_type`, the API server refuses the manifest by
+    the type of the list (a set, or a map by name), with a message of its own."""
 
     at: tuple[str, ...]
-    holds: Callable[[Any], bool]
-    cel: str | None
+    holds: str | Callable[[Any], bool]
     sentence: str
     values: Mapping[str, Value] = field(default_factory=dict)
     by_type: bool = False
@@ -44,42 +46,53 @@ class Rule:
     def check(self, objects: Objects) -> Iterator[tuple[str, str]]:
         """The path and the sentence of each object that breaks the rule."""
         for place in self.at:
-            for path, found in objects.at(place):
-                if (sentence := self.told(found, path)) is not None:
-                    yield path, sentence
+            for found in objects.at(place):
+                if (sentence := self.told(found)) is not None:
+                    yield found.path, sentence
 
-    def told(self, found: Any, path: str) -> str | None:
-        """The sentence for one object, `found` at `path`. None if it satisfies the rule."""
-        return None if self.holds(found) else self._fill(partial(self._value, found, path))
+    def told(self, found: Found) -> str | None:
+        """The sentence for one object. None if it satisfies the rule."""
+        if not isinstance(self.holds, str):
+            return None if self.holds(found.value) else self._fill(lambda name: self._value(found, name))
+        try:
+            if evaluate(self.holds, found.seen):
+                return None
+        except CelError:  # a part without a schema has another form than it should, which rules in Python are about
+            return None
+        return self._fill(
+            lambda name: found.path if name == "path" else str(evaluate(formatted(self._cel(name)), found.seen))
+        )
 
     def cel_rules(self) -> Iterator[CelRule]:
-        """The rule in the CRD, once for each place. Empty without CEL."""
-        for place in self.at if self.cel is not None else ():
+        """The rule in the CRD, once for each place. Empty for a rule in Python."""
+        for place in self.at if isinstance(self.holds, str) else ():
             sentence = self.sentence
             if "[]" in place:  # the API server puts the path of the item before it
                 sentence = sentence.removeprefix("{path}").lstrip(".: ")
             message = _HOLE.sub(lambda hole: self._cel(hole[1]), sentence.replace("{path}", place))
-            yield CelRule(place, self.cel or "", message)
+            yield CelRule(place, str(self.holds), message)
 
     def shown(self) -> str:
         """The sentence for a page. Values that depend on the manifest are `…`."""
-        path = _joined(self.at)
+        path = joined(self.at)
         return self._fill(lambda name: path if name == "path" else "…")
 
     def _fill(self, value: Callable[[str], str]) -> str:
         return _HOLE.sub(lambda hole: value(hole[1]), self.sentence)
 
-    def _value(self, found: Any, path: str, name: str) -> str:
+    def _value(self, found: Found, name: str) -> str:
         if name == "path":
-            return path
-        if name in self.values:
-            return str(self.values[name].of(found))
+            return found.path
+        if callable(of := self.values.get(name)):
+            return str(of(found.value))
+        value = found.value
         for step in name.split("."):
-            found = get(found, step)
-        return str(found)
+            value = get(value, step)
+        return str(value)
 
     def _cel(self, name: str) -> str:
-        expressions = self.values[name].cel if name in self.values else (f"self.{name}",)
+        expressions = self.values.get(name, (f"self.{name}",))
+        assert not callable(expressions), f"{name} of a rule in CEL is a Python function"
         return "".join(f"{{{expression}}}" for expression in expressions)
 
 
@@ -87,17 +100,25 @@ class Objects:
     """The objects of a spec by their place. Each place is looked up only once for all rules."""
 
     def __init__(self, spec: RLHFJobSpec) -> None:
-        self._found: dict[str, list[tuple[str, Any]]] = {"spec": [("spec", spec)]}
+        self._found = {"spec": [Found("spec", spec, as_seen(spec))]}
 
-    def at(self, place: str) -> list[tuple[str, Any]]:
-        """The path and value of each object at a place. Objects that are not given are left out."""
+    def at(self, place: str) -> list[Found]:
+        """The objects at a place. Those that are not given are left out."""
         if place not in self._found:
             parent, _, step = place.rpartition(".")
             name = step.removesuffix("[]")
-            found = [(f"{path}.{name}", get(value, name)) for path, value in self.at(parent)]
+            found = [
+                Found(f"{path}.{name}", inner, seen[name])
+                for path, value, seen in self.at(parent)
+                if (inner := get(value, name)) is not None
+            ]
             if step.endswith("[]"):
-                found = [(f"{path}[{i}]", item) for path, items in found for i, item in enumerate(items or ())]
-            self._found[place] = [(path, value) for path, value in found if value is not None]
+                found = [
+                    Found(f"{path}[{i}]", *each)
+                    for path, items, seen in found
+                    for i, each in enumerate(zip(items, seen, strict=True))
+                ]
+            self._found[place] = found
         return self._found[place]
 
 
@@ -107,11 +128,11 @@ def get(value: Any, alias: str) -> Any:
 
 
 @cache
-def _names(model: Any) -> dict[str, str]:
+def _names(model: type[BaseModel]) -> dict[str, str]:
     return {info.alias or name: name for name, info in model.model_fields.items()}
 
 
-def _joined(places: tuple[str, ...]) -> str:
+def joined(places: tuple[str, ...]) -> str:
     """`a.{x,y}.b` for `a.x.b` and `a.y.b`. Places of each other length are joined in the same way."""
     found = []
     for length in sorted({place.count(".") for place in places}):
@@ -123,27 +144,22 @@ def _joined(places: tuple[str, ...]) -> str:
 
 
 def spec_rule(
-    holds: Callable[[RLHFJobSpec], bool], cel: str | None, sentence: str, values: Mapping[str, Value] | None = None
+    holds: str | Callable[[RLHFJobSpec], bool], sentence: str, values: Mapping[str, Value] | None = None
 ) -> Rule:
-    return Rule(("spec",), holds, cel, sentence, values or {})
+    return Rule(("spec",), holds, sentence, values or {})
 
 
 def ppo_rule(
-    holds: Callable[[RLHFJobSpec], bool], cel: str | None, sentence: str, values: Mapping[str, Value] | None = None
+    holds: str | Callable[[RLHFJobSpec], bool], sentence: str, values: Mapping[str, Value] | None = None
 ) -> Rule:
     """A rule that holds if there is no ppo stage."""
-    return spec_rule(
-        lambda spec: Stage.PPO not in spec.stages or holds(spec),
-        None if cel is None else f"!('ppo' in self.stages) || {cel}",
-        sentence,
-        values,
-    )
+    if isinstance(holds, str):
+        return spec_rule(f"!('ppo' in self.stages) || {holds}", sentence, values)
+    return spec_rule(lambda spec: Stage.PPO not in spec.stages or holds(spec), sentence, values)
 
 
-def group_rule(
-    holds: Callable[[Group], bool], cel: str | None, sentence: str, values: Mapping[str, Value] | None = None
-) -> Rule:
-    return Rule(("spec.groups[]",), holds, cel, sentence, values or {})
+def group_rule(holds: str, sentence: str, values: Mapping[str, Value] | None = None) -> Rule:
+    return Rule(("spec.groups[]",), holds, sentence, values or {})
 
 
 def listed(flags: Mapping[str, str], separator: str) -> tuple[str, ...]:
@@ -158,23 +174,13 @@ def listed(flags: Mapping[str, str], separator: str) -> tuple[str, ...]:
 def one_of(at: tuple[str, ...], *names: str) -> tuple[Rule, Rule]:
     flags = {name: f"has(self.{name})" for name in names}
     flag_list, known = f"[{', '.join(flags.values())}]", ", ".join(names)
-
-    def given(source: Any) -> list[str]:
-        return [name for name in names if get(source, name) is not None]
-
     return (
+        Rule(at, f"{flag_list}.exists(x, x)", f"{{path}} names nothing; give exactly one of {known}."),
         Rule(
             at,
-            lambda source: bool(given(source)),
-            f"{flag_list}.exists(x, x)",
-            f"{{path}} names nothing; give exactly one of {known}.",
-        ),
-        Rule(
-            at,
-            lambda source: len(given(source)) < 2,
             f"{flag_list}.filter(x, x).size() < 2",
             f"{{path}} has {{given}}; give exactly one of {known}.",
-            {"given": Value(lambda source: " and ".join(given(source)), listed(flags, " and "))},
+            {"given": listed(flags, " and ")},
         ),
     )
 

@@ -7,7 +7,6 @@ from dovetail.manifest.checks.rules.rule import Rule
 TRACKER_RULES = (
     Rule(
         ("spec.trackers",),
-        lambda trackers: len({tracker.kind for tracker in trackers}) == len(trackers),
         "self.all(t, self.exists_one(u, u.kind == t.kind))",
         "{path} names a kind twice; keep one of each.",
     ),
