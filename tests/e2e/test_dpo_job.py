@@ -45,6 +45,8 @@ def test_killed_trainers_and_coordinators_change_no_bit(tmp_path: Path) -> None:
     peaceful, killed = tmp_path / "peaceful", tmp_path / "killed"
     outcome, _ = run_job(job, peaceful)
     assert outcome.succeeded, outcome.reason
+    loads = [(e["checkpoint_step"], e["target_step"]) for e in events(peaceful, "trainers.load")]
+    assert loads == [(0, 0), (0, 0), (10, 10)], "the second half of the reference after the first half of the steps"
     faults = [Fault("trainer-1", reached(3)), Fault("coordinator", reached(8)), Fault("trainer-0", reached(13))]
     killer = Injector(faults)
     plan = job.spec.plan.model_copy(update={"intra_stage_fusion": "VShaped"})

@@ -138,11 +138,12 @@ def test_references_are_known_again_after_a_restart_whatever_the_batch(tmp_path:
     store.close()
 
 
-def test_the_pass_of_the_reference_says_how_far_it_is(tmp_path: Path) -> None:
-    """It goes over all steps before the first one, because training changes the weights."""
+def test_the_reference_is_computed_for_few_steps_ahead_and_says_how_far_it_is(tmp_path: Path) -> None:
     store = Store(tmp_path)
     references, asked, told = ReferenceLogprobs(store), [], []
-    arrays = {f"dpo/{k}": dpo_batch([(Encoded([k, 2, 3], 1), Encoded([k, 4], 1))], 0, None) for k in range(1, 201)}
+    pairs = {k: [(Encoded([k, 2, 3], 1), Encoded([k, 4], 1))] for k in range(1, 202)}
+    arrays = {f"dpo/{k}": dpo_batch(pairs[k], 0, None) for k in range(1, 201)}
+    arrays["dpo-eval/0"] = dpo_batch(pairs[201], 0, None)
 
     class Session:
         async def logprobs(self, key: str) -> list[float]:
@@ -156,16 +157,22 @@ def test_the_pass_of_the_reference_says_how_far_it_is(tmp_path: Path) -> None:
     session: Any = Session()
     unused: Any = None
     stages = SupervisedStages(spec, unused, tmp_path, "run", records, session, unused, unused, batches, unused)
-    keys = list(arrays)
-    asyncio.run(stages._references(keys[:60]))
-    asyncio.run(stages._references(keys))
-    assert asked == keys, "each once, also after a restart"
+    stage: Any = SimpleNamespace(steps=200, checkpoint_every=1, eval_batches=["dpo-eval/0"])
+    before = []
+    for step in range(200):
+        asyncio.run(stages._references(stage, step))
+        if asked[len(before) :]:
+            before += asked[len(before) :]
+            at = len([key for key in asked if not key.startswith("dpo-eval/")])
+            assert (step, at) in [(0, 10), (10, 40), (40, 160), (160, 200)]
+    assert sorted(asked) == sorted(arrays), "each once"
+    again = SupervisedStages(spec, unused, tmp_path, "run", records, session, unused, unused, batches, unused)
+    asyncio.run(again._references(stage, 0))
+    assert len(asked) == len(arrays), "also after a restart"
     store.close()
-    second = told[told.index("") + 1 :]
-    assert second[0].endswith("of all batches before training: 60 of 200")
-    assert second[-2].endswith(": 180 of 200")
-    assert second[-1] == ""
-    assert len(second) == 8, "a line for each tenth"
+    third = [text for text in told if "of steps 41 to 160" in text]
+    assert [text.rpartition(": ")[2] for text in third] == [f"{12 * k} of 120 batches" for k in range(10)]
+    assert told[-1] == ""
 
 
 def test_mismatched_responses_answer_other_prompts() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,10 +31,10 @@ STEPS_PER_CHECKPOINT_UNIT = 10
 @dataclass(frozen=True)
 class SupervisedStage:
     """One supervised stage. `recompute` names the models with activation checkpointing, and `zero3` those under ZeRO-3.
-    `references` runs before everything else. It computes what the stage needs of its initial weights. `centred` says
-    that the stage trains a reward model, whose scores are centred in the export. Their mean over `demonstrations`
-    becomes 0. Without demonstrations it is the mean over the preferred responses. `schedules` has the schedules of its
-    steps. If it is None, they run the serial one."""
+    `references(k)` runs before step k + 1, and with 0 before the evaluation. It computes what they need of the stage's
+    initial weights. `centred` says that the stage trains a reward model, whose scores are centred in the export. Their
+    mean over `demonstrations` becomes 0. Without demonstrations it is the mean over the preferred responses.
+    `schedules` has the schedules of its steps. If it is None, they run the serial one."""
 
     stage: Stage
     model: str
@@ -46,7 +47,7 @@ class SupervisedStage:
     recompute: list[str] = field(default_factory=list)
     centred: bool = False
     demonstrations: list[str] = field(default_factory=list)
-    references: Callable[[], Awaitable[None]] | None = None
+    references: Callable[[int], Awaitable[None]] | None = None
     zero3: list[str] = field(default_factory=list)
     schedules: StageSchedules | None = None
 
@@ -82,11 +83,13 @@ async def run_supervised(stage: SupervisedStage, session: TrainerSession, record
         records.put(f"{name}/began", hooks.wall_seconds())
     began = records.get(f"{name}/began")
     assert isinstance(began, float)
-    if stage.references is not None and session.step == 0:
-        await stage.references()
     if records.get(f"{name}/before") is None and session.step == 0:
+        if stage.references is not None:
+            await stage.references(0)
         records.put(f"{name}/before", await session.evaluate(stage.eval_batches))
     while session.step < stage.steps:
+        if stage.references is not None:
+            await stage.references(session.step)
         if stage.schedules is not None:
             await stage.schedules.decide(session.step + 1)
         result = await session.run_step()
@@ -165,9 +168,8 @@ class SupervisedStages:
         """Train the actor on preferences. The result is models/actor. Facts: dpo.method, .loss_before, .loss_after,
         .accuracy, and .pairs or .responses."""
         stage = self._stage(Stage.DPO, self._sources.actor_for_ppo())
-        batches = [f"dpo/{step + 1}" for step in range(stage.steps)] + stage.eval_batches
-        stage = replace(stage, export_to=self._models / "actor", references=lambda: self._references(batches))
-        await self._run(stage)
+        references = partial(self._references, stage)
+        await self._run(replace(stage, export_to=self._models / "actor", references=references))
         self._records.results.fact("dpo.method", self._spec.dpo.loss)
         before, after = (self._records.store.get(f"dpo/{when}") for when in ("before", "after"))
         if before:
@@ -178,18 +180,25 @@ class SupervisedStages:
             count = "pairs" if "pairs" in after else "responses"
             self._records.results.fact(f"dpo.{count}", after[count])
 
-    async def _references(self, batches: list[str]) -> None:
-        """Let the trainers compute the reference log-probabilities of all responses that the stage will use, each once.
-        The store keeps them."""
+    async def _references(self, stage: SupervisedStage, step: int) -> None:
+        """Let the trainers compute the reference log-probabilities of the responses that the next steps use, each once,
+        unless those of the next step are known. The store keeps them.
+
+        The trainers load the initial weights for that, and then the last checkpoint again. So it is done where a
+        checkpoint is written, and each time for three times as many steps as are done."""
         known = self._batches.references
+        if step and known.has(self._batches.arrays(f"dpo/{step + 1}")):
+            return
+        unit = stage.checkpoint_every * STEPS_PER_CHECKPOINT_UNIT
+        last = min(stage.steps, unit * max(1, -(-4 * step // unit)))
+        batches = [f"dpo/{k}" for k in range(step + 1, last + 1)] + ([] if step else stage.eval_batches)
         told = -1
         for number, key in enumerate(batches):
             arrays = self._batches.arrays(key)
             if not known.has(arrays):
                 if (tenth := 10 * number // len(batches)) > told:
-                    # They cannot be computed later, because training changes the weights.
-                    told, message = tenth, "computing the reference's log-probabilities of all batches before training"
-                    self._records.progress.update(message=f"{message}: {number} of {len(batches)}")
+                    told, message = tenth, f"computing the reference's log-probabilities of steps {step + 1} to {last}"
+                    self._records.progress.update(message=f"{message}: {number} of {len(batches)} batches")
                 known.add(key, arrays, await self._session.logprobs(key))
         self._records.progress.update(message="")
 

@@ -259,11 +259,11 @@ class TrainerSession:
         return (await self.at_target(lambda: self._execute(command))).metrics
 
     async def logprobs(self, batch: str) -> list[float]:
-        """The log-probabilities, in nats, of the batch's responses under the current weights. There is one for each
-        response."""
+        """The log-probabilities, in nats, of the batch's responses under the weights with which the stage begins. There
+        is one for each response."""
         plan = self._need_plan()
         command = Evaluate(id=self._id("reference"), stage=plan.stage, batches=[batch], reference=True)
-        return (await self.at_target(lambda: self._execute(command))).logprobs
+        return (await self.at_target(lambda: self._execute(command), 0)).logprobs
 
     async def export(self, model: str, path: Path, subtract: float = 0.0) -> None:
         """Write the current weights as a Hugging Face folder in the run directory. Each output of a value head is
@@ -355,15 +355,17 @@ class TrainerSession:
         self._longest[kind] = max(longest or 0.0, taken)
         return result
 
-    async def at_target(self, action: Callable[[], Awaitable[T]]) -> T:
-        """Run `action` (a publish) while the ranks hold the current step. It is repeated if the ranks are lost."""
+    async def at_target(self, action: Callable[[], Awaitable[T]], step: int | None = None) -> T:
+        """Run `action` (a publish) while the ranks hold the current step, or `step`. It is repeated if the ranks are
+        lost."""
+        step = self._step if step is None else step
         async with self._lock:
             while True:
                 try:
-                    await self._bring(self._need_plan(), self._step)
+                    await self._bring(self._need_plan(), step)
                     return await action()
                 except TrainerLost as lost:
-                    self._log("trainers.recover", step=self._step, reason=str(lost))
+                    self._log("trainers.recover", step=step, reason=str(lost))
 
     def _is_over(self, version: int) -> bool:
         """Whether no remaining iteration is drawn with the version. The ranks may then have dropped it."""
@@ -379,6 +381,8 @@ class TrainerSession:
 
     def _start(self, plan: StagePlan, step: int) -> tuple[int, str | None]:
         """The checkpoint from which to continue. It is the last one, or an older one if an older version is needed."""
+        if not step:
+            return 0, None
         saved, path = self.checkpoint(plan.stage)
         if not plan.lag or self._needed is None or self._is_over(self._needed) or saved <= self._needed:
             return saved, path
