@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from dovetail.kube import coordinator_http
 from dovetail.kube.connection import connect
@@ -171,15 +170,7 @@ async def _serve(settings: OperatorSettings, metrics: OperatorMetrics, health: P
         problem = health.problem(time.monotonic())
         return web.Response(status=503 if problem else 200, text=problem or "ok")
 
-    async def readyz(_: web.Request) -> web.Response:
-        return web.Response(text="ok")
-
-    async def show(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
     app = web.Application()
-    app.add_routes([web.get("/healthz", healthz), web.get("/readyz", readyz), web.get("/metrics", show)])
-    runner = serving.Runner(app, access_log=None)
-    await runner.setup()
-    await web.TCPSite(runner, "0.0.0.0", settings.health_port).start()
-    return runner
+    app.add_routes([web.get("/healthz", healthz), web.get("/readyz", serving.healthz)])
+    app.add_routes([web.get("/metrics", serving.metrics(metrics.registry))])
+    return await serving.listen(app, "0.0.0.0", settings.health_port)

@@ -20,6 +20,14 @@ from dovetail.protocol.errors import UsageError
 
 if TYPE_CHECKING:
     from dovetail.tools.data_look import DataLook
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from dovetail.coordinator.data.data_error import DataError
+from dovetail.coordinator.data.downloads.hub import Hub
+from dovetail.coordinator.data.text import tokenizer
+from dovetail.manifest.types import HubAccess
 
 SHOWN_CHARACTERS = 2000
 
@@ -84,11 +92,11 @@ def data(
       dovetail data prompts.jsonl --model Qwen/Qwen2.5-0.5B-Instruct --as prompts
     """
     require("dovetail data", ["coordinator"])
+    from dovetail.cli.data_command import named_tokenizer
     from dovetail.coordinator.data.data_error import DataError
     from dovetail.coordinator.data.text.chat_template import WithSystem, chat_format
     from dovetail.coordinator.data.text.tokenize import Encoder
     from dovetail.tools.data_look import look, look_at_hub
-    from dovetail.tools.job_tokenizer import named_tokenizer
 
     console = Console()
     try:
@@ -191,3 +199,17 @@ def example(found: DataLook) -> list[tuple[str, str]]:
     if record.fields:
         parts.append(("Fields for reward functions", ", ".join(f"{k} = {v!r}" for k, v in record.fields.items())))
     return parts
+
+
+def named_tokenizer(
+    name: str, field: str, options: Mapping[str, Any] = MappingProxyType({}), on_hub: bool = False
+) -> Any:
+    """The tokenizer of a model's folder or of a hub's repository, before there is a run. No weights are downloaded.
+    `field`: the manifest's field that names it. `options`: the options of its chat template, data.chatTemplateKwargs.
+    `on_hub`: the name is one of a hub, even if a folder here has the same name. Raises DataError."""
+    folder = Path(name).expanduser()
+    if on_hub or not folder.is_dir():
+        if not on_hub and (problem := hub_problem(name, "folder, and no model", Path())) is not None:
+            raise DataError(f"{field} {name} {problem}")
+        folder = Hub(HubAccess()).describe("tokenizer", field, name, None)
+    return tokenizer.with_template_options(tokenizer.load(folder, field), options)

@@ -17,12 +17,12 @@ from dovetail.manifest.checks.validation import check
 from dovetail.manifest.documents import ManifestError, parse, read_yaml
 from dovetail.protocol.error_text import error_text
 from dovetail.protocol.files.sample_choice import ORDERS, choose
-from dovetail.protocol.http.header_deadline import CLIENT_KEEP_SECONDS
 from dovetail.protocol.process.extras import import_error
-from dovetail.protocol.process.inheritance import is_loopback
 
 try:
     import httpx2
+
+    from dovetail.protocol.http.outside_client import outside_client
 except ModuleNotFoundError as error:
     raise import_error("dovetail.client", ["client"], error) from error
 
@@ -326,16 +326,7 @@ class _Service:
         self, what: str, option: str, url: str | None, base: str, token: str | None, verify: bool | str
     ) -> None:
         self._what, self._option, self._url, self._base = what, option, url, base
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        limits = httpx2.Limits(keepalive_expiry=CLIENT_KEEP_SECONDS)
-        self._http = httpx2.Client(
-            base_url=(url or "").rstrip("/"),
-            headers=headers,
-            verify=verify,
-            timeout=SECONDS,
-            limits=limits,
-            trust_env=not is_loopback(url or ""),
-        )
+        self._http = outside_client(url or "", token, SECONDS, verify)
 
     def close(self) -> None:
         self._http.close()

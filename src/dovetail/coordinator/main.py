@@ -149,13 +149,13 @@ def main(argv: list[str] | None = None) -> int:
     del argv
     try:
         env = ProcessEnv.read()
-        wait_for_debugger(env.name, EventLog(None, env.name))
+        wait_for_debugger(env.name, EventLog(env.name))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         write_termination_message(str(error))
         return 2
     env.run_dir.mkdir(parents=True, exist_ok=True)
-    log = EventLog(env.run_dir / "events.jsonl", env.name)
+    log = EventLog(env.name, env.run_dir / "events.jsonl")
     try:
         return asyncio.run(_run(env, log))
     except Exception as error:

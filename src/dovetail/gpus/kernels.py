@@ -1,9 +1,14 @@
-"""Says which GPUs a build of torch has kernels for. Pure."""
+"""Says which GPUs a build of torch has kernels for, and in which dtype a server or scorer computes there."""
 
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Collection, Iterable
+from functools import cache
+from importlib.util import find_spec
+
+from dovetail.manifest.types import Dtype
 
 Capability = tuple[int, int]
 
@@ -64,3 +69,27 @@ def remedy(capability: Capability) -> str:
     if capability < (7, 5):
         return f"build an image with {OLD_GPUS} and --build-arg CAPABILITY={version} (docs/images.md)"
     return f"build an image with a torch that has kernels for {version} (docs/images.md)"
+
+
+@cache
+def can_compile() -> bool:
+    """Whether this machine has Triton, and the C compiler that Triton needs."""
+    return find_spec("triton") is not None and any(shutil.which(name) for name in ("cc", "gcc", "clang"))
+
+
+def serving_dtype(group: Dtype, actor: Dtype, capability: Capability | None) -> Dtype:
+    """The group's dtype, or else the actor's. If neither is set, it is bfloat16 on a GPU and float32 on a CPU
+    (`capability` is None on a CPU). GPUs below compute capability 8.0 have no bfloat16, so they use float16. Raises
+    ValueError if the group itself asks for bfloat16 there."""
+    old = capability is not None and capability < BFLOAT16
+    if group is not Dtype.AUTO:
+        if old and group is Dtype.BFLOAT16:
+            assert capability is not None
+            raise ValueError(
+                f"the group's dtype is bfloat16, which a GPU of compute capability {show(capability)} does not have; "
+                "set it to float16 or Auto"
+            )
+        return group
+    if actor is Dtype.AUTO:
+        actor = Dtype.FLOAT32 if capability is None else Dtype.BFLOAT16
+    return Dtype.FLOAT16 if old and actor is Dtype.BFLOAT16 else actor

@@ -251,7 +251,7 @@ class Pipeline:
 
     async def _open(self) -> Engines:
         self._log = EventLog(
-            self.run_dir / "events.jsonl", COORDINATOR, stream=(self.run_dir / "logs/coordinator.log").open("a")
+            COORDINATOR, self.run_dir / "events.jsonl", stream=(self.run_dir / "logs/coordinator.log").open("a")
         )
         settings = CoordinatorSettings(
             run_dir=self.run_dir,

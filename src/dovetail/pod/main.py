@@ -21,9 +21,7 @@ import os
 import signal
 import sys
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +33,7 @@ from dovetail.launch.proctree import descendants, kill_until_gone, snapshot
 from dovetail.launch.supervisor import WINDOW_SECONDS, cpu_threads, how_it_ended
 from dovetail.manifest import fixed_names
 from dovetail.manifest.types import Group, RLHFJob, Role
+from dovetail.protocol.http import direct
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process import env
 from dovetail.protocol.process.env import ProcessEnv, started_with
@@ -325,18 +324,11 @@ def drain(processes: Sequence[PodProcess], base: ProcessEnv) -> None:
 
     A coordinator that does not answer will find out by itself. It may read a request late. The pod that comes next has
     the same names, so each request has this pod's address."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     instances = [process.name for process in processes if not process.finishes]
     for wait in (0, DRAIN_SECONDS):
         for name in instances:
-            request = urllib.request.Request(
-                f"{base.coordinator}/v1/instances/{name}?wait={wait}&host={urllib.parse.quote(base.host)}",
-                method="DELETE",
-                headers={"Authorization": f"Bearer {base.token}"},
-            )
-            try:
-                opener.open(request, timeout=wait + RETIRE_SECONDS).close()
-            except (OSError, urllib.error.URLError):
+            url = f"{base.coordinator}/v1/instances/{name}?wait={wait}&host={urllib.parse.quote(base.host)}"
+            if direct.ask(url, wait + RETIRE_SECONDS, base.token, "DELETE") is None:
                 return
 
 

@@ -1,4 +1,5 @@
-"""Writes structured logs, with one JSON line for each event, to stderr and the run's events.jsonl."""
+"""Writes structured logs, with one JSON line for each event, to stderr and, in the coordinator, to the run's
+events.jsonl."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from typing import Any, TextIO
 
 class EventLog:
     """The event log of a process. Call it as `log("iteration.finished", iteration=3, reward=0.4)`. Names are noun.verb,
-    and values are JSON scalars. `clock` returns seconds since the epoch.
+    and values are JSON scalars. `clock` returns seconds since the epoch. Several threads may use it.
 
     If a line cannot be written (for example on a full disk), only that line is lost. Logging never raises."""
 
     def __init__(
         self,
-        path: Path | None,
         process: str,
+        path: Path | None = None,
         clock: Callable[[], float] = time.time,
         stream: TextIO | None = None,
     ):
@@ -36,7 +37,8 @@ class EventLog:
             {"time": round(self._clock(), 3), "process": self._process, "event": event, **fields}, default=str
         )
         with contextlib.suppress(OSError, ValueError):
-            print(line, file=self._stream, flush=True)
+            self._stream.write(line + "\n")  # one call, because other threads write too
+            self._stream.flush()
         if self._file >= 0:
             self._write((line + "\n").encode())
 

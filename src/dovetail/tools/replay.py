@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
@@ -257,12 +256,11 @@ async def _run(replay: Replay, folder: Path, tell: Callable[[str], None]) -> Rep
         log=lambda event, **fields: None,
     )
     app = make_app(_Host(group, replay.batches), token, CollectorRegistry())
-    runner = serving.Runner(app, access_log=None, shutdown_timeout=1.0)
     reservation = PortReservation(HOST)
+    runner: serving.Runner | None = None
     try:
-        await runner.setup()
         ports = reservation.reserve(port_names(replay.plan))
-        await web.TCPSite(runner, HOST, ports[COORDINATOR], reuse_address=True).start()
+        runner = await serving.listen(app, HOST, ports[COORDINATOR])
         with _ranks(_specs(replay, folder, ports, token)) as ranks:
             watching = asyncio.create_task(_watch(ranks, folder))
             working = asyncio.create_task(_work(replay, folder, group, tell))
@@ -276,7 +274,8 @@ async def _run(replay: Replay, folder: Path, tell: Callable[[str], None]) -> Rep
                     task.cancel()
                 await asyncio.gather(watching, working, return_exceptions=True)
     finally:
-        await runner.cleanup()
+        if runner is not None:
+            await runner.cleanup()
         reservation.close()
 
 

@@ -30,7 +30,6 @@ from dovetail.protocol.eventlog import EventLog
 from dovetail.protocol.files.durable import write_json
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.process.exit_codes import JOB_FAILED
-from dovetail.trainer.rank.events import Events
 from helpers.jobs import tiny_job
 
 FULL = OSError(errno.ENOSPC, "No space left on device")
@@ -149,10 +148,9 @@ def test_wall_time_adds_up_over_restarts_and_clock_jumps(tmp_path: Path, monkeyp
 
 def test_a_log_on_a_full_disk_costs_lines_and_nothing_else(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
-        log = EventLog(Path("/dev/full"), "coordinator", stream=full)
+        log = EventLog("coordinator", Path("/dev/full"), stream=full)
         log("a.b", x=1)
         log.close()
-        Events("trainer-0", stream=full)("a.b", x=1)
         with pytest.raises(OSError, match="No space"):
             full.flush()
         os.dup2(os.open(os.devnull, os.O_WRONLY), full.fileno())

@@ -187,7 +187,7 @@ def test_a_model_of_a_jobs_hub_is_not_taken_for_a_folder_here(tmp_path: Path, mo
         asked.append(repository)
         raise DataError("no network")
 
-    monkeypatch.setattr("dovetail.tools.job_tokenizer.Hub.describe", describe)
+    monkeypatch.setattr("dovetail.cli.data_command.Hub.describe", describe)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "Qwen").mkdir()
     file = write(tmp_path / "p.jsonl", {"prompt": "p"})

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from golden import make_objects
 
-from dovetail.launch.local.open_files import files_needed
+from dovetail.launch.local.launcher import files_needed
 from dovetail.manifest.documents import parse
 from dovetail.planner.make_plan import make_plan
 
@@ -33,7 +33,7 @@ def test_too_few_open_files_are_refused_before_anything_starts(tmp_path):
 
 @pytest.mark.parametrize(("soft", "expected"), [(120, 700), (900, 900)])
 def test_a_soft_limit_is_raised_and_never_lowered(soft, expected):
-    code = "from dovetail.launch.local.open_files import allow_files\nimport resource\nallow_files(700)\n"
+    code = "from dovetail.launch.local.launcher import allow_files\nimport resource\nallow_files(700)\n"
     assert run(1000, soft, code + "print(resource.getrlimit(resource.RLIMIT_NOFILE))") == (0, f"({expected}, 1000)\n")
 
 

@@ -16,9 +16,8 @@ from dovetail.coordinator.store.identity import identify, read_id
 from dovetail.coordinator.store.manifest_changes import adopt
 from dovetail.coordinator.store.store import Store
 from dovetail.launch.devices import cuda_devices
-from dovetail.launch.local.launcher import Launcher, spawn_kind
+from dovetail.launch.local.launcher import Launcher, Stopwatch, spawn_kind
 from dovetail.launch.local.rundir import RunDir, explained
-from dovetail.launch.local.stopwatch import Stopwatch
 from dovetail.launch.logs import last_line
 from dovetail.launch.ports import PortReservation
 from dovetail.launch.processes import port_names, render

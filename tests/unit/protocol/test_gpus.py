@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dovetail.gpus import kernel_check as process
-from dovetail.gpus.dtypes import serving_dtype
 from dovetail.gpus.kernel_check import architectures, torch_problem
-from dovetail.gpus.kernels import DEFAULT_ARCHITECTURES, has_kernels, read_capability, serves
+from dovetail.gpus.kernels import DEFAULT_ARCHITECTURES, has_kernels, read_capability, serves, serving_dtype
 from dovetail.gpus.nvidia_driver import BrokenDriver, Device, Driver, NoDriver, ask_driver
 from dovetail.manifest.types import Dtype
 

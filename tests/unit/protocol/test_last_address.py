@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import pytest
 
-from dovetail.protocol import last_address
-from dovetail.protocol.last_address import LastAddress
+from dovetail.protocol.http import last_address
+from dovetail.protocol.http.last_address import LastAddress
 from dovetail.protocol.messages import Heartbeat, JoinRequest
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.rollout.scoring import scorer

@@ -17,12 +17,12 @@ from dovetail.gpus.kernel_check import my_capability
 from dovetail.manifest.resolve import with_lag
 from dovetail.manifest.reward import ppo_config
 from dovetail.manifest.types import Parallelism, RLHFJob, Stage
+from dovetail.protocol.eventlog import EventLog
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.allocator import use_expandable_segments
 from dovetail.protocol.process.debugger import wait_for_debugger
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.trainer.rank.coordinator_client import CoordinatorClient, CoordinatorUnreachable, Refused
-from dovetail.trainer.rank.events import Events
 
 PATIENCE_SECONDS = 600.0
 
@@ -45,11 +45,11 @@ def main(argv: list[str] | None = None) -> int:
     # once.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    log = Events("trainer")
+    log = EventLog("trainer")
     use_expandable_segments(os.environ)
     try:
         env = ProcessEnv.read()
-        log = Events(env.name)
+        log = EventLog(env.name)
         wait_for_debugger(env.name, log)
         plan = read_plan(env.plan_file, env)
         job = read_job(env.job_file, plan)
@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2 if isinstance(error, ValueError | Refused) else 1
 
 
-def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patience: float, log: Events) -> int:
+def serve(env: ProcessEnv, job: RLHFJob, layouts: dict[str, Parallelism], patience: float, log: EventLog) -> int:
     """Run the rank until it is told to stop. Returns 0. Raises ValueError for a user's function that does not work, and
     for a GPU for which torch has no kernels. Raises CoordinatorUnreachable, Refused and GPUFailed."""
     my_capability()

@@ -6,56 +6,41 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
 import sys
-import time
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
 import torch
-from aiohttp import web
 from pydantic import ValidationError
 
-from dovetail.gpus.dtypes import serving_dtype
 from dovetail.gpus.gpu_failure import GPUFailed
 from dovetail.gpus.kernel_check import my_capability
+from dovetail.gpus.kernels import serving_dtype
 from dovetail.manifest.accelerators import sleeps
 from dovetail.manifest.types import Dtype, RLHFJob
 from dovetail.protocol.budgets import SCORER_TOKENS
+from dovetail.protocol.eventlog import EventLog
 from dovetail.protocol.http import serving
 from dovetail.protocol.http.client_session import client_session, resend
-from dovetail.protocol.last_address import LastAddress
+from dovetail.protocol.http.last_address import LastAddress
 from dovetail.protocol.messages import Register
 from dovetail.protocol.plan import Plan
 from dovetail.protocol.process.allocator import use_expandable_segments
 from dovetail.protocol.process.debugger import wait_for_debugger
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.protocol.process.pulse import Pulse
-from dovetail.rollout.scoring.coordinator_resolver import LastAddressResolver
 from dovetail.rollout.scoring.forward_passes import ModelScorer
 from dovetail.rollout.scoring.host_weights import CudaCopies
 from dovetail.rollout.scoring.scorer_app import Log, Metrics, ScorerService, make_app
 
 REGISTER_SECONDS = 2.0
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def event_log(process: str) -> Log:
-    """A structured log. It writes one JSON line per event to stderr."""
-
-    def log(event: str, **fields: Any) -> None:
-        line = {"time": round(time.time(), 3), "process": process, "event": event, **fields}
-        with contextlib.suppress(OSError):  # if the disk is full, only this line is lost
-            print(json.dumps(line, default=str), file=sys.stderr, flush=True)
-
-    return log
 
 
 @dataclass(frozen=True)
@@ -120,7 +105,7 @@ def devices_for(settings: Settings, given: str | None, gpus: int) -> list[str]:
 async def register_forever(env: ProcessEnv, url: str, incarnation: str, service: ScorerService, log: Log) -> None:
     """POST /v1/instances every 2 s for as long as the process lives. It logs only changes of the outcome."""
     address = LastAddress(urlsplit(env.coordinator).hostname or "")
-    async with client_session(resolver=LastAddressResolver(address), middlewares=[resend]) as session:
+    async with client_session(address=address, middlewares=[resend]) as session:
         await _register(session, address, env, url, incarnation, service, log)
 
 
@@ -188,11 +173,8 @@ async def serve(env: ProcessEnv, service: ScorerService, log: Log) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    runner = serving.Runner(make_app(service, env.token), access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
+    runner = await serving.listen(make_app(service, env.token), env.host, env.port)
     try:
-        site = web.TCPSite(runner, env.host, env.port)
-        await site.start()
         port = runner.addresses[0][1]
         url = f"http://{advertised_host(env.host)}:{port}"
         log("scorer.started", url=url, device=service.scorer.place)
@@ -237,14 +219,14 @@ def main(argv: list[str] | None = None) -> int:
     use_expandable_segments(os.environ)
     try:
         env = ProcessEnv.read()
-        wait_for_debugger(env.name, event_log(env.name))
+        wait_for_debugger(env.name, EventLog(env.name))
         settings = read_settings(env)
         # This comes before any other use of CUDA. If torch has no kernels for this GPU, it ends with a sentence.
         capability = my_capability() if settings.on_gpu or args.device else None
         devices = devices_for(settings, args.device, torch.cuda.device_count() if torch.cuda.is_available() else 0)
         on_cpu = devices[0] == "cpu"
         dtype = DTYPES[args.dtype or serving_dtype(settings.dtype, Dtype.AUTO, None if on_cpu else capability).value]
-        log, metrics = event_log(env.name), Metrics()
+        log, metrics = EventLog(env.name), Metrics()
         copies = [CudaCopies(torch.device(d)) for d in devices] if settings.shared and not on_cpu else None
         split = None if args.device else settings.split
         scorer = ModelScorer(

@@ -12,14 +12,14 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 from torch import Tensor
 
 from dovetail.gpus.gpu_failure import context_is_lost, names_cuda
 from dovetail.protocol.http import serving
-from dovetail.protocol.http.serving import OPEN_PATHS, Handler
+from dovetail.protocol.http.serving import Handler
 from dovetail.protocol.messages import ModelRef, Receive
 from dovetail.protocol.process.pulse import PROGRESS
 from dovetail.protocol.wire import CONTENT_TYPE, pack, unpack
@@ -216,14 +216,8 @@ def make_app(service: ScorerService, token: str) -> web.Application:
         return response
 
     async def answer(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path not in OPEN_PATHS:
-            if not serving.authorized(request.headers.get("Authorization"), token):
-                return web.Response(status=401, text="the job's token is missing or wrong")
-            try:
-                await serving.take(request)
-            except web.HTTPException as error:
-                return web.Response(status=error.status, text=error.text or error.reason)
         try:
+            await serving.admit(request, token)
             return await handler(request)
         except web.HTTPException as error:
             return web.Response(status=error.status, text=error.text or error.reason)
@@ -285,13 +279,6 @@ def make_app(service: ScorerService, token: str) -> web.Application:
         await service.receive(message)
         return web.json_response({"version": message.offer.version})
 
-    async def metrics(_: web.Request) -> web.Response:
-        body = generate_latest(service.metrics.registry)
-        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    async def healthz(_: web.Request) -> web.Response:
-        return web.Response(text="ok")
-
     app = web.Application(middlewares=[guard], client_max_size=MAX_BODY_BYTES)
     app.add_routes(
         [
@@ -302,8 +289,8 @@ def make_app(service: ScorerService, token: str) -> web.Application:
             web.post("/v1/weights", weights),
             web.post("/v1/bring", bring),
             web.post("/v1/leave", leave),
-            web.get("/metrics", metrics),
-            web.get("/healthz", healthz),
+            web.get("/metrics", serving.metrics(service.metrics.registry)),
+            web.get("/healthz", serving.healthz),
         ]
     )
     return app

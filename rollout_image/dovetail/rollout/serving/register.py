@@ -5,11 +5,10 @@ from __future__ import annotations
 import http.client
 import os
 import threading
-import urllib.error
-import urllib.request
 from urllib.parse import urlsplit
 
-from dovetail.protocol.last_address import CoordinatorConnection, LastAddress
+from dovetail.protocol.http import direct
+from dovetail.protocol.http.last_address import CoordinatorConnection, LastAddress
 from dovetail.protocol.messages import Register
 from dovetail.protocol.process.env import ProcessEnv
 from dovetail.rollout.serving.routes import ServerState
@@ -62,13 +61,7 @@ class Registrar:
         return f"http://{host}:{self._env.port}"
 
     def _healthy(self) -> bool:
-        try:
-            # This process itself answers, so a proxy of the environment must not be asked.
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-            with opener.open(f"{self._url()}/health", timeout=TIMEOUT_SECONDS) as reply:
-                return bool(reply.status == 200)
-        except (OSError, urllib.error.URLError):
-            return False
+        return direct.ask(f"{self._url()}/health", TIMEOUT_SECONDS) is not None
 
     def _post(self, ready: bool) -> None:
         message = Register(

@@ -19,8 +19,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dovetail.gpus.dtypes import serving_dtype
 from dovetail.gpus.kernel_check import my_capability
+from dovetail.gpus.kernels import serving_dtype
 from dovetail.manifest.accelerators import SLEEP
 from dovetail.manifest.checks.scratch import cpu_head_error, head_size
 from dovetail.manifest.model_families import MODEL_FAMILIES

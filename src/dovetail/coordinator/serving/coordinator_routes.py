@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ValidationError
 
 from dovetail.coordinator.reporting.page.page_documents import NotKept
@@ -67,11 +67,7 @@ def make_app(host: Host, token: str, registry: CollectorRegistry, page: Page | N
     async def authenticate(
         request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
-        if request.path in serving.OPEN_PATHS:
-            return await handler(request)
-        if not serving.authorized(request.headers.get("Authorization"), token):
-            return web.Response(status=401, text="the job's token is missing or wrong")
-        await serving.take(request)
+        await serving.admit(request, token)
         return await handler(request)
 
     async def join(request: web.Request) -> web.Response:
@@ -155,12 +151,6 @@ def make_app(host: Host, token: str, registry: CollectorRegistry, page: Page | N
             raise web.HTTPNotFound(text=str(error)) from error
         return web.Response(body=body, content_type="application/json")
 
-    async def metrics(_: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
-
-    async def healthz(_: web.Request) -> web.Response:
-        return web.Response(text="ok")
-
     app = web.Application(middlewares=[authenticate], client_max_size=256 * 1024 * 1024)
     app.add_routes(
         [
@@ -175,8 +165,8 @@ def make_app(host: Host, token: str, registry: CollectorRegistry, page: Page | N
             web.get("/v1/history", history),
             web.get("/v1/traces/{iteration:[0-9]{1,9}}", trace),
             web.get("/v1/page/{question:.+}", page_document),
-            web.get("/metrics", metrics),
-            web.get("/healthz", healthz),
+            web.get("/metrics", serving.metrics(registry)),
+            web.get("/healthz", serving.healthz),
         ]
     )
     return app

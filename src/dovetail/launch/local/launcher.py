@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import os
+import resource
 import signal
 import threading
 import time
@@ -18,15 +21,13 @@ from dovetail.coordinator.data.downloads.model_folders import check_local
 from dovetail.launch.devices import cuda_devices
 from dovetail.launch.liveness import Liveness, LivenessLimits, Pulses
 from dovetail.launch.local.aftermath import DiskWatch, give_back, reserve, with_cause, write_results
-from dovetail.launch.local.open_files import allow_files, files_needed
-from dovetail.launch.local.rundir import RunDir
-from dovetail.launch.local.stopwatch import Stopwatch
+from dovetail.launch.local.rundir import RunDir, write_text
 from dovetail.launch.ports import PortReservation
 from dovetail.launch.processes import HOST, ProcessSpec, port_names, render
 from dovetail.launch.spawn import ExecSpawner, ForkSpawner, Spawner
 from dovetail.launch.supervisor import Outcome, Supervisor, cpu_threads
-from dovetail.manifest.types import RLHFJob
-from dovetail.protocol.errors import RunError
+from dovetail.manifest.types import RLHFJob, RLHFJobSpec
+from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.files.durable import read_object
 from dovetail.protocol.files.machine_profile import Profile
 from dovetail.protocol.plan import Plan
@@ -34,6 +35,9 @@ from dovetail.protocol.process.inheritance import inherited
 from dovetail.protocol.process.process_names import COORDINATOR
 from dovetail.protocol.process.pulse import PULSE
 
+# The open files of a process without samples. They are libraries, logs, and sockets of vLLM and of the trainers.
+BASE_FILES = 256
+WRITE_SECONDS = 5.0  # between two writes of the run's time
 SPAWN = "DOVETAIL_SPAWN"
 GRACE_SECONDS = 5.0
 SpawnKind = Literal["exec", "fork"]
@@ -278,3 +282,60 @@ class Launcher:
         if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
             wanted.remove(signal.SIGHUP)
         return {sig: signal.signal(sig, on_signal) for sig in wanted}
+
+
+def files_needed(spec: RLHFJobSpec, plan: Plan) -> int:
+    """The number of open files that the coordinator needs. It needs the most of all processes, because it has a
+    connection for each sample that is generated."""
+    streams = len(plan.rollouts) * spec.generation.max_concurrent
+    return BASE_FILES + 16 * len(plan.trainers) + min(streams, spec.ppo.global_batch_size)
+
+
+def allow_files(needed: int) -> None:
+    """Raise this process's limit of open files to `needed`, because some machines allow fewer than a job needs. The
+    processes that it starts inherit it. Raises UsageError if that is not allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+        return
+    raise UsageError(
+        f"a process may have {hard} files open here and the job needs {needed}; "
+        f"raise the limit (`ulimit -Hn {needed}` as root, or nofile in /etc/security/limits.conf), or lower "
+        f"generation.maxConcurrent"
+    )
+
+
+class Stopwatch:
+    """Measures how long a run has run, and keeps the time in the run directory. It measures from its creation on, and
+    adds the time of earlier resumes. Call `look` again and again. If the launcher is killed, at most `WRITE_SECONDS`
+    are lost."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._path, self._clock = path, clock
+        self._before, self._begun = _read(path), clock()
+        self._written = self._begun
+
+    @property
+    def seconds(self) -> float:
+        return self._before + self._clock() - self._begun
+
+    def look(self) -> None:
+        """Write the time every few seconds. A full disk does not end the run."""
+        if self._clock() - self._written >= WRITE_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        self._written = self._clock()
+        try:
+            write_text(self._path, json.dumps({"seconds": round(self.seconds, 3)}) + "\n")
+        except OSError:
+            return
+
+
+def _read(path: Path) -> float:
+    try:
+        return max(0.0, float(json.loads(path.read_text())["seconds"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0.0

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable
-from http.client import HTTPException
 from typing import Any
+
+from dovetail.protocol.http import direct
 
 POLL_SECONDS = 0.5
 TIMEOUT_SECONDS = 2.0
@@ -16,13 +15,9 @@ TIMEOUT_SECONDS = 2.0
 
 def fetch_status(url: str, token: str, timeout: float = TIMEOUT_SECONDS) -> dict[str, Any] | None:
     """The status document, or None while there is no answer."""
-    request = urllib.request.Request(f"{url}/v1/status", headers={"Authorization": f"Bearer {token}"})
-    # The coordinator runs on this machine, so a proxy from the environment must not be used.
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with opener.open(request, timeout=timeout) as reply:
-            document = json.load(reply)
-    except (OSError, ValueError, HTTPException, urllib.error.URLError):
+        document = json.loads(direct.ask(f"{url}/v1/status", timeout, token) or "")
+    except ValueError:
         return None
     return document if isinstance(document, dict) else None
 

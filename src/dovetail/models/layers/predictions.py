@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from dovetail.gpus.compiler import can_compile
+from dovetail.gpus.kernels import can_compile
 from dovetail.models.layers.logprobs import Entropy, gather_logprobs, logprobs_and_entropy, wide_dtype
 from dovetail.models.layers.vocabulary import project, rows_of
 from dovetail.protocol.budgets import LOGPROB_CHUNK_BYTES

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from contextvars import ContextVar
 from typing import Any
 
 import aiohttp
-from aiohttp.abc import AbstractResolver
+from aiohttp.abc import AbstractResolver, ResolveResult
 
 from dovetail.protocol.http.header_deadline import CLIENT_KEEP_SECONDS
+from dovetail.protocol.http.last_address import LastAddress
 
 _reused: ContextVar[list[bool]] = ContextVar("reused")
 
 
-def client_session(*, resolver: AbstractResolver | None = None, **options: Any) -> aiohttp.ClientSession:
-    """A session without a limit of connections. It ignores the environment's proxies. With `resolver`, each new
-    connection asks for the address anew."""
+def client_session(*, address: LastAddress | None = None, **options: Any) -> aiohttp.ClientSession:
+    """A session without a limit of connections. It ignores the environment's proxies. With `address`, the
+    session is for this host, and each new connection asks for its address anew."""
     tracing = aiohttp.TraceConfig()
     tracing.on_connection_reuseconn.append(_note_reuse)
     connector = aiohttp.TCPConnector(
-        limit=0, keepalive_timeout=CLIENT_KEEP_SECONDS, resolver=resolver, use_dns_cache=resolver is None
+        limit=0,
+        keepalive_timeout=CLIENT_KEEP_SECONDS,
+        resolver=None if address is None else _Resolver(address),
+        use_dns_cache=address is None,
     )
     return aiohttp.ClientSession(connector=connector, trust_env=False, trace_configs=[tracing], **options)
 
@@ -41,3 +47,31 @@ async def resend(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerT
 async def _note_reuse(*_: object) -> None:
     if (reused := _reused.get(None)) is not None:
         reused.append(True)
+
+
+class _Resolver(AbstractResolver):
+    """Resolves the one host of `address`, to its last known address while no name server answers."""
+
+    def __init__(self, address: LastAddress) -> None:
+        self._address = address
+
+    async def resolve(
+        self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
+    ) -> list[ResolveResult]:
+        """The addresses of the host. Raises OSError, also for any other host."""
+        if host != self._address.host:
+            raise OSError(f"{host} is not {self._address.host}")
+        return [
+            ResolveResult(
+                hostname=host,
+                host=address,
+                port=port,
+                family=socket.AF_INET6 if ":" in address else socket.AF_INET,
+                proto=socket.IPPROTO_TCP,
+                flags=socket.AI_NUMERICHOST | socket.AI_NUMERICSERV,
+            )
+            for address in await asyncio.to_thread(self._address.find)
+        ]
+
+    async def close(self) -> None:
+        """There is nothing to close."""

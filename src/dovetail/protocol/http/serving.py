@@ -1,4 +1,5 @@
-"""The check of the job's token, and time limits for requests, which the HTTP servers of a job share."""
+"""What the HTTP servers share: the start, the check of the job's token, time limits for requests, /healthz and
+/metrics."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ import hmac
 from collections.abc import Awaitable, Callable
 
 from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from dovetail.protocol.http.header_deadline import HEADER_SECONDS, SERVER_KEEP_SECONDS
 
@@ -25,8 +27,13 @@ def authorized(header: str | None, token: str) -> bool:
     return hmac.compare_digest(given, f"Bearer {token}".encode())
 
 
-async def take(request: web.Request) -> None:
-    """Read the request's body. Raises HTTPRequestTimeout if it does not come within BODY_SECONDS."""
+async def admit(request: web.Request, token: str) -> None:
+    """Check the job's token, except on OPEN_PATHS, and read the request's body. Raises HTTPUnauthorized, and
+    HTTPRequestTimeout if the body does not come within BODY_SECONDS."""
+    if request.path in OPEN_PATHS:
+        return
+    if not authorized(request.headers.get("Authorization"), token):
+        raise web.HTTPUnauthorized(text="the job's token is missing or wrong")
     try:
         async with asyncio.timeout(BODY_SECONDS):
             await request.read()
@@ -72,3 +79,29 @@ class Runner(web.AppRunner):
                 if clock() - since.get(connection, clock()) > self._header_seconds:
                     connection.force_close()
             await asyncio.sleep(self._header_seconds / 5)
+
+
+async def listen(app: web.Application, host: str, port: int) -> Runner:
+    """Start to serve. Call `cleanup` of the result to end. Raises OSError if the address is not available."""
+    runner = Runner(app, access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+    except BaseException:
+        await runner.cleanup()
+        raise
+    return runner
+
+
+async def healthz(_: web.Request) -> web.Response:
+    """The answer of a server that is alive."""
+    return web.Response(text="ok")
+
+
+def metrics(registry: CollectorRegistry) -> Handler:
+    """Answers with the metrics of `registry`."""
+
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    return answer

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from pathlib import Path
 
-from dovetail.gpus.dtypes import serving_dtype
 from dovetail.gpus.kernel_check import architectures, torch_problem
-from dovetail.gpus.kernels import BFLOAT16, show
+from dovetail.gpus.kernels import BFLOAT16, serving_dtype, show
 from dovetail.gpus.nvidia_driver import BrokenDriver, Device, Driver, NoDriver, ask_driver
 from dovetail.manifest.types import Dtype
 from dovetail.rollout.versions import installed, supported, version_problem

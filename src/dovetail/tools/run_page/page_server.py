@@ -166,14 +166,11 @@ def _problem(status: int, detail: str) -> web.Response:
 @asynccontextmanager
 async def page_server(app: web.Application, host: str, port: int) -> AsyncIterator[int]:
     """Serve while the context is open. Yields the port. Raises RunError if the address is not available."""
-    runner = serving.Runner(app, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port)
-        try:
-            await site.start()
-        except OSError as error:
-            raise RunError(f"cannot listen on {host}, port {port}: {error.strerror}; give another --port") from error
+        runner = await serving.listen(app, host, port)
+    except OSError as error:
+        raise RunError(f"cannot listen on {host}, port {port}: {error.strerror}; give another --port") from error
+    try:
         yield int(runner.addresses[0][1])
     finally:
         await runner.cleanup()

@@ -11,8 +11,7 @@ import httpx2
 from dovetail.coordinator.data.text.chat_template import Message
 from dovetail.protocol.error_text import error_text
 from dovetail.protocol.errors import RunError
-from dovetail.protocol.http.header_deadline import CLIENT_KEEP_SECONDS
-from dovetail.protocol.process.inheritance import is_loopback
+from dovetail.protocol.http.outside_client import outside_client
 from dovetail.tools.serving.chat import DialogueTooLong, Sampling
 
 CONNECT_SECONDS = 10.0
@@ -29,12 +28,7 @@ class ServedModel:
 
     def __init__(self, url: str, model: str | None = None, key: str | None = None, stop: Sequence[str] = ()) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
-        timeout = httpx2.Timeout(PIECE_SECONDS, connect=CONNECT_SECONDS)
-        limits = httpx2.Limits(keepalive_expiry=CLIENT_KEEP_SECONDS)
-        self._http = httpx2.Client(
-            base_url=self.url, headers=headers, timeout=timeout, limits=limits, trust_env=not is_loopback(self.url)
-        )
+        self._http = outside_client(self.url, key, httpx2.Timeout(PIECE_SECONDS, connect=CONNECT_SECONDS))
         self._stop = list(stop)
         try:
             names = self._names()

@@ -30,6 +30,7 @@ from dovetail.launch.ports import PortReservation
 from dovetail.manifest.checks.scratch import cpu_head_error
 from dovetail.protocol.errors import RunError, UsageError
 from dovetail.protocol.files.durable import read_object
+from dovetail.protocol.http import direct
 from dovetail.protocol.http.header_deadline import SERVER_KEEP_SECONDS
 from dovetail.protocol.process.extras import missing_extras
 from dovetail.protocol.process.inheritance import on_this_machine
@@ -196,13 +197,10 @@ def _started(command: Sequence[str], environment: Mapping[str, str], log: Binary
 
 
 def _wait(url: str, process: subprocess.Popen[Any], log: Path, given_up: Callable[[], bool]) -> None:
-    import httpx2
-
     end = time.monotonic() + START_SECONDS
     while True:
-        with contextlib.suppress(httpx2.HTTPError):
-            if httpx2.get(f"{url}/health", timeout=5.0, trust_env=False).status_code == 200:
-                return
+        if direct.ask(f"{url}/health", 5.0) is not None:
+            return
         if process.poll() is not None:
             raise RunError(f"vLLM ended before it could serve: {last_error(log)} (log: {log})")
         if given_up():

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dovetail.gpus.compiler import can_compile
+from dovetail.gpus.kernels import can_compile
 from dovetail.manifest.types import Optimizer, TrainedModel
 from dovetail.models import ModelError, PipelineStage, load_config
 from dovetail.models.build import fill, open_source

@@ -11,7 +11,7 @@ from urllib.parse import quote, urlsplit
 
 from pydantic import BaseModel, ValidationError
 
-from dovetail.protocol.last_address import CoordinatorConnection, LastAddress
+from dovetail.protocol.http.last_address import CoordinatorConnection, LastAddress
 from dovetail.protocol.messages import Heartbeat, HeartbeatReply, JoinReply, JoinRequest, NextReply, NextRequest, Offer
 
 # The coordinator answers a long poll within 20 s.
