@@ -13,7 +13,8 @@ import yaml
 
 from asynchronous.json_lines import print_line
 from asynchronous.run import MANIFEST
-from dovetail.coordinator.reporting.report.report import read_history
+from dovetail.coordinator.reporting.page.overview import last_of_each_step
+from dovetail.coordinator.reporting.page.run_folder import RunFolder
 from dovetail.manifest.documents import parse
 from dovetail.manifest.types import RLHFJob
 from dovetail.tools.calibrate.measure import run_one
@@ -73,7 +74,9 @@ def compare_curves(lags: Sequence[int], seeds: int) -> list[dict[str, Any]]:
             for seed in range(seeds):
                 run_dir = folder / f"{lag}-{seed}"
                 run_one(job_of(folder, lag, seed), run_dir)
-                found.append([row["reward"] for row in read_history(run_dir)["ppo"].values()])
+                found.append(
+                    [row["metrics"]["reward"] for row in last_of_each_step(RunFolder(run_dir).rows(), "ppo").values()]
+                )
             ends[lag] = [statistics.fmean(each[-LAST:]) for each in found]
             noise = error(ends[lag])
             line = {

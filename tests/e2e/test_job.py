@@ -21,6 +21,7 @@ from dovetail.coordinator.reporting.sample_files import BEFORE_SFT, evaluation_f
 from dovetail.coordinator.store.identity import delete_run, run_of
 from dovetail.coordinator.store.store import open_records
 from dovetail.manifest.types import RLHFJob
+from helpers.finished_runs import report_answers
 from helpers.jobs import Fault, Injector, events, history, run_job, same_weights, sample_rows, summary, tiny_job
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -102,7 +103,8 @@ def test_every_response_can_be_read_and_makes_up_the_curve(peaceful: Path) -> No
         assert statistics.fmean(row["tokens"] for row in rows) == pytest.approx(metrics["response_length"], abs=1e-3)
         assert {row["weight_version"] for row in rows} == {iteration - 1}
     assert {e["iteration"] for e in events(peaceful, "sample.shown")} == {1}
-    assert "Answer after iteration 4" in write_report(peaceful).read_text()
+    write_report(peaceful)
+    assert "evaluation/4" in report_answers(peaceful)
 
 
 def test_the_run_page_shows_the_tokens_of_every_response(peaceful: Path) -> None:

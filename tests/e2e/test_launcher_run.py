@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from dovetail.protocol.process.exit_codes import JOB_FAILED
+from helpers.finished_runs import report_answers
 
 pytestmark = pytest.mark.slow
 
@@ -47,6 +48,7 @@ def render(*args, **options):
 launcher.render = render
 spawn.ForkSpawner.preload = "dv_preload:preload"
 from dovetail.cli.main import main
+from helpers.finished_runs import report_answers
 sys.argv[0] = "dovetail"
 main()
 """
@@ -162,7 +164,7 @@ def test_ctrl_c_ends_everything_and_resume_continues(run):
     assert code == 130
     assert "--resume" in output
     assert run.summary()["state"] == "interrupted"
-    assert "interrupted" in (run.dir / "report.html").read_text()
+    assert report_answers(run.dir)["overview"]["state"] == "interrupted"
     all_gone(pids)
 
     run.start()
@@ -226,7 +228,7 @@ def test_dead_processes_come_back_on_their_ports_until_there_were_too_many(run):
     assert len(re.findall("starting it again", output)) == 3
     assert run.summary()["state"] == "failed"
     assert run.summary()["reason"].startswith("gen-0 died (signal SIGKILL) and failurePolicy.maxRestarts")
-    assert "gen-0 died" in (run.dir / "report.html").read_text()
+    assert "gen-0 died" in report_answers(run.dir)["overview"]["reason"]
     all_gone(run.all_pids())
 
 
@@ -240,7 +242,7 @@ def test_a_failed_coordinator_fails_the_run_with_its_reason(run):
     assert code == 1
     assert "Error: the run failed: line 7 of data.jsonl is empty" in output
     assert run.summary()["reason"] == "line 7 of data.jsonl is empty"
-    assert "line 7 of data.jsonl is empty" in (run.dir / "report.html").read_text()
+    assert "line 7 of data.jsonl is empty" in report_answers(run.dir)["overview"]["reason"]
 
 
 @EITHER_WAY

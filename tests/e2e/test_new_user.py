@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from dovetail.coordinator.data.text import tokenizer as tokenizers
+from helpers.finished_runs import report_answers
 from helpers.free_ports import free_port
 from helpers.vllm_servers import tiny_llama
 
@@ -108,9 +109,9 @@ def test_the_same_prompts_are_answered_before_sft_after_sft_and_after_grpo(train
         answers.append({row["prompt"] for row in rows})
     assert answers[0] == answers[1] == answers[2]
     dovetail(trained.parent, "report", "mine")
-    page = (trained / "report.html").read_text()
-    for head in ("Answer before SFT", "Answer after SFT, before GRPO", "Answer after iteration 2 of GRPO"):
-        assert head in page
+    found = report_answers(trained)
+    assert found["overview"]["evaluations"] == [-1, 0, 2]
+    assert [{row["asked"] for row in found[f"evaluation/{version}"]["rows"]} for version in (-1, 0, 2)] == answers
 
 
 def test_what_a_run_leaves_for_others(trained: Path) -> None:

@@ -2,8 +2,12 @@
 
 import json
 import math
+import re
 from pathlib import Path
+from typing import Any
 
+from dovetail.coordinator.reporting.page.overview import last_of_each_step
+from dovetail.coordinator.reporting.page.run_folder import RunFolder
 from dovetail.protocol.files.trace import chrome_trace
 from dovetail.protocol.messages import Span
 
@@ -91,3 +95,23 @@ def finished_run(path: Path, *, iterations: int = 30) -> Path:
         trace = json.dumps(chrome_trace(spans(k), {"iteration": k}))
         (path / "traces" / f"iteration-{k:04d}.json").write_text(trace)
     return path
+
+
+def history_of(run_dir: Path) -> dict[str, dict[int, dict[str, float]]]:
+    """{stage: {step: metrics}} of a run's history."""
+    rows = RunFolder(run_dir).rows()
+    return {
+        stage: {step: row["metrics"] for step, row in last_of_each_step(rows, stage).items()}
+        for stage in dict.fromkeys(row["stage"] for row in rows)
+    }
+
+
+def report_answers(run_dir: Path) -> dict[str, Any]:
+    """The answers to the page's questions in a run's report.html."""
+    return page_data((run_dir / "report.html").read_text())["answers"]
+
+
+def page_data(text: str) -> Any:
+    """The data of a page that is one file."""
+    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return json.loads(data)

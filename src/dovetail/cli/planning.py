@@ -123,7 +123,7 @@ def write_html(path: Path, name: str, chosen: Chosen | None) -> None:
         raise UsageError("--html shows a predicted iteration, but nothing is predicted for this job; give --inventory.")
     from dovetail.cli.timeline_command import timeline_page
 
-    write(path, timeline_page(name, chosen))
+    write(path, timeline_page(name, chosen).decode())
 
 
 @click.command()

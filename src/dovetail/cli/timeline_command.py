@@ -1,10 +1,8 @@
-"""Makes plan.html, which shows a predicted iteration, GPU by GPU. It is one file without scripts and loads no other
-files."""
+"""Makes plan.html, which shows a predicted iteration, GPU by GPU. It is one file and loads nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from html import escape
+import time
 from typing import Any
 
 from dovetail.cli.common.prediction_tables import (
@@ -15,24 +13,13 @@ from dovetail.cli.common.prediction_tables import (
     placement_name,
     task_name,
 )
-from dovetail.coordinator.reporting.report import charts
-from dovetail.coordinator.reporting.report.report import STYLE
+from dovetail.coordinator.reporting.page.iteration_timeline import BARS
+from dovetail.coordinator.reporting.page.page_documents import encode
 from dovetail.planner.placement.placed import Chosen
 from dovetail.planner.simulate.iteration import Simulated, simulate
 from dovetail.protocol.prediction import Prediction
+from dovetail.web.page_files import frozen_page
 
-KINDS = (
-    "generation",
-    "reference",
-    "reward",
-    "critic",
-    "actor F",
-    "actor B",
-    "critic F",
-    "critic B",
-    "optimizer",
-    "weights",
-)
 # With more GPUs than this, one GPU of each kind is shown. GPUs with the same tasks look the same.
 EVERY_GPU = 64
 
@@ -46,37 +33,28 @@ def played(chosen: Chosen) -> Simulated:
     return simulate(chosen.candidate, chosen.costs, prompts, responses[order])
 
 
-def timeline_page(name: str, chosen: Chosen) -> str:
-    """The HTML page of a job called `name`."""
+def timeline_page(name: str, chosen: Chosen) -> bytes:
+    """The page of a job called `name`: the run page with the view of a plan."""
     found, simulated = chosen.prediction, played(chosen)
     shown = _shown(found, chosen.costs.inventory.gpus)
-    bars = [
-        charts.ChartBar(f"{b.pool} {b.gpu}", b.name, b.start, b.end, b.lane)
-        for b in simulated.bars
-        if shown is None or (b.pool, b.gpu) in shown
-    ]
-    bars.sort(key=lambda bar: _order(bar.track))
-    title = "Timeline by GPU" if shown is None else "Timeline, one GPU of each kind"
-    facts = [
-        f"{placement_name(found.placement, found.note)}, schedule {found.schedule}",
-        f"{found.iteration_seconds:.3g} s an iteration, {found.samples_per_second:.3g} samples/s "
-        f"({simulated.seconds:.3g} s played event by event)",
-        f"hardware figures: {found.hardware}",
-    ]
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(name)}: Dovetail plan</title><style>{STYLE}</style></head><body><main>"
-        f'<h1>{escape(name)}</h1><p class="sub">{"<br>".join(map(escape, facts))}</p>'
-        f"{charts.share_bar('Phases', list(found.phases.items()))}{charts.gantt(title, bars, KINDS)}"
-        f"<h2>Tasks</h2>{_tasks(found)}<h2>Memory of a GPU, GiB</h2>{_memory(found)}"
-        f"{_alternatives(found)}</main></body></html>\n"
-    )
-
-
-def _order(track: str) -> tuple[str, int]:
-    pool, _, number = track.rpartition(" ")
-    return pool, int(number)
+    bars = [bar for bar in simulated.bars if shown is None or (bar.pool, bar.gpu) in shown]
+    lanes: dict[tuple[str, int], list[tuple[Any, ...]]] = {}
+    for bar in sorted(sorted(bars, key=lambda bar: bar.start - bar.end)[:BARS], key=lambda bar: bar.start):
+        lanes.setdefault((bar.pool, bar.gpu), []).append((bar.name, bar.start, bar.end, bar.lane))
+    plan = {
+        "title": "Timeline by GPU" if shown is None else "Timeline, one GPU of each kind",
+        "facts": [
+            f"{placement_name(found.placement, found.note)}, schedule {found.schedule}",
+            f"{found.iteration_seconds:.3g} s an iteration, {found.samples_per_second:.3g} samples/s "
+            f"({simulated.seconds:.3g} s played event by event)",
+            f"hardware figures: {found.hardware}",
+        ],
+        "phases": list(found.phases.items()),
+        "lanes": [{"label": f"{pool} {gpu}", "bars": lanes[pool, gpu]} for pool, gpu in sorted(lanes)],
+        "tables": _tables(found),
+    }
+    about = {"source": "file", "plan": True, "run": name, "written": time.time(), "left_out": ""}
+    return frozen_page(encode({"about": about, "answers": {"plan": plan}}))
 
 
 def _shown(found: Prediction, gpus: int) -> set[tuple[str, int]] | None:
@@ -89,8 +67,8 @@ def _shown(found: Prediction, gpus: int) -> set[tuple[str, int]] | None:
     return kept
 
 
-def _tasks(found: Prediction) -> str:
-    rows = [
+def _tables(found: Prediction) -> list[dict[str, Any]]:
+    tasks = [
         (
             task_name(t),
             t.group,
@@ -98,28 +76,16 @@ def _tasks(found: Prediction) -> str:
             f"{t.pp}, {t.tp}, {t.dp}",
             micro_batch(t),
             f"{t.seconds:.3g}",
-            *_joined(t.details),
+            ", ".join(t.details),
         )
         for t in found.tasks
     ]
-    return _table(("task", "group", "GPUs", "pp, tp, dp", "micro-batch", "seconds", "memory"), rows)
-
-
-def _joined(words: Sequence[str]) -> tuple[str]:
-    return (", ".join(words),)
-
-
-def _memory(found: Prediction) -> str:
-    rows = map(memory_row, found.memory)
-    return _table(("group", "GPUs", "used", "of", "by part"), rows)
-
-
-def _alternatives(found: Prediction) -> str:
-    rows = [alternative_row(found, other) for other in found.alternatives]
-    return f"<h2>Decided against</h2>{_table(('placement', 'seconds', 'why'), rows)}" if rows else ""
-
-
-def _table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    head = "".join(f"<th>{escape(h)}</th>" for h in headings)
-    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
+    columns = ("task", "group", "GPUs", "pp, tp, dp", "micro-batch", "seconds", "memory")
+    memory = ("group", "GPUs", "used", "of", "by part")
+    tables = [
+        {"title": "Tasks", "columns": columns, "rows": tasks},
+        {"title": "Memory of a GPU, GiB", "columns": memory, "rows": list(map(memory_row, found.memory))},
+    ]
+    if others := [alternative_row(found, other) for other in found.alternatives]:
+        tables.append({"title": "Decided against", "columns": ("placement", "seconds", "why"), "rows": others})
+    return tables

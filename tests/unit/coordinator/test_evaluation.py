@@ -12,7 +12,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 
 from dovetail.coordinator.data.data_error import DataError
 from dovetail.coordinator.data.prepare import PromptRecord
-from dovetail.coordinator.reporting.report.report import read_history
 from dovetail.coordinator.reporting.run_records import RunRecords
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT, evaluation_files, read_rows
 from dovetail.coordinator.reporting.summary_rows import evaluation_rows
@@ -24,6 +23,7 @@ from dovetail.coordinator.store.identity import delete_folder
 from dovetail.coordinator.store.samples import NewSample, State
 from dovetail.coordinator.store.store import Store
 from dovetail.manifest.types import RLHFJob, RLHFJobSpec
+from helpers.finished_runs import history_of
 from helpers.manifests import changed
 
 ASK = "\n\nHuman: Tell me two things about the cat.\n\nAssistant:"
@@ -104,7 +104,7 @@ def test_the_languages_quality_and_the_reward_are_reported_before_and_after_ppo(
     assert first == second, "all versions draw alike"
     assert len({seed for of_prompt in first for seed in of_prompt}) == 128
     assert temperature == 0.0
-    curve = read_history(tmp_path)["evaluation"]
+    curve = history_of(tmp_path)["evaluation"]
     assert {version: row["reward"] for version, row in curve.items()} == {0: -1.0, 12: 2.0}
 
 
@@ -139,7 +139,7 @@ def test_the_model_before_sft_is_measured_later_and_is_no_version_of_ppo(tmp_pat
     best = evaluation.best()
     assert best is not None
     assert best.version == 1
-    assert sorted(read_history(tmp_path)["evaluation"]) == [0, 1]
+    assert sorted(history_of(tmp_path)["evaluation"]) == [0, 1]
     rows = read_rows(evaluation_files(tmp_path)[BEFORE_SFT])
     assert len(rows) == 64
     assert rows[0]["measures"]["reward"] == 9.0

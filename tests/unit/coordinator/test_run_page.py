@@ -19,7 +19,6 @@ from dovetail.coordinator.reporting.page.page_documents import NotKept, PageDocu
 from dovetail.coordinator.reporting.page.rollout_table import life, table, turns
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
 from dovetail.coordinator.reporting.page.sample_tokens import batch_row
-from dovetail.coordinator.reporting.report.report import CHARTS, chart_metrics, read_history, render_report
 from dovetail.coordinator.reporting.stalls import PHASE_STALLED, silent, stalled_phases
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from dovetail.coordinator.store.database import Database
@@ -29,6 +28,7 @@ from dovetail.tools.run_page.run_list import RunList, at_work
 from helpers.demo_runs import TOKEN, append, demo_runs, serve_page
 from helpers.fake_jobs_api import Run
 from helpers.fake_kube import ServerThread
+from helpers.finished_runs import history_of
 
 SIGNED_IN = {"Authorization": f"Bearer {TOKEN}"}
 
@@ -288,23 +288,10 @@ def test_silence_is_a_verdict():
     assert "no step has ended for 150 s, 15 times the median of 10 s" in found.message
 
 
-def test_the_reports_charts_show_metrics_that_a_run_writes(tmp_path):
-    """The chart of clipped tokens was never drawn: trainers call its metrics by other names."""
-    recorded = unpack(tmp_path)
-    recorded.write("history.jsonl")
-    history = read_history(recorded.folder)
-    for stage in ("sft", "reward", "ppo"):
-        written = {name for row in history[stage].values() for name in row}
-        assert chart_metrics(stage) - written == set()
-    page = render_report("demo", {}, history, None)
-    for title, *_ in CHARTS["ppo"]:
-        assert title in page
-
-
 def test_advice_names_times_that_a_run_writes(tmp_path):
     recorded = unpack(tmp_path)
     recorded.write("history.jsonl")
-    row = {**read_history(recorded.folder)["ppo"][1]}
+    row = {**history_of(recorded.folder)["ppo"][1]}
     assert advice([row] * 5) == []
     row["seconds_weights"] = row["iteration_seconds"] / 2
     assert "Sending weights takes 50% of an iteration" in " ".join(advice([row] * 5))

@@ -9,14 +9,17 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from click.testing import CliRunner
 from playwright.sync_api import expect, sync_playwright
 from prometheus_client import CollectorRegistry
 
+from dovetail.cli.main import cli
 from dovetail.coordinator.reporting.report.report import write_report
 from dovetail.coordinator.reporting.sample_files import BEFORE_SFT, SampleFiles, evaluation_files, read_rows
 from dovetail.coordinator.serving.coordinator_routes import make_app
 from helpers.cluster import wait_for
 from helpers.demo_runs import TOKEN, append, demo_runs, serve_page
+from helpers.example_jobs import EXAMPLES
 from helpers.fake_jobs_api import JOBS, Api, Run, condition, job
 from helpers.fake_kube import ServerThread
 
@@ -292,13 +295,70 @@ def test_400_pixels_keys_and_the_dark(page, url, runs):
 
 
 @pytest.mark.slow
-def test_the_report_on_a_phone(browser, runs):
+def test_the_report_is_the_page_without_a_server(browser, runs):
+    """report.html in a browser that has no network. What it draws is what the page draws."""
     address = write_report(runs).as_uri()
-    with watched(browser, address) as page:
-        page.set_viewport_size({"width": 400, "height": 800})
+    with watched(browser, address, offline=True) as page:
         page.goto(address)
         page.get_by_text("PPO raised held-out quality from 0.67 to 0.93").wait_for()
+        page.get_by_text("Healthy", exact=True).wait_for()
+        for title in ("Reward per sample", "Evaluation: quality"):
+            page.locator(f"svg[data-chart='{title}'] circle").first.wait_for()
+        page.locator("svg[data-lanes='Where the time of all iterations went'] rect").nth(4).wait_for()
+        page.get_by_text("The manifest", exact=True).click()
+        page.locator("pre", has_text="kind: RLHFJob").wait_for()
+        page.keyboard.press("2")
+        page.locator("svg[data-chart=value_loss]").wait_for()
+        page.get_by_text("Supervised fine-tuning", exact=True).wait_for()
+        page.get_by_role("link", name="Samples").click()
+        page.get_by_label("Samples of").select_option("evaluations side by side")
+        page.get_by_role("columnheader", name="Answer after iteration 12", exact=True).wait_for()
+        page.get_by_label("Samples of").select_option("iteration 12")
+        page.locator("td[data-label=Prompt] a", has_text="<script>").first.click()
+        page.locator(".turn.assistant", has_text="</td><img src=x").wait_for()
+        page.locator(".tokens").wait_for()
+        page.get_by_role("link", name="Timeline").click()
+        wait_for("the bars", lambda: page.locator("svg[data-lanes] rect").count() > 20)
+        page.get_by_role("link", name="Schedule").click()
+        page.get_by_text(re.compile("as run in iteration 12: ")).wait_for()
+        page.get_by_text("Other families").click()
+        page.get_by_role("table", name="Families").get_by_text("RLHFuse").first.wait_for()
+        page.get_by_role("link", name="Events").click()
+        page.get_by_role("table", name="Events of the run").wait_for()
+        # What the file lacks it says, and the link back leads to the run.
+        page.goto(f"{address}#/run/{runs.name}/sample/12/127/9")
+        page.get_by_text("This file does not hold it").wait_for()
+        page.get_by_role("link", name="Dovetail").click()
+        page.get_by_text("Healthy", exact=True).wait_for()
+        assert page.title() == f"{runs.name}: Dovetail"
+        page.set_viewport_size({"width": 400, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+@pytest.mark.slow
+def test_a_plan_is_drawn_without_a_server(browser, tmp_path):
+    path, manifest = tmp_path / "plan.html", EXAMPLES / "quickstart-cluster.yaml"
+    done = CliRunner().invoke(cli, ["plan", str(manifest), "--html", str(path)])
+    assert done.exit_code == 0, done.output
+    with watched(browser, path.as_uri(), offline=True) as page:
+        page.goto(path.as_uri())
+        page.locator("svg[data-lanes='Timeline by GPU'] rect").nth(8).wait_for()
+        page.locator("svg[data-lanes=Phases] rect").nth(2).wait_for()
+        page.get_by_role("table", name="Decided against").get_by_role("row").nth(1).wait_for()
+
+
+@pytest.mark.slow
+def test_no_script_but_the_pages_own_runs_in_a_report(browser, runs, tmp_path):
+    """Even if a text got out of the data, the browser would not run it."""
+    address = tmp_path / "report.html"
+    text = write_report(runs).read_text()
+    address.write_text(text.replace("<header", "<script>document.body.dataset.taken = 1</script><header", 1))
+    with watched(
+        browser, address.as_uri(), forgiven=["Executing inline script violates", "Refused to execute"]
+    ) as page:
+        page.goto(address.as_uri())
+        page.get_by_text("Healthy", exact=True).wait_for()
+        assert page.evaluate("document.body.dataset.taken") is None
 
 
 # ---------------------------------------------------------------- on a cluster

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -15,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dovetail.coordinator.reporting.page.iteration_timeline import schedule_document
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
-from dovetail.coordinator.reporting.report.report_schedule import families_section, schedule_section
 from dovetail.coordinator.schedules.scheduling import Scheduling
 from dovetail.coordinator.schedules.stage_schedules import StageSchedules
 from dovetail.coordinator.schedules.step_commands import StepFacts, ppo_step, supervised_step
@@ -235,7 +234,7 @@ def measured(forward: float, slow: str | None = None) -> CommandResult:
     return CommandResult(id="step", ok=True, times=times, metrics={"activation_peak_bytes": 2e6})
 
 
-def test_auto_beats_serial_on_two_ranks_and_the_report_shows_it(tmp_path: Path) -> None:
+def test_auto_beats_serial_on_two_ranks_and_the_page_shows_it(tmp_path: Path) -> None:
     spec, plan = job()
     assert plan.schedule == "Auto"
 
@@ -256,24 +255,17 @@ def test_auto_beats_serial_on_two_ranks_and_the_report_shows_it(tmp_path: Path) 
     assert found["measured"]
     assert found["speedup"] > 1.15
     assert found["families"]["serial"]["makespan"] == pytest.approx(found["after"]["makespan"] * found["speedup"])
-    page = schedule_section(found)
-    before, after = page.split("<figure")[1:]
-    ticks = [re.findall(r'<text [^>]*text-anchor="middle" class="tick">([^<]*)<', chart) for chart in (before, after)]
-    assert ticks[0] == ticks[1], "both timelines have one scale"
-    table = families_section(found)
-    assert table.startswith("<details><summary>"), "who reads a result does not read schedules first"
+    page = schedule_document(found, [], 0)
+    assert page["in_seconds"]
+    assert page["speedup"] == found["speedup"]
+    assert ("Times that are drawn", "measured in this run") in page["facts"]
+    assert ("Peak activation memory of a rank, measured", "1.9 MiB") in page["facts"]
+    assert {action["kind"] for rank in page["drawn"]["ranks"] for action in rank} >= {"F", "B"}
     # Its rivals by the names that others know, also those that these ranks cannot hold.
+    names = " ".join(family["published"] or "" for family in page["families"])
     for name in ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ZB-H1", "RLHFuse"):
-        assert name in table
-    for words in (
-        chosen.family,
-        "Before: serial 1F1B",
-        "Speed-up",
-        f"{found['speedup']:.3f}",
-        "1.9 MiB",
-        "actor backward",
-    ):
-        assert words in page
+        assert name in names
+    assert all("MiB" in family["peak"] for family in page["families"])
     step = scheduled(ppo_step(spec, plan, 1, StepFacts(0.1, True, chosen.as_json())), chosen.as_json(), 2)
     assert step.mini_batches == chosen.mini_batches == 2
     assert {a.model for a in step.actions[0]} == {"actor", "critic"}
@@ -356,9 +348,9 @@ def test_auto_lays_stages_in_a_v_where_that_is_faster(tmp_path: Path) -> None:
     taken = {name: each["makespan"] for name, each in found["families"].items() if name in rivals}
     assert taken.keys() | found["refused"].keys() >= set(rivals)
     assert found["after"]["makespan"] <= min(taken.values()) * 1.001
-    page = families_section(found)
-    for words in ("torch&#x27;s ScheduleZBVZeroBubble", "V-Half", "ZB-H1", "RLHFuse"):
-        assert words in page
+    names = " ".join(family["published"] or "" for family in schedule_document(found, [], 0)["families"])
+    for words in ("torch's ScheduleZBVZeroBubble", "V-Half", "ZB-H1", "RLHFuse"):
+        assert words in names
     again = Scheduling(spec, plan, records, tmp_path, lambda *_, **__: None)
     asyncio.run(again.begin())
     assert again.layouts == scheduling.layouts, "a job keeps to where its stages are"
@@ -470,7 +462,7 @@ def test_without_a_pipeline_there_is_nothing_to_choose(tmp_path: Path) -> None:
     assert applies(*job())
     only_actor, plan_of_it = job(parallelism={"actor": {"pp": 2}})
     assert not applies(only_actor.model_copy(update={"stages": []}), plan_of_it)
-    assert schedule_section(RunFolder(tmp_path).schedule()) == ""
+    assert schedule_document(RunFolder(tmp_path).schedule(), [], 0) == {}
 
 
 def test_warm_up_of_the_critic_runs_where_its_stages_are() -> None:
@@ -546,7 +538,7 @@ def test_a_profile_gives_the_first_schedule_its_times(tmp_path: Path) -> None:
     assert (found["measured"], found["profiled"]) == (False, True)
     assert found["communication"] == pytest.approx(1e-4 + 4 * 16 * 8 * 4 / 1e9)
     assert found["before"]["models"][0]["forward"] == pytest.approx(3e-3), "two layers and the embedding or head"
-    assert "simulated with the times of profile.json" in schedule_section(found)
+    assert ("Times that are drawn", "of profile.json") in schedule_document(found, [], 0)["facts"]
 
 
 ALONE_OF_TWO = {"serial", "zero-bubble", "zb-v", "v-half", "v-min", "v-whole", "interleaved"}
@@ -600,7 +592,8 @@ def test_a_model_that_trains_alone_has_a_choice_of_pipelines(
         assert published["zero-bubble"].startswith("ZB-H1")
         assert published["zb-v"] == "ZB-V (torch's ScheduleZBVZeroBubble)"
     assert "twice" not in json.dumps(published)
-    assert "mini-batch of actor," in schedule_section(found)
+    drawn = schedule_document(found, [], 0)["drawn"]["ranks"]
+    assert {action["model"] for rank in drawn for action in rank} == {"actor"}
 
 
 def test_a_model_that_trains_alone_keeps_backwards_whole_where_they_cannot_be_split(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dovetail.coordinator.reporting.page.iteration_timeline import timeline
-from dovetail.coordinator.reporting.report.report import trace_curves
-from dovetail.coordinator.reporting.report.run_summary import fusion_rows
+from dovetail.coordinator.reporting.summary_rows import fusion_rows
 from dovetail.coordinator.samples.fusion.account import account, totals, union_seconds
 from dovetail.protocol.files.trace import chrome_trace
 from dovetail.protocol.messages import Span
@@ -48,9 +47,7 @@ def test_totals_add_up_over_iterations() -> None:
 def test_the_curve_of_samples_left_is_in_the_trace_and_comes_back() -> None:
     trace = chrome_trace([span("coordinator", 5.0, 9.0)], None, {"samples left": [(5.0, 4.0), (7.5, 1.0), (9.0, 0.0)]})
     curves = timeline(trace)["curves"]
-    (curve,) = trace_curves(curves, "samples left")
-    assert list(zip(curve.x, curve.y, strict=True)) == [(0.0, 4.0), (2.5, 1.0), (4.0, 0.0)]
-    assert trace_curves(curves, "nothing") == []
+    assert curves == {"samples left": [[0.0, 4.0], [2.5, 1.0], [4.0, 0.0]]}
 
 
 def test_the_summary_says_what_fusion_saved() -> None:

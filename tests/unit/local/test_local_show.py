@@ -2,7 +2,6 @@
 
 import json
 import re
-from html.parser import HTMLParser
 from io import StringIO
 
 import pytest
@@ -11,16 +10,17 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from dovetail.coordinator.data.text.chat_template import HumanAssistant
-from dovetail.coordinator.reporting.report import charts
-from dovetail.coordinator.reporting.report.report import read_history, render_report, write_report
-from dovetail.coordinator.reporting.report.run_summary import duration, read_summary, show, summary_table
-from dovetail.coordinator.reporting.summary_rows import binomial_p, outcome, rows
+from dovetail.coordinator.reporting.page.page_documents import encode
+from dovetail.coordinator.reporting.report import report
+from dovetail.coordinator.reporting.report.report import write_report
+from dovetail.coordinator.reporting.report.run_summary import read_summary, show, summary_table
+from dovetail.coordinator.reporting.summary_rows import binomial_p, duration, outcome, rows
 from dovetail.coordinator.reporting.time_left import TimeLeft, position
 from dovetail.launch.local.progress_bars import Bars, Lines, describe_metrics, time_left
 from dovetail.manifest.types import RLHFJobSpec, Stage
 from dovetail.protocol.errors import RunError
 from dovetail.tools.serving.chat import until_stop
-from helpers.finished_runs import SUMMARY, finished_run
+from helpers.finished_runs import SUMMARY, finished_run, history_of, page_data, report_answers
 
 
 def as_text(table):
@@ -57,7 +57,6 @@ def test_a_run_with_a_lag_says_what_its_phases_would_take_one_after_the_other():
     assert re.search(r"phases one after the other\s+│\s+160\.0% │\s+2 min 08 s", out.getvalue())
     told = "an iteration took 20.0 s; one after the other, its phases take 32.0 s."
     assert told in out.getvalue()
-    assert told in render_report("x", SUMMARY | {"overlap": overlap}, {}, None)
 
 
 @pytest.mark.slow
@@ -65,7 +64,6 @@ def test_a_run_with_a_lag_says_what_its_phases_would_take_one_after_the_other():
 def test_any_part_of_the_summary_may_be_missing(missing):
     part = {k: v for k, v in SUMMARY.items() if k not in missing}
     as_text(summary_table(part))
-    render_report("x", part, {}, None)
 
 
 @pytest.mark.parametrize(
@@ -94,51 +92,62 @@ def test_summary_missing_or_damaged(tmp_path):
 # ---------------------------------------------------------------- report
 
 
-class Page(HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.open, self.captions, self.external, self._in = [], [], [], False
-
-    def handle_starttag(self, tag, attrs):
-        if tag not in ("meta", "br"):
-            self.open.append(tag)
-        self.external += [v for k, v in attrs if k in ("src", "href")] + ([tag] if tag == "script" else [])
-        self._in = tag == "figcaption"
-
-    def handle_startendtag(self, tag, attrs):
-        pass
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self._in:
-            self.captions.append(data)
-            self._in = False
+def overview_of(run, **summary):
+    run.mkdir(exist_ok=True)
+    (run / "summary.json").write_text(json.dumps(summary))
+    write_report(run)
+    return report_answers(run)["overview"]
 
 
-def test_the_report_is_one_well_formed_page_with_every_chart(tmp_path):
-    page = Page()
-    text = write_report(finished_run(tmp_path / "run")).read_text()
-    page.feed(text)
-    assert page.open == []
-    assert page.external == []
-    for caption in (
-        "SFT: loss",
-        "Reward model: loss",
-        "Reward per sample, 95% interval",
-        "Timeline of iteration 29",
-    ):
-        assert caption in page.captions
-    assert any(c.startswith("KL to") for c in page.captions)
-    assert "Where the time of all iterations went" in page.captions
-    assert "<h1>quick-run</h1>" in text
-    assert "trainer-1" in text
-    assert "<td>Quality of 64 held-out answers</td><td>0.475 ± 0.060</td><td>0.931 ± 0.020</td>" in text
-    assert "small-0-scorer" in text
+def test_the_report_has_what_the_page_asks_for(tmp_path):
+    run = finished_run(tmp_path / "run")
+    page = write_report(run).read_text()
+    found = page_data(page)
+    assert found["about"]["run"] == "run"
+    assert found["about"]["left_out"] == ""
+    answers = found["answers"]
+    assert ["Quality of 64 held-out answers", "0.475 ± 0.060", "0.931 ± 0.020"] in answers["overview"]["results"]
+    assert ["Time of stage sft", "", "31.0 s"] in answers["overview"]["results"]
+    assert {row["stage"] for row in answers["history/0"]["rows"]} == {"sft", "reward", "ppo"}
+    assert [row["step"] for row in answers["history/0"]["rows"] if row["stage"] == "ppo"] == list(range(1, 31))
+    last = answers["overview"]["trace_iterations"][-1]
+    assert {"trainer-1", "small-0-scorer"} <= {lane["process"] for lane in answers[f"timeline/{last}"]["lanes"]}
 
 
-def test_the_report_names_the_method_the_manifest_and_the_learning_rates(tmp_path):
+def test_the_report_loads_nothing_and_runs_its_own_script_only(tmp_path):
+    page = write_report(finished_run(tmp_path / "run")).read_text()
+    assert "default-src 'none'; script-src 'sha256-" in page
+    head = page[: page.index("<style>")]
+    assert not re.search(r'(src|href)="(?!data:)', head)
+    assert not re.search(r"^import |^export ", page, re.MULTILINE), "a file has no modules to import"
+
+
+@pytest.mark.parametrize("text", ["</script><script>alert(1)</script>", "<!-- <script>", "\u2028\u2029 \x00 \ud800"])
+def test_no_text_ends_the_reports_data(tmp_path, text):
+    overview_of(tmp_path, state="failed", reason=text)
+    page = (tmp_path / "report.html").read_text()
+    data = page[page.index('id="data"') :]
+    assert data.count("<") == 3, "the end of the data, of the body and of the page"
+    assert not set("\u2028\u2029\x00") & set(data)
+    assert page_data(page)["answers"]["overview"]["reason"] == text.replace("\ud800", "?")
+
+
+def test_the_report_of_a_long_run_is_small_and_says_what_it_lacks(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "MOST_BYTES", 150_000)
+    run = finished_run(tmp_path / "run", iterations=400)
+    with (run / "history.jsonl").open("a") as file:
+        for k in range(401, 3001):
+            row = {"stage": "ppo", "step": k, "time": float(k), "metrics": {"reward": 1 / k, "kl": k / 7}}
+            file.write(json.dumps(row) + "\n")
+    answers = page_data(write_report(run).read_text())
+    assert len(encode(answers)) < 200_000
+    steps = [row["step"] for row in answers["answers"]["history/0"]["rows"] if row["stage"] == "ppo"]
+    assert 100 < len(steps) < 2000
+    assert steps[-1] == 3000
+    assert re.search(r"This file has every \d+th step", answers["about"]["left_out"])
+
+
+def test_the_report_shows_the_method_the_manifest_and_the_learning_rates(tmp_path):
     run = finished_run(tmp_path / "run")
     manifest = {"apiVersion": "dovetail.dev/v1alpha1", "kind": "RLHFJob", "metadata": {"name": "sums"}}
     critic = {"learningRate": 3e-6}
@@ -149,20 +158,16 @@ def test_the_report_names_the_method_the_manifest_and_the_learning_rates(tmp_pat
     fusion = {"setting": "Auto", "threshold": None, "samples_migrated": 22}
     told |= {"method": "GRPO", "versions": {"dovetail": "1.2.3", "torch": "9.9"}, "fusion": fusion}
     (run / "summary.json").write_text(json.dumps(told))
-    text = write_report(run).read_text()
-    for shown in (
-        "<h2>GRPO</h2>",
-        '<td>Manifest</td><td class="text">sums (RLHFJob dovetail.dev/v1alpha1)</td>',
-        "SFT 1e-05 (Cosine), reward model 1e-05 (Cosine), actor 2e-06 (Cosine)</td>",
-        "dovetail 1.2.3, torch 9.9",
-        "learningRate: 2.0e-06",
-    ):
-        assert shown in text, shown
-    assert "PPO" not in re.sub(r"<pre>.*?</pre>", "", text, flags=re.DOTALL)
-    assert "3e-06" not in re.sub(r"<pre>.*?</pre>", "", text, flags=re.DOTALL), "grpo has no critic"
+    write_report(run)
+    found = report_answers(run)["overview"]
+    facts = dict(found["facts"])
+    assert found["method"] == "GRPO"
+    assert facts["Manifest"] == "sums (RLHFJob dovetail.dev/v1alpha1)"
+    assert facts["Learning rates"] == "SFT 1e-05 (Cosine), reward model 1e-05 (Cosine), actor 2e-06 (Cosine)"
+    assert found["versions"] == {"dovetail": "1.2.3", "torch": "9.9"}
+    assert "learningRate: 2.0e-06" in found["manifest"]
     # 22 samples migrated, whatever the last iteration did.
-    assert "nobody" not in text
-    assert "<td>Fusion: samples migrated, all iterations</td><td></td><td>22</td>" in text
+    assert ["Fusion: samples migrated, all iterations", "", "22"] in found["results"]
 
 
 @pytest.mark.parametrize(
@@ -179,17 +184,9 @@ def test_the_report_names_the_method_the_manifest_and_the_learning_rates(tmp_pat
 def test_a_report_without_a_job_has_its_folders_name(tmp_path, job, name):
     run = tmp_path / "run"
     run.mkdir()
-    (run / "summary.json").write_text("{}")
     if job is not None:
         (run / "job.json").write_text(job)
-    assert f"<h1>{name}</h1>" in write_report(run).read_text()
-
-
-def test_a_failed_run_has_a_report_with_its_reason(tmp_path):
-    (tmp_path / "summary.json").write_text(json.dumps({"state": "failed", "reason": "<b>disk</b> full"}))
-    text = write_report(tmp_path).read_text()
-    assert "&lt;b&gt;disk&lt;/b&gt; full" in text
-    assert "<svg" not in text
+    assert overview_of(run)["name"] == name
 
 
 def test_history_keeps_the_last_line_of_a_step_and_passes_over_damage(tmp_path):
@@ -200,39 +197,9 @@ def test_history_keeps_the_last_line_of_a_step_and_passes_over_damage(tmp_path):
         '{"stage":"ppo","ste',
     ]
     (tmp_path / "history.jsonl").write_text("\n".join(lines))
-    assert read_history(tmp_path) == {"ppo": {1: {"reward": 2}}}
-
-
-@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9), st.integers(2, 10))
-def test_ticks_are_inside_and_evenly_spaced(low, width, wanted):
-    high = low + width
-    found = charts.ticks(low, high, wanted)
-    slack = 1e-6 * max(abs(low), abs(high), 1)
-    assert all(low - slack <= t <= high + slack for t in found)
-    assert len(found) <= wanted + 2
-
-
-def test_tick_labels_can_be_told_apart():
-    assert charts.labels([5.6921, 5.6922, 5.6923]) == ["5.6921", "5.6922", "5.6923"]
-    assert charts.labels([0.0, 2000.0, 4000.0]) == ["0", "2000", "4000"]
-    assert charts.labels([5.5e-8, 6e-8]) == ["5.5e-8", "6e-8"]
-    assert charts.ticks(1, 2, whole=True) == [1.0, 2.0]
-    assert charts.ticks(0, 1e6, whole=True)[1] == 200_000
-
-
-def test_a_chart_leaves_out_what_is_not_a_number():
-    svg = charts.line_chart("t", "x", [charts.Series("s", [1, 2, 3], [1.0, float("nan"), float("inf")])])
-    assert "nan" not in svg
-    assert "inf" not in svg
-    assert charts.line_chart("t", "x", [charts.Series("s", [], [])]) == ""
-
-
-def test_gantt_with_many_overlapping_samples_stays_a_page():
-    bars = [charts.ChartBar(f"s #{k}", f"sample {k}", 0.0, 1.0 + k) for k in range(300)]
-    svg = charts.gantt("t", bars, ())
-    height = float(re.search(r'viewBox="0 0 \d+ ([\d.]+)"', svg).group(1))
-    assert height < 1000
-    assert svg.count("<i style") == 1  # one kind, one colour
+    assert history_of(tmp_path) == {"ppo": {1: {"reward": 2}}}
+    overview_of(tmp_path)
+    assert len(report_answers(tmp_path)["history/0"]["rows"]) == 1
 
 
 # ---------------------------------------------------------------- progress
@@ -411,14 +378,12 @@ def evaluated(before, after, **more):
         ({"evaluation": None, "state": "failed"}, ""),
     ],
 )
-def test_a_sentence_says_what_the_run_changed(summary, said):
+def test_a_sentence_says_what_the_run_changed(summary, said, tmp_path):
     assert outcome(summary) == said
     out = StringIO()
     show(Console(file=out, width=60), summary)
     assert (said in out.getvalue()) if said else "raised" not in out.getvalue()
-    page = render_report("run", summary, {}, None)
-    assert said in page
-    assert not said or page.index(said) < page.index("<table>"), "it begins the report"
+    assert overview_of(tmp_path, **summary)["outcome"] == said
 
 
 @pytest.mark.parametrize(
@@ -475,7 +440,7 @@ def test_a_warning_is_told_once_and_when_it_is_over():
     ]
 
 
-def test_the_table_and_the_report_say_which_iterations_were_unhealthy():
+def test_the_table_says_which_iterations_were_unhealthy():
     known = {"first": 2, "last": 5, "count": 3, "message": VERDICT["message"]}
     health = {"iterations": 9, "unhealthy": 3, "verdicts": [], "reasons": {"RewardsEqual": known}}
     text = as_text(summary_table(SUMMARY | {"health": health}))
@@ -485,8 +450,6 @@ def test_the_table_and_the_report_say_which_iterations_were_unhealthy():
     show(Console(file=out, width=80), SUMMARY | {"health": health, "state": "failed", "reason": "no [bold] idea"})
     assert out.getvalue().startswith("failed: no [bold] idea\n")
     assert out.getvalue().endswith(f"Warning: RewardsEqual (iteration 5): {VERDICT['message']}\n")
-    page = render_report("x", SUMMARY | {"health": health}, {}, None)
-    assert f"RewardsEqual (iteration 5): {VERDICT['message']}" in page
 
 
 def test_a_stage_of_preferences_is_called_by_its_loss() -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from dovetail.coordinator.loop.ppo_stage import stored_step
-from dovetail.coordinator.reporting.report.report import render_report
 from dovetail.coordinator.store.experience_files import ExperienceFiles
 from dovetail.coordinator.store.identity import check_complete, check_model, identify, write_id
 from dovetail.coordinator.store.manifest_changes import ChangeError, Settled, adopt, position, reshard
@@ -243,9 +242,6 @@ def test_other_trainer_ranks_forget_what_was_cut_for_the_earlier_ones(tmp_path: 
     assert (change["field"], change["step"], change["settled"]) == ("trainer ranks", 2, 4)
     assert change["old"] == "2 (actor: pp 2, dp 1, tp 1; critic: pp 2, dp 1, tp 1)"
     assert change["new"] == "2 (actor: pp 1, dp 2, tp 1; critic: pp 1, dp 2, tp 1)"
-    page = render_report("run", {"state": "succeeded", "changes": [change]}, {}, None, None, "", "")
-    assert "trainer ranks" in page
-    assert "weights differ by rounding" in page
     store.close()
 
 
@@ -277,13 +273,6 @@ def test_a_rank_follows_the_rates_of_each_step(tmp_path: Path) -> None:
             command = trainer.step(Stage.SFT, k, sft_batch(k), ["actor"], 4)
             rates.append(trainer.metrics(command.model_copy(update={"learning_rates": rate}))["learning_rate"])
     assert rates == pytest.approx([3e-3, 1e-3, 2e-3])
-
-
-def test_the_report_shows_the_changes() -> None:
-    entry = {"stage": "ppo", "step": 4, "field": "spec.ppo.iterations", "old": 4, "new": 12}
-    page = render_report("demo", {"changes": [entry]}, {}, None)
-    assert "<td>ppo 4</td><td>spec.ppo.iterations</td><td>4</td><td>12</td>" in page
-    assert "Changes of the manifest" not in render_report("demo", {}, {}, None)
 
 
 # ---------------------------------------------------------------- whose files

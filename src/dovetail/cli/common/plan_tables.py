@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from rich.console import Group
 from rich.table import Table
 
-from dovetail.coordinator.reporting.report.run_summary import duration
+from dovetail.coordinator.reporting.summary_rows import duration
 from dovetail.manifest.sizes import world_size
 from dovetail.manifest.types import Parallelism, Stage
 from dovetail.protocol.plan import Plan

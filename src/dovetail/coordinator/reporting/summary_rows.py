@@ -6,6 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+STAGES = ("sft", "reward", "dpo", "ppo")
+PHASES = ("generation", "inference", "waiting", "training", "weights", "checkpoint", "other")
+
 
 def get(document: Mapping[str, Any], path: str) -> Any:
     """The value at a dotted path: get(d, 'ppo.reward_last.mean'). None if it is missing."""
@@ -126,3 +129,54 @@ def evaluation_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     if stopped is not None:
         found.append((f"{method(summary)} was ended by stopAfterNoGain", "", f"iteration {stopped['iteration']}"))
     return found
+
+
+def duration(seconds: float) -> str:
+    """A duration as text, such as '12.3 s', '4 min 07 s' or '2 h 05 min'."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+def fusion_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    """Rows (what, "", value) of inter-stage fusion. Empty if it was off."""
+    fusion = get(summary, "fusion")
+    if not isinstance(fusion, Mapping) or fusion.get("setting") == "Off":
+        return []
+    threshold, migrated = fusion.get("threshold"), fusion.get("migrated")
+    how = "" if migrated is None else f", {migrated:.0f} of them migrated" if migrated else ", none had to migrate"
+    found = [
+        ("Fusion: samples migrated, all iterations", "", f"{fusion.get('samples_migrated', 0):.0f}"),
+        (
+            "Fusion: in the last iteration scoring began early",
+            "",
+            f"when {threshold} samples were left{how}" if threshold else "not, as that was not faster",
+        ),
+    ]
+    saved, predicted = fusion.get("seconds_saved"), fusion.get("predicted_seconds_saved")
+    if isinstance(saved, int | float):
+        text = duration(saved) + (f" ({duration(predicted)} predicted)" if isinstance(predicted, int | float) else "")
+        found.append(("Fusion: time saved", "", text))
+    return found
+
+
+def overlap_sentence(summary: Mapping[str, Any]) -> str:
+    """A sentence on what a run gained from a lag or from streaming. Empty for a run with neither."""
+    count, seconds, other = (
+        get(summary, f"overlap.{name}") for name in ("iterations", "seconds", "synchronous_seconds")
+    )
+    if not count or seconds is None or other is None:
+        return ""
+    return (
+        f"Phases overlap: an iteration took {duration(seconds / count)}; one after the other, its "
+        f"phases take {duration(other / count)}."
+    )
+
+
+def stage_seconds(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
+    """Rows (stage, seconds) in the order in which stages run."""
+    found = {k: float(v) for k, v in (get(summary, "stages") or {}).items() if isinstance(v, int | float)}
+    return sorted(found.items(), key=lambda item: STAGES.index(item[0]) if item[0] in STAGES else len(STAGES))

@@ -1,6 +1,6 @@
 // Shows bars on lanes over time: an iteration's timeline, or a schedule by rank. It zooms as line charts do. Arrow keys choose a bar.
 
-import {colourOf, duration, h, number, s} from "./dom.js";
+import {colourOf, duration, h, legend, number, percent, s} from "./dom.js";
 import {ticks} from "./line_chart.js";
 
 const BAR = 15, LABEL = 14, GAP = 4, AXIS = 18;
@@ -91,4 +91,13 @@ export function lanes({title, note = "", lanes: given, end = 0, unit = "s"}) {
   draw();
   new ResizeObserver(() => { if (svg.clientWidth && svg.clientWidth !== W) draw(); }).observe(svg);
   return h("figure", {class: "wide"}, h("figcaption", {}, title, note && h("small", {}, note)), svg, read);
+}
+
+// One bar of parts, and their shares. `parts`: [[name, seconds]].
+export function shares(title, parts) {
+  const whole = parts.reduce((sum, [, seconds]) => sum + seconds, 0);
+  if (!whole) return [];
+  let end = 0;
+  const bars = parts.map(([name, seconds]) => [name, end, end += seconds, percent(seconds / whole)]);
+  return [lanes({title, lanes: [{label: "", bars}]}), legend(parts.map(([name, seconds]) => [`${name} ${duration(seconds)} (${percent(seconds / whole)})`, colourOf(name)]))];
 }

@@ -1,7 +1,8 @@
 // Runs the page. It draws the header, reads the address (#/…), and chooses the view.
 
-import {h, select} from "./dom.js";
+import {h, moment, select} from "./dom.js";
 import {compareView} from "./compare_view.js";
+import {planView} from "./plan_view.js";
 import {runView} from "./run_view.js";
 import {runsView} from "./runs_view.js";
 import {source as connect} from "./source.js";
@@ -20,11 +21,16 @@ function theme(name) {
   document.documentElement.dataset.theme = dark ? "dark" : "light";
 }
 
+// A browser may refuse to keep anything for a file.
+const remembered = () => { try { return localStorage.getItem("theme") || "system"; } catch { return "system"; } };
+const remember = (name) => { try { localStorage.setItem("theme", name); } catch { /* then it holds for this visit */ } };
+
 function header() {
-  const kept = localStorage.getItem("theme") || "system";
-  const parts = [h("h1", {}, h("a", {href: "#/"}, "Dovetail")), h("span", {class: "mute grow"}, about.source === "cluster" ? "" : about.demo ? "a recorded run, played" : about.folder || "")];
+  const kept = remembered();
+  const told = from.kind === "file" ? `as of ${moment(about.written)}. ${about.left_out}` : about.demo ? "a recorded run, played" : about.folder || "";
+  const parts = [h("h1", {}, h("a", {href: "#/"}, "Dovetail")), h("span", {class: "mute grow"}, told)];
   if (from.kind === "cluster") parts.push(...login());
-  parts.push(select("Colours", [["system", "as the system"], ["light", "light"], ["dark", "dark"]], kept, (name) => { localStorage.setItem("theme", name); theme(name); }),
+  parts.push(select("Colours", [["system", "as the system"], ["light", "light"], ["dark", "dark"]], kept, (name) => { remember(name); theme(name); }),
     h("button", {type: "button", onclick: () => $("help").showModal(), "aria-label": "Keyboard help"}, "?"));
   $("head").replaceChildren(...parts);
   theme(kept);
@@ -56,10 +62,12 @@ async function route() {
   say("");
   const mine = stop;
   try {
-    const parts = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
-    const context = {source: from, about, root: $("main"), signal: stop.signal, say, args: parts.slice(1)};
-    const shown = parts[0] === "run" && parts[1] ? runView(context) : parts[0] === "compare" ? compareView(context) : runsView(context);
-    const found = await shown;
+    const [name, ...args] = location.hash.replace(/^#\/?/, "").split("/").map(decodeURIComponent);
+    // A file holds one run, so it has no list.
+    const only = from.kind === "file" && name !== "run";
+    const shown = about.plan ? planView : only || (name === "run" && args[0]) ? runView : name === "compare" ? compareView : runsView;
+    const context = {source: from, about, root: $("main"), signal: stop.signal, say, args: only ? [about.run] : args};
+    const found = await shown(context);
     if (mine === stop) view = found || {};
   } catch (error) {
     if (error.name !== "AbortError" && mine === stop) { $("main").replaceChildren(); say(error.message); }
@@ -72,7 +80,7 @@ document.addEventListener("keydown", (event) => {
   else if (event.key === "/") { const box = document.querySelector("[data-filter]"); if (box) { box.focus(); event.preventDefault(); } }
   else view.key?.(event.key);
 });
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => theme(localStorage.getItem("theme") || "system"));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => theme(remembered()));
 window.addEventListener("hashchange", route);
 
 try {

@@ -1,6 +1,7 @@
 // Shows how the run is doing. Verdicts come first, or else advice. Progress, planned and measured times, and results follow.
 
 import {duration, h, moment, number, percent, swap, table} from "./dom.js";
+import {shares} from "./lanes.js";
 import {LineChart} from "./line_chart.js";
 import {points} from "./metric_catalog.js";
 import {stageOf, stateMark} from "./runs_view.js";
@@ -87,32 +88,42 @@ const LIVE_SECONDS = 3;
 export async function overviewTab({source, id, body, signal}) {
   const top = h("div"), present = h("div"), figures = h("div", {class: "charts"}), rest = h("div");
   body.replaceChildren(top, present, figures, rest);
-  const charts = Object.entries({reward: "Reward per sample", kl: "KL to the reference, nats per response", loss: "Loss"}).map(([metric, title]) => [metric, new LineChart({title, axis: metric === "loss" ? "step" : "iteration"})]);
-  figures.append(...charts.map(([, chart]) => chart.node));
+  const charts = new Map();
+  function chart(title, axis, metric, steps, marks = []) {
+    if (!charts.has(title)) {
+      charts.set(title, new LineChart({title, axis}));
+      figures.append(charts.get(title).node);
+    }
+    charts.get(title).update([{label: metric, colour: "#3b82c4", points: points(steps, metric)}], marks);
+  }
 
   async function refresh() {
     const seen = await overviewOf(source, id, signal);
     const stages = byStage(await source.history(id, signal));
     const fact = (name, value) => h("div", {class: "card"}, h("span", {}, name), h("b", {}, value));
-    swap(top, seen.outcome ? h("div", {class: "note"}, h("b", {}, "Result"), seen.outcome) : "", ...healthPanel(seen.health).flat(), seen.reason ? h("div", {class: /fail|stop/i.test(seen.state) ? "note bad" : "note warn"}, h("b", {}, seen.state), seen.reason) : "",
+    swap(top, seen.reason ? h("div", {class: /fail|stop/i.test(seen.state) ? "note bad" : "note warn"}, h("b", {}, seen.state), seen.reason) : "",
+      seen.outcome ? h("div", {class: "note"}, h("b", {}, "Result"), seen.outcome) : "", ...healthPanel(seen.health).flat(),
       seen.problem ? h("p", {class: "mute"}, absent(seen.job, seen.problem)) : "",
       h("div", {class: "facts"}, fact("State", stateMark(seen.state)), fact("Stage", stageOf(seen)), fact("Time left", duration(seen.seconds_left)), fact("Reward", number(seen.reward)),
         fact("KL, nats", number(seen.kl)), fact("Samples per second", number(seen.samples_per_second)), fact("Seed", seen.seed ?? "–"), fact("Took", duration(seen.seconds))),
       seen.total ? h("progress", {max: seen.total, value: seen.done || 0, "aria-label": "Progress of the stage"}) : "");
     swap(present, now(seen.live));
     const ppo = stages.ppo || new Map();
-    const last = [...(stages.dpo || stages.reward || stages.sft || new Map())];
-    for (const [metric, chart] of charts) {
-      const steps = metric === "loss" ? (ppo.size ? [] : last) : ppo;
-      chart.update([{label: metric, colour: "#3b82c4", points: points(steps, metric)}], metric === "loss" ? [] : seen.health.unhealthy);
-    }
+    chart("Reward per sample", "iteration", "reward", ppo, seen.health.unhealthy);
+    chart("KL to the reference, nats per response", "iteration", "kl", ppo, seen.health.unhealthy);
+    const evaluations = stages.evaluation || new Map(), answered = [...evaluations.values()].pop()?.metrics || {};
+    if (evaluations.size > 1) for (const name of Object.keys(answered)) if (`${name}_ci95` in answered) chart(`Evaluation: ${name}`, "iteration", name, evaluations);
+    chart("Loss", "step", "loss", ppo.size ? new Map() : stages.dpo || stages.reward || stages.sft || new Map());
     const pairs = (rows, caption) => h("table", {"aria-label": caption}, h("tbody", {}, rows.map((row) => h("tr", {}, row.map((cell) => h("td", {}, cell))))));
     swap(rest, earlier(seen.health), ...[planTable(seen.plan || [])].flat(),
       ...((seen.results || []).length ? [h("h3", {}, "Results"), table([{label: "What"}, {label: "Before or first", n: true}, {label: "After or last", n: true}], seen.results, "Results")] : []),
+      ...shares("Where the time of all iterations went", seen.phases || []), seen.overlap ? h("p", {}, seen.overlap) : "",
       ...((seen.placement?.alternatives || []).length ? [h("details", {}, h("summary", {}, "Plans that were not chosen"), table([{label: "Placement"}, {label: "Seconds", n: true}, {label: "Why"}],
         seen.placement.alternatives.map((other) => [other.placement, number(other.seconds), other.problem || other.note || "slower"]), "Other plans"))] : []),
-      ...((seen.facts || []).length ? [h("h3", {}, "The run"), pairs([...seen.facts, ...(seen.models?.length ? [["Models", seen.models.join(", ")]] : []), ["Began", moment(seen.began)]], "The run")] : []),
-      ...((seen.changes || []).length ? [h("h3", {}, "Changes of the manifest"), table([{label: "After"}, {label: "Field"}, {label: "Old"}, {label: "New"}], seen.changes.map((c) => [`${c.stage} ${c.step}`, c.field, String(c.old), String(c.new)]), "Changes")] : []));
+      ...((seen.facts || []).length ? [h("h3", {}, "The run"), pairs([...seen.facts, ...(seen.models?.length ? [["Models", seen.models.join(", ")]] : []), ["Versions", Object.entries(seen.versions || {}).map((each) => each.join(" ")).join(", ") || "–"], ["Began", moment(seen.began)]], "The run")] : []),
+      seen.manifest ? h("details", {}, h("summary", {}, "The manifest"), h("pre", {tabindex: 0}, seen.manifest)) : "",
+      ...((seen.changes || []).length ? [h("h3", {}, "Changes of the manifest"), table([{label: "After"}, {label: "Field"}, {label: "Old"}, {label: "New"}], seen.changes.map((c) => [`${c.stage} ${c.step}`, c.field, c.old ?? "–", c.new ?? "–"].map(String)), "Changes"),
+        seen.changes.some((c) => c.field === "trainer ranks") ? h("p", {class: "mute"}, "Other trainer ranks add up gradients in another order, so weights differ by rounding.") : ""] : []));
   }
   await refresh();
   // No file changes during a step, but the coordinator knows its progress.

@@ -12,12 +12,12 @@ const VIEWS = {
 export async function sampleTab({source, id, body, args, signal}) {
   const [iteration, prompt, sample] = args.map(Number);
   const found = await source.document(id, `sample/${iteration}/${prompt}/${sample}`, signal);
-  const go = (place) => (place ? hrefOf(id, "sample", iteration, ...place) : null);
-  const link = (place, text) => (place ? h("a", {href: go(place)}, text) : h("span", {class: "mute"}, text));
+  const [before, after] = [found.before, found.after].map((place) => (place && source.has(`sample/${iteration}/${place.join("/")}`) ? hrefOf(id, "sample", iteration, ...place) : null));
+  const link = (href, text) => (href ? h("a", {href}, text) : h("span", {class: "mute"}, text));
   const parts = [`reward ${number(found.reward)}`, ...Object.entries(found.rewards || {}).map(([name, value]) => `${name} ${number(value)}`), `KL ${number(found.kl)}`, `${found.tokens} tokens`,
     found.finish_reason === "length" ? "cut at the limit" : "ended by itself", found.staleness ? `${found.staleness} iterations old when learnt` : ""].filter(Boolean);
   body.replaceChildren(
-    h("div", {class: "bar"}, h("a", {href: hrefOf(id, "samples", iteration)}, `Iteration ${iteration}`), h("b", {}, `prompt ${prompt}, sample ${sample}`), link(found.before, "← last (k)"), link(found.after, "next (j) →")),
+    h("div", {class: "bar"}, h("a", {href: hrefOf(id, "samples", iteration)}, `Iteration ${iteration}`), h("b", {}, `prompt ${prompt}, sample ${sample}`), link(before, "← last (k)"), link(after, "next (j) →")),
     h("p", {}, parts.join(", ")),
     found.not_learnt ? h("div", {class: "note warn"}, h("b", {}, "Not learnt"), found.not_learnt, ".") : "",
     h("h3", {}, "Conversation"), h("div", {}, found.turns.map((turn) => {
@@ -26,7 +26,7 @@ export async function sampleTab({source, id, body, args, signal}) {
     })),
     ...tokens(found), ...life(found.life),
     Object.keys(found.fields || {}).length ? h("details", {}, h("summary", {}, "Other fields of the prompt"), h("pre", {}, JSON.stringify(found.fields, null, 2))) : "");
-  return {key: (key) => { const place = key === "j" ? found.after : key === "k" ? found.before : null; if (place) location.hash = go(place); }};
+  return {key: (key) => { const href = key === "j" ? after : key === "k" ? before : null; if (href) location.hash = href; }};
 }
 
 function tokens(found) {

@@ -5,7 +5,6 @@ import {LineChart} from "./line_chart.js";
 import {hrefOf} from "./runs_view.js";
 
 const SHOWN = 100, SIDE = "side";
-const moment = (n) => (n > 0 ? `after iteration ${n}` : n ? "before SFT" : "before PPO");
 const COLUMNS = [["asked", "Prompt", false], ["answer", "Response", false], ["reward", "Reward", true], ["tokens", "Tokens", true], ["kl", "KL", true], ["staleness", "Staleness", true], ["server", "Server", false], ["migrations", "Moves", true]];
 
 export async function samplesTab({source, id, body, args, signal}) {
@@ -16,6 +15,7 @@ export async function samplesTab({source, id, body, args, signal}) {
   const picture = new LineChart({title: "Reward by response length", axis: "tokens"});
   body.replaceChildren(controls, notes, h("details", {}, h("summary", {}, "Picture"), picture.node), list);
 
+  const moment = (n) => (n > 0 ? `after iteration ${n}` : n ? "before SFT" : `before ${kept.method || "PPO"}`);
   async function load() {
     kept = await source.document(id, "overview", signal);
     const there = kind === "samples" ? kept.sample_iterations : kept.evaluations;
@@ -67,7 +67,7 @@ export async function samplesTab({source, id, body, args, signal}) {
       ? h("button", {class: "plain", type: "button", "aria-label": `Sort by ${label}`, onclick: () => { rising = order === key ? !rising : false; order = key; draw(); }}, label, order === key ? (rising ? " ▲" : " ▼") : "")
       : label}));
     const cells = (row) => columns.map(({key, n}) => {
-      if (key === "asked") return kind === "samples" ? h("a", {href: hrefOf(id, "sample", number_, row.prompt, row.sample)}, row.asked || "(empty)") : row.asked;
+      if (key === "asked") return kind === "samples" && source.has(`sample/${number_}/${row.prompt}/${row.sample}`) ? h("a", {href: hrefOf(id, "sample", number_, row.prompt, row.sample)}, row.asked || "(empty)") : row.asked || "(empty)";
       if (key === "reward") return h("span", {title: Object.entries(row.rewards).map(([name, value]) => `${name} ${number(value)}`).join(", ")}, number(row.reward ?? Object.values(row.rewards)[0]), row.equal_group ? " =" : "");
       if (key === "tokens") return `${row.tokens ?? "–"}${row.cut ? " (cut)" : ""}`;
       if (key === "migrations") return row.retries ? `${row.migrations} (${row.retries} failed)` : row.migrations;

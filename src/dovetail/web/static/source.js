@@ -1,4 +1,4 @@
-// The sources of runs: a folder (dovetail ui), or jobs on a cluster (the status API). Both answer the same requests.
+// The sources of runs: a folder (dovetail ui), jobs on a cluster (the status API), or this file (report.html). All answer the same requests.
 
 export class Problem extends Error {
   constructor(message, code) {
@@ -65,6 +65,9 @@ class Source {
     known.work = known.work.catch(() => null).then(() => this.#more(id, known, signal));
     return known.work;
   }
+
+  // Whether there may be an answer to this question.
+  has() { return true; }
 
   // The number of the first row that was not fetched yet. undefined if nobody has asked for rows.
   _next(id) { return this.#history.get(id)?.next; }
@@ -181,7 +184,30 @@ export class ClusterSource extends Source {
   }
 }
 
+// The answers that this file holds, by question.
+class FileSource extends Source {
+  kind = "file";
+  #answers;
+  constructor(answers) {
+    super();
+    this.#answers = answers;
+  }
+  has(question) { return question in this.#answers; }
+  async document(id, question) {
+    if (!this.has(question)) throw new Problem("This file does not hold it. dovetail ui shows it from the run's folder.", 404);
+    return this.#answers[question];
+  }
+  async live() { return null; }
+  async _page(id, next) { return next ? {rows: [], next, more: false} : this.document(id, "history/0"); }
+  follow() {}
+}
+
 export async function source() {
+  const held = document.getElementById("data");
+  if (held) {
+    const {about, answers} = JSON.parse(held.textContent);
+    return [new FileSource(answers), about];
+  }
   const about = await (await ask("api/v1/about")).json();
   return [about.source === "cluster" ? new ClusterSource() : new FolderSource(), about];
 }

@@ -13,15 +13,15 @@ BARS = 6000
 _ACTION = re.compile(r"(actor|critic) ([FBIW])(\d+)")
 
 
-def timeline(trace: Mapping[str, Any], most: int | None = None) -> Document:
+def timeline(trace: Mapping[str, Any]) -> Document:
     """The timeline of a trace. Each of `lanes` has a process, a lane, and bars [name, start, end, detail] in seconds
-    from the iteration's beginning. `curves` has counters as [seconds, value]. If there are more than `most` bars, the
-    shortest ones are left out, and `left_out` is their number. If `most` is None, all are kept."""
+    from the iteration's beginning. `curves` has counters as [seconds, value]. If there are more than BARS bars, the
+    shortest ones are left out, and `left_out` is their number."""
     events = [event for event in trace.get("traceEvents") or [] if isinstance(event, Mapping)]
     processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     spans = [event for event in events if event.get("ph") == "X"]
-    kept = spans if most is None else sorted(spans, key=lambda event: -event["dur"])[:most]
+    kept = sorted(spans, key=lambda event: -event["dur"])[:BARS]
     lanes: dict[tuple[Any, Any], list[list[Any]]] = {}
     for event in sorted(kept, key=lambda event: event["ts"]):
         end = (event["ts"] + event["dur"]) / 1e6
@@ -123,10 +123,42 @@ def schedule_document(schedule: Mapping[str, Any], run: list[list[Document]], it
             {
                 "name": name,
                 "description": family.get("description"),
+                "published": family.get("published"),
+                "peak": _size(schedule, family.get("peak")),
                 "slower": float(family["makespan"]) / best - 1 if best else None,
                 "runs_here": family.get("runs_here"),
             }
             for name, family in families
         ],
         "refused": schedule.get("refused") or {},
+        "facts": _facts(schedule, in_seconds),
     }
+
+
+def _facts(schedule: Mapping[str, Any], in_seconds: bool) -> list[tuple[str, str]]:
+    """Lines (what, how much) about the chosen schedule's times and memory."""
+    unit, found = "s" if in_seconds else "units", []
+    source = "measured in this run" if schedule.get("measured") else "of profile.json" if in_seconds else "default ones"
+    found.append(("Times that are drawn", source))
+    if schedule.get("measured") and schedule.get("measured_seconds"):
+        found.append((f"{schedule.get('chosen')}, measured", f"{schedule['measured_seconds']:.3f} {unit}"))
+    if in_seconds and schedule.get("communication"):
+        found.append(("A message from stage to stage", f"{1e3 * schedule['communication']:.2f} ms"))
+    for name, what in (
+        ("memory", "Peak activation memory of a rank, predicted"),
+        ("serial_memory", "The same of serial 1F1B"),
+        ("memory_limit", "Limit of activation memory"),
+    ):
+        if schedule.get(name):
+            found.append((what, _size(schedule, schedule[name])))
+    if schedule.get("measured_peak_bytes"):
+        peak = f"{schedule['measured_peak_bytes'] / 2**20:.1f} MiB"
+        found.append(("Peak activation memory of a rank, measured", peak))
+    return found
+
+
+def _size(schedule: Mapping[str, Any], value: float | None) -> str:
+    if value is None:
+        return "–"
+    in_bytes = schedule.get("in_bytes", bool(schedule.get("measured") or schedule.get("profiled")))
+    return f"{value / 2**20:.1f} MiB" if in_bytes else f"{value:.2f} units"

@@ -5,14 +5,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import yaml
 
 from dovetail.coordinator.reporting.health import Rules
 from dovetail.coordinator.reporting.page.manifest_facts import manifest_facts
 from dovetail.coordinator.reporting.page.page_health import health
-from dovetail.coordinator.reporting.summary_rows import get, outcome, rows
+from dovetail.coordinator.reporting.summary_rows import (
+    PHASES,
+    duration,
+    fusion_rows,
+    get,
+    outcome,
+    overlap_sentence,
+    rows,
+    stage_seconds,
+)
 from dovetail.coordinator.reporting.time_left import TimeLeft
 from dovetail.manifest.types import RLHFJob, Stage
 from dovetail.protocol.prediction import MEASURED_NAMES
@@ -108,8 +119,11 @@ def overview(seen: SeenRun) -> Document:
             now=seen.now if running else None,
         ),
         "outcome": outcome(seen.summary),
-        "results": [list(row) for row in rows(seen.summary)],
+        "results": [list(row) for row in _results(seen.summary)],
+        "phases": _phases(ppo.values()),
+        "overlap": overlap_sentence(seen.summary),
         "facts": [list(row) for row in manifest_facts(seen.parsed)] if seen.parsed is not None else [],
+        "manifest": "" if seen.parsed is None else _manifest(seen.parsed),
         "versions": get(seen.summary, "versions") or {},
         "changes": seen.summary.get("changes") or [],
         "plan": plan_against_actual(prediction, [row["metrics"] for _, row in sorted(ppo.items())]),
@@ -122,6 +136,29 @@ def overview(seen: SeenRun) -> Document:
         },
         **seen.kept,
     }
+
+
+def _results(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+    times = [(f"Time of stage {name}", "", duration(seconds)) for name, seconds in stage_seconds(summary)]
+    return [*rows(summary), *fusion_rows(summary), *times]
+
+
+def _phases(ppo: Iterable[Document]) -> list[tuple[str, float]]:
+    """The seconds of each phase, over all iterations."""
+    found: dict[str, float] = {}
+    for row in ppo:
+        for metric, seconds in row["metrics"].items():
+            name = metric.removeprefix("seconds_")
+            if name != metric and _number(seconds) is not None:
+                found[name] = found.get(name, 0.0) + seconds
+    return sorted(found.items(), key=lambda item: PHASES.index(item[0]) if item[0] in PHASES else len(PHASES))
+
+
+def _manifest(job: RLHFJob) -> str:
+    """The manifest without the fields that have their defaults."""
+    document = job.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude={"status"})
+    head = {"apiVersion": job.api_version, "kind": job.kind}
+    return yaml.safe_dump(head | document, sort_keys=False, width=100)
 
 
 # The mean of this many last iterations is compared with the plan.

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from dovetail.coordinator.reporting.page.iteration_timeline import BARS, as_run, schedule_document, timeline
+from dovetail.coordinator.reporting.page.iteration_timeline import as_run, schedule_document, timeline
 from dovetail.coordinator.reporting.page.overview import SeenRun, last_of_each_step, line, overview, plan_against_actual
 from dovetail.coordinator.reporting.page.rollout_table import life, staleness, table, turns
 from dovetail.coordinator.reporting.page.run_folder import RunFolder
@@ -136,14 +136,14 @@ class PageDocuments:
         row = steps.get(iteration)
         prediction = self.folder.plan().get("prediction")
         plan = plan_against_actual(prediction, [row["metrics"]]) if row is not None else []
-        return {"iteration": iteration, "plan": plan, **timeline(trace, BARS)}
+        return {"iteration": iteration, "plan": plan, **timeline(trace)}
 
     def _schedule(self, iteration: int) -> Document:
         schedule = self.folder.schedule()
         if not schedule:
             raise NotKept("this run has only one possible schedule of training")
         trace = self.folder.trace(iteration)
-        return schedule_document(schedule, as_run(timeline(trace, BARS)) if trace else [], iteration)
+        return schedule_document(schedule, as_run(timeline(trace)) if trace else [], iteration)
 
 
 _SHOWN = (

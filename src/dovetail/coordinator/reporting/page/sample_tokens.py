@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,22 @@ def token_texts(run_dir: Path, ids: list[int]) -> list[str] | None:
     """The text of each token. Joined they are the whole text. None without the run's tokenizer."""
     path = run_dir / "tokenizer" / "tokenizer.json"
     try:
-        from tokenizers import Tokenizer
         from tokenizers.decoders import DecodeStream
 
-        # The library raises plain Exception for a file that it does not understand.
-        tokenizer = Tokenizer.from_file(str(path)) if path.is_file() else None
-    except Exception:
-        tokenizer = None
-    if tokenizer is None:
+        tokenizer = _tokenizer(path, path.stat().st_mtime_ns)
+    except Exception:  # the library raises plain Exception for a file that it does not understand
         return None
     stream = DecodeStream(skip_special_tokens=False)
     # A token that ends within a character has no text. The next token has the whole character.
     return [stream.step(tokenizer, token) or "" for token in ids]
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(path: Path, _changed: int) -> Any:
+    """The tokenizer in a file, which takes long to read. `_changed`: the time of its last change."""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(path))
 
 
 def batch_row(arrays: Arrays, prompt: int, number: int) -> int:

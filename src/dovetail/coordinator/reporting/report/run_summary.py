@@ -10,11 +10,18 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dovetail.coordinator.reporting.summary_rows import get, method, outcome, rows
+from dovetail.coordinator.reporting.summary_rows import (
+    PHASES,
+    duration,
+    fusion_rows,
+    get,
+    method,
+    outcome,
+    overlap_sentence,
+    rows,
+    stage_seconds,
+)
 from dovetail.protocol.errors import RunError
-
-STAGES = ("sft", "reward", "dpo", "ppo")
-PHASES = ("generation", "inference", "waiting", "training", "weights", "checkpoint", "other")
 
 
 def read_summary(run_dir: Path) -> dict[str, Any]:
@@ -29,16 +36,6 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise RunError(f"{path} is not a JSON object")
     return document
-
-
-def duration(seconds: float) -> str:
-    """A duration as text, such as '12.3 s', '4 min 07 s' or '2 h 05 min'."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest:02d} s"
-    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def how_it_ended(summary: Mapping[str, Any]) -> list[str]:
@@ -73,47 +70,6 @@ def health_sentences(summary: Mapping[str, Any]) -> list[str]:
     """The last sentence of each verdict, in the order of their first iterations."""
     reasons = sorted((get(summary, "health.reasons") or {}).items(), key=lambda item: item[1]["first"])
     return [f"{reason} (iteration {known['last']}): {known['message']}" for reason, known in reasons]
-
-
-def fusion_rows(summary: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Rows (what, "", value) of inter-stage fusion. Empty if it was off."""
-    fusion = get(summary, "fusion")
-    if not isinstance(fusion, Mapping) or fusion.get("setting") == "Off":
-        return []
-    threshold, migrated = fusion.get("threshold"), fusion.get("migrated")
-    how = "" if migrated is None else f", {migrated:.0f} of them migrated" if migrated else ", none had to migrate"
-    found = [
-        ("Fusion: samples migrated, all iterations", "", f"{fusion.get('samples_migrated', 0):.0f}"),
-        (
-            "Fusion: in the last iteration scoring began early",
-            "",
-            f"when {threshold} samples were left{how}" if threshold else "not, as that was not faster",
-        ),
-    ]
-    saved, predicted = fusion.get("seconds_saved"), fusion.get("predicted_seconds_saved")
-    if isinstance(saved, int | float):
-        text = duration(saved) + (f" ({duration(predicted)} predicted)" if isinstance(predicted, int | float) else "")
-        found.append(("Fusion: time saved", "", text))
-    return found
-
-
-def overlap_sentence(summary: Mapping[str, Any]) -> str:
-    """A sentence on what a run gained from a lag or from streaming. Empty for a run with neither."""
-    count, seconds, other = (
-        get(summary, f"overlap.{name}") for name in ("iterations", "seconds", "synchronous_seconds")
-    )
-    if not count or seconds is None or other is None:
-        return ""
-    return (
-        f"Phases overlap: an iteration took {duration(seconds / count)}; one after the other, its "
-        f"phases take {duration(other / count)}."
-    )
-
-
-def stage_seconds(summary: Mapping[str, Any]) -> list[tuple[str, float]]:
-    """Rows (stage, seconds) in the order in which stages run."""
-    found = {k: float(v) for k, v in (get(summary, "stages") or {}).items() if isinstance(v, int | float)}
-    return sorted(found.items(), key=lambda item: STAGES.index(item[0]) if item[0] in STAGES else len(STAGES))
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
