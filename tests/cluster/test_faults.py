@@ -236,6 +236,7 @@ def test_a_job_survives_every_fault_and_learns_from_each_sample_once(
     wait_for(
         "an iteration", lambda: job.condition("Running").get("status") == "True" and job.iteration(), START_SECONDS
     )
+    job.pace(PACE_SECONDS)
     for name in names:
         fault = FAULTS[name]
         began, before, last, births = time.monotonic(), job.uids(), job.iteration(), born(job)

@@ -109,8 +109,8 @@ def tiny_manifest(namespace: str, iterations: int, samples: int = 8, **groups: d
 
 
 def paced(document: dict[str, Any], seconds: float = 2.0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A ConfigMap and the job, whose every iteration takes `seconds` more: faults and quotas need time to be felt. The
-    operator must be given PACED_TEMPLATE."""
+    """A ConfigMap and the job, whose every iteration takes `seconds` more: faults and quotas need time to be felt.
+    After some three it waits for `ClusterJob.pace`. The operator must be given PACED_TEMPLATE."""
     code = paced_reward(document["spec"], seconds, "/var/dovetail/pace")
     metadata = {"name": "paced", "namespace": document["metadata"]["namespace"]}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"paced.py": code}}, document

@@ -94,11 +94,18 @@ def tied_actor() -> dict[str, Any]:
 
 # A job that is as fast as it can would be over before the last fault.
 _PACED = """
-import pathlib, time
+import math, pathlib, time
 TOLD = pathlib.Path("{told}")
+called = 0
+def pace():
+    if TOLD.exists():
+        return float(TOLD.read_text()) / CALLS
+    return PACE_SECONDS / CALLS if called <= 3 * CALLS else math.inf
 def score(prompts, responses, **fields):
+    global called
+    called += 1
     began = time.monotonic()
-    while time.monotonic() - began < (float(TOLD.read_text()) if TOLD.exists() else PACE_SECONDS) / CALLS:
+    while time.monotonic() - began < pace():
         time.sleep(0.1)
     return [len(set(text)) / 40 for text in responses]
 """
@@ -106,7 +113,8 @@ def score(prompts, responses, **fields):
 
 def paced_reward(spec: dict[str, Any], seconds: float, told: str) -> str:
     """Gives the spec a reward function, of the module `paced` whose code this returns, in place of a reward model: each
-    iteration takes `seconds` more, or as many as the file `told` says.
+    iteration takes `seconds` more, or as many as the file `told` says. After some three iterations the job waits for
+    that file: it is not over before a slow machine's test has seen its first iteration.
 
     The function is called once for each prompt's samples, by one worker: each call takes its part of the time."""
     spec["models"]["reward"] = {"function": "paced:score", "workers": 1, "timeoutSeconds": 3600}
