@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -186,6 +187,8 @@ def say(role: str, content: str, **more: Any) -> dict[str, Any]:
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
 CALL = {"type": "function", "id": "abcdefghi", "function": {"name": "weather", "arguments": {"city": "Bern"}}}
+# As DeepSeek's templates want it.
+AS_TEXT = {**CALL, "function": {"name": "weather", "arguments": '{"city": "Bern"}'}}
 ASKED = [say("user", "What is two plus three?"), say("user", "the cat?"), say("user", "the fur?"), say("user", "dry?")]
 ANSWERS = [say("assistant", text) for text in ("It is 5.", "small", "the cat has small fur", " 5")]
 
@@ -210,10 +213,11 @@ def opens_a_thought(tokenizer: Any) -> bool:
     return asked.rstrip().endswith("<think>")
 
 
-def writes_texts(tokenizer: Any) -> bool:
-    """Whether a content may be a text. Templates of models of images (Idefics 3, LLaVA) may take lists only."""
+def writes(tokenizer: Any, text: str, messages: Messages, tools: Any = None) -> bool:
+    """Whether the template takes the messages as they are. Templates of models of images (Idefics 3, LLaVA) may take
+    lists only, and those of DeepSeek want calls as texts."""
     try:
-        return ASKED[0]["content"] in tokenizer.apply_chat_template([*ASKED[:1], *ANSWERS[:1]], tokenize=False)
+        return text in tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
     except Exception:  # a template may raise any error
         return False
 
@@ -240,10 +244,15 @@ def test_ids_are_those_of_apply_chat_template(kind: str, adds: bool) -> None:
                 plain = messages[0]["role"] == "user" and not any(
                     word in str(messages) for word in ("think", "reas", "tool")
                 )
-                assert not plain or opens_a_thought(tokenizer) or not writes_texts(tokenizer), (name, messages)
+                # The template of Kimi Audio takes conversations, and no messages.
+                assert not plain or opens_a_thought(tokenizer) or "conversations[0]" in template, (name, messages)
                 continue
             written += 1
             given = [{"thinking": m["reasoning_content"], **m} if "reasoning_content" in m else m for m in messages]
+            if not writes(tokenizer, ASKED[0]["content"], [*ASKED[:1], *ANSWERS[:1]]):
+                given = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in given]
+            elif tools and not writes(tokenizer, "Bern", given, tools):
+                given = [{**m, "content": None, "tool_calls": [AS_TEXT]} if "tool_calls" in m else m for m in given]
             prompt = ids(
                 tokenizer.apply_chat_template(given[:-1], tools=tools, add_generation_prompt=True, tokenize=True)
             )
@@ -282,18 +291,61 @@ def test_models_without_a_template_are_served_the_ids_of_training(kind: str) -> 
         plain, exported = with_template(tokens, None, "</s>"), with_template(tokens, None, "</s>")
         exported.chat_template = human_assistant_template(plain)
         encoder, chat = Encoder(plain, 10_000, 10_000), chat_format(plain)
-        for messages in ([ASKED[0]], [say("system", "Be kind."), ASKED[0], ANSWERS[0], ASKED[1]]):
+        opened = [say("system", "Be kind."), ASKED[0], ANSWERS[0], ASKED[1]]
+        for messages in ([ASKED[0]], opened, [say("developer", "Be kind."), ASKED[0]]):
             served = ids(exported.apply_chat_template(messages, add_generation_prompt=True, tokenize=True))
             assert encoder.prompt(chat.prompt(messages)) == served
             whole = ids(exported.apply_chat_template([*messages, ANSWERS[0]], tokenize=True))
             record: Any = convert({"messages": [*messages, ANSWERS[0]]}, "Messages", "demonstrations", chat, "f:1")
             assert encoder.demonstration(record).tokens == [*whole, 2]
+        with pytest.raises(TemplateError, match="the role tool is not system, user or assistant"):
+            exported.apply_chat_template([ASKED[0], say("tool", "dry")], tokenize=True)
         raw = encoder.encode("the cat")
         assert raw == [i for n, i in enumerate(ids(plain("the cat"))) if n == 0 or i != 2]
         pair: Any = convert(
             {"prompt": "the cat", "response": " has fur"}, "PromptResponse", "demonstrations", chat, "f"
         )
         assert encoder.demonstration(pair).tokens == [*encoder.encode("the cat has fur"), 2]
+
+
+# A call as DeepSeek's templates write it: the content is null, and the arguments are a text.
+DEEPSEEK = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' and m['content'] is none %}{{ '<|Assistant|>' }}"
+    "{% for call in m['tool_calls'] %}{{ call['type'] + ':' + call['function']['name'] + '\n```json\n'"
+    " + call['function']['arguments'] + '\n```' }}{% endfor %}{{ '</s>' }}"
+    "{% else %}{{ ('<|Assistant|>' if m['role'] == 'assistant' else '<|User|>') + m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ '</s>' }}{% endif %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|Assistant|>' }}{% endif %}"
+)
+# As templates of models of images. A text would be written as nothing.
+PARTS = (
+    "{% for m in messages %}{{ '<|start|>' + m['role'] }}{% for part in m['content'] if part['type'] == 'text' %}"
+    "{{ part['text'] }}{% endfor %}{{ '</s>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}"
+    "{% endif %}"
+)
+
+
+@pytest.mark.parametrize("arguments", [{"city": "Zürich"}, '{"city": "Zürich"}'])
+def test_calls_are_given_as_the_template_wants_them(arguments: Any) -> None:
+    call = {**CALL, "function": {"name": "weather", "arguments": arguments}}
+    messages = [ASKED[3], say("assistant", "", tool_calls=[call]), say("tool", "dry"), ANSWERS[0]]
+    whole = read(messages, DEEPSEEK)
+    given = [ASKED[3], say("assistant", "", tool_calls=[call]), *messages[2:]]
+    given[1]["content"] = None
+    given[1]["tool_calls"] = [{**CALL, "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}]
+    assert whole.text == with_template(TOKENS, DEEPSEEK, "</s>").apply_chat_template(given, tokenize=False)
+    assert responses(whole) == ['function:weather\n```json\n{"city": "Zürich"}\n```</s>', "It is 5.</s>"]
+
+
+def test_a_template_that_takes_only_parts_gets_them() -> None:
+    tokenizer = with_template(TOKENS, PARTS, "</s>")
+    messages = [say("system", "Be kind."), ASKED[0], ANSWERS[0], ASKED[1], ANSWERS[1]]
+    given = [say(m["role"], m["content"]) | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    whole = read(messages, PARTS)
+    assert whole.text == tokenizer.apply_chat_template(given, tokenize=False)
+    assert responses(whole) == ["It is 5.</s>", "small</s>"]
+    asked = read(messages[:-1], PARTS, kind="prompts")
+    assert asked.prompt == tokenizer.apply_chat_template(given[:-1], add_generation_prompt=True, tokenize=False)
 
 
 def read(messages: Messages, template: str, end: str = "</s>", kind: DataKind = "demonstrations", **fields: Any) -> Any:
@@ -369,11 +421,9 @@ def test_what_a_template_leaves_out_is_refused(kind: DataKind) -> None:
         read(system[1:], users, kind=kind, system="Be kind.")
     with pytest.raises(DataError, match=r"^f:1: message 1 calls a tool"):
         read(called, CHATML, kind=kind, system="Be kind.")
-    parts = (
-        "{% for m in messages %}[{{ m.role }}]{% for p in m.content if p.type %}{{ p.text }}{% endfor %}{% endfor %}"
-    )
+    nothing = "{% for m in messages %}[{{ m.role }}]{% endfor %}"
     with pytest.raises(DataError, match=r"message 0 has the role user, and the tokenizer's chat template leaves its"):
-        read(system[1:], parts, kind=kind)
+        read(system[1:], nothing, kind=kind)
 
 
 def test_the_ends_of_the_model_end_a_turn() -> None:

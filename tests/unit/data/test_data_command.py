@@ -105,7 +105,7 @@ def test_fields_that_nothing_reads_are_named(tmp_path: Path) -> None:
     assert "Not used" not in data(file, "--as", "prompts").stdout, "reward functions get the others"
     pair = write(tmp_path / "p.jsonl", {"system": "Be brief.", "question": "2+2?", "chosen": "4", "rejected": "5"})
     assert "Not used" not in data(pair).stdout
-    assert "Not used system" in squeezed(data(pair, "--template", "Never").stdout)
+    assert "template is Never, but this record has the field 'system'" in data(pair, "--template", "Never").stderr
     math = {"problem": "2+2?", "level": 1, "solution": "4"}
     found = squeezed(data(write(tmp_path / "m.jsonl", math)).stdout)
     assert "Read as demonstrations, a guess from the first record; --as names another" in found

@@ -286,6 +286,19 @@ def test_the_history_of_an_alpaca_record_comes_before_its_instruction() -> None:
     assert read(row, "prompts", HumanAssistant()).prompt == prompt
     pair = {**row, "chosen": "6", "rejected": "7"}
     assert read(pair, "preferences", HumanAssistant()) == Preference(prompt, " 6", " 7")
+    for name in ("history", "system"):
+        with pytest.raises(DataError, match=f"f:1: template is Never, but this record has the field '{name}'"):
+            convert(
+                {"instruction": "Add", "output": "6", name: row[name]},
+                "PromptResponse",
+                "prompts",
+                CHATML,
+                "f:1",
+                "Never",
+            )
+    for wrong in (["a", None], ["a"], "a"):
+        with pytest.raises(DataError, match=r"item 1 of field 'history' must be a pair of texts, question and answer"):
+            read({**row, "history": [["Hi", "Hello"], wrong]}, "demonstrations", HumanAssistant())
     other = {"instruction": "Tell", "history": "of Rome", "output": "x"}
     assert read(other, "demonstrations", HumanAssistant()) == Demonstration.of("Tell", "x")
 

@@ -149,3 +149,15 @@ def test_the_files_of_a_folder(tmp_path: Path) -> None:
             names(*mixed)
     with pytest.raises(DataError, match=r"folder .* holds no .jsonl, .json, .csv"):
         names()
+
+
+@pytest.mark.parametrize("records", ['[{"text": "a"}]', '{"text": "a"}\n{"text": "b"}\n'])
+def test_records_beside_files_of_another_kind_are_not_left_out(tmp_path: Path, records: str) -> None:
+    (tmp_path / "test.csv").write_text("text\na\n")
+    (tmp_path / "dataset_info.json").write_text('{"features": [{"name": "text"}]}')
+    assert [file.name for file in source_files(tmp_path, "f")] == ["test.csv"]
+    (tmp_path / "train.json").write_text(records)
+    with pytest.raises(
+        DataError, match=r"f.path: folder .* holds records in train.json and in test.csv; keep one kind"
+    ):
+        source_files(tmp_path, "f")

@@ -93,7 +93,8 @@ def test_chosen_and_rejected_without_a_prompt_share_their_beginning(tmp_path: Pa
 def test_the_prompt_of_a_pair_may_have_the_names_of_other_prompts(tmp_path: Path, name: str) -> None:
     """Pairs such as those of Intel/orca_dpo_pairs lost their question without a word: the prompt was empty."""
     path = write(tmp_path, {"system": "Be brief.", name: "2+2?", "chosen": "4", "rejected": "5"})
-    assert read(path, "preferences", template="Never")[0] == Preference("2+2?", "4", "5")
+    bare = write(tmp_path, {name: "2+2?", "chosen": "4", "rejected": "5"}, name="bare.jsonl")
+    assert read(bare, "preferences", template="Never")[0] == Preference("2+2?", "4", "5")
     prompt = "\n\nSystem: Be brief.\n\nHuman: 2+2?\n\nAssistant:"
     assert read(path, "preferences")[0] == Preference(prompt, " 4", " 5")
     assert read(path, "prompts")[0] == Prompt(prompt, {"system": "Be brief."})

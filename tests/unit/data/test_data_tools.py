@@ -90,6 +90,21 @@ def test_the_old_name_of_a_call_is_a_call(chat: ChatFormat) -> None:
     assert read({"messages": [DIALOGUE[0], old]}, chat) == read({"messages": DIALOGUE[:2]}, chat)
 
 
+@pytest.mark.parametrize("option", ["auto", "none"])
+def test_an_option_of_a_request_is_no_call(chat: ChatFormat, option: str) -> None:
+    answer = {"role": "assistant", "content": "No."}
+    asked = [{**DIALOGUE[0], "function_call": option}, {**answer, "function_call": option}]
+    assert read({"messages": asked}, chat) == read({"messages": [DIALOGUE[0], answer]}, chat)
+
+
+@pytest.mark.parametrize(
+    "call", [{"function_call": "weather"}, {"tool_calls": [{"function": "auto"}]}, {"tool_calls": [{}]}]
+)
+def test_a_call_has_a_name(chat: ChatFormat, call: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="message 1 of field 'messages' has a call without a name"):
+        read({"messages": [DIALOGUE[0], {"role": "assistant", "content": None, **call}]}, chat)
+
+
 def test_what_the_assistant_thought_is_learnt(chat: ChatFormat) -> None:
     answer = {"role": "assistant", "content": "No.", "reasoning_content": "dry"}
     assert read({"messages": [DIALOGUE[0], answer]}, chat).response.startswith("<think>dry</think>No.")

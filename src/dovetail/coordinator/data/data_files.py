@@ -7,6 +7,7 @@ import csv
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import re
 import sys
@@ -38,7 +39,22 @@ def source_files(path: Path, field: str) -> list[Path]:
     kinds = (PARQUET, CSV, DATA_SUFFIXES)
     if len({next(kind for kind in kinds if file.name.endswith(kind)) for file in files}) > 1:
         raise DataError(f"{field}.path: folder {path} mixes JSON, CSV or Parquet; keep one kind a folder")
+    for other in sorted(path.iterdir()) if path.is_dir() else []:
+        if other.name.endswith(JSON) and other.is_file() and other not in files and _holds_records(other):
+            raise DataError(
+                f"{field}.path: folder {path} holds records in {other.name} and in {files[0].name}; keep one kind of "
+                "file a folder"
+            )
     return files
+
+
+def _holds_records(file: Path) -> bool:
+    """Whether a JSON file has a list or several objects, and not the one object that describes other files."""
+    try:
+        with _opened(file) as opened:
+            return _Json(_text(opened)).next() == "[" or len(list(itertools.islice(_json(file), 2))) > 1
+    except DataError:
+        return False
 
 
 def content_digest(path: Path) -> str:

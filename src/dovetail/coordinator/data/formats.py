@@ -179,7 +179,7 @@ def _history(row: Row) -> list[Message]:
     """The turns before an instruction, as LLaMA-Factory reads Alpaca's records: a list of pairs of texts."""
     history = row.get("history")
     pairs = history if isinstance(history, list) else []
-    if not all(isinstance(pair, list) and len(pair) == 2 and all(isinstance(t, str) for t in pair) for pair in pairs):
+    if not all(map(_is_pair, pairs)):
         return []
     return [
         {"role": role, "content": text}
@@ -188,12 +188,29 @@ def _history(row: Row) -> list[Message]:
     ]
 
 
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)
+
+
 def as_messages(row: Row, fmt: str, chat: ChatFormat, where: str, template: TemplateUse) -> Row:
     """The row with the text of its prompt as a list of messages, if a chat template is to write it, or if it belongs to
     a conversation: the row has earlier turns or a system message. Raises DataError."""
     asked, before = _first(row, PROMPT_FIELDS), _history(row)
     is_text = fmt in _INSTRUCTIONS and asked is not None and isinstance(row[asked], str)
     own = has_template(chat)
+    pairs = row.get("history")
+    if is_text and not before and isinstance(pairs, list) and any(isinstance(pair, list) for pair in pairs):
+        wrong = next(i for i, pair in enumerate(pairs) if not _is_pair(pair))
+        raise DataError(
+            f"{where}: item {wrong} of field 'history' must be a pair of texts, question and answer; complete it, "
+            "or remove it"
+        )
+    if template == "Never" and is_text and (before or _system(row)):
+        name = "history" if before else "system"
+        raise DataError(
+            f"{where}: template is Never, but this record has the field {name!r}, which only a conversation can say; "
+            "take Auto, or write it into the prompt and remove the field"
+        )
     if template == "Always" and not own:
         raise DataError(f"{where}: template is Always, but the tokenizer has no chat template; take Auto or Never")
     if template == "Always" and not is_text and not is_dialogue(row):

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import cached_property
+from itertools import product
 from typing import Any, Protocol
 
 from dovetail.coordinator.data.records import Rendered
@@ -31,7 +32,8 @@ HUMAN_ASSISTANT_TEMPLATE = (
     "{%- for message in messages %}"
     "{%- if message['role'] == 'user' %}{{- '\\n\\nHuman: ' + message['content'] }}"
     "{%- elif message['role'] == 'assistant' %}{{- '\\n\\nAssistant: ' + message['content'] }}"
-    "{%- elif message['role'] == 'system' %}{{- '\\n\\nSystem: ' + message['content'] }}"
+    "{%- elif message['role'] in ['system', 'developer'] %}{{- '\\n\\nSystem: ' + message['content'] }}"
+    "{%- else %}{{- raise_exception('the role ' + message['role'] + ' is not system, user or assistant') }}"
     "{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '\\n\\nAssistant:' }}{%- endif %}"
 )
@@ -257,11 +259,42 @@ class Template:
         except Exception as error:  # a template may raise any error, such as for a system message
             raise TemplateRefused(" ".join(str(error).split()) or type(error).__name__) from error
 
+    def _writes(self, *messages: Message) -> bool:
+        """Whether the template writes the mark in the messages."""
+        try:
+            return _MARK in self._tokenizer.apply_chat_template(list(messages), tokenize=False, **self._options)
+        except Exception:
+            return False
+
+    @cached_property
+    def _in_parts(self) -> bool:
+        """Whether the template takes contents only as lists of parts."""
+        text, parts = ({"role": "user", "content": content} for content in (_MARK, _parts(_MARK)))
+        return not self._writes(text) and self._writes(parts)
+
+    @cached_property
+    def _calls_as(self) -> tuple[bool, bool]:
+        """How the template wants a message that only calls tools: whether its content must be null, and the arguments a
+        text, as in OpenAI's API."""
+        asked = self._named({"role": "user", "content": "?"})
+        call = {"id": "call00000", "function": {"name": "f", "arguments": {"a": _MARK}}}
+        for null, text in product((False, True), repeat=2):
+            calls = [_with_text(call) if text else {"type": "function", **call}]
+            if self._writes(asked, {"role": "assistant", "content": None if null else "", "tool_calls": calls}):
+                return null, text
+        return False, False
+
     def _named(self, message: Message) -> Message:
-        """The message with its thought in the field that the template reads. A developer is the system where the
-        template knows none."""
+        """The message in the form that the template reads: its content, its thought and its calls. A developer is the
+        system where the template knows none."""
         if message["role"] == "developer" and "developer" not in self._source:
             message = {**message, "role": "system"}
+        if calls := message.get("tool_calls"):
+            null, text = self._calls_as
+            content = None if null and not message["content"] else message["content"]
+            message = {**message, "content": content, "tool_calls": list(map(_with_text, calls)) if text else calls}
+        if self._in_parts and isinstance(message["content"], str):
+            message = {**message, "content": _parts(message["content"])}
         own = next((name for name in REASONING if name in message), None)
         if own is None or own in self._thoughts or not self._thoughts:
             return message
@@ -431,6 +464,19 @@ class Template:
                     each = (found.pop()[0], each[1])
                 found.append(each)
         return found
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    """A content in the parts of OpenAI's API."""
+    return [{"type": "text", "text": text}]
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call whose arguments are a text in JSON."""
+    function = call.get("function", {})
+    arguments = function.get("arguments", {})
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return {"type": "function", **call, "function": {**function, "arguments": text}}
 
 
 def _thought(answer: Message) -> tuple[str, str]:

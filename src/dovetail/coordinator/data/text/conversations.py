@@ -57,11 +57,9 @@ def conversation(value: Any, name: str, where: str) -> Conversation:
         role = item.get("role", item.get("from")) if isinstance(item, Mapping) else None
         content = _content(item) if isinstance(item, Mapping) else None
         place = f"{where}: message {i} of field {name!r}"
-        if isinstance(item, Mapping) and item.get("function_call"):
-            item = {
-                "tool_calls": [{"type": "function", "function": item["function_call"]}],
-                **item,
-            }  # OpenAI's old name
+        # OpenAI's old name. There "auto" and "none" are options of a request.
+        if isinstance(item, Mapping) and item.get("function_call") not in (None, "", "auto", "none"):
+            item = {"tool_calls": [{"type": "function", "function": item["function_call"]}], **item}
         if isinstance(item, Mapping) and content is None and item.get("tool_calls"):
             content = ""  # null beside calls, as in OpenAI's API
         if not isinstance(role, str) or not isinstance(content, str):
@@ -85,7 +83,14 @@ def _further(item: Mapping[str, Any], place: str) -> dict[str, Any]:
         return further
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise DataError(f"{place} must have a list of objects in 'tool_calls'")
-    return {**further, "tool_calls": [_parsed(call) for call in calls]}
+    parsed = [_parsed(call) for call in calls]
+    for function in (call.get("function", call) for call in parsed):
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise DataError(
+                f'{place} has a call without a name; write {{"function": {{"name": ..., "arguments": ...}}}}, or '
+                "remove the call"
+            )
+    return {**further, "tool_calls": parsed}
 
 
 def _calls(text: str, place: str) -> list[Any]:
