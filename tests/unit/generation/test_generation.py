@@ -7,9 +7,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
+from dovetail.coordinator.reporting.telemetry import CoordinatorMetrics
 from dovetail.coordinator.samples.in_flight import GenerationError, GenerationSettings
 from dovetail.coordinator.store.samples import State
+from dovetail.protocol.http.client_session import resent
 from helpers.fake_vllm import FakeVllm
 from helpers.generation_job import MAX_TOKENS, Job, play, until
 
@@ -69,8 +72,12 @@ def test_a_kept_connection_that_the_server_closes_is_no_failure(tmp_path: Path) 
 
     async def scenario(job: Job) -> None:
         server = await job.server("r0")
-        server.faults["closed"] = 5
+        server.faults["closed"], before = 5, resent()
         result = await job.generate()
+        assert resent() == before + 5
+        registry = CollectorRegistry()
+        CoordinatorMetrics(registry)
+        assert f"dovetail_requests_resent_total {float(resent())}" in generate_latest(registry).decode()
         assert server.faults["closed"] == 0
         assert (result.retries, result.migrations) == (0, [])
         assert not [e for e, _ in job.events if e in ("sample.retried", "sample.moved", "instance.suspect")]
@@ -85,7 +92,9 @@ def test_passing_faults_are_retried(tmp_path: Path, fault: str) -> None:
     async def scenario(job: Job) -> None:
         server = await job.server("r0")
         server.faults[fault] = 5
-        assert (await job.generate()).retries == 5
+        result = await job.generate()
+        assert (result.retries, result.migrations) == (5, []), "there is one server"
+        assert not [fields for event, fields in job.events if event == "sample.moved"]
         job.check()
         job.reported_once()
 

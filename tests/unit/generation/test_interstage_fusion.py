@@ -126,7 +126,8 @@ def test_the_tail_moves_and_no_answer_changes(tmp_path: Path, count: int) -> Non
         )
         job.check()
         job.reported_once()
-        assert 0 < len(result.migrations) == result.retries <= sum(len(s.aborted) for s in servers[1:])
+        assert 0 < len(result.migrations) <= sum(len(s.aborted) for s in servers[1:])
+        assert result.retries == 0, "a planned move is no failure"
         assert {(m.source, m.destination, m.reason) for m in result.migrations} <= {
             ("r1", "r0", "tail"),
             ("r2", "r0", "tail"),

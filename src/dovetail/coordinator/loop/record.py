@@ -98,6 +98,7 @@ def _on_timeline(
 
 def _in_metrics(records: RunRecords, fusion: StageFusion, done: Generated, found: StageAccount) -> None:
     metrics = records.metrics
+    metrics.retries.inc(done.retries)
     for m in done.migrations:
         metrics.migrations.labels(m.mechanism, m.reason).inc()
         metrics.migration_bytes.labels(m.mechanism).inc(m.nbytes)

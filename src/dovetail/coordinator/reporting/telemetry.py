@@ -7,14 +7,24 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import CounterMetricFamily
+from prometheus_client.registry import Collector
 
 from dovetail.coordinator.reporting.time_left import TimeLeft, position
 from dovetail.manifest.types import Stage
+from dovetail.protocol.http.client_session import resent
+
+
+class _Resent(Collector):
+    def collect(self) -> Iterator[Metric]:
+        """The count of `dovetail.protocol.http.client_session.resend`."""
+        text = "Requests that were sent again, because the connection kept for them had ended. This is no failure."
+        yield CounterMetricFamily("dovetail_requests_resent", text, resent())
 
 
 class CoordinatorMetrics:
@@ -50,6 +60,12 @@ class CoordinatorMetrics:
             ["instance", "kind"],
             registry=registry,
         )
+        self.retries = Counter(
+            "dovetail_sample_retries",
+            "Attempts at a sample that failed. It went on, on the same rollout or on another.",
+            registry=registry,
+        )
+        registry.register(_Resent())
         self.migrations = Counter(
             "dovetail_migrations",
             "Samples that continued on another rollout: KV cache moved (kv), or prefilled again (tokens).",

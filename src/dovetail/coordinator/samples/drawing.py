@@ -190,7 +190,7 @@ class Drawing:
             unfinished = self._flying.sort_out()
             if unfinished:
                 self._pending = sorted([*self._pending, *unfinished], key=lambda w: w.key)
-                result.retries += len(unfinished)
+                result.retries += sum(work.ending is None for work in unfinished)
             self._gather()
             for key in done:
                 result.samples += 1
@@ -329,8 +329,8 @@ class Drawing:
         if mechanism is Mechanism.TOKENS:
             nbytes = TOKEN_BYTES * tokens
             self._flying.activity[instance.name].prefilled(work.begun, tokens, now - work.begun)
-        if work.leave is not None:
-            leave, work.leave = work.leave, None
+        leave, work.leave = work.leave, None
+        if leave is not None and leave.instance != instance.name:
             names = leave.instance, instance.name, mechanism.value, leave.reason
             migration = Migration(work.key, *names, tokens, nbytes, now - leave.time, time.time())
             self._migrations.append(migration)

@@ -88,7 +88,7 @@ class Activity:
 
 @dataclass
 class Generated:
-    """The result of one call of `generate`. `retries` says how often a sample had to leave a server. `migrations` has
+    """The result of one call of `generate`. `retries` says how often an attempt at a sample failed. `migrations` has
     the samples that continued on another server. `tail` has pairs (seconds since the epoch, samples left). `spans` has
     one span for each instance that worked."""
 

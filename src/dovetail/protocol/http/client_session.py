@@ -13,6 +13,7 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from dovetail.protocol.http.header_deadline import CLIENT_KEEP_SECONDS
 from dovetail.protocol.http.last_address import LastAddress
 
+_resent: list[bool] = []
 _reused: ContextVar[list[bool]] = ContextVar("reused")
 
 
@@ -42,6 +43,12 @@ async def resend(request: aiohttp.ClientRequest, handler: aiohttp.ClientHandlerT
             # Each attempt uses up a kept connection, so this ends. A new connection that fails is a failure.
             if not reused or isinstance(error, aiohttp.ClientConnectorError):
                 raise
+            _resent.append(True)
+
+
+def resent() -> int:
+    """How many requests of this process were sent again so far."""
+    return len(_resent)
 
 
 async def _note_reuse(*_: object) -> None:
