@@ -10,13 +10,21 @@ from typing import get_args
 
 import click
 
-from dovetail.cli.common.one_line_options import folder_context
+from dovetail.cli.common.one_line_options import as_yaml, manifest_of
 from dovetail.cli.common.require_extras import require
-from dovetail.manifest.checks.hub_names import hub_problem
 from dovetail.manifest.fixed_names import PARQUET, DataKind
 from dovetail.protocol.errors import RunError, UsageError
-from dovetail.tools.one_line import kubernetes_name
-from dovetail.tools.starter import Method, starter
+from dovetail.tools.one_line import OneLine, kubernetes_name
+from dovetail.tools.starter import (
+    READ,
+    Method,
+    answer_field,
+    commented,
+    examples,
+    first_job,
+    rewards,
+    what_it_does,
+)
 
 
 def job_name(folder: Path) -> str:
@@ -79,23 +87,34 @@ def first_record(method: Method, data: Path) -> tuple[list[str], bool]:
     "preferences for ppo and dpo, prompts for grpo.  [default: five examples are written]",
 )
 def init(method: Method, folder: Path, model: str | None, data: Path | None) -> None:
-    """Write a first job into FOLDER: a commented job.yaml, five records of each data set, and for grpo a reward
-    function. No file is overwritten.
+    """Write a first job into FOLDER: a commented job.yaml with what dovetail run --method means, five records of each
+    data set, and for grpo a reward function. No file is overwritten.
 
     \b
       dovetail init grpo sums
       cd sums && dovetail run job.yaml
     """
+    scratch = model is None
     is_folder = model is not None and Path(model).expanduser().is_dir()
-    if model is not None and not is_folder:
-        problem = hub_problem(model, "folder, and no model", Path())
-        if problem is not None:
-            raise UsageError(f"--model {model} {problem}")
-    where = str(Path(model).expanduser().resolve()) if model is not None and is_folder else model
-    given = None if data is None else os.path.relpath(data.resolve(), folder.resolve())
-    context = folder_context(where) if where is not None else None
+    where = "tiny" if model is None else str(Path(model).expanduser().resolve()) if is_folder else model
     fields, labelled = (["answer"], False) if data is None else first_record(method, data)
-    files = starter(method, job_name(folder), where, is_folder, given, context, fields, labelled)
+    own = None if data is None else os.path.relpath(data.resolve(), folder.resolve())
+    kinds: tuple[DataKind, ...] = ("preferences",) if labelled else READ[method]
+    sources = {kind: [own or f"{kind}.jsonl"] for kind in kinds}
+    right = "words" if answer_field(fields) is None else "correct"
+    calls = [f"rewards:{right}", "rewards:short"] if method == "grpo" else []
+    line = OneLine(method, where, **sources, rewards=calls)
+    local = frozenset(name for names in sources.values() for name in names) | (
+        {where} if scratch or is_folder else set()
+    )
+    manifest = first_job(
+        manifest_of(line, local, folder, cpu=scratch), method, scratch=scratch, own=own is not None, labelled=labelled
+    )
+    name = manifest["metadata"]["name"] = job_name(folder)
+    what = what_it_does(method, labelled)
+    files = {"job.yaml": commented(as_yaml(manifest), name, manifest["spec"]["stages"], what, scratch)}
+    files |= examples(method) if own is None else {}
+    files |= {"rewards.py": rewards(fields)} if method == "grpo" else {}
     there = [name for name in files if os.path.lexists(folder / name)]
     if there:
         raise UsageError(f"{folder / there[0]} exists; name another folder, or delete the file")
@@ -107,5 +126,5 @@ def init(method: Method, folder: Path, model: str | None, data: Path | None) -> 
     except OSError as error:
         raise RunError(f"cannot write {error.filename}: {error.strerror}") from error
     click.echo(f"Wrote {', '.join(str(folder / name) for name in files)}.")
-    here = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
-    click.echo(f"Next:  {here}dovetail validate job.yaml --deep && dovetail run job.yaml")
+    go = "" if folder.resolve() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
+    click.echo(f"Next:  {go}dovetail validate job.yaml --deep && dovetail run job.yaml")

@@ -1,12 +1,14 @@
-"""Makes the files that `dovetail init` writes: a commented manifest, five records of each data set, and a reward
-function. Pure."""
+"""Makes the files that `dovetail init` writes: the manifest that `dovetail run --method` means, with comments, five
+records of each data set, and a reward function."""
 
 from __future__ import annotations
 
 import json
-import textwrap
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from dovetail.manifest.fixed_names import DataKind
+from dovetail.manifest.merge import merge
 
 Method = Literal["sft", "ppo", "grpo", "dpo"]
 
@@ -61,163 +63,106 @@ def rewards(fields: Sequence[str]) -> str:
     return head + (_WORDS if right is None else _CORRECT.format(field=right)) + _SHORT
 
 
+# The data sets of each method.
+READ: Mapping[Method, tuple[DataKind, ...]] = {
+    "sft": ("demonstrations",),
+    "ppo": ("demonstrations", "preferences", "prompts"),
+    "grpo": ("prompts",),
+    "dpo": ("demonstrations", "preferences"),
+}
+
+
+def examples(method: Method) -> dict[str, str]:
+    """The files with five records of each data set, by name."""
+    sums = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in _SUMS]
+    records: dict[DataKind, Sequence[object]] = {
+        "demonstrations": [{"prompt": p, "response": r} for p, r in zip(_ASKED, _ANSWERS, strict=True)],
+        "preferences": [
+            {"prompt": p, "chosen": r, "rejected": "I will not say."} for p, r in zip(_ASKED, _ANSWERS, strict=True)
+        ],
+        "prompts": sums if method == "grpo" else [{"prompt": p} for p in _ASKED],
+    }
+    return {f"{kind}.jsonl": _jsonl(records[kind]) for kind in READ[method]}
+
+
 def _jsonl(records: Sequence[object]) -> str:
     return "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
-def _demonstrations() -> str:
-    return _jsonl([{"prompt": p, "response": r} for p, r in zip(_ASKED, _ANSWERS, strict=True)])
+# The model that shows that everything works, and what makes it quick.
+_TINY: dict[str, Any] = {
+    "models": {
+        "actor": {
+            "source": {
+                "$patch": "replace",
+                "scratch": {
+                    "architecture": "llama",
+                    "config": {
+                        "hidden_size": 64,
+                        "intermediate_size": 128,
+                        "num_hidden_layers": 2,
+                        "num_attention_heads": 2,
+                        "num_key_value_heads": 2,
+                        "max_position_embeddings": 512,
+                    },
+                },
+            }
+        },
+        "tokenizer": {"train": {"vocabSize": 300}},
+    },
+    "data": {"maxPromptTokens": 64, "maxTokens": 128},
+    "sft": {"steps": 20, "optimizer": {"learningRate": 1e-3}},
+    "reward": {"steps": 20, "optimizer": {"learningRate": 1e-3}},
+    "dpo": {"steps": 20, "optimizer": {"learningRate": 5e-4}},
+    "ppo": {
+        "iterations": 5,
+        "actorOptimizer": {"learningRate": 1e-3},
+        "criticOptimizer": {"learningRate": 1e-3},
+    },
+    "generation": {"maxTokens": 32},
+}
+# What stands above a field.
+_COMMENTS = {
+    "models.reward": "The score is the weighted sum. dovetail samples shows what each function gave to each response.",
+    "data.demonstrations": "Records with prompt and response.",
+    "data.preferences": "Records with prompt, chosen and rejected.",
+    "data.prompts": "Records with a prompt. A reward function gets all other fields.",
+    "data.split": "The stages share the file. No record is used by two of them.",
+    "data.heldOut": "This share of the records is never trained on. Losses of the report are measured on it.",
+    "sft.microBatchSize": "Lower it if memory does not suffice.",
+    "ppo.globalBatchSize": "Prompts in an iteration: globalBatchSize / samplesPerPrompt.",
+    "generation": "A model that reasons needs 4096 or more.",
+    "groups": "With GPUs a group has: gpu: {product: NVIDIA-A100-SXM4-80GB, perPod: 1}",
+}
+_SCRATCH = (
+    "A tiny model from random weights shows that everything works. It learns nothing of use. Take a real one:\n"
+    "source: {huggingFace: Qwen/Qwen2.5-0.5B}   or   source: {path: /models/mine}"
+)
 
 
-def _preferences() -> str:
-    pairs = zip(_ASKED, _ANSWERS, strict=True)
-    return _jsonl([{"prompt": p, "chosen": r, "rejected": "I will not say."} for p, r in pairs])
-
-
-def starter(
-    method: Method,
-    name: str,
-    model: str | None = None,
-    model_is_folder: bool = False,
-    data: str | None = None,
-    context: int | None = None,
-    fields: Sequence[str] = ("answer",),
-    labelled: bool = False,
-) -> dict[str, str]:
-    """The files by name. `model`: a folder or a hub's repository. Without it the model is tiny and has random weights.
-    `data`: the user's own records, in place of five examples. `context`: the longest sequence of the model in tokens,
-    if it is known. `fields`: the fields of the records without the prompt. `labelled`: the user's records for DPO are
-    responses with labels, which KTO learns from."""
-    scratch = model is None
-    source, limits = _source(model, model_is_folder), _lengths(scratch, context)
-    manifest = _manifest(method, name, source, scratch, data, limits, fields, labelled)
-    files = {"job.yaml": manifest}
-    if data is not None:
-        return files | ({"rewards.py": rewards(fields)} if method == "grpo" else {})
-    if method == "grpo":
-        sums = [{"prompt": f"What is {a} + {b}?", "answer": str(a + b)} for a, b in _SUMS]
-        return files | {"prompts.jsonl": _jsonl(sums), "rewards.py": rewards(fields)}
-    files["demonstrations.jsonl"] = _demonstrations()
-    if method in ("ppo", "dpo"):
-        files["preferences.jsonl"] = _preferences()
-    if method == "ppo":
-        files["prompts.jsonl"] = _jsonl([{"prompt": p} for p in _ASKED])
-    return files
-
-
-def _lengths(scratch: bool, context: int | None) -> tuple[int, int]:
-    """The maximum tokens of a prompt and of a response."""
-    prompt, response = (64, 32) if scratch else (512, 512)
-    if context is None or prompt + response <= context:
-        return prompt, response
-    return context // 2, context - context // 2
-
-
-def _source(model: str | None, folder: bool) -> str:
-    if model is not None:
-        return f"source: {{{'path' if folder else 'huggingFace'}: {json.dumps(model)}}}"
-    return (
-        "# A tiny model from random weights shows that everything works. It learns nothing of use. Take a real one:\n"
-        "# source: {huggingFace: Qwen/Qwen2.5-0.5B}   or   source: {path: /models/mine}\n"
-        "source:\n"
-        "  scratch:\n"
-        "    architecture: llama\n"
-        "    config: {hidden_size: 64, intermediate_size: 128, num_hidden_layers: 2, num_attention_heads: 2,\n"
-        "      num_key_value_heads: 2, max_position_embeddings: 512}"
-    )
-
-
-def _data(method: Method, data: str | None, labelled: bool) -> str:
-    def source(name: str) -> str:
-        return f"[{{path: {json.dumps(data or name)}}}]"
-
-    if labelled and method == "dpo":
-        return f"preferences: {source('')}  # prompt, response and label"
-    lines = []
-    if method != "grpo":
-        lines.append(f"demonstrations: {source('demonstrations.jsonl')}  # prompt and response")
-    if method in ("ppo", "dpo"):
-        lines.append(f"preferences: {source('preferences.jsonl')}  # prompt, chosen and rejected")
-    if method in ("ppo", "grpo"):
-        fields = "prompt; the reward function gets all other fields" if method == "grpo" else "prompt"
-        lines.append(f"prompts: {source('prompts.jsonl')}  # {fields}")
-    if data is not None and method in ("ppo", "dpo"):
-        lines.append("# The stages share the file. No record is used by two of them.")
-        lines.append("split: {sft: 2, reward: 4, ppo: 4}" if method == "ppo" else "split: {sft: 2, reward: 8}")
-    return "\n".join(lines)
-
-
-_REWARD = """\
-reward:
-  # The score is the weighted sum. dovetail samples shows what each function gave to each response.
-  functions:
-  - {{function: "rewards:{function}", needs: Sample}}
-  - {{function: "rewards:short", needs: Sample, weight: 0.1}}"""
-
-_SUPERVISED = """\
-{stage}:
-  steps: {steps}
-  batchSize: 8
-  microBatchSize: 4  # lower it if memory does not suffice
-  optimizer: {{learningRate: {rate}}}"""
-
-
-def _ppo(method: Method, scratch: bool) -> str:
-    rate = "1.0e-3" if scratch else "1.0e-6"
-    if method == "grpo":
-        return (
-            "ppo:\n  # Prompts in an iteration: globalBatchSize / samplesPerPrompt.\n  advantage: grpo\n"
-            f"  samplesPerPrompt: 4\n  iterations: {5 if scratch else 100}\n"
-            "  globalBatchSize: 16\n  miniBatchSize: 16\n  microBatchSize: 4\n  kl: {coef: 0.01}\n"
-            f"  actorOptimizer: {{learningRate: {rate}}}"
-        )
-    return (
-        f"ppo:\n  iterations: {5 if scratch else 100}\n  globalBatchSize: 16\n  miniBatchSize: 16\n"
-        "  microBatchSize: 4\n  # Higher keeps the model nearer to what it was after SFT.\n  kl: {coef: 0.05}\n"
-        f"  actorOptimizer: {{learningRate: {rate}}}\n  criticOptimizer: {{learningRate: {rate}}}"
-    )
-
-
-def _manifest(
-    method: Method,
-    name: str,
-    source: str,
-    scratch: bool,
-    data: str | None,
-    limits: tuple[int, int],
-    fields: Sequence[str],
-    labelled: bool,
-) -> str:
-    prompt, response = limits
-
-    def at(indent: int, text: str) -> str:
-        return textwrap.indent(text, " " * indent)
-
-    models = [f"    actor:\n{at(6, source)}"]
-    if method == "grpo":
-        models.append(at(4, _REWARD.format(function="words" if answer_field(fields) is None else "correct")))
+def first_job(manifest: dict[str, Any], method: Method, *, scratch: bool, own: bool, labelled: bool) -> dict[str, Any]:
+    """The manifest of `dovetail run --method` as one begins with it. `scratch`: take a tiny model. `own`: all data sets
+    are one file of the user. `labelled`: its records are responses with labels, which KTO learns from."""
+    spec = manifest["spec"]
     if scratch:
-        models.append("    tokenizer: {train: {vocabSize: 300}}")
-    stages = {"sft": ["sft"], "ppo": ["sft", "reward", "ppo"], "grpo": ["ppo"], "dpo": ["sft", "dpo"]}[method]
-    kto = labelled and method == "dpo"
-    if kto:
-        stages = ["dpo"]
-    steps = 20 if scratch else 200
-    rates = dict.fromkeys(stages, "1.0e-3" if scratch else "1.0e-5") | {"dpo": "5.0e-4" if scratch else "1.0e-6"}
-    parts = [_SUPERVISED.format(stage=each, steps=steps, rate=rates[each]) for each in stages if each != "ppo"]
-    if kto:
-        parts[0] += "\n  loss: KTO"
-    if "ppo" in stages:
-        parts.append(_ppo(method, scratch))
-        thought = "" if scratch else "  # a model that reasons needs 4096 or more"
-        parts.append(f"generation:\n  maxTokens: {response}{thought}\n  temperature: 1.0")
-    roles = "{name: trainers, roles: [trainer], replicas: 1}"
-    groups = f"groups:\n# GPUs: gpu: {{product: NVIDIA-A100-SXM4-80GB, perPod: 1}} in a group\n- {roles}"
-    if "ppo" in stages:
-        groups += "\n- {name: rollouts, roles: [rollout], replicas: 1}"
-    parts.append(groups)
+        spec |= merge(spec, {name: value for name, value in _TINY.items() if name in spec})
+        if method != "ppo":
+            spec.get("ppo", {}).pop("criticOptimizer", None)
+    spec["data"]["heldOut"] = 0.1 if own else 0.2
+    if own and method in ("ppo", "dpo") and not labelled:
+        spec["data"]["split"] = {"sft": 2, "reward": 4, "ppo": 4} if method == "ppo" else {"sft": 2, "reward": 8}
+    if labelled:
+        spec["dpo"]["loss"] = "KTO"
+    functions = spec["models"].get("reward", {}).get("functions", ())
+    for function, weight in zip(functions, (1.0, 0.1), strict=False):
+        function |= {"needs": "Sample", "weight": weight}
+    return manifest
+
+
+def commented(text: str, name: str, stages: Sequence[str], what: str, scratch: bool) -> str:
+    """A manifest's YAML with comments: on its commands, and above fields."""
     shows = f"dovetail samples runs/{name}" if "ppo" in stages else f"dovetail chat runs/{name}"
-    if stages == ["sft"]:
+    if list(stages) == ["sft"]:
         shows += " --model sft"
     commands = [
         ("dovetail validate job.yaml", "checks this file"),
@@ -226,22 +171,19 @@ def _manifest(
         (f"dovetail explain RLHFJob.spec.{stages[-1]}", "describes a field, and the fields below it"),
     ]
     width = max(len(command) for command, _ in commands)
-    lengths = f"maxPromptTokens: {prompt}\nmaxTokens: {128 if scratch else prompt + response}"
-    return (
-        f"# {_KTO if kto else _WHAT[method]}\n"
-        + "".join(f"#   {command:<{width}}  {what}\n" for command, what in commands)
-        + "apiVersion: dovetail.dev/v1alpha1\n"
-        "kind: RLHFJob\n"
-        f"metadata: {{name: {name}}}\n"
-        "spec:\n"
-        f"  stages: [{', '.join(stages)}]\n"
-        "  models:\n"
-        + "\n".join(models)
-        + "\n  data:\n"
-        + at(4, _data(method, data, labelled))
-        + "\n"
-        + at(4, lengths)
-        + "\n"
-        "    # This share of the records is never trained on. Losses of the report are measured on it.\n"
-        f"    heldOut: {0.2 if data is None else 0.05}\n" + "\n".join(at(2, part) for part in parts) + "\n"
-    )
+    lines = [f"# {what}", *(f"#   {command:<{width}}  {does}" for command, does in commands)]
+    comments = _COMMENTS | ({"models.actor": _SCRATCH} if scratch else {})
+    path: list[str] = []
+    for line in text.splitlines():
+        indent = len(line) - len(line.lstrip(" "))
+        key = line.strip().partition(":")[0]
+        if not line.lstrip().startswith("-"):
+            path = [*path[: indent // 2], key]
+            above = comments.get(".".join(path[1:]), "") if path[0] == "spec" else ""
+            lines += [f"{' ' * indent}# {said}" for said in above.splitlines()]
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def what_it_does(method: Method, labelled: bool) -> str:
+    return _KTO if labelled else _WHAT[method]

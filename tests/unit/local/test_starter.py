@@ -95,6 +95,30 @@ def test_the_rewards_fit_the_users_own_records_and_the_lengths_the_model(tmp_pat
     assert names == ["rewards:correct", "rewards:words"]
 
 
+@pytest.mark.parametrize("method", ["sft", "dpo", "ppo", "grpo"])
+def test_it_writes_what_the_command_line_means(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`dovetail init METHOD` and `dovetail run --method METHOD` were two first jobs."""
+    monkeypatch.chdir(tmp_path)
+    model = save_model_folder(tmp_path / "model")
+    Path("mine.jsonl").write_text('{"prompt": "2 + 2?", "chosen": "4", "rejected": "5", "response": "4"}\n' * 40)
+    assert init(method, tmp_path, "--model", model, "--data", "mine.jsonl").exit_code == 0
+    written = yaml.safe_load(Path("job.yaml").read_text())["spec"]
+    kinds = [kind for kind in ("demonstrations", "preferences", "prompts") if kind in written["data"]]
+    options = [word for kind in kinds for word in (f"--{kind}", "mine.jsonl")]
+    if method == "grpo":
+        options += ["--reward", "rewards:correct", "--reward", "rewards:short"]
+    done = CliRunner().invoke(cli, ["run", "--method", method, "--model", str(model), *options, "--print-only"])
+    assert done.exit_code == 0, done.output
+    meant = yaml.safe_load(done.stdout)["spec"]
+    # What init adds: shares of the one file, and the weights of its two functions.
+    shares = {name: written["data"].pop(name, None) for name in ("heldOut", "split")}
+    assert shares["heldOut"] == 0.1, "the default"
+    for function in written["models"].get("reward", {}).get("functions", ()):
+        assert function.pop("needs") == "Sample"
+        del function["weight"]
+    assert written == meant
+
+
 def test_labelled_answers_make_a_job_of_kto(tmp_path: Path) -> None:
     """The job was refused when it ran: DPO learns from pairs, and SFT from no bad answer."""
     bad = LABELLED.replace("4", "5").replace("true", "false")

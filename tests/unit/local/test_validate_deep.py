@@ -44,7 +44,7 @@ def test_a_good_job_is_read_through(grpo: Path) -> None:
     text = " ".join(done.output.split())
     assert "a chat template, ends with '<|eos|>'" in text
     assert "data.prompts[0] 40 records, Messages; prompt: median" in text
-    assert "prompts 38 to train on, 2 held out; the first: '<user>What is 2 + 3?<assistant>'" in text
+    assert "prompts 36 to train on, 4 held out; the first: '<user>What is 2 + 3?<assistant>'" in text
     assert "correct, short gave finite numbers for two prompts" in text
     assert "the plan uses no GPUs" in text
     assert "is valid: job" in text
@@ -125,8 +125,8 @@ def line_with(file: Path, text: str) -> int:
     ("old", "new", "field"),
     [
         ("iterations: 100", "iteration: 100", "spec.ppo.iteration is not a field"),
-        ("temperature: 1.0", "temperature: warm", "spec.generation.temperature must be"),
-        ("roles: [rollout], replicas: 1", "roles: [rollout], replicas: 0", "spec.groups[1].replicas must be"),
+        ("maxTokens: 512}", "maxTokens: 512, temperature: warm}", "spec.generation.temperature must be"),
+        ("roles: [rollout]\n    replicas: 1", "roles: [rollout]\n    replicas: 0", "spec.groups[1].replicas must be"),
         ("microBatchSize: 4", "microBatchSize: 3", "spec.ppo.miniBatchSize is 16"),
     ],
 )
@@ -137,7 +137,7 @@ def test_a_problem_carries_the_manifests_line(grpo: Path, old: str, new: str, fi
     file.write_text(text.replace(old, new))
     done = dovetail("validate", file)
     assert done.exit_code == 2
-    at = line_with(file, "miniBatchSize" if "miniBatchSize" in field else new)
+    at = line_with(file, "miniBatchSize" if "miniBatchSize" in field else new.splitlines()[-1])
     assert f"Error: {file}:{at}: {field}" in done.stderr
 
 
@@ -154,7 +154,7 @@ def test_a_field_that_is_missing_or_set_on_the_command_line(grpo: Path) -> None:
 
 
 def test_gpus_are_counted_against_the_plan(grpo: Path) -> None:
-    text = (grpo / "job.yaml").read_text().replace("replicas: 1}", "replicas: 1, gpu: {product: NVIDIA-A10}}")
+    text = (grpo / "job.yaml").read_text().replace("replicas: 1\n", "replicas: 1\n    gpu: {product: NVIDIA-A10}\n")
     (grpo / "gpus.yaml").write_text(text)
     job = load_manifest(grpo / "gpus.yaml")
     plan = make_plan(job.spec, {"actor": 2}, {}, {}, None, None)

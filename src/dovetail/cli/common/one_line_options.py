@@ -62,20 +62,34 @@ def given(line: dict[str, Any]) -> list[str]:
     return words
 
 
+def manifest_of(line: OneLine, local: frozenset[str], base: Path, cpu: bool) -> dict[str, Any]:
+    """The manifest that `line` means, for this machine. `local`: its names that are files or folders. `base`: the
+    folder where relative ones begin. `cpu`: use CPUs even if there are GPUs. Raises UsageError."""
+    longest = {kind: most for kind in DATA_KINDS if (most := _longest(line, kind, local, base))}
+    made = document(line, local, None if cpu else machine_gpus(), folder_context(base / line.model), longest)
+    for option, name, what in _names(line):
+        if name not in local and (problem := hub_problem(name, what, Path())) is not None:
+            raise UsageError(f"{option} {name} {problem}")
+    return made
+
+
+def _names(line: OneLine) -> list[tuple[str, str, str]]:
+    """(option, name, what the name is if it exists here) of the model and of all data."""
+    found = [("--model", line.model, "folder, and no model")]
+    return found + [(f"--{kind}", name, "file, and no data set") for kind in DATA_KINDS for name in getattr(line, kind)]
+
+
 def manifest_text(line: OneLine, overrides: Sequence[str], seed: int | None, cpu: bool) -> str:
     """The manifest as YAML. Relative paths start at the working directory. `cpu`: use CPUs even if there are GPUs.
     Raises UsageError."""
-    given = [("--model", line.model, "folder, and no model")]
-    for kind in DATA_KINDS:
-        given += [(f"--{kind}", name, "file, and no data set") for name in getattr(line, kind)]
-    local = frozenset(name for _, name, _ in given if Path(name).exists())
-    longest = {kind: most for kind in DATA_KINDS if (most := _longest(line, kind, local))}
-    made = document(line, local, None if cpu else machine_gpus(), folder_context(line.model), longest)
-    for option, name, what in given:
-        if name not in local and (problem := hub_problem(name, what, Path())) is not None:
-            raise UsageError(f"{option} {name} {problem}")
+    local = frozenset(name for _, name, _ in _names(line) if Path(name).exists())
+    made = manifest_of(line, local, Path(), cpu)
     apply_overrides(made, [*overrides, *([f"spec.seed={seed}"] if seed is not None else [])])
-    return yaml.safe_dump(made, sort_keys=False, default_flow_style=None, width=WIDTH, allow_unicode=True)
+    return as_yaml(made)
+
+
+def as_yaml(manifest: dict[str, Any]) -> str:
+    return yaml.safe_dump(manifest, sort_keys=False, default_flow_style=None, width=WIDTH, allow_unicode=True)
 
 
 # A file with more records than this is not read to its end. Its lengths are known well by then.
@@ -84,7 +98,7 @@ _RECORDS = 20_000
 _BYTES_A_TOKEN, _TEMPLATE_TOKENS = 2, 64
 
 
-def _longest(line: OneLine, kind: DataKind, local: frozenset[str]) -> int | None:
+def _longest(line: OneLine, kind: DataKind, local: frozenset[str], base: Path) -> int | None:
     """The most tokens that a record of these files can have, or its prompt. None if a data set is on a hub, or cannot
     be read, which the job says itself."""
     from dovetail.coordinator.data.data_error import DataError
@@ -99,7 +113,7 @@ def _longest(line: OneLine, kind: DataKind, local: frozenset[str]) -> int | None
     most = 0
     try:
         for name in names:
-            for _, row in itertools.islice(rows_of(source_files(Path(name), f"--{kind}")), _RECORDS):
+            for _, row in itertools.islice(rows_of(source_files(base / name, f"--{kind}")), _RECORDS):
                 if isinstance(row, dict):
                     read = {n: v for n, v in row.items() if prompts is None or n in prompts}
                     most = max(most, len(json.dumps(read, ensure_ascii=False, default=str).encode(errors="replace")))
@@ -117,9 +131,9 @@ def machine_gpus() -> GPUs | None:
     return GPUs(product_label(devices[0].name), len(alike), min(device.memory for device in alike))
 
 
-def folder_context(model: str) -> int | None:
+def folder_context(model: Path) -> int | None:
     """The longest sequence of the model in a folder, in tokens. None if config.json does not say it."""
-    found = read_object(Path(model) / "config.json").get("max_position_embeddings")
+    found = read_object(model / "config.json").get("max_position_embeddings")
     return found if isinstance(found, int) and found > 1 else None
 
 
